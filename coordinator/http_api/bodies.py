@@ -470,12 +470,10 @@ class TranslatedBody:
         if not isinstance(error, BadRequest):
             return error
         name = error.field.removeprefix("sampling.")
-        for known in sorted(self.names, key=len, reverse=True):
-            if re.match(rf"{re.escape(known)}(?!\w)", name):
-                name = self.names[known] + name[len(known) :]
-                break
-        if len(self.requests) > self.body.n and re.match(r"prompt\b", name):
-            name = f"prompt[{index // self.body.n}]{name.removeprefix('prompt')}"
+        head, bracket, rest = name.partition("[")
+        name = self.names.get(name) or self.names.get(head, head) + bracket + rest
+        if name.startswith("prompt") and len(self.requests) > self.body.n:
+            name = name.replace("prompt", f"prompt[{index // self.body.n}]", 1)
         return BadRequest(name, error.reason)
 
 

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Generator
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Final, Self, TypeVar, cast
 
 from outrider.client.failover import RESUME_TIMEOUT_S, EndpointPool, ResumingTransport, Server
@@ -20,7 +21,6 @@ from outrider.client.transport import (
     Method,
     SessionView,
     Transport,
-    key_metadata,
 )
 from outrider.errors import BadRequest, DeadlineExceeded, InvariantError, Unavailable
 from outrider.limits import DEADLINE_MS_DEFAULT, DEADLINE_MS_MAX
@@ -60,11 +60,7 @@ class Client:
         is sent again, for up to `resume_timeout_s` seconds; so is any other call while none of the
         coordinators that a function names answers; 0 = no retries."""
         if isinstance(server, str) or callable(server):
-            key_metadata(api_key)
-
-            def connect(address: str) -> Transport:
-                return GrpcTransport(address, trust, api_key=api_key)
-
+            connect = partial(GrpcTransport, trust=trust, api_key=api_key)
             server = ResumingTransport(EndpointPool(server, connect), resume_timeout_s)
         self._transport = server
 
@@ -153,14 +149,11 @@ class SyncClient:
     ) -> None:
         """`address` is HOST:PORT, or several with commas between them, or a function that says so;
         the rest as of `Client`. Nothing is sent before the first call."""
-        key_metadata(api_key)
-
-        def connect(address: str) -> Transport:
-            return BlockingGrpcTransport(address, trust, api_key=api_key)
 
         async def sleep(seconds: float) -> None:
             time.sleep(seconds)  # noqa: ASYNC251 (run by `_run`)
 
+        connect = partial(BlockingGrpcTransport, trust=trust, api_key=api_key)
         pool = EndpointPool(address, connect)
         self._client = Client(ResumingTransport(pool, resume_timeout_s, sleep=sleep))
 

@@ -144,15 +144,19 @@ class CompletionBuilder:
         started, finished = self._started, self._finished
         if started is None or finished is None:
             raise Unavailable("the stream ended before its last event")
+
+        def joined(name: str) -> tuple[Any, ...]:
+            return tuple(one for event in self._tokens for one in getattr(event, name))
+
         return Completion(
             session_id=started.session_id,
             model=started.model,
             seed=started.seed,
             rule=started.rule,
             text=self.text,
-            token_ids=tuple(one for event in self._tokens for one in event.token_ids),
-            origins=tuple(one for event in self._tokens for one in event.origins),
-            logprobs=tuple(one for event in self._tokens for one in event.logprobs),
+            token_ids=joined("token_ids"),
+            origins=joined("origins"),
+            logprobs=joined("logprobs"),
             rounds=tuple(self._rounds),
             finish_reason=finished.finish_reason,
             usage=finished.usage,
