@@ -82,10 +82,12 @@ class Answer:
     def __init__(
         self, asked: TranslatedBody, text: TokenizerText | None, num_draft_tokens: int, created: int
     ) -> None:
-        """`num_draft_tokens` is the most of a round, `created` a time in seconds since 1970."""
+        """`num_draft_tokens` is the most of a round, where the request does not say; `created` is a
+        time in seconds since 1970."""
         self._asked = asked
         self._options = asked.body.stream_options or StreamOptions()
-        self._num_draft_tokens = num_draft_tokens
+        given = asked.requests[0].num_draft_tokens
+        self._num_draft_tokens = num_draft_tokens if given is None else given
         self._choices = [_Choice(text) for _ in asked.requests]
         self._envelope: Json = {"id": "", "object": "", "created": created, "model": ""}
         self._rounds: Counter[tuple[int, int]] = Counter()
@@ -103,9 +105,20 @@ class Answer:
         """The log-probabilities of a choice's tokens."""
         raise NotImplementedError
 
-    def add(self, index: int, event: Event) -> Sequence[Json]:
-        """An event of a choice, of an answer that is told at once."""
-        choice = self._choices[index]
+    def whole(self) -> Json | None:
+        """All that has come, if it is told at once. Every choice must have ended."""
+        if self._asked.body.stream:
+            return None
+        check(self._has_ended, "a choice has not ended")
+        told = [
+            self._choice(index, self.message(one.text), one.finished, one)
+            for index, one in enumerate(self._choices)
+        ]
+        return self._told(self.kind, told, usage=self._usage(), metrics=self._metrics())
+
+    def take(self, index: int, event: Event) -> Sequence[Json]:
+        """What is told once an event of a choice has come; often nothing."""
+        choice, chunks = self._choices[index], list[Json]()
         match event:
             case Started():
                 choice.started = event
@@ -121,24 +134,8 @@ class Answer:
                 self._rounds[len(event.proposed_token_ids), event.num_accepted] += 1
             case Finished():
                 choice.finished = event
-        return ()
-
-    def whole(self) -> Json:
-        """All that has come. Every choice must have ended."""
-        check(self._has_ended, "a choice has not ended")
-        told = [
-            self._choice(index, self.message(one.text), one.finished, one)
-            for index, one in enumerate(self._choices)
-        ]
-        return self._told(self.kind, told, usage=self._usage(), metrics=self._metrics())
-
-    def take(self, index: int, event: Event) -> Sequence[Json]:
-        """What is told once an event of a choice has come, of an answer that is told in chunks;
-        often nothing."""
-        self.add(index, event)
-        if not isinstance(event, Tokens | Finished):
+        if not self._asked.body.stream or not isinstance(event, Tokens | Finished):
             return ()
-        chunks, choice = [], self._choices[index]
         if self.opening is not None and not choice.is_opened:
             choice.is_opened = True
             chunks.append(self._chunk(self._choice(index, self.opening)))
@@ -293,6 +290,9 @@ class NativeEvents:
         self._text = text
         self._stream = None if text is None else text.stream()
         self._num_tokens = 0
+
+    def whole(self) -> None:
+        """Nothing is told once."""
 
     def take(self, index: int, event: Event) -> list[Json]:
         """What is told of an event."""

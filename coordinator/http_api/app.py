@@ -18,7 +18,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.auth.access_control import OPEN, AccessControl
 from coordinator.http_api.answers import Answer, ChatAnswer, CompletionAnswer, Json, NativeEvents
-from coordinator.http_api.bodies import ChatBody, CompletionBody, NativeBody, TranslatedBody
+from coordinator.http_api.bodies import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    NativeBody,
+    TranslatedBody,
+)
 from coordinator.http_api.errors import (
     ErrorBody,
     add_error_handlers,
@@ -55,19 +61,13 @@ class Generated(Response):
     behind it."""
 
     def __init__(
-        self,
-        events: Events,
-        closing: asyncio.Event,
-        tell: Callable[[int, Event], Sequence[Json]],
-        whole: Callable[[], Json] | None = None,
+        self, events: Events, closing: asyncio.Event, answer: Answer | NativeEvents
     ) -> None:
-        """`tell` says what a client is told of an event, often nothing, and `whole` what it is told
-        once; None = nothing."""
+        """`answer` is told every event, and says what the client is told."""
         super().__init__()
         self._events = events
         self._closing = closing
-        self._tell = tell
-        self._whole = whole
+        self._answer = answer
         self._has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,7 +75,7 @@ class Generated(Response):
             while (await receive())["type"] != "http.disconnect":
                 pass
 
-        working = asyncio.create_task(self._answer(scope, receive, send))
+        working = asyncio.create_task(self._tell(scope, receive, send))
         leaving = asyncio.create_task(gone())
         tasks = (working, leaving, asyncio.create_task(self._closing.wait()))
         try:
@@ -93,15 +93,16 @@ class Generated(Response):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _tell(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events) as events:
             async for index, event in events:
-                for part in self._tell(index, event):
+                for part in self._answer.take(index, event):
                     await self._send(send, part)
-        if self._whole is None:
+        whole = self._answer.whole()
+        if whole is None:
             await send({"type": "http.response.body", "body": _LAST})
         else:
-            await json_response(self._whole())(scope, receive, send)
+            await json_response(whole)(scope, receive, send)
 
     async def _send(self, send: Send, part: Json, *, more: bool = True) -> None:
         if not self._has_begun:
@@ -154,69 +155,40 @@ async def _interleaved(streams: Sequence[AsyncGenerator[Event]], asked: Translat
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class Generations:
-    """The generations of one coordinator that are asked for by HTTP."""
-
-    def __init__(
-        self, service: CoordinatorService, access: AccessControl, closing: asyncio.Event
-    ) -> None:
-        """`access` counts what callers run; `closing` is set when the server waits no longer for
-        that."""
-        self._service = service
-        self._access = access
-        self._closing = closing
-
-    def answer(self, request: Request, asked: TranslatedBody, kind: type[Answer]) -> Response:
-        """The answer to a request whose body has been read, in chunks if it asks for a stream."""
-        given = asked.requests[0].num_draft_tokens
-        bound = self._service.defaults.num_draft_tokens if given is None else given
-        answer = kind(asked, self._service.text, bound, int(time.time()))
-        if asked.body.stream:
-            return self.told(request, asked, answer.take)
-        return self.told(request, asked, answer.add, answer.whole)
-
-    def told(
-        self,
-        request: Request,
-        asked: TranslatedBody,
-        tell: Callable[[int, Event], Sequence[Json]],
-        whole: Callable[[], Json] | None = None,
-    ) -> Response:
-        """See `Generated`."""
-        return Generated(self.events(request, asked), self._closing, tell, whole)
-
-    async def events(self, request: Request, asked: TranslatedBody) -> Events:
-        """The events of all choices as they come, each with its choice's index. They count as one
-        request of who calls, and as a generation each, whose places are free when the last one
-        ends. None runs before every one of them was admitted, and none goes on once one of them has
-        failed. Raises `BadRequest` for more choices than there can ever be room for, and what
-        `CoordinatorService.generate` does, in the body's words."""
-        caller: Caller = request.state.caller
-        left = len(asked.requests)
-        if 0 < caller.concurrency < left:
-            raise BadRequest(
-                "n" if asked.body.n > 1 else "prompt",
-                f"asks for {left} generations; the key {caller.name!r} may run "
-                f"{caller.concurrency} at a time",
+async def _generated(
+    service: CoordinatorService, access: AccessControl, request: Request, asked: TranslatedBody
+) -> Events:
+    """The events of all choices as they come, each with its choice's index. They count as one
+    request of who calls, and as a generation each, whose places are free when the last one
+    ends. None runs before every one of them was admitted, and none goes on once one of them has
+    failed. Raises `BadRequest` for more choices than there can ever be room for, and what
+    `CoordinatorService.generate` does, in the body's words."""
+    caller: Caller = request.state.caller
+    left = len(asked.requests)
+    if 0 < caller.concurrency < left:
+        raise BadRequest(
+            "n" if asked.body.n > 1 else "prompt",
+            f"asks for {left} generations; the key {caller.name!r} may run "
+            f"{caller.concurrency} at a time",
+        )
+    # The trace that the caller is part of, as W3C Trace Context has it.
+    trace = request.headers.get("traceparent", "")
+    trace = trace if len(trace) <= TRACEPARENT_CHARS_MAX else ""
+    async with AsyncExitStack() as exits:
+        streams = [
+            await exits.enter_async_context(
+                aclosing(service.generate(one, caller.tenant, trace, resumable=False))
             )
-        # The trace that the caller is part of, as W3C Trace Context has it.
-        trace = request.headers.get("traceparent", "")
-        trace = trace if len(trace) <= TRACEPARENT_CHARS_MAX else ""
-        async with AsyncExitStack() as exits:
-            streams = [
-                await exits.enter_async_context(
-                    aclosing(self._service.generate(one, caller.tenant, trace, resumable=False))
-                )
-                for one in asked.requests
-            ]
-            running = await exits.enter_async_context(aclosing(_interleaved(streams, asked)))
-            admitted = self._access.admit(caller, num_generations=left)
-            grant = await exits.enter_async_context(admitted)
-            async for index, event in running:
-                left -= isinstance(event, Finished)
-                if left == 0:
-                    await grant.release()
-                yield index, event
+            for one in asked.requests
+        ]
+        running = await exits.enter_async_context(aclosing(_interleaved(streams, asked)))
+        admitted = access.admit(caller, num_generations=left)
+        grant = await exits.enter_async_context(admitted)
+        async for index, event in running:
+            left -= isinstance(event, Finished)
+            if left == 0:
+                await grant.release()
+            yield index, event
 
 
 class Fleet(BaseModel):
@@ -372,25 +344,33 @@ def build_app(
     if times is not None:
         app.add_middleware(TimingMiddleware, times=times)
     add_error_handlers(app)
-    _add_generation(app, Generations(service, access, closing), service)
+    _add_generation(app, service, access, closing)
     _add_operation(app, service, metrics)
     return app
 
 
-def _add_generation(app: FastAPI, generations: Generations, service: CoordinatorService) -> None:
+def _add_generation(
+    app: FastAPI, service: CoordinatorService, access: AccessControl, closing: asyncio.Event
+) -> None:
+    def answered(request: Request, body: GenerationBody, kind: type[Answer]) -> Response:
+        asked = body.translate(service.draw_seed)
+        bound = service.defaults.num_draft_tokens
+        answer = kind(asked, service.text, bound, int(time.time()))
+        return Generated(_generated(service, access, request, asked), closing, answer)
+
     @app.post("/v1/chat/completions", responses=_STREAMS)
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Goes on with a conversation."""
-        return generations.answer(request, body.translate(service.draw_seed), ChatAnswer)
+        return answered(request, body, ChatAnswer)
 
     @app.post("/v1/completions", responses=_STREAMS)
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Goes on with raw text or tokens."""
-        return generations.answer(request, body.translate(service.draw_seed), CompletionAnswer)
+        return answered(request, body, CompletionAnswer)
 
-    events = {"description": _EVENTS, "content": {"text/event-stream": {}}}
+    told = {"description": _EVENTS, "content": {"text/event-stream": {}}}
 
-    @app.post("/api/generate", responses={200: events, **_ERRORS}, response_class=Response)
+    @app.post("/api/generate", responses={200: told, **_ERRORS}, response_class=Response)
     async def generate(body: NativeBody, request: Request) -> Response:
         """Goes on with a conversation or a prompt, and tells of every round."""
         if "stream" in body.model_fields_set and not body.stream:
@@ -402,7 +382,8 @@ def _add_generation(app: FastAPI, generations: Generations, service: Coordinator
         [one] = asked.requests
         one = replace(one, include_rounds=True, default_max_tokens=MAX_TOKENS_DEFAULT)
         asked = replace(asked, requests=(one,))
-        return generations.told(request, asked, NativeEvents(service.text).take)
+        events = _generated(service, access, request, asked)
+        return Generated(events, closing, NativeEvents(service.text))
 
 
 def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics | None) -> None:

@@ -11,7 +11,7 @@ import json
 import logging
 import signal
 import sys
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
@@ -44,8 +44,7 @@ _Key = tuple[str, bytes]
 
 
 class FairQueue:
-    """Places for work on an event loop. Among tenants that wait, the one that holds the fewest
-    places is next, then the one that has waited longest for its turn; within a tenant the first
+    """Places for work on an event loop. Tenants that wait take turns; within a tenant the first
     comes first."""
 
     def __init__(self, num_places: int, waiting_max: int, per_tenant_max: int, what: str) -> None:
@@ -54,7 +53,6 @@ class FairQueue:
         self._num_free = num_places
         self._limits = (per_tenant_max, "of yours "), (waiting_max, "")
         self._what = what
-        self._held: Counter[str] = Counter()
         self._waiting: dict[str, list[asyncio.Future[None]]] = {}
         """By tenant; the one whose turn is longest ago comes first."""
 
@@ -62,7 +60,7 @@ class FairQueue:
         """Waits for a place, which the tenant holds until it is given back. Raises `Overloaded`
         where too many wait already."""
         if self._num_free:
-            self._give(tenant)
+            self._num_free -= 1
             return
         num_waiting = len(self._waiting.get(tenant, ())), sum(map(len, self._waiting.values()))
         for number, (most, whose) in zip(num_waiting, self._limits, strict=True):
@@ -74,30 +72,24 @@ class FairQueue:
             await future
         except asyncio.CancelledError:
             if not future.cancelled():  # It was given a place just now.
-                self.give_back(tenant)
+                self.give_back()
             elif future in (own := self._waiting.get(tenant, [])):
                 own.remove(future)
                 if not own:
                     del self._waiting[tenant]
             raise
 
-    def give_back(self, tenant: str) -> None:
+    def give_back(self) -> None:
         """The place goes to the next that waits for one."""
-        self._held[tenant] -= 1
-        self._held += Counter()  # Forgets tenants without places.
         self._num_free += 1
         while self._num_free and self._waiting:
-            tenant = min(self._waiting, key=lambda name: self._held[name])
+            tenant = next(iter(self._waiting))
             future, *own = self._waiting.pop(tenant)
             if own:
                 self._waiting[tenant] = own
             if not future.done():
-                self._give(tenant)
+                self._num_free -= 1
                 future.set_result(None)
-
-    def _give(self, tenant: str) -> None:
-        self._num_free -= 1
-        self._held[tenant] += 1
 
 
 class ConstraintChecks:
@@ -139,11 +131,10 @@ class ConstraintChecks:
             await compiler.close()
 
     async def _compile(self, key: _Key, constraint: Constraint) -> None:
-        tenant = key[0]
-        await self._turns.take(tenant)
+        await self._turns.take(key[0])
         # It goes on where nobody waits for it any more: its place and its verdict are kept.
         judging = asyncio.create_task(self._judge(key, constraint))
-        judging.add_done_callback(lambda _: self._turns.give_back(tenant))
+        judging.add_done_callback(lambda _: self._turns.give_back())
         await asyncio.shield(judging)
 
     async def _judge(self, key: _Key, constraint: Constraint) -> None:

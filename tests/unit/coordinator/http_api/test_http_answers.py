@@ -59,8 +59,10 @@ def finished(reason: FinishReason = FinishReason.STOP) -> Finished:
 def whole(events: Indexed, **fields: Any) -> Json:
     answer = begun(**fields)
     for index, event in events:
-        answer.add(index, event)
-    return answer.whole()
+        assert not answer.take(index, event)
+    found = answer.whole()
+    assert found is not None
+    return found
 
 
 def streamed(events: Indexed, **fields: Any) -> list[Json]:
