@@ -64,13 +64,15 @@ class Ledger:
         for batch in itertools.count(self.first_batch):
             again = f"--seed {self.seed} --only {kind} --batch {batch}"
 
-            def feed_one(value: T, again: str = again) -> None:
+            @hypothesis.seed(zlib.crc32(f"{self.seed} {kind} {batch}".encode()))
+            @batch_of
+            @hypothesis.given(inputs)
+            def feed_one(value: T) -> None:
                 if not self.is_over:
-                    self.feed_one(again, value, feed)
+                    self.feed_one(again, value, feed)  # noqa: B023 (it is called at once)
 
-            seeded = hypothesis.seed(zlib.crc32(f"{self.seed} {kind} {batch}".encode()))
             try:
-                seeded(batch_of(hypothesis.given(value=inputs)(feed_one)))()
+                feed_one()
             except Exception as error:  # noqa: BLE001 (a batch that cannot be made is none)
                 self.fail(again, f"no inputs: {error!r}", kind)
                 return

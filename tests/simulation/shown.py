@@ -76,12 +76,7 @@ class ShallowEngine(QuickEngine):
     def forward_shallow(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
         check_steps(steps, self.info, self._max_num_seqs, self.length)
         self._pool.append(steps, whole=False)
-        rows = []
-        for step in steps:
-            held = self._pool.token_ids(step.sequence_id)
-            ends = range(len(held) - step.num_logits + 1, len(held) + 1)
-            rows.append(torch.tensor([self._context(held, end) for end in ends]))
-        return rows
+        return [torch.tensor(self._contexts(step)) for step in steps]
 
 
 class EmulatedExit(torch.nn.Module):

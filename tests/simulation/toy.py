@@ -6,6 +6,7 @@ A token depends on the two before it, of which there are so few that all rows ar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from verdict_laws import NoiseRows, draft_rows, score_rows
 
-from outrider.engine.emulated import EmulatedEngine
+from outrider.engine.emulated import _NO_TOKEN, EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.interface import SequenceStep
 from outrider.errors import check
@@ -41,8 +42,7 @@ _NUM_SYMBOLS = SPEC.vocab_size + 1
 @cache
 def _rows(role: Any) -> torch.Tensor:
     """Logits [symbols squared, V] behind any two symbols."""
-    none = EmulatedEngine(SPEC, role)._context((), 0)[0]
-    symbols = [*range(SPEC.vocab_size), none]
+    symbols = [*range(SPEC.vocab_size), _NO_TOKEN]
     contexts = [[first, second] for first in symbols for second in symbols]
     return EmulatedEngine(SPEC, role)._logits(np.array(contexts, dtype=np.uint64)).clone()
 
@@ -68,10 +68,9 @@ class UnevenEngine(QuickEngine):
     def _is_unlikely(self, step: SequenceStep) -> bool:
         if len(step.token_ids) != 1 or step.parents:
             return False
-        length = self._pool.length(step.sequence_id)
-        *before, token_id = self._pool.token_ids(step.sequence_id, max(0, length - 3))
-        context = np.array([self._context(before, len(before))], dtype=np.uint64)
-        return int(self._logits(context)[0].argmax()) != token_id
+        before = self._contexts(replace(step, num_logits=2))[:1]
+        context = np.array(before, dtype=np.uint64)
+        return int(self._logits(context)[0].argmax()) != step.token_ids[0]
 
 
 @cache
