@@ -80,20 +80,21 @@ def test_the_commands_of_a_guide_work_in_their_order(guide: Path) -> None:
         if "ray job submit" in line:  # On another machine.
             continue
         assert line.startswith("outrider "), line
-        if arguments.command == "serve":
+        name = arguments.run.__name__
+        if name == "serve":
             assert not runs, line
             assert arguments.detach, line
             runs = True
-        elif arguments.command in NEEDS_DEPLOYMENT:
+        elif name in NEEDS_DEPLOYMENT:
             assert runs, line
-            runs = arguments.command != "stop"
-        for name in ("prompts", "measure", "start_from", "corpus"):
-            path = getattr(arguments, name, None)
+            runs = name != "stop"
+        for option in ("prompts", "measure", "start_from", "corpus"):
+            path = getattr(arguments, option, None)
             assert path is None or callable(path) or Path(path).parts[0] in made, line
         drafter = str(arguments.settings.get("draft_model", ""))
         for word in re.findall(r"my-\w+", drafter):
             assert word in made, line
-        if arguments.command == "distill":
+        if name == "distill":
             made.add(str(arguments.out))
     assert not runs or guide == README, "a deployment that nothing stops"
     assert made or guide != GUIDES[-1]
