@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from outrider.errors import OutriderError, check
+from outrider.errors import OutriderError
 from outrider.limits import SEED_MAX
 from outrider.speculation.sampling_params import Rule
 
@@ -145,11 +145,6 @@ class Contestant:
         """What came of the prompts whose indices are in the block."""
         jobs = [(prompts[index], self.decoding.for_prompt(index)) for index in block]
         found = await self.client.generate_all(jobs, self.concurrency)
-        for one in found:
-            check(
-                one.num_tokens > 0 and one.seconds > 0,
-                f"{self.side} decoded {one.num_tokens} tokens in {one.seconds} s",
-            )
         seconds = sum(one.seconds for one in found)
         if self.concurrency > 1:
             end = max(one.started_s + one.seconds for one in found)
@@ -186,7 +181,6 @@ async def measure(
     """Warms every side up, then measures all of them, with a rest of so many seconds before each
     turn of a side. Where a side raises an error, `drops` says whether to go on without that side;
     otherwise raises the error, and cancels the requests that still run."""
-    check(bool(prompts) and bool(contestants), "nothing to measure")
     sides = {contestant.side: contestant for contestant in contestants}
     found: dict[str, dict[int, Completion]] = {side: {} for side in sides}
     seconds = dict.fromkeys(sides, 0.0)

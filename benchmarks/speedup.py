@@ -9,7 +9,6 @@ from statistics import median
 from typing import Any, Final
 
 from outrider.config import TargetConfig
-from outrider.errors import check
 from outrider.limits import SESSIONS_PER_COORDINATOR_MAX, TEMPERATURE_MAX
 
 from .libraries import ENGINE, TRANSFORMERS, LibraryProcess, TargetInputs
@@ -153,7 +152,6 @@ def _compare(plain: SideResult, fast: SideResult, several: bool) -> dict[str, An
         sum(getattr(one, name) for one in fast.completions)
         for name in ("num_draft_tokens", "num_accepted_draft_tokens", "num_rounds")
     )
-    check(num_rounds > 0, "tokens were committed without a round")
     return {
         "num_prompts": len(pairs),
         "speedup": speedup,

@@ -23,7 +23,7 @@ CATEGORIES: Final = ("chat", "code", "math", "rewrite", "summary", "extract")
 UNCATEGORISED: Final = "other"
 """Category of a prompt in a file that names none."""
 PROMPTS_MAX: Final = 100_000
-"""Prompts in one file."""
+"""That are decoded."""
 _ALLOWED: Final = (
     'a line is a JSON object with "prompt", a text that is not empty, and if wanted "category", '
     f'"max_tokens", from 1 to {MAX_TOKENS_DEFAULT}, and "response_format" as OpenAI has it'
@@ -69,10 +69,8 @@ def read_prompts(path: Path | None) -> tuple[BenchPrompt, ...]:
         return built_in_prompts()
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise SettingError("prompts", f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise SettingError("prompts", f"{path} is not UTF-8: {error.reason}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError("prompts", f"cannot read {path}: {error}") from error
     return parse_prompts(text, str(path))
 
 
@@ -84,8 +82,6 @@ def parse_prompts(text: str, source: str) -> tuple[BenchPrompt, ...]:
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
-        if len(prompts) == PROMPTS_MAX:
-            raise SettingError("prompts", f"{source} has more than {PROMPTS_MAX} prompts")
         prompts.append(_parse_line(line, f"{source}:{number}"))
     if not prompts:
         raise SettingError("prompts", f"{source} has no prompts; {_ALLOWED}")

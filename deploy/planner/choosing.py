@@ -13,7 +13,6 @@ import numpy as np
 
 from benchmarks.acceptance import Sample, rules_at
 from outrider.config import DraftConfig
-from outrider.errors import check
 from outrider.speculation.sampling_params import Rule
 from outrider.speculation.text_acceptance import NUM_DEPTHS
 
@@ -42,7 +41,6 @@ class Chooser:
     ) -> None:  # fmt: skip
         """`prompt_tokens` [texts] are read at each text's beginning; `plain` are the rounds without
         a draft."""
-        check(len(prompt_tokens) == round(plain.num_texts) > 0, "each text has a prompt")
         self._times, self._sessions = times, sessions
         self._first_s = times.first_seconds(prompt_tokens)
         self.plain = Option(rule=rule, num_draft_tokens=0)

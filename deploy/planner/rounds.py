@@ -28,7 +28,6 @@ import numpy as np
 from benchmarks.acceptance import Answer, Array, Sample
 from outrider.config import DraftConfig
 from outrider.drafters.drafter import DraftRequest
-from outrider.errors import check
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
 from outrider.replica.process_setup import build_lookup
 from outrider.speculation.random_streams import RoundNoise
@@ -139,7 +138,6 @@ def replay(num_tokens: int, attempt_at: Callable[[int], Attempt], prompt_tokens:
     """The rounds of one text of `num_tokens` >= 1. `attempt_at(t)` tells of a round that begins
     when t = 1..num_tokens - 1 tokens are committed; it is asked in ascending order, and only where
     a round may begin."""
-    check(num_tokens > 0, "a text without a token takes no round")
     visits = np.zeros(num_tokens + 1)
     visits[1] = 1.0
     contexts, kinds = 0.0, np.zeros((_KINDS, _KINDS))
@@ -149,7 +147,6 @@ def replay(num_tokens: int, attempt_at: Callable[[int], Attempt], prompt_tokens:
         if visit <= 0.0:
             continue
         num_proposed, num_steps, known = attempt_at(start)
-        check(len(known) <= num_tokens - start, "a proposal survives beyond the text's end")
         contexts += visit * (prompt_tokens + start)
         kinds[num_proposed, num_steps] += visit
         chances = visit * np.array([1.0, *known, 0.0])
