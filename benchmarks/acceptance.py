@@ -405,23 +405,17 @@ def run(options: AcceptanceOptions, config: DeploymentConfig, progress: Progress
 
 
 def measure(options: AcceptanceOptions, reading: Reading, progress: Progress) -> Report:
-    """At temperature 0 and 1."""
-    if options.hits and not isinstance(reading.reader, ModelReader):
-        raise SettingError("hits", f"needs a model that drafts; {reading.name} guesses no outcomes")
-    samples = [reading.sample(temperature, progress) for temperature in (0.0, 1.0)]
-    found = {"model": reading.target.info.name, "draft_model": reading.name}
-    return Report.of("How much of the target's text is drafted", found | figures(options, *samples))
-
-
-def figures(options: AcceptanceOptions, greedy: Sample, sampled: Sample) -> dict[str, Any]:
     """Places count alike, whichever prompt they are of. `greedy` is the share of the tokens at
     temperature 0 that are the draft's likeliest too; `sampled` the mean over the places at
     temperature 1 of sum min(p, q); `by_position` the chance at temperature 1 that draft token i is
     accepted given that those before it were. `hits` has the chance that a round of K draft tokens
     comes to one of the first outcomes that the draft plans for."""
-    samples = {"greedy": greedy, "sampled": sampled}
+    if options.hits and not isinstance(reading.reader, ModelReader):
+        raise SettingError("hits", f"needs a model that drafts; {reading.name} guesses no outcomes")
+    greedy, sampled = (reading.sample(temperature, progress) for temperature in (0.0, 1.0))
 
     def shares(category: str | None) -> dict[str, float]:
+        samples = {"greedy": greedy, "sampled": sampled}
         return {name: mean(sample.overlaps(category)) for name, sample in samples.items()}
 
     def hits(sample: Sample, rule: Rule) -> dict[str, float]:
@@ -429,7 +423,10 @@ def figures(options: AcceptanceOptions, greedy: Sample, sampled: Sample) -> dict
         rates = sample.guessing[rule].hit_rates(accepted[: options.num_draft_tokens])
         return {str(number): rates[number - 1] for number in OUTCOMES}
 
-    return {
+    rules = {Rule.GREEDY: greedy, Rule.TOKEN: sampled, Rule.COUPLED: sampled}
+    values = {
+        "model": reading.target.info.name,
+        "draft_model": reading.name,
         "num_prompts": len(sampled.texts),
         "max_tokens": options.max_tokens,
         **shares(None),
@@ -437,11 +434,8 @@ def figures(options: AcceptanceOptions, greedy: Sample, sampled: Sample) -> dict
         "num_positions": len(sampled.overlaps()),
         "num_positions_greedy": len(greedy.overlaps()),
         "by_category": {text.category: shares(text.category) for text in sampled.texts},
-        "hits": None
-        if not options.hits
-        else {
-            "greedy": hits(greedy, Rule.GREEDY),
-            "token": hits(sampled, Rule.TOKEN),
-            "coupled": hits(sampled, Rule.COUPLED),
-        },
+        "hits": {rule.value: hits(sample, rule) for rule, sample in rules.items()}
+        if options.hits
+        else None,
     }
+    return Report.of("How much of the target's text is drafted", values)
