@@ -92,9 +92,20 @@ _RANGES: Final = {
 
 
 def to_proto(value: Any, kind: type[T], **others: Any) -> T:
-    """A message of this kind: `others`, and for the rest of its fields what the dataclass `value`
-    has under the same name. What is None is not set. Raises `BadRequest` for what no message
+    """A message of this kind, of `fields_to_proto`. Raises `BadRequest` for what no message
     holds."""
+    given = fields_to_proto(value, kind, **others)
+    try:
+        return kind(**given)
+    except (TypeError, ValueError):
+        _find_unsendable(kind, given)
+        raise
+
+
+def fields_to_proto(value: Any, kind: type[Any], **others: Any) -> dict[str, Any]:
+    """The fields of a message of this kind: `others`, and for the rest what the dataclass `value`
+    has under the same name. What is None is not set. In the place of a message within another one
+    they save making it twice."""
     for name, encode, _ in _shared(kind, type(value)):  # type: ignore[arg-type]
         if name not in others:
             found = getattr(value, name)
@@ -102,11 +113,7 @@ def to_proto(value: Any, kind: type[T], **others: Any) -> T:
                 others[name] = found if encode is None or found is None else encode(found)
             except BadRequest as error:
                 raise BadRequest(f"{name}.{error.field}", error.reason) from error
-    try:
-        return kind(**others)
-    except (TypeError, ValueError):
-        _find_unsendable(kind, others)
-        raise
+    return others
 
 
 def _find_unsendable(kind: Any, given: Mapping[str, Any], path: str = "") -> None:
@@ -161,7 +168,7 @@ def _encoder(field: Any) -> Callable[[Any], Any] | None:
         return None
     else:
         own, _ = OWN_CODECS.get(field.message_type.name, (None, None))
-        encode = own or partial(to_proto, kind=GetMessageClass(field.message_type))
+        encode = own or partial(fields_to_proto, kind=GetMessageClass(field.message_type))
     return (lambda values: [encode(one) for one in values]) if field.is_repeated else encode
 
 
@@ -283,12 +290,12 @@ def sampling_from_proto(
     return params
 
 
-def _proposal_to_proto(proposal: SealedProposal) -> types_pb2.Proposal | None:
+def _proposal_to_proto(proposal: SealedProposal) -> dict[str, Any] | None:
     """`q` stays empty under rules that do not look at it, and `parents` for a chain."""
     if not proposal:
         return None
     parents = [parent + 1 for parent in proposal.parents]
-    return to_proto(proposal, types_pb2.Proposal, parents=parents)
+    return fields_to_proto(proposal, types_pb2.Proposal, parents=parents)
 
 
 def _proposal_from_proto(message: types_pb2.Proposal, path: str = "proposal") -> SealedProposal:
@@ -350,15 +357,15 @@ VALUES: Final[dict[str, Any]] = {"Rule": Rule, "StepCosts": StepCosts, "AuditSum
 # Items
 
 
-def _head_to_proto(head: RoundHead, hashed: bool) -> types_pb2.RoundHead:
+def _head_to_proto(head: RoundHead, hashed: bool) -> dict[str, Any]:
     """With parameters and constraint in full, or with their hashes."""
     if hashed:
         digest = head.constraint_hash or None
-        return to_proto(head, types_pb2.RoundHead, constraint=None, constraint_hash=digest)
+        return fields_to_proto(head, types_pb2.RoundHead, constraint=None, constraint_hash=digest)
     if head.sampling is None:
         raise BadRequest("head.sampling", "the first item of a stream needs the parameters")
     sampling = sampling_to_proto(head.sampling)
-    return to_proto(
+    return fields_to_proto(
         head,
         types_pb2.RoundHead,
         sampling_params=sampling,
@@ -445,6 +452,12 @@ def _check_audit(sums: AuditSums, num_tokens: int) -> None:
 # Streams
 
 
+@cache
+def _kind_of(message: Any, field: str) -> Any:
+    """The class of what a message has in a field."""
+    return GetMessageClass(message.DESCRIPTOR.fields_by_name[field].message_type)
+
+
 Item = TypeVar("Item", bound=RoundItem)
 Answer = TypeVar("Answer", bound=VerifyAnswer | DraftAnswer)
 
@@ -473,7 +486,8 @@ class Codec(Generic[Item, Answer]):
 
     def item_to_proto(self, item: Item, hashed: bool = False) -> Any:
         """With hashes in the place of parameters and constraint, or not."""
-        return to_proto(item, self._one(self.request), head=_head_to_proto(item.head, hashed))
+        kind = _kind_of(self.request, "items")
+        return to_proto(item, kind, head=_head_to_proto(item.head, hashed))
 
     def item_from_proto(self, message: Any) -> Item:
         """Raises `BadRequest`."""
@@ -483,14 +497,17 @@ class Codec(Generic[Item, Answer]):
 
     def answer_to_proto(self, answer: Answer) -> Any:
         """With its key."""
-        name, kind = _ANSWER_FIELDS[type(answer)], self._one(self.reply)
+        name, kind = _ANSWER_FIELDS[type(answer)], _kind_of(self.reply, "items")
         more: dict[str, Any] = {}
         if isinstance(answer, VerdictReply):
-            more = {field.name: getattr(answer.verdict, field.name) for field in fields(Verdict)}
+            verdict = answer.verdict
+            more = {
+                "accept_probability": verdict.accept_probability, "correction": verdict.correction
+            }  # fmt: skip
         elif isinstance(answer, Refused):
             more = {"message": answer.message[:ERROR_MESSAGE_CHARS_MAX]}
-        part = GetMessageClass(kind.DESCRIPTOR.fields_by_name[name].message_type)
-        return to_proto(answer.key, kind, **{name: to_proto(answer, part, **more)})
+        part = fields_to_proto(answer, _kind_of(kind, name), **more)
+        return to_proto(answer.key, kind, **{name: part})
 
     def answer_from_proto(self, message: Any) -> Answer:
         """Raises `BadRequest`."""
@@ -507,10 +524,6 @@ class Codec(Generic[Item, Answer]):
         if name == "verdict" and answer.audit is not None:
             _check_audit(answer.audit, len(part.accept_probability))
         return cast(Answer, answer)
-
-    @staticmethod
-    def _one(frame: Any) -> Any:
-        return GetMessageClass(frame.DESCRIPTOR.fields_by_name["items"].message_type)
 
 
 VERIFY: Final[Codec[VerifyItem, VerifyAnswer]] = Codec(

@@ -23,7 +23,13 @@ from outrider.request import (
 )
 from outrider.sessions.store import FinishReason, SessionRecord
 from outrider.speculation.accept_reject import Origin
-from outrider.transport.codec import VALUES, from_proto, session_id_from_wire, to_proto
+from outrider.transport.codec import (
+    VALUES,
+    fields_to_proto,
+    from_proto,
+    session_id_from_wire,
+    to_proto,
+)
 from outrider.v1 import coordinator_pb2 as pb
 
 T = TypeVar("T")
@@ -131,7 +137,7 @@ def event_to_proto(event: Event) -> pb.GenerateEvent:
     kind: Any = type(getattr(_NO_EVENT, name))
     if isinstance(event, RoundReport):
         more["proposed_parents"] = [parent + 1 for parent in event.proposed_parents]
-    told: dict[str, Any] = {name: to_proto(event, kind, **more)}
+    told: dict[str, Any] = {name: fields_to_proto(event, kind, **more)}
     return pb.GenerateEvent(**told)
 
 
