@@ -31,14 +31,14 @@ class ShownEngine(QuickEngine):
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
         rows = super().forward(steps)
-        self._features = list(torch.split(self._contexts, [step.num_logits for step in steps]))
+        self._features = list(torch.split(self._rows_contexts, [step.num_logits for step in steps]))
         return rows
 
     def features(self) -> list[torch.Tensor]:
         return self._features
 
     def _logits(self, contexts: Any) -> torch.Tensor:
-        self._contexts = torch.from_numpy(contexts.astype(np.int64))
+        self._rows_contexts = torch.from_numpy(contexts.astype(np.int64))
         return super()._logits(contexts)
 
 
