@@ -27,7 +27,7 @@ CLIENT_STAMPS := $(CLIENTS:%=$(VENV)/clients/%/installed)
 PEERS := $(basename $(notdir $(wildcard benchmarks/peer_environments/*.txt)))
 PEER_STAMPS := $(PEERS:%=$(VENV)/peers/%/installed)
 
-.PHONY: help install programs demo test test-full test-page test-clients check proto bench peers chaos sim fuzz mutants
+.PHONY: help install programs demo test test-full test-page test-gpu test-clients check proto bench peers chaos sim fuzz mutants
 
 help: ## List the jobs.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,6 +70,13 @@ test-full: $(STAMP) ## Run every test, the whole grids included.
 test-page: $(STAMP) ## Look at the window in a real browser, which must be installed.
 	@$(BIN)/python tests/page/browser.py
 	$(BIN)/python -m pytest tests/page
+
+# Needs no environment of its own: torch, transformers and what Outrider imports are there.
+test-gpu: ## Check what runs on a CUDA device against CPU and library, and measure it.
+	$(PYTHON) -m pytest --numprocesses 8 -k "not cpu" tests/gpu tests/unit/engine/test_triton_attention.py \
+		tests/unit/engine/test_cuda_runner.py tests/unit/speculation tests/unit/draft_service/test_drafts_at_once.py
+	@mkdir -p build
+	for model in 1b 7b; do $(PYTHON) -m benchmarks.device --model random-$$model --json | tee build/gpu-$$model.json; done
 
 test-clients: $(STAMP) $(CLIENT_STAMPS) ## Run guidellm and aiperf, unmodified, against the demo by HTTP.
 	$(BIN)/python -m tests.clients --environments $(VENV)/clients

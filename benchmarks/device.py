@@ -10,8 +10,10 @@ a step at batch 1 comes to what the device's memory allows, and what CUDA graphs
 | `decode_over_ideal` | that over `ideal_step_ms` (goal 1.25) |
 | `verify_step_ms` | K + 1 tokens of one session |
 | `draft_steps_ms` | K draft tokens at temperature 1; with graphs in one replay |
+| `verdict_ms` | by rule, verdicts of 1, 16 and 64 sessions on 4 draft tokens each |
 
-The last four are of `graphs_on`, null where no step is recorded, and of `graphs_off`.
+The four before the last are of `graphs_on`, null where no step is recorded, and of `graphs_off`.
+Verdicts are at temperature 1 and top-p 0.95, of normal logits with deviation 3.
 """
 
 from __future__ import annotations
@@ -34,27 +36,40 @@ from outrider.errors import ConfigError, SettingError
 from outrider.models.loading import DTYPES, load_model, resolve_device, resolve_dtype
 from outrider.models.module_replacement import speed_up
 from outrider.models.sources import resolve_model
+from outrider.speculation.draft_sampling import draw_from_logits
+from outrider.speculation.logits_processing import NO_HISTORY
+from outrider.speculation.proposal import Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.verification import Question, verdicts_from_logits
 
 from .measurement import Progress, medians_ms
-from .options import RANDOM_MODEL, DeviceOptions
+from .options import RANDOM_MODELS, DeviceOptions
 from .report import Report, to_json
 
 COPIES: Final = 10
 COPY_BYTES_MAX: Final = 2**30
 _KV_CACHE_BYTES: Final = 2**32
 _NAME: Final = "bench"
+VERDICT_SESSIONS: Final = (1, 16, 64)
+VERDICT_TOKENS: Final = 4
+_SAMPLED: Final = SamplingParams(temperature=1.0, top_p=0.95)
+_FLATTER: Final = SamplingParams(temperature=1.25)
+_OF_1B: Final = {
+    "hidden_size": 2_048, "num_hidden_layers": 16, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 8_192, "vocab_size": 128_256,
+    "tie_word_embeddings": True,
+}  # fmt: skip
 
 
 def run(options: DeviceOptions, progress: Progress) -> Report:
     """Loads or makes the model, and measures. Raises `ConfigError`."""
     device = resolve_device(options.device)
     progress(f"loading {options.model} on {device}")
-    if options.model == RANDOM_MODEL:
+    if options.model in RANDOM_MODELS:
         dtype = resolve_dtype(options.dtype)
         dtype = DTYPES["bfloat16"] if isinstance(dtype, str) else dtype
-        module, info = random_llama(device, dtype)
+        module, info = random_llama(device, dtype, options.model)
     else:
         path = resolve_model(options.model)
         module, info = load_model(path, name=options.model, dtype=options.dtype, device=str(device))
@@ -95,6 +110,8 @@ def measure(
         "graphs_on": graphs_on,
         "graphs_off": _figures(module, info, options, backend, ideal_ms),
     }
+    progress("verdicts")
+    values["verdict_ms"] = verdict_times(device, info.vocab_size, options.repetitions)
     return Report.of(f"steps of {info.name}", values)
 
 
@@ -117,19 +134,49 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def random_llama(device: torch.device, dtype: torch.dtype, **sizes: int) -> tuple[Any, ModelInfo]:
-    """A Llama of random numbers, made on the device: of 6.7 billion parameters without `sizes`,
-    as the library's defaults are."""
+def random_llama(
+    device: torch.device, dtype: torch.dtype, name: str = "", **sizes: int
+) -> tuple[Any, ModelInfo]:
+    """A Llama of random numbers, made on the device: `random-1b` has the shapes of Llama 3.2 1B,
+    `random-7b` those of Llama 2 7B; `sizes` change them."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    config = LlamaConfig(**{"max_position_embeddings": 4_096} | sizes)
+    shapes = _OF_1B if name == RANDOM_MODELS[0] else {}
+    config = LlamaConfig(**{"max_position_embeddings": 4_096} | shapes | sizes)
     with device:
         module = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    name = str(dtype).removeprefix("torch.")
-    info = ModelInfo(
-        RANDOM_MODEL, config.vocab_size, config.max_position_embeddings, name, (), "", ""
-    )
+    kind = str(dtype).removeprefix("torch.")
+    info = ModelInfo(name, config.vocab_size, config.max_position_embeddings, kind, (), "", "")
     return module.requires_grad_(False).eval(), info
+
+
+def verdict_times(device: torch.device, vocab_size: int, repetitions: int) -> dict[str, Any]:
+    """By rule and number of sessions, ms."""
+    generator = torch.Generator(device).manual_seed(7)
+    shape = (max(VERDICT_SESSIONS), VERDICT_TOKENS + 1, vocab_size)
+    rows = 3 * torch.randn(shape, generator=generator, device=device)
+    found: dict[str, Any] = {}
+    for rule in Rule:
+        questions = [_question(logits, rule, index) for index, logits in enumerate(rows)]
+        works = [partial(_judge, questions[:num]) for num in VERDICT_SESSIONS]
+        times = medians_ms(works, repetitions)
+        found[rule.value] = dict(zip(map(str, VERDICT_SESSIONS), times, strict=True))
+    return found
+
+
+def _judge(questions: Sequence[Question], _: int) -> None:
+    with torch.inference_mode():
+        verdicts_from_logits(questions)
+
+
+def _question(logits: torch.Tensor, rule: Rule, index: int) -> Question:
+    """The draft's distribution is the target's, a little flatter."""
+    noise = RoundNoise(index, rule, 100 + index)
+    places = range(VERDICT_TOKENS)
+    drawn, _ = draw_from_logits(logits[:-1], _FLATTER, [noise] * len(places), places)
+    q = tuple(q for _, q in drawn) if rule.needs_q else ()
+    proposal = SealedProposal.of(Proposal(tuple(token_id for token_id, _ in drawn), q)).open()
+    return Question(logits, _SAMPLED, NO_HISTORY, proposal, noise)
 
 
 def _weight_bytes(module: Any) -> int:

@@ -19,7 +19,7 @@ from .prompts import PROMPTS_MAX, BenchPrompt, built_in_prompts, read_prompts, s
 
 Kind = TypeVar("Kind", bound=click.Option)
 ENGINE_PARTS: Final = ("sessions", "waits", "steps")
-RANDOM_MODEL: Final = "random-7b"
+RANDOM_MODELS: Final = ("random-1b", "random-7b")
 """For `bench device`: a Llama of 6.7 billion random parameters, made on the device."""
 
 
@@ -195,7 +195,8 @@ class DeviceOptions(Options):
     """What `bench device` is asked for."""
 
     model: str = option(
-        RANDOM_MODEL, f"a model, or {RANDOM_MODEL}: random numbers of that size", metavar="MODEL"
+        RANDOM_MODELS[-1], f"a model, or {' or '.join(RANDOM_MODELS)}: random numbers of that size",
+        metavar="MODEL",
     )  # fmt: skip
     device: str = option("auto", "auto, cpu or cuda[:N]", metavar="DEVICE")
     dtype: str = option("bfloat16", "of weights and keys and values", metavar="DTYPE")

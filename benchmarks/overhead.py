@@ -333,8 +333,8 @@ def canned_proposal(size: int) -> SealedProposal:
         ids = numbers.sample(range(CANNED.vocab_size), Q_ENTRIES)
         counts = [COUNT_TOTAL // (2 * Q_ENTRIES * (1 + rank)) + 1 for rank in range(Q_ENTRIES)]
         counts[0] += COUNT_TOTAL - sum(counts)
-        pairs = sorted(zip(ids, counts, strict=True))
-        q.append(DraftDistribution(*zip(*pairs, strict=True)))
+        token_ids, own = zip(*sorted(zip(ids, counts, strict=True)), strict=True)
+        q.append(DraftDistribution(token_ids, own))
     likeliest = (each.token_ids[each.counts.index(max(each.counts))] for each in q)
     return SealedProposal.of(Proposal(tuple(likeliest), tuple(q)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import takewhile
 from typing import Final
@@ -16,8 +16,9 @@ from outrider.speculation.sampling_params import Rule
 COUNT_TOTAL = 2**16
 """Counts of one draft distribution sum to this: q(v) = count / COUNT_TOTAL, exact in a float."""
 _SIZE_BYTES: Final = 2
-_ENTRY_BYTES: Final = 4 + 2
-Q_BYTES_MAX: Final = TREE_TOKENS_MAX * (_SIZE_BYTES + DRAFT_SUPPORT_ENTRIES_MAX * _ENTRY_BYTES)
+ID_BYTES: Final = 4
+ENTRY_BYTES: Final = ID_BYTES + 2
+Q_BYTES_MAX: Final = TREE_TOKENS_MAX * (_SIZE_BYTES + DRAFT_SUPPORT_ENTRIES_MAX * ENTRY_BYTES)
 """Of the field that `encode_q` writes."""
 
 
@@ -40,6 +41,13 @@ class DraftDistribution:
 
     token_ids: tuple[int, ...]
     counts: tuple[int, ...]
+    _sent: bytes = field(default=b"", compare=False, repr=False)
+
+    @property
+    def packed(self) -> bytes:
+        """Its ids (uint32), then its counts (uint16), little endian."""
+        num = len(self.token_ids)
+        return self._sent or struct.pack(f"<{num}I{num}H", *self.token_ids, *self.counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +120,7 @@ class SealedProposal:
         if self.q:
             for _ in groups:
                 size = int.from_bytes(self.q[end : end + _SIZE_BYTES], "little")
-                end += _SIZE_BYTES + size * _ENTRY_BYTES
+                end += _SIZE_BYTES + size * ENTRY_BYTES
         parents = self.parents[:num] if len(groups) < num else ()
         return SealedProposal(self.token_ids[:num], self.q[:end], parents)
 
@@ -162,12 +170,12 @@ def require_q(proposal: SealedProposal, rule: Rule) -> None:
 def encode_q(q: Sequence[DraftDistribution | None]) -> bytes:
     """One field of bytes. Each position: number of entries n (uint16), n ids (uint32), n counts
     (uint16), little endian; n = 0 is one-hot. `decode_q` is its inverse."""
-    parts = []
+    parts: list[bytes] = []
     for distribution in q:
-        ids = () if distribution is None else distribution.token_ids
-        counts = () if distribution is None else distribution.counts
-        check(len(ids) == len(counts) <= DRAFT_SUPPORT_ENTRIES_MAX, "one count for each draft id")
-        parts.append(struct.pack(f"<H{len(ids)}I{len(ids)}H", len(ids), *ids, *counts))
+        packed = b"" if distribution is None else distribution.packed
+        size = len(packed) // ENTRY_BYTES
+        check(size <= DRAFT_SUPPORT_ENTRIES_MAX, f"a q has {size} entries")
+        parts += (size.to_bytes(_SIZE_BYTES, "little"), packed)
     return b"".join(parts)
 
 
@@ -187,7 +195,7 @@ def decode_q(data: bytes, drawn: Sequence[Sequence[int]]) -> tuple[DraftDistribu
             raise _bad_q(index, f"is missing; the field ends after {len(data)} bytes")
         size = int.from_bytes(data[offset : offset + _SIZE_BYTES], "little")
         offset += _SIZE_BYTES
-        end = offset + size * _ENTRY_BYTES
+        end = offset + size * ENTRY_BYTES
         if size == 1 or size > DRAFT_SUPPORT_ENTRIES_MAX:
             raise _bad_q(
                 index, f"has {size} entries; 0 or 2..{DRAFT_SUPPORT_ENTRIES_MAX} are allowed"
@@ -195,7 +203,11 @@ def decode_q(data: bytes, drawn: Sequence[Sequence[int]]) -> tuple[DraftDistribu
         if end > len(data):
             raise _bad_q(index, f"needs {end - offset} bytes; {len(data) - offset} are left")
         values = struct.unpack_from(f"<{size}I{size}H", data, offset)
-        q.append(_distribution(index, token_ids, values[:size], values[size:]) if size else None)
+        own = None
+        if size:
+            own = DraftDistribution(values[:size], values[size:], data[offset:end])
+            _check_distribution(index, token_ids, own)
+        q.append(own)
         offset = end
     if offset != len(data):
         raise UnreadableQ(
@@ -206,9 +218,8 @@ def decode_q(data: bytes, drawn: Sequence[Sequence[int]]) -> tuple[DraftDistribu
     return tuple(q)
 
 
-def _distribution(
-    index: int, drawn: Sequence[int], ids: tuple[int, ...], counts: tuple[int, ...]
-) -> DraftDistribution:
+def _check_distribution(index: int, drawn: Sequence[int], q: DraftDistribution) -> None:
+    ids, counts = q.token_ids, q.counts
     if len(set(ids)) != len(ids):
         raise _bad_q(index, "lists a token id twice")
     if 0 in counts:
@@ -218,7 +229,6 @@ def _distribution(
     for token_id in drawn:
         if token_id not in ids:
             raise _bad_q(index, f"does not hold the drafted token {token_id}", after_draw=True)
-    return DraftDistribution(ids, counts)
 
 
 def _bad_q(index: int, message: str, *, after_draw: bool = False) -> UnreadableQ:

@@ -121,6 +121,27 @@ class RoundNoise:
         return row_keys(self.seed, places, streams)
 
 
+def chain_keys(noises: Sequence[RoundNoise], lengths: Sequence[int]) -> RowKeys:
+    """As `tree_keys`, of several chains of these lengths, one after another."""
+    sizes = np.array(lengths) + 1
+    ends = np.cumsum(sizes)
+
+    def rows(values: Sequence[int]) -> WordArray:
+        return np.repeat(np.array(values, dtype=np.uint64), sizes)
+
+    seed = rows([noise.seed for noise in noises])
+    committed = rows([noise.committed_length for noise in noises])
+    absolute = np.repeat([noise.rule.absolute_noise for noise in noises], sizes)
+    index = (np.arange(ends[-1]) - np.repeat(ends - sizes, sizes)).astype(np.uint64)
+    position = committed + index
+    stream = np.where(absolute, np.uint64(Stream.TARGET), np.uint64(Stream.RESIDUAL))
+    stream[ends - 1] = Stream.TARGET
+    a = np.where(absolute, position & np.uint64(WORD_MASK), committed)
+    b = np.where(absolute, position >> np.uint64(32), index | np.uint64(INDEX_TAG))
+    low, high = seed & np.uint64(WORD_MASK), seed >> np.uint64(32)
+    return np.stack([a, b, stream, low, high], axis=1)
+
+
 def choice_seed(seed: int, choice: int) -> int:
     """The seed of choice `choice` of a request for `n` texts; choice 0 has the request's own."""
     check(0 <= choice <= WORD_MASK, f"choice {choice} is not a 32-bit number")

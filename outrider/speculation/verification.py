@@ -35,21 +35,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.errors import check
+from outrider.errors import InvariantError, check
 from outrider.speculation.accept_reject import Verdict
+from outrider.speculation.cuda_verdicts import Place, RowJudge, has_kernels
 from outrider.speculation.gumbel_max import BLOCK, IntArray, RealArray, race
 from outrider.speculation.logits_processing import (
     TokenHistory,
+    adjusted_logits,
+    check_maxima,
     check_weights,
     likeliest,
     write_weights,
 )
 from outrider.speculation.proposal import COUNT_TOTAL, Proposal
-from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.random_streams import RoundNoise, chain_keys
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 _NEARLY_EMPTY: Final = 1e-4
 """Part of a row's mass; only where less than this is left of it, all of it may be gone."""
+
+_GREEDY: Final = SamplingParams(temperature=0.0)
+_UNJUDGED: Final = (-1, 0, 0)
+"""A row behind which no draft token is judged by its q."""
 
 _PI_MIN: Final = 1e-290
 """A path whose ratio is less is not taken; its reciprocal times any mass is a finite number."""
@@ -96,12 +103,18 @@ def verdicts_from_logits(questions: Sequence[Question]) -> list[Verdict]:
         question.check()
     verdicts: dict[int, Verdict] = {}
     drawn: list[int] = []
+    on_device: list[int] = []
     for index, question in enumerate(questions):
-        if question.params.greedy and question.noise.rule is Rule.GREEDY:
+        if _has_kernels(question):
+            on_device.append(index)
+        elif question.params.greedy and question.noise.rule is Rule.GREEDY:
             own = likeliest(question.logits, question.params, question.history)
             verdicts[index] = _own_tokens(own, question.proposal)
         else:
             drawn.append(index)
+    if on_device:
+        found = _verdicts_on_device([questions[index] for index in on_device])
+        verdicts |= zip(on_device, found, strict=True)
     if drawn:
         chosen = [questions[index] for index in drawn]
         weights = _weights(chosen)
@@ -109,24 +122,84 @@ def verdicts_from_logits(questions: Sequence[Question]) -> list[Verdict]:
         found = verdicts_from_weights(
             weights, sums, [(each.proposal, each.noise) for each in chosen]
         )
-        verdicts |= dict(zip(drawn, found, strict=True))
+        verdicts |= zip(drawn, found, strict=True)
     return [verdicts[index] for index in range(len(questions))]
+
+
+def _has_kernels(question: Question) -> bool:
+    """Whether a verdict can be made by the kernels of its device, which know no trees of q."""
+    logits, rule = question.logits, question.noise.rule
+    is_chain = not (question.proposal.parents and rule.needs_q)
+    return logits.is_cuda and logits.dtype != torch.float64 and is_chain and has_kernels()
+
+
+def _verdicts_on_device(questions: Sequence[Question]) -> list[Verdict]:
+    """See `cuda_verdicts.py`."""
+    noises = [each.noise for each in questions]
+    proposals = [each.proposal for each in questions]
+    sizes = [len(proposal) + 1 for proposal in proposals]
+    if any(proposal.parents for proposal in proposals):
+        keys = np.concatenate(
+            [noise.tree_keys(each.tree) for noise, each in zip(noises, proposals, strict=True)]
+        )
+    else:
+        keys = chain_keys(noises, [len(proposal) for proposal in proposals])
+    judge = RowJudge(
+        torch.cat(
+            [adjusted_logits(each.logits, each.params, each.history).float() for each in questions]
+        ),
+        [_GREEDY if each.noise.rule is Rule.GREEDY else each.params for each in questions],
+        sizes,
+        [token_id for proposal in proposals for token_id in (*proposal.token_ids, -1)],
+        keys,
+    )
+    judged: list[tuple[int, int, int]] = []
+    places: list[Place] = []
+    for noise, proposal in zip(noises, proposals, strict=True):
+        if noise.rule.needs_q:
+            is_block, start = noise.rule is Rule.BLOCK, len(places)
+            judged += [(index, start + index, is_block) for index in range(len(proposal))]
+            for token_id, q in zip(proposal.token_ids, proposal.q, strict=True):
+                check_drafted(q is None or token_id in q.token_ids)
+                places.append((token_id, q))
+            judged.append(_UNJUDGED)
+        else:
+            judged += [_UNJUDGED] * (len(proposal) + 1)
+    found = judge.settle(judged, places)
+    behind, left, drawn = found.behind.tolist(), found.left, found.drawn.tolist()
+    is_bad = not np.isfinite(found.maxima).all()
+    verdicts = []
+    start = 0
+    for noise, proposal, size in zip(noises, proposals, sizes, strict=True):
+        end = start + size
+        if is_bad:
+            check_maxima(found.maxima[start:end].tolist())
+        own = drawn[start:end]
+        if not noise.rule.needs_q:
+            verdict = _own_tokens(own, proposal)
+        elif noise.rule is Rule.TOKEN:
+            verdict = Verdict(tuple(behind[start : end - 1]), tuple(own))
+        else:
+            pi = np.array([[1.0, *behind[start : end - 1]]])
+            accept = _block_acceptance(pi, left[None, start : end - 1])
+            verdict = Verdict(tuple(accept[0].tolist()), tuple(own))
+        verdicts.append(verdict)
+        start = end
+    return verdicts
 
 
 def check_parts(rows: Tensor, proposal: Proposal, rule: Rule) -> None:
     """Raises `InvariantError` for other rows than a proposal needs, for a q that is missing where
     the rule needs it, and for a tree where the rule has none."""
     num_rows = len(proposal) + 1
-    check(
-        rows.dim() == 2 and rows.shape[1] > 0 and len(rows) == num_rows,
-        f"a proposal of {num_rows - 1} tokens needs rows [{num_rows}, vocabulary], got "
-        f"{tuple(rows.shape)}",
-    )
+    if rows.dim() != 2 or rows.shape[1] == 0 or len(rows) != num_rows:
+        raise InvariantError(
+            f"a proposal of {num_rows - 1} tokens needs rows [{num_rows}, vocabulary], got "
+            f"{tuple(rows.shape)}"
+        )
     check(rule is not Rule.BLOCK or not proposal.parents, "block verification has no tree")
-    check(
-        not rule.needs_q or len(proposal.q) == len(proposal.tree.groups),
-        f"rule {rule.value} needs q for each of {len(proposal)} tokens",
-    )
+    if rule.needs_q and len(proposal.q) != len(proposal.tree.groups):
+        raise InvariantError(f"rule {rule.value} needs q for each of {len(proposal)} tokens")
 
 
 def _weights(questions: Sequence[Question]) -> Tensor:
@@ -179,6 +252,11 @@ def verdicts_from_weights(
         else:
             verdicts.append(_own_tokens(own, proposal))
     return verdicts
+
+
+def check_drafted(is_in_support: bool) -> None:
+    """Raises `InvariantError` for a draft token without a q."""
+    check(is_in_support, "a draft token lies outside the distribution it was drawn from")
 
 
 def _own_tokens(own: list[int], proposal: Proposal) -> Verdict:
@@ -243,7 +321,7 @@ class _Places:
         before = np.where(inside, found, 0.0)
         is_drafted = (support == token_ids[..., None]) & (mass > 0)
         p, q = (before * is_drafted).sum(axis=2), (mass * is_drafted).sum(axis=2)
-        check(bool((q > 0).all()), "a draft token lies outside the distribution it was drawn from")
+        check_drafted(bool((q > 0).all()))
         return cls(flat, before, np.where(inside, mass, 0.0), p, q)
 
     def subtract(

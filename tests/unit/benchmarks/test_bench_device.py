@@ -10,6 +10,7 @@ import pytest
 import torch
 from recorded_work import CountingRecorder, attend_by_tables
 
+from benchmarks import device
 from benchmarks.device import measure, random_llama
 from benchmarks.options import DeviceOptions
 from outrider.engine.cuda.backend import DeviceBackend
@@ -24,8 +25,13 @@ OPTIONS = DeviceOptions(context_tokens=20, num_draft_tokens=3, repetitions=2)
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def _few_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "VERDICT_SESSIONS", (1, 2))
+
+
 def report_of(backend: DeviceBackend | None) -> Any:
-    module, info = random_llama(CPU, torch.float32, **SIZES)
+    module, info = random_llama(CPU, torch.float32, "tiny", **SIZES)
     return measure(module, info, OPTIONS, backend, lambda _: None).values
 
 
@@ -37,6 +43,8 @@ def test_without_graphs() -> None:
     assert values["weight_bytes"] == 4 * (2 * layer + 32 + 64 * 32)
     assert (values["device"], values["dtype"], values["context_tokens"]) == ("cpu", "float32", 20)
     assert all(values["graphs_off"][key] > 0 for key in ("decode_step_ms", "verify_step_ms"))
+    for rule in ("token", "block", "coupled", "greedy"):
+        assert set(values["verdict_ms"][rule]) == {"1", "2"}
 
 
 def test_with_recorded_steps() -> None:

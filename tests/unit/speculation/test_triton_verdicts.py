@@ -1,0 +1,149 @@
+"""Verdicts by Triton kernels, against those of the CPU: on a CUDA device, and elsewhere under the
+interpreter of the kernels' compiler, where that is installed."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+ON_CUDA = torch.cuda.is_available()
+if not ON_CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+pytest.importorskip("triton", reason="the compiler of the kernels is not installed")
+
+from outrider.errors import InvariantError  # noqa: E402
+from outrider.speculation import cuda_verdicts, verification  # noqa: E402
+from outrider.speculation.draft_sampling import draw_from_logits  # noqa: E402
+from outrider.speculation.logits_processing import NO_HISTORY, TokenHistory  # noqa: E402
+from outrider.speculation.proposal import Proposal  # noqa: E402
+from outrider.speculation.random_streams import RoundNoise  # noqa: E402
+from outrider.speculation.sampling_params import Rule, SamplingParams  # noqa: E402
+from outrider.speculation.verification import Question, verdicts_from_logits  # noqa: E402
+
+DEVICE = "cuda" if ON_CUDA else "cpu"
+GREEDY = SamplingParams(temperature=0.0)
+SAMPLINGS = (
+    SamplingParams(),
+    SamplingParams(temperature=0.7, top_p=0.9),
+    SamplingParams(temperature=1.5, top_k=5),
+    SamplingParams(min_p=0.05, top_k=40, top_p=0.6),
+    SamplingParams(top_p=1e-9),
+    SamplingParams(repetition_penalty=1.3, logit_bias=((3, 4.0),)),
+    GREEDY,
+)
+
+
+@pytest.fixture(autouse=True)
+def _by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the interpreter, rows of a CPU go through the kernels, too, in short passes."""
+    if not ON_CUDA:
+        monkeypatch.setattr(cuda_verdicts, "_BLOCK", 256)
+        monkeypatch.setattr(cuda_verdicts, "_WAITS", 2)
+        monkeypatch.setattr(
+            verification,
+            "_has_kernels",
+            lambda each: (
+                each.logits.dtype == torch.float32
+                and not (each.proposal.parents and each.noise.rule.needs_q)
+            ),
+        )
+
+
+def on_cpu(question: Question) -> Question:
+    """The same question, which no kernel takes."""
+    return replace(question, logits=question.logits.double().cpu())
+
+
+def question(
+    rule: Rule,
+    params: SamplingParams,
+    num: int = 4,
+    vocab_size: int = 1_000,
+    seed: int = 1,
+    entries_max: int = 16,
+    logits: torch.Tensor | None = None,
+) -> Question:
+    """Of random logits, and a draft that is a little flatter than they are."""
+    generator = torch.Generator().manual_seed(seed)
+    if logits is None:
+        logits = torch.randn((num + 1, vocab_size), generator=generator) * 3
+    noise = RoundNoise(seed, rule, 100 + seed)
+    flatter = replace(params, temperature=1.25 * params.temperature, top_p=1.0, logit_bias=())
+    flatter = replace(flatter, repetition_penalty=1.0)
+    drafted, _ = draw_from_logits(
+        logits[:-1], flatter, [noise] * num, range(num), entries_max=entries_max
+    )
+    q = tuple(q for _, q in drafted) if rule.needs_q else ()
+    proposal = Proposal(tuple(token_id for token_id, _ in drafted), q)
+    history = TokenHistory((1, 2), (3, 3), proposal.token_ids) if params.penalised else NO_HISTORY
+    return Question(logits.to(DEVICE), params, history, proposal, noise)
+
+
+def test_they_are_those_of_the_cpu() -> None:
+    """All rules, sampling parameters and lengths, in one call."""
+    asked = [
+        question(rule, params, num=seed % 6, seed=seed)
+        for seed, (rule, params) in enumerate(product(Rule, SAMPLINGS))
+    ]
+    found = verdicts_from_logits(asked)
+    expected = verdicts_from_logits([on_cpu(each) for each in asked])
+    for own, other in zip(found, expected, strict=True):
+        assert own.correction == other.correction
+        np.testing.assert_allclose(
+            own.accept_probability, other.accept_probability, rtol=2e-5, atol=1e-7
+        )
+
+
+def test_each_is_what_it_would_be_alone() -> None:
+    asked = [question(rule, SAMPLINGS[1], seed=7) for rule in Rule]
+    assert verdicts_from_logits(asked) == [verdicts_from_logits([each])[0] for each in asked]
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.5, 6.0])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(top_p=0.0503), SamplingParams(top_p=0.9999), SamplingParams(top_k=37),
+        SamplingParams(top_k=500, top_p=0.5003), SamplingParams(min_p=0.3, top_p=0.7003),
+    ],
+)  # fmt: skip
+def test_what_filters_keep(spread: float, params: SamplingParams) -> None:
+    """The sum of what is left of each row is that of the CPU, of wide rows and of ties."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn((3, 5_000 if ON_CUDA else 1_500), generator=generator) * spread
+    logits[2] = (logits[2] * 4).round() / 4
+    asked = question(Rule.TOKEN, params, num=2, logits=logits)
+    [own] = verdicts_from_logits([asked])
+    [other] = verdicts_from_logits([on_cpu(asked)])
+    assert own.correction == other.correction
+    np.testing.assert_allclose(own.accept_probability, other.accept_probability, rtol=2e-5)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_logits_that_are_no_numbers(bad: float) -> None:
+    asked = question(Rule.COUPLED, SAMPLINGS[0])
+    asked.logits[2, 5] = bad
+    with pytest.raises(InvariantError, match="row 2"):
+        verdicts_from_logits([asked])
+
+
+def test_a_draft_that_is_the_target_leaves_nothing_to_correct() -> None:
+    """Its tokens are accepted for certain; one outside the target's vocabulary never is."""
+    logits = torch.full((2, 300), -torch.inf)
+    logits[:, 7] = 0.0
+    asked = question(Rule.TOKEN, SAMPLINGS[0], num=1, logits=logits)
+    assert asked.proposal.token_ids == (7,)
+    for rule in (Rule.TOKEN, Rule.BLOCK):
+        own = replace(asked, noise=replace(asked.noise, rule=rule))
+        [verdict] = verdicts_from_logits([own])
+        assert verdict.accept_probability == (1.0,)
+        assert verdict.correction == (7, 7)
+        outside = replace(own, proposal=Proposal((4_000,), (None,)))
+        [verdict] = verdicts_from_logits([outside])
+        assert verdict.accept_probability == (0.0,)
+        assert verdict.correction == (7, 7)
