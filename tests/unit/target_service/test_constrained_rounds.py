@@ -15,6 +15,7 @@ import torch
 from constrained import CONSTRAINTS, allowed_ids, eos, fresh_mask, grammar, grammars, hf_tokenizer
 from rounds import PATIENCE_S, Listener, Player, Replica, ask, make_head, session_name
 from toy_engine import ToyEngine, toy_logits
+from verdict_laws import verdict_from_logits
 
 from outrider.errors import ConfigError
 from outrider.grammar.compiler import Grammar, Grammars, GrammarTokenizer
@@ -33,7 +34,6 @@ from outrider.speculation.proposal import (
 )
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verification import verdict_from_logits
 from outrider.transport.link import MemoryLink
 from target_service.service import TargetService
 
