@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
-from outrider.config import load_config
+from outrider.config import deployment_settings, load_config
 from outrider.limits import LOG_BYTES_MAX, LOG_FILES_KEPT
+from outrider.settings import NOT_SETTINGS
 from outrider.transport.tls import RoleFiles
 from tests.manifests.rendering import (
     EVERY_OPTION,
-    OWN_REDIS,
     VARIANTS,
     Manifest,
     container,
@@ -62,27 +62,18 @@ def test_pods_have_few_rights_and_fill_no_disk(variant: str) -> None:
         mounts = [each["name"] for each in spec["containers"][0]["volumeMounts"]]
         assert len(set(mounts)) == len(mounts), "a volume is mounted twice"
     passwords = set()
+    known = {setting.variable for setting in deployment_settings().values()} | {*NOT_SETTINGS}
     for template in ray_pods(manifests).values():
         found = variables(template["spec"]["containers"][0])
         assert found["RAY_ROTATION_MAX_BYTES"] == str(LOG_BYTES_MAX)
         assert found["RAY_ROTATION_BACKUP_COUNT"] == str(LOG_FILES_KEPT)
         for each in template["spec"]["containers"]:
+            ours = {name for name in variables(each) if name.startswith("OUTRIDER_")}
+            assert ours <= known, "`serve` would refuse them"
             passwords.add(json.dumps(variables(each).get("OUTRIDER_REDIS_PASSWORD")))
     [password] = passwords
     assert "secretKeyRef" in password
     assert "redis_password" not in yaml.safe_load(settings_file(manifests))
-
-
-def test_variables_of_containers_are_known_to_serve() -> None:
-    """Each that begins with OUTRIDER_ is a setting, or says where things lie."""
-    from outrider.config import deployment_settings
-    from outrider.settings import NOT_SETTINGS
-
-    known = {setting.variable for setting in deployment_settings().values()} | set(NOT_SETTINGS)
-    for template in pods(render([EVERY_OPTION], OWN_REDIS)).values():
-        for each in template["spec"]["containers"]:
-            ours = {name for name in variables(each) if name.startswith("OUTRIDER_")}
-            assert ours <= known
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

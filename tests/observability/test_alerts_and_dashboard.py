@@ -113,16 +113,6 @@ def test_promtool_parses_every_expression_of_the_dashboard(tmp_path: Path) -> No
     promtool("check", "rules", str(file))
 
 
-def test_each_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not() -> None:
-    fires: set[str] = set()
-    quiet: set[str] = set()
-    for case in yaml.safe_load(CASES.read_text("utf-8"))["tests"]:
-        for check in case["alert_rule_test"]:
-            (fires if check["exp_alerts"] else quiet).add(check["alertname"])
-    names = {alert["alert"] for alert in ALERTS}
-    assert fires == quiet == names
-
-
 def test_alerts_say_what_they_mean_and_lead_to_their_paragraph() -> None:
     """And each paragraph has its alert."""
     behind = OPERATIONS.split("\n## Alerts\n")[1]

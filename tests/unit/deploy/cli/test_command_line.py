@@ -104,14 +104,6 @@ def test_no_error_names_a_flag_that_was_not_given() -> None:
     ]  # fmt: skip
 
 
-def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 1 and one line for a server that is not there."""
-    assert main(["generate", "x", "--server", "127.0.0.1:1"]) == 1
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err == "outrider: error: nothing answers at 127.0.0.1:1 (Connection refused)\n"
-
-
 def test_a_deployment_of_ones_own_is_as_serve_would_start_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

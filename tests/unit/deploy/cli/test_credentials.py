@@ -17,7 +17,7 @@ from deploy.cli.options import caller_key, caller_trust_of
 from deploy.fleet.preflight import check_before_start, warnings, without_secrets
 from outrider.api_keys import Keyring, given_keys, new_key
 from outrider.client import Trust
-from outrider.config import CoordinatorConfig, DeploymentConfig, load_config, without_security
+from outrider.config import CoordinatorConfig, DeploymentConfig, load_config
 from outrider.errors import ConfigError, SettingError
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104
@@ -219,11 +219,3 @@ def test_keys_are_made_listed_and_revoked(
     monkeypatch.delenv("OUTRIDER_API_KEY_FILE")
     assert main(["keys", "list"]) == 2
     assert "--api-key-file" in capsys.readouterr().err
-
-
-def test_measurements_need_no_keys() -> None:
-    """Whatever the settings of their user ask of a deployment."""
-    config = load_config({"host": EVERYWHERE, "api_key": KEY, "internal_tls_dir": "t"}, {})
-    target = without_security(config.target)
-    assert (target.host, target.internal_tls_dir) == ("127.0.0.1", "")
-    assert without_security(config.coordinator) == CoordinatorConfig()

@@ -246,11 +246,3 @@ def test_what_is_left_of_an_upgrade_is_told(
     fleet.stale = [2, 1, 0]
     assert main([*words, "--wait", "60"]) == 0
     assert capsys.readouterr().out == "the upgrade that runs already: done\n"
-
-
-def test_an_upgrade_that_is_refused_is_told(
-    capsys: pytest.CaptureFixture[str], fleet: Fleet
-) -> None:
-    fleet.refusal = ConfigError("engine: has another vocabulary")
-    assert main(["upgrade", "--engine", "emulated:vocab_size=9"]) == 2
-    assert "engine: has another vocabulary" in capsys.readouterr().err
