@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,9 +22,6 @@ from outrider.config import BOUND_SETTINGS, AutoscaleConfig, load_config
 from outrider.errors import ConfigError, Unavailable
 from outrider.limits import REPLICAS_MAX
 from outrider.registry.registry import ROLES, Role
-
-Answers = Mapping[str, Callable[..., Awaitable[Any]]]
-
 
 GIVEN = {
     "engine": "emulated:vocab_size=10", "draft_model": "emulated", "deployment_name": "d",
