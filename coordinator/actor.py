@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from typing import TYPE_CHECKING
 
 from outrider.config import CoordinatorConfig
 from outrider.registry.registry import Engagement
-from outrider.replica.process_setup import Place, log_to, use_threads
+from outrider.replica.process_setup import PlacedActor, log_to, use_threads
 from outrider.sessions.redis_address import with_password
 
 if TYPE_CHECKING:
     from .host import CoordinatorHost
 
 
-class CoordinatorActor:
+class CoordinatorActor(PlacedActor):
     """A coordinator in a process of its own. Everything heavy is imported by `start`, so that
     finding a place for the actor is quick."""
 
     def __init__(self) -> None:
         self.host: CoordinatorHost | None = None
-
-    async def ping(self) -> Place:
-        """Where the actor runs."""
-        return Place(os.getpid(), socket.gethostname())
 
     async def engagement(self) -> Engagement:
         """What it has come to."""

@@ -19,7 +19,6 @@ import asyncio
 import json
 import logging
 import os
-import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -29,7 +28,7 @@ from outrider.config import BOUND_SETTINGS, AutoscaleConfig, DeploymentConfig, c
 from outrider.errors import OutriderError, SettingError, Unavailable
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import Role
-from outrider.replica.process_setup import Place, log_at, log_to
+from outrider.replica.process_setup import PlacedActor, log_at, log_to
 from outrider.sessions.redis_address import with_password
 from outrider.settings import Value
 
@@ -108,7 +107,7 @@ CHANGE_S: Final = 900.0
 """What making a plan of other settings may take: a model's files may have to be fetched."""
 
 
-class Reconciler:
+class Reconciler(PlacedActor):
     """Hosts a `Fleet`."""
 
     def __init__(self, spec: FleetSpec, namespace: str) -> None:
@@ -138,9 +137,6 @@ class Reconciler:
         if returns:
             _log.warning("the reconciler has died, and returns")
             self._work = asyncio.create_task(self._keep(returns=True))
-
-    async def ping(self) -> Place:
-        return Place(os.getpid(), socket.gethostname())
 
     async def start(self) -> None:
         """Starts all replicas, and keeps them from then on. Raises as `Fleet.start`, and

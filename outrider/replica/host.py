@@ -23,7 +23,7 @@ from outrider.engine.tensor_parallel.rank_process import (
 from outrider.limits import LOST_REPLICA_GRACE_S
 from outrider.registry.registry import Engagement, ReplicaRecord
 from outrider.replica.process_setup import (
-    Place,
+    PlacedActor,
     advertised,
     cores_for,
     log_to,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from outrider.transport.server import RpcServer
 
 
-class ReplicaHost:
+class ReplicaHost(PlacedActor):
     """Serves one replica service over gRPC; the base of the actors, each of which says how to
     `build` its own."""
 
@@ -107,10 +107,6 @@ class ReplicaHost:
     ) -> SteppedService:
         """The service of a configuration; blocks. `engine` is None for one without a model."""
         raise NotImplementedError
-
-    async def ping(self) -> Place:
-        """Where it runs."""
-        return Place(os.getpid(), socket.gethostname())
 
     async def engagement(self) -> Engagement:
         """What the reconciler is told of it."""

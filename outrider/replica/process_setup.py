@@ -60,6 +60,14 @@ class Place:
     """Names the machine; equal for actors that reach each other over loopback."""
 
 
+class PlacedActor:
+    """An actor on Ray."""
+
+    async def ping(self) -> Place:
+        """Where it runs."""
+        return Place(os.getpid(), socket.gethostname())
+
+
 def available_cores() -> int:
     """Cores that this process may use: its affinity, and what its control group grants."""
     cores = (

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import os
 import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,7 +18,7 @@ from outrider.config import ReplicaConfig
 from outrider.engine.tensor_parallel.rank_rpc import LOOPBACK, OpenRendezvous, Rendezvous
 from outrider.replica.process_setup import (
     LOADING_NICENESS,
-    Place,
+    PlacedActor,
     build_engine,
     cores_for,
     give_way,
@@ -99,7 +98,7 @@ def threads_of_a_rank(
     return config.num_threads or max(1, num_cores // (1 if ranks is None else ranks.num_neighbours))
 
 
-class RankHost:
+class RankHost(PlacedActor):
     """A follower; an actor, as the replica that leads it is. Everything heavy is imported by
     `start`, so that finding a place is quick."""
 
@@ -108,10 +107,6 @@ class RankHost:
         self._following: asyncio.Task[None] | None = None
         self._group: RankGroup | None = None
         self._frames: FrameReceiver | None = None
-
-    async def ping(self) -> Place:
-        """Where the actor runs."""
-        return Place(os.getpid(), socket.gethostname())
 
     async def start(
         self,
