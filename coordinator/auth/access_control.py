@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Final
 
 from outrider.api_keys import ANYBODY, Caller, KeyEntry, Keyring, given_keys, read_key_file
-from outrider.errors import InvariantError, OutriderError, Overloaded, Unauthenticated
+from outrider.errors import OutriderError, Overloaded, Unauthenticated
 from outrider.files import FileWatch
 from outrider.limits import (
     API_KEY_CHARS_MAX,
@@ -188,13 +188,11 @@ class AccessControl:
         all of them or none; `resumes` is the session that it goes on with, if there is one. Raises
         `Overloaded`, with the time to try again, and `StoreUnavailable` where nobody can count."""
         names: list[str] = []
-        if self._store is not None and caller.is_limited:
-            if caller.concurrency:
-                names = (
-                    [resumes]
-                    if resumes
-                    else [secrets.token_hex(16) for _ in range(num_generations)]
-                )
+        if caller.concurrency and self._store is not None:
+            names = (
+                [resumes] if resumes else [secrets.token_hex(16) for _ in range(num_generations)]
+            )
+        if caller.is_limited and self._store is not None:
             await self._take(self._store, caller, names, resumes)
         grant = Grant(self, caller, names)
         try:
@@ -208,13 +206,11 @@ class AccessControl:
         asked = asyncio.get_running_loop().time()
         try:
             await store.take(caller, names, RESUME_DEPTH if resumes else 1)
-        except Overloaded as error:
+        except BaseException as error:
             if isinstance(error, RateExceeded) and not resumes:
                 self._empty_until[caller] = asked + error.retry_after_ms / 1e3
-            raise
-        except BaseException:
-            # Perhaps they are taken, and nobody else knows them; a resumed one may be another's.
-            if not resumes:
+            elif not isinstance(error, Overloaded) and not resumes:
+                # Perhaps they are taken, and nobody else knows them.
                 self._free[caller.name].update(names)
                 self._in_background(caller)
             raise
@@ -303,15 +299,13 @@ class RedisSlots:
                 return
             case [b"rate", int(left_ms)]:
                 raise rate_exceeded(caller, left_ms)
-            case [b"slots", _]:
+            case _:
                 more = "does" if len(slots) == 1 else f"has no room for {len(slots)} more"
                 raise Overloaded(
                     f"the key {caller.name!r} may run {caller.concurrency} generations at a time, "
                     f"and {more}",
                     retry_after_ms=SLOT_RETRY_MS,
                 )
-            case _:
-                raise InvariantError("Redis gave an unknown answer for a slot")
 
     async def keep(self, slots: Mapping[str, tuple[Collection[str], Collection[str]]]) -> None:
         """By caller's name, slots whose leases are renewed, and such as are free."""

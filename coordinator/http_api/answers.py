@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -93,17 +93,12 @@ class Answer:
         self._rounds: Counter[tuple[int, int]] = Counter()
         """By tokens proposed and accepted."""
 
-    def delta(self, text: str) -> Json:
-        """A part of a choice's text, in a chunk."""
-        raise NotImplementedError
-
-    def message(self, text: str) -> Json:
-        """The whole text of a choice."""
-        raise NotImplementedError
-
-    def logprobs(self, tokens: Sequence[Scored]) -> Json:
-        """The log-probabilities of a choice's tokens."""
-        raise NotImplementedError
+    delta: Callable[[str], Json]
+    """A part of a choice's text, in a chunk."""
+    message: Callable[[str], Json]
+    """The whole text of a choice."""
+    logprobs: Callable[[Sequence[Scored]], Json]
+    """The log-probabilities of a choice's tokens."""
 
     def whole(self) -> Json | None:
         """All that has come, if it is told at once. Every choice must have ended."""

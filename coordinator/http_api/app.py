@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -442,10 +442,9 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics |
         """The window."""
         return await page.get_response("index.html", request.scope)
 
-    @app.get("/api/fleet", responses={200: {"model": Fleet}, **_ERRORS})
-    async def tell_fleet() -> Response:
+    @app.get("/api/fleet", responses=_ERRORS)
+    async def tell_fleet() -> Fleet:
         """The replicas, as this coordinator knows them."""
         fleet = service.fleet
         seen = fleet.replicas(service.model.name, service.num_running, service.figures)
-        replicas = [asdict(one) for one in seen]
-        return json_response({"replicas": replicas, "heard_ms_ago": fleet.heard_ms_ago})
+        return Fleet(replicas=list(seen), heard_ms_ago=fleet.heard_ms_ago)

@@ -78,8 +78,6 @@ class EndpointPool:
         self._next = secrets.randbelow(max(1, len(self._named))) if first is None else first
         self._avoided: dict[Transport, float] = {}
         """Until when."""
-        self._trouble = ""
-        """What the function failed with last, if it did."""
         self._changing = threading.Lock()
 
     @property
@@ -121,7 +119,7 @@ class EndpointPool:
     def renew(self) -> list[Transport]:
         """For one that does not answer: has the coordinators named again. Returns what is to be
         closed, the connections to those of long ago. A function that names none (an empty text)
-        changes nothing, nor does one that fails, which the log says, once."""
+        changes nothing, nor does one that fails, which the log says."""
         with self._changing:
             now = self.clock()
             if self._name is None or now - self._read_at < LOOK_S:
@@ -130,11 +128,8 @@ class EndpointPool:
             try:
                 text = self._name()
                 named = addresses_of(text) if text else self._named
-                self._trouble = ""
             except Exception as error:  # noqa: BLE001 (the caller's function)
-                if repr(error) != self._trouble:
-                    _log.warning("the coordinators stay those that are known: %r", error)
-                self._trouble = repr(error)
+                _log.warning("the coordinators stay those that are known: %r", error)
                 return []
             for address in named:
                 if address not in self._open:
