@@ -4,10 +4,9 @@
 | --- | --- |
 | `server.py` | listens, inside the coordinator's own event loop |
 | `app.py` | the routes, and the requests' events, for as long as the client is there |
-| `reading.py` | reads bodies, within limits |
+| `reading.py` | reads bodies, within limits; every error in OpenAI's shape |
 | `bodies.py` | what a body may hold, and the coordinator's requests that it stands for |
 | `answers.py` | events as an answer, whole or in chunks |
-| `errors.py` | every error in OpenAI's shape |
 
 Nothing is checked here that the coordinator checks (`coordinator/requests/validation.py`); its
 errors name its own fields, which are renamed for HTTP.

@@ -21,18 +21,19 @@ from coordinator.http_api.answers import Answer, ChatAnswer, CompletionAnswer, J
 from coordinator.http_api.bodies import (
     ChatBody,
     CompletionBody,
-    GenerationBody,
     NativeBody,
     TranslatedBody,
 )
-from coordinator.http_api.errors import (
+from coordinator.http_api.reading import (
+    PAGE,
+    BodyRoute,
+    Entrance,
     ErrorBody,
     add_error_handlers,
     error_body,
     json_response,
     to_json,
 )
-from coordinator.http_api.reading import PAGE, BodyRoute, Entrance
 from coordinator.routing.discovery import SeenReplica
 from coordinator.service import CoordinatorService
 from outrider.api_keys import Caller
@@ -352,7 +353,7 @@ def build_app(
 def _add_generation(
     app: FastAPI, service: CoordinatorService, access: AccessControl, closing: asyncio.Event
 ) -> None:
-    def answered(request: Request, body: GenerationBody, kind: type[Answer]) -> Response:
+    def answered(request: Request, body: ChatBody | CompletionBody, kind: type[Answer]) -> Response:
         asked = body.translate(service.draw_seed)
         bound = service.defaults.num_draft_tokens
         answer = kind(asked, service.text, bound, int(time.time()))

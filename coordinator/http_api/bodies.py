@@ -205,11 +205,6 @@ class GenerationBody(Body):
     guided_choice: Annotated[Several[str], Field(max_length=CHOICES_MAX)] | None = None
     """One of these texts."""
 
-    def translate(self, draw_seed: Callable[[], int]) -> TranslatedBody:
-        """Raises `BadRequest` for fields that contradict each other. `draw_seed` is for a body that
-        names no seed."""
-        raise NotImplementedError
-
     def _translated(
         self,
         prompts: Sequence[Prompt],
@@ -218,7 +213,7 @@ class GenerationBody(Body):
         **own: Any,
     ) -> TranslatedBody:
         """Of `prompts`, with what each kind of body calls differently: fields of the requests, and
-        the body's `names` for them."""
+        the body's `names` for them. `draw_seed` is for a body that names no seed."""
         least = (
             self.min_tokens
         )  # They are sure to come where nothing but max_tokens ends an answer.
@@ -389,7 +384,8 @@ class ChatBody(GenerationBody):
         return messages
 
     def translate(self, draw_seed: Callable[[], int]) -> TranslatedBody:
-        """See `GenerationBody.translate`. OpenAI has two names for the most tokens."""
+        """Raises `BadRequest` for fields that contradict each other. `draw_seed` is for a body that
+        names no seed. OpenAI has two names for the most tokens."""
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
             raise BadRequest("max_completion_tokens", f"{new} is not the {old} of max_tokens")
@@ -429,7 +425,7 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = None
 
     def translate(self, draw_seed: Callable[[], int]) -> TranslatedBody:
-        """See `GenerationBody.translate`."""
+        """As `ChatBody.translate`."""
         given = self.prompt
         prompts: list[Any] = (
             [given] if isinstance(given, str) or isinstance(given[0], int) else given

@@ -44,15 +44,11 @@ _Key = tuple[str, bytes]
 
 
 class FairQueue:
-    """Places for work on an event loop. Tenants that wait take turns; within a tenant the first
-    comes first."""
+    """Places for `COMPILE_THREADS` constraints at a time, on an event loop. Tenants that wait take
+    turns; within a tenant the first comes first."""
 
-    def __init__(self, num_places: int, waiting_max: int, per_tenant_max: int, what: str) -> None:
-        """So many hold a place at a time; of those that wait there are at most `waiting_max`, and
-        of one tenant `per_tenant_max`. `what` names them in errors."""
-        self._num_free = num_places
-        self._limits = (per_tenant_max, "of yours "), (waiting_max, "")
-        self._what = what
+    def __init__(self) -> None:
+        self._num_free = COMPILE_THREADS
         self._waiting: dict[str, list[asyncio.Future[None]]] = {}
         """By tenant; the one whose turn is longest ago comes first."""
 
@@ -62,10 +58,11 @@ class FairQueue:
         if self._num_free:
             self._num_free -= 1
             return
-        num_waiting = len(self._waiting.get(tenant, ())), sum(map(len, self._waiting.values()))
-        for number, (most, whose) in zip(num_waiting, self._limits, strict=True):
-            if number >= most:
-                raise Overloaded(f"{most} {self._what} {whose}wait already; try again later")
+        if len(self._waiting.get(tenant, ())) >= COMPILATIONS_PER_TENANT_MAX:
+            most = f"{COMPILATIONS_PER_TENANT_MAX} constraints of yours"
+            raise Overloaded(f"{most} wait already; try again later")
+        if sum(map(len, self._waiting.values())) >= COMPILATIONS_MAX:
+            raise Overloaded(f"{COMPILATIONS_MAX} constraints wait already; try again later")
         future = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, []).append(future)
         try:
@@ -105,9 +102,7 @@ class ConstraintChecks:
         self._errors: OrderedDict[_Key, OutriderError | None] = OrderedDict()
         """Of constraints that were compiled; None = it can be."""
         self._running: SharedCalls[_Key, None] = SharedCalls()
-        self._turns = FairQueue(
-            COMPILE_THREADS, COMPILATIONS_MAX, COMPILATIONS_PER_TENANT_MAX, "constraints"
-        )
+        self._turns = FairQueue()
 
     async def check(self, constraint: Constraint, tenant: str) -> None:
         """Raises `BadRequest`, with the kind as its field, for a constraint that cannot be compiled
@@ -188,8 +183,7 @@ class _Compiler:
         raise InvariantError(f"{constraint.kind}: could not be compiled, by a fault of ours")
 
     async def _start(self) -> Any:
-        if not self._is_closed:
-            tokenizer, eos_token_ids = await asyncio.to_thread(self._load)
+        tokenizer, eos_token_ids = await asyncio.to_thread(self._load)
         if self._is_closed:
             raise _unavailable()
         self.process = await asyncio.create_subprocess_exec(

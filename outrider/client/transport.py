@@ -229,20 +229,18 @@ class GrpcTransport(Transport):
         too."""
         match method:
             case "cancel":
-                request: Any = pb.CancelRequest(session_id=session_id)
-                return await self._call(self._stub.Cancel, request, timeout_s)
+                asked: Any = pb.CancelRequest(session_id=session_id)
+                return await self._call(self._stub.Cancel, asked, timeout_s)
             case "get_session":
-                request = pb.GetSessionRequest(session_id=session_id)
-                found = await self._call(self._stub.GetSession, request, timeout_s)
+                asked = pb.GetSessionRequest(session_id=session_id)
+                found = await self._call(self._stub.GetSession, asked, timeout_s)
                 return from_coordinator(found, SessionView)
             case "describe":
-                request = types_pb2.DescribeRequest()
-                found = await self._call(self._stub.Describe, request, timeout_s)
+                asked = types_pb2.DescribeRequest()
+                found = await self._call(self._stub.Describe, asked, timeout_s)
                 return from_coordinator(found, CoordinatorDescription)
-            case _:
-                request = health_pb2.HealthCheckRequest()
-                found = await self._call(self._health.Check, request, timeout_s)
-                return found.status == health_pb2.HealthCheckResponse.SERVING
+        found = await self._call(self._health.Check, health_pb2.HealthCheckRequest(), timeout_s)
+        return found.status == health_pb2.HealthCheckResponse.SERVING
 
     async def close(self) -> None:
         self._closed = True

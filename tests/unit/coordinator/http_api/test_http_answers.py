@@ -11,7 +11,7 @@ from models import byte_fallback_tokenizer, byte_level_tokenizer
 
 from coordinator.http_api.answers import Answer, ChatAnswer, CompletionAnswer, Json, NativeEvents
 from coordinator.http_api.bodies import ChatBody, CompletionBody
-from coordinator.http_api.errors import error_response, to_json
+from coordinator.http_api.reading import error_response, to_json
 from outrider.errors import (
     BadRequest,
     DataLoss,

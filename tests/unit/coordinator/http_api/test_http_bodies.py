@@ -18,8 +18,7 @@ from told_coordinator import ToldCoordinator
 
 from coordinator.http_api.app import build_app
 from coordinator.http_api.bodies import ChatBody, CompletionBody, TranslatedBody
-from coordinator.http_api.errors import wrong_body
-from coordinator.http_api.reading import read_body
+from coordinator.http_api.reading import read_body, wrong_body
 from outrider.errors import BadRequest
 from outrider.grammar.constraint import Constraint
 from outrider.limits import (

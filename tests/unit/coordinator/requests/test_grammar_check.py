@@ -184,7 +184,7 @@ def take(queue: FairQueue, begun: list[str], name: str) -> asyncio.Task[None]:
 
 async def test_a_tenant_with_much_work_holds_up_no_other() -> None:
     """All places are one's as long as it is alone; then others go first."""
-    queue, begun = FairQueue(2, 100, 10, "jobs"), list[str]()
+    queue, begun = FairQueue(), list[str]()
     tasks = [take(queue, begun, f"a{index}") for index in range(6)]
     await settle()
     assert begun == ["a0", "a1"]
@@ -196,16 +196,19 @@ async def test_a_tenant_with_much_work_holds_up_no_other() -> None:
     assert begun == ["a0", "a1", "a2", "b0", "c0", "a3", "b1", "a4", "a5"]
 
 
-async def test_no_more_wait_than_may() -> None:
+async def test_no_more_wait_than_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither of one tenant, nor in all; one that is cancelled does not wait."""
-    queue, begun = FairQueue(1, 5, 3, "jobs"), list[str]()
+    for name, number in (("COMPILE_THREADS", 1), ("COMPILATIONS_PER_TENANT_MAX", 3),
+                         ("COMPILATIONS_MAX", 5)):  # fmt: skip
+        monkeypatch.setattr(grammar_check, name, number)
+    queue, begun = FairQueue(), list[str]()
     waiting = [take(queue, begun, f"a{index}") for index in range(4)]
     await settle()
-    with pytest.raises(Overloaded, match=r"^3 jobs of yours wait already"):
+    with pytest.raises(Overloaded, match=r"^3 constraints of yours wait already"):
         await queue.take("a")
     waiting += [take(queue, begun, f"b{index}") for index in range(2)]
     await settle()
-    with pytest.raises(Overloaded, match=r"^5 jobs wait already"):
+    with pytest.raises(Overloaded, match=r"^5 constraints wait already"):
         await queue.take("c")
     waiting[1].cancel()
     await settle()
