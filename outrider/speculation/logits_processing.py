@@ -263,7 +263,9 @@ def keep_likely_on_device(weights: Tensor, min_p: Tensor, top_k: Tensor, top_p: 
     ranks = torch.arange(weights.shape[1], device=weights.device)
     kept = (ranked > 0) & ((ranks < top_k) | (top_k == 0))
     mass = (ranked * kept).cumsum(dim=1, dtype=torch.float64)
-    kept[:, 1:] &= (mass[:, :-1] < top_p * mass[:, -1:]) | (top_p >= 1.0)
+    # Sums of many round otherwise on other devices, which must not add a token.
+    goal = top_p * mass[:, -1:] * (1.0 - 1e-13)
+    kept[:, 1:] &= (mass[:, :-1] < goal) | (top_p >= 1.0)
     num_kept = kept.sum(dim=1, keepdim=True)
     weights *= weights >= ranked.gather(1, (num_kept - 1).clamp_(min=0))
     return num_kept

@@ -35,7 +35,8 @@ def num_waits(asked: list[Question]) -> int:
 
 def num_operators(asked: list[Question]) -> int:
     """Kernels and copies."""
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
+    activities = [ProfilerActivity.CUDA, ProfilerActivity.CPU]
+    with profile(activities=activities, acc_events=True) as profiled:
         verdicts_from_logits(asked)
         torch.cuda.synchronize()
     on_device = torch.autograd.DeviceType.CUDA
