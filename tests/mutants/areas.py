@@ -32,7 +32,7 @@ AREAS: Final = {
             *(
                 f"tests/exactness/core/test_core_{name}.py"
                 for name in (
-                    "enumeration", "masks", "drafters", "lengths", "traps", "same_seed", "trees"
+                    "enumeration", "masks", "lengths", "traps", "same_seed", "trees"
                 )
             ),
         ),

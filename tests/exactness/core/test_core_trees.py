@@ -259,32 +259,6 @@ def test_the_first_sibling_is_what_a_chain_has(rule):
             assert all(set(ids) <= set(q.token_ids) for ids, q in groups)
 
 
-def test_a_banned_token_is_no_sibling():
-    """Greedy: by the logits after the request's bias, as a chain's."""
-    logits = torch.tensor([[5.0, 4.0, 3.0, 2.0]])
-    params = SamplingParams(temperature=0.0, logit_bias=((0, -100.0), (3, 1.5)))
-    numbers = [RoundNoise(0, Rule.GREEDY, 3)]
-    [(ids, q)] = draw_siblings(logits, params, numbers, [0], [3])
-    assert (ids, q) == ((1, 3, 2), None)
-    broken = torch.tensor([[1.0, float("nan")]])
-    with pytest.raises(InvariantError):
-        draw_siblings(broken, SamplingParams(temperature=0.0), numbers, [0], [2])
-
-
-def test_ids_far_beyond_the_vocabulary_cost_nothing():
-    """They have p = 0; rows are as wide as the target's vocabulary whatever a draft names."""
-    q = DraftDistribution((1, 2**31 - 1, 2**32 - 1), (COUNT_TOTAL - 200, 100, 100))
-    proposal = Proposal((2**31 - 1, 1), (q,), (-1, -1))
-    p = torch.tensor([[0.5, 0.5]] * 3, dtype=torch.float64)
-    accept, weights = tree_law(p, proposal)
-    assert accept[0] == 0.0
-    assert weights.shape == (3, 2)
-    numbers = RoundNoise(1, Rule.TOKEN, 5)
-    fused = verdict_from_logits(p.log(), SAMPLED, NO_HISTORY, proposal, numbers)
-    assert fused.accept_probability == pytest.approx(accept)
-    assert fused == score(p, proposal, numbers)
-
-
 def test_block_has_no_tree():
     proposal = Proposal((0, 1), (None,), (-1, -1))
     with pytest.raises(InvariantError, match="no tree"):
