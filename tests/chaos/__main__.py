@@ -6,8 +6,8 @@ requests that fail during a pair of faults, are counted and named apart.
 
 Writes one JSON object: every fault, what it touched, the gaps in streams by kind of fault, and
 requests that failed or whose tokens were not those of their fault-free streams; and prints all but
-the single faults. Exit code 1 where a request failed, was wrong or did not end, an overload was
-not borne as is promised, or a run of the full length with all faults missed an aim.
+the single faults. Exit code 1 where a request failed, was wrong or did not end, or a run of the
+full length with all faults missed an aim.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ from outrider.config import DeploymentConfig, load_config
 from tests.chaos.faults import ALL, FULL_MINUTES, KILLS, Adversary, missed
 from tests.chaos.load import Load, Work
 from tests.chaos.machines import Machines
-from tests.chaos.overload import Overload
 
 LOAD_SHARE: Final = 0.7
-"""Of the measured peak."""
 EMULATED: Final = "emulated:vocab_size=1000,verify_ms=75,draft_ms=5"
 WORK: Final = Work(num_tokens=96, num_seeds=16, num_clients=8)
 REAL_WORK: Final = Work(num_tokens=32, num_seeds=8, num_clients=4)
@@ -41,12 +39,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--faults", type=int, default=1000, help="end after so many")
-    parser.add_argument(
-        "--scale-s", type=float, default=0.0, help="kill nobody; other numbers all so many seconds"
-    )
-    parser.add_argument(
-        "--overload", action="store_true", help="kill nobody; ask for more than there can be"
-    )
     parser.add_argument(
         "--real", action="store_true", help="the demo model, in float32, and kills alone"
     )
@@ -82,23 +74,16 @@ async def _run(arguments: argparse.Namespace, state: Path) -> dict[str, Any]:
             lambda: found.overview.addresses("coordinator", http=True),
         )
         peak = await load.prepare()
-        if arguments.overload:
-            pids = [place.pid for one in found.overview.replicas for place in one.places]
-            overload = Overload(load, found.address, pids)
-            return await overload.run(peak, until)
         asking = asyncio.create_task(load.run(LOAD_SHARE * peak))
         adversary, began = Adversary(machines, found, load, arguments.seed), loop.time()
         try:
-            if arguments.scale_s:
-                await adversary.scale(began + until, arguments.scale_s)
-            else:
-                await adversary.run(arguments.faults, began + until, _faults(arguments))
+            await adversary.run(arguments.faults, began + until, _faults(arguments))
         finally:
             asking.cancel()
             await load.finish()
             num_moves = machines.num_logged(MOVES)
     seconds, faults = loop.time() - began, adversary.report()
-    are_all = not (arguments.scale_s or arguments.only or arguments.real)
+    are_all = not (arguments.only or arguments.real)
     return {
         "missed": missed(faults) if are_all and seconds >= 60 * FULL_MINUTES else [],
         "seconds": round(seconds),
@@ -110,7 +95,6 @@ async def _run(arguments: argparse.Namespace, state: Path) -> dict[str, Any]:
 
 
 def _faults(arguments: argparse.Namespace) -> list[tuple[str, str]] | None:
-    """None for all."""
     if arguments.only:
         return [found for one in arguments.only for found in ALL if " ".join(found) == one]
     return list(KILLS) if arguments.real else None
@@ -132,8 +116,6 @@ def _config(arguments: argparse.Namespace, machines: Machines) -> DeploymentConf
         "target_num_cpus": 0.2, "draft_num_cpus": 0.1, "coordinator_num_cpus": 0.1,
         "stop_timeout_s": 5,
     }  # fmt: skip
-    if arguments.overload:
-        settings["max_sessions"] = WORK.num_clients
     return load_config(settings, {})
 
 

@@ -18,7 +18,6 @@ then, until the old one is killed and another replica started, as for one that w
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import random
 import signal
@@ -38,18 +37,14 @@ from tests.chaos.load import Load
 from tests.chaos.machines import Machines
 
 STOPPED_S: Final = 5.0
-"""How long something stands still."""
 TWO_PRIMARIES_S: Final = 2.0
 """How long a primary of Redis lives on that stood still while another one was promoted."""
 SHOWN_S: Final = 1.0
 """How long after that a wait may begin that is the fault's doing."""
 PAST_S: Final = 60.0
-"""By when tokens must come again."""
 WHOLE_S: Final = 90.0
 """By when there must be as many replicas as are wanted."""
 POLL_S: Final = 0.05
-SCALED_MAX: Final = 3
-"""Replicas of a role that are ever wanted."""
 REDIS, NODE, HEAD = "redis", "node", "head"
 KILLS: Final = (*(("kill", role) for role in (*ROLES, RECONCILER, REDIS)),)
 STOPS: Final = (*(("stop", role) for role in (*ROLES, REDIS)),)
@@ -73,13 +68,10 @@ ADDED_S_MAX: Final = {"kill draft": 0.3, "kill target": 3.0, "kill coordinator":
 
 @dataclass
 class Fault:
-    """One that was done."""
-
     kind: str
     role: str
     """Of the replica, or `redis`, `reconciler`, `node`, `head` or a pair's name."""
     at_s: float
-    """Since the run began."""
     replica: str = ""
     num_touched: int = 0
     """Requests that were in flight when it began, or came before it was over."""
@@ -119,21 +111,6 @@ class Adversary:
     def _num_done(self) -> int:
         return sum((one.kind, one.role) != NOTHING for one in self.faults)
 
-    async def scale(self, until: float, period_s: float) -> None:
-        """Other numbers of replicas, again and again, each role in turn; then as many as before."""
-        reconciler = self._deployment.reconciler
-        first = dict(self._deployment.overview.wanted)
-        for role in itertools.cycle(ROLES):
-            if self._loop.time() >= until:
-                break
-            now = self._deployment.overview.wanted[role]
-            count = self._random.choice([n for n in range(1, SCALED_MAX + 1) if n != now])
-            at = self._loop.time()
-            fault = Fault("scale", role, round(at - self._began, 2), f"{now} to {count}")
-            await reconciler.call("want", {role: count})
-            await self._see(fault, at, at + period_s)
-        await reconciler.call("want", first)
-
     async def _see(self, fault: Fault, begin: float, over: float) -> None:
         """What requests had of it, once all that came before it was over go on. Raises
         `TimeoutError` where they do not."""
@@ -168,7 +145,6 @@ class Adversary:
                 await asyncio.sleep(POLL_S)
 
     def _some_others(self) -> list[tuple[str, str]]:
-        """Each comes once before one comes again."""
         found = []
         for _ in range(OTHERS_PER_ROUND):
             if not self._others:

@@ -34,27 +34,18 @@ BROKEN: Final = (openai.APIConnectionError, httpx.TransportError)
 
 @dataclass(frozen=True)
 class Work:
-    """What is asked."""
-
     num_tokens: int
     num_seeds: int
-    """So many streams there are."""
     num_clients: int
-    """That keep the deployment busy."""
 
 
 @dataclass
 class Asked:
-    """One request."""
-
     began: float
-    """s of the loop's clock."""
     arrivals: list[float] = field(default_factory=list)
-    """When tokens came."""
     ended: float | None = None
     """None as long as nothing has come of it."""
     error: str = ""
-    """What it died of."""
     is_wrong: bool = False
     """Whether its tokens were not those of the fault-free stream."""
     http_address: str = ""
@@ -131,7 +122,6 @@ class Load:
             await asyncio.sleep(self._random.expovariate(requests_per_second))
 
     async def finish(self) -> None:
-        """Waits for what runs, but not for ever."""
         if self._running:
             await asyncio.wait(self._running, timeout=END_S)
 
@@ -180,23 +170,15 @@ class Load:
         )
 
     async def _stream(self, seed: int, one: Asked) -> tuple[int, ...]:
-        async with Client(self._addresses) as client:
-            return await self._tokens(client, seed, one)
-
-    async def is_right(self, client: Client, number: int) -> bool:
-        """Asks for one of the streams."""
-        seed = number % self._work.num_seeds
-        return await self._tokens(client, seed, Asked(0.0)) == self._expected[seed]
-
-    async def _tokens(self, client: Client, seed: int, one: Asked) -> tuple[int, ...]:
         request = GenerateRequest(
             _prompt(seed), max_tokens=self._work.num_tokens, seed=seed,
             rule=Rule.COUPLED, ignore_eos=True,
         )  # fmt: skip
-        events = client.generate(request)
-        return await _collected(
-            (event.token_ids async for event in events if isinstance(event, Tokens)), one
-        )
+        async with Client(self._addresses) as client:
+            events = client.generate(request)
+            return await _collected(
+                (event.token_ids async for event in events if isinstance(event, Tokens)), one
+            )
 
 
 async def _collected(parts: AsyncIterator[Sequence[int]], one: Asked) -> tuple[int, ...]:

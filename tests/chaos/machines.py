@@ -89,7 +89,6 @@ class Machines:
 
     @property
     def address(self) -> str:
-        """Of the cluster."""
         assert self._cluster is not None
         return str(self._cluster.address)
 
@@ -126,7 +125,6 @@ class Machines:
 
     @property
     def num_nodes(self) -> int:
-        """That replicas run on."""
         return len(self._nodes)
 
     async def kill_head(self, away_s: float) -> None:
@@ -138,7 +136,6 @@ class Machines:
         self._head = await asyncio.to_thread(_started_again, server, away_s)
 
     def processes(self, index: int) -> list[int]:
-        """Of a node: all that its loss ends."""
         raylet: int = self._nodes[index].all_processes["raylet"][0].process.pid
         return [*(one.pid for one in psutil.Process(raylet).children(recursive=True)), raylet]
 
@@ -170,7 +167,6 @@ def _free_port() -> int:
 
 
 def _wait_for(port: int) -> None:
-    """Until somebody listens there."""
     give_up_at = time.monotonic() + START_S
     while True:
         try:

@@ -24,13 +24,11 @@ class FaultProxy:
     def __init__(self) -> None:
         self._servers: list[asyncio.Server] = []
         self._ends: dict[str, set[StreamWriter]] = {}
-        """Both ends of each connection."""
         self._held: dict[str, asyncio.Event] = {}
         """Set once what was held passes again."""
         self._is_closed = False
 
     async def start(self) -> str:
-        """Where `grpc_proxy` should point."""
         return f"http://127.0.0.1:{await self._listen(self._connect)}"
 
     async def forward(self, place: str) -> str:
@@ -54,11 +52,9 @@ class FaultProxy:
         self._held[address] = asyncio.Event()
 
     def release(self, address: str) -> None:
-        """Everything that was held passes."""
         self._held.pop(address).set()
 
     def close(self) -> None:
-        """Breaks everything, and nothing connects any more."""
         self._is_closed = True
         for server in self._servers:
             server.close()
@@ -80,7 +76,6 @@ class FaultProxy:
         return port
 
     async def _connect(self, reader: StreamReader, writer: StreamWriter) -> None:
-        """What a CONNECT asks for."""
         try:
             head = await reader.readuntil(b"\r\n\r\n")
         except (EOFError, OSError, asyncio.LimitOverrunError):

@@ -47,7 +47,6 @@ def main() -> int:
 
 @contextmanager
 def _served(state: Path) -> Iterator[dict[str, Any]]:
-    """The demo's record, while it runs."""
     environment = os.environ | {"OUTRIDER_STATE_DIR": str(state)}
     program = [sys.executable, "-m", "deploy.cli.main"]
     try:

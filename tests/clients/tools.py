@@ -21,10 +21,7 @@ OFFLINE: Final = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 @dataclass(frozen=True)
 class Asked:
-    """Of one run."""
-
     endpoint: str
-    """`chat` or `completions`."""
     requests: int
     input_tokens: int = 48
     """Of the made-up prompt, without what a chat template adds."""
@@ -38,12 +35,9 @@ class Outcome:
 
     completed: int
     failed: int
-    """Refused, broken off, or never ended."""
     input_tokens: Sequence[float]
-    """As the server counts."""
     output_tokens: Sequence[float]
     chunks: Sequence[float]
-    """With tokens."""
     ttft_ms: Sequence[float]
     text_tokens: Sequence[float] = ()
     """Of each answer's text by the tool's own tokenizer, where it counts them."""
@@ -129,7 +123,6 @@ def from_guidellm(out: Path) -> Outcome:
 
 
 def from_aiperf(out: Path) -> Outcome:
-    """The same."""
     report = json.loads((out / "profile_export_aiperf.json").read_text("utf-8"))
     lines = (out / "profile_export.jsonl").read_text("utf-8").splitlines()
     good = [one["metrics"] for one in map(json.loads, lines) if not one.get("error")]

@@ -90,7 +90,6 @@ def chi_square(cells: np.ndarray, law: np.ndarray) -> Fit:
 
 
 def fit(samples: Sequence[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> Fit:
-    """The same of tuples."""
     places = {cell: place for place, cell in enumerate(law)}
     cells = np.array([places.get(sample, -1) for sample in samples])
     return chi_square(cells, np.array(list(law.values())))

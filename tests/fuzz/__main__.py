@@ -31,7 +31,6 @@ KINDS = ("http", "grpc", "bytes", "raw")
 
 
 def main() -> int:
-    """Exit code 1 where anything failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=None)

@@ -30,7 +30,6 @@ _PATIENT: Final[list[tuple[str, int]]] = [
 ]
 _WRONG: Final = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNAVAILABLE,
                  grpc.StatusCode.DATA_LOSS)  # fmt: skip
-"""Statuses that no input may cause."""
 _WRONG_CODES: Final = frozenset(status.value[0] for status in _WRONG)
 Ending = Literal["closed", "cancelled", "left open"]
 _SERVICES: Final = (
@@ -75,7 +74,6 @@ class Call:
     """That are read before the caller goes."""
     metadata: tuple[tuple[str, str], ...] = ()
     path: str = ""
-    """Another one than the method's."""
 
 
 @st.composite
@@ -123,7 +121,6 @@ class GrpcFeed:
             self._ledger.fail(again, f"{status.name} {details}", call)
 
     def close(self) -> None:
-        """Closes connections."""
         for channel in self._channels.values():
             channel.close()
 

@@ -67,8 +67,6 @@ _HEADERS: Final[tuple[tuple[str, str], ...]] = (
 
 @dataclass(frozen=True)
 class HttpCall:
-    """One request."""
-
     method: str
     path: str
     route: str = ""
@@ -88,7 +86,6 @@ class Document:
     whole: Json
 
     def operations(self) -> list[tuple[str, str, Json]]:
-        """Method, path and what is said of it."""
         return [
             (method.upper(), path, operation)
             for path, methods in self.whole["paths"].items()
@@ -96,7 +93,6 @@ class Document:
         ]
 
     def resolved(self, schema: Json) -> Json:
-        """The schema, or that which it refers to."""
         while "$ref" in schema:
             found: Any = self.whole
             for part in schema["$ref"].removeprefix("#/").split("/"):
@@ -226,7 +222,6 @@ class HttpFeed:
         self.document = Document(answer.raise_for_status().json())
 
     def feed(self, again: str, call: HttpCall) -> None:
-        """Sends the request, and counts it."""
         client = self._clients[call.place]
         key = self._keys.get(call.key, call.key)
         shown = (("authorization", f"Bearer {key}"),) if key else ()
@@ -253,7 +248,6 @@ class HttpFeed:
             self._ledger.fail(again, complaint, call)
 
     def close(self) -> None:
-        """Closes connections."""
         for client in self._clients.values():
             client.close()
 

@@ -65,7 +65,6 @@ def _http(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def _frames(draw: st.DrawFn) -> bytes:
-    """HTTP/2: the preface, and frames of any kind."""
     frames = [_PREFACE]
     for _ in range(draw(st.integers(0, 6))):
         payload = draw(st.binary(max_size=20))
@@ -78,7 +77,6 @@ def _frames(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def byte_strings(draw: st.DrawFn) -> Bytes:
-    """Anything that a socket takes."""
     place = draw(st.sampled_from(_PLACES))
     kinds = _http() | broken(_http()) | st.binary(max_size=200)
     data = draw(kinds if place.endswith("http") else kinds | _frames() | broken(_frames()))
@@ -99,7 +97,6 @@ class SocketFeed:
         self._ledger = ledger
 
     def feed(self, again: str, given: Bytes) -> None:
-        """Sends the bytes, and counts them."""
         host, _, port = self._addresses[given.place].rpartition(":")
         with socket.create_connection((host, int(port)), timeout=10) as connection:
             try:

@@ -42,7 +42,6 @@ class Control:
         )
         self._expected = [self._answer(turn) for turn in range(len(_REQUESTS) + 1)]
         self.longest_s = 0.0
-        """Of all its calls."""
         self.number = 0
 
     def run(self) -> None:

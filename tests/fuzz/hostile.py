@@ -14,7 +14,6 @@ from outrider import limits
 
 SESSION_IDS: Final = tuple(f"{number:032x}" for number in range(4))
 LENGTHS: Final = (9, 16, 17, 32, 33, 64, 65, 128, 129, 1024, 1025, 4097, 70_000)
-"""Near limits and beyond them."""
 _INTS: Final = (
     0, 1, -1, 2, 3, 15, 16, 17, 20, 21, 32, 33, 64, 65, 255, 256, 319, 320, 1023, 1024, 1025,
     4096, 65_535, 65_536, 600_000, 600_001, 3_600_000, 3_600_001, 2**31 - 1, 2**31, 2**32 - 1,
@@ -49,7 +48,6 @@ BYTES: Final = st.one_of(
 
 
 def scalars(field: FieldDescriptor) -> st.SearchStrategy[Any]:
-    """Values that the field can hold."""
     kind = field.cpp_type
     if kind in _BOUNDS:
         low, high = _BOUNDS[kind]
@@ -78,7 +76,6 @@ def messages(draw: st.DrawFn, descriptor: Descriptor) -> Message:
 
 
 def put(draw: st.DrawFn, message: Message, field: FieldDescriptor) -> None:
-    """Something hostile in the field's place."""
     message.ClearField(field.name)
     inner = field.message_type
     if inner is not None and inner.GetOptions().map_entry:

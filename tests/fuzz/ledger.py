@@ -19,18 +19,14 @@ EXAMPLES: Final = 20
 """Inputs of a batch: as many as one seed makes."""
 FAILURES_MAX: Final = 20
 SHOWN_CHARS_MAX: Final = 4000
-"""Of an input."""
 
 T = TypeVar("T")
 
 
 @dataclass
 class Ledger:
-    """Counts, from several threads."""
-
     seed: int
     ends_at: float
-    """By `time.monotonic`."""
     first_batch: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     statuses: Counter[str] = field(default_factory=Counter)
@@ -42,13 +38,11 @@ class Ledger:
         return time.monotonic() >= self.ends_at or len(self.failures) >= FAILURES_MAX
 
     def count(self, kind: str, status: object) -> None:
-        """One input was answered."""
         with self._lock:
             self.counts[kind] += 1
             self.statuses[f"{kind} {status}"] += 1
 
     def fail(self, where: str, what: str, given: object) -> None:
-        """An answer that must not be."""
         with self._lock:
             self.failures.append(f"{where}: {what}\n    given {repr(given)[:SHOWN_CHARS_MAX]}")
 

@@ -23,7 +23,6 @@ _JSON: Final = (("content-type", "application/json"),)
 _TOKENS: Final = (
     [-1], [-(2**31)], [VOCAB_SIZE], [2**31 - 1], [], [1] * MAX_MODEL_LEN, [1] * 500_000, [1, -1],
 )  # fmt: skip
-"""Prompts."""
 _CONSTRAINTS: Final = (
     *CONSTRAINTS, ("regex", "(a+)+$"), ("regex", "(((a{0,1000}){0,1000}){0,1000})"), ("regex", "("),
     ("choice", "[]"), ("choice", "{"), ("choice", "[1]"), ("json_schema", '{"$ref":"#"}'),
@@ -31,7 +30,6 @@ _CONSTRAINTS: Final = (
     ("json_schema", '{"maximum":1' + "0" * 400 + "}"), ("", ""), ("nonsense", "a"),
     ("regex", "a" * 70_000),
 )  # fmt: skip
-"""By kind and text."""
 _FIELDS: Final[tuple[dict[str, Any], ...]] = (
     {"n": 5000}, {"n": -1}, {"n": 2**70}, {"best_of": 5000}, {"max_tokens": 2**31}, {"seed": -1},
     {"max_tokens": -1}, {"max_tokens": 0}, {"top_k": VOCAB_SIZE + 1}, {"top_p": 0.0},
@@ -51,7 +49,6 @@ _FIELDS: Final[tuple[dict[str, Any], ...]] = (
 
 
 def by_http() -> Iterator[HttpCall]:
-    """Bodies and headers."""
     base = {"prompt": [1, 2, 3], "max_tokens": 4}
     for fields in (*({"prompt": tokens} for tokens in _TOKENS), *_FIELDS):
         yield _completion(json.dumps({**base, **fields}).encode())
@@ -72,7 +69,6 @@ def _completion(body: bytes) -> HttpCall:
 
 
 def by_socket() -> Iterator[Bytes]:
-    """What no client sends."""
     for place in ("open_http", "locked_http"):
         yield Bytes(place, b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X: " + b"y" * 2**20)
         yield Bytes(place, b"GET /health HTTP/1.1\r\n" * 2000)
@@ -87,7 +83,6 @@ def by_socket() -> Iterator[Bytes]:
 
 
 def by_grpc() -> Iterator[Call]:
-    """Messages and metadata."""
     for tokens in _TOKENS:
         request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=tokens), max_tokens=4)
         yield from _calls("Generate", request.SerializeToString())

@@ -54,7 +54,6 @@ CALLERS: Final = {
 
 
 async def main() -> None:
-    """Serves until nobody is there any more."""
     tokenizer = byte_level_tokenizer(VOCAB_SIZE)
     text = TokenizerText(tokenizer, "toy")
     target, draft = EmulatedEngine(SPEC, "target"), EmulatedEngine(SPEC, "draft")
@@ -134,6 +133,5 @@ def _tell(value: Any) -> None:
 
 
 def run() -> None:
-    """The process."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     asyncio.run(main())

@@ -26,7 +26,6 @@ CONSTRAINTS: Final = (
 
 @st.composite
 def sampling(draw: st.DrawFn) -> types_pb2.SamplingParams:
-    """As most requests have it."""
     return types_pb2.SamplingParams(
         temperature=draw(st.sampled_from((0.0, 0.7, 1.0))),
         top_p=draw(st.sampled_from((0.9, 1.0))),
@@ -38,7 +37,6 @@ def sampling(draw: st.DrawFn) -> types_pb2.SamplingParams:
 
 @st.composite
 def generate(draw: st.DrawFn) -> coordinator_pb2.GenerateRequest:
-    """Short, so that many are answered."""
     request = coordinator_pb2.GenerateRequest(
         sampling=draw(sampling()), max_tokens=draw(st.integers(1, 12)), num_draft_tokens=4
     )

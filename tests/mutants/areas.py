@@ -14,10 +14,8 @@ class Area:
 
     sources: tuple[str, ...]
     tests: tuple[str, ...]
-    """The quickest first."""
 
     def files(self, root: Path) -> list[str]:
-        """Its files below `root`, by name."""
         paths = [root / source for source in self.sources]
         found = [path for path in paths if path.suffix == ".py"]
         found += [file for path in paths if path.is_dir() for file in path.rglob("*.py")]
@@ -72,7 +70,6 @@ class Mutant:
 
     @classmethod
     def between(cls, area: str, file: Path, operator: str, before: str, after: str) -> Self:
-        """What turns one source into the other."""
         old, new = before.splitlines(), after.splitlines()
         codes = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
         changes = [code for code in codes if code[0] != "equal"]
@@ -84,12 +81,10 @@ class Mutant:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        """As `to_json` has it, or an output."""
         lines = {name: tuple(values[name]) for name in ("before", "after")}
         return cls(**{name: values[name] for name in cls.__slots__} | lines)
 
     def to_json(self) -> dict[str, Any]:
-        """Its fields."""
         return asdict(self)
 
     def applied(self, source: str) -> str | None:

@@ -87,7 +87,6 @@ def _is_in_annotation(node: Any) -> bool:
 
 
 def main() -> int:
-    """Prints the mutants."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--per-area", type=int, default=48)

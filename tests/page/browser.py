@@ -7,7 +7,6 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from selenium.webdriver import ActionChains, Chrome, ChromeOptions, ChromeService, Keys
@@ -55,11 +54,9 @@ class Browser:
         await asyncio.to_thread(self._driver.get, url)
 
     async def run(self, script: str, *arguments: Any) -> Any:
-        """What a script returns in the page."""
         return await asyncio.to_thread(self._driver.execute_script, script, *arguments)
 
     async def text(self, selector: str) -> str:
-        """The text of an element."""
         found = "return document.querySelector(arguments[0]).textContent"
         return str(await self.run(found, selector))
 
@@ -81,22 +78,16 @@ class Browser:
         return found
 
     async def wear(self, **features: str) -> None:
-        """Sets what the person prefers, as `prefers_color_scheme="dark"`."""
         named = [{"name": name.replace("_", "-"), "value": is_} for name, is_ in features.items()]
         await self.devtools("Emulation.setEmulatedMedia", features=named)
 
     async def devtools(self, command: str, **parameters: Any) -> Any:
-        """A command of Chromium's own protocol."""
         return await asyncio.to_thread(self._driver.execute_cdp_cmd, command, parameters)
 
     async def log(self) -> list[str]:
         """What the console was told since it was last read."""
         entries = await asyncio.to_thread(self._driver.get_log, "browser")
         return [f"{one['level']}: {one['message']}" for one in entries]
-
-    def screenshot(self, path: Path) -> None:
-        """Writes what the window shows, as PNG."""
-        self._driver.save_screenshot(str(path))
 
 
 @contextmanager

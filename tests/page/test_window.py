@@ -89,7 +89,6 @@ async def fill(window: Browser, **fields: object) -> None:
 
 
 async def generate(window: Browser, **fields: object) -> None:
-    """Fills in, sends, and waits for the end."""
     await fill(window, **({"compare": False} | fields))
     await window.run("document.getElementById('form').requestSubmit()")
     await window.until(

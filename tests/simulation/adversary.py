@@ -22,7 +22,6 @@ class Odds:
 
     @classmethod
     def drawn(cls, rng: random.Random) -> Odds:
-        """Calm or wild, as the seed has it."""
         wildness = rng.choice((0.3, 1.0, 2.0))
         return cls(*(share * wildness for share in (0.02, 0.10, 0.05, 0.10, 0.05)))
 

@@ -39,12 +39,9 @@ _numbers = itertools.count()
 
 
 class CoordinatorNode(Node):
-    """A coordinator."""
-
     def __init__(self, name: str, settings: CoordinatorConfig) -> None:
         super().__init__("coordinator", name)
         self.calls: set[Call] = set()
-        """Those that clients make."""
         self._settings = settings
 
     async def _serve(self, config: Any, world: Any) -> str:
@@ -119,7 +116,6 @@ class Call:
         self._is_over = False
 
     def begin(self, request: GenerateRequest | ResumeRequest) -> None:
-        """At the coordinator."""
         if not self._is_over:
             self.node.calls.add(self)
             self.task = self.node.process.start(self._run(request))
@@ -147,12 +143,10 @@ class Call:
         self.leave()
 
     def leave(self) -> None:
-        """The client is gone."""
         loop = asyncio.get_running_loop()
         loop.call_soon(self.end, context=self.node.process.context)
 
     def end(self) -> None:
-        """At the coordinator."""
         self._is_over = True
         if self.task is not None:
             self.task.cancel()

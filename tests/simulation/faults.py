@@ -45,7 +45,6 @@ from tests.simulation.redis_data import Snapshot
 from tests.simulation.world import REPLICAS_MAX, World
 
 Harm = tuple[str, Callable[[], Awaitable[None]]]
-"""A kind, and what does it."""
 NUM_FAULTS = (3, 8)
 """In a seed, at least and at most, as far as its sessions last."""
 BREAKS_AFTER_S = 5.0
@@ -62,7 +61,6 @@ BANDWIDTH_LOG = math.log(300.0), math.log(30_000.0)
 REDIS_JUMP_S_MAX = 5.0
 """Redis keeps the time by its wall clock, so that all that expires does so earlier or later."""
 OUSTED_S_MAX = 8.0
-"""Within this another coordinator takes over."""
 LIKELY = 0.9
 CUTS = ("cut_replica", "cut_store", "cut_registry")
 GREATER = {
@@ -71,7 +69,6 @@ GREATER = {
     "flush", "two_primaries", "lost_take_over", "oom",
     *CUTS, *(f"{kind}_one_way" for kind in CUTS),
 }  # fmt: skip
-"""All kinds."""
 
 
 class Faults:
@@ -129,7 +126,6 @@ class Faults:
             await asyncio.sleep(LOOK_S)
 
     def _possible(self) -> list[Harm]:
-        """What would hit a session in flight now."""
         world = self._world
         if not self._flights.running:
             return []

@@ -42,7 +42,6 @@ class Node:
         return address
 
     async def _serve(self, config: Any, world: Any) -> str:
-        """Starts the service. Returns its address."""
         raise NotImplementedError
 
     def _record(self, address: str) -> ReplicaRecord:
@@ -57,7 +56,6 @@ class Node:
         return self._engagement
 
     async def wait(self) -> None:
-        """Until it has stopped."""
         await self._ended.wait()
 
     def check_integrity(self) -> None:
@@ -128,7 +126,6 @@ class SimulatedActor(Actor):
         self.die()
 
     def die(self) -> None:
-        """Its process ends at once."""
         if self.node.process.is_dead:
             return
         self.node.process.die()
@@ -142,7 +139,6 @@ class Machines:
     """Enough of them for all."""
 
     def __init__(self, world: Any, build: Callable[[str, str], Node]) -> None:
-        """`build(role, name)` makes a node."""
         self.actors: list[SimulatedActor] = []
         self._world = world
         self._build = build
@@ -171,5 +167,4 @@ class Machines:
             await actor.kill()
 
     async def free_groups(self, kept: Collection[str] = ()) -> None:
-        """A place is gone with its actor."""
         await self.head.wait()

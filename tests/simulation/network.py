@@ -26,7 +26,6 @@ Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 Message = Callable[[], object]
 MESSAGE_BYTES = 60
-"""Of a message without content: headers."""
 
 
 @dataclass(eq=False)
@@ -76,7 +75,6 @@ class Network:
         """When the last of the messages under way arrives, on the loop's clock."""
 
     def cut(self, cut: Cut) -> None:
-        """From now on, until it is healed."""
         for sender, receiver in cut.pairs:
             self._cuts[sender.name, receiver.name].append(cut)
 
@@ -152,7 +150,6 @@ class Wire(SeverableLink[Item, Answer], Generic[Item, Answer]):
     """A coordinator's link to whoever serves at an address."""
 
     def __init__(self, network: Network, coordinator: Process, address: str) -> None:
-        """Nobody serves there before `lead`."""
         self.address = address
         self.coordinator = coordinator
         self.replica: Process | None = None

@@ -22,7 +22,6 @@ _CURRENT: ContextVar[Process | None] = ContextVar("process", default=None)
 
 
 def current() -> Process | None:
-    """Whose code runs; None outside of all."""
     return _CURRENT.get()
 
 
@@ -58,13 +57,11 @@ class Process:
         self.clock_jump_s = 0.0
         """How far the wall clock of its host is ahead of those of others."""
         self.context = copy_context()
-        """For what others have it run."""
         self.context.run(_CURRENT.set, self)
         self._held: list[asyncio.Handle] = []
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Begins a task of the process."""
         loop = asyncio.get_running_loop()
         task = loop.create_task(work, context=self.context.copy())
         self._tasks.add(task)
@@ -72,15 +69,12 @@ class Process:
         return task
 
     def hold(self, handle: asyncio.Handle) -> None:
-        """Keeps what would run now."""
         self._held.append(handle)
 
     def stand_still(self) -> None:
-        """From now on."""
         self.is_still = True
 
     def go_on(self) -> None:
-        """Unless it has died."""
         if not self.is_dead:
             self._run_on()
 
@@ -91,7 +85,6 @@ class Process:
         self.go_on()
 
     def die(self) -> None:
-        """For good."""
         self.is_still = self.is_dead = True
 
     def bury(self) -> None:

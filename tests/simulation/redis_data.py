@@ -287,7 +287,6 @@ class _Lua:
             self._data, data.is_dirty = None, False
 
     def _call(self, *arguments: Any) -> Any:
-        """`redis.call`: an error ends the script."""
         data, command = self._data, [_to_argument(argument) for argument in arguments]
         if len(command) > 1 and command[1] not in self._keys:
             # Also a single server is asked for no more than one of a cluster would grant.
@@ -297,7 +296,6 @@ class _Lua:
         return self._to_lua(reply)
 
     def _pcall(self, *arguments: Any) -> Any:
-        """`redis.pcall`: an error is an answer."""
         try:
             return self._call(*arguments)
         except ReplyError as error:

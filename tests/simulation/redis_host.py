@@ -48,7 +48,6 @@ class RedisServer:
     """One server: a process and its data."""
 
     def __init__(self, history: History, snapshot: Snapshot | None = None) -> None:
-        """`snapshot` is what it begins with."""
         self.process = Process("redis")
         self.data = RedisData(lambda: wall_clock_s(self.process) * 1e3)
         self.connections: list[SimulatedConnection] = []
@@ -107,7 +106,6 @@ class RedisServer:
         return reply
 
     def die(self) -> None:
-        """For good; connections break."""
         self.process.die()
         for connection in list(self.connections):
             connection.break_off()
@@ -128,7 +126,6 @@ class SimulatedConnection(AbstractConnection):
         """Of the connections that this one was, one after the other."""
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
-        """Why it broke."""
 
     def repr_pieces(self) -> list[tuple[str, str]]:
         return [("host", "redis")]
@@ -233,7 +230,6 @@ class SimulatedConnection(AbstractConnection):
         return reply
 
     def _unpacked(self, reply: Reply) -> Any:
-        """As the client's own parser has it."""
         if isinstance(reply, ReplyError):
             return self._parser.parse_error(str(reply))
         if isinstance(reply, Status):
@@ -264,14 +260,12 @@ class History:
         self._finished: dict[bytes, int] = {}
         """By key of the session: how many losses there had been when it was finished."""
         self.num_losses = 0
-        """How often servers lost something."""
         self.broken: InvariantError | None = None
         """What must not have been stored, if it has been."""
         self.on_last_token: Callable[[str], object] | None = None
         """Hears of the owner of a session whose last token was stored, if set."""
 
     def look(self, data: RedisData, keys: Iterable[bytes]) -> None:
-        """After a script, at its keys."""
         for key in keys:
             if _is_session(key):
                 fields = data.get(key)
@@ -281,7 +275,6 @@ class History:
                     self._look_at_session(key, fields, tokens)
 
     def _look_at_session(self, key: bytes, fields: dict[bytes, bytes], tokens: bytes) -> None:
-        """What is recorded as complete must be."""
         ever = self._ever.setdefault(key, [b""])
         if ever[-1] != tokens:
             if tokens.startswith(ever[-1]):
@@ -304,7 +297,6 @@ class History:
             self.on_last_token(fields[b"owner"].decode())
 
     def held(self, session_id: str, token_ids: Sequence[int]) -> bool:
-        """Whether a session's tokens ever began with these."""
         beginning = encode_tokens(token_ids)
         return any(
             tokens.startswith(beginning) for tokens in self._ever.get(session_key(session_id), ())
@@ -329,7 +321,6 @@ class Redis:
     def __init__(self, network: Network) -> None:
         self.history = History()
         self.primary = RedisServer(self.history)
-        """The one that remains."""
         self._network = network
         self._former: RedisServer | None = None
         """One that was primary and does not know that it is no more ..."""
@@ -338,27 +329,22 @@ class Redis:
 
     @property
     def process(self) -> Process:
-        """Of the server that remains."""
         return self.primary.process
 
     @property
     def is_split(self) -> bool:
-        """Whether there are two primaries."""
         return self._former is not None
 
     @property
     def processes(self) -> list[Process]:
-        """Of all servers that are there."""
         return [one.process for one in (self.primary, self._former) if one is not None]
 
     def server_of(self, process: Process | None) -> RedisServer:
-        """Where a process is led to."""
         if self._former is not None and process is not None and process.name in self._misled:
             return self._former
         return self.primary
 
     def flush(self) -> None:
-        """Loses everything."""
         self.history.num_losses += 1
         self.primary.data.run((b"FLUSHALL",))
 
@@ -378,14 +364,12 @@ class Redis:
                 connection.break_off()
 
     def unite(self) -> None:
-        """The former primary is thrown away."""
         if self._former is not None:
             self.history.num_losses += 1
             former, self._former, self._misled = self._former, None, frozenset()
             former.die()
 
     def owned(self) -> dict[str, tuple[int, str]]:
-        """Epoch and owner of all sessions, by id."""
         data, found = self.primary.data, {}
         for key in data.sorted_keys():
             if _is_session(key):
@@ -412,14 +396,12 @@ class Redis:
         return verified(decode_record(session_id, fields, *strings))
 
     def store(self) -> RedisStore:
-        """A process's own."""
         client = RedisRegistry(ADDRESS, DEPLOYMENT)._client
         return RedisStore(
             self._connected(client, may_fail=True), DEFAULT_KEY_PREFIX, DEFAULT_LIFETIMES
         )
 
     def registry(self) -> RedisRegistry:
-        """The same."""
         registry = RedisRegistry(ADDRESS, DEPLOYMENT)
         self._connected(registry._client, may_fail=False)
         return registry

@@ -54,7 +54,6 @@ def eagle_service() -> DraftService:
 
 
 Builders = dict[str, Callable[[], Any]]
-"""Of the services of each role."""
 KINDS: tuple[Builders, ...] = (
     {"target": target_service, "draft": draft_service},
     {"target": target_service, "draft": draft_service},

@@ -33,23 +33,17 @@ Cell = tuple[str, int, int, int]
 
 @dataclass
 class Result:
-    """What seeds came to."""
-
     faults: Counter[str] = field(default_factory=Counter)
     num_seeds: int = 0
     num_failed: int = 0
     num_tokens: int = 0
-    """That were shown."""
     num_sessions: int = 0
     num_moves: int = 0
-    """Of sessions to another replica."""
     num_lost: int = 0
     """Sessions that ended with what Redis lost, and were asked for again."""
     ranks: Counter[Cell] = field(default_factory=Counter)
-    """How often each rank was committed."""
 
     def merge(self, other: Result) -> None:
-        """Adds another's."""
         for name in _NUMBERS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.faults += other.faults
@@ -87,7 +81,6 @@ class Result:
         return not self.num_failed and min(self.p_values().values(), default=1.0) > P_VALUE_MIN
 
     def lines(self) -> list[str]:
-        """For people."""
         faults = " ".join(f"{kind}={count}" for kind, count in sorted(self.faults.items()))
         chi_squares = " ".join(f"{rule}: p={p:.3g}" for rule, p in self.p_values().items())
         return [

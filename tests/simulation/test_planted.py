@@ -29,7 +29,6 @@ NUM_SEEDS = 80
 Fields = dict[bytes, bytes]
 Patch = pytest.MonkeyPatch
 EPOCH, OWNER, LENGTH = 0, 1, 3
-"""Places of arguments of the scripts."""
 ANY_LENGTH = b"-1"
 
 

@@ -35,7 +35,6 @@ REPLICAS_MAX = 3
 HASTY_SHARE = 0.2
 """Of the seeds: there drafts have too little time for all that they are asked for."""
 LOOK_UP_SHARE = 0.1
-"""Of the others: there coordinators draft."""
 FRONT_PORT = 50051
 STOP_S = 1.0
 CLOSING_S = COMMIT_GRACE_S + 0.1
@@ -73,8 +72,6 @@ class CountedMoves(Observation, RequestObserver):
 
 
 class World:
-    """Everything that runs."""
-
     def __init__(self, rng: random.Random, adversary: Adversary) -> None:
         self.rng = rng
         self.network = Network(adversary)
@@ -84,7 +81,6 @@ class World:
         self.barred: set[str] = set()
         """Names of coordinators that clients do not reach while another one serves."""
         self.calls: set[Call] = set()
-        """Streams that clients read now."""
         self.broken: OutriderError | None = None
         """What must not happen in any process, if it has."""
         is_hasty = rng.random() < HASTY_SHARE
@@ -103,14 +99,10 @@ class World:
         )
         self._wires: list[Wire[Any, Any]] = []
         self._serving: dict[str, Node] = {}
-        """By address."""
         self.machines = Machines(self, self._built)
         self._server = Process("server")
-        """What the fleet runs in ..."""
         self._servers = [self._server]
-        """... and what it did before."""
         self._operator = Process("operator")
-        """Who says how many are wanted."""
         self._spec = spec(rng.choice((1, 2, 2, 2)), rng.random() < 0.3)
         self._cluster: Any = self.machines
         self.fleet = Fleet(self._cluster, self._spec, self.redis.registry())
@@ -127,7 +119,6 @@ class World:
         return ReplicaNode(role, name, self._services[role])  # type: ignore[arg-type]
 
     async def start(self) -> None:
-        """Returns once all serve."""
         asyncio.get_running_loop().set_exception_handler(self._hear_exception)
         await self._server.start(self.fleet.start())
         self._fleet_task = self._server.start(self.fleet.run())
@@ -158,7 +149,6 @@ class World:
             await asyncio.sleep(0.1)
 
     def serve(self, node: Node, address: str) -> None:
-        """A node answers there now."""
         self._serving[address] = node
         loop = asyncio.get_running_loop()
         for wire in self._wires:
@@ -178,12 +168,10 @@ class World:
             wire.lead(node.process, node.service)
 
     def coordinator_at(self, address: str) -> CoordinatorNode | None:
-        """Who takes calls of clients there."""
         node = self._serving.get(address)
         return node if isinstance(node, CoordinatorNode) else None
 
     def is_barred(self, node: Node) -> bool:
-        """Whether clients are to ask another coordinator."""
         others = (one for one in self._serving.values() if one.role == "coordinator")
         return node.name in self.barred and any(one.name not in self.barred for one in others)
 
@@ -192,14 +180,12 @@ class World:
             del self._serving[address]
 
     def hang_up(self, node: Node, reason: str) -> None:
-        """Its streams end."""
         self.silence(node)
         for wire in self._wires:
             if wire.replica is node.process:
                 wire.hang_up(reason)
 
     def break_calls(self, node: Node) -> None:
-        """All clients' streams of a coordinator break."""
         for call in sorted(self.calls, key=lambda call: call.number):
             if call.node is node:
                 call.break_off()
@@ -210,7 +196,6 @@ class World:
             wire.hang_up("nothing came back", reachable=reachable)
 
     def mend_wires(self, a: Process, b: Process) -> None:
-        """They may be opened anew."""
         loop = asyncio.get_running_loop()
         for wire in self._between(a, b):
             loop.call_soon(self._lead, wire, context=wire.coordinator.context)
@@ -248,12 +233,10 @@ class World:
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether drafts work out rounds before these begin."""
         return bool(self._settings.look_ahead)
 
     @property
     def actors(self) -> list[SimulatedActor]:
-        """Of replicas that serve."""
         leaders = [one.leader for one in self.fleet.replicas if one.address and one.ranks]
         return [one for one in leaders if not one.node.process.is_dead]  # type: ignore[attr-defined,misc]
 
@@ -264,11 +247,9 @@ class World:
 
     @property
     def has_fleet(self) -> bool:
-        """Whether somebody looks after the replicas now."""
         return not self._server.is_dead
 
     def nodes(self, *roles: Role) -> Iterator[Any]:
-        """Those that serve."""
         return (actor.node for actor in self.actors if actor.node.role in roles)
 
     async def whole(self) -> None:

@@ -13,7 +13,6 @@ from deploy.cli import generate, plan
 from deploy.cli.command import Arguments
 from deploy.cli.main import parse
 from deploy.cli.options import deployment_config
-from deploy.cli.output import program
 from tests.style.settings_table import README
 
 ROOT = README.parent
@@ -98,17 +97,3 @@ def test_the_commands_of_a_guide_work_in_their_order(guide: Path) -> None:
             made.add(str(arguments.out))
     assert not runs or guide == README, "a deployment that nothing stops"
     assert made or guide != GUIDES[-1]
-
-
-def test_a_program_that_no_shell_finds_is_shown_with_its_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the directory of the one that runs."""
-    file = tmp_path / "beside" / "outrider"
-    file.parent.mkdir()
-    file.touch(mode=0o755)
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setattr("sys.argv", [str(file)])
-    assert program() == str(file)
-    monkeypatch.setenv("PATH", str(file.parent))
-    assert program() == "outrider"

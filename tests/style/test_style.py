@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -164,16 +163,3 @@ def test_values_are_frozen_and_things_have_one_name() -> None:
                 instead = next(says for word, says in GLOSSARY.items() if name.startswith(word))
                 found[place] = f"{name}: say {instead}"
     _unless_excepted(found)
-
-
-def test_documents_name_files_that_are_there() -> None:
-    """Files in backquotes, by their path or the end of it."""
-    paths = [f"/{path.relative_to(ROOT).as_posix()}" for path in ALL_FILES]
-    documents = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    named = {
-        f"{_name(document)}: {found}"
-        for document in documents
-        for found in re.findall(r"`([\w/.-]+\.py)`", document.read_text(encoding="utf-8"))
-        if not any(path.endswith(f"/{found}") for path in paths)
-    }
-    assert named == set()

@@ -8,5 +8,4 @@ import torch
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
-    """Rows are too short for more."""
     torch.set_num_threads(1)

@@ -89,7 +89,6 @@ def generate(
     seen = Seen.nothing(num)
 
     def play(k: int, drafter: int, chosen: torch.Tensor, after: Seen) -> None:
-        """One round of the sequences `chosen`."""
         start = lengths[chosen]
         begun_at = (start + PROMPT_LENGTH).numpy().astype(np.uint64)
         noise = broken.noise(seeds[chosen.numpy()], rule, begun_at)
@@ -166,7 +165,6 @@ def seeds_of(num: int, test_seed: int) -> np.ndarray:
 
 
 def fixed(k: int, drafter: int = 0) -> Controller:
-    """Always K = k."""
     return lambda seen: (
         torch.full_like(seen.num_accepted, k),
         torch.full_like(seen.num_accepted, drafter),
@@ -222,7 +220,6 @@ class Times:
 
     target_s: float = 1.0
     draft_s: float = 0.15
-    """A draft token."""
     stall_s: float = 0.0
     """More where the slot behind the one that was corrected has a high uniform or drafted token 2:
     times may depend on all that was seen, too."""
@@ -242,7 +239,6 @@ class ChosenLate(LengthControl):
 
 
 def run_prompt(session: LengthControl, target_s: float) -> None:
-    """A session's first round."""
     session.choose(0, ENDLESS)
     session.note(PlayedRound(0, (), 1, PROMPT_LENGTH, 0.0, target_s, 0.0))
 
@@ -255,7 +251,6 @@ class ChosenLengths:
         description = ReplicaDescription("m", "", "", 3, "float64", 0, (), 64)
         controls = LengthControls(description, description, 2, NERVOUS)
         self.counts: Counter[int] = Counter()
-        """How often each K was chosen."""
         self._rule = rule
         self._times = times
         self._sessions: list[LengthControl] = []

@@ -106,7 +106,6 @@ def random_pair(vocab_size: int, seed: int) -> ToyPair:
 
 
 def flat_pair(p: list[float], *drafters: list[float], entries_max: int = 64) -> ToyPair:
-    """The same distributions at every position."""
     num_states = 1 + len(p) + len(p) ** 2
     target = torch.tensor(p, dtype=torch.float64).expand(num_states, -1)
     rows = torch.tensor(drafters, dtype=torch.float64)[:, None].expand(-1, num_states, -1)

@@ -37,9 +37,8 @@ TARGET_S, DRAFT_S = 1.0, 0.6
 TUNING = replace(NERVOUS, plain_rounds=4, plain_rounds_max=4)
 NUM_SEEDS = 700
 SLOW = 0
-"""A draft takes long where this is the first token that it draws ..."""
+"""A draft takes `STALL_S` longer where this is the first token that it draws."""
 STALL_S = 4.0
-"""... by so much."""
 
 
 def first_rounds(rule: Rule, seeds: np.ndarray) -> list[tuple[np.ndarray, Seen]]:

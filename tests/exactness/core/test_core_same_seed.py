@@ -22,7 +22,6 @@ NUM_SEEDS = 1_500
 
 
 def play(proposal: Proposal, noise: RoundNoise) -> int:
-    """The first token that a round commits."""
     rows = torch.tensor(P, dtype=torch.float64).expand(len(proposal) + 1, -1)
     verdict = score(rows, proposal, noise)
     uniforms = noise.accept_uniforms(len(proposal))

@@ -15,13 +15,11 @@ from outrider.grammar.matcher import PrefixMatcher
 from outrider.grammar.token_mask import TokenMask
 
 END = 3
-"""Ends the text."""
 CONSTRAINT = Constraint.of_regex("[ab]c?[abc]{0,2}")
 
 
 @cache
 def letters() -> Any:
-    """A tokenizer of three letters and `END`."""
     vocabulary = {"a": 0, "b": 1, "c": 2, "<|end|>": END}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -43,8 +43,6 @@ SAMPLING = SamplingParams(temperature=0.9, top_p=0.95, frequency_penalty=0.2)
 
 
 class Heard(Observation):
-    """What audits come to."""
-
     listens = True
 
     def __init__(self) -> None:
@@ -85,7 +83,6 @@ class Bench:
             pass
 
     async def audit(self, request: GenerateRequest) -> None:
-        """One session, and what comes of its audit."""
         num = len(self.heard.outcomes)
         await self.complete(request)
         async with asyncio.timeout(100):
@@ -106,7 +103,6 @@ async def running(heard: Heard, **options: Any) -> AsyncIterator[Bench]:
 
 
 def audited(rule: Rule | None, sampling: SamplingParams, num: int = NUM_SESSIONS) -> AuditSums:
-    """Of sessions that differ in prompt and seed."""
     heard = Heard()
 
     async def main() -> None:
@@ -196,7 +192,6 @@ async def test_a_seed_is_audited_once() -> None:
 
 
 def together(num: int, first: int = 20) -> list[GenerateRequest]:
-    """Requests that differ in their seeds and lengths."""
     return [replace(REQUEST, seed=first + n, max_tokens=20 + n) for n in range(num)]
 
 

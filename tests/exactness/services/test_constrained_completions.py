@@ -60,7 +60,6 @@ def engine(seed: int) -> PagedEngine:
 
 
 async def completed(stack: Stack, rule: Rule, k: int) -> dict[tuple[int, int], Any]:
-    """By schema and seed."""
 
     async def one(index: int, seed: int) -> Any:
         request = GenerateRequest(

@@ -50,7 +50,6 @@ NUM_ROUNDS = 2_000
 TV = 0.12
 """What each cell detects with a power of 0.99."""
 TOGETHER = 50
-"""Sessions that share a step."""
 
 
 class Draws:
@@ -114,7 +113,6 @@ def tiny_target() -> Any:
 
 
 def by_target(kind: str) -> Propose:
-    """A target that drafts itself."""
     module = twin(tiny_target())
     options: dict[str, Any] = {"exit_head": tiny_exit(module, HEAD_IDS, seed=3)}
     if kind == "medusa":
@@ -145,7 +143,6 @@ def by_target(kind: str) -> Propose:
 
 
 def by_draft(proposer: Proposer, look_ahead: int = 0, features: Features | None = None) -> Propose:
-    """A draft service's worker."""
 
     def propose(
         seeds: Sequence[int], draws: Draws, ends_at: float, siblings: tuple[int, ...]
@@ -191,7 +188,6 @@ def drafting(kind: str) -> Propose:
 def proposed(
     propose: Propose, draws: Draws, ends_at: float, num: int, siblings: tuple[int, ...] = ()
 ) -> list[tuple[int, Proposal]]:
-    """For so many seeds."""
     found = []
     for first in range(1, num + 1, TOGETHER):
         seeds = range(first, min(first + TOGETHER, num + 1))
@@ -201,12 +197,10 @@ def proposed(
 
 @cache
 def target_row(prefix: tuple[int, ...]) -> torch.Tensor:
-    """The target's logits after a prefix."""
     return toy_logits(TARGET_SALT, prefix, VOCAB) / 2
 
 
 def committed(proposal: Proposal, seed: int) -> tuple[int, ...]:
-    """The first token that a round commits."""
     rows = [target_row((*PROMPT, *proposal.token_ids[:n])) for n in range(len(proposal) + 1)]
     noise = RoundNoise(seed, Rule.TOKEN, len(PROMPT))
     verdict = verdict_from_logits(torch.stack(rows), PLAIN, NO_HISTORY, proposal, noise)

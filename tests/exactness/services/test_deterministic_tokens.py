@@ -36,7 +36,6 @@ def engine_of(module: Any, info: ModelInfo) -> PagedEngine:
 
 
 def fused_engine_of(module: Any, info: ModelInfo) -> PagedEngine:
-    """Skips where this machine has no fused kernels."""
     try:
         kernels = load_pace()
     except KernelsUnavailable as error:

@@ -84,8 +84,6 @@ class GrammarProposer(Proposer):
 
 
 class LookUp:
-    """Always the same proposal."""
-
     def __init__(self, *token_ids: int) -> None:
         self._proposal = SealedProposal.of(Proposal(token_ids, (None,) * len(token_ids)))
 
@@ -134,7 +132,6 @@ class Found:
     lengths: Counter[int] = field(default_factory=Counter)
     waits: set[float] = field(default_factory=set)
     num_looked_up: int = 0
-    """Rounds in which the look-up proposed."""
 
 
 class Bench:
@@ -199,7 +196,6 @@ def first_tokens(
 
 
 def committed(proposal: Proposal, noise: RoundNoise) -> tuple[int, ...]:
-    """What one round commits."""
     prefixes = [PROMPT]
     for parent, token_id in zip(proposal.tree.parents, proposal.token_ids, strict=True):
         prefixes.append((*prefixes[parent + 1], token_id))

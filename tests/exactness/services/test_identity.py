@@ -39,7 +39,6 @@ pytestmark = pytest.mark.xdist_group("identity")
 DRAFT_LAYERS = 4
 NUM_DRAFT_TOKENS = (0, 3, 8)
 CROWD = 12
-"""Sessions at once."""
 CACHE_BYTES = 2**27
 """Of an engine, of which a test has up to six."""
 SMALL_PAGE = 4
@@ -109,7 +108,6 @@ def target_engine(real: Real, **options: int) -> Target:
 
 @asynccontextmanager
 async def drafted_by_cut(real: Real, target: Target, directory: Path) -> AsyncIterator[Stack]:
-    """A cut of the target drafts."""
     module, info = real.cut
     async with running_stack(target, draft_engine(twin(module), info), directory) as stack:
         yield stack
@@ -132,7 +130,6 @@ class Asked:
 
 @pytest.fixture(scope="module")
 def crowd(real: Real) -> list[Asked]:
-    """8 tokens each, every K."""
     prompts = [real.encode(prompt) for prompt in PROMPTS[::3][:CROWD]]
     return [
         Asked(prompt, NUM_DRAFT_TOKENS[i % 3], library_text(real.module, prompt, 8))
@@ -143,7 +140,6 @@ def crowd(real: Real) -> list[Asked]:
 async def complete(
     stack: Stack, prompt: tuple[int, ...], num_tokens: int, k: int, seed: int | None = None
 ) -> tuple[int, ...]:
-    """Greedy, or coupled with a seed."""
     request = GenerateRequest(
         prompt,
         sampling=SamplingParams(temperature=0.0 if seed is None else 1.0),
