@@ -43,8 +43,6 @@ def start_workers() -> list[int]:
     ids. Elsewhere than on Linux threads have no priority of their own, and nothing is done."""
     if sys.platform != "linux" or not _THREADS.is_dir():
         return []
-    import torch
-
     before = _thread_ids()
     torch.zeros(_ELEMENTS).add_(1.0)
     workers = sorted(_thread_ids() - before)

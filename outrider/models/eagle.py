@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final, Unpack
 
@@ -78,7 +79,9 @@ class EagleLayer(nn.Module):
 class EagleHead(TargetHead):
     """The layer, with embeddings [V, D] and a head [N, D] that are the target's."""
 
-    def __init__(self, embeddings: nn.Parameter, head: nn.Parameter, inner: int) -> None:
+    def __init__(
+        self, embeddings: nn.Parameter, head: nn.Parameter, inner: int, _: int = 1
+    ) -> None:
         """The weights of the layer are without values."""
         super().__init__(head)
         self.embeddings = embeddings
@@ -207,8 +210,4 @@ def load_eagle_on(
 ) -> LoadedEagle:
     """The head in `path` with these embeddings and head rows [V, D] of its target, of their dtype
     and on their device. Raises `ConfigError`, also for a target that it was not made for."""
-
-    def make(head: nn.Parameter, inner: int, _: int) -> EagleHead:
-        return EagleHead(embeddings, head, inner)
-
-    return load_head(path, TrainedKind.EAGLE, rows, make, **whose)
+    return load_head(path, TrainedKind.EAGLE, rows, partial(EagleHead, embeddings), **whose)

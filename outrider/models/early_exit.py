@@ -132,7 +132,7 @@ _EPS: Final = 1e-6
 class ExitHead(TargetHead):
     """Of width D and inner width M', with a head [N', D] that is the model's own."""
 
-    def __init__(self, head: nn.Parameter, inner: int) -> None:
+    def __init__(self, head: nn.Parameter, inner: int, _: int = 1) -> None:
         """The weights, but for the head's, are without values."""
         super().__init__(head)
         width, dtype = head.shape[1], head.dtype
@@ -160,12 +160,8 @@ LoadedExit = LoadedHead[ExitHead]
 def load_exit(path: Path, target: Any, **whose: Unpack[Whose]) -> LoadedExit:
     """The exit head in `path` on a target's module, of its dtype and on its device. Raises
     `ConfigError`, also for a target that it was not made for."""
-
-    def make(head: nn.Parameter, inner: int, _: int) -> ExitHead:
-        return ExitHead(head, inner)
-
     rows = target.get_output_embeddings().weight
-    loaded = load_head(path, TrainedKind.EARLY_EXIT, rows, make, **whose)
+    loaded = load_head(path, TrainedKind.EARLY_EXIT, rows, ExitHead, **whose)
     try:
         check_exit(target, loaded.num_layers)
     except ConfigError as error:

@@ -13,6 +13,7 @@ know the first.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Unpack
 
@@ -75,9 +76,6 @@ def load_heads(path: Path, target: Any, **whose: Unpack[Whose]) -> LoadedHeads:
     """The heads in `path` on a target's module, of its dtype and on its device. Raises
     `ConfigError`, also for a target that they were not made for."""
     embeddings = target.get_input_embeddings().weight
-
-    def make(head: nn.Parameter, inner: int, num_heads: int) -> DraftHeads:
-        return DraftHeads(embeddings, head, inner, num_heads)
-
     rows = target.get_output_embeddings().weight
+    make = partial(DraftHeads, embeddings)
     return load_head(path, TrainedKind.MEDUSA, rows, make, **whose)

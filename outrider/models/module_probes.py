@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any, Final
 
 import torch
@@ -103,7 +104,9 @@ def call_attention(
     calls: list[Any] = []
     mask, given = object(), {"position_ids": angles[..., 0].long(), "calls": calls}
     try:
-        with _replaced(block, config=_ProbedConfig(block.config), o_proj=nn.Identity()):
+        config = copy(block.config)
+        config._attn_implementation = _PROBE
+        with _replaced(block, config=config, o_proj=nn.Identity()):
             output, _ = block(
                 hidden_states=rows,
                 position_embeddings=(angles.cos(), angles.sin()),
@@ -132,18 +135,6 @@ def _note(
 
 
 AttentionInterface.register(_PROBE, _note)
-
-
-class _ProbedConfig:
-    """A model's configuration, but for the attention function that it names."""
-
-    _attn_implementation = _PROBE
-
-    def __init__(self, config: Any) -> None:
-        self._config = config
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._config, name)
 
 
 @contextmanager

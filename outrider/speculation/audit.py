@@ -49,10 +49,20 @@ def audit(
     num, vocab_size = logits.shape
     check(len(token_ids) == num, f"{len(token_ids)} tokens and {num} rows")
     inside = [index for index in range(num) if token_ids[index] < vocab_size]
-    if params.greedy:
-        return _greedy(logits, token_ids, inside, params, history)
     p = target_probabilities(logits, params, history)
     chosen = torch.tensor([token_ids[index] for index in inside], device=p.device)
+    if params.greedy:
+        rows = adjusted_logits(logits, params, history).double()[inside]
+        found, largest = rows.gather(1, chosen[:, None])[:, 0], rows.amax(dim=1)
+        is_other = chosen != rows.argmax(dim=1)
+        is_tie = largest - found <= NEAR_TIE * largest.abs().clamp(min=1.0)
+        is_impossible = found == -torch.inf
+        return AuditSums(
+            num,
+            num - len(inside) + int((is_other & is_impossible).sum()),
+            int((is_other & ~is_impossible & ~is_tie).sum()),
+            int((is_other & is_tie).sum()),
+        )
     at = torch.zeros(num, dtype=torch.float64, device=p.device)
     at[inside] = p[inside, chosen]
     possible = at > 0
@@ -67,29 +77,3 @@ def audit(
         entropy=float(entropy[possible].sum()),
         variance=float(variance[possible].sum()),
     )
-
-
-def _greedy(
-    logits: Tensor,
-    token_ids: Sequence[int],
-    inside: Sequence[int],
-    params: SamplingParams,
-    history: TokenHistory,
-) -> AuditSums:
-    target_probabilities(logits, params, history)  # Raises for rows that are no numbers.
-    adjusted = adjusted_logits(logits, params, history).double()
-    largest = adjusted.amax(dim=1).tolist()
-    likeliest = adjusted.argmax(dim=1).tolist()
-    num_unlikely = num_ties = num_impossible = 0
-    for index in inside:
-        if token_ids[index] == likeliest[index]:
-            continue
-        found, top = float(adjusted[index, token_ids[index]]), largest[index]
-        if found == float("-inf"):
-            num_impossible += 1
-        elif top - found <= NEAR_TIE * max(1.0, abs(top)):
-            num_ties += 1
-        else:
-            num_unlikely += 1
-    num_outside = len(token_ids) - len(inside)
-    return AuditSums(len(token_ids), num_impossible + num_outside, num_unlikely, num_ties)

@@ -179,7 +179,6 @@ _MULTIPLIER_2: Final = 0xCD9E8D57
 _KEY_STEP_LOW: Final = 0x9E3779B9
 _KEY_STEP_HIGH: Final = 0xBB67AE85
 _ROUNDS: Final = 10
-_WORD_MASK: Final = 0xFFFFFFFF
 _WORD_SCALE: Final = 2.0**-32
 _FEW: Final = 16
 """Counters that are quicker one by one, as integers: a hundred operations on the smallest arrays
@@ -204,7 +203,7 @@ def row_words(keys: RowKeys) -> tuple[WordArray, ...]:
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, ...]:
     """The four words of one counter under one key; all of them in 0..2^32-1."""
-    check(all(0 <= word <= _WORD_MASK for word in (*counter, *key)), "a word is 32 bits")
+    check(all(0 <= word <= WORD_MASK for word in (*counter, *key)), "a word is 32 bits")
     return rounds(*counter, *key)
 
 
@@ -223,9 +222,9 @@ def rounds(
     for _ in range(_ROUNDS):
         product_0 = c0 * _MULTIPLIER_0
         product_2 = c2 * _MULTIPLIER_2
-        c0 = ((product_2 >> 32) ^ c1 ^ key_low) & _WORD_MASK
-        c2 = ((product_0 >> 32) ^ c3 ^ key_high) & _WORD_MASK
+        c0 = ((product_2 >> 32) ^ c1 ^ key_low) & WORD_MASK
+        c2 = ((product_0 >> 32) ^ c3 ^ key_high) & WORD_MASK
         c1, c3 = product_2, product_0
-        key_low = (key_low + _KEY_STEP_LOW) & _WORD_MASK
-        key_high = (key_high + _KEY_STEP_HIGH) & _WORD_MASK
-    return c0, c1 & _WORD_MASK, c2, c3 & _WORD_MASK
+        key_low = (key_low + _KEY_STEP_LOW) & WORD_MASK
+        key_high = (key_high + _KEY_STEP_HIGH) & WORD_MASK
+    return c0, c1 & WORD_MASK, c2, c3 & WORD_MASK

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -96,16 +95,15 @@ def resolve_rule(
 _FLOATS = (
     "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"
 )  # fmt: skip
-_RANGES: tuple[tuple[str, float, float], ...] = (
-    ("temperature", 0.0, TEMPERATURE_MAX),
-    ("min_p", 0.0, 1.0),
-    ("presence_penalty", -PENALTY_MAX, PENALTY_MAX),
-    ("frequency_penalty", -PENALTY_MAX, PENALTY_MAX),
+_RANGES = (
+    ("temperature", 0.0, TEMPERATURE_MAX, True),
+    ("min_p", 0.0, 1.0, True),
+    ("presence_penalty", -PENALTY_MAX, PENALTY_MAX, True),
+    ("frequency_penalty", -PENALTY_MAX, PENALTY_MAX, True),
+    ("top_p", 0.0, 1.0, False),
+    ("repetition_penalty", 0.0, REPETITION_PENALTY_MAX, False),
 )
-_POSITIVE: tuple[tuple[str, float], ...] = (
-    ("top_p", 1.0),
-    ("repetition_penalty", REPETITION_PENALTY_MAX),
-)
+"""What each may be, the least of them included or not."""
 
 
 def check_sampling(
@@ -113,14 +111,11 @@ def check_sampling(
 ) -> None:
     """Raises `BadRequest` for a parameter outside its limits, NaN included. Without `vocab_size`,
     whether `top_k` and biased tokens fit the vocabulary is left to who knows it."""
-    for name, low, high in _RANGES:
+    for name, low, high, is_closed in _RANGES:
         value = getattr(params, name)
-        if not (math.isfinite(value) and low <= value <= high):
-            raise BadRequest(f"{field}.{name}", f"got {value}; allowed: {low:g}..{high:g}")
-    for name, high in _POSITIVE:
-        value = getattr(params, name)
-        if not (math.isfinite(value) and 0 < value <= high):
-            raise BadRequest(f"{field}.{name}", f"got {value}; allowed: above 0, at most {high:g}")
+        if not (low <= value <= high and (is_closed or value > low)):  # NaN is not, either
+            allowed = f"{low:g}..{high:g}" if is_closed else f"above {low:g}, at most {high:g}"
+            raise BadRequest(f"{field}.{name}", f"got {value}; allowed: {allowed}")
     if params.top_k < -1 or (vocab_size is not None and params.top_k > vocab_size):
         most = "the vocabulary's size" if vocab_size is None else str(vocab_size)
         raise BadRequest(
@@ -138,7 +133,7 @@ def _check_logit_bias(
         if token_id < 0 or (vocab_size is not None and token_id >= vocab_size):
             most = "" if vocab_size is None else str(vocab_size - 1)
             raise BadRequest(field, f"{token_id} is not a token id; allowed: 0..{most}")
-        if not (math.isfinite(bias) and abs(bias) <= LOGIT_BIAS_MAX):
+        if not abs(bias) <= LOGIT_BIAS_MAX:
             raise BadRequest(
                 f"{field}[{token_id}]",
                 f"got {bias}; allowed: {-LOGIT_BIAS_MAX:g}..{LOGIT_BIAS_MAX:g}",

@@ -122,23 +122,15 @@ class _Spans:
         for row, pages in zip(table, self._pages, strict=True):
             row[: len(pages)] = pages
         rows = None if is_all else torch.tensor(self._rows)
-        return attention(self._decoder, rows, self._starts, self._ends, torch.from_numpy(table))
-
-
-def attention(
-    decoder: FusedDecoder,
-    rows: Tensor | None,
-    starts: Sequence[int],
-    ends: Sequence[int],
-    pages: Tensor,
-) -> Attention:
-    """See `Attention`; with a schedule for each kind of layer."""
-    starts_, ends_ = (torch.tensor(values, dtype=torch.int32) for values in (starts, ends))
-    schedules = [
-        decoder.kernels.schedule(starts_, ends_, decoder.sizes, window)
-        for window in decoder.windows
-    ]
-    return Attention(rows, starts_, ends_, pages, schedules)
+        starts, ends = (
+            torch.tensor(values, dtype=torch.int32) for values in (self._starts, self._ends)
+        )
+        decoder = self._decoder
+        schedules = [
+            decoder.kernels.schedule(starts, ends, decoder.sizes, window)
+            for window in decoder.windows
+        ]
+        return Attention(rows, starts, ends, torch.from_numpy(table), schedules)
 
 
 class _Paths:
