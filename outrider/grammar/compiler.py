@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, replace
 from math import prod
@@ -373,9 +373,8 @@ _REFERENCES_MAX: Final = 8
 
 def check_alternatives(schema: dict[str, Any], field: str) -> None:
     """Raises `BadRequest` for a schema with more alternatives than a step has time for."""
-    document = _Document(schema)
     try:
-        found = document.all_within(schema)
+        found = _Document(schema).num_alternatives()
     except RecursionError:
         raise BadRequest(field, "has too many references that lead to one another") from None
     if found > ALTERNATIVES_MAX:
@@ -394,17 +393,20 @@ class _Document:
         self._schema = schema
         self._reached: dict[int, float] = {}
         """What each part that was looked at holds with all that it refers to; by its `id`."""
-        self._on_the_way: set[int] = set()
-        self._unions = self._listed_within(schema)
+        self._all_listed = sum(map(self._listed, self._parts()))
 
-    def all_within(self, value: Any) -> float:
-        """The alternatives that a value holds, those of references left out."""
-        own = self._own(value) if isinstance(value, dict) else 0.0
-        return own + sum(map(self.all_within, _inner(value)))
+    def num_alternatives(self) -> float:
+        """Those of all parts, each of which counts once however often it is referred to."""
+        return sum(map(self._own, self._parts()))
 
-    def _listed_within(self, value: Any) -> float:
-        own = self._listed(value) if isinstance(value, dict) else 0.0
-        return own + sum(map(self._listed_within, _inner(value)))
+    def _parts(self) -> Iterator[dict[str, Any]]:
+        """Every object of the document."""
+        waiting: list[Any] = [self._schema]
+        while waiting:
+            part = waiting.pop()
+            waiting += _inner(part)
+            if isinstance(part, dict):
+                yield part
 
     def _own(self, schema: dict[str, Any]) -> float:
         """The alternatives that stand in a schema itself, and those that combining makes."""
@@ -417,15 +419,13 @@ class _Document:
 
     def _listed(self, schema: dict[str, Any]) -> float:
         """Those that stand in a schema itself."""
-        values = schema.get("enum")
-        if isinstance(values, list):
-            values = [LIST_ALTERNATIVE for value in values if isinstance(value, dict | list)]
-        return _several(values if isinstance(values, list) else None) + sum(
-            self._of_union(schema.get(key)) for key in _UNIONS
-        )
+        values = [{"const": value} for value in _list_at(schema, "enum")]
+        return sum(map(self._of_union, [values, *(_list_at(schema, key) for key in _UNIONS)]))
 
-    def _of_union(self, entries: Any) -> float:
-        return _several(map(self._weight, entries) if isinstance(entries, list) else ())
+    def _of_union(self, entries: list[Any]) -> float:
+        """Nothing of one alternative, which nothing else begins like."""
+        counted = [weight for weight in map(self._weight, entries) if weight > 0]
+        return float(sum(counted)) if len(counted) > 1 else 0.0
 
     def _weight(self, entry: Any) -> int:
         for _ in range(_REFERENCES_MAX):
@@ -435,31 +435,28 @@ class _Document:
         if not isinstance(entry, dict):
             return 0 if entry is False else LIST_ALTERNATIVE
         types = entry.get("type")
-        kinds = set(_names(types))
-        if kinds and kinds <= _SCALARS:
-            return 0
+        kinds = {str(kind) for kind in (types if isinstance(types, list) else [types])}
         values = [entry["const"]] if "const" in entry else entry.get("enum")
-        if isinstance(values, list) and not any(isinstance(v, dict | list) for v in values):
+        is_plain = isinstance(values, list) and not _inner(values)
+        if is_plain or (kinds and kinds <= _SCALARS):
             return 0
         return 1 if kinds and kinds <= {"object", *_SCALARS} else LIST_ALTERNATIVE
 
     def _combined(self, schema: dict[str, Any]) -> list[float]:
         """Of the parts of a schema that all hold at once, the alternatives of each; where it has
         some."""
-        listed, reference = schema.get("allOf"), schema.get("$ref")
         patterns = schema.get("patternProperties")
-        parts: list[float] = []
-        if isinstance(listed, list):
-            parts += map(self._reach, listed)
-        if isinstance(reference, str):
-            parts.append(self._reach_by(reference))
-        for entries in (schema.get(key) for key in _UNIONS):
-            if isinstance(entries, list):
-                parts.append(self._of_union(entries) + sum(map(self._reach, entries)))
-        if isinstance(patterns, dict):
-            parts += map(self._reach, patterns.values())
-        rest = [schema[key] for key in schema if key not in _APART]
-        parts.append(sum(map(self._reach, rest)))
+        at_once = [
+            *_list_at(schema, "allOf"),
+            *_inner(patterns if isinstance(patterns, dict) else ()),
+        ]
+        parts = [self._reach(part) for part in at_once]
+        parts.append(self._reach_by(schema.get("$ref")))
+        parts += [
+            self._of_union(entries) + sum(map(self._reach, entries))
+            for entries in (_list_at(schema, key) for key in _UNIONS)
+        ]
+        parts.append(sum(self._reach(schema[key]) for key in schema if key not in _APART))
         return [part for part in parts if part > 0]
 
     def _reach(self, value: Any) -> float:
@@ -469,23 +466,19 @@ class _Document:
         known = self._reached.get(id(value))
         if known is not None:
             return known
-        if id(value) in self._on_the_way:
-            return self._unions
-        self._on_the_way.add(id(value))
-        found = 0.0
+        self._reached[id(value)] = self._all_listed  # Where it leads back to itself.
+        found = sum(map(self._reach, _inner(value)))
         if isinstance(value, dict):
-            found = self._own(value)
-            if isinstance(value.get("$ref"), str):
-                found += self._reach_by(value["$ref"])
-        found = min(found + sum(map(self._reach, _inner(value))), _MANY)
-        self._on_the_way.discard(id(value))
-        self._reached[id(value)] = found
+            found += self._own(value) + self._reach_by(value.get("$ref"))
+        self._reached[id(value)] = found = min(found, _MANY)
         return found
 
-    def _reach_by(self, reference: str) -> float:
+    def _reach_by(self, reference: Any) -> float:
         """The same of what a reference names; all there are, where that is not found here."""
+        if not isinstance(reference, str):
+            return 0.0
         target = self._target(reference)
-        return self._unions if target is None else self._reach(target)
+        return self._all_listed if target is None else self._reach(target)
 
     def _target(self, reference: Any) -> Any:
         """What a reference names in this document; nothing where it does not."""
@@ -499,16 +492,11 @@ class _Document:
 
 
 def _inner(value: Any) -> list[Any]:
+    """The objects and lists that stand directly in a value."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [part for part in parts if isinstance(part, dict | list)]
 
 
-def _several(weights: Iterable[int] | None) -> float:
-    """Nothing of one alternative, which nothing else begins like."""
-    counted = [weight for weight in weights or () if weight > 0]
-    return float(sum(counted)) if len(counted) > 1 else 0.0
-
-
-def _names(types: Any) -> list[str]:
-    listed = types if isinstance(types, list) else [types]
-    return listed if all(isinstance(name, str) for name in listed) else []
+def _list_at(schema: dict[str, Any], key: str) -> list[Any]:
+    found = schema.get(key)
+    return found if isinstance(found, list) else []

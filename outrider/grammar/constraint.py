@@ -130,13 +130,9 @@ def _loaded(text: str, field: str) -> Any:
 def _dumped(value: Any, field: str) -> str:
     """Canonical JSON: no needless spaces, keys in their order."""
     try:
-        text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadRequest(field, f"is not Unicode text: {error.reason}") from None
+        return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError) as error:
         raise BadRequest(field, f"cannot be written as JSON: {error}") from None
-    return text
 
 
 def _no_constant(name: str) -> Any:
