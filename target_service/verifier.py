@@ -336,7 +336,7 @@ def _verdicts(questions: Sequence[Question]) -> list[Verdict | OutriderError]:
     num, num_rows = len(questions), sum(len(question.logits) for question in questions)
     if num_rows <= _ROWS_AT_ONCE[questions[0].logits.device.type] or num == 1:
         try:
-            return verdicts_from_logits(questions)
+            return [*verdicts_from_logits(questions)]
         except OutriderError as error:
             if num == 1:
                 return [error]
