@@ -26,7 +26,7 @@ differently, and a residual always covers the target's whole one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Final
@@ -51,6 +51,7 @@ from outrider.speculation.proposal import COUNT_TOTAL, Proposal
 from outrider.speculation.random_streams import RoundNoise, chain_keys
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
+_Way = Callable[[Sequence["Question"]], list[Verdict]]
 _NEARLY_EMPTY: Final = 1e-4
 """Part of a row's mass; only where less than this is left of it, all of it may be gone."""
 
@@ -101,36 +102,35 @@ def verdicts_from_logits(questions: Sequence[Question]) -> list[Verdict]:
     and where `target_probabilities` does."""
     for question in questions:
         question.check()
-    verdicts: dict[int, Verdict] = {}
-    drawn: list[int] = []
-    on_device: list[int] = []
+    ways: dict[_Way, list[int]] = {}
     for index, question in enumerate(questions):
-        if _has_kernels(question):
-            on_device.append(index)
-        elif question.params.greedy and question.noise.rule is Rule.GREEDY:
-            own = likeliest(question.logits, question.params, question.history)
-            verdicts[index] = _own_tokens(own, question.proposal)
-        else:
-            drawn.append(index)
-    if on_device:
-        found = _verdicts_on_device([questions[index] for index in on_device])
-        verdicts |= zip(on_device, found, strict=True)
-    if drawn:
-        chosen = [questions[index] for index in drawn]
-        weights = _weights(chosen)
-        sums = check_weights(weights, [question.logits for question in chosen]).cpu().numpy()
-        found = verdicts_from_weights(
-            weights, sums, [(each.proposal, each.noise) for each in chosen]
-        )
-        verdicts |= zip(drawn, found, strict=True)
+        ways.setdefault(_way_of(question), []).append(index)
+    verdicts: dict[int, Verdict] = {}
+    for way, indices in ways.items():
+        verdicts |= zip(indices, way([questions[index] for index in indices]), strict=True)
     return [verdicts[index] for index in range(len(questions))]
 
 
-def _has_kernels(question: Question) -> bool:
-    """Whether a verdict can be made by the kernels of its device, which know no trees of q."""
+def _way_of(question: Question) -> _Way:
+    """The kernels of a device know no trees of q, and no float64."""
     logits, rule = question.logits, question.noise.rule
     is_chain = not (question.proposal.parents and rule.needs_q)
-    return logits.is_cuda and logits.dtype != torch.float64 and is_chain and has_kernels()
+    if logits.is_cuda and logits.dtype != torch.float64 and is_chain and has_kernels():
+        return _verdicts_on_device
+    return _greedy_verdicts if question.params.greedy and rule is Rule.GREEDY else _drawn_verdicts
+
+
+def _greedy_verdicts(questions: Sequence[Question]) -> list[Verdict]:
+    return [
+        _own_tokens(likeliest(each.logits, each.params, each.history), each.proposal)
+        for each in questions
+    ]
+
+
+def _drawn_verdicts(questions: Sequence[Question]) -> list[Verdict]:
+    weights = _weights(questions)
+    sums = check_weights(weights, [question.logits for question in questions]).cpu().numpy()
+    return verdicts_from_weights(weights, sums, [(each.proposal, each.noise) for each in questions])
 
 
 def _verdicts_on_device(questions: Sequence[Question]) -> list[Verdict]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,14 +45,15 @@ def _by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_CUDA:
         monkeypatch.setattr(cuda_verdicts, "_BLOCK", 256)
         monkeypatch.setattr(cuda_verdicts, "_WAITS", 2)
-        monkeypatch.setattr(
-            verification,
-            "_has_kernels",
-            lambda each: (
-                each.logits.dtype == torch.float32
-                and not (each.proposal.parents and each.noise.rule.needs_q)
-            ),
-        )
+        way_of = verification._way_of
+
+        def by_kernels(each: Question) -> Any:
+            is_chain = not (each.proposal.parents and each.noise.rule.needs_q)
+            if each.logits.dtype == torch.float32 and is_chain:
+                return verification._verdicts_on_device
+            return way_of(each)
+
+        monkeypatch.setattr(verification, "_way_of", by_kernels)
 
 
 def on_cpu(question: Question) -> Question:
