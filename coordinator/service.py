@@ -274,9 +274,8 @@ class CoordinatorService:
             record = await self.session(request.session_id, tenant)
             record, parameters = await self._sessions.claim(record, request)
             completion = self._completion(parameters)
-            replays = self._sessions.replays
             if record.finish_reason is not None:
-                replayed = await replays.run(
+                replayed = await self._sessions.replay(
                     record, lambda: replay(record, parameters, completion, request)
                 )
                 taking_over.close()  # A client may read as slowly as it likes.
@@ -286,7 +285,7 @@ class CoordinatorService:
             observer = self._observation.begin(parameters, self.model.name, traceparent)
             with _observing(observer):
                 try:
-                    session, replayed = await replays.run(
+                    session, replayed = await self._sessions.replay(
                         record,
                         lambda: (Session(record), replay(record, parameters, completion, request)),
                     )

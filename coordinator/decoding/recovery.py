@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
 from pydantic import ConfigDict, TypeAdapter
 
 from coordinator.requests.validation import GenerationParameters
 from coordinator.routing.replica_pool import ReplicaPool
 from outrider.errors import DataLoss, Incompatible, Unavailable, check
-from outrider.limits import REPLAY_TOKENS_INLINE
 from outrider.messages import PositionLogprobs
 from outrider.request import Event, Finished, Metrics, ResumeRequest, Started, Tokens, Usage
 from outrider.sessions.store import FinishReason, SessionRecord
@@ -26,12 +23,6 @@ TOKENS_PER_EVENT: Final = 512
 """In one event of a replay: a long answer with log-probabilities would fill no message ..."""
 ENTRIES_PER_EVENT: Final = 1024
 """... nor may it take long to encode: log-probabilities in one event, unless of one token."""
-LOGPROBS_BYTES: Final = 32
-"""Of one stored log-probability, about; it takes as long to read as a token."""
-REPLAY_THREADS: Final = 1
-"""Long replays at the same time. They are Python: more would only compete with the event loop."""
-
-T = TypeVar("T")
 
 
 _LOGPROBS: Final = TypeAdapter(
@@ -133,25 +124,6 @@ def replay(
 def _tokens_per_event(parameters: GenerationParameters) -> int:
     num_entries = 0 if parameters.logprobs is None else 1 + parameters.logprobs
     return min(TOKENS_PER_EVENT, max(1, ENTRIES_PER_EVENT // max(1, num_entries)))
-
-
-class Replays:
-    """What grows with a session's tokens, for an event loop: short sessions at once, long ones on
-    a thread."""
-
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(REPLAY_THREADS, "replay")
-
-    async def run(self, record: SessionRecord, call: Callable[[], T]) -> T:
-        """What the call returns or raises, which reads a session's tokens."""
-        size = len(record.token_ids) + len(record.logprobs) // LOGPROBS_BYTES
-        if size <= REPLAY_TOKENS_INLINE:
-            return call()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
-
-    def close(self) -> None:
-        """Begins no more; one that runs is not waited for."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def told_again(record: SessionRecord, model: str, replayed: Replayed) -> Iterator[Event]:

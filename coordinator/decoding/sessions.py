@@ -8,10 +8,10 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from coordinator.decoding.loop import COMMIT_GRACE_S, SessionRun
-from coordinator.decoding.recovery import Replays, check_known, check_weights
+from coordinator.decoding.recovery import check_known, check_weights
 from coordinator.requests.validation import GenerationParameters
 from coordinator.routing.replica_pool import ReplicaPool
 from outrider.backoff import backoff
@@ -28,6 +28,7 @@ from outrider.limits import (
     COMMIT_RETRY_MS_MAX,
     COMMIT_RETRY_MS_MIN,
     OPEN_TRIES_MAX,
+    REPLAY_TOKENS_INLINE,
     TAKE_OVER_RETRY_MS,
     TAKE_OVERS_MAX,
     UNTOLD_SESSIONS_MAX,
@@ -44,6 +45,9 @@ from outrider.sessions.store import (
 )
 
 _log = logging.getLogger(__name__)
+
+LOGPROBS_BYTES: Final = 32
+"""Of one stored log-probability, about; it takes as long to read as a token."""
 
 T = TypeVar("T")
 Told = asyncio.Task[OutriderError | None]
@@ -68,7 +72,7 @@ class OwnedSessions:
         """`owner` is the coordinator's name in the store, `random_bits(n)` gives n fresh random
         bits. A session whose client is gone may be resumed for so many seconds before it counts as
         cancelled."""
-        self.replays = Replays()
+        self._replaying = asyncio.Lock()
         self._store = store
         self.owner = owner
         self.targets = targets
@@ -210,7 +214,7 @@ class OwnedSessions:
         anything changes, or afterwards where its tokens have changed since `record` was read, and
         as `SessionStore.take_over`. A session that was, or may have been, taken over by then is
         released."""
-        parameters = await self.replays.run(record, lambda: check_known(record, request))
+        parameters = await self.replay(record, lambda: check_known(record, request))
         if record.finish_reason is not None:
             return record, parameters
         check_weights(record.session_id, parameters.weights, self.targets)
@@ -220,11 +224,20 @@ class OwnedSessions:
             len(record.token_ids),
         ):
             try:
-                parameters = await self.replays.run(found, lambda: check_known(found, request))
+                parameters = await self.replay(found, lambda: check_known(found, request))
             except BaseException:
                 self._release(found)
                 raise
         return found, parameters
+
+    async def replay(self, record: SessionRecord, call: Callable[[], T]) -> T:
+        """What the call returns or raises, which reads a session's tokens. Of a long session it is
+        made on a thread; one at a time, as they would only compete with the event loop."""
+        size = len(record.token_ids) + len(record.logprobs) // LOGPROBS_BYTES
+        if size <= REPLAY_TOKENS_INLINE:
+            return call()
+        async with self._replaying:
+            return await asyncio.to_thread(call)
 
     async def cancel(self, record: SessionRecord) -> None:
         """Ends a session as cancelled that runs nowhere; a finished one is left as it is. Raises
@@ -264,7 +277,6 @@ class OwnedSessions:
 
     def close(self) -> None:
         """Cancels what runs."""
-        self.replays.close()
         self._closing.set()
         for run in self._running.values():
             run.cancel()

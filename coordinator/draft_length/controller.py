@@ -97,13 +97,21 @@ class Tuning:
 TUNING: Final = Tuning()
 
 
-class ExplorationBudget:
-    """What the sessions of one rule may spend on finding out more: tokens, a share of all that they
-    commit."""
+class Experience:
+    """What sessions of one rule have shown. A long prompt often has what its answer copies, so
+    acceptance is averaged by the prompt's size, too."""
 
     def __init__(self, tuning: Tuning) -> None:
+        memory = tuning.shared_memory_rounds
+        self.averages = DepthAverages(memory, tuning.shared_prior_rounds)
+        self.by_size = [
+            DepthAverages(memory, tuning.prior_rounds, self.averages)
+            for _ in range(len(PROMPT_SIZES) + 1)
+        ]
+        self.siblings = SiblingAverages(memory, tuning.prior_rounds)
         self._tuning = tuning
         self._left = tuning.credit_tokens
+        """What trials may still lose, in tokens: a share of all that are committed."""
         self._looks = 0
         self._begun_plain = 0
         """Sessions since the last one that began with a draft."""
@@ -133,21 +141,6 @@ class ExplorationBudget:
         begins = self.pays(num_tokens) or is_due
         self._begun_plain = 0 if begins else self._begun_plain
         return begins
-
-
-class Experience:
-    """What sessions of one rule have shown. A long prompt often has what its answer copies, so
-    acceptance is averaged by the prompt's size, too."""
-
-    def __init__(self, tuning: Tuning) -> None:
-        memory = tuning.shared_memory_rounds
-        self.averages = DepthAverages(memory, tuning.shared_prior_rounds)
-        self.by_size = [
-            DepthAverages(memory, tuning.prior_rounds, self.averages)
-            for _ in range(len(PROMPT_SIZES) + 1)
-        ]
-        self.siblings = SiblingAverages(memory, tuning.prior_rounds)
-        self.budget = ExplorationBudget(tuning)
 
 
 class Learned:
@@ -221,7 +214,7 @@ class LengthControls:
         bounds = (num_draft_tokens, prompt_length, siblings_max)
         if rule.absolute_noise:
             return LengthControl(self, self._learned, rule, *bounds)
-        if seed in self._seeds:
+        if self._knows(seed):
             first = self._running.get(seed)
             if first is not None:
                 first.fix()
@@ -241,6 +234,9 @@ class LengthControls:
         self.load.num_sessions -= 1
         if seed is not None:
             self._running.pop(seed, None)
+
+    def _knows(self, seed: int) -> bool:
+        return seed in self._seeds
 
     def _nothing_learned(self, load: Load) -> Learned:
         target, draft = self._target, None if self._draft is None else self._draft.step_costs
@@ -295,7 +291,6 @@ class LengthControl(LengthPolicy):
         self._tuning = tuning
         self._costs = learned.costs
         self._experience = experience
-        self._budget = experience.budget
         self._averages = DepthAverages(*own, of_size)
         self._shared_averages = (of_size, experience.averages)
         self._siblings = SiblingAverages(*own, experience.siblings)
@@ -387,7 +382,7 @@ class LengthControl(LengthPolicy):
         round_s = max(0.0, played.ended_at - before - played.next_draft_s)
         costs.note_load(played, round_s)
         if self._bound > 0:
-            self._budget.earn(played.num_tokens)
+            self._experience.earn(played.num_tokens)
         if current is _PLAIN:
             self._num_missed += played.num_tokens
             self._averages.fade()
@@ -454,7 +449,7 @@ class LengthControl(LengthPolicy):
     def _drafting_is_due(self, drafted: _Option, plain: _Option, begins: bool = False) -> bool:
         """Whether to draft: because that is quicker by enough for what the draft has to read, or to
         find out whether it is by now. `begins`: the session does."""
-        costs, tuning, budget = self._costs, self._tuning, self._budget
+        costs, tuning, experience = self._costs, self._tuning, self._experience
         each = drafted.seconds * plain.rate - drafted.num_tokens
         num_rounds = tuning.choice_rounds if each > 0 else GAIN_ROUNDS
         lost = num_rounds * each + costs.reading_lost(plain.seconds, self._num_missed)
@@ -462,7 +457,7 @@ class LengthControl(LengthPolicy):
         if lost < 0:
             return True
         self._num_paid = tuning.choice_rounds
-        return budget.begins(lost) if begins else budget.pays(lost)
+        return experience.begins(lost) if begins else experience.pays(lost)
 
     def _choose_again(self) -> None:
         """K of the rounds from the next one on, or the beginning of a plain phase."""
@@ -476,7 +471,7 @@ class LengthControl(LengthPolicy):
         self._choice, self._until_choice = current, self._tuning.choice_rounds - 1
         # One round with a draft is on its way.
         if is_first or self._num_drafted + 1 < self._num_paid:
-            self._look = largest if self._budget.first_look() else None
+            self._look = largest if self._experience.first_look() else None
         elif plain.rate > (1.0 + self._tuning.plain_gain) * current.rate:
             self._begin_plain()
         elif self._tries_plain(current, plain):
@@ -484,7 +479,7 @@ class LengthControl(LengthPolicy):
             self._choice, self._until_choice = None, 0
         else:
             lost = current.rate * largest.seconds - largest.num_tokens
-            looks = self._budget.first_look() or self._budget.pays(lost)
+            looks = self._experience.first_look() or self._experience.pays(lost)
             self._look = largest if looks else None
 
     def _tries_plain(self, drafted: _Option, plain: _Option) -> bool:
@@ -492,7 +487,7 @@ class LengthControl(LengthPolicy):
         if self._costs.plain_rounds_known >= PLAIN_KNOWN_ROUNDS:
             return False
         lost = PLAIN_TRIED_ROUNDS * (plain.seconds * drafted.rate - plain.num_tokens)
-        return drafted.rate < PLAIN_TRIED_BELOW * plain.rate and self._budget.pays(lost)
+        return drafted.rate < PLAIN_TRIED_BELOW * plain.rate and self._experience.pays(lost)
 
     def _begin_plain(self) -> None:
         """A plain phase begins, or the next one behind it."""

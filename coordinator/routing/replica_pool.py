@@ -281,13 +281,13 @@ class ReplicaPool:
     async def wait_for_one(self, timeout_s: float) -> ReplicaDescription:
         """What the newest replica runs, once one is known. Raises `Unavailable` where none is by
         then."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + timeout_s
-        while (found := self.newest()) is None:
-            left_s = until - loop.time()
-            if left_s <= 0:
-                raise Unavailable(f"no {self.role} is known")
-            await self.change(left_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.newest() is None:
+                    await self._found.wait()
+        found = self.newest()
+        if found is None:
+            raise Unavailable(f"no {self.role} is known")
         return found
 
     async def healthy(self, timeout_s: float) -> bool:
@@ -357,12 +357,6 @@ def affinity(tenant: str, prompt_ids: Sequence[int]) -> bytes:
     return blake2b(ids, key=blake2b(tenant.encode(), digest_size=16).digest()).digest()
 
 
-def ranked(key: bytes, names: Sequence[str]) -> list[str]:
-    """The names in the order in which a key prefers them; the order of two does not depend on the
-    others."""
-    return sorted(names, key=lambda name: blake2b(name.encode(), key=key).digest(), reverse=True)
-
-
 def choose(key: bytes, loads: Mapping[str, int], seats: int) -> str | None:
     """The one that a key prefers among those with room for a session more, by how many sessions
     each has, of which `seats` share a step; None where there is none at all. Beyond the seats all
@@ -373,7 +367,7 @@ def choose(key: bytes, loads: Mapping[str, int], seats: int) -> str | None:
     slack = min(math.floor((1 + LOAD_SLACK) * mean), seats)
     bound = max(math.ceil(mean), slack)
     roomy = [name for name, load in loads.items() if load < bound]
-    return ranked(key, roomy)[0]
+    return max(roomy, key=lambda name: blake2b(name.encode(), key=key).digest())
 
 
 def _kind(target: ReplicaDescription) -> tuple[object, ...]:

@@ -17,13 +17,13 @@ from coordinator_bench import REQUEST, Bench, SlowText, bench, failing
 from coordinator.decoding.detokenizer import Completion
 from coordinator.decoding.recovery import (
     TOKENS_PER_EVENT,
-    Replays,
     check_known,
     read_logprobs,
     replay,
     told_again,
     write_logprobs,
 )
+from coordinator.decoding.sessions import OwnedSessions
 from coordinator.requests.validation import GenerationParameters
 from outrider.errors import (
     DataLoss,
@@ -600,7 +600,6 @@ async def test_a_long_replay_leaves_the_event_loop(is_long: bool) -> None:
     """Others are served while many tokens are pushed and hashed."""
     size = REPLAY_TOKENS_INLINE + is_long
     record = replace(RECORD, token_ids=(1,) * size, logprobs="")
-    replays = Replays()
-    thread = await replays.run(record, threading.get_ident)
-    replays.close()
+    sessions: Any = OwnedSessions(*[None] * 5)  # type: ignore[arg-type]
+    thread = await sessions.replay(record, threading.get_ident)
     assert (thread != threading.get_ident()) is is_long
