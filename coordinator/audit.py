@@ -54,11 +54,8 @@ class Auditor:
         """Sessions that run, wait to be audited, or are being audited."""
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._session_id = ""
-
-    @property
-    def session_ids(self) -> set[str]:
-        return {self._session_id} if self._session_id else set()
+        self.session_ids = set[str]()
+        """Of the audit that runs."""
 
     def choose(self, session: Session, parameters: GenerationParameters) -> bool:
         """Whether a session that begins is to be audited; `take` must then hear of its end."""
@@ -123,8 +120,8 @@ class Auditor:
     async def _audit(self, session: Session, parameters: GenerationParameters) -> None:
         """All tokens behind the prompt. What is found is told at once: also of an audit that is
         given up, tokens are counted whatever they are."""
-        self._session_id = f"{self._sessions.random_bits(128):032x}"
         again = self._opened(session)
+        self.session_ids.add(again.session_id)
         deadline = asyncio.get_running_loop().time() + AUDIT_TIMEOUT_S
         context = SessionContext(again, parameters, deadline)
         target = TargetClient(self._sessions.targets, context, self._config, audits=True)
@@ -142,12 +139,13 @@ class Auditor:
                 target.settle(reply, again.length)
         finally:
             target.close()
-            self._session_id = ""
+            self.session_ids.clear()
 
     def _opened(self, session: Session) -> Session:
+        session_id = f"{self._sessions.random_bits(128):032x}"
         new = SessionRecord.new(
-            session_id=self._session_id,
-            tenant=f"audit {self._session_id}",
+            session_id=session_id,
+            tenant=f"audit {session_id}",
             owner=self._sessions.owner,
             seed=session.record.seed,
             rule=session.record.rule,

@@ -183,7 +183,7 @@ class CoordinatorService:
 
     @property
     def num_running(self) -> int:
-        return len(self._sessions)
+        return len(self._sessions.running)
 
     @property
     def figures(self) -> Figures:
@@ -308,7 +308,7 @@ class CoordinatorService:
         """Ends a session as cancelled that runs here, or nowhere; a finished one is left as it is.
         `tenant` as for `session`. Raises `NotFound`, and `Unavailable` for one that another
         coordinator has."""
-        run = self._sessions.get(session_id)
+        run = self._sessions.running.get(session_id)
         if run is not None and tenant in (run.session.record.tenant, None):
             run.cancel()
             return
@@ -426,9 +426,9 @@ class CoordinatorService:
         """Raises `InvariantError` unless every running session, and no other, has a mailbox on
         the target's side, none but those on the draft's, and commits agree. For an idle
         coordinator: a session that has just ended is still being closed."""
-        running = self._sessions.session_ids | self._auditor.session_ids
-        self.targets.check_integrity(running)
-        self.drafts.check_integrity(self._sessions.session_ids, every=False)
+        sessions = set(self._sessions.running)
+        self.targets.check_integrity(sessions | self._auditor.session_ids)
+        self.drafts.check_integrity(sessions, every=False)
         self._committer.check_integrity()
 
     def _check(self, request: GenerateRequest) -> None:
@@ -478,7 +478,7 @@ class CoordinatorService:
                 arrived=arrived,
                 reads_beside=not self._config.drafting_delays,
             )
-            self._sessions.add(run)
+            self._sessions.running[session.session_id] = run
         except BaseException:
             self._committer.remove(session)
             raise

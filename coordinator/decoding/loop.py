@@ -256,10 +256,19 @@ class SessionRun:
         noise = RoundNoise(record.seed, record.rule, start_length)
         length = self._lengths.choose(index, self._completion.remaining)
         drafted = await self._propose(index, length, noise)
+        wanted, room = NOTHING_WANTED, self._length_max - start_length - len(drafted.proposal) - 1
+        if self._draft is not None:
+            wanted = self._draft.next_wanted(length, room)
+        self._observer.asked("target")
         asked_at = asyncio.get_running_loop().time()
-        reply = await self._verify(index, length, drafted)
+        reply = await self._target.verify(index, drafted.proposal, length.run_ahead, wanted)
         verify_s = asyncio.get_running_loop().time() - asked_at
         self._observer.answered("target", verify_s, reply.queue_ms, reply.compute_ms)
+        if self._draft is not None:
+            self._draft.hear(reply)
+            if self._target.found_broken_draft:
+                self._target.found_broken_draft = False
+                self._draft.reject()
         if self.session.error is not None:
             raise self.session.error  # It was lost meanwhile.
         proposal = self._target.verified
@@ -295,21 +304,6 @@ class SessionRun:
             self._observer.count("fallback_rounds")
         self._observer.answered("draft", drafted.seconds, drafted.queue_ms, drafted.compute_ms)
         return drafted
-
-    async def _verify(self, index: int, length: RoundLength, drafted: Drafted) -> VerdictReply:
-        self._observer.asked("target")
-        proposal = drafted.proposal
-        wanted = NOTHING_WANTED
-        if self._draft is not None:
-            room = self._length_max - self.session.length - len(proposal) - 1
-            wanted = self._draft.next_wanted(length, room)
-        reply = await self._target.verify(index, proposal, length.run_ahead, wanted)
-        if self._draft is not None:
-            self._draft.hear(reply)
-            if self._target.found_broken_draft:
-                self._target.found_broken_draft = False
-                self._draft.reject()
-        return reply
 
     def _note(self, drafted: Drafted, reply: VerdictReply, outcome: Outcome) -> None:
         accept, tree = reply.verdict.accept_probability, self._target.verified.tree

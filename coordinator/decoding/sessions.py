@@ -79,7 +79,8 @@ class OwnedSessions:
         self.random_bits = random_bits
         self._resume_grace_s = resume_grace_s
         self._background: set[asyncio.Task[Any]] = set()
-        self._running: dict[str, SessionRun] = {}
+        self.running: dict[str, SessionRun] = {}
+        """Each was opened just now, or there was room for it (`vacate`)."""
         self._ending: dict[str, asyncio.Task[bool]] = {}
         """What closes runs that are not among them any more."""
         self._telling: dict[str, Told] = {}
@@ -90,17 +91,6 @@ class OwnedSessions:
         """Sessions of which the store is asked for a take-over."""
         self._closing = asyncio.Event()
         self._lease_ends = False
-
-    def __len__(self) -> int:
-        return len(self._running)
-
-    @property
-    def session_ids(self) -> set[str]:
-        return set(self._running)
-
-    def get(self, session_id: str) -> SessionRun | None:
-        """The session's run; None where it does not run here."""
-        return self._running.get(session_id)
 
     def in_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Begins work that nothing waits for before `end_background`."""
@@ -130,14 +120,10 @@ class OwnedSessions:
                 break
         return Session(new)
 
-    def add(self, run: SessionRun) -> None:
-        """A session runs, which was opened just now, or for which there was room (`vacate`)."""
-        self._running[run.session_id] = run
-
     def end(self, run: SessionRun, is_gone: bool = False) -> None:
         """The client has its last event, or an error, or is gone: frees what the session holds,
         unless it was handed over."""
-        if self._running.get(run.session_id) is not run:
+        if self.running.get(run.session_id) is not run:
             return
         if is_gone and self._resume_grace_s > 0:
             self.wait_for_client(run.record, self._free(run, run.hand_over()))
@@ -156,7 +142,7 @@ class OwnedSessions:
         `StaleEpoch` where another stream has done that meanwhile."""
         session_id = record.session_id
         while True:
-            run = self._running.get(session_id)
+            run = self.running.get(session_id)
             if run is not None:
                 if run.session.epoch >= record.epoch:
                     raise StaleEpoch(f"session {session_id} was resumed by another stream")
@@ -168,7 +154,7 @@ class OwnedSessions:
 
     def _free(self, run: SessionRun, closing: Coroutine[Any, Any, bool]) -> asyncio.Task[bool]:
         session_id = run.session_id
-        del self._running[session_id]
+        del self.running[session_id]
         ending = self._ending[session_id] = self.in_background(closing)
         ending.add_done_callback(lambda _: self._ending.pop(session_id, None))
         return ending
@@ -278,7 +264,7 @@ class OwnedSessions:
     def close(self) -> None:
         """Cancels what runs."""
         self._closing.set()
-        for run in self._running.values():
+        for run in self.running.values():
             run.cancel()
 
     async def end_background(self) -> None:
@@ -316,7 +302,7 @@ class OwnedSessions:
     def _is_here(self, session_id: str) -> bool:
         """Whether the session runs here, or soon will, or is being closed, or the store is told of
         its end."""
-        places = (self._running, self._ending, self._taking)
+        places = (self.running, self._ending, self._taking)
         return self._is_unsettled(session_id) or any(session_id in place for place in places)
 
     def _is_unsettled(self, session_id: str) -> bool:

@@ -484,7 +484,7 @@ class LengthControl(LengthPolicy):
 
     def _tries_plain(self, drafted: _Option, plain: _Option) -> bool:
         """Whether to decode plainly for a while, so that what that takes is known."""
-        if self._costs.plain_rounds_known >= PLAIN_KNOWN_ROUNDS:
+        if self._costs.plain.weight >= PLAIN_KNOWN_ROUNDS:
             return False
         lost = PLAIN_TRIED_ROUNDS * (plain.seconds * drafted.rate - plain.num_tokens)
         return drafted.rate < PLAIN_TRIED_BELOW * plain.rate and self._experience.pays(lost)

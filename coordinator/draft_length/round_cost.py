@@ -170,7 +170,7 @@ class RoundCosts:
         self._table = target
         self._max_others = max_num_seqs - 1.0
         self._messages_work = MESSAGES_WORK * messages_delay
-        self._target, self._plain = (_line(target, ROW_SHARE, STEP_SPREAD, True) for _ in range(2))
+        self._target, self.plain = (_line(target, ROW_SHARE, STEP_SPREAD, True) for _ in range(2))
         self.meet_draft(draft)
         self._wait, self._rest = _Mean(), _Mean()
         """The wait for a step to begin is in steps, where others are at the target: one at most."""
@@ -198,7 +198,7 @@ class RoundCosts:
 
     def note_plain(self, round_s: float, context: int) -> None:
         """A round of plain decoding behind another one, of a session with so many tokens."""
-        self._plain.note(self._load(0, context), self._bounded(round_s))
+        self.plain.note(self._load(0, context), self._bounded(round_s))
         self._draft.fade(FORGOTTEN)
         self._target.fade(FORGOTTEN)
 
@@ -219,7 +219,7 @@ class RoundCosts:
             self._wait.note(min(1.0, played.queue_s / step_s / min(1.0, others)))
         num_rows = len(played.survival) + played.num_siblings
         self._target.note(self._load(num_rows, played.context), self._bounded(step_s))
-        self._plain.fade(FORGOTTEN)
+        self.plain.fade(FORGOTTEN)
 
     def note_late(self, num_asked: int, waited_s: float) -> None:
         """A proposal of so many tokens was waited for in vain: it takes so long at least."""
@@ -242,8 +242,8 @@ class RoundCosts:
             work_s = (1.0 + others) * self._draft_work.at(works)
             draft_lost = pace * np.maximum(0.0, work_s - draft_s)
         wait_s = self._wait.value * min(1.0, others) * verify_s
-        known = self._plain.weight
-        plain_s = known * float(self._plain.at(loads[0])) if known else 0.0
+        known = self.plain.weight
+        plain_s = known * float(self.plain.at(loads[0])) if known else 0.0
         return Forecast(
             plain_s=(plain_s + PLAIN_PRIOR_ROUNDS * verify_s) / (known + PLAIN_PRIOR_ROUNDS),
             round_s=float(draft_s[0]) + wait_s + verify_s + self._rest.value,
@@ -260,10 +260,6 @@ class RoundCosts:
     @property
     def are_known(self) -> bool:
         return self._round.value > 0
-
-    @property
-    def plain_rounds_known(self) -> float:
-        return self._plain.weight
 
     def reading_lost(self, plain_s: float, num_missed: int) -> float:
         """Tokens that are lost while the draft of a session that decodes plainly reads so many

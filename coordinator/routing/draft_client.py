@@ -197,7 +197,11 @@ class DraftClient(_ModelDrafts):
         if self._is_hybrid:
             guess, score = self.lookup.guess(num_wanted, noise)
             if score >= self._confident:
-                self._go_on_without(round_index, num_wanted, guess)
+                if self._look_ahead > 0 and not self._is_rejected:
+                    number = self._route.begin(round_index)
+                    self._pushed.begin(number, self._session.tokens)
+                    self._looked_for = min(num_wanted, self._model_tokens)
+                    self._tell_soon(number, self._looked_for, guess)
                 return Drafted(guess, "local", loop.time() - start, num_wanted)
         num_drawn = min(num_wanted, self._model_tokens)
         if num_drawn < num_wanted:
@@ -213,16 +217,6 @@ class DraftClient(_ModelDrafts):
             # Tokens beyond the model's count as asked for and not proposed.
             return replace(drafted, num_asked=num_wanted)
         return drafted
-
-    def _go_on_without(
-        self, round_index: int, num_draft_tokens: int, proposal: SealedProposal
-    ) -> None:
-        """A round has its proposal, for which the replica was not asked; that may look ahead."""
-        if self._look_ahead > 0 and not self._is_rejected:
-            number = self._route.begin(round_index)
-            self._pushed.begin(number, self._session.tokens)
-            self._looked_for = min(num_draft_tokens, self._model_tokens)
-            self._tell_soon(number, self._looked_for, proposal)
 
     async def _by_replica(
         self, round_index: int, length: RoundLength, start: float
@@ -247,7 +241,7 @@ class DraftClient(_ModelDrafts):
         else:
             if was_looked_for:
                 self._observer.count("look_ahead_misses")
-            self._held = await self._answer(number, length, start)
+            self._held = await self._ask(number, length, start)
         if self._held is None or self._is_late:
             return None
         reply, proposal, seconds = self._held, self._held.proposal, 0.0
@@ -268,25 +262,43 @@ class DraftClient(_ModelDrafts):
             reply.work_ms, is_ahead, () if is_ahead else length.siblings,
         )  # fmt: skip
 
-    async def _answer(self, number: int, length: RoundLength, start: float) -> ProposalReply | None:
-        """What the replica answers to a question. A round that is not timed waits until its
-        replica is lost, or a step of that must have hung."""
+    async def _ask(self, number: int, length: RoundLength, start: float) -> ProposalReply | None:
+        """What the replica answers. A round that is not timed waits until its replica is lost, or a
+        step of that must have hung."""
         if not self._route.heard:
             self._probe(number, length)
             return None
+        loop, num_wanted = asyncio.get_running_loop(), length.num_draft_tokens
         wait_s, draw_until = float(UNTIMED_DRAFT_S), math.inf
         if length.is_timed:
             wait_s = min(length.draft_budget_s, self._draft_s)
             draw_until = start + wait_s
+        give_up_at = loop.time() + wait_s + SILENT_DRAFT_S
+        answer: DraftAnswer | None = None
+        self._asked = (number, num_wanted)
         try:
-            give_up_at = asyncio.get_running_loop().time() + wait_s + SILENT_DRAFT_S
-            reply = await self._ask(number, length, draw_until, give_up_at)
+            while not isinstance(answer, ProposalReply):
+                if isinstance(answer, Refused):
+                    raise error_from_code(answer.code, answer.message)
+                if isinstance(answer, Resync):
+                    self._route.resync(answer)
+                    self._features.told = 0
+                budget = budget_us(draw_until - loop.time())
+                self._send(number, num_wanted, siblings=length.siblings, budget=budget)
+                answer = await self._route.take(give_up_at - loop.time())
+            base, committed = answer.base_length, self._session.length
+            check_wanted(answer.proposal, num_wanted, length.siblings)
+            check(base == committed, f"it extends {base}, not {committed} tokens")
+            require_q(answer.proposal, self._session.record.rule)
         except (TimeoutError, OutriderError) as error:
             self._is_late = isinstance(error, TimeoutError | DeadlineExceeded)
             self._lose(error)
             return None
-        self._is_late = reply.out_of_time and not reply.proposal
-        return reply
+        finally:
+            self._asked = None
+        self._features.tell()
+        self._is_late = answer.out_of_time and not answer.proposal
+        return answer
 
     def next_wanted(self, length: RoundLength, room: int) -> NextWanted:
         return NextWanted(features=self._reads_features)
@@ -310,34 +322,6 @@ class DraftClient(_ModelDrafts):
     def close(self) -> None:
         super().close()
         self._route.close()
-
-    async def _ask(
-        self, number: int, length: RoundLength, draw_until: float, give_up_at: float
-    ) -> ProposalReply:
-        """Asks until there is a proposal, whose tokens are drawn until a loop time, or another one
-        has come."""
-        loop = asyncio.get_running_loop()
-        num_wanted = length.num_draft_tokens
-        while True:
-            budget = budget_us(draw_until - loop.time())
-            self._send(number, num_wanted, siblings=length.siblings, budget=budget)
-            self._asked = (number, num_wanted)
-            try:
-                answer = await self._route.take(give_up_at - loop.time())
-            finally:
-                self._asked = None
-            if isinstance(answer, Resync):
-                self._route.resync(answer)
-                self._features.told = 0
-            elif isinstance(answer, Refused):
-                raise error_from_code(answer.code, answer.message)
-            else:
-                base, committed = answer.base_length, self._session.length
-                check_wanted(answer.proposal, num_wanted, length.siblings)
-                check(base == committed, f"it extends {base}, not {committed} tokens")
-                require_q(answer.proposal, self._session.record.rule)
-                self._features.tell()
-                return answer
 
     def _take_pushed(self, reply: ProposalReply) -> None:
         """A proposal that assumes something has come: for the next round, or for the one that
@@ -405,11 +389,10 @@ class DraftClient(_ModelDrafts):
         self._ask_again_at = asyncio.get_running_loop().time() + self._retry_s
 
     def _move(self) -> bool:
-        is_moved = self._route.move()
-        if is_moved:
-            self._route.heard = True
-            self._features.told = 0
-        return is_moved
+        if not self._route.move():
+            return False
+        self._route.heard, self._features.told = True, 0
+        return True
 
     def _probe(self, number: int, length: RoundLength) -> None:
         """Asks an absent draft now and then without waiting; an answer makes it present."""
