@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Generic
 
-from outrider.errors import BadRequest, OutriderError, Overloaded, Unavailable
+from outrider.errors import BadRequest, Overloaded, Unavailable
 from outrider.limits import (
     FRAME_BYTES_MAX,
     SESSIONS_PER_COORDINATOR_MAX,
@@ -178,11 +178,16 @@ class _Stream(Generic[Item, Answer]):
         try:
             item = self._codec.item_from_proto(message)
         except BadRequest as error:
-            self.answer([_refusal(message.head, error)])
+            asked = message.head  # As it called itself, valid or not.
+            key = ReplyKey(asked.session_id[:_ECHOED_SESSION_ID_CHARS], asked.epoch, asked.round)
+            self.answer([Refused(key, error.grpc_code, error.message)])
             return None
         head = item.head
         if head.sampling is not None:
-            self._remember(head)
+            self._known[head.session_id] = replace(head, append=())
+            self._known.move_to_end(head.session_id)
+            if len(self._known) > SESSIONS_PER_COORDINATOR_MAX:
+                self._known.popitem(last=False)
             return item
         known = self._known.get(head.session_id)
         if known is None or known.given_hashes != head.given_hashes:
@@ -191,18 +196,6 @@ class _Stream(Generic[Item, Answer]):
             return None
         full = replace(head, sampling=known.sampling, constraint=known.constraint)
         return replace(item, head=full)
-
-    def _remember(self, head: RoundHead) -> None:
-        self._known[head.session_id] = replace(head, append=())
-        self._known.move_to_end(head.session_id)
-        if len(self._known) > SESSIONS_PER_COORDINATOR_MAX:
-            self._known.popitem(last=False)
-
-
-def _refusal(head: types_pb2.RoundHead, error: OutriderError) -> Refused:
-    """Refuses an item under what it called itself, valid or not."""
-    key = ReplyKey(head.session_id[:_ECHOED_SESSION_ID_CHARS], head.epoch, head.round)
-    return Refused(key, error.grpc_code, error.message)
 
 
 class SendQueue:
