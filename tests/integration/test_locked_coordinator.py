@@ -178,6 +178,12 @@ async def test_no_method_answers_without_a_key(locked: Locked) -> None:
                 assert is_refused == (path not in exempt), (path, metadata)
             let_in = await call_code(channel, path, kind, (("authorization", f"Bearer {key}"),))
             assert let_in is not grpc.StatusCode.UNAUTHENTICATED, path
+        bearer = (("authorization", f"Bearer {key}"),)
+        for metadata, expected in (
+            ((), grpc.StatusCode.UNAUTHENTICATED), (bearer, grpc.StatusCode.UNIMPLEMENTED),
+        ):  # fmt: skip
+            found = await call_code(channel, "/outrider.v1.Other/Nothing", (False, False), metadata)
+            assert found is expected
     assert locked.stack.coordinator.num_running == 0
 
 
