@@ -377,8 +377,8 @@ class CoordinatorService:
         has_target, store_trouble = await asyncio.gather(
             self.targets.healthy(HEALTH_TIMEOUT_S), self._store_trouble()
         )
-        self._known["target_available"] = {"": has_target}
-        self._known["store_available"] = {"": not store_trouble}
+        self._known["target_available"] = {"": float(has_target)}
+        self._known["store_available"] = {"": float(not store_trouble)}
         return store_trouble or ("" if has_target else "no target answers")
 
     async def _store_trouble(self) -> str:

@@ -307,7 +307,7 @@ _PHASE_TIMES: Final = {phase: f"{PREFIX}round_{phase}_seconds" for phase in PHAS
 
 
 def _reading(readings: Readings, name: str) -> dict[str, float]:
-    return {**readings()[name]}
+    return {**readings().get(name, {})}
 
 
 def _operation(request: GenerateRequest) -> str:
