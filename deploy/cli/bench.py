@@ -23,7 +23,6 @@ from outrider.config import (
     DeploymentConfig,
     DraftConfig,
     TargetConfig,
-    deployment_settings,
 )
 from outrider.drafters.names import LookupKind
 from outrider.errors import SettingError
@@ -93,8 +92,7 @@ def _load(name: str) -> Command:
     if keys is None:
         params += connection_options(without=[*REQUEST_KEYS, *(str(one.name) for one in params)])
     elif keys:
-        others = [key for key in deployment_settings() if key not in keys]
-        params += setting_options(others, common=keys)
+        params += setting_options(common=keys, only=keys)
 
     def run(arguments: Arguments) -> int:
         asked = options.from_arguments(arguments)

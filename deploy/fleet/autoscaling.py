@@ -103,7 +103,7 @@ class Autoscaler:
         is_short = 0 < num_there < count and num_there == len(records[role])
         if num_there != count and not is_short:
             return None
-        excess, load, reason = _LOADS[role](self.config, records)
+        excess, load, reason = _load(role, self.config, records)
         if excess > 1:
             self._calm.pop(role, None)
             grown = min(most, max(1, math.ceil(count * min(excess, GROWTH_MAX))))
@@ -125,32 +125,23 @@ _Load = tuple[float, float, str]
 both in words."""
 
 
-def _target_load(config: AutoscaleConfig, records: Records) -> _Load:
-    found = [one.figures for one in records["target"]]
-    queue = _mean([one.queue_steps for one in found])
-    used = _mean([(one.busy or 0.0) * (one.fill or 0.0) for one in found])
-    reason = f"items wait {queue:.2f} steps, {used:.0%} of the places are taken"
-    return queue / config.autoscale_queue_steps, used, reason
-
-
-def _draft_load(config: AutoscaleConfig, records: Records) -> _Load:
-    if not _num_staying(records["draft"]):
-        sessions = sum(one.load for one in records["coordinator"])
+def _load(role: Role, config: AutoscaleConfig, records: Records) -> _Load:
+    found, front = records[role], records["coordinator"]
+    sessions = sum(one.load for one in front)
+    if role == "target":
+        queue = _mean([one.figures.queue_steps for one in found])
+        used = _mean([(one.figures.busy or 0.0) * (one.figures.fill or 0.0) for one in found])
+        reason = f"items wait {queue:.2f} steps, {used:.0%} of the places are taken"
+        return queue / config.autoscale_queue_steps, used, reason
+    if role == "coordinator":
+        each = sessions / max(1, _num_staying(found)) / config.autoscale_sessions
+        return each, each, f"{sessions} sessions run"
+    if not _num_staying(found):
         return (math.inf if sessions else 0.0), 0.0, f"{sessions} sessions run without a draft"
-    waits = _mean([one.figures.draft_waits for one in records["coordinator"]])
-    busy = _mean([one.figures.busy for one in records["draft"]])
+    waits = _mean([one.figures.draft_waits for one in front])
+    busy = _mean([one.figures.busy for one in found])
     reason = f"{waits:.0%} of the rounds wait for a draft, drafts are {busy:.0%} busy"
     return waits / config.autoscale_draft_waits, busy, reason
-
-
-def _coordinator_load(config: AutoscaleConfig, records: Records) -> _Load:
-    found = records["coordinator"]
-    sessions = sum(one.load for one in found)
-    each = sessions / max(1, _num_staying(found)) / config.autoscale_sessions
-    return each, each, f"{sessions} sessions run"
-
-
-_LOADS: Final = {"target": _target_load, "draft": _draft_load, "coordinator": _coordinator_load}
 
 
 def _load_of_fewer(load: float, num_there: int, num_left: int) -> float:
