@@ -22,7 +22,7 @@ class CoordinatorActor(PlacedActor):
 
     async def engagement(self) -> Engagement:
         """What it has come to."""
-        return Engagement(address="") if self.host is None else self.host.engagement
+        return Engagement() if self.host is None else self.host.engagement
 
     async def start(self, config: CoordinatorConfig, log_directory: str) -> str:
         """Serves; the address that clients call. Raises as `CoordinatorHost`."""

@@ -51,7 +51,7 @@ class CoordinatorHost:
 
     def __init__(self, config: CoordinatorConfig) -> None:
         self._config = config
-        self.engagement = Engagement(address="")
+        self.engagement = Engagement()
         self.service: CoordinatorService | None = None
         self.access: AccessControl | None = None
         self.server: RpcServer | None = None
@@ -116,7 +116,7 @@ class CoordinatorHost:
             self.announcer = Lease(registry, lambda: _record(service, member.name, address))
             await self.announcer.start()
         self.engagement = Engagement(
-            address=address, slot=config.slot, plan=config.plan, http_address=http_address
+            address=address, member=config.membership, http_address=http_address
         )
         return address
 

@@ -110,11 +110,6 @@ class ServerConfig:
     """Where it is announced; None = nowhere."""
 
     @property
-    def plan(self) -> str:
-        """See `Membership.plan`."""
-        return "" if self.membership is None else self.membership.plan
-
-    @property
     def slot(self) -> int:
         """See `Membership.slot`."""
         return 0 if self.membership is None else self.membership.slot

@@ -47,9 +47,9 @@ class Sitter(Actor):
             return self.num_items
         if method == "engagement":
             if self.config is None:
-                return Engagement(address="")
+                return Engagement()
             return Engagement(
-                address=f"{self.name}:1", slot=self.config.slot, plan=self.config.plan,
+                address=f"{self.name}:1", member=self.config.membership,
                 leaving="leave" in self.calls, num_ranks=self.demand.num_ranks,
             )  # fmt: skip
         return self.place if method == "ping" else None

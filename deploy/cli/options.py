@@ -315,7 +315,10 @@ def trust_options() -> list[Option]:
     for name, words in TRUST_OPTIONS.items():
         flag, variable = "--" + name.replace("_", "-"), f"OUTRIDER_{name.upper()}"
         text = f"{words} [${variable}]"
-        found.append(option(flag, metavar="FILE", envvar=variable, rare=True, help=text))
+        found.append(option(
+            flag, type=lambda text: Path(text).expanduser(), metavar="FILE", envvar=variable,
+            rare=True, help=text,
+        ))  # fmt: skip
     return found
 
 
@@ -323,19 +326,15 @@ def caller_trust_of(arguments: Arguments, settings: Mapping[str, Value]) -> Trus
     """How the coordinators of a deployment with these settings are known: as flags or variables
     say, or by the certificate that they show, where this machine has it. None where they have no
     TLS. Raises `ConfigError`."""
-    options = {
-        option: Path(text).expanduser() if (text := getattr(arguments, option)) else None
-        for option in TRUST_OPTIONS
-    }
+    authority, *shown = (getattr(arguments, name) for name in TRUST_OPTIONS)
     pinned = str(settings.get("ssl_certfile") or "")
-    if not (pinned or arguments.tls or any(options.values())):
+    if not (pinned or arguments.tls or authority or any(shown)):
         return None
     from outrider.transport.tls import caller_trust, pinned_trust
 
-    shown = options["client_cert"], options["client_key"]
-    if pinned and options["ca_cert"] is None and not arguments.tls:
+    if pinned and authority is None and not arguments.tls:
         return pinned_trust(Path(pinned), *shown)
-    return caller_trust(options["ca_cert"], *shown)
+    return caller_trust(authority, *shown)
 
 
 @asynccontextmanager

@@ -126,9 +126,10 @@ class Replica:
             )
         except Unavailable:
             return None
-        if not found.address or not all(placed) or len(ranks) != found.num_ranks:
+        member = found.member
+        if member is None or not all(placed) or len(ranks) != found.num_ranks:
             return None
-        one = cls(*role_and_age(name), found.slot, found.plan)
+        one = cls(*role_and_age(name), member.slot, member.plan)
         one.ranks, one.leaves = ranks, found.leaving
         one.address, one.http_address = found.address, found.http_address
         return one

@@ -133,10 +133,9 @@ class Membership:
 class Engagement:
     """What a running replica tells a reconciler that takes over its care."""
 
-    address: str
+    address: str = ""
     """HOST:PORT that it serves at; empty where it does not serve."""
-    slot: int = 0
-    plan: str = ""
+    member: Membership | None = None
     leaving: bool = False
     num_ranks: int = 1
     """Processes that share its model."""

@@ -51,7 +51,7 @@ class ReplicaHost(PlacedActor):
         self._service: SteppedService | None = None
         self._server: RpcServer | None = None
         self._announcer: Lease | None = None
-        self._engagement = Engagement(address="")
+        self._engagement = Engagement()
         self._open = AsyncExitStack()
         """What is to be closed, the last one first."""
         self._stopping: asyncio.Task[None] | None = None
@@ -167,7 +167,7 @@ class ReplicaHost(PlacedActor):
         address = advertised(config.host, server.address)
         await self._announce(service, address, config)
         self._engagement = Engagement(
-            address=address, slot=config.slot, plan=config.plan,
+            address=address, member=config.membership,
             num_ranks=1 if self.leadership is None else self.leadership.rendezvous.num_ranks,
         )  # fmt: skip
         return address

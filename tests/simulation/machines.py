@@ -28,13 +28,13 @@ class Node:
         self.process = Process(name)
         self.service: Any = None
         self._lease: Lease | None = None
-        self._engagement = Engagement(address="")
+        self._engagement = Engagement()
         self._ended = asyncio.Event()
 
     async def start(self, config: Any, world: Any) -> str:
         """Serves, and says so. Raises `Unavailable` where there is no target."""
         address = await self._serve(config, world)
-        begun = Engagement(address=address, slot=config.slot, plan=config.plan)
+        begun = Engagement(address=address, member=config.membership)
         world.serve(self, address)
         self._lease = Lease(world.redis.registry(), lambda: self._record(address))
         await self._lease.start()

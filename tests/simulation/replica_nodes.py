@@ -137,7 +137,7 @@ class ReplicaNode(Node):
 
     async def stop(self, grace_s: float, world: Any) -> None:
         lease, self._lease = self._lease, None
-        self._engagement = Engagement(address="")
+        self._engagement = Engagement()
         if lease is not None:
             await lease.close()
         if self.service is not None:
