@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar, cast
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from outrider.errors import ConfigError, SettingError, did_you_mean
 from outrider.files import read_file
@@ -145,18 +145,6 @@ def settings_of(config: type[Any]) -> Mapping[str, Setting]:
             annotation=Annotated[one.annotation, Field(), *one.metadata],
         )  # fmt: skip
     return found
-
-
-@contextmanager
-def checking(config: Any) -> Iterator[None]:
-    """Turns the error of a value that does not suit this configuration into a `SettingError`."""
-    try:
-        yield
-    except ValidationError as error:
-        (first, *_) = error.errors(include_url=False, include_context=False)
-        setting = settings_of(type(config))[str(first["loc"][0])]
-        shown = "it" if setting.secret else repr(first["input"])
-        raise SettingError(setting.key, f"{shown} is wrong; it must be {setting.allowed}") from None
 
 
 def check_range(key: str, value: float | None, lowest: float, highest: float) -> None:

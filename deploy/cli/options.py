@@ -432,4 +432,4 @@ def find_deployment(arguments: Arguments) -> DeploymentLocation:
             "nothing runs here; `outrider serve` starts a deployment, --address and "
             "--deployment-name name one on a Ray cluster elsewhere"
         )
-    return DeploymentLocation(address, name, elsewhere=True)
+    return DeploymentLocation(address, name)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from deploy.fleet.local_state import DeploymentLocation
 from deploy.fleet.preflight import whole_paths
-from deploy.fleet.reconciler import FIXED, connect_reconciler
+from deploy.fleet.reconciler import CHANGE_S, FIXED, connect_reconciler
 from outrider.config import LEAST, WAIT_S_MAX, AutoscaleConfig, parse_bounds
 from outrider.errors import ConfigError, SettingError
 from outrider.limits import REPLICAS_MAX
@@ -144,7 +144,8 @@ def autoscale(arguments: Arguments) -> int:
 
     async def ask() -> AutoscaleConfig:
         async with connect_reconciler(where) as reconciler:
-            return await reconciler.change(changes)
+            found: AutoscaleConfig = await reconciler.call("change", changes, timeout_s=CHANGE_S)
+            return found
 
     bounds = asyncio.run(ask()).bounds
     if arguments.json:
@@ -215,12 +216,12 @@ async def _upgrade(
         changes = {
             key: value for key, value in values.items()
             if key not in SECRETS and given[key] != value
-            and not (key == "address" and where.elsewhere)
+            and not (key == "address" and value == where.address)
             and not (key == "deployment_name" and value == where.deployment)
         }  # fmt: skip
         runs = bool(changes) or (await reconciler.call("overview")).num_stale > 0
         if changes:
-            await reconciler.change(changes)
+            await reconciler.call("change", changes, timeout_s=CHANGE_S)
         progress("replacing replicas", at_once=False)
         return changes, runs, await _overview(
             reconciler, wait_s,

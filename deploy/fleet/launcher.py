@@ -40,7 +40,7 @@ from .preflight import (
 )
 from .ray_cluster import Cluster, resources
 from .ray_connection import RayConnection, SecretFiles, check_asks_for_token
-from .reconciler import FIXED, ReconcilerClient, find_reconciler, start_reconciler
+from .reconciler import CHANGE_S, FIXED, ReconcilerClient, find_reconciler, start_reconciler
 from .replica import Overview, close_timeout_s, raise_first
 from .spec import FleetSpec, plan_fleet
 
@@ -167,7 +167,7 @@ class Deployment:
         }  # fmt: skip
         if changes:
             self._report(f"replacing its replicas one by one: {', '.join(changes)}")
-            await self.reconciler.change(changes)
+            await self.reconciler.call("change", changes, timeout_s=CHANGE_S)
         await self._go_on()
         self._is_own = True  # From now on it is this one's to end.
 

@@ -80,8 +80,6 @@ class DeploymentLocation:
     address: str
     """Of the Ray cluster, HOST:PORT."""
     deployment: str
-    elsewhere: bool = False
-    """Whether settings named it, and not the record of this machine."""
     token: Path | None = None
     """File of Ray's token; None = as Ray finds it, by RAY_AUTH_TOKEN_PATH and the like."""
 

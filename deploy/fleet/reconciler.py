@@ -343,9 +343,3 @@ class ReconcilerClient:
             else:
                 raise Unavailable("no deployment of this name runs on the Ray cluster")
             await asyncio.sleep(RETRY_PERIOD_S)
-
-    async def change(self, values: Mapping[str, Value]) -> AutoscaleConfig:
-        """Adds settings to the changes that hold; how the load changes numbers then. Raises
-        `ConfigError` where they are refused, and as `call`."""
-        found: AutoscaleConfig = await self.call("change", dict(values), timeout_s=CHANGE_S)
-        return found

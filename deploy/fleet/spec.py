@@ -13,7 +13,7 @@ from coordinator.actor import CoordinatorActor
 from draft_service.actor import DraftActor
 from outrider.config import (
     LEAST,
-    CoordinatorConfig,
+    PORT_MAX,
     DeploymentConfig,
     DraftConfig,
     TargetConfig,
@@ -24,7 +24,7 @@ from outrider.errors import ConfigError, SettingError
 from outrider.limits import LOOK_AHEAD_DEFAULT, REPLICAS_MAX
 from outrider.registry.registry import ROLES, Membership, Role
 from outrider.replica.process_setup import available_cores
-from outrider.settings import checking
+from outrider.settings import settings_of
 from outrider.telemetry.destination import Destination
 from target_service.actor import TargetActor
 
@@ -97,29 +97,28 @@ class FleetSpec:
         machine, for callers know their ports."""
         return role == "coordinator" and self.local
 
-    def replica_config(
-        self, role: Role, name: str, slot: int, *, takes_over: bool = False
-    ) -> CoordinatorConfig | TargetConfig | DraftConfig:
-        """What a replica is told; `slot` is its place among those of its role. One that
-        `takes_over` begins while another replica of this deployment still has that place."""
-
-        def port(first: int) -> int:
-            return first + slot if first and self.local else first
-
+    def replica_config(self, role: Role, name: str, slot: int, *, takes_over: bool = False) -> Any:
+        """The configuration that a replica is told; `slot` is its place among those of its role.
+        One that `takes_over` begins while another replica of this deployment still has that
+        place. Raises `SettingError` for a port beyond the last."""
+        own: Any = getattr(self.config, role)
+        slot = slot if self.local else 0
         member = Membership(
-            redis=self.config.coordinator.redis, deployment=self.deployment, name=name,
-            slot=slot if self.local else 0, plan=self.plans[role],
+            redis=self.config.coordinator.redis, deployment=self.deployment, name=name, slot=slot,
+            plan=self.plans[role],
         )  # fmt: skip
+        changes: dict[str, Any] = {"membership": member}
+        keys = ["port"]
         if role == "coordinator":
-            own = self.config.coordinator
-            with checking(own):
-                return replace(
-                    own, membership=member, grpc_port=port(own.grpc_port), port=port(own.port),
-                    shares_ports=self.local, takes_over_ports=takes_over and self.local,
-                )  # fmt: skip
-        model = self.config.target if role == "target" else self.config.draft
-        with checking(model):
-            return replace(model, membership=member, port=port(model.port))
+            keys.append("grpc_port")
+            changes |= {"shares_ports": self.local, "takes_over_ports": takes_over and self.local}
+        for key in keys:
+            port = getattr(own, key) and getattr(own, key) + slot
+            if port > PORT_MAX:
+                name = settings_of(type(own))[key].key
+                raise SettingError(name, f"{port} is wrong; the last port is {PORT_MAX}")
+            changes[key] = port
+        return replace(own, **changes)
 
     def settled(self, placed: Sequence[tuple[Role, str]]) -> FleetSpec:
         """With what depends on the machine that each actor of a role has been placed on. Raises

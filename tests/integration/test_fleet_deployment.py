@@ -182,7 +182,9 @@ async def test_replicas_come_and_go_under_load(deployment: Deployment, load: Loa
     await until(deployment, "coordinator", 1)
     await until(deployment, "draft", 0)
     calm = {"queue_steps": 1000.0, "draft_waits": 1.0, "cooldown_s": 1.0, "calm_s": 1.0}
-    await deployment.reconciler.change({f"autoscale_{name}": on for name, on in calm.items()})
+    await deployment.reconciler.call(
+        "change", {f"autoscale_{name}": on for name, on in calm.items()}
+    )
     await ask("change", {"autoscale_targets": "1:2", "autoscale_drafts": "0:1"})
     await until(deployment, "draft", 1)
     await until(deployment, "target", 1)
@@ -193,8 +195,8 @@ async def test_other_settings_are_rolled_out_under_load(deployment: Deployment, 
     """All replicas are others then; a setting that cannot be had changes nothing."""
     before = {role: serving(deployment, role) for role in ROLES}
     with pytest.raises(ConfigError, match="another vocabulary"):
-        await deployment.reconciler.change({"engine": "emulated:vocab_size=99999"})
-    await deployment.reconciler.change({"max_num_seqs": 5, "run_ahead_rounds": 2})
+        await deployment.reconciler.call("change", {"engine": "emulated:vocab_size=99999"})
+    await deployment.reconciler.call("change", {"max_num_seqs": 5, "run_ahead_rounds": 2})
     async with asyncio.timeout(2 * CHANGE_S):
         while deployment.config.target.max_num_seqs != 5 or deployment.overview.num_stale:
             await asyncio.sleep(0.1)
