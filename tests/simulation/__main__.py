@@ -9,8 +9,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
-from tests.simulation.results import Result
-from tests.simulation.scenario import run_seeds
+from tests.simulation.scenario import Result, run_seeds
 
 SEEDS_AT_ONCE = 10
 """Of a process, before it is told what comes next."""

@@ -38,8 +38,7 @@ from functools import partial
 from typing import Any
 
 from outrider.registry.registry import ROLES, Role
-from tests.simulation.adversary import CALM, TRAVEL_S
-from tests.simulation.network import Cut, SlowLink
+from tests.simulation.network import CALM, TRAVEL_S, Cut, SlowLink
 from tests.simulation.processes import Process
 from tests.simulation.redis_data import Snapshot
 from tests.simulation.world import REPLICAS_MAX, World

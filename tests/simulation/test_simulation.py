@@ -7,10 +7,9 @@ from collections import Counter
 import pytest
 
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from tests.simulation.adversary import CALM, NOISE
 from tests.simulation.faults import GREATER, NUM_FAULTS
-from tests.simulation.results import P_VALUE_MIN, Result
-from tests.simulation.scenario import run_seed
+from tests.simulation.network import CALM, NOISE
+from tests.simulation.scenario import P_VALUE_MIN, Result, run_seed
 from tests.simulation.toy import ranked_law
 
 NUM_SEEDS = 60

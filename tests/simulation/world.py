@@ -22,10 +22,9 @@ from outrider.registry.registry import LEASE_S, ROLES, Role
 from outrider.request import GenerateRequest
 from outrider.telemetry.observer import Observation, RequestObserver
 from tests.simulation import coordinator_nodes, replica_nodes
-from tests.simulation.adversary import Adversary
 from tests.simulation.coordinator_nodes import HYBRID, Call, CoordinatorNode, PortTransport
 from tests.simulation.machines import Machines, Node, SimulatedActor
-from tests.simulation.network import Network, Wire
+from tests.simulation.network import Adversary, Network, Wire
 from tests.simulation.processes import Process
 from tests.simulation.redis_host import Redis
 from tests.simulation.replica_nodes import ReplicaNode
