@@ -20,12 +20,6 @@ def test_between_and_beyond_what_was_measured() -> None:
     assert [one.step_seconds(num) for num in (2, 4, 6)] == [1.0, 2.0, 3.0]
 
 
-def test_sessions_and_their_context_add_up() -> None:
-    assert COSTS.step_seconds(4, 4) == pytest.approx(1.6 + 3 * 0.5)
-    assert COSTS.step_seconds(4, 4, 1000) == pytest.approx(1.6 + 3 * 0.5 + 10)
-    assert COSTS.step_seconds(4, 1, 1000) == pytest.approx(1.6 + 1000 * (0.01 + 3 * 0.001))
-
-
 def test_a_mixed_step_costs_what_its_parts_do() -> None:
     """A session that reads 900 slots with each of 3 rows, and one that reads 100 with one."""
     attention_s = COSTS.attention_seconds(3, 900) + COSTS.attention_seconds(1, 100)

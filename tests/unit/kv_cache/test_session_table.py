@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.interface import SequenceStep
-from outrider.errors import BadRequest, InvariantError
+from outrider.errors import InvariantError
 from outrider.kv_cache.session_table import SessionTable
 from outrider.messages import ReplyKey, Resync, RoundHead
 from outrider.speculation.sampling_params import Rule
@@ -81,11 +81,6 @@ def test_resync_offers_what_is_known_to_be_committed(replica: Replica) -> None:
     answer = replica.answer(head([1, 2, 3, 7, 8, 9], 5))
     assert answer == Resync(ReplyKey("s", 1, 0), 3, TokenSequence([1, 2, 3]).digest())
     assert replica.answer(head([1, 2, 3, 7, 8, 9], 3)) == 6
-
-
-def test_an_empty_prefix_is_refused(replica: Replica) -> None:
-    with pytest.raises(BadRequest, match="append"):
-        replica.table.align(head([], 0))
 
 
 PROMPT = list(range(10)) * 4

@@ -7,14 +7,13 @@ import torch
 from models import quick_linear, tiny_config, tiny_module, twin
 from torch import nn
 
-from outrider.models import linear_layers, module_replacement
+from outrider.models import linear_layers
 from outrider.models.linear_layers import (
     Int4Linear,
     Int8Linear,
     PackedLinear,
     WidenedLinear,
     quantized,
-    quick,
 )
 from outrider.models.module_replacement import speed_up
 
@@ -76,20 +75,6 @@ def test_many_rows_are_widened(
         assert_right(layer, widened, random_rows(2, num_rows, 192, dtype=torch.bfloat16))
     few = random_rows(3, 192, dtype=torch.bfloat16)
     assert torch.equal(widened(few), layer(few))
-
-
-def test_where_weights_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU without products of bfloat16, in bfloat16 alone; there every linear layer is."""
-    supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    weight = torch.zeros(3, 4, dtype=torch.bfloat16)
-    assert type(quick(weight, None)) is (PackedLinear if supported else WidenedLinear)
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert type(quick(weight, None)) is WidenedLinear
-    assert quick(weight.float(), None) is None
-    assert quick(weight.to("meta"), None) is None
-    model = nn.Sequential(random_layer(torch.bfloat16, bias=True), nn.Linear(97, 4)).eval()
-    module_replacement.speed_up(model)
-    assert [type(layer) for layer in model] == [WidenedLinear, nn.Linear]
 
 
 KINDS = {8: Int8Linear, 4: Int4Linear}

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from verdict_laws import draft_tokens, score, verdict_from_logits
 
 from outrider.errors import InvariantError
-from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.draft_sampling import draw_from_logits, draw_siblings
 from outrider.speculation.gumbel_max import race
 from outrider.speculation.logits_processing import TokenHistory, likeliest, target_probabilities
@@ -57,17 +56,6 @@ def test_block_rule_by_hand(device):
     z_1 = 0.4 * 0.6
     assert verdict.accept_probability == pytest.approx((z_1 / (z_1 + 0.6), 0.4 * 0.4 / 0.5))
     assert verdict.correction[1] == 0
-
-
-def test_coupled_and_greedy_by_hand(device):
-    """A draft token is accepted iff it is what the target takes itself."""
-    noise = RoundNoise(9, Rule.COUPLED, 2**20)
-    own = tuple(winner(P[i], noise, i, Stream.TARGET) for i in range(3))
-    assert score(P.to(device), Proposal(own[:2]), noise) == Verdict((1.0, 1.0), own)
-    other = (own[0], (own[1] + 1) % 3)
-    assert score(P.to(device), Proposal(other), noise) == Verdict((1.0, 0.0), own)
-    greedy = RoundNoise(9, Rule.GREEDY, 4)
-    assert score(P.to(device), Proposal((2, 1)), greedy) == Verdict((1.0, 0.0), (2, 0, 2))
 
 
 def test_an_empty_residual_falls_back_to_p():
