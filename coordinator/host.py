@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from coordinator.auth.access_control import OPEN, AccessControl, RedisSlots, access_control_of
-from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
+from coordinator.http_api.app import HttpOptions
+from coordinator.http_api.server import HttpServer, TlsFiles
 from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import NgramDrafter
 from outrider.limits import SEED_BITS

@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -42,6 +42,7 @@ from outrider.limits import EVENTS_AHEAD_MAX, MAX_TOKENS_DEFAULT, TRACEPARENT_CH
 from outrider.request import Event, Finished
 
 if TYPE_CHECKING:
+    from coordinator.http_api.server import TlsFiles
     from outrider.telemetry.metrics import HttpTimes
 
 
@@ -116,19 +117,7 @@ class Generated(Response):
 async def _interleaved(streams: Sequence[AsyncGenerator[Event]], asked: TranslatedBody) -> Events:
     """The events of all streams as they come, once each has begun; the first error ends it. A
     stream waits while `EVENTS_AHEAD_MAX` events do."""
-    first = await asyncio.gather(*(anext(one) for one in streams), return_exceptions=True)
-    for index, begun in enumerate(first):
-        if isinstance(begun, BaseException):
-            raise asked.renamed(begun, index)
-    for index, event in enumerate(first):
-        yield index, cast(Event, event)
-    if len(streams) == 1:  # Nothing to wait for beside it: no queue, and no task of its own.
-        try:
-            async for event in streams[0]:
-                yield 0, event
-        except BadRequest as error:
-            raise asked.renamed(error, 0) from error
-        return
+    index, tasks = 0, list[asyncio.Task[None]]()
     queue: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(EVENTS_AHEAD_MAX)
 
     async def forward(index: int, stream: AsyncGenerator[Event]) -> None:
@@ -139,17 +128,30 @@ async def _interleaved(streams: Sequence[AsyncGenerator[Event]], asked: Translat
         except Exception as error:  # noqa: BLE001 (raised by whoever reads)
             await queue.put((index, error))
 
-    tasks = [asyncio.create_task(forward(*pair)) for pair in enumerate(streams)]
     try:
+        first = await asyncio.gather(*map(anext, streams), return_exceptions=True)
+        for place, begun in enumerate(first):
+            if isinstance(begun, BaseException):
+                index = place
+                raise begun
+        for index, event in enumerate(first):
+            yield index, cast(Event, event)
         num_left = len(streams)
+        if num_left == 1:  # Nothing to wait for beside it: no queue, and no task of its own.
+            async for event in streams[0]:
+                yield 0, event
+            return
+        tasks = [asyncio.create_task(forward(*pair)) for pair in enumerate(streams)]
         while num_left:
             index, found = await queue.get()
+            if isinstance(found, Exception):
+                raise found
             if found is None:
                 num_left -= 1
-            elif isinstance(found, Exception):
-                raise asked.renamed(found, index)
             else:
                 yield index, found
+    except BadRequest as error:
+        raise asked.renamed(error, index) from error
     finally:
         for task in tasks:
             task.cancel()
@@ -321,17 +323,38 @@ _METRICS: Final[dict[int | str, dict[str, Any]]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class HttpOptions:
+    """Where a server listens, and what it knows of its process."""
+
+    host: str = "127.0.0.1"
+    """Address to bind; the default is loopback, which only this machine reaches."""
+    port: int = 0
+    """0 = any free port."""
+    shares_port: bool = False
+    """Whether a later server that has `takes_over` may listen on the same port."""
+    takes_over: bool = False
+    """Whether the port may be held by a server that `shares_port`, whose place this one takes.
+    Else a port that another process holds is refused."""
+    metrics: Metrics | None = None
+    """None = they are off."""
+    access: AccessControl = OPEN
+    """Who may call, and how much."""
+    tls: TlsFiles | None = None
+    """None = plain text. Files that change are read again; what cannot be read changes nothing."""
+    times: HttpTimes | None = None
+    """Hear of each request."""
+
+
 def build_app(
     service: CoordinatorService,
     closing: asyncio.Event,
-    metrics: Metrics | None,
-    access: AccessControl = OPEN,
-    times: HttpTimes | None = None,
+    options: HttpOptions,
     hosts: Collection[str] = (),
 ) -> FastAPI:
-    """The application, behind the `access`. `closing` is set when it waits no longer for what runs;
-    without `metrics` there are none. `times` hear of each request. `hosts` are the names that it is
-    called by; none = any."""
+    """The application. `closing` is set when it waits no longer for what runs; `hosts` are the
+    names that it is called by; none = any."""
+    access = options.access
     app = FastAPI(
         title="Outrider",
         version=version("outrider"),
@@ -342,11 +365,11 @@ def build_app(
     app.router.route_class = BodyRoute
     app.state.access = access
     app.add_middleware(Entrance, access=access, hosts=hosts)  # The last one is asked first.
-    if times is not None:
-        app.add_middleware(TimingMiddleware, times=times)
+    if options.times is not None:
+        app.add_middleware(TimingMiddleware, times=options.times)
     add_error_handlers(app)
     _add_generation(app, service, access, closing)
-    _add_operation(app, service, metrics)
+    _add_operation(app, service, options.metrics)
     return app
 
 

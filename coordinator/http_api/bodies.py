@@ -461,10 +461,8 @@ class TranslatedBody:
         """Whether the answer tells log-probabilities."""
         return self.requests[0].logprobs is not None
 
-    def renamed(self, error: BaseException, index: int) -> BaseException:
-        """The error of one of the requests; of a field, with the name that the body has for it."""
-        if not isinstance(error, BadRequest):
-            return error
+    def renamed(self, error: BadRequest, index: int) -> BadRequest:
+        """The error of one of the requests, with the name that the body has for the field."""
         name = error.field.removeprefix("sampling.")
         head, bracket, rest = name.partition("[")
         name = self.names.get(name) or self.names.get(head, head) + bracket + rest

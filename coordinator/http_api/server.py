@@ -22,15 +22,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from coordinator.auth.access_control import OPEN, AccessControl
-from coordinator.http_api.app import Metrics, build_app
+from coordinator.http_api.app import HttpOptions, build_app
 from coordinator.service import CoordinatorService
 from outrider.config import is_loopback
 from outrider.errors import ConfigError, check
@@ -43,9 +42,6 @@ from outrider.limits import (
     HTTP_STUCK_WRITE_S,
 )
 from outrider.transport.server import is_taken
-
-if TYPE_CHECKING:
-    from outrider.telemetry.metrics import HttpTimes
 
 _log = logging.getLogger(__name__)
 
@@ -76,29 +72,6 @@ class TlsFiles:
             context.verify_mode = ssl.CERT_REQUIRED
             context.load_verify_locations(self.authority)
         return context
-
-
-@dataclass(frozen=True, slots=True)
-class HttpOptions:
-    """Where a server listens, and what it knows of its process."""
-
-    host: str = "127.0.0.1"
-    """Address to bind; the default is loopback, which only this machine reaches."""
-    port: int = 0
-    """0 = any free port."""
-    shares_port: bool = False
-    """Whether a later server that has `takes_over` may listen on the same port."""
-    takes_over: bool = False
-    """Whether the port may be held by a server that `shares_port`, whose place this one takes.
-    Else a port that another process holds is refused."""
-    metrics: Metrics | None = None
-    """None = they are off."""
-    access: AccessControl = OPEN
-    """Who may call, and how much."""
-    tls: TlsFiles | None = None
-    """None = plain text. Files that change are read again; what cannot be read changes nothing."""
-    times: HttpTimes | None = None
-    """Hear of each request."""
 
 
 class _State(IntEnum):
@@ -259,14 +232,7 @@ class HttpServer:
         self._open = OpenConnections()
         self._closing = asyncio.Event()
         config = uvicorn.Config(
-            build_app(
-                service,
-                self._closing,
-                options.metrics,
-                options.access,
-                options.times,
-                _own_names(options),
-            ),
+            build_app(service, self._closing, options, _own_names(options)),
             lifespan="off",
             ws="none",
             loop="none",

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from told_coordinator import ToldCoordinator
 
-from coordinator.http_api.app import build_app
+from coordinator.http_api.app import HttpOptions, build_app
 from coordinator.http_api.bodies import ChatBody, CompletionBody, TranslatedBody
 from coordinator.http_api.reading import read_body, wrong_body
 from outrider.errors import BadRequest
@@ -217,9 +217,9 @@ def test_the_coordinators_errors_name_the_bodys_fields(
     """The prompt by its place among several; each has two choices here."""
     error = BadRequest(field, "is wrong")
     told = chat(max_completion_tokens=5, guided_regex="a").renamed(error, 0)
-    assert (told.field, told.message) == (in_chat, f"{in_chat}: is wrong")  # type: ignore[attr-defined]
+    assert (told.field, told.message) == (in_chat, f"{in_chat}: is wrong")
     asked = completion(prompt=[[1], [2], [3]], n=2, stop="x")
-    assert asked.renamed(error, 3).field == in_completions  # type: ignore[attr-defined]
+    assert asked.renamed(error, 3).field == in_completions
 
 
 JSON = st.recursive(
@@ -323,7 +323,7 @@ async def called(path: str, body: bytes) -> tuple[int, dict[str, Any], float]:
     """Status and error that a call is answered with, and the most CPU between two turns of the
     loop, in seconds."""
     service: Any = ToldCoordinator(BadRequest("model", "is none"))
-    transport = httpx.ASGITransport(build_app(service, asyncio.Event(), None))
+    transport = httpx.ASGITransport(build_app(service, asyncio.Event(), HttpOptions()))
     gaps: list[float] = []
 
     async def tick() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from coordinator.http_api.app import build_app
+from coordinator.http_api.app import HttpOptions, build_app
 
 ROOT = Path(__file__).resolve().parents[4]
 FOLDER = files("coordinator.http_api").joinpath("page")
@@ -31,7 +31,7 @@ async def test_every_file_is_packaged_and_served() -> None:
     patterns = settings["tool"]["setuptools"]["package-data"]["coordinator"]
     packaged = {path.name for one in patterns for path in (ROOT / "coordinator").glob(one)}
     assert packaged == lying.keys()
-    app = build_app(None, asyncio.Event(), None)  # type: ignore[arg-type]
+    app = build_app(None, asyncio.Event(), HttpOptions())  # type: ignore[arg-type]
     named: set[tuple[str, str]] = set()
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app), base_url="http://here"
