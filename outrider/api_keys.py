@@ -18,7 +18,6 @@ import hmac
 import re
 import secrets
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
@@ -64,16 +63,12 @@ ANYBODY = Caller()
 """Where no key is asked for: one tenant, without limits."""
 
 
-PREFIX: Final = "or-"
 SCHEME: Final = "sha256"
-_SALT_BYTES: Final = 8
-_SECRET_BYTES: Final = 32
 _MADE: Final = re.compile(r"or-([0-9a-f]{16})-[A-Za-z0-9_-]{43}")
 _KEPT: Final = re.compile(r"sha256:(?:([0-9a-f]{16}):)?([0-9a-f]{64})")
 _GIVEN: Final = re.compile(r"[!-+\--~]+")
 """Visible ASCII without commas, which stand between several."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
-NAME_WORDS: Final = "up to 64 letters, digits, and _ . @ - behind the first"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,14 +142,14 @@ class Keyring:
 
 def new_key() -> str:
     """A key that nobody has."""
-    salt = secrets.token_hex(_SALT_BYTES)
-    return f"{PREFIX}{salt}-{secrets.token_urlsafe(_SECRET_BYTES)}"
+    return f"or-{secrets.token_hex(8)}-{secrets.token_urlsafe(32)}"
 
 
 def check_key_name(name: str) -> str:
     """The name itself. Raises `ValueError` for what is none."""
     if not _NAME.fullmatch(name):
-        raise ValueError(f"{name[:64]!r} is wrong; it must be {NAME_WORDS}")
+        words = "up to 64 letters, digits, and _ . @ - behind the first"
+        raise ValueError(f"{name[:64]!r} is wrong; it must be {words}")
     return name
 
 
@@ -268,7 +263,7 @@ def read_key_file(path: Path) -> list[KeyEntry]:
 def add_key(path: Path, caller: Caller) -> str:
     """Makes a key, adds its hash to the file, which is made for its owner only where there is
     none, and returns the key. Raises `ConfigError`, also for a name that is there."""
-    with _changing(path):
+    with locked(path.with_name(f"{path.name}.lock")):
         entries = read_key_file(path) if path.exists() else []
         if any(entry.caller.name == caller.name for entry in entries):
             raise ConfigError(f"{path}: there is a key {caller.name!r} already")
@@ -285,15 +280,10 @@ def add_key(path: Path, caller: Caller) -> str:
 def remove_key(path: Path, name: str) -> None:
     """Takes a key out of the file; its other lines stay. Raises `ConfigError`, also where there is
     no such key."""
-    with _changing(path):
+    with locked(path.with_name(f"{path.name}.lock")):
         names = [entry.caller.name for entry in read_key_file(path)]
         if name not in names:
             raise ConfigError(f"{path}: there is no key {name!r}")
         lines = path.read_text("utf-8").splitlines(keepends=True)
         kept = [line for line in lines if line.partition("#")[0].split()[:1] != [name]]
         write_whole(path, "".join(kept))
-
-
-def _changing(path: Path) -> AbstractContextManager[object]:
-    """Within, no other command changes the file."""
-    return locked(path.with_name(f"{path.name}.lock"))
