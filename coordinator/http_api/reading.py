@@ -31,13 +31,9 @@ from coordinator.http_api.bodies import unserved_reason
 from outrider.api_keys import ANYBODY, Caller
 from outrider.errors import (
     BadRequest,
-    DeadlineExceeded,
-    Incompatible,
-    NotFound,
     OutriderError,
     Overloaded,
     PermissionDenied,
-    Unauthenticated,
     Unavailable,
 )
 from outrider.limits import (
@@ -57,16 +53,18 @@ _ENCODER: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separato
 """Made once: `json.dumps` would make another one for each chunk."""
 _VALUE_CHARS_MAX: Final = 64
 """Of a wrong value that is told back."""
-_KINDS: Final[Sequence[tuple[type[OutriderError], str, str, str | None]]] = (
-    (BadRequest, "invalid_request_error", "invalid_value", None),
-    (Unauthenticated, "authentication_error", "invalid_api_key", None),
-    (PermissionDenied, "permission_error", "permission_denied", None),
-    (NotFound, "invalid_request_error", "model_not_found", "model"),
-    (Overloaded, "rate_limit_error", "rate_limit_exceeded", None),
-    (Unavailable, "service_unavailable_error", "unavailable", None),
-    (DeadlineExceeded, "timeout_error", "deadline_exceeded", "deadline_ms"),
-)
-"""`type`, `code` and `param` by error; others are the server's."""
+_KINDS: Final[Mapping[int, tuple[str, str, str | None]]] = {
+    400: ("invalid_request_error", "invalid_value", None),
+    401: ("authentication_error", "invalid_api_key", None),
+    403: ("permission_error", "permission_denied", None),
+    404: ("invalid_request_error", "model_not_found", "model"),
+    409: ("server_error", "conflict", None),
+    429: ("rate_limit_error", "rate_limit_exceeded", None),
+    500: ("server_error", "internal_error", None),
+    503: ("service_unavailable_error", "unavailable", None),
+    504: ("timeout_error", "deadline_exceeded", "deadline_ms"),
+}
+"""`type`, `code` and `param` of an error by its status."""
 _CODES: Final = {
     404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 413: "body_too_large",
 }  # fmt: skip
@@ -104,30 +102,28 @@ class ErrorBody(BaseModel):
 
 def error_body(error: Exception) -> dict[str, Any]:
     """What a caller is told. An error that is a bug of ours is logged with its traceback."""
-    if not isinstance(error, OutriderError) or error.http_status == 500:
+    told = OutriderError("internal error; the server's log has its traceback")
+    if isinstance(error, OutriderError):
+        told = error
+    if told.http_status == 500:
         _log.error("a request failed", exc_info=error)
-    if not isinstance(error, OutriderError):
-        error = OutriderError("internal error; the server's log has its traceback")
-    name, code, param = next(
-        ((name, code, param) for kind, name, code, param in _KINDS if isinstance(error, kind)),
-        ("server_error", "internal_error" if error.http_status == 500 else "conflict", None),
-    )
-    if isinstance(error, BadRequest):
-        param = error.field or None
-    return _body(error.message, name, param, code)
+    name, code, param = _KINDS[told.http_status]
+    if isinstance(told, BadRequest):
+        param = told.field or None
+    return _body(told.message, name, param, code)
 
 
 def error_response(error: Exception) -> Response:
     """The answer that tells of an error: one that may pass says when to try again; one that will
     not, that OpenAI's clients, which go by the status, shall not."""
+    status = error.http_status if isinstance(error, OutriderError) else 500
     headers = {}
-    if isinstance(error, Incompatible | DeadlineExceeded):
+    if status in (409, 504):
         headers["x-should-retry"] = "false"
-    if isinstance(error, Unauthenticated):
+    if status == 401:
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, Overloaded | Unavailable):
         headers["retry-after"] = str(math.ceil(error.retry_after_ms / 1e3))
-    status = error.http_status if isinstance(error, OutriderError) else 500
     return json_response(error_body(error), status, headers)
 
 
