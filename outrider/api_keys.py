@@ -20,7 +20,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Self
 
 from outrider.errors import ConfigError
 from outrider.files import locked, read_file, write_whole
@@ -63,12 +63,12 @@ ANYBODY = Caller()
 """Where no key is asked for: one tenant, without limits."""
 
 
-SCHEME: Final = "sha256"
-_MADE: Final = re.compile(r"or-([0-9a-f]{16})-[A-Za-z0-9_-]{43}")
-_KEPT: Final = re.compile(r"sha256:(?:([0-9a-f]{16}):)?([0-9a-f]{64})")
-_GIVEN: Final = re.compile(r"[!-+\--~]+")
+SCHEME = "sha256"
+_MADE = re.compile(r"or-([0-9a-f]{16})-[A-Za-z0-9_-]{43}")
+_KEPT = re.compile(r"sha256:(?:([0-9a-f]{16}):)?([0-9a-f]{64})")
+_GIVEN = re.compile(r"[!-+\--~]+")
 """Visible ASCII without commas, which stand between several."""
-_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +197,8 @@ def read_entries(text: str) -> list[KeyEntry]:
     return entries
 
 
-_OPTION: Final = re.compile(r"(tenant|requests_per_minute|concurrency)=(.*)|(admin)")
-_MOST: Final = {
+_OPTION = re.compile(r"(tenant|requests_per_minute|concurrency)=(.*)|(admin)")
+_MOST = {
     "requests_per_minute": REQUESTS_PER_MINUTE_MAX, "concurrency": KEY_CONCURRENCY_MAX
 }  # fmt: skip
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
 
-_DOUBLINGS_MAX: Final = 32
+_DOUBLINGS_MAX = 32
 
 
 def spread(wait: float, over: float, random: Callable[[], float]) -> float:

@@ -26,9 +26,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import Final
 
-NO_TOKENIZER: Final = "the model has no tokenizer; give token_ids"
+NO_TOKENIZER = "the model has no tokenizer; give token_ids"
 """Reason of a `BadRequest` for a text; the command line names its flag instead."""
 
 

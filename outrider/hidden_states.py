@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
-BYTES_OF_A_NUMBER: Final = 2
+BYTES_OF_A_NUMBER = 2
 """bfloat16, the lower byte first."""
 
 

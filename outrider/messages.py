@@ -6,7 +6,7 @@ Every message is idempotent: repeated, late or reordered ones change nothing but
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar
 
 from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline
 from outrider.engine.step_costs import StepCosts
@@ -22,7 +22,7 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 if TYPE_CHECKING:
     from outrider.grammar.compiler import Grammar
 
-TOKEN_BYTES: Final = 4
+TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
@@ -23,7 +23,7 @@ Value = str | int | float | bool | None
 Config = TypeVar("Config")
 T = TypeVar("T")
 
-CHECKED: Final = ConfigDict(
+CHECKED = ConfigDict(
     strict=True, extra="forbid", use_attribute_docstrings=True,
     validate_by_name=True, validate_by_alias=False, hide_input_in_errors=True,
 )  # fmt: skip
@@ -39,19 +39,19 @@ def named_with(prefix: str, fields: Collection[str]) -> ConfigDict:
 Internal = Annotated[T, Field(exclude=True)]
 """A field that is no setting: the code that starts the service fills it in."""
 
-ENVIRONMENT_PREFIX: Final = "OUTRIDER_"
-NOT_SETTINGS: Final = (
+ENVIRONMENT_PREFIX = "OUTRIDER_"
+NOT_SETTINGS = (
     "OUTRIDER_CACHE", "OUTRIDER_STATE_DIR", "OUTRIDER_TEST_DATA", "OUTRIDER_CA_CERT",
     "OUTRIDER_CLIENT_CERT", "OUTRIDER_CLIENT_KEY",
 )  # fmt: skip
 """Variables of the same prefix that are no settings of a deployment: where things lie, and what
 those who call one have."""
 
-_KIND_NAMES: Final = {
+_KIND_NAMES = {
     "string": "a string", "integer": "a whole number", "number": "a number",
     "boolean": "true or false",
 }  # fmt: skip
-_BOOLEANS: Final = ("true", "1", "yes", "on", "false", "0", "no", "off")
+_BOOLEANS = ("true", "1", "yes", "on", "false", "0", "no", "off")
 
 
 @dataclass(frozen=True)

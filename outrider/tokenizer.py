@@ -6,17 +6,17 @@ import codecs
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from outrider.errors import BadRequest, ConfigError
 from outrider.grammar.compiler import backend_json
 from outrider.models.loading import load_tokenizer
 
-_REPLACEMENT: Final = "\ufffd"
-_HELD_TOKENS_MAX: Final = 8
+_REPLACEMENT = "\ufffd"
+_HELD_TOKENS_MAX = 8
 """A character of UTF-8 has at most four bytes, and a token at least one: tokens that have not made
 whole characters after so many hardly will."""
-UNKNOWN_BYTES_MAX: Final = 256
+UNKNOWN_BYTES_MAX = 256
 """Bytes of text that a token for unknown words is thought to stand for, at most."""
 
 

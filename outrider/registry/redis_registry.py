@@ -16,7 +16,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any
 
 from outrider.errors import InvariantError, OutriderError, check
 from outrider.limits import REPLICA_NUMBER_MAX, REPLICAS_MAX
@@ -26,9 +26,9 @@ from outrider.sessions.redis_connection import calling, new_client, redis_errors
 
 _log = logging.getLogger(__name__)
 
-_STARTED: Final = "started"
+_STARTED = "started"
 """Field of the hash of what is wanted: how many replicas were started."""
-WANTED_TTL_S: Final = 7 * 86_400
+WANTED_TTL_S = 7 * 86_400
 """Counts that are wanted expire so long after they were last read or written, s."""
 
 

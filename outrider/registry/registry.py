@@ -27,13 +27,13 @@ _log = logging.getLogger(__name__)
 Role = Literal["coordinator", "target", "draft"]
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 
-LEASE_S: Final = 3.0
-RENEWAL_S: Final = 1.0
-WINDOW_S: Final = 5.0
+LEASE_S = 3.0
+RENEWAL_S = 1.0
+WINDOW_S = 5.0
 """Time constant of the means in `Figures`."""
-FIGURE_MAX: Final = 1e12
+FIGURE_MAX = 1e12
 
-_STRICT: Final = ConfigDict(strict=True)
+_STRICT = ConfigDict(strict=True)
 _Text = Annotated[str, Field(max_length=REPLICA_TEXT_MAX)]
 _Number = Annotated[int, Field(ge=0, le=REPLICA_NUMBER_MAX)]
 _Figure = Annotated[float, Field(ge=0, le=FIGURE_MAX)] | None
@@ -65,7 +65,7 @@ class Figures:
     """Of a coordinator."""
 
 
-NO_FIGURES: Final = Figures()
+NO_FIGURES = Figures()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from pydantic import Field
@@ -28,10 +28,10 @@ from outrider.files import read_file
 from outrider.limits import PASSWORD_BYTES_MAX
 from outrider.settings import Internal, blaming, named_with
 
-DEFAULT_KEY_PREFIX: Final = "outrider:"
+DEFAULT_KEY_PREFIX = "outrider:"
 
 
-_SETTINGS: Final = (
+_SETTINGS = (
     "url", "username", "password", "password_file", "ca_file", "sentinel_password", "key_prefix",
 )  # fmt: skip
 
@@ -65,8 +65,8 @@ class RedisAddress:
     """Likewise, of the Sentinels."""
 
 
-VARIABLE: Final = "OUTRIDER_REDIS_PASSWORD"
-SENTINEL_VARIABLE: Final = "OUTRIDER_REDIS_SENTINEL_PASSWORD"
+VARIABLE = "OUTRIDER_REDIS_PASSWORD"
+SENTINEL_VARIABLE = "OUTRIDER_REDIS_SENTINEL_PASSWORD"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, Final
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import redis.asyncio
@@ -269,8 +269,8 @@ class Pool(redis.asyncio.BlockingConnectionPool):
             await connection.disconnect(nowait=True)
 
 
-SCHEMES: Final = ("redis+sentinel://", "rediss+sentinel://")
-_PORT: Final = 26_379
+SCHEMES = ("redis+sentinel://", "rediss+sentinel://")
+_PORT = 26_379
 
 
 def _host_and_port(text: str) -> tuple[str, int]:

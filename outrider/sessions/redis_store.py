@@ -27,7 +27,7 @@ import asyncio
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import redis.asyncio
 from pydantic import TypeAdapter
@@ -268,10 +268,10 @@ Field = str | int | bytes
 """Redis stores all as bytes."""
 
 TOKEN_BYTES = 4
-_OPENED: Final = TypeAdapter(tuple[str, int, Rule, str, int])
+_OPENED = TypeAdapter(tuple[str, int, Rule, str, int])
 """What never changes: tenant, seed, rule, parameters, length of the prompt."""
-_CACHES: Final = TypeAdapter(tuple[CacheState, CacheState])
-_COUNTERS: Final = TypeAdapter(Counters)
+_CACHES = TypeAdapter(tuple[CacheState, CacheState])
+_COUNTERS = TypeAdapter(Counters)
 
 
 def _progress(of: SessionRecord | Append) -> list[Field]:

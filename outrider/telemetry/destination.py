@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Final
 
 from outrider.errors import SettingError
 
-ROLES: Final = ("coordinator", "target", "draft")
+ROLES = ("coordinator", "target", "draft")
 """Each process of a deployment serves Prometheus on a port of its own, in this order."""
-_LAST: Final = 65_535 - len(ROLES) + 1
-_PART: Final = re.compile(
+_LAST = 65_535 - len(ROLES) + 1
+_PART = re.compile(
     r"otlp=https?://(?:[^\s@]*@)?(?:\[[\da-fA-F:]+\]|[\w.-]+):\d+(?:/\S*)?|prometheus=[0-9]{1,5}"
 )
-_ALLOWED: Final = "otlp=http://HOST:PORT, prometheus=PORT, or both with a comma between them"
+_ALLOWED = "otlp=http://HOST:PORT, prometheus=PORT, or both with a comma between them"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,18 +11,18 @@ from outrider.sessions.store import FinishReason
 from outrider.speculation.sampling_params import Rule
 from outrider.telemetry.observer import AuditOutcome, Side
 
-PREFIX: Final = "outrider."
-SECONDS: Final = (
+PREFIX = "outrider."
+SECONDS = (
     0.0005, 0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.125, 0.25, 0.5, 1, 2, 4, 8, 15, 30,
     60, 120, 300,
 )  # fmt: skip
 """Upper bounds of the buckets of a time, s."""
-PHASES: Final = ("draft", "wire", "queue", "verify", "commit")
+PHASES = ("draft", "wire", "queue", "verify", "commit")
 """Where a round's time goes: the whole wait for a proposal; of the wait for a verdict what is
 neither the target's queue nor its step; those two; from the decision until it may be shown."""
-_SIDES: Final = get_args(Side)
-_METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
-_RULES: Final = tuple(rule.value for rule in Rule)
+_SIDES = get_args(Side)
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
+_RULES = tuple(rule.value for rule in Rule)
 
 REQUEST_COUNTERS: Final[dict[str, tuple[Any, ...]]] = {
     "prompt_tokens": ("Prompt tokens of opened sessions.",),
@@ -71,16 +71,16 @@ REQUEST_COUNTERS: Final[dict[str, tuple[Any, ...]]] = {
 values of it that are shown from the start. From what those of an audit grow by in a time follow
 the mean drift of a token and a z value for the whole: (surprise - entropy) / tokens, and
 (surprise - entropy) / sqrt(variance)."""
-AUDIT_SUMS: Final = {
+AUDIT_SUMS = {
     "num_tokens": "audit_tokens", "num_impossible": "audit_impossible_tokens",
     "surprise": "audit_surprise_nats", "entropy": "audit_entropy_nats",
     "variance": "audit_variance_nats2",
 }  # fmt: skip
 """The counter of each field of `AuditSums`."""
-GREEDY_AUDIT_SUMS: Final = {
+GREEDY_AUDIT_SUMS = {
     "num_unlikely": "audit_unlikely_tokens", "num_near_ties": "audit_near_ties"
 }  # fmt: skip
-REQUEST_TIMES: Final = {
+REQUEST_TIMES = {
     **{f"{PREFIX}round_{phase}_seconds": f"A round's time: {phase}." for phase in PHASES},
     "outrider.request_queue_time_seconds": "From arrival until the target began the first step.",
     "outrider.time_to_first_token_seconds": "From arrival to the first token.",

@@ -7,7 +7,7 @@ is off, each costs a call, and OpenTelemetry is not imported.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Literal
 
 Side = Literal["draft", "target"]
 AuditOutcome = Literal["audited", "busy", "repeated", "failed"]
@@ -37,7 +37,7 @@ class RequestObserver:
     count = finished = failed = _ignore
 
 
-SILENT: Final = RequestObserver()
+SILENT = RequestObserver()
 
 
 Readings = Callable[[], Mapping[str, Mapping[str, float]]]
@@ -58,4 +58,4 @@ class Observation:
     watch = audited = audit_ended = _ignore
 
 
-UNOBSERVED: Final = Observation()
+UNOBSERVED = Observation()

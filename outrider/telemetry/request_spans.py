@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import time
 from functools import partial
-from typing import Final
 
 from opentelemetry.context import Context
 from opentelemetry.metrics import Meter
@@ -50,8 +49,8 @@ from outrider.telemetry.observer import (
 )
 from outrider.telemetry.setup import read_traceparent, write_traceparent
 
-PROVIDER: Final = "outrider"
-_POSITIONS: Final = tuple(str(position) for position in range(64))
+PROVIDER = "outrider"
+_POSITIONS = tuple(str(position) for position in range(64))
 
 
 class ObservedRequests(Observation):
@@ -303,7 +302,7 @@ class ObservedRequest(RequestObserver):
         self._span.end()
 
 
-_PHASE_TIMES: Final = {phase: f"{PREFIX}round_{phase}_seconds" for phase in PHASES}
+_PHASE_TIMES = {phase: f"{PREFIX}round_{phase}_seconds" for phase in PHASES}
 
 
 def _reading(readings: Readings, name: str) -> dict[str, float]:

@@ -8,7 +8,7 @@ import logging
 import socket
 from importlib.metadata import version
 from threading import Thread
-from typing import Any, Final
+from typing import Any
 from wsgiref.simple_server import WSGIServer
 
 from opentelemetry.context import Context
@@ -24,9 +24,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from outrider.errors import SettingError
 from outrider.telemetry.destination import Destination
 
-EXPORT_TIMEOUT_S: Final = 3.0
+EXPORT_TIMEOUT_S = 3.0
 """What one export may take; also what a process waits for its last one when it stops."""
-SCOPE: Final = "outrider"
+SCOPE = "outrider"
 
 _log = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ def start_exports(
     return Exports(role, span_processor, readers, scrape)
 
 
-_PROPAGATOR: Final = TraceContextTextMapPropagator()
+_PROPAGATOR = TraceContextTextMapPropagator()
 
 
 def write_traceparent(span: Span, *, sampled: bool = True) -> str:

@@ -16,12 +16,12 @@ from outrider.replica.step_request import StepFigures, StepRequest, Unfinished
 from outrider.telemetry.metrics import PREFIX, ObservedCounter, times, watch
 from outrider.telemetry.setup import read_sampled
 
-ITEMS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_KINDS: Final = ("answered", "resync", "refused", "continues", "waits")
+ITEMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_KINDS = ("answered", "resync", "refused", "continues", "waits")
 SPAN_OF = {"draft": "outrider.draft", "target": "outrider.verify"}
 
 
-_FIGURES: Final = {
+_FIGURES = {
     "num_preemptions": "Sequences whose pages were taken for an older one.",
     "num_prefill_chunks": "Parts of prefixes that were run on their own.",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import grpc
 
@@ -75,7 +75,7 @@ class Trust:
     """That the server's certificate must have; empty = the host that is called."""
 
 
-PLAIN: Final = Trust()
+PLAIN = Trust()
 
 
 def open_channel(address: str, trust: Trust = PLAIN, *, blocking: bool = False) -> Any:

@@ -81,9 +81,9 @@ _LIMITS: Final[Mapping[str, int]] = {
     "Refused.message": ERROR_MESSAGE_CHARS_MAX,
 }
 """The largest number, or the most characters or entries, of a field."""
-_AMOUNTS: Final = ("Verdict", "ProposalAnswer", "AuditSums")
+_AMOUNTS = ("Verdict", "ProposalAnswer", "AuditSums")
 """Messages whose floating-point numbers are finite, and 0 or more."""
-_RANGES: Final = {
+_RANGES = {
     FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
     FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
     FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
@@ -420,7 +420,7 @@ def _check_tree(item: RoundItem) -> None:
 _ANSWERS: Final[Mapping[str, Any]] = {
     "verdict": VerdictReply, "proposal": ProposalReply, "resync": Resync, "refused": Refused
 }  # fmt: skip
-_ANSWER_FIELDS: Final = {kind: name for name, kind in _ANSWERS.items()}
+_ANSWER_FIELDS = {kind: name for name, kind in _ANSWERS.items()}
 
 
 def key_from_proto(message: Any) -> ReplyKey:

@@ -46,8 +46,8 @@ VALUES.update(
 _EVENTS: Final[dict[str, Any]] = {
     "started": Started, "tokens": Tokens, "round": RoundReport, "finished": Finished
 }  # fmt: skip
-_NO_EVENT: Final = pb.GenerateEvent()
-_EVENT_FIELDS: Final = {kind: name for name, kind in _EVENTS.items()}
+_NO_EVENT = pb.GenerateEvent()
+_EVENT_FIELDS = {kind: name for name, kind in _EVENTS.items()}
 
 
 # Requests

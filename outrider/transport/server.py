@@ -21,7 +21,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
@@ -41,10 +41,10 @@ Serving = health_pb2.HealthCheckResponse.ServingStatus
 Guard = Callable[[str, Context], None]
 """Asked whether a method, `/package.Service/Method`, may be called, before a byte of the call's
 messages is read. Raises what the caller is told otherwise."""
-_HEALTH: Final = health_pb2.DESCRIPTOR.services_by_name["Health"]
-_REFLECTION: Final = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
-TAKEN_TIMEOUT_S: Final = 1.0
-HEALTH_PATH: Final = f"/{_HEALTH.full_name}/"
+_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
+_REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
+TAKEN_TIMEOUT_S = 1.0
+HEALTH_PATH = f"/{_HEALTH.full_name}/"
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,15 +42,15 @@ _log = logging.getLogger(__name__)
 
 InternalRole = Literal["coordinator", "target", "draft"]
 INTERNAL_ROLES: Final[tuple[InternalRole, ...]] = ("coordinator", "target", "draft")
-AUTHORITY: Final = "ca"
-DOMAIN: Final = "outrider.internal"
-AUTHORITY_DAYS: Final = 3650
-ROLE_DAYS: Final = 397
-_BACKDATED: Final = datetime.timedelta(hours=1)
+AUTHORITY = "ca"
+DOMAIN = "outrider.internal"
+AUTHORITY_DAYS = 3650
+ROLE_DAYS = 397
+_BACKDATED = datetime.timedelta(hours=1)
 """Clocks of machines differ."""
 
 
-WARNED_DAYS: Final = 30
+WARNED_DAYS = 30
 """Before a service's certificate ends its log says so, whenever it starts."""
 
 
