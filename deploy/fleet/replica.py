@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Self, cast
 
@@ -187,15 +188,14 @@ class Replica:
         Sessions of a coordinator end while it stops."""
         if self.role == "coordinator":
             return
-        loop = asyncio.get_running_loop()
         try:
             await self.leader.call("leave", timeout_s=STOP_CALL_TIMEOUT_S)
-            give_up_at, before, since = loop.time() + timeout_s, -1, loop.time()
-            while loop.time() < min(give_up_at, since + QUIET_S):
-                num_items: int = await self.leader.call("traffic", timeout_s=STOP_CALL_TIMEOUT_S)
-                if num_items != before:
-                    before, since = num_items, loop.time()
-                await asyncio.sleep(QUIET_S / 4)
+            before = -1
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    while (now := await self.leader.call("traffic")) != before:
+                        before = now
+                        await asyncio.sleep(QUIET_S)
         except Unavailable as error:
             _log.warning("%s did not drain: %s", self.name, error)
 

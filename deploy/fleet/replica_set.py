@@ -25,7 +25,7 @@ from outrider.errors import ConfigError, OutriderError, StoreUnavailable
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import ROLES, Role
 
-from .ray_cluster import Actor, Cluster, retried
+from .ray_cluster import Cluster, retried
 from .replica import Replica, ReplicaView, raise_first, role_and_age
 from .spec import FleetSpec
 
@@ -170,25 +170,23 @@ class Fleet:
         """Takes over the replicas that another fleet has left, and goes on with what it had
         begun; whatever does not serve yet is ended, to be started anew."""
         there = await self._cluster.replicas()
-        await asyncio.gather(*(self._adopt(name, ranks) for name, ranks in there.items()))
+        found = await asyncio.gather(*map(Replica.adopted, there, there.values()))
+        by_age = {role_and_age(name)[1]: name for name in there}
+        adopted = {one.name: one for one in found if one is not None}
+        for _, name in sorted(by_age.items()):
+            if name in adopted:
+                self._replicas[name] = adopted[name]
+            else:
+                _log.warning("%s does not serve, and is ended", name)
+                await self._cluster.remove(there[name])
+        self._num_started = max(by_age, default=-1) + 1
         await self._cluster.free_groups(self._replicas)
-        found = sorted(self._replicas.values(), key=lambda one: one.age)
-        self._replicas = {one.name: one for one in found}
         await retried("what is wanted", self._recall)
         try:
             self.spec = self.settled(self.spec)
         except ConfigError as error:  # They serve all the same.
             _log.error("later ones may not be reached: %s", error)
         _log.info("taken over: %s", ", ".join(self._replicas) or "nothing")
-
-    async def _adopt(self, name: str, ranks: Sequence[Actor]) -> None:
-        self._num_started = max(self._num_started, role_and_age(name)[1] + 1)
-        one = await Replica.adopted(name, ranks)
-        if one is None:
-            _log.warning("%s does not serve, and is ended", name)
-            await self._cluster.remove(ranks)
-        else:
-            self._replicas[name] = one
 
     async def _recall(self) -> None:
         """What the other fleet had been told and has done. Until that is known nothing is done: a
