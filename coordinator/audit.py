@@ -68,7 +68,9 @@ class Auditor:
             self._observation.audit_ended("repeated")
         else:
             if not greedy:
-                self._remember(session.record.seed)
+                self._seeds[session.record.seed] = None
+            if len(self._seeds) > AUDITED_SEEDS_MAX:
+                self._seeds.popitem(last=False)
             self._num_chosen += 1
             return True
         return False
@@ -87,11 +89,6 @@ class Auditor:
         self._share = 0.0
         for task in self._tasks:
             task.cancel()
-
-    def _remember(self, seed: int) -> None:
-        self._seeds[seed] = None
-        if len(self._seeds) > AUDITED_SEEDS_MAX:
-            self._seeds.popitem(last=False)
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

@@ -99,7 +99,8 @@ def replay(
     ended, what was held back is told too, if the client says that it lacks it."""
     token_ids = record.token_ids[record.prompt_length :]
     first = request.num_tokens
-    step = _tokens_per_event(parameters)
+    num_entries = 1 if parameters.logprobs is None else 1 + parameters.logprobs
+    step = min(TOKENS_PER_EVENT, max(1, ENTRIES_PER_EVENT // num_entries))
     lines = record.logprobs.split("\n")[:-1] if parameters.logprobs is not None else []
     known = completion.push(token_ids[:first])
     reason = known.finish_reason
@@ -119,11 +120,6 @@ def replay(
         if text[told:]:
             events.append(Tokens(len(token_ids), (), text[told:], (), ()))
     return Replayed(completion, tuple(events), reason)
-
-
-def _tokens_per_event(parameters: GenerationParameters) -> int:
-    num_entries = 0 if parameters.logprobs is None else 1 + parameters.logprobs
-    return min(TOKENS_PER_EVENT, max(1, ENTRIES_PER_EVENT // max(1, num_entries)))
 
 
 def told_again(record: SessionRecord, model: str, replayed: Replayed) -> Iterator[Event]:

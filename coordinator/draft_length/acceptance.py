@@ -7,7 +7,7 @@ beside it is refused; the token behind it is the target's own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -69,23 +69,27 @@ def observed(num_asked: int, survival: Sequence[float]) -> Array:
     return counts
 
 
-class DepthAverages:
-    """Of acceptance and of proposals' lengths, by depth: exponentially weighted sums over rounds,
-    of one session or of all. What few rounds have reached is drawn towards what `prior` says of it,
-    the averages over more sessions; without a prior a depth is drawn towards the one before it.
-    Acceptance is that of tokens that were proposed."""
+class _Averages:
+    """Exponentially weighted sums over rounds, of one session or of all."""
 
-    def __init__(
-        self, memory_rounds: float, prior_rounds: float, prior: DepthAverages | None = None
-    ) -> None:
-        """A round weighs 1 / e after `memory_rounds` others; the prior as much as `prior_rounds`
-        new ones."""
+    shape: tuple[int, int]
+
+    def __init__(self, memory_rounds: float, prior_rounds: float, prior: Any = None) -> None:
+        """A round weighs 1 / e after `memory_rounds` others; the prior, the averages over more
+        sessions, as much as `prior_rounds` new ones."""
         self._keep = 1.0 - 1.0 / memory_rounds
         self._pull = prior_rounds
         self._prior = prior
         self.num_rounds = 0
-        self._sums = np.zeros((5, NUM_DRAFT_TOKENS_MAX))
-        """See `observed`."""
+        self._sums = np.zeros(self.shape)
+
+
+class DepthAverages(_Averages):
+    """Of acceptance and of proposals' lengths, by depth: sums of what was `observed`. What few
+    rounds have reached is drawn towards what the prior says of it; without a prior a depth is drawn
+    towards the one before it. Acceptance is that of tokens that were proposed."""
+
+    shape = (5, NUM_DRAFT_TOKENS_MAX)
 
     def fade(self) -> None:
         """A round without a draft."""
@@ -125,16 +129,10 @@ class DepthAverages:
         return rates
 
 
-class SiblingAverages:
+class SiblingAverages(_Averages):
     """Of the acceptance of siblings, by rank; as `DepthAverages`."""
 
-    def __init__(
-        self, memory_rounds: float, prior_rounds: float, prior: SiblingAverages | None = None
-    ) -> None:
-        self._keep = 1.0 - 1.0 / memory_rounds
-        self._pull = prior_rounds
-        self._prior = prior
-        self._sums = np.zeros((3, SIBLINGS_MAX))
+    shape = (3, SIBLINGS_MAX)
 
     def note(self, found: SiblingChances) -> None:
         """A round with a draft."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from outrider.limits import TREE_TOKENS_MAX
 
@@ -32,8 +33,7 @@ class RoundLength:
     drafts that with this one's verdict: not where they may tell of the round's own numbers."""
 
 
-@dataclass(frozen=True, slots=True)
-class DraftedBeside:
+class DraftedBeside(NamedTuple):
     """Drafting that a target did in one step with a verdict."""
 
     num_tokens: int

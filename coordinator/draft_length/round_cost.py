@@ -205,10 +205,10 @@ class RoundCosts:
     def note_drafted(self, played: PlayedRound, round_s: float, is_typical: bool = True) -> None:
         """A round for which tokens were asked, whose proposal was waited for as rounds do, if it
         `is_typical`."""
-        num_drafted, draft_s, work_s = len(played.survival), played.draft_s, played.work_s
-        if played.beside is not None:
-            num_drafted, draft_s = played.beside.num_tokens, played.beside.seconds
-            work_s = played.beside.work_s
+        num_proposed = len(played.survival)
+        num_drafted, draft_s, work_s = played.beside or (
+            num_proposed, played.draft_s, played.work_s
+        )  # fmt: skip
         if is_typical or played.beside is not None:
             self._draft.note(num_drafted * self._draft_token, self._bounded(draft_s))
             self._draft_work.note(num_drafted * self._draft_token, self._bounded(work_s))
@@ -217,7 +217,7 @@ class RoundCosts:
         others, step_s = self._others(), played.target_s - played.queue_s
         if others > 0 and step_s > 0:
             self._wait.note(min(1.0, played.queue_s / step_s / min(1.0, others)))
-        num_rows = len(played.survival) + played.num_siblings
+        num_rows = num_proposed + played.num_siblings
         self._target.note(self._load(num_rows, played.context), self._bounded(step_s))
         self.plain.fade(FORGOTTEN)
 
