@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
@@ -364,6 +365,7 @@ def build_app(
     )
     app.router.route_class = BodyRoute
     app.state.access = access
+    app.state.num_bytes = Counter()
     app.add_middleware(Entrance, access=access, hosts=hosts)  # The last one is asked first.
     if options.times is not None:
         app.add_middleware(TimingMiddleware, times=options.times)

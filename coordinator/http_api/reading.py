@@ -13,7 +13,7 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, Final
 
 from fastapi import FastAPI, Request, Response
@@ -24,7 +24,7 @@ from pydantic_core import from_json
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.auth.access_control import AccessControl
 from coordinator.http_api.bodies import unserved_reason
@@ -211,9 +211,10 @@ class BodyRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def read(request: Request) -> Response:
-            request.app.state.access.check_rate(request.state.caller)
+            state = request.app.state
+            state.access.check_rate(request.state.caller)
             try:
-                data = await request.body()
+                request._body = data = await whole_body(request, state.num_bytes)
             except ClientDisconnect:
                 return Unsent()
             if data:  # `_json` is what `Request.json` returns.
@@ -228,6 +229,48 @@ class Unsent(Response):
     """The answer to a client that has gone: nothing."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+
+async def whole_body(request: Request, num_bytes: Counter[str]) -> bytes:
+    """Reads no more of a body than `HTTP_BODY_BYTES_MAX`, for no longer than `HTTP_BODY_S_MAX` in
+    all and `HTTP_BODY_PART_S_MAX` for a part. Of all bodies that have begun to come there are at
+    most `HTTP_BODIES_BYTES_MAX`, and of those of one tenant, where keys tell tenants apart, at most
+    `HTTP_TENANT_BODIES_BYTES_MAX`: `num_bytes` has those that are not whole yet, by tenant."""
+    caller: Caller = request.state.caller
+    tenant, data, parts = caller.tenant, bytearray(), request.stream()
+    end = asyncio.get_running_loop().time() + HTTP_BODY_S_MAX
+    try:
+        while part := await _received_by(end, parts):
+            data += part
+            num_bytes[tenant] += len(part)
+            if len(data) > HTTP_BODY_BYTES_MAX:
+                raise HTTPException(413, f"the body has more than {HTTP_BODY_BYTES_MAX} bytes")
+            if num_bytes.total() > HTTP_BODIES_BYTES_MAX:
+                raise Unavailable("too many bodies are being read; try again later")
+            if caller is not ANYBODY and num_bytes[tenant] > HTTP_TENANT_BODIES_BYTES_MAX:
+                raise Overloaded(
+                    f"the tenant {tenant!r} sends bodies of more than "
+                    f"{HTTP_TENANT_BODIES_BYTES_MAX} bytes at a time; try again later"
+                )
+        return bytes(data)
+    finally:
+        num_bytes[tenant] -= len(data)
+        if not num_bytes[tenant]:
+            del num_bytes[tenant]
+
+
+async def _received_by(end: float, parts: AsyncGenerator[bytes]) -> bytes:
+    """The next part; empty = there is none."""
+    part_end = asyncio.get_running_loop().time() + HTTP_BODY_PART_S_MAX
+    try:
+        async with asyncio.timeout_at(min(end, part_end)):
+            return await anext(parts, b"")
+    except TimeoutError:
+        if part_end < end:
+            reason = f"no part of the body has come for {HTTP_BODY_PART_S_MAX} s"
+        else:
+            reason = f"the body has not come within {HTTP_BODY_S_MAX} s"
+        raise HTTPException(408, reason, {"connection": "close"}) from None
 
 
 def read_body(data: bytes) -> Any:
@@ -262,19 +305,12 @@ def is_open(path: str) -> bool:
 
 
 class Entrance:
-    """Before an application: learns who calls before anything of a request's body is read.
-
-    Reads no more of a body than `HTTP_BODY_BYTES_MAX`, for no longer than `HTTP_BODY_S_MAX` in all
-    and `HTTP_BODY_PART_S_MAX` for a part. Of all bodies that have begun to come it holds at most
-    `HTTP_BODIES_BYTES_MAX`, and of those of one tenant, where keys tell tenants apart, at most
-    `HTTP_TENANT_BODIES_BYTES_MAX`."""
+    """Before an application: learns who calls before anything of a request's body is read."""
 
     def __init__(self, app: ASGIApp, access: AccessControl, hosts: Collection[str]) -> None:
         self._app = app
         self._access = access
         self._hosts = hosts
-        self._num_bytes: Counter[str] = Counter()
-        """Of bodies that are not whole yet, by tenant."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, caller = Headers(scope=scope), ANYBODY
@@ -291,52 +327,4 @@ class Entrance:
             await error_response(error)(scope, receive, send)
             return
         scope.setdefault("state", {})["caller"] = caller
-        end = asyncio.get_running_loop().time() + HTTP_BODY_S_MAX
-        size, is_read = 0, False
-
-        async def bounded() -> Message:
-            nonlocal size, is_read
-            if is_read:
-                return await receive()
-            message = await _received_by(end, receive)
-            num_new = len(message.get("body", b""))
-            size += num_new
-            self._num_bytes[caller.tenant] += num_new
-            if size > HTTP_BODY_BYTES_MAX:
-                raise HTTPException(413, f"the body has more than {HTTP_BODY_BYTES_MAX} bytes")
-            self._check_room(caller)
-            if not message.get("more_body", False):
-                self._forget(caller, size)
-                size, is_read = 0, True
-            return message
-
-        try:
-            await self._app(scope, bounded, send)
-        finally:
-            self._forget(caller, size)
-
-    def _forget(self, caller: Caller, num_bytes: int) -> None:
-        self._num_bytes[caller.tenant] -= num_bytes
-        self._num_bytes += Counter()  # Forgets tenants without bodies.
-
-    def _check_room(self, caller: Caller) -> None:
-        if self._num_bytes.total() > HTTP_BODIES_BYTES_MAX:
-            raise Unavailable("too many bodies are being read; try again later")
-        if caller is not ANYBODY and self._num_bytes[caller.tenant] > HTTP_TENANT_BODIES_BYTES_MAX:
-            raise Overloaded(
-                f"the tenant {caller.tenant!r} sends bodies of more than "
-                f"{HTTP_TENANT_BODIES_BYTES_MAX} bytes at a time; try again later"
-            )
-
-
-async def _received_by(end: float, receive: Receive) -> Message:
-    part_end = asyncio.get_running_loop().time() + HTTP_BODY_PART_S_MAX
-    try:
-        async with asyncio.timeout_at(min(end, part_end)):
-            return await receive()
-    except TimeoutError:
-        if part_end < end:
-            reason = f"no part of the body has come for {HTTP_BODY_PART_S_MAX} s"
-        else:
-            reason = f"the body has not come within {HTTP_BODY_S_MAX} s"
-        raise HTTPException(408, reason, {"connection": "close"}) from None
+        await self._app(scope, receive, send)
