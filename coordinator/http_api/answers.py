@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from coordinator.http_api.bodies import StreamOptions, TranslatedBody
-from outrider.errors import check
 from outrider.request import Event, Finished, RoundReport, Started, Tokens
 from outrider.sessions.store import FinishReason
 
@@ -51,7 +50,6 @@ class _Choice:
         self.scored: list[Scored] = []
 
     def score(self, event: Tokens) -> list[Scored]:
-        check(len(event.logprobs) == len(event.token_ids), "tokens without log-probabilities")
         scored = []
         for token_id, entry in zip(event.token_ids, event.logprobs, strict=True):
             each = [(token_id, entry.logprob), *entry.top]
@@ -104,7 +102,6 @@ class Answer:
         """All that has come, if it is told at once. Every choice must have ended."""
         if self._asked.body.stream:
             return None
-        check(self._has_ended, "a choice has not ended")
         told = [
             self._choice(index, self.message(one.text), one.finished, one)
             for index, one in enumerate(self._choices)
@@ -139,15 +136,11 @@ class Answer:
             choice.text, choice.token_ids, choice.scored = "", [], []
             return [*chunks, self._chunk(part)]
         chunks.append(self._chunk(self._choice(index, self.closing, event)))
-        if self._has_ended:
+        if all(one.finished for one in self._choices):
             if self._options.include_usage:
                 chunks.append(self._told(self.chunk_kind, [], usage=self._usage()))
             chunks[-1]["metrics"] = self._metrics()
         return chunks
-
-    @property
-    def _has_ended(self) -> bool:
-        return all(one.finished for one in self._choices)
 
     def _told(self, kind: str, choices: list[Json], **more: Any) -> Json:
         return {**self._envelope, "object": kind, "choices": choices, **more}
