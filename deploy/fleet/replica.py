@@ -72,14 +72,14 @@ class Overview:
             total += max(num_old, self.wanted.get(role, 0) - num_new)
         return total
 
-    def addresses(self, role: Role, *, http: bool = False) -> tuple[str, ...]:
+    def addresses(self, role: Role, *, http: bool = False) -> list[str]:
         """Where those of a role answer that stay, by gRPC or by HTTP: each HOST:PORT, the oldest
         replica's first."""
         found = [
             one.http_address if http else one.address for one in self.of(role) if not one.leaves
         ]
         # Two coordinators have one address while one is replaced by the other.
-        return tuple(dict.fromkeys(filter(None, found)))
+        return list(dict.fromkeys(filter(None, found)))
 
 
 _log = logging.getLogger(__name__)

@@ -61,9 +61,8 @@ class FleetSpec:
     def counts(self) -> dict[Role, int]:
         """How many replicas of each role there are at first."""
         return {
-            "coordinator": self.config.num_coordinators,
-            "target": self.config.num_targets,
-            "draft": self.config.num_drafts if "draft" in self.demands else 0,
+            role: getattr(self.config, f"num_{role}s") if role in self.demands else 0
+            for role in ROLES
         }
 
     def bounded(self, counts: Mapping[Role, int]) -> dict[Role, int]:
