@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import MAX_MODEL_LEN
+from pages import check_pages
 from reference_kernels import ReferenceKernels
 
 from outrider.engine import paged_engine
@@ -84,7 +85,7 @@ def checked_engines(fused: bool = False) -> Iterator[EngineMaker]:
     maker = EngineMaker(fused)
     yield maker
     for engine in maker.made:
-        engine.check_integrity()
+        check_pages(engine)
 
 
 def shorten_pages(monkeypatch: pytest.MonkeyPatch, size: int) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pages import check_pages
+
 from draft_service.service import DraftService
 from outrider.errors import LinkLost, check
 from outrider.grammar.constraint import Constraint
@@ -189,7 +191,7 @@ class Replica:
     async def close(self) -> None:
         """Checks that nobody has left anything behind."""
         self.service.check_integrity()
-        self.engine.check_integrity()
+        check_pages(self.engine)
         await self.service.close()
 
 

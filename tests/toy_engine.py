@@ -53,7 +53,6 @@ class ToyEngine:
         self._pool = pool = BlockPool(num_pages, PAGE_SIZE)
         self.can_hold, self.find, self.release = pool.can_hold, pool.find, pool.release
         self.mark_idle, self.length, self.page_counts = pool.mark_idle, pool.length, pool.counts
-        self.check_integrity = pool.check_integrity
         self._known: set[str] = set()
         self.batches: list[list[str]] = []
         """Sessions of each forward pass ..."""

@@ -253,7 +253,7 @@ class PagedEngine:
         self._pool = pool = BlockPool(num_pages, PAGE_SIZE)
         self.can_hold, self.find, self.attach = pool.can_hold, pool.find, pool.attach
         self.mark_idle, self.release, self.length = pool.mark_idle, pool.release, pool.length
-        self.page_counts, self.check_integrity = pool.counts, pool.check_integrity
+        self.page_counts = pool.counts
         shapes = [layer.shape for layer in self._layers]
         num_pages += self._num_spare_pages
         self._cache = KVCache(shapes, num_pages, self._decoder is not None)

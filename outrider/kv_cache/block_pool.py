@@ -234,36 +234,6 @@ class BlockPool:
         if sequence_id in self._sequences:
             self._drop(sequence_id)
 
-    def check_integrity(self) -> None:
-        """Raises `InvariantError` unless every page is where it is said to be."""
-        size = self._page_size
-        holders, busy = Counter[int](), Counter[int]()
-        for sequence_id, sequence in self._sequences.items():
-            sequence.check_integrity(sequence_id, size)
-            holders.update(sequence.pages)
-            busy.update(sequence.pages if sequence.busy else ())
-            for page, prefix in zip(sequence.pages, sequence.prefixes, strict=False):
-                ids = self._packed_ids(page)
-                check(prefix.key[1] == ids, f"page {page} of {sequence_id} is corrupt")
-        pages = range(self._num_pages)
-        check(self._holders == [holders[page] for page in pages], "holders are miscounted")
-        check(self._busy_holders == [busy[p] for p in pages], "busy holders are miscounted")
-        check(self._num_busy_pages == len(busy), "busy pages are miscounted")
-        known = {page for page in pages if page in self._prefixes}
-        for page in known:
-            ids = self._packed_ids(page)
-            check(self._prefixes.packed_ids(page) == ids, f"remembered page {page} is corrupt")
-        remembered = {entry for entry in self._unused if isinstance(entry, int)}
-        check(remembered == known - set(holders), "a remembered page is lost or in use")
-        idle = {name for name, sequence in self._sequences.items() if not sequence.busy}
-        branches = {name for name in idle if self._sequences[name].is_branch}
-        check(set(self._idle_branches) == branches, "an idle branch is lost or busy")
-        check(set(self._unused) - remembered == idle - branches, "an idle sequence is lost or busy")
-        free = set(self._free)
-        check(len(free) == len(self._free), "a page is free twice")
-        check(free == set(pages) - remembered - set(holders), "a page is lost, or free and in use")
-        self._prefixes.check_integrity()
-
     def _is_roomy(self, steps: Sequence[SequenceStep]) -> bool:
         """Whether so many pages are free that nothing need be counted or evicted: a step takes a
         copy of the last page at most, and its own pages."""

@@ -71,24 +71,6 @@ class PrefixIndex:
             prefix.page = -1
         return pages
 
-    def packed_ids(self, page: int) -> bytes:
-        """The ids of the known prefix's last page, which `page` holds."""
-        return self._by_page[page].key[1]
-
-    def check_integrity(self) -> None:
-        """Raises `InvariantError` unless pages and families agree."""
-        found = {prefix.page: prefix for prefix in self._by_key.values()}
-        check(found == self._by_page, "prefixes and their pages differ")
-        for key, prefix in self._by_key.items():
-            parent, page = key[0], prefix.page
-            check(prefix.key == key, f"page {page} cannot be found")
-            if isinstance(parent, Prefix):
-                is_child = prefix in parent.children and found.get(parent.page) is parent
-                check(is_child, f"page {page} is an orphan")
-        children = sum(len(prefix.children) for prefix in found.values())
-        begun = sum(isinstance(parent, str) for parent, _ in self._by_key)
-        check(children + begun == len(found), "a prefix has children that are forgotten")
-
 
 class PagedSequence:
     """One sequence of slots."""
@@ -150,11 +132,3 @@ class PagedSequence:
                 break
             last = index
             self.chain_length += 1
-
-    def check_integrity(self, name: str, page_size: int) -> None:
-        """Raises `InvariantError` unless it has pages for its slots, and no others."""
-        whole = -(-self.length // page_size)
-        check(len(self.pages) == whole, f"{name} holds too many or too few pages")
-        check(len(set(self.pages)) == whole, f"{name} holds a page twice")
-        num_shared = self.length - self.num_shallow
-        check(0 <= self.chain_length <= num_shared, f"{name}: a bad chain")

@@ -16,6 +16,7 @@ import torch
 from library_text import LibraryText, library_text
 from models import depth_cut, tiny_config, tiny_exit, tiny_heads, tiny_module, twin
 from paged_engines import shorten_pages
+from pages import check_pages
 from stack import Stack, running_stack
 
 from outrider.drafters.drafter import DraftRequest
@@ -320,4 +321,4 @@ async def test_a_target_that_drafts_itself_writes_what_it_would_without(
         assert texts[0] == texts[1]
         assert stack.target._worker.figures.num_preemptions > 0
     assert drafter.num_tokens > CROWD * 12
-    target.check_integrity()
+    check_pages(target)

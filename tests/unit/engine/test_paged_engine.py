@@ -11,6 +11,7 @@ import pytest
 import torch
 from models import tiny_config, tiny_module, twin
 from paged_engines import VOCAB, EngineMaker, checked_engines, dense, gap, ids, run
+from pages import check_pages
 
 from outrider.engine.interface import SequenceStep
 from outrider.errors import BadRequest
@@ -181,7 +182,7 @@ def test_a_step_that_fails_midway_is_undone(
         engine.forward(steps)
     handle.remove()
     assert [engine.length(name) for name in "abcd"] == [6, 6, 0, 0]
-    engine.check_integrity()
+    check_pages(engine)
     assert gap(run(engine, "b", ids(3, 4), 3), dense(library, ids(6) + ids(3, 4))[-3:]) <= EXACT
     assert engine.attach("e", ids(40, 9), "tenant") == 0
     run(engine, "c", ids(40, 9), 1)
@@ -215,7 +216,7 @@ def test_what_cannot_be_copied_is_forgotten_and_nothing_else(
             engine.fork("a", "branch")
         with pytest.raises(MemoryError):
             engine.keep("c", 41, range(42, 49))
-        engine.check_integrity()
+        check_pages(engine)
     assert [engine.length(name) for name in ("a", "b", "branch", "c")] == [40, 0, 0, 0]
     assert engine.attach("d", (*ids(20), *ids(20, 7))) == 16
     assert engine.attach("e", (*ids(40), *ids(8, 6))) == 32

@@ -8,6 +8,7 @@ import pytest
 import torch
 from models import tiny_config, tiny_exit, tiny_module, twin
 from paged_engines import shorten_pages
+from pages import check_pages
 
 from outrider.engine.interface import ModelInfo, SequenceStep, ShallowEngine
 from outrider.engine.paged_engine import PagedEngine
@@ -87,11 +88,11 @@ def test_nothing_is_left_of_them(dtype: torch.dtype) -> None:
                 )
             assert engine.length("a") == len(TEXT) + 6
             assert engine.page_counts().num_free < before.num_free
-            engine.check_integrity()
+            check_pages(engine)
             engine.keep("a", len(TEXT))
             engine.keep("b", 3)
         assert engine.page_counts() == before
-        engine.check_integrity()
+        check_pages(engine)
         answers += engine.forward([SequenceStep("a", (9, 2), 2), SequenceStep("b", (6,), 1)])
         pages.append(engine.page_counts())
     assert pages[0] == pages[1]
@@ -121,7 +122,7 @@ def test_their_pages_are_never_shared(ending: str) -> None:
             engine.keep("a", len(TEXT) + 3)
             engine.mark_idle("a")
     assert engine.find((*TEXT, *drafted, 1)).length <= 2 * PAGE
-    engine.check_integrity()
+    check_pages(engine)
 
 
 def test_a_whole_step_behind_them_is_refused() -> None:
@@ -133,7 +134,7 @@ def test_a_whole_step_behind_them_is_refused() -> None:
         engine.forward([SequenceStep("a", (3,), 1)])
     with pytest.raises(InvariantError, match="cannot be forked"):
         engine.fork("a", "branch")
-    engine.check_integrity()
+    check_pages(engine)
     engine.keep("a", len(TEXT))
     engine.forward([SequenceStep("a", (3,), 1)])
 

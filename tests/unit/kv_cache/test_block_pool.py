@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from pages import check_pages
 
 from outrider.engine.interface import SequenceStep
 from outrider.kv_cache.block_pool import BlockPool, Copy
@@ -48,7 +49,7 @@ def test_whole_pages_of_a_running_sequence_are_shared(pool: BlockPool) -> None:
     assert pool.token_ids("c") == PROMPT
     counts = pool.counts()
     assert (counts.prefix_queries, counts.prefix_hits) == (54, 6 * SIZE)
-    pool.check_integrity()
+    check_pages(pool)
 
 
 def test_branches_go_first_then_what_is_unused_for_longest(pool: BlockPool) -> None:
@@ -74,4 +75,4 @@ def test_branches_go_first_then_what_is_unused_for_longest(pool: BlockPool) -> N
     assert pool.length("new") == 1
     assert pool.attach("old", (*PROMPT[:SIZE], 0)) == SIZE, "it was used after `gone`"
     assert pool.attach("gone", (1, 2, 3, 4, 5)) == 0
-    pool.check_integrity()
+    check_pages(pool)

@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from pages import check_pages
 
 from outrider.engine.interface import SequenceStep
 from outrider.errors import OutOfPages
@@ -254,7 +255,7 @@ class PoolAndModel(RuleBasedStateMachine):
 
     @invariant()
     def integrity(self) -> None:
-        self.pool.check_integrity()
+        check_pages(self.pool)
         busy = {p for n in self.model if n not in self.idle for p in self.pool.pages(n)}
         counts = self.pool.counts()
         assert counts.num_free + counts.num_evictable == NUM_PAGES - len(busy)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pages import check_pages
 from rounds import make_head, session_name
 from toy_engine import PAGE_SIZE, ToyEngine
 
@@ -50,7 +51,7 @@ class Setting:
         for step in steps.values():
             self.table.record(step.sequence_id, step.token_ids)
         self.table.check_integrity()
-        self.engine.check_integrity()
+        check_pages(self.engine)
         return [
             len(steps[index].token_ids) if index in steps else found
             for index, found in enumerate(admissions)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pages import check_pages
 from rounds import GREEDY, Replica, make_head, session_name
 from toy_engine import ToyEngine, toy_logits
 from verdict_laws import score
@@ -203,5 +204,5 @@ async def test_sessions_of_a_closed_stream_give_way_and_are_asked_for_again() ->
     assert full.verdict == kept.verdict
     for setting in (roomy, tight):
         setting.service.check_integrity()
-        setting.engine.check_integrity()
+        check_pages(setting.engine)
         await setting.service.close()

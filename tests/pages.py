@@ -1,0 +1,51 @@
+"""What must hold of the pages of an engine whenever no call of it runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from outrider.kv_cache.block_pool import BlockPool
+
+
+def check_pages(owner: Any) -> None:
+    """Every page of an engine, or of a pool, is where it is said to be."""
+    pool: BlockPool = owner if isinstance(owner, BlockPool) else owner._pool
+    holders, busy = Counter[int](), Counter[int]()
+    for name, sequence in pool._sequences.items():
+        num_pages = -(-sequence.length // pool.page_size)
+        assert len(sequence.pages) == len(set(sequence.pages)) == num_pages, name
+        assert 0 <= sequence.chain_length <= sequence.length - sequence.num_shallow, name
+        holders.update(sequence.pages)
+        busy.update(sequence.pages if sequence.busy else ())
+        for page, prefix in zip(sequence.pages, sequence.prefixes, strict=False):
+            assert prefix.key[1] == pool._packed_ids(page), f"page {page} of {name} is corrupt"
+    pages = range(pool.num_pages)
+    assert pool._holders == [holders[page] for page in pages]
+    assert pool._busy_holders == [busy[page] for page in pages]
+    assert pool._num_busy_pages == len(busy)
+    remembered = {entry for entry in pool._unused if isinstance(entry, int)}
+    assert remembered == {page for page in pages if page in pool._prefixes} - set(holders)
+    idle = {name for name, sequence in pool._sequences.items() if not sequence.busy}
+    branches = {name for name in idle if pool._sequences[name].is_branch}
+    assert set(pool._idle_branches) == branches
+    assert set(pool._unused) - remembered == idle - branches
+    assert sorted(pool._free) == sorted(set(pages) - remembered - set(holders))
+    check_prefixes(pool)
+
+
+def check_prefixes(pool: BlockPool) -> None:
+    """Known prefixes, their pages and their families agree."""
+    found = {prefix.page: prefix for prefix in pool._prefixes._by_key.values()}
+    assert found == pool._prefixes._by_page
+    num_children = sum(len(prefix.children) for prefix in found.values())
+    for key, prefix in pool._prefixes._by_key.items():
+        parent, ids = prefix.key
+        assert prefix.key == key
+        assert ids == pool._packed_ids(prefix.page), f"remembered page {prefix.page} is corrupt"
+        if isinstance(parent, str):
+            num_children += 1
+        else:
+            assert prefix in parent.children
+            assert found.get(parent.page) is parent, f"page {prefix.page} is an orphan"
+    assert num_children == len(found)
