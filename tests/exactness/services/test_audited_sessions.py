@@ -227,18 +227,6 @@ async def test_a_target_whose_seats_are_taken_is_left_alone() -> None:
     assert heard.outcomes == ["audited"] * 9
 
 
-@pytest.mark.parametrize(("share", "listens"), [(0.0, True), (1.0, False)])
-async def test_nobody_is_audited_unless_somebody_wants_to_know(share: float, listens: bool) -> None:
-    heard = Heard()
-    heard.listens = listens  # type: ignore[misc]
-    async with running(heard, audit_share=share) as bench:
-        await bench.complete(REQUEST)
-        await asyncio.sleep(10)
-        assert bench.service.figures is not None
-        assert sum(len(batch) for batch in bench.engine.batches) <= 40
-    assert heard.outcomes == []
-
-
 async def test_a_share_is_a_share() -> None:
     """Of 200 sessions a half; outside 65..135 once in 2 million runs."""
     heard = Heard()
