@@ -201,30 +201,35 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
     async def _answer(self, path: str, frames: AsyncIterator[bytes], context: Context) -> None:
         """One call: bytes in, bytes out, errors as statuses. gRPC has it read the messages of a
         call of every kind, so none comes before the guard has let it pass."""
+        is_known = path in self._methods
         try:
             self._guard(path, context)
-            if path not in self._methods:
-                await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no such method")
-            method, call = self._methods[path]
-            request_type = GetMessageClass(method.input_type)
-            if method.client_streaming:
-                given: Any = _decode_all(request_type, frames)
-            else:
-                data = await anext(aiter(frames), None)
-                if data is None:
-                    raise BadRequest("message", "is missing")
-                given = _decode(request_type, data)
-            replies = call(given, context)
-            if not method.server_streaming:
-                await context.write((await replies).SerializeToString())
-                return
-            async with aclosing(replies):  # Or its `finally` waits for a garbage collection.
-                async for reply in replies:
-                    await context.write(reply.SerializeToString())
+            if is_known:
+                await self._call(path, frames, context)
         except grpc.aio.AbortError:
             raise
         except Exception as error:  # noqa: BLE001 - the one place that maps every error
             await abort(context, error, path[1:].replace("/", "."))
+        if not is_known:  # What gRPC raises here where the caller has left is no bug of ours.
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no such method")
+
+    async def _call(self, path: str, frames: AsyncIterator[bytes], context: Context) -> None:
+        method, call = self._methods[path]
+        request_type = GetMessageClass(method.input_type)
+        if method.client_streaming:
+            given: Any = _decode_all(request_type, frames)
+        else:
+            data = await anext(aiter(frames), None)
+            if data is None:
+                raise BadRequest("message", "is missing")
+            given = _decode(request_type, data)
+        replies = call(given, context)
+        if not method.server_streaming:
+            await context.write((await replies).SerializeToString())
+            return
+        async with aclosing(replies):  # Or its `finally` waits for a garbage collection.
+            async for reply in replies:
+                await context.write(reply.SerializeToString())
 
 
 def _method(servicer: object, name: str) -> Any:

@@ -64,8 +64,8 @@ def _fuzzed(started: Started, arguments: argparse.Namespace, seed: int) -> int:
         for _, known, feed in feeds.values():
             for one in known():
                 ledger.feed_one(f"--seed {seed} --only seeds", one, feed)
-    ledger.ends_at = time.monotonic() + arguments.seconds
     before = {**started.figures(), "sessions": 0, "admitted": 0}
+    ledger.ends_at = time.monotonic() + arguments.seconds
     threads = [
         threading.Thread(target=ledger.run_batches, args=(kind, inputs, feed))
         for kind, (inputs, _, feed) in feeds.items()

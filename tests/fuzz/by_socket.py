@@ -6,6 +6,7 @@ import re
 import socket
 import struct
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -100,7 +101,7 @@ class SocketFeed:
         host, _, port = self._addresses[given.place].rpartition(":")
         with socket.create_connection((host, int(port)), timeout=10) as connection:
             try:
-                answer = self._exchanged(connection, given)
+                answer = _exchanged(connection, given)
             except OSError:
                 answer = b""  # It was refused before it was read to its end.
         found = _STATUS.match(answer)
@@ -108,21 +109,19 @@ class SocketFeed:
         if found is not None and found[1].startswith(b"5"):
             self._ledger.fail(again, f"{answer[:500]!r}", given)
 
-    @staticmethod
-    def _exchanged(connection: socket.socket, given: Bytes) -> bytes:
-        size = max(1, -(-len(given.data) // given.num_pieces))
-        for start in range(0, len(given.data), size):
-            connection.sendall(given.data[start : start + size])
-            time.sleep(given.pause_s)
-        if given.ending == "reset":
-            linger = struct.pack("ii", 1, 0)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-        if given.ending in ("reset", "close"):
-            return b""
-        if given.ending == "half-close":
-            connection.shutdown(socket.SHUT_WR)
-        connection.settimeout(ANSWER_S)
-        try:
-            return connection.recv(65_536)
-        except TimeoutError:
-            return b""
+
+def _exchanged(connection: socket.socket, given: Bytes) -> bytes:
+    size = max(1, -(-len(given.data) // given.num_pieces))
+    for start in range(0, len(given.data), size):
+        connection.sendall(given.data[start : start + size])
+        time.sleep(given.pause_s)
+    if given.ending == "reset":
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    if given.ending in ("reset", "close"):
+        return b""
+    if given.ending == "half-close":
+        connection.shutdown(socket.SHUT_WR)
+    connection.settimeout(ANSWER_S)
+    with suppress(TimeoutError):
+        return connection.recv(65_536)
+    return b""

@@ -45,6 +45,13 @@ BYTES: Final = st.one_of(
     st.sampled_from((b"\x80\x04\x95", b"\xff" * 64, b"\0" * 6, b"\x02\0" + b"\0" * 12)),
     st.sampled_from(LENGTHS).map(lambda size: b"\x01" * size),
 )
+_KINDS: Final = {
+    FieldDescriptor.CPPTYPE_STRING: TEXTS,
+    FieldDescriptor.CPPTYPE_BOOL: st.booleans(),
+    FieldDescriptor.CPPTYPE_ENUM: st.integers(-1, 6) | st.just(2**31 - 1),
+    FieldDescriptor.CPPTYPE_DOUBLE: FLOATS,
+    FieldDescriptor.CPPTYPE_FLOAT: FLOATS,
+}
 
 
 def scalars(field: FieldDescriptor) -> st.SearchStrategy[Any]:
@@ -52,17 +59,9 @@ def scalars(field: FieldDescriptor) -> st.SearchStrategy[Any]:
     if kind in _BOUNDS:
         low, high = _BOUNDS[kind]
         return INTS.filter(lambda value: low <= value <= high)
-    match kind:
-        case FieldDescriptor.CPPTYPE_STRING:
-            return BYTES if field.type == FieldDescriptor.TYPE_BYTES else TEXTS
-        case FieldDescriptor.CPPTYPE_BOOL:
-            return st.booleans()
-        case FieldDescriptor.CPPTYPE_ENUM:
-            return st.integers(-1, 6) | st.just(2**31 - 1)
-        case FieldDescriptor.CPPTYPE_DOUBLE | FieldDescriptor.CPPTYPE_FLOAT:
-            return FLOATS
-        case _:
-            raise ValueError(field.full_name)
+    if field.type == FieldDescriptor.TYPE_BYTES:
+        return BYTES
+    return _KINDS[kind]
 
 
 @st.composite
@@ -85,23 +84,18 @@ def put(draw: st.DrawFn, message: Message, field: FieldDescriptor) -> None:
         first, more = draw(scalars(key)), draw(scalars(value))
         entries.update({min(first, 2**31 - 2000) + number: more for number in numbers})
     elif field.is_repeated:
-        _put_many(draw, message, field)
+        entries = getattr(message, field.name)
+        values = scalars(field) if inner is None else messages(inner)
+        if draw(st.integers(0, 3)):
+            entries.extend(draw(st.lists(values, max_size=4)))
+            return
+        value, number = draw(values), draw(st.sampled_from(LENGTHS))
+        size = len(value) if isinstance(value, str | bytes) else getattr(value, "ByteSize", int)()
+        entries.extend([value] * min(number, 2**21 // max(1, size)))
     elif inner is not None:
         getattr(message, field.name).CopyFrom(draw(messages(inner)))
     else:
         setattr(message, field.name, draw(scalars(field)))
-
-
-def _put_many(draw: st.DrawFn, message: Message, field: FieldDescriptor) -> None:
-    inner = field.message_type
-    entries = getattr(message, field.name)
-    values = scalars(field) if inner is None else messages(inner)
-    if draw(st.integers(0, 3)):
-        entries.extend(draw(st.lists(values, max_size=4)))
-        return
-    value, number = draw(values), draw(st.sampled_from(LENGTHS))
-    size = len(value) if isinstance(value, str | bytes) else getattr(value, "ByteSize", int)()
-    entries.extend([value] * min(number, 2**21 // max(1, size)))
 
 
 @st.composite

@@ -107,22 +107,15 @@ def proposals(draw: st.DrawFn) -> types_pb2.Proposal:
     """Chains and trees, with a q that is in order or not."""
     ids = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=5))
     proposal = types_pb2.Proposal(token_ids=ids)
-    match draw(st.integers(0, 4)):
-        case 0:
-            proposal.q = b"\0\0" * len(ids)
-        case 1:
-            others = [(token + 1) % VOCAB_SIZE for token in ids]
-            proposal.q = b"".join(
-                struct.pack("<H2I2H", 2, token, other, 2**15, 2**15)
-                for token, other in zip(ids, others, strict=True)
-            )
-        case 2:
-            proposal.q = draw(BYTES)
-        case 3:
-            proposal.q = b"\0\0" * len(ids)
-            proposal.parents.extend(draw(st.integers(0, place)) for place in range(len(ids)))
-        case _:
-            pass
+    others = [(token + 1) % VOCAB_SIZE for token in ids]
+    one_hot = b"\0\0" * len(ids)
+    halves = b"".join(
+        struct.pack("<H2I2H", 2, *pair, 2**15, 2**15) for pair in zip(ids, others, strict=True)
+    )
+    kind = draw(st.integers(0, 4))
+    proposal.q = (one_hot, halves, draw(BYTES), one_hot, b"")[kind]
+    if kind == 3:
+        proposal.parents.extend(draw(st.integers(0, place)) for place in range(len(ids)))
     return proposal
 
 
@@ -131,7 +124,10 @@ def rounds(draw: st.DrawFn, kind: type[Message]) -> list[Message]:
     """Frames of a stream to a target or a draft: rounds of a session or two in order, of which some
     are made hostile, left out, doubled or exchanged."""
     verifies = kind is target_pb2.VerifyRequest
-    held = {session_id: TokenSequence() for session_id in draw(_some_ids())}
+    held = {
+        session_id: TokenSequence()
+        for session_id in draw(st.lists(_session_ids, min_size=1, max_size=2, unique=True))
+    }
     frames: list[Message] = []
     for number in range(draw(st.integers(1, ROUNDS_MAX))):
         frame: Any = kind()
@@ -153,10 +149,6 @@ def rounds(draw: st.DrawFn, kind: type[Message]) -> list[Message]:
     if draw(st.integers(0, 4)) == 0:
         frames.append(draw(messages(kind.DESCRIPTOR)))
     return frames
-
-
-def _some_ids() -> st.SearchStrategy[list[str]]:
-    return st.lists(_session_ids, min_size=1, max_size=2, unique=True)
 
 
 STREAMS: Final[dict[str, st.SearchStrategy[list[Message]]]] = {
