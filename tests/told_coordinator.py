@@ -22,7 +22,7 @@ FINISHED = Finished(FinishReason.STOP, Usage(2, 1), Metrics(1, 0, 0, 1.0, 1.0, 1
 
 
 class ToldCoordinator:
-    """Each generation has these events, or raises them; behind them it waits where told to."""
+    """Each generation has these events, or raises them."""
 
     text = None
     defaults = RequestDefaults(num_draft_tokens=4, deadline_ms=1000)
@@ -30,10 +30,9 @@ class ToldCoordinator:
     fleet = SimpleNamespace(replicas=lambda *_: [], heard_ms_ago=None)
     num_running, figures = 0, NO_FIGURES
 
-    def __init__(self, *events: Event | Exception, waits: bool = False, trouble: str = "") -> None:
-        self.events, self.waits, self._trouble = events, waits, trouble
+    def __init__(self, *events: Event | Exception) -> None:
+        self.events = events
         self.calls: list[tuple[GenerateRequest, str, str, bool]] = []
-        self.has_begun = asyncio.Event()
 
     @property
     def tenants(self) -> list[str]:
@@ -43,7 +42,7 @@ class ToldCoordinator:
         return 5
 
     async def trouble(self) -> str:
-        return self._trouble
+        return ""
 
     async def generate(
         self, request: GenerateRequest, tenant: str, traceparent: str, *, resumable: bool
@@ -53,9 +52,6 @@ class ToldCoordinator:
             if isinstance(event, Exception):
                 raise event
             yield event
-        self.has_begun.set()
-        if self.waits:
-            await asyncio.Event().wait()
 
 
 class MemorySlots:

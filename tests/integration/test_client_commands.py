@@ -91,22 +91,6 @@ async def test_a_model_without_a_tokenizer_takes_token_ids(tmp_path: Path) -> No
         )
 
 
-async def test_an_interrupted_text_ends_its_line(slow: Stack) -> None:
-    """So that the shell's prompt does not stand behind it; the session ends at the coordinator."""
-    server = slow.client.address
-    process = await start("generate", "--server", server, "hello", "--max-tokens", "4000")
-    assert process.stdout is not None
-    async with asyncio.timeout(WAIT_S):
-        shown = await process.stdout.read(16)
-        assert shown
-        process.send_signal(signal.SIGINT)
-        shown += await process.stdout.read()
-        assert await process.wait() == 130
-        while slow.coordinator.num_running:
-            await asyncio.sleep(0.01)
-    assert shown.endswith(b"\n")
-
-
 async def answer(stack: Stack, *turns: str, max_tokens: int = 12) -> str:
     """What the model says after turns that begin with the user's."""
     roles = ("user", "assistant")

@@ -18,7 +18,6 @@ from outrider.client import Client, Finished, GenerateRequest, SamplingParams, S
 from outrider.drafters.lookup import NgramDrafter
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
-from outrider.errors import StreamBroken
 from outrider.limits import SESSION_LEASE_MS
 from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.store import FinishReason
@@ -98,12 +97,3 @@ async def test_when_its_coordinator_is_gone_a_generation_goes_on_at_the_other(
         assert gap_s < gap_s_max
         view = await client.get_session(events[0].session_id)
         assert view.epoch == 2
-
-
-async def test_with_nobody_to_go_on_with_it_the_stream_ends_as_broken(stack: Stack) -> None:
-    client = Client(stack.client.address, resume_timeout_s=0.5)
-    with pytest.raises(StreamBroken, match="nothing answers"):
-        async for event in client.generate(REQUEST):
-            if isinstance(event, Tokens):
-                await stack.server.stop(0)
-    await client.close()

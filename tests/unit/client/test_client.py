@@ -254,6 +254,7 @@ async def test_the_blocking_client_tells_the_same(
 
             assert list(asyncio.run(begin())) == [FIRST, ROUND, SECOND, FINISHED]
             assert client.complete(REQUEST).text == "hello"
+            assert list(client.resume(ID, 3))[-1] == FINISHED
             assert client.get_session(ID).token_ids == (1, 2)
             client.cancel(ID)
             assert client.describe().num_running == 2
@@ -269,7 +270,7 @@ async def test_the_blocking_client_tells_the_same(
             assert not unreachable.healthy()
 
     await asyncio.to_thread(use)
-    assert coordinator.cancelled == [ID]
+    assert (coordinator.cancelled, coordinator.resumed) == ([ID], [(ID, 3)])
 
 
 async def test_leaving_the_blocking_stream_cancels(

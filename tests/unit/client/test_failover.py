@@ -25,8 +25,6 @@ from outrider.errors import (
 from outrider.limits import DEADLINE_MS_DEFAULT, LEASE_WAIT_SPREAD_MS
 from outrider.request import Event
 from outrider.tokens import TokenSequence
-from outrider.transport.server import RpcServer
-from outrider.v1 import coordinator_pb2 as pb
 
 pytestmark = pytest.mark.virtual
 
@@ -209,40 +207,6 @@ def test_an_address_that_is_none_is_refused(server: Any) -> None:
     for kind in (Client, SyncClient):
         with pytest.raises(BadRequest, match="HOST:PORT"):
             kind(server)
-
-
-class Falling(ScriptedServicer):
-    """Ends its server in the middle of its first stream."""
-
-    server: RpcServer
-
-    async def generate(
-        self, request: pb.GenerateRequest, context: Any
-    ) -> AsyncGenerator[pb.GenerateEvent]:
-        async for event in super().generate(request, context):
-            yield event
-        await self.server.stop(0)
-
-
-@pytest.mark.virtual(False)
-async def test_a_server_that_ends_within_a_stream_is_replaced_by_the_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of the blocking client; `tests/integration/test_resume.py` has the other."""
-    monkeypatch.setattr(secrets, "randbelow", lambda _: 0)
-    falling, other = Falling(STARTED, FIRST), ScriptedServicer(STARTED, SECOND, FINISHED)
-    falling.server, server = await serve(falling), await serve(other)
-    addresses = f"{falling.server.address}, {server.address}"
-
-    def use() -> None:
-        with SyncClient(addresses) as client:
-            assert list(client.generate(REQUEST)) == [*WHOLE]
-            assert client.describe().model == "demo"
-            assert list(client.resume(ID, 2)) == [STARTED, SECOND, FINISHED]
-
-    await asyncio.to_thread(use)
-    assert other.resumed == [(ID, 2)] * 2
-    await server.stop()
 
 
 class Names:

@@ -46,18 +46,12 @@ NOWHERE = (
 
 
 class Front:
-    """An application, called without a socket, and the statuses that its metrics hear of."""
+    """An application, called without a socket."""
 
     def __init__(self, service: Any, access: AccessControl = OPEN, key: str = "") -> None:
         self.service = service
-        self.statuses: list[int | None] = []
         self.key = key
-        times: Any = self
-        self.app = build_app(service, asyncio.Event(), HttpOptions(access=access, times=times))
-
-    def add(self, seconds: float, method: str, scheme: str, route: str, status: int | None) -> None:
-        """As `HttpTimes`."""
-        self.statuses.append(status)
+        self.app = build_app(service, asyncio.Event(), HttpOptions(access=access))
 
     async def send(
         self, method: str, path: str, headers: Any = None, **body: Any
@@ -210,27 +204,6 @@ class SlowBody:
 
     def end(self) -> None:
         self._rest.put_nowait(b"}")
-
-
-async def test_a_client_that_goes_before_its_body_is_there_is_no_bug(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Nothing is logged, nothing begun, and its time has no status."""
-    front = Front(Service(*WHOLE))
-    messages = [{"type": "http.request", "body": b"{", "more_body": True}]
-    scope = {
-        "type": "http", "method": "POST", "scheme": "http", "path": "/v1/completions",
-        "query_string": b"", "headers": [],
-    }  # fmt: skip
-
-    async def receive() -> Any:
-        return messages.pop() if messages else {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        raise AssertionError(message)
-
-    await front.app(scope, receive, send)
-    assert (front.service.calls, caplog.text, front.statuses) == ([], "", [None])
 
 
 async def test_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
