@@ -60,11 +60,6 @@ class BlockPool:
         """Pages, free or not; constant."""
         return self._num_pages
 
-    @property
-    def page_size(self) -> int:
-        """Slots of a page; constant."""
-        return self._page_size
-
     def length(self, sequence_id: str) -> int:
         """Slots the sequence holds; 0 for an unknown one."""
         sequence = self._sequences.get(sequence_id)

@@ -198,41 +198,15 @@ class _Coefficient:
         self.value = min(max(self.value + step, self._low), self._high)
 
 
-class _Acceptance:
-    """The chance of a draft token, by what speaks for it and by its depth."""
-
-    def __init__(self) -> None:
-        self._weight = _Coefficient(_PRIOR_WEIGHT, 0.0, _WEIGHT_MAX)
-        self._offsets = [
-            _Coefficient(_PRIOR_OFFSET, -_OFFSET_MAX, _OFFSET_MAX)
-            for _ in range(NUM_DRAFT_TOKENS_MAX)
-        ]
-
-    def chance(self, depth: int, evidence: float) -> float:
-        """That it is accepted where those before it are."""
-        total = self._weight.value * evidence + self._offsets[depth].value
-        return 1 / (1 + math.exp(-total))
-
-    def note(self, depth: int, evidence: float, accepted: bool) -> None:
-        """It was, or it was refused."""
-        chance = self.chance(depth, evidence)
-        spread = chance * (1 - chance)
-        self._weight.step((accepted - chance) * evidence, spread * evidence**2)
-        self._offsets[depth].step(accepted - chance, spread)
-
-
-class _Corrections:
+class _Corrections(_Coefficient):
     """The chance of each guess of a correction, by its score."""
-
-    def __init__(self) -> None:
-        self._sharpness = _Coefficient(_PRIOR_SHARPNESS, 0.0, _WEIGHT_MAX)
 
     def chances(self, scores: _Chances) -> _Chances:
         """Of the guesses of each row [N, R], which fall; rows without a guess are all 0."""
         known = np.isfinite(scores)
         best = np.where(known[:, :1], scores[:, :1], 0.0)
         behind = np.where(known, scores - best, 0.0)
-        weights: _Chances = np.exp(self._sharpness.value * behind)
+        weights: _Chances = np.exp(self.value * behind)
         weights[~known] = 0.0
         weights /= np.maximum(weights.sum(axis=1, keepdims=True), 1.0)
         return weights
@@ -243,22 +217,37 @@ class _Corrections:
         known = known - known[0]
         chances = self.chances(known[None])[0]
         mean = float(chances @ known)
-        self._sharpness.step(float(known[rank]) - mean, float(chances @ known**2) - mean**2)
+        self.step(float(known[rank]) - mean, float(chances @ known**2) - mean**2)
 
 
 class OutcomeModel:
     """Learns from rounds of one rule, and plans the guesses of the next one."""
 
     def __init__(self) -> None:
-        self._acceptance = _Acceptance()
-        self._recovery, self._bonus = _Corrections(), _Corrections()
+        self._weight = _Coefficient(_PRIOR_WEIGHT, 0.0, _WEIGHT_MAX)
+        self._offsets = [
+            _Coefficient(_PRIOR_OFFSET, -_OFFSET_MAX, _OFFSET_MAX)
+            for _ in range(NUM_DRAFT_TOKENS_MAX)
+        ]
+        self._recovery, self._bonus = (
+            _Corrections(_PRIOR_SHARPNESS, 0.0, _WEIGHT_MAX) for _ in range(2)
+        )
+
+    def _acceptance(self, depth: int, evidence: float) -> float:
+        """The chance of a draft token where those before it are accepted, by its depth and by what
+        speaks for it."""
+        total = self._weight.value * evidence + self._offsets[depth].value
+        return 1 / (1 + math.exp(-total))
 
     def note(self, guesses: OutcomeGuesses, num_accepted: int, rank: int | None) -> None:
         """A round came out: so many of its draft tokens were accepted, and its correction was the
         guess of this rank (None = it was not among them)."""
         for depth in range(min(num_accepted + 1, guesses.num_drafted)):
             evidence = float(guesses.evidence[depth])
-            self._acceptance.note(depth, evidence, depth < num_accepted)
+            chance = self._acceptance(depth, evidence)
+            surprise, spread = (depth < num_accepted) - chance, chance * (1 - chance)
+            self._weight.step(surprise * evidence, spread * evidence**2)
+            self._offsets[depth].step(surprise, spread)
         if rank is not None:
             law = self._bonus if num_accepted == guesses.num_drafted else self._recovery
             law.note(guesses.scores[num_accepted], rank)
@@ -267,7 +256,7 @@ class OutcomeModel:
         """The `num_guesses` likeliest outcomes of a round, the likeliest first; `LOOK_AHEAD_MAX` at
         most, and fewer where no more are guessed."""
         evidence = guesses.evidence.tolist()
-        accepted = [self._acceptance.chance(*place) for place in enumerate(evidence)]
+        accepted = [self._acceptance(*place) for place in enumerate(evidence)]
         reached = np.cumprod([1.0, *accepted])
         ends = reached * (1 - np.array([*accepted, 0.0]))
         num_drafted = guesses.num_drafted
