@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator
@@ -15,7 +14,6 @@ from deploy.fleet.autoscaling import Autoscaler
 from deploy.fleet.replica_set import Fleet
 from deploy.fleet.spec import FleetSpec, plan_fleet
 from outrider.config import AutoscaleConfig, load_config
-from outrider.errors import OutriderError
 from outrider.limits import REPLICA_NUMBER_MAX, REPLICAS_MAX
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import LEASE_S, ROLES, ReplicaRecord
@@ -112,20 +110,3 @@ async def test_a_record_beyond_bounds_is_no_record(
         sys.set_int_max_str_digits(4300)
     admin.set(key, text)
     assert await registry.records("target") == []
-
-
-@pytest.mark.parametrize("kind", ["set", "list", "string"])
-async def test_a_key_of_another_type_changes_nothing(
-    admin: redis.Redis, registry: RedisRegistry, kind: str
-) -> None:
-    """The fleet goes on with what it was told before."""
-    cluster: Any = None
-    fleet = Fleet(cluster, spec(), registry)
-    put = {"set": admin.sadd, "list": admin.rpush, "string": admin.set}[kind]
-    put("p:wanted:{d}", "3")
-    with pytest.raises(OutriderError):
-        await registry.wanted()
-    before = dict(fleet.wanted)
-    async with asyncio.timeout(10):
-        await hear(fleet)
-    assert fleet.wanted == before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ from outrider.speculation.proposal import Proposal, SealedProposal
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.codec import DRAFT, VERIFY
 from outrider.transport.grpc_link import draft_link, target_link
-from outrider.transport.link import Link, MemoryLink
+from outrider.transport.link import Link
 from outrider.transport.server import RpcServer
 from outrider.transport.stream_server import ReplicaServicer
 from target_service.service import TargetService
@@ -57,13 +56,7 @@ class Pair:
         return found
 
 
-@pytest.fixture(params=["in process", "grpc"])
-async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
-    async with AsyncExitStack() as exits:
-        yield await start_pair(request.param, exits)
-
-
-async def start_pair(wire: str, exits: AsyncExitStack) -> Pair:
+async def start_pair(exits: AsyncExitStack) -> Pair:
     engines = [ToyEngine(VOCAB, salt, max_model_len=256) for salt in (1, 2)]
     executors = [InlineExecutor(engine.take_step_seconds) for engine in engines]
     target = TargetService(engines[0], executors[0], max_num_seqs=16)
@@ -71,21 +64,18 @@ async def start_pair(wire: str, exits: AsyncExitStack) -> Pair:
     for service in (target, draft):
         exits.push_async_callback(service.close)
         exits.callback(service.check_integrity)
-    if wire == "grpc":
-        servers = [
-            RpcServer([servicer.grpc_service])
-            for servicer in (ReplicaServicer(target, VERIFY), ReplicaServicer(draft, DRAFT))
-        ]
-        for server in servers:
-            await server.start()
-            exits.push_async_callback(server.stop)
-        links: list[Any] = [
-            make(one.address)
-            for _ in range(2)
-            for make, one in zip((target_link, draft_link), servers, strict=True)
-        ]
-    else:
-        links = [MemoryLink(service) for _ in range(2) for service in (target, draft)]
+    servers = [
+        RpcServer([servicer.grpc_service])
+        for servicer in (ReplicaServicer(target, VERIFY), ReplicaServicer(draft, DRAFT))
+    ]
+    for server in servers:
+        await server.start()
+        exits.push_async_callback(server.stop)
+    links: list[Any] = [
+        make(one.address)
+        for _ in range(2)
+        for make, one in zip((target_link, draft_link), servers, strict=True)
+    ]
     for link in links:
         exits.push_async_callback(link.close)
     return Pair(target, draft, (links[0], links[1]), (links[2], links[3]))
@@ -118,32 +108,33 @@ def player(pair: Pair) -> Player:
     return Player(PROMPT, Rule.COUPLED, SamplingParams(), target, draft, epoch=EPOCH)
 
 
-async def test_items_of_older_epochs_change_nothing(pair: Pair) -> None:
+async def test_items_of_older_epochs_change_nothing() -> None:
     """Target and draft refuse them all; the owner's rounds come out as if nobody had sent any."""
     drawn = random.Random(2)
     async with AsyncExitStack() as exits:
-        undisturbed = player(await start_pair("in process", exits))
+        undisturbed = player(await start_pair(exits))
         for _ in range(NUM_STALE // PER_ROUND + 1):
             await undisturbed.play(3)
-    rightful = player(pair)
-    await rightful.play(3)
-    late = [(link, Listener(link)) for link in pair.late]
-    for begun in range(0, NUM_STALE, PER_ROUND):
-        before = pair.held()
-        items: Any = stale_items(rightful.tokens, drawn, PER_ROUND)
-        for (link, _), some in zip(late, items, strict=True):
-            for item in some:
-                link.send(item)
-        if begun % (2 * PER_ROUND) == 0:
-            for _, listener in late:
-                await listener.wait(begun + PER_ROUND)
-            assert pair.held() == before
+        pair = await start_pair(exits)
+        rightful = player(pair)
         await rightful.play(3)
-    for _, listener in late:
-        answers = await listener.wait(NUM_STALE)
-        assert len(answers) == NUM_STALE
-        assert all(isinstance(one, Refused) for one in answers)
-        assert {one.code for one in answers} == {StaleEpoch.grpc_code}
-    assert rightful.tokens == undisturbed.tokens
-    assert rightful.held == undisturbed.held
-    assert pair.held()["target"][0] == pair.held()["draft"][0] == EPOCH
+        late = [(link, Listener(link)) for link in pair.late]
+        for begun in range(0, NUM_STALE, PER_ROUND):
+            before = pair.held()
+            items: Any = stale_items(rightful.tokens, drawn, PER_ROUND)
+            for (link, _), some in zip(late, items, strict=True):
+                for item in some:
+                    link.send(item)
+            if begun % (2 * PER_ROUND) == 0:
+                for _, listener in late:
+                    await listener.wait(begun + PER_ROUND)
+                assert pair.held() == before
+            await rightful.play(3)
+        for _, listener in late:
+            answers = await listener.wait(NUM_STALE)
+            assert len(answers) == NUM_STALE
+            assert all(isinstance(one, Refused) for one in answers)
+            assert {one.code for one in answers} == {StaleEpoch.grpc_code}
+        assert rightful.tokens == undisturbed.tokens
+        assert rightful.held == undisturbed.held
+        assert pair.held()["target"][0] == pair.held()["draft"][0] == EPOCH
