@@ -21,13 +21,20 @@ from outrider.errors import InvariantError, OutriderError, StoreUnavailable, che
 from outrider.registry.registry import LEASE_S, ROLES, Role
 from outrider.request import GenerateRequest
 from outrider.telemetry.observer import Observation, RequestObserver
-from tests.simulation import coordinator_nodes, replica_nodes
-from tests.simulation.coordinator_nodes import HYBRID, Call, CoordinatorNode, PortTransport
-from tests.simulation.machines import Machines, Node, SimulatedActor
+from tests.simulation import nodes
 from tests.simulation.network import Adversary, Network, Wire
+from tests.simulation.nodes import (
+    HYBRID,
+    Call,
+    CoordinatorNode,
+    Machines,
+    Node,
+    PortTransport,
+    ReplicaNode,
+    SimulatedActor,
+)
 from tests.simulation.processes import Process
 from tests.simulation.redis_host import Redis
-from tests.simulation.replica_nodes import ReplicaNode
 
 REPLICAS_MAX = 3
 """Of a role that are ever wanted here."""
@@ -83,7 +90,7 @@ class World:
         self.broken: OutriderError | None = None
         """What must not happen in any process, if it has."""
         is_hasty = rng.random() < HASTY_SHARE
-        self._services = replica_nodes.HASTY if is_hasty else rng.choice(replica_nodes.KINDS)
+        self._services = nodes.HASTY if is_hasty else rng.choice(nodes.KINDS)
         look_ahead = rng.choice((0, 0, 3))
         shape = {
             "length_control": rng.random() < 0.5,
@@ -94,7 +101,7 @@ class World:
         if not is_hasty and rng.random() < LOOK_UP_SHARE:
             shape["lookup"] = DraftConfig()
         self._settings = replace(
-            coordinator_nodes.HASTY if is_hasty else coordinator_nodes.PATIENT, **shape
+            nodes.HASTY_SETTINGS if is_hasty else nodes.PATIENT_SETTINGS, **shape
         )
         self._wires: list[Wire[Any, Any]] = []
         self._serving: dict[str, Node] = {}

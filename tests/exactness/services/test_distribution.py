@@ -10,9 +10,10 @@ itself.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,9 @@ from models import (
     tiny_module,
     twin,
 )
-from small_grammar import CONSTRAINT, END, grammars, letters, mask_of
 from stack import HYBRID, RARE, Stack, running_stack
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 from verdict_laws import NoiseRows
 
 from coordinator.draft_length.round_cost import Forecast, RoundCosts
@@ -42,6 +44,10 @@ from outrider.drafters.names import LookupKind
 from outrider.drafters.suffix import SuffixConfig, SuffixDrafter
 from outrider.engine.interface import ModelInfo
 from outrider.engine.paged_engine import PagedEngine
+from outrider.grammar.compiler import Grammars, GrammarTokenizer
+from outrider.grammar.constraint import Constraint
+from outrider.grammar.matcher import PrefixMatcher
+from outrider.grammar.token_mask import TokenMask
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.models.module_replacement import speed_up
 from outrider.request import GenerateRequest
@@ -49,6 +55,36 @@ from outrider.speculation.random_streams import Place, RoundNoise, WordArray
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokenizer import TokenizerText
 from target_service.actor import self_drafter_of
+
+END = 3
+CONSTRAINT = Constraint.of_regex("[ab]c?[abc]{0,2}")
+
+
+@cache
+def letters() -> Any:
+    vocabulary = {"a": 0, "b": 1, "c": 2, "<|end|>": END}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    special = {"eos_token": "<|end|>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def grammars() -> Grammars:
+    return Grammars(lambda: GrammarTokenizer(letters(), (END,)))
+
+
+def mask_of() -> Callable[[tuple[int, ...]], TokenMask | None]:
+    """What may follow a prefix of a completion; behind its end stands `END` alone."""
+    matcher = PrefixMatcher(GrammarTokenizer(letters(), (END,)).compile(CONSTRAINT))
+
+    def mask(prefix: tuple[int, ...]) -> TokenMask | None:
+        matcher.stand(0, prefix)
+        return matcher.mask()
+
+    return mask
+
 
 POWER = 0.99
 SOON = 0.09

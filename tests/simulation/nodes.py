@@ -1,0 +1,479 @@
+"""Replicas of the simulation: real services in processes, each with its lease; the clients' way to
+coordinators; and the cluster of which a fleet sees them as actors."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from coordinator.service import CoordinatorService
+from deploy.fleet.ray_cluster import Actor, Demand
+from draft_service.model_drafter import ModelDrafter
+from draft_service.service import DraftService
+from outrider.config import CoordinatorConfig, DraftConfig
+from outrider.drafters.lookup import NgramDrafter
+from outrider.errors import InvariantError, OutriderError, StreamBroken, Unavailable, check
+from outrider.messages import ProposalReply
+from outrider.registry.redis_registry import Lease
+from outrider.registry.registry import Engagement, ReplicaRecord, Role
+from outrider.replica.process_setup import Place
+from outrider.replica.scheduler import InlineExecutor
+from outrider.request import Event, GenerateRequest, ResumeRequest
+from target_service.service import TargetService
+from tests.simulation.network import Network
+from tests.simulation.processes import Process
+from tests.simulation.shown import (
+    CheckedEagle,
+    ShallowEngine,
+    ShownDrafter,
+    ShownEngine,
+    exit_drafter,
+)
+from tests.simulation.toy import SPEC, QuickEngine, UnevenEngine
+
+PLACING_S = 0.05
+LOADING_S_MAX = 0.5
+
+
+class Node:
+    """What a replica's actor is around a service, without gRPC. `_serve` starts it, `stop` ends
+    it."""
+
+    def __init__(self, role: Role, name: str) -> None:
+        self.role: Role = role
+        self.name = name
+        self.process = Process(name)
+        self.service: Any = None
+        self._lease: Lease | None = None
+        self._engagement = Engagement()
+        self._ended = asyncio.Event()
+
+    async def start(self, config: Any, world: Any) -> str:
+        """Serves, and says so. Raises `Unavailable` where there is no target."""
+        address = await self._serve(config, world)
+        begun = Engagement(address=address, member=config.membership)
+        world.serve(self, address)
+        self._lease = Lease(world.redis.registry(), lambda: self._record(address))
+        await self._lease.start()
+        self._engagement = begun
+        return address
+
+    async def _serve(self, config: Any, world: Any) -> str:
+        raise NotImplementedError
+
+    def _record(self, address: str) -> ReplicaRecord:
+        runs = self.service.describe()
+        return ReplicaRecord(
+            role=self.role, name=self.name, address=address, host="host", pid=1,
+            model=runs.model, weights=runs.weights, leaving=self._engagement.leaving,
+            load=self.service.num_items,
+        )  # fmt: skip
+
+    async def engagement(self) -> Engagement:
+        return self._engagement
+
+    async def wait(self) -> None:
+        await self._ended.wait()
+
+    def check_integrity(self) -> None:
+        """Raises `OutriderError`."""
+        try:
+            if self.service is not None:
+                self.service.check_integrity()
+        except OutriderError as error:
+            error.add_note(f"of {self.name}")
+            raise
+
+
+class SimulatedActor(Actor):
+    """Has a node. Calls of it always arrive, while it lives."""
+
+    def __init__(self, demand: Demand, node: Node, world: Any) -> None:
+        super().__init__(demand.name, None)
+        self.node = node
+        self.place = Place(1, "host")
+        self._world = world
+        self._stopping: asyncio.Task[None] | None = None
+        self._open: set[asyncio.Future[Any]] = set()
+
+    async def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        if self.node.process.is_dead:
+            raise Unavailable(f"{self.name} has died")
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._open.add(answer)
+        self.node.process.start(self._answer(answer, method, arguments))
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except TimeoutError as error:
+            raise Unavailable(f"{self.name} does not answer {method}") from error
+        finally:
+            self._open.discard(answer)
+
+    async def _answer(
+        self, answer: asyncio.Future[Any], method: str, arguments: tuple[Any, ...]
+    ) -> None:
+        result, failure = None, None
+        try:
+            if method == "start":
+                await asyncio.sleep(self._world.rng.uniform(0.01, LOADING_S_MAX))
+                result = await self.node.start(arguments[0], self._world)
+            elif method == "stop":
+                result = await self._stopped(arguments[0])
+            elif method == "ping":
+                result = self.place
+            else:
+                result = await getattr(self.node, method)()
+        except OutriderError as error:
+            self._world.hear_failure(error)
+            failure = error
+        if answer.done():
+            return
+        if failure is not None:
+            answer.set_exception(failure)
+        else:
+            answer.set_result(result)
+
+    async def _stopped(self, grace_s: float) -> None:
+        if self._stopping is None:
+            self._stopping = self.node.process.start(self.node.stop(grace_s, self._world))
+        await asyncio.shield(self._stopping)
+
+    async def kill(self) -> None:
+        self.die()
+
+    def die(self) -> None:
+        if self.node.process.is_dead:
+            return
+        self.node.process.die()
+        self._world.bury(self.node)
+        for answer in list(self._open):
+            if not answer.done():
+                answer.set_exception(Unavailable(f"{self.name} has died"))
+
+
+class Machines:
+    """Enough of them for all."""
+
+    def __init__(self, world: Any, build: Callable[[str, str], Node]) -> None:
+        self.actors: list[SimulatedActor] = []
+        self._world = world
+        self._build = build
+        self.head = asyncio.Event()
+        """Set while Ray's head answers. Without it actors go on, but none is made, found or
+        ended."""
+        self.head.set()
+
+    async def place(self, demands: Sequence[Demand], timeout_s: float) -> list[list[Actor]]:
+        await self.head.wait()
+        await asyncio.sleep(PLACING_S)
+        made = [
+            SimulatedActor(demand, self._build(demand.role, demand.name), self._world)
+            for demand in demands
+        ]
+        self.actors += made
+        return [[one] for one in made]
+
+    async def replicas(self) -> dict[str, list[Actor]]:
+        await self.head.wait()
+        return {one.name: [one] for one in self.actors if not one.node.process.is_dead}
+
+    async def remove(self, actors: Sequence[Actor]) -> None:
+        await self.head.wait()
+        for actor in actors:
+            await actor.kill()
+
+    async def free_groups(self, kept: Collection[str] = ()) -> None:
+        await self.head.wait()
+
+
+EAGLE_STEP_S = 0.002
+NUM_SEQUENCES = 3
+"""In a step: fewer than sessions at times. Nor do the pages of `SPEC` suffice for all of them, so
+that some are preempted."""
+
+
+def target_service(kind: type[QuickEngine] = QuickEngine, drafter: Any = None) -> TargetService:
+    engine = kind(SPEC, "target", NUM_SEQUENCES)
+    return TargetService(
+        engine, InlineExecutor(engine.take_step_seconds), max_num_seqs=NUM_SEQUENCES,
+        self_drafter=None if drafter is None else drafter(SPEC, engine), clock=lambda: 0.0,
+    )  # fmt: skip
+
+
+def draft_service(kind: type[QuickEngine] = QuickEngine) -> DraftService:
+    engine = kind(SPEC, "draft", NUM_SEQUENCES)
+    executor = InlineExecutor(engine.take_step_seconds)
+    return DraftService.with_model(engine, executor, max_num_seqs=NUM_SEQUENCES)
+
+
+def eagle_service() -> DraftService:
+    info = QuickEngine(SPEC, "draft", NUM_SEQUENCES).info
+    drafter = CheckedEagle(SPEC, sessions_max=NUM_SEQUENCES)
+    executor = InlineExecutor(lambda: EAGLE_STEP_S)
+    return DraftService.with_eagle(drafter, info, executor, max_num_seqs=NUM_SEQUENCES)
+
+
+Builders = dict[str, Callable[[], Any]]
+KINDS: tuple[Builders, ...] = (
+    {"target": target_service, "draft": draft_service},
+    {"target": target_service, "draft": draft_service},
+    {"target": partial(target_service, ShownEngine, ShownDrafter), "draft": draft_service},
+    {"target": partial(target_service, ShallowEngine, exit_drafter), "draft": draft_service},
+    {"target": partial(target_service, ShownEngine), "draft": eagle_service},
+)
+"""Drafts beside a target that drafts itself are asked by nobody."""
+HASTY: Builders = {"target": target_service, "draft": partial(draft_service, UnevenEngine)}
+"""For coordinators that give a draft little time."""
+
+
+class ReplicaNode(Node):
+    """A target or a draft."""
+
+    def __init__(self, role: Role, name: str, build: Callable[[], Any]) -> None:
+        super().__init__(role, name)
+        self._build = build
+
+    async def _serve(self, config: Any, world: Any) -> str:
+        self.service = self._build()
+        self._watch_steps(world)
+        if self.role == "draft" and not world.looks_ahead:
+            self._watch_draws(world)
+        return f"host:{config.port}" if config.port else f"{self.name}:1"
+
+    def _watch_steps(self, world: Any) -> None:
+        """A step that crashes is answered with a refusal; of a draft nobody would notice."""
+        worker = self.service._worker
+        step = worker.step
+
+        def watched(items: Any) -> Any:
+            try:
+                return step(items)
+            except Exception as error:
+                world.hear_failure(InvariantError(f"a step of {self.name} crashed: {error!r}"))
+                raise
+
+        worker.step = watched
+
+    def _watch_draws(self, world: Any) -> None:
+        """Every token that a model draws must be in its proposal, whatever the time is: one that
+        is dropped for being late biases the output."""
+        proposer = self.service._worker
+        drafter, step = proposer._drafter, proposer.step
+        if not isinstance(drafter, ModelDrafter):
+            return
+        sampler = drafter._sampler
+        draw = sampler._drawn
+        num_drawn: dict[tuple[str, int], int] = {}
+
+        def counted(branches: Any, rows: Any) -> Any:
+            drawn = draw(branches, rows)
+            for branch in branches:
+                request = branch.request
+                key = request.session_id, request.noise.committed_length
+                num_drawn[key] = len(branch.token_ids) + 1
+            return drawn
+
+        def compared(items: Any) -> Any:
+            answers = step(items)
+            for answer in answers:
+                if isinstance(answer, ProposalReply):
+                    drawn = num_drawn.pop((answer.key.session_id, answer.base_length), 0)
+                    depth = answer.proposal.tree.num_depths
+                    if depth < drawn:
+                        found = f"{self.name} proposes {depth} of {drawn} tokens that it drew"
+                        world.hear_failure(InvariantError(found))
+            return answers
+
+        sampler._drawn, proposer.step = counted, compared  # type: ignore[method-assign]
+
+    async def traffic(self) -> int:
+        found: int = self.service.num_items
+        return found
+
+    async def leave(self) -> None:
+        self._engagement = replace(self._engagement, leaving=True)
+        if self._lease is not None:
+            self._lease.say_again()
+
+    async def stop(self, grace_s: float, world: Any) -> None:
+        lease, self._lease = self._lease, None
+        self._engagement = Engagement()
+        if lease is not None:
+            await lease.close()
+        if self.service is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await self.service.drain()
+            world.hang_up(self, "the replica has stopped")
+            await self.service.close()
+            self.check_integrity()
+        self._ended.set()
+
+
+PATIENT_SETTINGS = CoordinatorConfig(
+    served_model_name="toy",
+    num_draft_tokens=4,
+    run_ahead_rounds=4,
+    max_sessions=16,
+    resume_grace_ms=60_000,
+    target_timeout_ms=200,
+    target_gone_ms=30_000,
+    target_retry_ms=20,
+    draft_timeout_ms=100,
+    draft_retry_ms=200,
+)
+HASTY_SETTINGS = replace(PATIENT_SETTINGS, draft_timeout_ms=9, draft_retry_ms=1)
+"""Less than a draft takes for all that it is asked for."""
+HYBRID = DraftConfig(model="hybrid:ngram,some/model", hybrid_min_score=0.5, hybrid_model_tokens=2)
+_numbers = itertools.count()
+
+
+class CoordinatorNode(Node):
+    def __init__(self, name: str, settings: CoordinatorConfig) -> None:
+        super().__init__("coordinator", name)
+        self.calls: set[Call] = set()
+        self._settings = settings
+
+    async def _serve(self, config: Any, world: Any) -> str:
+        rng = world.rng
+        self.service = CoordinatorService(
+            self._settings,
+            self.name,
+            store=world.redis.store(),
+            fallback=NgramDrafter(),
+            random_bits=rng.getrandbits,
+            random_seed=lambda: rng.getrandbits(64),
+            observation=world.moves,
+            registry=world.redis.registry(),
+            link=lambda _, address: world.link(self.process, address),
+        )
+        await self.service.start()
+        return f"host:{config.grpc_port}"
+
+    def _record(self, address: str) -> ReplicaRecord:
+        return ReplicaRecord(
+            role="coordinator", name=self.name, address=address, host="host", pid=1,
+            load=self.service.num_running,
+        )  # fmt: skip
+
+    def has_session_at(self, replica: str) -> bool:
+        """Whether a session that runs here is with a replica."""
+        if self.service is None:
+            return False
+        pools = (self.service.targets, self.service.drafts)
+        return any(replica in pool._replicas and pool._replicas[replica].routes for pool in pools)
+
+    def knows(self, role: Role) -> set[str]:
+        """The replicas of a role that it may use."""
+        pool = self.service.targets if role == "target" else self.service.drafts
+        return set(pool.names)
+
+    async def stop(self, grace_s: float, world: Any) -> None:
+        self._engagement = replace(self._engagement, leaving=True)
+        if self.service is not None:
+            self.service.hand_over()
+        if self._lease is not None:
+            await self._lease.withdraw()
+        if self.calls:
+            await asyncio.wait([call.task for call in self.calls if call.task], timeout=grace_s)
+        world.silence(self)
+        for call in sorted(self.calls, key=lambda call: call.number):
+            call.end()
+        if self.service is not None:
+            await self.service.close()
+            self.check_integrity()
+        self._ended.set()
+
+    def check_work(self) -> None:
+        """Raises `InvariantError` where something has ended that goes on for ever."""
+        check(not self.service.failed, f"{self.name} commits no more")
+        is_over = any(task.done() for task in self.service._watching)
+        check(not is_over, f"{self.name} follows no more")
+
+
+class Call:
+    """A stream of events from a coordinator to a client."""
+
+    def __init__(self, network: Network, client: Process, node: CoordinatorNode) -> None:
+        self.events: asyncio.Queue[Event | OutriderError | None] = asyncio.Queue()
+        """For the client: the events, then an error or None."""
+        self.node = node
+        self.number = next(_numbers)
+        """The order in which they were made."""
+        self.task: asyncio.Task[None] | None = None
+        self._network = network
+        self._client = client
+        self._is_over = False
+
+    def begin(self, request: GenerateRequest | ResumeRequest) -> None:
+        if not self._is_over:
+            self.node.calls.add(self)
+            self.task = self.node.process.start(self._run(request))
+            self.task.add_done_callback(lambda _: self.node.calls.discard(self))
+
+    async def _run(self, request: GenerateRequest | ResumeRequest) -> None:
+        service = self.node.service
+        begin = service.resume if isinstance(request, ResumeRequest) else service.generate
+        try:
+            async with aclosing(begin(request)) as events:
+                async for event in events:
+                    self._tell(event)
+            self._tell(None)
+        except OutriderError as error:
+            self._tell(error)
+        except Exception as error:  # noqa: BLE001 - no client must wait for what has crashed
+            self._tell(InvariantError(f"a call crashed: {error!r}"))
+
+    def _tell(self, event: Event | OutriderError | None) -> None:
+        self._network.carry(self._client, lambda: self.events.put_nowait(event), payload=event)
+
+    def break_off(self) -> None:
+        """The client hears that the stream broke; the coordinator, as soon as it runs."""
+        self.events.put_nowait(StreamBroken(f"{self.node.name} fell silent"))
+        self.leave()
+
+    def leave(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_soon(self.end, context=self.node.process.context)
+
+    def end(self) -> None:
+        self._is_over = True
+        if self.task is not None:
+            self.task.cancel()
+
+
+class PortTransport:
+    """A client's way to whichever coordinator serves at a port; of `Transport` what clients here
+    use."""
+
+    def __init__(self, world: Any, address: str) -> None:
+        self._world = world
+        self.address = address
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+    async def events(
+        self, request: GenerateRequest | ResumeRequest, timeout_s: float
+    ) -> AsyncGenerator[Event]:
+        world = self._world
+        node = world.coordinator_at(self.address)
+        if node is None or world.is_barred(node):
+            raise StreamBroken(f"nobody answers at {self.address}")
+        call = Call(world.network, world.clients, node)
+        world.calls.add(call)
+        try:
+            world.network.carry(node.process, lambda: call.begin(request))
+            while (event := await call.events.get()) is not None:
+                if isinstance(event, OutriderError):
+                    raise event
+                yield event
+        finally:
+            world.calls.discard(call)
+            call.leave()
