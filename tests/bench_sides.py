@@ -31,7 +31,6 @@ class ScriptedSide(BenchClient):
         self.running = 0
         self.most_running = 0
         self.now = 0.0
-        self.cancelled = 0
 
     async def generate(self, prompt: BenchPrompt, decoding: Decoding) -> Completion:
         self.calls.append((prompt, decoding))
@@ -40,14 +39,9 @@ class ScriptedSide(BenchClient):
         started = self.now
         self.running += 1
         self.most_running = max(self.most_running, self.running)
-        try:
-            for _ in range(round(seconds)):
-                await asyncio.sleep(0)
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-        finally:
-            self.running -= 1
+        for _ in range(round(seconds)):
+            await asyncio.sleep(0)
+        self.running -= 1
         self.now = max(self.now, started + seconds)
         drafted = 4 * num_tokens if decoding.num_draft_tokens else 0
         return Completion(

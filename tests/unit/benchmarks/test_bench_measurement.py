@@ -1,6 +1,5 @@
 """The order in which sides take turns, and what is kept of it."""
 
-import asyncio
 from dataclasses import replace
 
 import pytest
@@ -58,20 +57,6 @@ async def test_several_at_a_time_are_bounded_keep_their_order_and_share_wall_tim
     log = [(text, kind) for text, kind in side.log if text[0] == "p"]
     assert [kind for _, kind in log] == ["plain"] * 3 + ["drafted"] * 5 + ["plain"] * 2
     assert [text for text, _ in log] == ["p0", "p2", "p4"] * 2 + ["p1", "p3"] * 2
-
-
-async def test_a_failure_cancels_what_runs_beside_it_and_is_raised_as_it_is() -> None:
-    class Failing(ScriptedSide):
-        async def generate(self, prompt: BenchPrompt, decoding: Decoding):  # type: ignore[no-untyped-def]
-            if prompt.text == "p2":
-                await asyncio.sleep(0)
-                raise Unavailable("gone")
-            return await super().generate(prompt, decoding)
-
-    side = Failing(lambda prompt, decoding: (10, 50.0))
-    with pytest.raises(Unavailable, match="gone"):
-        await measure(PROMPTS, pair(side, concurrency=3), silent)
-    assert (side.running, side.cancelled) == (0, 2)
 
 
 @pytest.mark.parametrize("failing", [WARM_UPS[1], "p2"])
