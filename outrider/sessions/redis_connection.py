@@ -319,13 +319,12 @@ def _sentinel_client(
         options["password"] = unquote(password)
     options["ssl"] = scheme == "rediss+sentinel"
     timeout_s = REDIS_SENTINEL_TIMEOUT_MS / 1000
-    of_sentinels = {name: options[name] for name in ("ssl", "retry", "protocol")} | {
+    shared = ("ssl", "ssl_ca_certs", "retry", "protocol")
+    of_sentinels = {name: options[name] for name in shared if name in options} | {
         "password": sentinel_password,
         "socket_timeout": timeout_s,
         "socket_connect_timeout": timeout_s,
     }
-    if "ssl_ca_certs" in options:
-        of_sentinels["ssl_ca_certs"] = options["ssl_ca_certs"]
     addresses = [_host_and_port(one) for one in hosts.split(",")]
     sentinel: Any = Sentinel(addresses, sentinel_kwargs=of_sentinels)  # type: ignore[no-untyped-call]
     client: redis.asyncio.Redis = sentinel.master_for(

@@ -47,11 +47,10 @@ def error_to_status(error: OutriderError) -> status_pb2.Status:
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, method: str) -> None:
     """Ends a call with the status of `error`; anything that is not an `OutriderError`, and every
     INTERNAL one, is logged with its traceback. Always raises."""
+    if getattr(error, "grpc_code", _INTERNAL) == _INTERNAL:
+        logger.error("%s failed", method, exc_info=error)
     if not isinstance(error, OutriderError):
-        logger.error("%s failed", method, exc_info=error)
         error = OutriderError(f"internal error in {method}; the server's log has its traceback")
-    elif error.grpc_code == _INTERNAL:
-        logger.error("%s failed", method, exc_info=error)
     status = rpc_status.to_status(error_to_status(error))
     await context.abort(status.code, status.details, status.trailing_metadata)
 
