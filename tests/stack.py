@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +30,6 @@ from outrider.replica.scheduler import StepExecutor, ThreadExecutor
 from outrider.replica.service import describe_model
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_store import RedisStore
-from outrider.sessions.store import DEFAULT_LIFETIMES, Lifetimes
 from outrider.telemetry.observer import UNOBSERVED, Observation
 from outrider.telemetry.step_spans import ObservedSteps
 from outrider.tokenizer import TokenizerText
@@ -127,7 +126,7 @@ async def running_stack(
     draft_observer: ObservedSteps | None = None,
     self_drafter: SelfDrafter | None = None,
     eagle: EagleDrafter | None = None,
-    lifetimes: Lifetimes = DEFAULT_LIFETIMES,
+    lifetimes: Mapping[str, int] | None = None,
     registry: RedisRegistry | None = None,
     grammars: Callable[[], Grammars] | None = None,
     draft_masks: bool = True,
@@ -156,11 +155,13 @@ async def running_stack(
                 service.observe(observer)
         target_server = await _serve(stack, ReplicaServicer(target, VERIFY).grpc_service)
         draft_server = await _serve(stack, ReplicaServicer(draft, DRAFT).grpc_service)
+        store = await RedisStore.connect(redis.url)
+        vars(store).update(lifetimes or {})
         settings["look_ahead"] = 0 if draft_siblings else look_ahead
         coordinator = CoordinatorService(
             replace(CONFIG, draft_siblings=draft_siblings, **settings),
             "coordinator-under-test",
-            store=await RedisStore.connect(redis.url, lifetimes=lifetimes),
+            store=store,
             targets={"t": target_link(target_server.address)},
             drafts={} if looks_up else {"d": draft_link(draft_server.address)},
             fallback=RARE if self_drafter or eagle else lookup or NgramDrafter(),

@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from outrider.errors import OutriderError
+from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.store import (
-    DEFAULT_LIFETIMES,
     Append,
     Finish,
-    Lifetimes,
     SessionRecord,
     SessionStore,
     contended,
@@ -47,11 +46,12 @@ class StoredSession:
 class TwinStore(SessionStore):
     """A `SessionStore` on a clock of the caller's (milliseconds, any origin)."""
 
-    def __init__(
-        self, now_ms: Callable[[], float], lifetimes: Lifetimes = DEFAULT_LIFETIMES
-    ) -> None:
+    lease_ms = RedisStore.lease_ms
+    session_ttl_ms = RedisStore.session_ttl_ms
+    finished_ttl_ms = RedisStore.finished_ttl_ms
+
+    def __init__(self, now_ms: Callable[[], float]) -> None:
         self._now_ms = now_ms
-        self._lifetimes = lifetimes
         self._sessions: dict[str, StoredSession] = {}
         self._leases: dict[str, tuple[float, set[str]]] = {}
         """Of owners: when they end, and the sessions that others asked for since."""
@@ -74,7 +74,7 @@ class TwinStore(SessionStore):
             if _request(old) != _request(session):
                 raise taken(session.session_id)
             return
-        expires_ms = self._now_ms() + self._lifetimes.session_ttl_ms
+        expires_ms = self._now_ms() + self.session_ttl_ms
         self._sessions[session.session_id] = StoredSession(session, expires_ms)
 
     async def append(self, appends: Sequence[Append]) -> list[int | OutriderError]:
@@ -96,7 +96,7 @@ class TwinStore(SessionStore):
         now_ms = self._now_ms()
         self._leases = {name: one for name, one in self._leases.items() if one[0] > now_ms}
         _, wanted = self._leases.get(owner, (0, ()))
-        self._leases[owner] = now_ms + self._lifetimes.lease_ms, set()
+        self._leases[owner] = now_ms + self.lease_ms, set()
         return sorted(wanted)
 
     async def end_lease(self, owner: str) -> None:
@@ -140,7 +140,7 @@ class TwinStore(SessionStore):
                 finish_reason=finish.reason,
                 counters=finish.counters,
             )
-            expires_ms = self._now_ms() + self._lifetimes.finished_ttl_ms
+            expires_ms = self._now_ms() + self.finished_ttl_ms
             kept = replace(kept, record=record, expires_ms=expires_ms)
         self._sessions[finish.session_id] = kept
         return kept.length
@@ -183,7 +183,7 @@ class TwinStore(SessionStore):
     def _touched(self, kept: StoredSession) -> StoredSession:
         if kept.record.finish_reason is not None:
             return kept
-        return replace(kept, expires_ms=self._now_ms() + self._lifetimes.session_ttl_ms)
+        return replace(kept, expires_ms=self._now_ms() + self.session_ttl_ms)
 
 
 def is_stale(epoch: int, owner: str, record: SessionRecord) -> bool:

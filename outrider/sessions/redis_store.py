@@ -34,22 +34,23 @@ from pydantic import TypeAdapter
 
 from outrider.errors import DataLoss, InvariantError, OutriderError, StoreUnavailable
 from outrider.limits import (
+    FINISHED_TTL_S,
     LOAD_TRIES_MAX,
     RECORD_INLINE_BYTES,
     RECORD_PART_BYTES,
+    SESSION_LEASE_MS,
+    SESSION_TTL_S,
     TAKE_OVER_RETRY_MS,
 )
 from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_connection import check_server, new_client
 from outrider.sessions.redis_scripts import Call, Script, ScriptRunner
 from outrider.sessions.store import (
-    DEFAULT_LIFETIMES,
     Append,
     CacheState,
     Counters,
     Finish,
     FinishReason,
-    Lifetimes,
     SessionRecord,
     SessionStore,
     contended,
@@ -77,17 +78,22 @@ _READ_PART = Script("read_part")
 class RedisStore(SessionStore):
     """A `SessionStore` in one Redis server. Made by `connect`."""
 
+    lease_ms = SESSION_LEASE_MS
+    """How long an owner that says nothing keeps its sessions."""
+    session_ttl_ms = SESSION_TTL_S * 1000
+    """How long at least a session that is not finished stays readable after its last write."""
+    finished_ttl_ms = FINISHED_TTL_S * 1000
+    """How long a finished session stays readable."""
+
     def __init__(
         self,
         client: redis.asyncio.Redis,
         key_prefix: str,
-        lifetimes: Lifetimes,
         wait_replicas: int = 0,
     ) -> None:
         self._client = client
         self._scripts = ScriptRunner(client, wait_replicas, f"{key_prefix}replicated")
         self._key_prefix = key_prefix
-        self._lifetimes = lifetimes
         self._threads = ThreadPoolExecutor(1, "record")
         """Decodes long records and hashes their tokens."""
 
@@ -96,7 +102,6 @@ class RedisStore(SessionStore):
         cls,
         server: RedisAddress | str,
         *,
-        lifetimes: Lifetimes = DEFAULT_LIFETIMES,
         wait_replicas: int = 0,
         **parts: Any,
     ) -> Self:
@@ -113,14 +118,14 @@ class RedisStore(SessionStore):
         except BaseException:
             await client.aclose()
             raise
-        return cls(client, address.key_prefix, lifetimes, wait_replicas)
+        return cls(client, address.key_prefix, wait_replicas)
 
     async def open(self, session: SessionRecord) -> None:
         opened = (
             session.tenant, session.seed, session.rule, session.parameters, session.prompt_length
         )  # fmt: skip
         answer = await self._run(
-            _OPEN, session.session_id, self._lifetimes.session_ttl_ms,
+            _OPEN, session.session_id, self.session_ttl_ms,
             encode_tokens(session.token_ids),
             "epoch", session.epoch, "owner", session.owner,
             "state", "running", "finish_reason", "",
@@ -134,7 +139,7 @@ class RedisStore(SessionStore):
             (
                 self._keys(append.session_id),
                 [
-                    append.epoch, append.owner, self._lifetimes.session_ttl_ms,
+                    append.epoch, append.owner, self.session_ttl_ms,
                     append.expected_length, encode_tokens(append.token_ids), append.logprobs,
                     int(append.more_follow), *_progress(append),
                 ],
@@ -148,7 +153,7 @@ class RedisStore(SessionStore):
         ]
 
     async def hold_lease(self, owner: str) -> Sequence[str]:
-        call = self._lease(owner), (self._lifetimes.lease_ms,)
+        call = self._lease(owner), (self.lease_ms,)
         return [wanted.decode() for wanted in await self._scripts.run(_HOLD_LEASE, call)]
 
     async def end_lease(self, owner: str) -> None:
@@ -162,12 +167,12 @@ class RedisStore(SessionStore):
     ) -> SessionRecord:
         session_id = seen.session_id
         if seen.finish_reason is None and seen.owner != owner:
-            asked = (self._lease(seen.owner), (session_id, self._lifetimes.lease_ms))
+            asked = (self._lease(seen.owner), (session_id, self.lease_ms))
             left_ms = await self._scripts.run(_READ_LEASE, asked)
             if left_ms >= 0:
                 raise leased(session_id, left_ms)
         on_sent()
-        ttl_ms = self._lifetimes.session_ttl_ms
+        ttl_ms = self.session_ttl_ms
         answer = await self._run(_TAKE_OVER, session_id, seen.epoch, seen.owner, owner, ttl_ms)
         record = await self._record(session_id, answer)
         if record is None:
@@ -181,7 +186,7 @@ class RedisStore(SessionStore):
     async def finish(self, finish: Finish) -> int:
         return await self._write(
             _FINISH, finish.session_id, finish.epoch, finish.owner,
-            self._lifetimes.finished_ttl_ms, -1 if finish.length is None else finish.length,
+            self.finished_ttl_ms, -1 if finish.length is None else finish.length,
             "state", "finished", "finish_reason", finish.reason.value,
             "counters", _COUNTERS.dump_json(finish.counters),
         )  # fmt: skip

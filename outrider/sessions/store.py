@@ -15,7 +15,7 @@ from outrider.errors import (
     StaleEpoch,
     Unavailable,
 )
-from outrider.limits import FINISHED_TTL_S, SESSION_LEASE_MS, SESSION_TTL_S, TAKE_OVER_RETRY_MS
+from outrider.limits import TAKE_OVER_RETRY_MS
 from outrider.speculation.sampling_params import Rule
 from outrider.tokens import TokenSequence
 
@@ -209,21 +209,6 @@ class SessionStore(Protocol):
     async def close(self) -> None:
         """Closes connections; what is stored stays."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Lifetimes:
-    """All in milliseconds of the store's own clock."""
-
-    lease_ms: int = SESSION_LEASE_MS
-    """How long an owner that says nothing keeps its sessions."""
-    session_ttl_ms: int = SESSION_TTL_S * 1000
-    """How long at least a session that is not finished stays readable after its last write."""
-    finished_ttl_ms: int = FINISHED_TTL_S * 1000
-    """How long a finished session stays readable."""
-
-
-DEFAULT_LIFETIMES = Lifetimes()
 
 
 def missing(session_id: str) -> DataLoss:

@@ -29,7 +29,6 @@ from outrider.kv_cache.session_table import SessionTable
 from outrider.replica.step_request import StepRequest
 from outrider.request import Event, Finished, GenerateRequest, Started, Tokens
 from outrider.sessions.state import Session
-from outrider.sessions.store import Lifetimes
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from tests.chaos.proxy import FaultProxy
 
@@ -248,7 +247,7 @@ async def test_nothing_is_left_of_sessions_however_they_end(tmp_path: Path, numb
         tmp_path,
         resume_grace_ms=int(GRACE_S * 1e3),
         length_control=True,
-        lifetimes=Lifetimes(finished_ttl_ms=FINISHED_MS),
+        lifetimes={"finished_ttl_ms": FINISHED_MS},
     ) as stack:
         idle = in_use(stack)  # What other tests of this process have left is not ours.
         clients = Clients(stack)

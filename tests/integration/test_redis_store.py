@@ -51,7 +51,6 @@ from outrider.sessions.store import (
     Counters,
     Finish,
     FinishReason,
-    Lifetimes,
     SessionRecord,
 )
 
@@ -95,12 +94,12 @@ class StoreMachine(RuleBasedStateMachine):
         self.runner = asyncio.Runner()
         self.seen: list[SessionRecord] = []
         self.now_ms = 0.0
-        self.model = TwinStore(lambda: self.now_ms, Lifetimes(LEASE_MS, 10**12, 10**12))
+        self.model = TwinStore(lambda: self.now_ms)
+        self.model.lease_ms, self.model.session_ttl_ms = LEASE_MS, 10**12
+        self.model.finished_ttl_ms = 10**12
         self.prefix = f"{uuid.uuid4()}:"
-        lifetimes = Lifetimes(10**9, 10**9, 10**9)
-        self.store = self.run(
-            RedisStore.connect(self.server.url, key_prefix=self.prefix, lifetimes=lifetimes)
-        )
+        self.store = self.run(RedisStore.connect(self.server.url, key_prefix=self.prefix))
+        self.store.lease_ms = self.store.session_ttl_ms = self.store.finished_ttl_ms = 10**9
         self.admin = redis.Redis.from_url(self.server.url, protocol=2)
 
     def teardown(self) -> None:
@@ -249,8 +248,8 @@ def test_redis_answers_as_the_memory_store(server: EmbeddedRedis) -> None:
 
 async def test_sessions_expire(server: EmbeddedRedis, admin: redis.Redis) -> None:
     """An orphan and a finished session are gone after their times; its owner hears of data loss."""
-    lifetimes = Lifetimes(1, session_ttl_ms=200, finished_ttl_ms=100)
-    store = await RedisStore.connect(server.url, key_prefix="ttl:", lifetimes=lifetimes)
+    store = await RedisStore.connect(server.url, key_prefix="ttl:")
+    store.lease_ms, store.session_ttl_ms, store.finished_ttl_ms = 1, 200, 100
     for session_id in IDS[:2]:
         await store.open(new_session(session_id))
     await store.finish(end_of(Session(new_session(IDS[1]))))
@@ -266,8 +265,8 @@ async def test_sessions_expire(server: EmbeddedRedis, admin: redis.Redis) -> Non
 async def test_redis_counts_a_lease_down(server: EmbeddedRedis, admin: redis.Redis) -> None:
     """Renewed for longer than it lasts, then left alone until the store says that it is over. No
     point in time is stored, of whatever clock."""
-    lifetimes = Lifetimes(lease_ms=300)
-    store = await RedisStore.connect(server.url, key_prefix="lease:", lifetimes=lifetimes)
+    store = await RedisStore.connect(server.url, key_prefix="lease:")
+    store.lease_ms = 300
     await store.hold_lease(OWNERS[0])
     await store.open(new_session())
     seen = await store.load(IDS[0])

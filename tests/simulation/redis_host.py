@@ -28,7 +28,6 @@ from outrider.sessions.redis_store import (
     encode_tokens,
 )
 from outrider.sessions.store import (
-    DEFAULT_LIFETIMES,
     FinishReason,
     SessionRecord,
     not_found,
@@ -397,9 +396,7 @@ class Redis:
 
     def store(self) -> RedisStore:
         client = RedisRegistry(ADDRESS, DEPLOYMENT)._client
-        return RedisStore(
-            self._connected(client, may_fail=True), DEFAULT_KEY_PREFIX, DEFAULT_LIFETIMES
-        )
+        return RedisStore(self._connected(client, may_fail=True), DEFAULT_KEY_PREFIX)
 
     def registry(self) -> RedisRegistry:
         registry = RedisRegistry(ADDRESS, DEPLOYMENT)
