@@ -133,7 +133,7 @@ def test_padding_writes_to_a_page_of_nobody(make_engine: EngineMaker) -> None:
     assert recorder.num_replayed > 0
     assert gap(rows, dense(library, ids(5))) <= CLOSE
     (page,) = engine._pool.pages("a")
-    size, num_pages = engine._pool.page_size, engine.page_counts().num_pages
+    size, num_pages = engine._pool._page_size, engine.page_counts().num_pages
     written = ~engine._cache.layers[0].keys.isnan().any(dim=2).any(dim=0)
     slots = set(written.nonzero()[:, 0].tolist())
     assert slots == {*range(page * size, page * size + 5), num_pages * size}
