@@ -302,7 +302,6 @@ _STREAMS: Final[dict[int | str, dict[str, Any]]] = {
         "description": "The answer; a stream of its chunks where `stream` is true.",
         "content": {"application/json": {}, "text/event-stream": {}},
     },
-    **_ERRORS,
 }
 _EVENTS: Final = """A stream of server-sent events, each a JSON object with its `type`:
 
@@ -320,7 +319,6 @@ Then `[DONE]`. An error behind `started` is an event with `error`, and the last 
 where the model has no tokenizer. A client that goes cancels its session."""
 _METRICS: Final[dict[int | str, dict[str, Any]]] = {
     200: {"description": "Prometheus' text.", "content": {"text/plain": {}}},
-    **_ERRORS,
 }
 
 
@@ -361,6 +359,7 @@ def build_app(
         version=version("outrider"),
         docs_url=None,  # Their pages load scripts from elsewhere.
         redoc_url=None,
+        responses=_ERRORS,
         redirect_slashes=False,  # A path with one more is another, and not there.
     )
     app.router.route_class = BodyRoute
@@ -396,7 +395,7 @@ def _add_generation(
 
     told = {"description": _EVENTS, "content": {"text/event-stream": {}}}
 
-    @app.post("/api/generate", responses={200: told, **_ERRORS}, response_class=Response)
+    @app.post("/api/generate", responses={200: told}, response_class=Response)
     async def generate(body: NativeBody, request: Request) -> Response:
         """Goes on with a conversation or a prompt, and tells of every round."""
         if "stream" in body.model_fields_set and not body.stream:
@@ -428,12 +427,12 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics |
             "max_model_len": service.model.max_model_len,
         }
 
-    @app.get("/v1/models", responses=_ERRORS)
+    @app.get("/v1/models")
     async def list_models() -> Response:
         """The model that is served."""
         return json_response({"object": "list", "data": [model_body()]})
 
-    @app.get("/v1/models/{name:path}", responses=_ERRORS)
+    @app.get("/v1/models/{name:path}")
     async def get_model(name: str) -> Response:
         """The same by its name."""
         if name != service.model.name:
@@ -441,7 +440,7 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics |
         return json_response(model_body())
 
     @app.head("/health", include_in_schema=False)
-    @app.get("/health", responses=_ERRORS)
+    @app.get("/health")
     async def health() -> Response:
         """Whether a request that comes now can make progress; 503 says why not."""
         trouble = await cached.trouble()
@@ -449,7 +448,7 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics |
             raise Unavailable(trouble)
         return json_response({"status": "ok"})
 
-    @app.get("/version", responses=_ERRORS)
+    @app.get("/version")
     async def tell_version() -> Response:
         """Of this program."""
         return json_response({"version": app.version})
@@ -468,7 +467,7 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics |
         """The window."""
         return await page.get_response("index.html", request.scope)
 
-    @app.get("/api/fleet", responses=_ERRORS)
+    @app.get("/api/fleet")
     async def tell_fleet() -> Fleet:
         """The replicas, as this coordinator knows them."""
         fleet = service.fleet
