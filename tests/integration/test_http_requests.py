@@ -202,7 +202,7 @@ async def test_a_client_that_goes_takes_its_sessions_with_it(slow: Stack, stream
             response = await calling
             lines = response.aiter_lines()
             assert (await anext(lines)).startswith("data: {")
-        ids = slow.coordinator._sessions.session_ids
+        ids = set(slow.coordinator._sessions.running)
         engines: Any = [one._worker._table._engine for one in (slow.target, slow.draft)]
         await until(lambda: all(engine.length(one) for engine in engines for one in ids))
         if stream:

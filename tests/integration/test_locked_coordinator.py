@@ -227,7 +227,7 @@ async def test_a_session_by_http_is_its_tenants_alone(locked: Locked) -> None:
     ):  # fmt: skip
         read = response.aiter_lines()
         await anext(read)
-        (session_id,) = locked.stack.coordinator._sessions.session_ids
+        (session_id,) = locked.stack.coordinator._sessions.running
         for call in (eve.get_session, eve.cancel, lambda one: anext(eve.resume(one))):
             with pytest.raises(NotFound, match="there is no session"):
                 await call(session_id)
