@@ -30,7 +30,7 @@ from benchmarks.report import percentile
 from deploy.fleet.launcher import Deployment
 from deploy.fleet.ray_cluster import RECONCILER
 from deploy.fleet.reconciler import find_reconciler
-from deploy.fleet.replica import ReplicaView
+from deploy.fleet.replica import Overview, ReplicaView
 from outrider.errors import Unavailable
 from outrider.registry.registry import ROLES, Role
 from tests.chaos.load import Load
@@ -106,7 +106,7 @@ class Adversary:
             fault = Fault(kind, role, round(at - self._began, 2))
             await self._do(fault)
             await self._see(fault, at, self._loop.time() + SHOWN_S)
-        await _until(lambda: self._deployment.overview.is_whole)
+        await _until(lambda: is_whole(self._deployment.overview))
 
     def _num_done(self) -> int:
         return sum((one.kind, one.role) != NOTHING for one in self.faults)
@@ -140,7 +140,7 @@ class Adversary:
                 for place, (_, role) in enumerate(self._deck):
                     if self._victims(role):
                         return self._deck.pop(place)
-                if self._deployment.overview.is_whole:
+                if is_whole(self._deployment.overview):
                     self._deck.clear()  # Each node has all replicas of a role.
                 await asyncio.sleep(POLL_S)
 
@@ -157,7 +157,7 @@ class Adversary:
         overview = self._deployment.overview
         serving = [one for one in overview.replicas if one.address and not one.leaves]
         if role == NODE:
-            if not overview.is_whole:
+            if not is_whole(overview):
                 return []
             return [
                 index for index in range(self._machines.num_nodes)
@@ -166,7 +166,7 @@ class Adversary:
         if role in PAIRS:
             return [0] if all(self._victims(one) for one in PAIRS[role]) else []
         if role == HEAD:  # Nothing can be started without it.
-            return [0] if overview.is_whole else []
+            return [0] if is_whole(overview) else []
         if role in (REDIS, RECONCILER, NOTHING[1]):
             return [0]
         found = [one for one in serving if one.role == role]
@@ -291,3 +291,11 @@ async def _until(condition: Callable[[], bool], limit_s: float = WHOLE_S) -> Non
     async with asyncio.timeout(limit_s):
         while not condition():
             await asyncio.sleep(POLL_S)
+
+
+def is_whole(overview: Overview) -> bool:
+    """Whether as many serve as should."""
+    return all(
+        sum(bool(one.address) for one in overview.of(role)) >= count
+        for role, count in overview.wanted.items()
+    )

@@ -288,6 +288,7 @@ CONSTRAINED = GenerateRequest(
 )  # fmt: skip
 
 
+@pytest.mark.virtual(False)
 async def test_constrained_completions_are_within_chance(tmp_path: Path) -> None:
     """Beyond 5 once in 1.7 million runs. Under the target's law without the mask most tokens would
     be far more surprising than is expected."""
