@@ -15,7 +15,7 @@ import json
 import logging
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Annotated, ClassVar, Final, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -25,7 +25,7 @@ from outrider.sessions.redis_address import RedisAddress
 _log = logging.getLogger(__name__)
 
 Role = Literal["coordinator", "target", "draft"]
-ROLES: Final[tuple[Role, ...]] = get_args(Role)
+ROLES: tuple[Role, ...] = get_args(Role)
 
 LEASE_S = 3.0
 RENEWAL_S = 1.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, get_args
+from typing import Any, get_args
 
 from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
 
@@ -24,7 +24,7 @@ _SIDES = get_args(Side)
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 _RULES = tuple(rule.value for rule in Rule)
 
-REQUEST_COUNTERS: Final[dict[str, tuple[Any, ...]]] = {
+REQUEST_COUNTERS: dict[str, tuple[Any, ...]] = {
     "prompt_tokens": ("Prompt tokens of opened sessions.",),
     "generation_tokens": ("Committed tokens.",),
     "num_rounds": ("Rounds decided.",),
@@ -93,7 +93,7 @@ REQUEST_TIMES = {
     "gen_ai.server.request.duration": "From arrival to the last event or error.",
 }  # fmt: skip
 """Histograms of a coordinator, by their whole names."""
-READINGS: Final[dict[str, tuple[Any, ...]]] = {
+READINGS: dict[str, tuple[Any, ...]] = {
     "num_requests_running": ("Sessions that run.",),
     "num_requests_waiting": ("Requests being opened.",),
     "target_available": (

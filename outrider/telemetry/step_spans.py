@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from opentelemetry.metrics import Meter
 from opentelemetry.trace import SpanKind, Tracer
@@ -26,7 +26,7 @@ _FIGURES = {
     "num_prefill_chunks": "Parts of prefixes that were run on their own.",
 }
 """Counters that `StepFigures` has by these names."""
-_PAGES: Final[dict[str, tuple[str, str]]] = {
+_PAGES: dict[str, tuple[str, str]] = {
     "kv_cache_usage_perc": ("usage", "Share of the pages that running requests need, 0..1."),
     "kv_cache_pages": ("num_pages", "Pages of keys and values."),
     "kv_cache_pages_free": ("num_free", "Pages that hold nothing."),

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache, cached_property, partial
-from typing import Any, Final, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from google.protobuf.descriptor import FieldDescriptor, ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
@@ -64,7 +64,7 @@ T = TypeVar("T")
 
 _WORD_START = re.compile(r"(?<=[a-z])(?=[A-Z])")
 _SESSION_ID = re.compile(r"[0-9a-f]{32}")
-_LIMITS: Final[Mapping[str, int]] = {
+_LIMITS: Mapping[str, int] = {
     "RoundHead.tenant": TENANT_CHARS_MAX,
     "RoundHead.traceparent": TRACEPARENT_CHARS_MAX,
     "RoundHead.deadline_ms": DEADLINE_MS_MAX,
@@ -334,7 +334,7 @@ def _logprobs_from_proto(message: types_pb2.PositionLogprobs, path: str) -> Posi
     return PositionLogprobs(message.logprob, tuple(zip(token_ids, values, strict=True)))
 
 
-OWN_CODECS: Final[dict[str, tuple[Callable[[Any], Any] | None, Callable[[Any, str], Any]]]] = {
+OWN_CODECS: dict[str, tuple[Callable[[Any], Any] | None, Callable[[Any, str], Any]]] = {
     "SamplingParams": (sampling_to_proto, sampling_from_proto),
     "Proposal": (_proposal_to_proto, _proposal_from_proto),
     "HeldProposal": (
@@ -350,7 +350,7 @@ OWN_CODECS: Final[dict[str, tuple[Callable[[Any], Any] | None, Callable[[Any, st
 }  # fmt: skip
 """By a message's name how it is made of our value, None = as by `to_proto`, and our value of it and
 its place."""
-VALUES: Final[dict[str, Any]] = {"Rule": Rule, "StepCosts": StepCosts, "AuditSums": AuditSums}
+VALUES: dict[str, Any] = {"Rule": Rule, "StepCosts": StepCosts, "AuditSums": AuditSums}
 """Our value by the name of its message or enumeration."""
 
 
@@ -417,7 +417,7 @@ def _check_tree(item: RoundItem) -> None:
 # Answers
 
 
-_ANSWERS: Final[Mapping[str, Any]] = {
+_ANSWERS: Mapping[str, Any] = {
     "verdict": VerdictReply, "proposal": ProposalReply, "resync": Resync, "refused": Refused
 }  # fmt: skip
 _ANSWER_FIELDS = {kind: name for name, kind in _ANSWERS.items()}
@@ -526,11 +526,11 @@ class Codec(Generic[Item, Answer]):
         return cast(Answer, answer)
 
 
-VERIFY: Final[Codec[VerifyItem, VerifyAnswer]] = Codec(
+VERIFY: Codec[VerifyItem, VerifyAnswer] = Codec(
     target_pb2.DESCRIPTOR.services_by_name["Target"], "Verify", VerifyItem
 )
 """The stream between a coordinator and a target."""
-DRAFT: Final[Codec[DraftItem, DraftAnswer]] = Codec(
+DRAFT: Codec[DraftItem, DraftAnswer] = Codec(
     draft_pb2.DESCRIPTOR.services_by_name["Draft"], "Propose", DraftItem
 )
 """The stream between a coordinator and a draft."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from outrider.errors import BadRequest, InvariantError
 from outrider.grammar.constraint import Constraint, ConstraintKind
@@ -43,7 +43,7 @@ VALUES.update(
         "GenerationMetrics": Metrics,
     }
 )
-_EVENTS: Final[dict[str, Any]] = {
+_EVENTS: dict[str, Any] = {
     "started": Started, "tokens": Tokens, "round": RoundReport, "finished": Finished
 }  # fmt: skip
 _NO_EVENT = pb.GenerateEvent()

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import grpc
 from cryptography import x509
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 InternalRole = Literal["coordinator", "target", "draft"]
-INTERNAL_ROLES: Final[tuple[InternalRole, ...]] = ("coordinator", "target", "draft")
+INTERNAL_ROLES: tuple[InternalRole, ...] = ("coordinator", "target", "draft")
 AUTHORITY = "ca"
 DOMAIN = "outrider.internal"
 AUTHORITY_DAYS = 3650
