@@ -33,7 +33,7 @@ def _shared(config: TargetConfig, size: int) -> Iterator[tuple[Engine, list[Any]
     leadership = RankLeader(size, size, JOIN_S)
     arguments = [(config, leadership.rendezvous, rank) for rank in range(1, size)]
     with processes(follow_model, arguments) as followers:
-        engine: Any = leadership.engine(config, "target", 1)
+        engine: Any = leadership.engine(config, 1)
         try:
             yield engine, followers
         finally:
