@@ -55,7 +55,7 @@ class TargetService(SteppedService):
         batching_delay = None
         if delays_batches and costs is not None:
             batching_delay = BatchingDelay(costs.step_seconds, max_num_seqs)
-        super().__init__(verifier, executor, description, batching_delay)
+        super().__init__(verifier, executor, description, budget.note_seconds, batching_delay)
         self._ahead: OrderedDict[str, RunAhead] = OrderedDict()
 
     def submit(self, work: StepRequest) -> None:

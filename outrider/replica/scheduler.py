@@ -64,12 +64,15 @@ class StepScheduler:
         worker: StepWorker,
         *,
         max_batch: int,
+        note_seconds: Callable[[float], None] | None = None,
         batching_delay: BatchingDelay | None = None,
     ) -> None:
-        """With `batching_delay` a step may wait for sessions that will soon want it too."""
+        """`note_seconds` gets, between steps, how long the last one took that ran items. With
+        `batching_delay` a step may wait for sessions that will soon want it too."""
         self._executor = executor
         self._worker = worker
         self._observer: ObservedSteps | None = None
+        self._note_seconds = note_seconds
         self._batching_delay = batching_delay
         self._queue = RequestQueue(max_batch)
         self._max_batch = max_batch
@@ -247,9 +250,12 @@ class StepScheduler:
             self._crashed(batch)
             return True
         end = loop.time()
-        if batch and self._crashes:
-            self._crashes = 0
-            self.health_changed.set()
+        if batch:
+            if self._crashes:
+                self._crashes = 0
+                self.health_changed.set()
+            if self._note_seconds is not None:
+                self._note_seconds(end - start)
         self._answer(batch, answers, start, end)
         self._put_back([work for work in batch if work.unfinished is not None])
         num_starved, self._num_starved = self._num_starved, self._worker.figures.num_starved

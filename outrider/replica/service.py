@@ -48,6 +48,7 @@ class SteppedService(StepScheduler):
         worker: StepWorker,
         executor: StepExecutor,
         description: ReplicaDescription,
+        note_seconds: Callable[[float], None] | None = None,
         batching_delay: BatchingDelay | None = None,
     ) -> None:
         """`description.max_num_seqs` sessions share a step at most. An item whose constraint is new
@@ -55,7 +56,7 @@ class SteppedService(StepScheduler):
         step compiles one."""
         super().__init__(
             executor, worker, max_batch=description.max_num_seqs,
-            batching_delay=batching_delay,
+            note_seconds=note_seconds, batching_delay=batching_delay,
         )  # fmt: skip
         self._description = description
         self.num_items = 0

@@ -9,7 +9,8 @@ as without it, steps between two rounds included; or where more sessions wait fo
 play, so much longer that those get their share of the time. Beside the rounds of a full step the
 oldest prefix still gets PREFIX_TOKENS_MIN tokens. So neither kind can keep the other from going on.
 
-How long a step lasts is predicted from costs that were measured at the start.
+How long a step lasts is predicted from costs that were measured at the start, and corrected by how
+long steps of its kind, with and without a prefix, have lasted since (`note_seconds`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ PREFIX_TOKENS_MIN: Final = 16
 STEP_GROWTH_MAX: Final = 1.75
 """Well below 3, so that a gap between tokens at most triples: a token takes longer than its step,
 and some steps last half as long again as was foretold."""
+CORRECTION_WEIGHT: Final = 0.2
+"""Of the newest step of a kind, against all before it."""
+CORRECTION_MAX: Final = 4.0
+"""What a single step may say, up or down: the machine may have done something else meanwhile."""
 ROUND_REST_STEPS: Final = 4
 """Steps without a round after which rounds are thought to have ended."""
 
@@ -58,6 +63,8 @@ class _Load:
     sessions: int = 0
     attention_s: float = 0.0
     """The time that its contexts cost; 0 where costs are not known."""
+    has_prefix: bool = False
+    """Whether parts of prefixes are in it."""
 
 
 class TokenBudget:
@@ -78,6 +85,9 @@ class TokenBudget:
         """... and their time. Sessions in rounds may have waited for them ..."""
         self._step_s = 0.0
         """... after the time of the step of those rounds."""
+        self._last = _Load()
+        self._corrections = {False: 1.0, True: 1.0}
+        """How long steps last over what their costs say; by `_Load.has_prefix`."""
 
     def share(self, demands: Sequence[TokenDemand]) -> list[int]:
         """For each demand, in order of arrival, how many of its tokens this step runs: all, none,
@@ -105,6 +115,14 @@ class TokenBudget:
             load = self._with(load, demand, grants[index])
         self._note(rounds, load)
         return grants
+
+    def note_seconds(self, seconds: float) -> None:
+        """The step that was shared out last has taken so long, s."""
+        foretold = self._cost_seconds(self._last)
+        if foretold > 0:
+            found = min(max(seconds / foretold, 1 / CORRECTION_MAX), CORRECTION_MAX)
+            before = self._corrections[self._last.has_prefix]
+            self._corrections[self._last.has_prefix] += CORRECTION_WEIGHT * (found - before)
 
     def _part(self, demand: TokenDemand, load: _Load, seconds: float, least: int) -> int:
         """How many tokens of a prefix are run beside a load in a step of so much time, `least` even
@@ -139,10 +157,12 @@ class TokenBudget:
             load.rows + num_tokens,
             load.sessions + 1,
             load.attention_s + attention_s,
+            load.has_prefix or not demand.is_round,
         )
 
     def _note(self, rounds: _Load, load: _Load) -> None:
         """Remembers a step of this load, with these rounds in it."""
+        self._last = load
         if rounds.rows:
             self._last_rounds, self._step_s = rounds, self._seconds(load)
             self._rest_steps, self._rest_s = 0, 0.0
@@ -153,7 +173,10 @@ class TokenBudget:
             self._last_rounds = None
 
     def _seconds(self, load: _Load) -> float:
-        """The time of a step with this load; 0 without costs."""
+        """The time of a step with this load, as its kind has lasted; 0 without costs."""
+        return self._corrections[load.has_prefix] * self._cost_seconds(load)
+
+    def _cost_seconds(self, load: _Load) -> float:
         if self._costs is None or load.rows == 0:
             return 0.0
         return self._costs.mixed_seconds(load.rows, load.sessions, load.attention_s)

@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from selenium.webdriver import ActionChains, Chrome, ChromeOptions, ChromeService, Keys
@@ -83,6 +84,9 @@ class Browser:
 
     async def devtools(self, command: str, **parameters: Any) -> Any:
         return await asyncio.to_thread(self._driver.execute_cdp_cmd, command, parameters)
+
+    def screenshot(self, path: Path) -> None:
+        self._driver.save_screenshot(str(path))
 
     async def log(self) -> list[str]:
         """What the console was told since it was last read."""

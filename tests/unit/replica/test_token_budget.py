@@ -60,6 +60,28 @@ def test_beside_rounds_a_part_is_as_long_as_the_step_may_grow(num_rounds: int) -
     assert grown(part) <= STEP_GROWTH_MAX < grown(part + 1)
 
 
+def test_costs_that_were_wrong_are_corrected_by_the_steps_themselves() -> None:
+    """Contexts are cheaper than was measured, so that rounds last less than was foretold, and parts
+    that were made for them are too long at first. Soon a gap grows as little as it may."""
+    foretold = StepCosts((1, 512), (0.010, 0.260), slot_s=6e-6)
+    true = StepCosts((1, 512), (0.010, 0.260), slot_s=2e-6)
+    budget = TokenBudget(512, 64, foretold)
+    rounds = [TokenDemand(num_tokens=1, num_last=1, context=300)] * 8
+    usual = true.step_seconds(8, 8, 2400)
+    for _ in range(30):
+        budget.share(rounds)
+        budget.note_seconds(usual)
+    growths = []
+    for _ in range(30):
+        *_, part = budget.share([*rounds, prefix(4000)])
+        growths.append(true.step_seconds(8 + part, 9, 2400) / usual)
+        budget.note_seconds(growths[-1] * usual)
+    uncorrected = TokenBudget(512, 64, foretold).share([*rounds, prefix(4000)])[-1]
+    assert true.step_seconds(8 + uncorrected, 9, 2400) / usual > 1.2 * STEP_GROWTH_MAX
+    assert max(growths) <= 1.05 * STEP_GROWTH_MAX
+    assert growths[-1] > 0.95 * STEP_GROWTH_MAX
+
+
 WISHES = st.lists(
     st.builds(
         lambda tokens, last, context: TokenDemand(tokens, min(tokens, last), context),
