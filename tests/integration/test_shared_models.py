@@ -141,7 +141,7 @@ def test_ranks_with_different_files_are_refused(tmp_path: Path) -> None:
         pytest.raises(ConfigError, match="rank 1 has loaded another model"),
     ):
         try:
-            leadership.engine(ours, "target", 1)
+            leadership.engine(ours, 1)
         finally:
             followers[0].join(JOIN_S)
             assert followers[0].exitcode == 0  # it ended by itself
