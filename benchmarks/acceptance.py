@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,13 +39,13 @@ from .options import AcceptanceOptions
 from .prompts import BenchPrompt, encoder
 from .report import Report
 
-SAMPLED: Final = SamplingParams(temperature=1.0)
-SAMPLED_RULES: Final = (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED)
-OUTCOMES: Final = (4, 8, 12, 16, 24)
+SAMPLED = SamplingParams(temperature=1.0)
+SAMPLED_RULES = (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED)
+OUTCOMES = (4, 8, 12, 16, 24)
 """Of a round, the likeliest first."""
-AT_ONCE: Final = 8
+AT_ONCE = 8
 """Prompts that are answered side by side; p of all their tokens is kept until they are read."""
-_SEQUENCE: Final = "bench"
+_SEQUENCE = "bench"
 
 Array = npt.NDArray[np.float64]
 Encode = Callable[[str], Sequence[int]]

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import aclosing, contextmanager
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import httpx2
 
@@ -19,13 +19,13 @@ from outrider.sessions.store import FinishReason
 from .measurement import BenchClient, Completion, Decoding, Round
 from .prompts import BenchPrompt
 
-CHAT: Final = "/v1/chat/completions"
-TEXT: Final = "/v1/completions"
-CONNECT_S: Final = 60.0
-SILENCE_S: Final = 600.0
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+CONNECT_S = 60.0
+SILENCE_S = 600.0
 """How long a server may be silent before a request counts as failed."""
-ERROR_CHARS_MAX: Final = 300
-_CONTENT: Final = ("text", "content", "reasoning_content", "reasoning", "tool_calls")
+ERROR_CHARS_MAX = 300
+_CONTENT = ("text", "content", "reasoning_content", "reasoning", "tool_calls")
 """What holds tokens in a choice, or in the delta of a chat."""
 
 

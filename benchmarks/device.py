@@ -22,7 +22,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import click
 import torch
@@ -47,15 +47,15 @@ from .measurement import Progress, medians_ms
 from .options import RANDOM_MODELS, DeviceOptions
 from .report import Report, to_json
 
-COPIES: Final = 10
-COPY_BYTES_MAX: Final = 2**30
-_KV_CACHE_BYTES: Final = 2**32
-_NAME: Final = "bench"
-VERDICT_SESSIONS: Final = (1, 16, 64)
-VERDICT_TOKENS: Final = 4
-_SAMPLED: Final = SamplingParams(temperature=1.0, top_p=0.95)
-_FLATTER: Final = SamplingParams(temperature=1.25)
-_OF_1B: Final = {
+COPIES = 10
+COPY_BYTES_MAX = 2**30
+_KV_CACHE_BYTES = 2**32
+_NAME = "bench"
+VERDICT_SESSIONS = (1, 16, 64)
+VERDICT_TOKENS = 4
+_SAMPLED = SamplingParams(temperature=1.0, top_p=0.95)
+_FLATTER = SamplingParams(temperature=1.25)
+_OF_1B = {
     "hidden_size": 2_048, "num_hidden_layers": 16, "num_attention_heads": 32,
     "num_key_value_heads": 8, "intermediate_size": 8_192, "vocab_size": 128_256,
     "tie_word_embeddings": True,
@@ -238,7 +238,7 @@ def _main(**values: Any) -> None:
     click.echo(to_json(report.values))
 
 
-main: Final = click.Command(
+main = click.Command(
     "python -m benchmarks.device", help=__doc__, callback=_main,
     params=[*DeviceOptions.params(click.Option), click.Option(["--json"], is_flag=True)],
 )  # fmt: skip

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, median
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from outrider.client import Client
 from outrider.config import EMULATED, CoordinatorConfig, DraftConfig, TargetConfig
@@ -31,19 +31,19 @@ from .options import Options, option
 from .processes import running_pair
 from .report import Report, table
 
-PROMPT_TOKENS: Final = 64
-TOKENS_MAX: Final = 8_000
+PROMPT_TOKENS = 64
+TOKENS_MAX = 8_000
 """With the prompt they must fit the emulated models' length."""
-SPARE_TOKENS: Final = 16
+SPARE_TOKENS = 16
 """Beyond those that count: a session's last rounds draft less, and none of these is to count."""
-SWEEP_SHARE: Final = 0.05
+SWEEP_SHARE = 0.05
 """Of the tokens: a session that helps to choose K has so many."""
-SWEEP_TOKENS_MIN: Final = 24
-DROPPED_SHARE: Final = 0.05
-DROPPED_MIN: Final = 4
+SWEEP_TOKENS_MIN = 24
+DROPPED_SHARE = 0.05
+DROPPED_MIN = 4
 """Tokens at a session's beginning that do not count: the first round has no draft, and the next
 waits for its prompt."""
-MODES: Final = {
+MODES = {
     "plain": (Rule.TOKEN,),
     "synchronous": (Rule.TOKEN, Rule.COUPLED),
     "look_ahead": (Rule.TOKEN, Rule.COUPLED),
@@ -52,16 +52,16 @@ MODES: Final = {
 the target still verifies it."""
 
 
-SCENARIO: Final = "70b-1b"
-STEPS: Final = {"verify_ms": 18.3, "verify_tokens": 16, "draft_ms": 1.3, "draft_branches": 64}
-LAW: Final = {
+SCENARIO = "70b-1b"
+STEPS = {"verify_ms": 18.3, "verify_tokens": 16, "draft_ms": 1.3, "draft_branches": 64}
+LAW = {
     "vocab_size": 32_000, "support": 64, "exponent": 1.706, "order": 3, "deviation": 0.645,
 }  # fmt: skip
 """With `STEPS` parameters of `EmulatedSpec`."""
-ACCEPTANCE: Final = {Rule.TOKEN: 0.8000, Rule.COUPLED: 0.7627}
+ACCEPTANCE = {Rule.TOKEN: 0.8000, Rule.COUPLED: 0.7627}
 """Of each draft token whose predecessors were accepted: what follows from `LAW`."""
-NUM_DRAFT_TOKENS_MAX: Final = 14
-ROUND_TRIP_MS: Final = 5.0
+NUM_DRAFT_TOKENS_MAX = 14
+ROUND_TRIP_MS = 5.0
 """Added between coordinator and draft in the second part."""
 
 

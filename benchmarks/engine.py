@@ -27,7 +27,7 @@ from dataclasses import asdict, replace
 from itertools import chain, pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any
 
 import torch
 from transformers import DynamicCache
@@ -50,33 +50,33 @@ from .processes import running_pair
 from .prompts import built_in_prompts
 from .report import Report, percentile
 
-SESSIONS: Final = (1, 4, 16, 32)
-PROMPT_TOKENS: Final = 256
-NEW_TOKENS: Final = 128
-GREEDY: Final = SamplingParams(temperature=0.0)
-_STRIDE: Final = 7
+SESSIONS = (1, 4, 16, 32)
+PROMPT_TOKENS = 256
+NEW_TOKENS = 128
+GREEDY = SamplingParams(temperature=0.0)
+_STRIDE = 7
 """Tokens by which every measurement's prompts are shifted, so that none begins like an earlier one
 and finds it cached."""
 
-PREFIX_TOKENS: Final = 1_000
-OWN_TOKENS: Final = 20
+PREFIX_TOKENS = 1_000
+OWN_TOKENS = 20
 """What follows the prefix in each request."""
-LONG_TOKENS: Final = 4_000
-RUNNING_SESSIONS: Final = 8
+LONG_TOKENS = 4_000
+RUNNING_SESSIONS = 8
 """That decode beside the long prompt ..."""
-RUNNING_TOKENS: Final = 256
+RUNNING_TOKENS = 256
 """... and began with so many tokens."""
-SETTLING_GAPS: Final = 16
+SETTLING_GAPS = 16
 """Of each running session, which do not count: others are still beginning."""
-GAPS_BEFORE: Final = 64
+GAPS_BEFORE = 64
 """Of each, which do, before the long prompt is sent."""
-_POLL_S: Final = 0.005
-_REST_S: Final = 0.5
+_POLL_S = 0.005
+_REST_S = 0.5
 """After its first token: the gaps in which it came are over then."""
 
-CACHED_TOKENS: Final = 256
-STEP_TOKENS: Final = 5
-STEP_REPETITIONS: Final = 50
+CACHED_TOKENS = 256
+STEP_TOKENS = 5
+STEP_REPETITIONS = 50
 
 
 class Prompts:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
 from outrider.speculation.sampling_params import Rule
@@ -22,11 +22,9 @@ from .prompts import BenchPrompt
 from .report import Report, table
 from .speedup import Subject
 
-WAYS: Final = {"alone": 1, "beside": 8, "context": 1}
+WAYS = {"alone": 1, "beside": 8, "context": 1}
 """Requests at a time."""
-CONTEXT: Final = 214 * (
-    "The lighthouse keeper wrote down the wind, the tide and the ships that passed. "
-)
+CONTEXT = 214 * ("The lighthouse keeper wrote down the wind, the tide and the ships that passed. ")
 """Some 4,000 tokens."""
 
 

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError, Unavailable
@@ -32,19 +32,19 @@ from .options import PromptOptions
 from .processes import START_TIMEOUT_S, Process, ending, spawn
 from .prompts import WARM_UP_PROMPTS, BenchPrompt, built_in_prompts, encoder, select_prompts
 
-STAMP: Final = "installed"
+STAMP = "installed"
 """File in the environment of a library that `make peers` has installed."""
-PLAIN: Final = "plain"
-SWEEP_TOKENS: Final = 48
+PLAIN = "plain"
+SWEEP_TOKENS = 48
 """Of a completion of a sweep."""
-SWEEP_PROMPTS: Final = 6
+SWEEP_PROMPTS = 6
 """Built-in ones, one of each category."""
-SPARE_TOKENS: Final = 16
+SPARE_TOKENS = 16
 """Room in a library's context for drafts behind the longest completion."""
-CONTEXT_STEP: Final = 256
+CONTEXT_STEP = 256
 """A library's context is a multiple of it: some caches hold whole blocks only."""
-_PROGRAM: Final = Path(__file__).with_name("library_process.py")
-_POLL_S: Final = 0.5
+_PROGRAM = Path(__file__).with_name("library_process.py")
+_POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +171,12 @@ def _vllm_drafts(num_tokens: int) -> Setting:
     return Setting(options={"speculative_config": config})
 
 
-_VLLM_ENVIRONMENT: Final = {
+_VLLM_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CACHE_ROOT": "{root}/cache",
 }
-_VLLM: Final = Library(
+_VLLM = Library(
     name="vllm",
     decoder="vllm",
     bindings=tuple(
@@ -197,15 +197,15 @@ _VLLM: Final = Library(
         "--disable-uvicorn-access-log",
     ),
 )  # fmt: skip
-ENGINE: Final = Library(name="engine", decoder="engine", is_ours=True)
-TRANSFORMERS: Final = Library(
+ENGINE = Library(name="engine", decoder="engine", is_ours=True)
+TRANSFORMERS = Library(
     name="transformers",
     decoder="transformers",
     is_ours=True,
     speculative="prompt lookup",
     drafting=(Setting(options={"prompt_lookup_num_tokens": 10}),),
 )
-PEERS: Final = (
+PEERS = (
     _VLLM,
     replace(_VLLM, name="vllm-pace"),
     Library(

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-CACHE_GIB: Final = 1
+CACHE_GIB = 1
 """Size of a library's key-value cache."""
 
 Emit = Callable[[int, list[int]], None]
@@ -263,7 +263,7 @@ class Engine(Decoder):
                 emit(index, [token_id])
 
 
-DECODERS: Final = {
+DECODERS = {
     "vllm": Vllm, "openvino": OpenVino, "llama-cpp": LlamaCpp, "transformers": Transformers,
     "engine": Engine,
 }  # fmt: skip

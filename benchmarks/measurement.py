@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from outrider.errors import OutriderError
 from outrider.limits import SEED_MAX
@@ -24,7 +24,7 @@ from .prompts import WARM_UP_PROMPTS, BenchPrompt
 if TYPE_CHECKING:
     from outrider.request import RoundReport, Tokens
 
-WARM_UP_TOKENS_MAX: Final = 32
+WARM_UP_TOKENS_MAX = 32
 
 Progress = Callable[[str], None]
 """Is told what happens, one line at a time."""

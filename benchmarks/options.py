@@ -6,7 +6,7 @@ import math
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import click
 
@@ -18,8 +18,8 @@ from .measurement import Decoding
 from .prompts import PROMPTS_MAX, BenchPrompt, built_in_prompts, read_prompts, select_prompts
 
 Kind = TypeVar("Kind", bound=click.Option)
-ENGINE_PARTS: Final = ("sessions", "waits", "steps")
-RANDOM_MODELS: Final = ("random-1b", "random-7b")
+ENGINE_PARTS = ("sessions", "waits", "steps")
+RANDOM_MODELS = ("random-1b", "random-7b")
 """For `bench device`: a Llama of 6.7 billion random parameters, made on the device."""
 
 

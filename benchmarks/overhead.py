@@ -24,7 +24,7 @@ from itertools import product
 from statistics import median
 from string import ascii_lowercase
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any
 
 from outrider.client import Client
 from outrider.config import EMULATED, TargetConfig
@@ -57,33 +57,33 @@ from .processes import Process, Replicas, Role, embedded_redis, service_process
 from .prompts import BenchPrompt
 from .report import Report, percentile
 
-PARTS: Final = ("rounds", "capacity", "transports")
-NUM_DRAFT_TOKENS: Final = 8
-PROMPT_TOKENS: Final = 64
-ACCEPT_PROBABILITY: Final = 0.7
+PARTS = ("rounds", "capacity", "transports")
+NUM_DRAFT_TOKENS = 8
+PROMPT_TOKENS = 64
+ACCEPT_PROBABILITY = 0.7
 """Of every canned draft token: a round of 8 commits some 3 tokens."""
-Q_ENTRIES: Final = 64
-CANNED: Final = ReplicaDescription(
+Q_ENTRIES = 64
+CANNED = ReplicaDescription(
     model="canned", weights_fingerprint="canned", tokenizer_fingerprint="canned",
     vocab_size=151_936, dtype="float32", max_model_len=32_768, eos_token_ids=(), max_num_seqs=1,
 )  # fmt: skip
-WARM_UP_ROUNDS: Final = 200
-SESSION_TOKENS: Final = 512
-VERIFY_S: Final = 0.0183
+WARM_UP_ROUNDS = 200
+SESSION_TOKENS = 512
+VERIFY_S = 0.0183
 """Of a target's step, for `capacity`; a 70B model's (`bench emulate`)."""
-DRAFT_S: Final = NUM_DRAFT_TOKENS * 0.0013
-CROWD_TOKENS: Final = 2_048
-WARM_UP_S: Final = 3.0
-WARM_UP_TURNS: Final = 3
-TURNS: Final = 60
+DRAFT_S = NUM_DRAFT_TOKENS * 0.0013
+CROWD_TOKENS = 2_048
+WARM_UP_S = 3.0
+WARM_UP_TURNS = 3
+TURNS = 60
 """Requests through each transport."""
-TURN_STEP_MS: Final = 5.0
+TURN_STEP_MS = 5.0
 """Of the emulated target."""
-_PARTS_OF_A_ROUND: Final = ("draft_ms", "wire_ms", "queue_ms", "verify_ms", "commit_ms")
-_WORDS: Final = tuple("".join(letters) for letters in product(ascii_lowercase[:16], repeat=3))
+_PARTS_OF_A_ROUND = ("draft_ms", "wire_ms", "queue_ms", "verify_ms", "commit_ms")
+_WORDS = tuple("".join(letters) for letters in product(ascii_lowercase[:16], repeat=3))
 """The vocabulary of the emulated target: three letters each, so that every token is text."""
-DECODING: Final = Decoding(32, temperature=0.0, num_draft_tokens=0, ignore_eos=True)
-PROMPT: Final = BenchPrompt("".join(f" {word}" for word in _WORDS[:PROMPT_TOKENS]), "")
+DECODING = Decoding(32, temperature=0.0, num_draft_tokens=0, ignore_eos=True)
+PROMPT = BenchPrompt("".join(f" {word}" for word in _WORDS[:PROMPT_TOKENS]), "")
 
 
 @dataclass(frozen=True, kw_only=True)

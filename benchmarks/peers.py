@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any
 
 from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
 from outrider.limits import SESSIONS_PER_COORDINATOR_MAX, TEMPERATURE_MAX
@@ -32,10 +32,10 @@ from .prompts import BenchPrompt
 from .report import Report, table
 from .speedup import Subject
 
-NAMES: Final = tuple(library.name for library in PEERS)
-OURS_PLAIN: Final = "outrider plain"
-OURS_SPECULATIVE: Final = "outrider speculative"
-REST_S: Final = 0.5
+NAMES = tuple(library.name for library in PEERS)
+OURS_PLAIN = "outrider plain"
+OURS_SPECULATIVE = "outrider speculative"
+REST_S = 0.5
 """Between the turns of two sides: threads of Intel's OpenMP, which vLLM runs on, spin for 0.2 s
 when their work is done, and would take the cores from the side that follows."""
 

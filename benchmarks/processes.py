@@ -25,7 +25,7 @@ from contextlib import (
 )
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Self, TextIO
+from typing import Any, Self, TextIO
 
 from pydantic import TypeAdapter
 
@@ -35,19 +35,19 @@ from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_address import RedisAddress
 
-START_TIMEOUT_S: Final = 900.0
+START_TIMEOUT_S = 900.0
 """What a process may take until it is ready; a model may have to be loaded."""
-ANSWER_TIMEOUT_S: Final = 60.0
-STOP_TIMEOUT_S: Final = 10.0
+ANSWER_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 10.0
 """What it may take to end when told to, before it is killed."""
-LINE_BYTES_MAX: Final = 2**26
+LINE_BYTES_MAX = 2**26
 """Of one question or answer."""
-DRAFT_TIMEOUT_MS: Final = 30_000
+DRAFT_TIMEOUT_MS = 30_000
 """A draft that stalls is to be measured, not done without."""
-EXACT_TIMERS: Final = "--exact-timers"
-_THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-_GRACE_S: Final = 1.0
-_PART_BYTES_MAX: Final = 2**16
+EXACT_TIMERS = "--exact-timers"
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_GRACE_S = 1.0
+_PART_BYTES_MAX = 2**16
 
 
 class Process:
@@ -192,7 +192,7 @@ async def _play(opens: Opens, output: TextIO) -> None:
             print(json.dumps(answer), file=output, flush=True)
 
 
-_ACTORS: Final[dict[str, tuple[str, str, Any]]] = {
+_ACTORS: dict[str, tuple[str, str, Any]] = {
     "target": ("target_service.actor", "TargetActor", TargetConfig),
     "draft": ("draft_service.actor", "DraftActor", DraftConfig),
     "coordinator": ("coordinator.actor", "CoordinatorActor", CoordinatorConfig),

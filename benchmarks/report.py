@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-SIGNIFICANT: Final = 6
+SIGNIFICANT = 6
 """Digits of a number in a JSON report."""
 
 

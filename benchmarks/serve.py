@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, replace
 from io import StringIO
 from itertools import cycle, islice, pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import click
 import numpy as np
@@ -41,19 +41,19 @@ from .options import PromptOptions, option
 from .prompts import BenchPrompt
 from .report import Report, percentile
 
-GOALS: Final = ("ttft", "tpot", "e2el")
+GOALS = ("ttft", "tpot", "e2el")
 """What `--goodput` may bound."""
-REQUESTS_MAX: Final = 1_000_000
-LAG_PERIOD_S: Final = 0.05
+REQUESTS_MAX = 1_000_000
+LAG_PERIOD_S = 0.05
 """How often this client looks whether its own event loop is late."""
-LAG_MS_MAX: Final = 10.0
+LAG_MS_MAX = 10.0
 """Where this client is later than that once in a hundred times, its own times are told to be too
 long."""
-ERRORS_SHOWN: Final = 3
-STATISTICS: Final[Mapping[str, Any]] = {
+ERRORS_SHOWN = 3
+STATISTICS: Mapping[str, Any] = {
     "mean": np.mean, "median": np.median, "std": np.std, "p99": lambda ms: np.percentile(ms, 99),
 }  # fmt: skip
-PAGE: Final = """<!doctype html><html lang="en"><meta charset="utf-8"><title>bench serve</title>
+PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>bench serve</title>
 <pre style="font-family: monospace; line-height: 1.2">{code}</pre>
 """
 """As Rich fills it in; the plots follow."""

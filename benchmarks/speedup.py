@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any, Final
+from typing import Any
 
 from outrider.config import TargetConfig
 from outrider.limits import SESSIONS_PER_COORDINATOR_MAX, TEMPERATURE_MAX
@@ -17,13 +17,13 @@ from .options import DecodingOptions, option
 from .prompts import BenchPrompt
 from .report import Report, table
 
-PLAIN: Final = "plain"
-SPECULATIVE: Final = "speculative"
-REFERENCES: Final = (
+PLAIN = "plain"
+SPECULATIVE = "speculative"
+REFERENCES = (
     ("the engine alone", "engine_tokens_per_second", ENGINE),
     ("transformers generate", "transformers_generate_tokens_per_second", TRANSFORMERS),
 )
-PLAIN_SHARE_MIN: Final = 0.9
+PLAIN_SHARE_MIN = 0.9
 """What plain decoding through the services must reach of each reference's tokens/s: a slow baseline
 is not a speed-up."""
 

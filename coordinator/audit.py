@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from typing import Any, Final
+from typing import Any
 
 from coordinator.decoding.sessions import OwnedSessions
 from coordinator.requests.validation import GenerationParameters
@@ -30,11 +30,11 @@ from outrider.telemetry.observer import AuditOutcome, Observation
 
 _log = logging.getLogger(__name__)
 
-AUDIT_TIMEOUT_S: Final = 60.0
+AUDIT_TIMEOUT_S = 60.0
 """An audit that takes longer is given up; what it has found counts."""
-SEATS_LOOKS: Final = 600
+SEATS_LOOKS = 600
 """One that finds all seats taken so many times is not begun."""
-SEATS_PERIOD_S: Final = 0.1
+SEATS_PERIOD_S = 0.1
 """Between two of those looks."""
 
 

@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from coordinator.auth.access_control import OPEN, AccessControl, RedisSlots, access_control_of
 from coordinator.http_api.app import HttpOptions
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-HEALTH_PERIOD_S: Final = 1.0
+HEALTH_PERIOD_S = 1.0
 """Between two looks at whether requests can be served."""
-_SERVICE: Final = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
+_SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
 
 
 class CoordinatorHost:

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from coordinator.decoding.committer import Committer
 from coordinator.decoding.detokenizer import Completion
@@ -56,16 +56,16 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-LOOK_PERIOD_S: Final = 1.0
+LOOK_PERIOD_S = 1.0
 """Between two looks at whether target and store answer, and at the fleet."""
-HEALTH_TIMEOUT_S: Final = 2.0
+HEALTH_TIMEOUT_S = 2.0
 """How long a target may take to describe itself."""
-TROUBLE_S: Final = 3.0
+TROUBLE_S = 3.0
 """Trouble that passes sooner is none: while a replica is loaded on cores that others share, a
 target or the store may be silent for some seconds, and running requests outlast that."""
-TROUBLE_RETRY_S: Final = 0.2
+TROUBLE_RETRY_S = 0.2
 """Between two questions within that time."""
-NO_SESSION: Final = "0" * 32
+NO_SESSION = "0" * 32
 """An id that no session has; asking for it shows whether the store answers."""
 
 

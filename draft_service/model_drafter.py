@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -30,9 +29,9 @@ from outrider.speculation.proposal import (
     Proposal,
 )
 
-_UNSEEN_OF_A_ROUND: Final = 2
+_UNSEEN_OF_A_ROUND = 2
 """Tokens of a prefix that a call may run in the time of its draws."""
-_SLOWER_SHARE: Final = 0.25
+_SLOWER_SHARE = 0.25
 """Weight of a call in what a draw is taken to last, if it was slower than that; else it is that."""
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -54,10 +54,10 @@ from outrider.settings import (
 )
 from outrider.telemetry.destination import Destination
 
-PORT_MAX: Final = 65_535
-THREADS_MAX: Final = 1024
-LOOPBACK: Final = "127.0.0.1"
-PATHS: Final = (
+PORT_MAX = 65_535
+THREADS_MAX = 1024
+LOOPBACK = "127.0.0.1"
+PATHS = (
     "internal_tls_dir", "api_key_file", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs",
     "redis_password_file", "redis_ca_file",
 )  # fmt: skip
@@ -140,16 +140,16 @@ class ServerConfig:
         Destination.parse(self.telemetry)
 
 
-TRANSFORMERS: Final = "transformers"
-EMULATED: Final = "emulated:"
+TRANSFORMERS = "transformers"
+EMULATED = "emulated:"
 """Begins an engine that states its step times instead of running a model."""
-NUM_SEQS_MAX: Final = 4096
-BATCHED_TOKENS_MAX: Final = 2**20
-MODEL_LEN_MAX: Final = 2**24
-MEMORY_BYTES_MAX: Final = 2**50
-NGRAM_MAX: Final = 64
-SUFFIX_DEPTH_MAX: Final = 64
-SUFFIX_TOKENS_MAX: Final = 2**26
+NUM_SEQS_MAX = 4096
+BATCHED_TOKENS_MAX = 2**20
+MODEL_LEN_MAX = 2**24
+MEMORY_BYTES_MAX = 2**50
+NGRAM_MAX = 64
+SUFFIX_DEPTH_MAX = 64
+SUFFIX_TOKENS_MAX = 2**26
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32", "float64"]
 NgramMin = Annotated[
@@ -238,8 +238,8 @@ class ModelServerConfig(ServerConfig):
         return self.engine.removeprefix(EMULATED) if self.engine.startswith(EMULATED) else None
 
 
-_OF_REPLICAS: Final = ("port", "num_cpus", "num_gpus", "num_threads")
-_OF_MODELS: Final = (
+_OF_REPLICAS = ("port", "num_cpus", "num_gpus", "num_threads")
+_OF_MODELS = (
     "model", "dtype", "max_model_len", "kv_cache_memory_bytes", "tensor_parallel_size",
 )  # fmt: skip
 
@@ -338,8 +338,8 @@ class DraftConfig(ModelServerConfig):
 
 ReplicaConfig = TargetConfig | DraftConfig
 
-TRACE_ROUNDS_MAX: Final = 2**20
-WAIT_MS_MAX: Final = 600_000
+TRACE_ROUNDS_MAX = 2**20
+WAIT_MS_MAX = 600_000
 
 WaitMs = Annotated[int, Field(ge=1, le=WAIT_MS_MAX)]
 
@@ -488,15 +488,15 @@ class CoordinatorConfig(ServerConfig):
             given_keys(self.api_key)
 
 
-WAIT_S_MAX: Final = 86_400
-_NAME: Final = re.compile("[A-Za-z0-9_-]{0,63}")
-LEAST: Final[dict[Role, int]] = {"coordinator": 1, "target": 1, "draft": 0}
+WAIT_S_MAX = 86_400
+_NAME = re.compile("[A-Za-z0-9_-]{0,63}")
+LEAST: dict[Role, int] = {"coordinator": 1, "target": 1, "draft": 0}
 """Replicas without which a role cannot do."""
 
 
 Bounds = tuple[int, int]
 """The least and the largest number of replicas."""
-BOUND_SETTINGS: Final = tuple(f"autoscale_{role}s" for role in LEAST)
+BOUND_SETTINGS = tuple(f"autoscale_{role}s" for role in LEAST)
 
 
 def parse_bounds(text: str, role: Role) -> Bounds:

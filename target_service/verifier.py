@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final
 
 import numpy as np
 import torch
@@ -44,11 +43,11 @@ from .self_drafting import SelfDrafter
 
 logger = logging.getLogger(__name__)
 
-_REPLACEMENT: Final = 0
+_REPLACEMENT = 0
 """Runs in place of a draft token outside the target's vocabulary. Such a token has p = 0 and is
 never accepted, so what follows it is never used."""
 
-_ROWS_AT_ONCE: Final = {"cpu": 64, "cuda": 512}
+_ROWS_AT_ONCE = {"cpu": 64, "cuda": 512}
 """Rows of logits that verdicts are made from at once: on one thread a verdict on one row of 49,152
 tokens takes 0.40 ms alone and 0.13 among eight, one on five rows 0.76 and 0.45. More gain nothing,
 and take memory: on a device 256 MiB for 128,000 tokens."""

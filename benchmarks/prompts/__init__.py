@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -18,13 +18,13 @@ from outrider.limits import MAX_TOKENS_DEFAULT
 if TYPE_CHECKING:
     from outrider.tokenizer import TokenizerText
 
-CATEGORIES: Final = ("chat", "code", "math", "rewrite", "summary", "extract")
+CATEGORIES = ("chat", "code", "math", "rewrite", "summary", "extract")
 """The built-in ones. A prompt of the last three holds the text that it is about."""
-UNCATEGORISED: Final = "other"
+UNCATEGORISED = "other"
 """Category of a prompt in a file that names none."""
-PROMPTS_MAX: Final = 100_000
+PROMPTS_MAX = 100_000
 """That are decoded."""
-_ALLOWED: Final = (
+_ALLOWED = (
     'a line is a JSON object with "prompt", a text that is not empty, and if wanted "category", '
     f'"max_tokens", from 1 to {MAX_TOKENS_DEFAULT}, and "response_format" as OpenAI has it'
 )
@@ -42,7 +42,7 @@ class BenchPrompt:
     """What the completion must be, for `bench speedup`."""
 
 
-WARM_UP_PROMPTS: Final = (
+WARM_UP_PROMPTS = (
     BenchPrompt("Name three things that one can see from a window in a large city.", "warm-up"),
     BenchPrompt("Write one sentence about a river, and then write it once more.", "warm-up"),
 )

@@ -30,7 +30,6 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Final
 
 from outrider.api_keys import ANYBODY, Caller, KeyEntry, Keyring, given_keys, read_key_file
 from outrider.errors import OutriderError, Overloaded, Unauthenticated
@@ -50,9 +49,9 @@ from outrider.transport.server import HEALTH_PATH, Context
 
 _log = logging.getLogger(__name__)
 
-_OTHERS_MAY_WRITE: Final = 0o022
-_HEADER: Final = "authorization"
-_SCHEME: Final = "bearer"
+_OTHERS_MAY_WRITE = 0o022
+_HEADER = "authorization"
+_SCHEME = "bearer"
 
 
 _CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
@@ -80,7 +79,7 @@ def watch_keys(
     return watch
 
 
-RESUME_DEPTH: Final = 2
+RESUME_DEPTH = 2
 """As many buckets may be empty for a resumption."""
 
 

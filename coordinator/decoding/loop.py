@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
-from typing import Final
 
 from coordinator.decoding.committer import Committer
 from coordinator.decoding.recovery import Replayed, write_logprobs
@@ -36,7 +35,7 @@ _log = logging.getLogger(__name__)
 _NOT_DRAFTED = Drafted(NOTHING_SEALED, "fallback", seconds=0.0, num_asked=0)
 
 
-COMMIT_GRACE_S: Final = 2.0
+COMMIT_GRACE_S = 2.0
 """How long tokens that were decided before the deadline may take to be committed after it."""
 
 
@@ -390,7 +389,7 @@ class SessionRun:
         self._output.write(Entry(self.session.length, tokens, report, now, round_index))
 
 
-ENTRIES_UNREAD_MAX: Final = 256
+ENTRIES_UNREAD_MAX = 256
 """Rounds that a session may be ahead of a client that does not read."""
 
 
@@ -477,7 +476,7 @@ def _joined(parts: list[Tokens]) -> Tokens:
     )
 
 
-WAITED: Final = 1.0
+WAITED = 1.0
 """A proposal waited for its turn if it did longer than computing it took: longer than for a step
 that had begun when it was asked for."""
 

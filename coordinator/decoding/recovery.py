@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
 
 from pydantic import ConfigDict, TypeAdapter
 
@@ -19,13 +18,13 @@ from outrider.tokens import TokenSequence
 
 from .detokenizer import Completion
 
-TOKENS_PER_EVENT: Final = 512
+TOKENS_PER_EVENT = 512
 """In one event of a replay: a long answer with log-probabilities would fill no message ..."""
-ENTRIES_PER_EVENT: Final = 1024
+ENTRIES_PER_EVENT = 1024
 """... nor may it take long to encode: log-probabilities in one event, unless of one token."""
 
 
-_LOGPROBS: Final = TypeAdapter(
+_LOGPROBS = TypeAdapter(
     tuple[float, tuple[tuple[int, float], ...]], config=ConfigDict(ser_json_inf_nan="constants")
 )
 

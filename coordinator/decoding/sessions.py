@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from coordinator.decoding.loop import COMMIT_GRACE_S, SessionRun
 from coordinator.decoding.recovery import check_known, check_weights
@@ -46,7 +46,7 @@ from outrider.sessions.store import (
 
 _log = logging.getLogger(__name__)
 
-LOGPROBS_BYTES: Final = 32
+LOGPROBS_BYTES = 32
 """Of one stored log-probability, about; it takes as long to read as a token."""
 
 T = TypeVar("T")

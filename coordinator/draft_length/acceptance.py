@@ -7,7 +7,7 @@ beside it is refused; the token behind it is the target's own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,13 +18,13 @@ from outrider.speculation.proposal import DraftTree
 if TYPE_CHECKING:
     from .round_cost import Forecast
 
-FIRST_ACCEPTED: Final = 0.7
+FIRST_ACCEPTED = 0.7
 """Chance that a first draft token is accepted where nothing is known: high enough that drafting is
 tried, as only rounds with a draft teach anything."""
-FIRST_TAKEN: Final = 0.25
+FIRST_TAKEN = 0.25
 """Chance that a sibling is accepted where nothing is known and all before it are refused; of the
 n-th one an n-th of that: high enough that some are tried where rows cost little."""
-SIBLINGS_OF_A_ROUND_MAX: Final = 16
+SIBLINGS_OF_A_ROUND_MAX = 16
 """Siblings of one proposal, together."""
 Array = npt.NDArray[np.float64]
 
@@ -52,7 +52,7 @@ class SiblingChances(NamedTuple):
     """... and those in which it was accepted."""
 
 
-NO_SIBLINGS: Final = SiblingChances((), (), ())
+NO_SIBLINGS = SiblingChances((), (), ())
 
 
 def observed(num_asked: int, survival: Sequence[float]) -> Array:

@@ -27,7 +27,6 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from dataclasses import dataclass, replace
-from typing import Final
 
 from coordinator.draft_length.acceptance import (
     SIBLINGS_OF_A_ROUND_MAX,
@@ -42,23 +41,23 @@ from outrider.limits import DRAFTED_SEEDS_MAX
 from outrider.messages import ReplicaDescription
 from outrider.speculation.sampling_params import Rule
 
-GAIN_ROUNDS: Final = 32
+GAIN_ROUNDS = 32
 """Rounds in which drafting that is quicker must bring what beginning it costs."""
-CREDIT_TOKENS_MAX: Final = 16.0
+CREDIT_TOKENS_MAX = 16.0
 """A coordinator keeps so many that trials may cost."""
-PLAIN_BEGINNINGS: Final = 7
+PLAIN_BEGINNINGS = 7
 """One in so many sessions that drafting promises nothing drafts at its beginning anyway ..."""
-BEGINNING_TOKENS: Final = 4.0
+BEGINNING_TOKENS = 4.0
 """... where that costs so few tokens; one in twice as many where it costs twice as many."""
-PROMPT_SIZES: Final = (128, 512, 2048)
+PROMPT_SIZES = (128, 512, 2048)
 """Tokens from which on a prompt is one of the next size."""
-PLAIN_TRIED_BELOW: Final = 1.5
+PLAIN_TRIED_BELOW = 1.5
 """Plain decoding is tried where drafting is expected to be less than so many times as fast ..."""
-PLAIN_TRIED_ROUNDS: Final = 6
+PLAIN_TRIED_ROUNDS = 6
 """... for so many rounds, of which the first is not timed."""
-PLAIN_KNOWN_ROUNDS: Final = 2.0
+PLAIN_KNOWN_ROUNDS = 2.0
 """What it takes is known while rounds of it weigh so much."""
-DRAFT_BUDGET_MIN_S: Final = 0.02
+DRAFT_BUDGET_MIN_S = 0.02
 """A proposal is drawn for so long at least: processes that share cores are not always on time."""
 
 
@@ -94,7 +93,7 @@ class Tuning:
     """... beside these, with which a coordinator begins ..."""
 
 
-TUNING: Final = Tuning()
+TUNING = Tuning()
 
 
 class Experience:
@@ -264,9 +263,9 @@ class _Option:
         return max(0.0, self.num_tokens) / max(self.seconds, SECONDS_MIN)
 
 
-_PLAIN: Final = _Option(0)
+_PLAIN = _Option(0)
 """A round of a plain phase ..."""
-_FIRST: Final = _Option(0)
+_FIRST = _Option(0)
 """... and one without a draft for which it would have to wait."""
 
 

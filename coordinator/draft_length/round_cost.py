@@ -14,7 +14,6 @@ Pure: told of times, and of nothing else.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,34 +22,34 @@ from outrider.engine.step_costs import StepCosts
 
 from .policy import PlayedRound
 
-MEMORY_ROUNDS: Final = 64.0
+MEMORY_ROUNDS = 64.0
 """A time weighs 1 / e after so many others of its kind."""
-LOAD_MEMORY_ROUNDS: Final = 256.0
-OUTLIER: Final = 8.0
+LOAD_MEMORY_ROUNDS = 256.0
+OUTLIER = 8.0
 """A time counts as at most so many mean rounds: one stall says little of the next."""
-NOISE: Final = 0.15
+NOISE = 0.15
 """Standard deviation of a time, as a share of it."""
-TABLE_SPREAD: Final = 0.5
+TABLE_SPREAD = 0.5
 """How far from 1 what a token adds to a draft's time may stand to the table's, as a standard
 deviation ..."""
-STEP_SPREAD: Final = 0.2
+STEP_SPREAD = 0.2
 """... and what a row adds to a target's, to the mean measured time over the table's: how many rows
 others had in its step is known on average alone, which makes the measured line too flat."""
-ROW_SHARE: Final = 0.3
+ROW_SHARE = 0.3
 """Of its even share in a target's step that a token is taken to cost where no table says it ..."""
-TOKEN_SHARE: Final = 1.0
+TOKEN_SHARE = 1.0
 """... and of that in a draft's ..."""
-SHARE_SPREAD: Final = 1.0
+SHARE_SPREAD = 1.0
 """... and how far off these may be, as a standard deviation."""
-MESSAGES_WORK: Final = 4.0
+MESSAGES_WORK = 4.0
 """Time that others lose to the messages of a round, over what the round itself waits for them: both
 ends work for it, and a step waits for whichever of its threads has lost its core. On two cores, 3
 to 4 was measured at 8 sessions."""
-PLAIN_PRIOR_ROUNDS: Final = 1.0
+PLAIN_PRIOR_ROUNDS = 1.0
 """Rounds of plain decoding that weigh as much as the guess from the rounds with a draft."""
-SECONDS_MIN: Final = 1e-9
+SECONDS_MIN = 1e-9
 """Nothing is expected to take less."""
-FORGOTTEN: Final = 1.0 - 1.0 / 512.0
+FORGOTTEN = 1.0 - 1.0 / 512.0
 """What plain decoding weighs after a round with a draft, in which it was not seen; and the other
 way."""
 Array = npt.NDArray[np.float64]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from coordinator.http_api.bodies import StreamOptions, TranslatedBody
 from outrider.request import Event, Finished, RoundReport, Started, Tokens
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
-IMPOSSIBLE: Final = -9999.0
+IMPOSSIBLE = -9999.0
 """OpenAI's log-probability of a token that cannot come: JSON knows no infinity."""
 
 

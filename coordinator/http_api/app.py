@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import FastAPI, HTTPException, Request, Response
 from pydantic import BaseModel
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 
 Events = AsyncGenerator[tuple[int, Event]]
 """Of all choices of a request, each with its choice's index."""
-_LAST: Final = b"data: [DONE]\n\n"
-_HEADERS: Final = (
+_LAST = b"data: [DONE]\n\n"
+_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # Or a proxy waits for the end.
@@ -203,12 +203,12 @@ class Fleet(BaseModel):
     """When the registry was last read; null where the deployment has none."""
 
 
-HEALTH_CACHED_S: Final = 1.0
+HEALTH_CACHED_S = 1.0
 """How long an answer is good for: no key is needed to ask, and each question costs the store and a
 target one."""
-SLOW_S: Final = 0.5
+SLOW_S = 0.5
 """Callers wait so long for a new answer where the last one said that all is well, ..."""
-WELL_S: Final = 5.0
+WELL_S = 5.0
 """... and are given that one then, unless it is older than this."""
 
 
@@ -242,7 +242,7 @@ class CachedHealth:
         return found
 
 
-_PAGE_HEADERS: Final = {
+_PAGE_HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -293,17 +293,17 @@ class TimingMiddleware:
 
 Metrics = Callable[[str], tuple[bytes, str]]
 """Prometheus' text and its content type, of those that a scraper accepts. Blocks."""
-_ERRORS: Final[dict[int | str, dict[str, Any]]] = {
+_ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorBody, "description": "The request is wrong, or too much."},
     "5XX": {"model": ErrorBody, "description": "It cannot be served now."},
 }
-_STREAMS: Final[dict[int | str, dict[str, Any]]] = {
+_STREAMS: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The answer; a stream of its chunks where `stream` is true.",
         "content": {"application/json": {}, "text/event-stream": {}},
     },
 }
-_EVENTS: Final = """A stream of server-sent events, each a JSON object with its `type`:
+_EVENTS = """A stream of server-sent events, each a JSON object with its `type`:
 
 * `started`: `session_id`, `model`, `seed`, `rule`, `num_prompt_tokens`
 * `round`, before its tokens: `index`, `first_index` (of its first token in the answer),
@@ -317,7 +317,7 @@ _EVENTS: Final = """A stream of server-sent events, each a JSON object with its 
 
 Then `[DONE]`. An error behind `started` is an event with `error`, and the last one. Texts are null
 where the model has no tokenizer. A client that goes cancels its session."""
-_METRICS: Final[dict[int | str, dict[str, Any]]] = {
+_METRICS: dict[int | str, dict[str, Any]] = {
     200: {"description": "Prometheus' text.", "content": {"text/plain": {}}},
 }
 

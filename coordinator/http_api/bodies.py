@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -50,9 +50,9 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 
 Unserved = Mapping[str, tuple[Any, ...]]
 """Fields that are not served, and the values (beside null) that ask for nothing."""
-_ANY: Final = object()
+_ANY = object()
 """Every value: a label, or a hint that changes no answer."""
-_COMPLETION_TOKENS: Final = 16
+_COMPLETION_TOKENS = 16
 """OpenAI's default of a completion's `max_tokens`."""
 
 Item = TypeVar("Item")
@@ -440,9 +440,7 @@ class CompletionBody(GenerationBody):
         )
 
 
-_NAMES: Final = {
-    name: f"speculation.{name}" for name in ("rule", "num_draft_tokens", "draft_deadline_ms")
-}
+_NAMES = {name: f"speculation.{name}" for name in ("rule", "num_draft_tokens", "draft_deadline_ms")}
 """What fields of the coordinator's are called in every body, where it is not the same."""
 
 
@@ -481,8 +479,8 @@ def unserved_reason(name: str) -> str:
 
 
 # Tags that are no identifiers name no part of a field in an error.
-_CHAT: Final = "with messages"
-_RAW: Final = "with a prompt"
+_CHAT = "with messages"
+_RAW = "with a prompt"
 
 
 def _kind(value: object) -> str:

@@ -14,7 +14,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -49,11 +49,11 @@ from outrider.limits import (
 
 _log = logging.getLogger(__name__)
 
-_ENCODER: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 """Made once: `json.dumps` would make another one for each chunk."""
-_VALUE_CHARS_MAX: Final = 64
+_VALUE_CHARS_MAX = 64
 """Of a wrong value that is told back."""
-_KINDS: Final[Mapping[int, tuple[str, str, str | None]]] = {
+_KINDS: Mapping[int, tuple[str, str, str | None]] = {
     400: ("invalid_request_error", "invalid_value", None),
     401: ("authentication_error", "invalid_api_key", None),
     403: ("permission_error", "permission_denied", None),
@@ -65,11 +65,11 @@ _KINDS: Final[Mapping[int, tuple[str, str, str | None]]] = {
     504: ("timeout_error", "deadline_exceeded", "deadline_ms"),
 }
 """`type`, `code` and `param` of an error by its status."""
-_CODES: Final = {
+_CODES = {
     404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 413: "body_too_large",
 }  # fmt: skip
 """Of what is refused before anybody has looked at a body."""
-_WORDS_OF_TYPES: Final = ("str", "int", "float", "bool", "none", "body")
+_WORDS_OF_TYPES = ("str", "int", "float", "bool", "none", "body")
 """Parts of a place in a body that name no field."""
 
 
@@ -193,13 +193,13 @@ def _shown(value: object) -> str:
     return text if len(text) <= _VALUE_CHARS_MAX else f"{text[:_VALUE_CHARS_MAX]}..."
 
 
-_BOM: Final = b"\xef\xbb\xbf"
-_OPENINGS: Final = (b"[", b"{")
-_MARKS: Final = (*_OPENINGS, b",", b":")
+_BOM = b"\xef\xbb\xbf"
+_OPENINGS = (b"[", b"{")
+_MARKS = (*_OPENINGS, b",", b":")
 """One of them stands before each value and each key, but for the first."""
-_QUOTES_MAX: Final = 2 * (HTTP_VALUES_MAX + 1)
-_PORT: Final = re.compile(r":\d*$")
-PAGE: Final = "/page"
+_QUOTES_MAX = 2 * (HTTP_VALUES_MAX + 1)
+_PORT = re.compile(r":\d*$")
+PAGE = "/page"
 """Where the files of the page are."""
 
 

@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Final, cast
+from typing import cast
 
 import h11
 import uvicorn
@@ -45,14 +45,14 @@ from outrider.transport.server import is_taken
 
 _log = logging.getLogger(__name__)
 
-BACKLOG: Final = 2048
+BACKLOG = 2048
 """Connections that the kernel keeps until they are accepted."""
-_ACCEPTS: Final = 16
+_ACCEPTS = 16
 """Of them accepted at a time, before places are counted: a burst must not take all descriptors."""
-CLOSE_S: Final = 2.0
+CLOSE_S = 2.0
 """What requests that were told to end may take to say so."""
-_DRAIN_POLL_S: Final = 0.02
-_LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
+_DRAIN_POLL_S = 0.02
+_LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any
 
 from outrider.errors import BadRequest, ConfigError, InvariantError, OutriderError, Overloaded
 from outrider.grammar.constraint import Constraint
@@ -32,10 +32,10 @@ from outrider.shared_calls import SharedCalls
 
 _log = logging.getLogger(__name__)
 
-_RETRY_MS: Final = 1_000
-_TOO_SLOW: Final = f"takes more than {COMPILE_S_MAX:g} s to compile; simplify it"
-_TOO_LARGE: Final = f"takes more than {COMPILE_BYTES_MAX} bytes to compile; simplify it"
-_PROGRAM: Final = (
+_RETRY_MS = 1_000
+_TOO_SLOW = f"takes more than {COMPILE_S_MAX:g} s to compile; simplify it"
+_TOO_LARGE = f"takes more than {COMPILE_BYTES_MAX} bytes to compile; simplify it"
+_PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from coordinator.requests.grammar_process import main; main()"
 )

@@ -7,7 +7,7 @@ import json
 import re
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import TypeAdapter
 
@@ -22,10 +22,10 @@ from outrider.speculation.sampling_params import Rule, check_sampling, resolve_r
 if TYPE_CHECKING:
     from outrider.tokenizer import TokenizerText
 
-_ROLE: Final = re.compile(rf"[A-Za-z0-9_-]{{1,{limits.ROLE_CHARS_MAX}}}")
+_ROLE = re.compile(rf"[A-Za-z0-9_-]{{1,{limits.ROLE_CHARS_MAX}}}")
 
 
-_NOT_STORED: Final = {"prompt", "model", "default_max_tokens"}
+_NOT_STORED = {"prompt", "model", "default_max_tokens"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +182,7 @@ def check_stop(stop: tuple[str, ...]) -> None:
             )
 
 
-TOKENIZER_THREADS: Final = 2
+TOKENIZER_THREADS = 2
 """Prompts that are tokenized at the same time; others wait their turn, up to their deadline."""
 
 

@@ -15,7 +15,7 @@ import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from coordinator.routing.replica_pool import PROBE_TIMEOUT_S, ReplicaPool
 from outrider.errors import OutriderError
@@ -25,9 +25,9 @@ from outrider.transport.link import Link
 
 _log = logging.getLogger(__name__)
 
-READ_PERIOD_S: Final = 0.5
+READ_PERIOD_S = 0.5
 """Between two looks at the registry."""
-REFUSED_S: Final = 10.0
+REFUSED_S = 10.0
 """A replica that could not join is asked again after so long."""
 
 State = Literal["serving", "away", "leaving", "joining"]

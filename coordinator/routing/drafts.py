@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import ClassVar, Final, Literal
+from typing import ClassVar, Literal
 
 from coordinator.draft_length.policy import DraftedBeside, LengthPolicy, RoundLength
 from outrider.drafters.drafter import DraftRequest
@@ -57,7 +57,7 @@ class NextWanted:
     """Time to draft, see `VerifyItem.next_budget_us`."""
 
 
-NOTHING_WANTED: Final = NextWanted()
+NOTHING_WANTED = NextWanted()
 
 
 class SessionLookup:
@@ -143,9 +143,9 @@ class Drafts:
         self.lookup.close()
 
 
-WATCH_ROUNDS_MIN: Final = 8
+WATCH_ROUNDS_MIN = 8
 """Rounds from one look-up to the next at least: each takes up to 0.1 ms of the coordinator ..."""
-WATCH_ROUNDS_MAX: Final = 64
+WATCH_ROUNDS_MAX = 64
 """... and at most: the number doubles with each look-up of which no token followed."""
 
 

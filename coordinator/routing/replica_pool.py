@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from coordinator.requests.validation import GenerationParameters
 from outrider.errors import Incompatible, LinkLost, OutriderError, Unavailable, check
@@ -40,17 +40,17 @@ from outrider.transport.link import Link, LinkBytes
 
 _log = logging.getLogger(__name__)
 
-DESCRIBE_TIMEOUT_S: Final = 10.0
+DESCRIBE_TIMEOUT_S = 10.0
 """How long a replica that is new may take to say what it runs ..."""
-PROBE_TIMEOUT_S: Final = 2.0
+PROBE_TIMEOUT_S = 2.0
 """... and one that was away, to be there again."""
-PROBE_PERIOD_S: Final = 0.1
+PROBE_PERIOD_S = 0.1
 """Between two looks at the replicas that are away."""
 
-LOAD_SLACK: Final = 0.25
+LOAD_SLACK = 0.25
 """A replica is given a quarter more sessions than all have on average, at most, or one more where
 these cannot be shared out evenly; but not for it more than share a step."""
-_KEY_PAGES: Final = 2
+_KEY_PAGES = 2
 """Pages that sessions on one replica share at least, where their prompts are as long as that."""
 
 AnyLink = Link[Any, Any]

@@ -9,7 +9,6 @@ import logging
 import math
 from dataclasses import replace
 from random import Random
-from typing import Final
 
 from coordinator.routing.drafts import NOTHING_WANTED, NextWanted
 from coordinator.routing.replica_pool import ReplicaPool, SessionContext, SessionRoute
@@ -33,12 +32,12 @@ from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 
 _log = logging.getLogger(__name__)
 
-ANSWER_WAIT_GROWTH_MAX: Final = 8
+ANSWER_WAIT_GROWTH_MAX = 8
 """How much longer than the first wait for a verdict the later ones get."""
-Q_REFUSALS_MAX: Final = 2
+Q_REFUSALS_MAX = 2
 """How often a target may refuse the q of a proposal that can be read here before nothing of the
 proposal is verified."""
-RETRY_S_MAX: Final = 1.0
+RETRY_S_MAX = 1.0
 """Longest rest between two tries to reach a target: one that comes back is soon found."""
 
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import benchmarks.options
 from benchmarks.report import Report, to_json
@@ -50,18 +50,18 @@ if TYPE_CHECKING:
     from benchmarks.speedup import SpeedupOptions, Subject
     from outrider.client import Client
 
-KEY_VARIABLE: Final = "OPENAI_API_KEY"
-TARGET_SETTINGS: Final = (
+KEY_VARIABLE = "OPENAI_API_KEY"
+TARGET_SETTINGS = (
     "device", "dtype", "model", "deterministic", "cpu_kernels", "trust_remote_code",
     "target_num_threads",
 )  # fmt: skip
-DRAFT_SETTINGS: Final = (
+DRAFT_SETTINGS = (
     "draft_model", "draft_dtype", "draft_support_entries", "ngram_min", "ngram_max", "suffix_depth",
     "suffix_min_score", "suffix_tokens_per_tenant", "suffix_tokens_total",
 )  # fmt: skip
 
 
-PURPOSES: Final = {
+PURPOSES = {
     "speedup": "speculative against plain decoding, prompt by prompt",
     "peers": "Outrider beside vLLM, OpenVINO, llama.cpp and transformers, with the same weights, "
     "prompts and threads",
@@ -74,7 +74,7 @@ PURPOSES: Final = {
     "acceptance": "how much of the target's text a draft would have proposed, and guessed",
     "device": "steps at batch 1 against the memory's speed",
 }
-MODEL_SETTINGS: Final[Mapping[str, tuple[str, ...]]] = {
+MODEL_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "emulate": (), "overhead": (), "device": (), "engine": TARGET_SETTINGS,
     "acceptance": TARGET_SETTINGS + DRAFT_SETTINGS,
 }  # fmt: skip
@@ -260,7 +260,7 @@ async def _send(arguments: Arguments, options: ServeOptions) -> tuple[Report, st
     return report, serve.page(report, load) if options.report else ""
 
 
-_CALLERS: Final[Mapping[str, Callable[[Any, Arguments], int]]] = {
+_CALLERS: Mapping[str, Callable[[Any, Arguments], int]] = {
     "speedup": _speedup, "identity": _identity, "peers": _peers, "serve": _serve,
 }  # fmt: skip
-bench: Final = Group("bench", PURPOSES, _load, subcommand_metavar="WHAT")
+bench = Group("bench", PURPOSES, _load, subcommand_metavar="WHAT")

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from outrider.errors import OutriderError
 from outrider.request import ChatMessage, Prompt
@@ -32,13 +32,13 @@ from .output import progress
 if TYPE_CHECKING:
     from outrider.client import Client, Completion
 
-COMMANDS: Final = {
+COMMANDS = {
     "/stats": "figures of the answers so far",
     "/reset": "forget the conversation",
     "/help": "this list",
     "/exit": "end (so does the end of input)",
 }
-ESCAPE: Final = "//"
+ESCAPE = "//"
 """A line that begins so is a message that begins with one stroke."""
 
 

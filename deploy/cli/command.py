@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -18,8 +18,8 @@ from outrider.errors import ConfigError
 if TYPE_CHECKING:
     from outrider.settings import Setting
 
-_NUMBER: Final = re.compile(r"-\d*\.?\d+$")
-_ALL: Final = "outrider.all"
+_NUMBER = re.compile(r"-\d*\.?\d+$")
+_ALL = "outrider.all"
 
 
 class Arguments(argparse.Namespace):

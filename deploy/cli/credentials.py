@@ -12,7 +12,6 @@ import datetime
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Final
 
 from outrider.api_keys import Caller, add_key, check_key_name, read_key_file, remove_key
 from outrider.errors import ConfigError
@@ -31,8 +30,8 @@ from outrider.transport.tls import (
 from .command import Arguments, Group, argument, command, exclusive, json_option, option
 from .output import note, show
 
-FILE_VARIABLE: Final = "OUTRIDER_API_KEY_FILE"
-DAYS_MAX: Final = 3650
+FILE_VARIABLE = "OUTRIDER_API_KEY_FILE"
+DAYS_MAX = 3650
 
 
 @command(
@@ -101,7 +100,7 @@ def _key_file(arguments: Arguments) -> Path:
     return Path(arguments.api_key_file).expanduser()
 
 
-keys: Final = Group(
+keys = Group(
     "keys",
     {
         "new": "make a key, print it, and add its hash to the file",

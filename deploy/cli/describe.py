@@ -10,7 +10,7 @@ import json
 import os
 from dataclasses import asdict
 from importlib import metadata
-from typing import Any, Final
+from typing import Any
 
 import yaml
 
@@ -22,7 +22,7 @@ from .command import Arguments, command, json_option
 from .masking import masked_environment
 from .output import show
 
-MIN_WIDTHS: Final = {"proposes": 10, "files": 10}
+MIN_WIDTHS = {"proposes": 10, "files": 10}
 """Of columns of drafters: a narrow terminal cuts no word of these."""
 
 Facts = dict[str, Any]

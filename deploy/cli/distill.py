@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from os.path import commonprefix
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.prompts import read_prompts
 from draft_service.training.options import STUDENT, DistillOptions, draft_model
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from draft_service.training.training import Point
     from outrider.tokenizer import TokenizerText
 
-_TURNS: Final = ("one", "Two?")
+_TURNS = ("one", "Two?")
 """Two user turns with nothing in common."""
 
 
-_SETTINGS: Final = {
+_SETTINGS = {
     **settings_of(DistillOptions),
     **{key: deployment_settings()[key] for key in ("dtype", "device", "trust_remote_code")},
 }

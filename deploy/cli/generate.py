@@ -12,7 +12,7 @@ from dataclasses import asdict
 from itertools import chain, groupby, repeat
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from outrider.client import Client, Completion, CompletionBuilder, GenerateRequest
 
 
-STYLES: Final = {
+STYLES = {
     Origin.ACCEPTED: "green",
     Origin.CORRECTION: "bold red",
     Origin.BONUS: "bold cyan",

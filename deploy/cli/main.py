@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Final
 
 import click
 
@@ -24,7 +23,7 @@ from .command import Arguments, Command, Group
 from .masking import hide_words
 from .output import progress
 
-COMMANDS: Final = {
+COMMANDS = {
     "serve": "start coordinators, targets and drafts",
     "stop": "stop the deployment that runs detached",
     "status": "say what runs",
@@ -42,7 +41,7 @@ COMMANDS: Final = {
     "collect-env": "describe this machine and what is installed, for a report",
 }
 """What each command is for."""
-_MODULES: Final = {
+_MODULES = {
     "stop": "serve", "autoscale": "scale", "upgrade": "scale", "keys": "credentials",
     "certs": "credentials", "drafters": "describe", "collect-env": "describe",
 }  # fmt: skip
@@ -55,7 +54,7 @@ def _load(name: str) -> Command:
     return found
 
 
-outrider: Final = click.version_option(package_name="outrider", message="outrider %(version)s")(
+outrider = click.version_option(package_name="outrider", message="outrider %(version)s")(
     Group(
         "outrider", COMMANDS, _load, subcommand_metavar="COMMAND [ARGS]...",
         help="Disaggregated speculative decoding for language models.",

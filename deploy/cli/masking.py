@@ -10,25 +10,25 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outrider.settings import Setting
 
-MASK: Final = "***"
-SHOWN_VARIABLES: Final = re.compile(
+MASK = "***"
+SHOWN_VARIABLES = re.compile(
     r"(OUTRIDER|CUDA|NVIDIA|NCCL|OMP|GOMP|KMP|MKL|OPENBLAS|TORCH|PYTORCH|RAY|HF|TRANSFORMERS"
     r"|TOKENIZERS|GRPC|OTEL|MALLOC|PYTHON)_?.*"
 )
-_SECRET_NAME: Final = re.compile(r"PASS|SECRET|TOKEN|KEY|CREDENTIAL|AUTH|HEADER|COOKIE", re.I)
-_URL: Final = re.compile(r"[a-zA-Z][\w+.-]*://\S*")
-_PLAIN_URL: Final = re.compile(
+_SECRET_NAME = re.compile(r"PASS|SECRET|TOKEN|KEY|CREDENTIAL|AUTH|HEADER|COOKIE", re.I)
+_URL = re.compile(r"[a-zA-Z][\w+.-]*://\S*")
+_PLAIN_URL = re.compile(
     r"([a-zA-Z][\w+.-]*://)([^\s@/?#]*@)?((?:\[[\da-fA-F:]+\]|[\w.,:-])+(?:/[^\s@?#]*)?)([?#][^\s@]*)?"
 )
 """Its scheme, user and password, place, and query or fragment."""
-_KEY: Final = re.compile(r"\bor-[0-9a-f]{16}-[A-Za-z0-9_-]{43}|(?i:\bbearer)\s+[!-~]+")
+_KEY = re.compile(r"\bor-[0-9a-f]{16}-[A-Za-z0-9_-]{43}|(?i:\bbearer)\s+[!-~]+")
 """An API key that stands where none should."""
-_END_OF_FLAGS: Final = "--"
+_END_OF_FLAGS = "--"
 
 
 def _settings() -> list[Setting]:

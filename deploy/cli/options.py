@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Itera
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from deploy.fleet.local_state import (
     DeploymentLocation,
@@ -43,25 +43,25 @@ if TYPE_CHECKING:
     from outrider.client import Client
     from outrider.transport.channel import Trust
 
-SECRETS: Final = tuple(key for key, found in deployment_settings().items() if found.secret)
-KEY_VARIABLE: Final = "OUTRIDER_API_KEY"
-OF_CALLERS: Final = ("api_key",)
+SECRETS = tuple(key for key, found in deployment_settings().items() if found.secret)
+KEY_VARIABLE = "OUTRIDER_API_KEY"
+OF_CALLERS = ("api_key",)
 """Settings that say, where a deployment runs already, what its callers show."""
-PLACE_KEYS: Final = ("address", "deployment_name")
+PLACE_KEYS = ("address", "deployment_name")
 """Settings that say which deployment of which cluster is meant."""
-REQUEST_KEYS: Final = ("seed", "num_draft_tokens", "deadline_ms")
+REQUEST_KEYS = ("seed", "num_draft_tokens", "deadline_ms")
 """Settings of a deployment that are options of the request instead."""
-COMMON: Final = (
+COMMON = (
     "draft_model", "device", "dtype", "max_model_len", "max_num_seqs", "num_draft_tokens",
     "num_targets", "num_drafts", "grpc_port", "port", "host", "api_key_file", "redis_url",
     "telemetry",
 )  # fmt: skip
 """Settings that `serve` shows first."""
-_RARE_NUMBERS: Final = (
+_RARE_NUMBERS = (
     "--min-p", "--presence-penalty", "--frequency-penalty", "--repetition-penalty",
     "--draft-deadline-ms",
 )  # fmt: skip
-_PROMPT_FIELDS: Final = ("prompt", "text", "chat")
+_PROMPT_FIELDS = ("prompt", "text", "chat")
 
 
 def setting_options(
@@ -247,7 +247,7 @@ def _flag(key: str) -> str:
     return "--" + key.replace("_", "-")
 
 
-TRUST_OPTIONS: Final = {
+TRUST_OPTIONS = {
     "ca_cert": "authority of a coordinator with TLS, in PEM",
     "client_cert": "certificate for one that asks for it, in PEM",
     "client_key": "private key of that, in PEM",

@@ -9,18 +9,18 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from deploy.fleet.local_state import ERROR_PREFIX, state_directory
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-PERIOD_S: Final = 5.0
+PERIOD_S = 5.0
 """Between two lines about work that goes on."""
-PREFIX: Final = "outrider: "
-_WARNING: Final = "warning: "
-_WIDTH: Final = 160
+PREFIX = "outrider: "
+_WARNING = "warning: "
+_WIDTH = 160
 """Of a table in a file or a pipe, in characters; Rich would take 80, and cut what is wider."""
 
 
@@ -85,7 +85,7 @@ class Progress:
                     note(f"{self._doing} ({time.monotonic() - self._since:.0f} s)")
 
 
-progress: Final = Progress()
+progress = Progress()
 """Of the command that this process runs."""
 
 

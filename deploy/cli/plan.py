@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.options import Options, PromptOptions
 from benchmarks.options import option as field
@@ -44,15 +44,15 @@ if TYPE_CHECKING:
     from deploy.planner.report import PlanReport
     from deploy.planner.simulation import Pair
 
-OWN_FLAGS: Final = ("seed", "num_draft_tokens", "deadline_ms", "length_control", "look_ahead")
+OWN_FLAGS = ("seed", "num_draft_tokens", "deadline_ms", "length_control", "look_ahead")
 """Settings that the plan is about, or that are a request's."""
-DECIDED: Final = ("model", "draft_model", "num_targets", "num_drafts")
+DECIDED = ("model", "draft_model", "num_targets", "num_drafts")
 """Those that the command that deploys has from the plan, which is of one target replica."""
-BUILT_IN_PROMPTS: Final = 12
+BUILT_IN_PROMPTS = 12
 """Of the built-in ones, where neither a file nor a number is named."""
-RUNS_MAX: Final = 64
+RUNS_MAX = 64
 """Loads and fleets that one command looks at."""
-ROLES: Final = ("target", "draft", "coordinator")
+ROLES = ("target", "draft", "coordinator")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class PlanOptions(PromptOptions):
         return super().load_prompts()
 
 
-AUTO: Final = (0,)
+AUTO = (0,)
 """Replicas of a role: the fewest that keep the time per token."""
 
 
@@ -175,7 +175,7 @@ class SimulationOptions(Options):
         return [simulated(one, free, self.tpot_ms, progress) for one in scenarios]
 
 
-_SIMULATE: Final = option(
+_SIMULATE = option(
     "--simulate", is_flag=True,
     help="try a fleet, too: the real services on a virtual clock. A simulated round takes 1 to 2 "
     "ms of this machine's time, 6 where drafts look ahead: 20 sessions for 10 s take about 20 s, "
@@ -183,8 +183,8 @@ _SIMULATE: Final = option(
 )  # fmt: skip
 
 
-_PLAN: Final = PlanOptions.params(Option)
-_SIMULATION: Final = SimulationOptions.params(Option)
+_PLAN = PlanOptions.params(Option)
+_SIMULATION = SimulationOptions.params(Option)
 
 
 @command(

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from deploy.fleet.local_state import DeploymentLocation
 from deploy.fleet.preflight import whole_paths
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from deploy.fleet.replica import Overview
     from deploy.fleet.spec import FleetSpec
 
-OFF: Final = "off"
-_POLL_S: Final = 0.2
+OFF = "off"
+_POLL_S = 0.2
 
 
 def _wait_option(until: str) -> Option:

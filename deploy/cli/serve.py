@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from deploy.fleet.local_state import (
     FILE_NAME,
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-LOOK_PERIOD_S: Final = 0.25
+LOOK_PERIOD_S = 0.25
 """Between two looks at a detached process that starts."""
-STOP_TIMEOUT_S: Final = 60.0
-_POLL_S: Final = 0.05
+STOP_TIMEOUT_S = 60.0
+_POLL_S = 0.05
 
 
 @command(

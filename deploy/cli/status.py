@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from deploy.fleet.local_state import (
     LOCK_NAME,
@@ -47,17 +47,17 @@ if TYPE_CHECKING:
     from outrider.transport.channel import Trust
 
 Facts = dict[str, Any]
-TIMEOUT_S: Final = 5.0
-WATCH_S: Final = 2.0
-NEEDED: Final = ("coordinator", "target")
+TIMEOUT_S = 5.0
+WATCH_S = 2.0
+NEEDED = ("coordinator", "target")
 """Roles that every request needs."""
-HEALTH: Final = {"serving": "green", "not serving": "red", "leaving": "yellow"}
-FIGURES: Final = {
+HEALTH = {"serving": "green", "not serving": "red", "leaving": "yellow"}
+FIGURES = {
     "tokens_per_second": "{:.0f} tokens/s", "busy": "{:.0%} busy", "fill": "{:.0%} places",
     "kv_usage": "{:.0%} pages", "acceptance": "{:.0%} accepted", "look_ahead_hits": "{:.0%} ahead",
     "draft_waits": "{:.0%} wait for drafts", "queue_steps": "queue {:.1f} steps",
 }  # fmt: skip
-PRINTS: Final = {
+PRINTS = {
     "weights_fingerprint": "weights", "tokenizer_fingerprint": "tokenizer",
     "numerics": "bit-equal rows",
 }  # fmt: skip

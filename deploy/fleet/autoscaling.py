@@ -24,7 +24,6 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Final
 
 from outrider.config import AutoscaleConfig
 from outrider.errors import OutriderError
@@ -33,12 +32,12 @@ from outrider.registry.registry import ROLES, ReplicaRecord, Role
 
 _log = logging.getLogger(__name__)
 
-LOOK_PERIOD_S: Final = 1.0
+LOOK_PERIOD_S = 1.0
 """Between two looks at what replicas say of their work."""
-GROWTH_MAX: Final = 2
+GROWTH_MAX = 2
 """Times as many at once."""
-CALM: Final = 0.6
-IDLE: Final = 0.01
+CALM = 0.6
+IDLE = 0.01
 """A replica that is busy for a smaller share of the time is idle."""
 
 

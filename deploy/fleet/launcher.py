@@ -21,7 +21,7 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Self
 
 from outrider.config import BOUND_SETTINGS, DeploymentConfig
 from outrider.errors import OutriderError, SettingError, Unavailable
@@ -46,11 +46,11 @@ from .spec import FleetSpec, plan_fleet
 
 _log = logging.getLogger(__name__)
 
-FOLLOW_PERIOD_S: Final = 0.5
+FOLLOW_PERIOD_S = 0.5
 """Between two questions to the reconciler."""
-REDIS_LOOK_PERIOD_S: Final = 0.25
+REDIS_LOOK_PERIOD_S = 0.25
 """Between two looks at whether the embedded Redis runs."""
-CLOSE_AWAY_S: Final = 2.0
+CLOSE_AWAY_S = 2.0
 """How long a reconciler that ends the replicas in order may be away: it may have died, and be about
 to return."""
 

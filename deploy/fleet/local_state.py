@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from outrider.errors import ConfigError
 from outrider.files import write_whole
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from outrider.registry.registry import Role
     from outrider.settings import Value
 
-FILE_NAME: Final = "deployment.json"
-KEY_NAME: Final = "cli.key"
+FILE_NAME = "deployment.json"
+KEY_NAME = "cli.key"
 """Holds a key for the commands of this machine, where callers need one."""
-LOCK_NAME: Final = "deployment.lock"
-LOG_NAME: Final = "serve.log"
-ERROR_PREFIX: Final = "outrider: error: "
+LOCK_NAME = "deployment.lock"
+LOG_NAME = "serve.log"
+ERROR_PREFIX = "outrider: error: "
 """Begins the line in which a command says why it ends."""
-_LOCK_ATTEMPTS: Final = 10
-_LOCK_PERIOD_S: Final = 0.02
+_LOCK_ATTEMPTS = 10
+_LOCK_PERIOD_S = 0.02
 """Between two of them: who looks at the lock holds it for a moment."""
 
 

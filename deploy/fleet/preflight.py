@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from outrider.api_keys import KeyHash, hashed_keys, new_key, read_key_file
 from outrider.config import (
@@ -31,9 +31,9 @@ from outrider.settings import Value, blaming, settings_of
 
 _log = logging.getLogger(__name__)
 
-_PORT_ERRORS: Final = (errno.EADDRINUSE, errno.EACCES)
+_PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
 """Errors that another port on the same host may not have."""
-_TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 def check_before_start(config: DeploymentConfig) -> None:

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.replica.process_setup import Place
@@ -16,15 +16,15 @@ from outrider.replica.process_setup import Place
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-CALLS_PER_ACTOR_MAX: Final = 1000
+CALLS_PER_ACTOR_MAX = 1000
 """Ray calls of one actor at a time; generation does not go through Ray. A watcher that dies
 leaves its call behind."""
-RECONCILER: Final = "reconciler"
+RECONCILER = "reconciler"
 """Name of the actor that places the others."""
-RETRY_PERIOD_S: Final = 1.0
+RETRY_PERIOD_S = 1.0
 """Until what is not known is asked again."""
-_SAVED: Final = b"changes"
-_RANK: Final = "-rank-"
+_SAVED = b"changes"
+_RANK = "-rank-"
 """Between a replica's name and the rank of a follower."""
 
 

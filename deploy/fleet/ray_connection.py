@@ -21,21 +21,21 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from outrider.config import deployment_settings
 from outrider.errors import ConfigError, SettingError
 from outrider.files import write_whole
 from outrider.limits import LOG_BYTES_MAX, LOG_FILES_KEPT
 
-OBJECT_STORE_BYTES: Final = 100 * 2**20
+OBJECT_STORE_BYTES = 100 * 2**20
 """Nothing large goes through Ray."""
-_TEMPORARY_BYTES_MAX: Final = 16
+_TEMPORARY_BYTES_MAX = 16
 """Ray puts sockets some 85 bytes below it, and a socket's path has 107 at most."""
-_RAY_FOLDER: Final = "r"
+_RAY_FOLDER = "r"
 """Ray's directory in the temporary one. Ray opens its own to all users (mode 0777); the one around
 it keeps them out (0700)."""
-ENVIRONMENT: Final = {
+ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
     # Ray would else warn about what it will do in a later version.
@@ -46,10 +46,10 @@ ENVIRONMENT: Final = {
     "RAY_ROTATION_MAX_BYTES": str(LOG_BYTES_MAX),
     "RAY_ROTATION_BACKUP_COUNT": str(LOG_FILES_KEPT),
 }
-TOKEN_FILE: Final = "ray.token"  # noqa: S105 (a name)
+TOKEN_FILE = "ray.token"  # noqa: S105 (a name)
 MODE, PATH, TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN"
-_BYTES: Final = 32
-_ANSWER_S: Final = 5.0
+_BYTES = 32
+_ANSWER_S = 5.0
 
 
 class SecretFiles:

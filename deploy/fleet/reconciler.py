@@ -22,7 +22,7 @@ import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from outrider.config import BOUND_SETTINGS, AutoscaleConfig, DeploymentConfig, configuration
 from outrider.errors import OutriderError, SettingError, Unavailable
@@ -49,9 +49,9 @@ from .replica import Overview
 from .replica_set import FIRST_REST_S, Fleet
 from .spec import FleetSpec, plan_fleet
 
-_SAME_REDIS: Final = "sessions stay in their Redis"
-_SCALE: Final = "use `outrider scale`"
-FIXED: Final = {
+_SAME_REDIS = "sessions stay in their Redis"
+_SCALE = "use `outrider scale`"
+FIXED = {
     "address": "a deployment stays on its cluster",
     "deployment_name": "a deployment keeps its name",
     "redis_url": _SAME_REDIS,
@@ -66,9 +66,9 @@ FIXED: Final = {
     "num_coordinators": _SCALE,
 }
 """Settings that hold as long as a deployment runs, and what to do instead."""
-SWITCHES: Final = ("internal_tls_dir",)
+SWITCHES = ("internal_tls_dir",)
 """Settings that may be others, but neither begin nor end."""
-SHARING: Final = frozenset({"device", "target_num_gpus", "draft_num_gpus", "tensor_parallel_size",
+SHARING = frozenset({"device", "target_num_gpus", "draft_num_gpus", "tensor_parallel_size",
                             "draft_tensor_parallel_size"})  # fmt: skip
 """Changes that name one of these have the cluster's GPUs counted, and shared out, anew."""
 
@@ -99,11 +99,11 @@ def changed(given: DeploymentConfig, changes: Mapping[str, Value]) -> Deployment
 
 _log = logging.getLogger(__name__)
 
-AWAY_S: Final = 60.0
+AWAY_S = 60.0
 """A reconciler that has died is started again by Ray within seconds; after so long it is lost."""
-RETRY_PERIOD_S: Final = 0.5
+RETRY_PERIOD_S = 0.5
 """Until one that did not answer is asked again."""
-CHANGE_S: Final = 900.0
+CHANGE_S = 900.0
 """What making a plan of other settings may take: a model's files may have to be fetched."""
 
 

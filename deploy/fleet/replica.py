@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, Self, cast
+from typing import Any, Self, cast
 
 from outrider.engine.tensor_parallel.rank_process import RankAssignment
 from outrider.engine.tensor_parallel.rank_rpc import Rendezvous
@@ -84,14 +84,14 @@ class Overview:
 
 _log = logging.getLogger(__name__)
 
-ERROR_GRACE_S: Final = 2.0
+ERROR_GRACE_S = 2.0
 """How long after one rank of a model fails to start another may, before the reason is told."""
-STOP_CALL_TIMEOUT_S: Final = 5.0
+STOP_CALL_TIMEOUT_S = 5.0
 """What an actor may take to stop beyond the time it was given for running requests."""
-SILENCE_S: Final = 30.0
+SILENCE_S = 30.0
 """What an actor may take to answer for its state: Ray keeps the call while its machine pauses, and
 tells at once of one that has died."""
-QUIET_S: Final = 1.0
+QUIET_S = 1.0
 """A leaving replica that was sent nothing for so long is sent no more."""
 
 

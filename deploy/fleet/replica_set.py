@@ -18,7 +18,6 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from random import random
-from typing import Final
 
 from outrider.backoff import backoff
 from outrider.errors import ConfigError, OutriderError, StoreUnavailable
@@ -31,19 +30,19 @@ from .spec import FleetSpec
 
 _log = logging.getLogger(__name__)
 
-LOOK_PERIOD_S: Final = 0.5
+LOOK_PERIOD_S = 0.5
 """Between two looks at how many are wanted."""
-FIRST_REST_S: Final = 1.0
+FIRST_REST_S = 1.0
 """Until a replica is started again that did not start, or died; it doubles with each failure ..."""
-REST_S_MAX: Final = 30.0
+REST_S_MAX = 30.0
 """... up to this."""
-STABLE_S: Final = 30.0
+STABLE_S = 30.0
 """A replica that served for so long and dies does not count as a failed start."""
-HOPELESS_AFTER: Final = 4
+HOPELESS_AFTER = 4
 """Failures of a role, one after the other, of which no replica serves."""
 
 
-ROLLING: Final[tuple[Role, ...]] = ("draft", "target", "coordinator")
+ROLLING: tuple[Role, ...] = ("draft", "target", "coordinator")
 """Whose stale replicas are replaced first, and then."""
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -19,16 +19,16 @@ from outrider.speculation.text_acceptance import NUM_DEPTHS
 from .round_times import Option, ServiceTimes
 from .rounds import Rounds, scripted, total
 
-GAIN_MIN: Final = 0.005
+GAIN_MIN = 0.005
 """What is larger or does more is chosen where it is faster by this share."""
-REPLICAS_LOSS_MAX: Final = 0.05
+REPLICAS_LOSS_MAX = 0.05
 """What fewer drafts may cost of the speed with one for each session."""
-SWEEP: Final = (1, 2, 3, 4, 6, 8, 12, 16)
+SWEEP = (1, 2, 3, 4, 6, 8, 12, 16)
 """Every K that is looked at, beside plain decoding."""
-FAN_OUTS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+FAN_OUTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Outcomes worked out ahead that are looked at."""
-RESAMPLES: Final = 200
-LEVEL: Final = 0.9
+RESAMPLES = 200
+LEVEL = 0.9
 """Share of the resamples that lie in an interval."""
 
 

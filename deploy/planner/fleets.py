@@ -10,7 +10,7 @@ from functools import cache
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter
 from rich.console import RenderableType
@@ -26,15 +26,15 @@ from outrider.speculation.sampling_params import Rule
 from .round_times import Line, Option, ServiceTimes
 from .simulation import ROLES, Fleet, FleetFigures, Pair, Scenario, Workload, simulate
 
-MS_MAX: Final = 60_000.0
-SEARCH_S: Final = 5.0
+MS_MAX = 60_000.0
+SEARCH_S = 5.0
 """What is measured of each simulation while the fleet is looked for; half of that comes before."""
-TOLERANCE: Final = 0.02
+TOLERANCE = 0.02
 """Share of a number by which it may be larger than the smallest."""
-GENEROUS: Final = 4
+GENEROUS = 4
 """How many times as many of a role as it needs at least there are while another one is looked
 for."""
-HOPELESS: Final = 16
+HOPELESS = 16
 """More of a role than so many times what it needs at least brings nothing more."""
 
 

@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import mean, median
-from typing import Any, Final
+from typing import Any
 
 from benchmarks.acceptance import Answer, Sample, rules_at
 from benchmarks.clients import complete
@@ -27,17 +27,17 @@ from outrider.transport.link import Link
 from .round_times import Option, ServiceTimes, fitted
 from .rounds import Rounds, Script, total
 
-REHEARSED_K: Final = (0, 1, 8, 2, 4, 16)
+REHEARSED_K = (0, 1, 8, 2, 4, 16)
 """Every second prompt begins with the last of them."""
-TEXTS_MAX: Final = 4
-TOKENS_MAX: Final = 48
+TEXTS_MAX = 4
+TOKENS_MAX = 48
 """Of an answer."""
-OUTLIER: Final = 3.0
+OUTLIER = 3.0
 """A time of more than so many medians of its K was not the round's own."""
-DESCRIBE_TIMEOUT_S: Final = 60.0
-REACHED_MIN: Final = 50
+DESCRIBE_TIMEOUT_S = 60.0
+REACHED_MIN = 50
 """Rounds that came to a depth, for what was accepted there to be compared."""
-WARM_UP_TOKENS: Final = 4
+WARM_UP_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)

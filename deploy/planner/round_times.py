@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 
@@ -15,11 +14,11 @@ from outrider.speculation.sampling_params import Rule
 
 from .rounds import Rounds
 
-NOISE: Final = 0.15
+NOISE = 0.15
 """Standard deviation of a time, as a share of it ..."""
-FACTOR_SPREAD: Final = 0.5
+FACTOR_SPREAD = 0.5
 """... and of what a factor may turn out to be, about 1."""
-FACTOR_MAX: Final = 4.0
+FACTOR_MAX = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class Line:
         return max(0.0, self.base_s + self.factor * table_s)
 
 
-AS_TOLD: Final = Line()
+AS_TOLD = Line()
 """The table itself."""
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -55,8 +55,8 @@ class Attempt(NamedTuple):
     """Of the proposed tokens whose place the text still has."""
 
 
-_DEPTHS: Final = NUM_DRAFT_TOKENS_MAX
-_KINDS: Final = _DEPTHS + 1
+_DEPTHS = NUM_DRAFT_TOKENS_MAX
+_KINDS = _DEPTHS + 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -42,13 +42,13 @@ from target_service.service import TargetService
 
 from .round_times import Line, Option, ServiceTimes
 
-ANSWER_TOKENS_MAX: Final = 2**17
+ANSWER_TOKENS_MAX = 2**17
 """Of an answer that does not end."""
-VOCABULARY: Final = 64
-_GUESSED_MASS: Final = 2.0**-10
-_DECOY_MASS: Final = 2.0**-15
+VOCABULARY = 64
+_GUESSED_MASS = 2.0**-10
+_DECOY_MASS = 2.0**-15
 """What the draft's law gives a correction that is to be guessed, and each one that is not."""
-ROLES: Final[tuple[Role, ...]] = ("target", "draft", "coordinator")
+ROLES: tuple[Role, ...] = ("target", "draft", "coordinator")
 """In the order in which their numbers are found: those that cost most first."""
 ReplicaRole = Literal["target", "draft"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from .documents import HELD_OUT_EVERY
 from .learners import Learner
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from outrider.models.drafter_checkpoint import TrainedDescription
 
 
-_RATES: Final = """\
+_RATES = """\
 `greedy` is the share of places where target and drafter find the same token likeliest, `sampled`
 the mean of sum min(p, q) at temperature 1, with q as it goes on the wire; both of the first draft
 token."""

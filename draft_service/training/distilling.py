@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -56,18 +56,18 @@ from .teacher import Dataset, Target, TeacherCache, check_head
 from .training import Report, Trainer
 from .writing import WrittenCorpus
 
-WRITING_SHARE: Final = 0.4
-READING_SHARE: Final = 0.15
+WRITING_SHARE = 0.4
+READING_SHARE = 0.15
 """Parts of the time for the target: to write, and to answer about what was written or given. What
 is left is for training, and never less than ..."""
-TRAINING_SHARE: Final = 1 - WRITING_SHARE - READING_SHARE
+TRAINING_SHARE = 1 - WRITING_SHARE - READING_SHARE
 """... this part."""
-TOKENS_A_SECOND: Final = {"cpu": 500, "cuda": 20_000}
+TOKENS_A_SECOND = {"cpu": 500, "cuda": 20_000}
 """Given texts of so many tokens for each second of the whole time are enough: writing is needless,
 and half of its time is for reading them."""
-_TOGETHER: Final = {"cpu": 96, "cuda": 512}
+_TOGETHER = {"cpu": 96, "cuda": 512}
 """Conversations that are written side by side."""
-_GPU_SHARE: Final = 0.6
+_GPU_SHARE = 0.6
 
 
 @dataclass(frozen=True, slots=True)

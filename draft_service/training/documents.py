@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,17 +31,17 @@ from pydantic import (
 
 from outrider.errors import SettingError
 
-HELD_OUT_EVERY: Final = 32
+HELD_OUT_EVERY = 32
 """One text in so many is never learned from, with all its pieces."""
-_HELD_OUT_KEY: Final = b"outrider distill: held out"
-BEGINNING: Final = 16
+_HELD_OUT_KEY = b"outrider distill: held out"
+BEGINNING = 16
 """Tokens of an answer that tell it from others where its prompt does not. An answer that was cut
 off behind them is held out where the whole one is."""
-DOCUMENT_TOKENS_MAX: Final = 1024
+DOCUMENT_TOKENS_MAX = 1024
 """Longer texts are cut into pieces; of a longer conversation the end is left out."""
-CORPUS_FILES_MAX: Final = 100_000
-_TEXTS: Final = (".txt", ".md")
-_SUFFIXES: Final = (*_TEXTS, ".jsonl", ".jsonl.gz")
+CORPUS_FILES_MAX = 100_000
+_TEXTS = (".txt", ".md")
+_SUFFIXES = (*_TEXTS, ".jsonl", ".jsonl.gz")
 Array = npt.NDArray[Any]
 Encode = Callable[[str], Sequence[int]]
 """A text's token ids."""
@@ -189,7 +189,7 @@ class _Conversation(BaseModel):
     temperature: float
 
 
-_RECORD: Final[TypeAdapter[_Text | _Conversation]] = TypeAdapter(_Text | _Conversation)
+_RECORD: TypeAdapter[_Text | _Conversation] = TypeAdapter(_Text | _Conversation)
 
 
 def _pieces(text: str, place: str, encode: Encode | None, tokens_max: int) -> list[Document]:

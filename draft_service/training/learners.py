@@ -18,7 +18,7 @@ import copy
 import math
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -51,18 +51,18 @@ from .documents import Array
 from .options import HEADS, LAYERS, DistillOptions
 from .teacher import Batch, Target
 
-NUM_DEPTHS: Final = 3
+NUM_DEPTHS = 3
 """Tokens of the chains that an EAGLE head learns from, and is measured with."""
-_CHAIN_INNER_WIDTHS: Final = 2
-_EXIT_INNER_WIDTHS: Final = 4
+_CHAIN_INNER_WIDTHS = 2
+_EXIT_INNER_WIDTHS = 4
 """The inner width of a new head, in widths of the target."""
-_FIRST_SCALE: Final = 0.25
+_FIRST_SCALE = 0.25
 """What the target's norm is multiplied by in a new exit head: the norm was made for what the last
 layer puts out, and is far too sure of what an early one does. (Cross-entropy before any training,
 behind layer 6 of the demo target: 15.2 with 1, 8.5 with 0.5, 6.7 with 0.3, 6.5 with 0.2.)"""
-_LAYERS_FOR_EACH: Final = 5
+_LAYERS_FOR_EACH = 5
 """Of the target's layers one in so many stands before an exit by default."""
-_QUIET_DEVIATION: Final = 1e-3
+_QUIET_DEVIATION = 1e-3
 """Of the weights that a change goes through: at first a drafter passes on what it is given."""
 
 
@@ -355,7 +355,7 @@ class Student(Learner):
         use_plain_attention(module)
 
 
-LEARNERS: Final = {learner.kind: learner for learner in (Student, Medusa, Eagle, EarlyExit)}
+LEARNERS = {learner.kind: learner for learner in (Student, Medusa, Eagle, EarlyExit)}
 
 
 def _next_tokens(hidden: Tensor) -> list[Depth]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import torch
@@ -17,15 +16,15 @@ from .documents import Array
 from .learners import Learner
 from .teacher import Batch, Dataset
 
-MEASURED_TEMPERATURES: Final = (0.0, 1.0)
+MEASURED_TEMPERATURES = (0.0, 1.0)
 """Of the answers to each prompt that a drafter is to be measured with, ..."""
-MEASURED_TOKENS_MAX: Final = 128
+MEASURED_TOKENS_MAX = 128
 """... and their greatest length: as `outrider bench acceptance` does by default."""
-MEASURED_PROMPT_TOKENS_MAX: Final = 4096
+MEASURED_PROMPT_TOKENS_MAX = 4096
 """Of such a prompt. It is read at once with its answer, and attention over T tokens holds T * T
 numbers of every head, some three times over: of 9 heads in half precision 0.3 GB each time."""
-_ROWS_OF_A_BLOCK: Final = 512
-_TOKENS_OF_A_PASS: Final = 4096
+_ROWS_OF_A_BLOCK = 512
+_TOKENS_OF_A_PASS = 4096
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -12,10 +12,10 @@ from outrider.errors import SettingError
 from outrider.limits import SEED_MAX
 from outrider.settings import CHECKED, Internal
 
-HEADS: Final = 4
-LAYERS: Final = 5
-DRAFT_VOCAB: Final = 8192
-STUDENT: Final = "student"
+HEADS = 4
+LAYERS = 5
+DRAFT_VOCAB = 8192
+STUDENT = "student"
 
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
@@ -25,7 +25,7 @@ class DistillOptions:
     out: Internal[Path]
     """The drafter's directory; it must not exist, be empty, or hold a drafter alone, which is
     replaced."""
-    kind: Literal["student", "medusa", "early-exit", "eagle"] = STUDENT
+    kind: Literal["student", "medusa", "early-exit", "eagle"] = "student"
     """A small model of its own, heads on the target that draft from what its own head reads, one
     behind its first layers, or one in the draft service that is sent what its own head reads."""
     minutes: Annotated[float, Field(ge=0.01, le=7 * 24 * 60)] = 30.0

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
 
 from outrider.errors import ConfigError, SettingError
 from outrider.files import locked
@@ -21,10 +20,10 @@ from outrider.models.drafter_checkpoint import (
     is_trained_drafter,
 )
 
-CARD_FILE: Final = "README.md"
-CACHE_VERSION: Final = 3
+CARD_FILE = "README.md"
+CACHE_VERSION = 3
 """Grows when the same folder would be filled otherwise; what older versions left is not used."""
-_DRAFTER_FILES: Final = {CONFIG_FILE, DESCRIPTION_FILE, WEIGHTS_FILE, CARD_FILE, "loss.svg"}
+_DRAFTER_FILES = {CONFIG_FILE, DESCRIPTION_FILE, WEIGHTS_FILE, CARD_FILE, "loss.svg"}
 
 
 @contextmanager

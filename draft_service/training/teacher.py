@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,11 +34,11 @@ from outrider.speculation.logits_processing import largest
 from .documents import Array, Document, Encode, Template
 from .storage import Stopwatch, folder_name, replacing
 
-ENTRIES: Final = 64
-_TOKENS_OF_A_PASS: Final = {"cpu": 4096, "cuda": 65_536}
-ROWS_OF_A_BLOCK: Final = {"cpu": 256, "cuda": 8192}
+ENTRIES = 64
+_TOKENS_OF_A_PASS = {"cpu": 4096, "cuda": 65_536}
+ROWS_OF_A_BLOCK = {"cpu": 256, "cuda": 8192}
 """Rows of logits that are made at once."""
-_DOCUMENTS_OF_A_FILE: Final = 64
+_DOCUMENTS_OF_A_FILE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +245,7 @@ def check_head(module: Any) -> None:
         )
 
 
-_POOL: Final = 1024
+_POOL = 1024
 """Documents that are sorted by length together, so that batches need little padding."""
 
 

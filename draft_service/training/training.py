@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 import torch
@@ -25,31 +24,31 @@ from .measuring import measure
 from .storage import Stopwatch, replacing
 from .teacher import ROWS_OF_A_BLOCK, Batch, Dataset, TeacherRows
 
-BATCH_TOKENS: Final = {"cpu": 4096, "cuda": 32_768}
+BATCH_TOKENS = {"cpu": 4096, "cuda": 32_768}
 """In a batch late in the budget, padding included; an epoch that begins ..."""
-_BATCH_PARTS: Final = ((0.5, 0.25), (0.8, 0.5))
+_BATCH_PARTS = ((0.5, 0.25), (0.8, 0.5))
 """... before this part of the budget has batches of that part of it: small steps soon do most at
 first, and quieter ones late."""
-_PEAK_RATE_BY_WIDTH: Final = 0.864
-_PEAK_RATE_MAX: Final = 2e-3
+_PEAK_RATE_BY_WIDTH = 0.864
+_PEAK_RATE_MAX = 2e-3
 """The highest learning rate is the former divided by the model's width, at most the latter."""
-_TRAINED_RATE: Final = 0.5
+_TRAINED_RATE = 0.5
 """Part of the peak for a drafter that has learned before."""
-_WARM_UP: Final = 0.04
-_LIKELIHOOD_FROM: Final = 0.25
-_LIKELIHOOD_UP_TO: Final = 0.5
-_LIKELIHOOD_SHARE: Final = 0.9
+_WARM_UP = 0.04
+_LIKELIHOOD_FROM = 0.25
+_LIKELIHOOD_UP_TO = 0.5
+_LIKELIHOOD_SHARE = 0.9
 """Until the first part of the budget cross-entropy alone; from the second on so much of the loss is
 the likelihood of acceptance; linear between them."""
-_DEPTH_SHARE: Final = 0.8
+_DEPTH_SHARE = 0.8
 """A draft token's weight in the loss, of that of the one before it: it is reached less often."""
-_WEIGHT_DECAY: Final = 0.05
-_BETAS: Final = (0.9, 0.98)
-_LARGEST_GRADIENT: Final = 1.0
-_NUM_MEASUREMENTS: Final = 20
-_RUNNING_TOKENS: Final = 8192
+_WEIGHT_DECAY = 0.05
+_BETAS = (0.9, 0.98)
+_LARGEST_GRADIENT = 1.0
+_NUM_MEASUREMENTS = 20
+_RUNNING_TOKENS = 8192
 """Held-out tokens that each of them reads."""
-_CHECKPOINT_S: Final = 60.0
+_CHECKPOINT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +244,7 @@ class Trainer:
         self._put_weights()
 
 
-_LEAST_OVERLAP: Final = 1e-3
+_LEAST_OVERLAP = 1e-3
 """A below it counts as this in the gradient of -log A."""
 
 

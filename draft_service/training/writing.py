@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -17,13 +17,13 @@ from outrider.speculation.sampling_params import Rule
 from .documents import BEGINNING, Document, Template, conversation
 from .storage import Stopwatch
 
-TEMPERATURES: Final = (0.0, 0.7, 1.0)
+TEMPERATURES = (0.0, 0.7, 1.0)
 """Of answers, in turn."""
-_TURN_MIN_P: Final = 0.03
+_TURN_MIN_P = 0.03
 """User turns are drawn at temperature 1 without what is less likely than this part of the
 likeliest token: so they stay sensible, and differ."""
-_TURN_TOKENS_MAX: Final = 512
-_ANSWER_TOKENS_MAX: Final = 320
+_TURN_TOKENS_MAX = 512
+_ANSWER_TOKENS_MAX = 320
 
 
 class WrittenCorpus:

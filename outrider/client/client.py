@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Generator
 from contextlib import aclosing
 from functools import partial
-from typing import Any, Final, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 from outrider.client.failover import RESUME_TIMEOUT_S, EndpointPool, ResumingTransport, Server
 from outrider.client.transport import (
@@ -28,9 +28,9 @@ from outrider.request import Event, GenerateRequest, ResumeRequest
 from outrider.transport.channel import PLAIN, Trust
 
 T = TypeVar("T")
-CALL_TIMEOUT_S: Final = 10.0
+CALL_TIMEOUT_S = 10.0
 """Of a call that does no generation."""
-RESUMED_TIMEOUT_S: Final = DEADLINE_MS_MAX / 1000 + GENERATE_SLACK_S
+RESUMED_TIMEOUT_S = DEADLINE_MS_MAX / 1000 + GENERATE_SLACK_S
 """Of the call that resumes a generation, whose deadline only the coordinator knows."""
 
 

@@ -13,7 +13,7 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import reduce
 from random import random as any_random
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from outrider.backoff import backoff, spread
 from outrider.client.transport import GENERATE_SLACK_S, Method, Transport
@@ -28,17 +28,17 @@ T = TypeVar("T")
 Server: TypeAlias = str | Callable[[], str]
 """HOST:PORT, or several with commas between them, or a function that returns such a text. It is
 called in the thread, or on the event loop, of the caller, and so must not take long."""
-RESUME_TIMEOUT_S: Final = 15.0
+RESUME_TIMEOUT_S = 15.0
 """How long a broken stream is tried to be resumed, by default, or a request to be begun that the
 coordinators cannot serve now: they, or what they need, may be started anew."""
-LOOK_S: Final = 0.5
+LOOK_S = 0.5
 """The function is not called again sooner."""
-GONE_MAX: Final = 16
+GONE_MAX = 16
 """Connections that are kept to coordinators which are named no more: calls may still run there."""
-AVOIDED_S: Final = 5.0
+AVOIDED_S = 5.0
 """For so long calls begin elsewhere than at one that did not answer. One that cannot serve now says
 how long."""
-_WAIT_S: Final = (0.05, 1.0)
+_WAIT_S = (0.05, 1.0)
 """First and longest wait between two tries; see `backoff`."""
 
 

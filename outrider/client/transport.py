@@ -7,7 +7,7 @@ import re
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -51,9 +51,9 @@ from outrider.transport.status import status_to_error
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc, types_pb2
 
-CLOSED: Final = "the client is closed"
+CLOSED = "the client is closed"
 """Why a call on a closed transport is `Unavailable`."""
-GENERATE_SLACK_S: Final = 10.0
+GENERATE_SLACK_S = 10.0
 """What the call of a generation may last longer than the generation's own deadline."""
 
 
@@ -193,10 +193,10 @@ class Transport(Protocol):
         ...
 
 
-STATUS_DETAILS: Final = "grpc-status-details-bin"
+STATUS_DETAILS = "grpc-status-details-bin"
 """Metadata that every `Unavailable` of a coordinator has, and none of gRPC's own."""
-_ERROR_NUMBER: Final = re.compile(r" \(\d+\)$")
-_VISIBLE: Final = re.compile("[!-~]+")
+_ERROR_NUMBER = re.compile(r" \(\d+\)$")
+_VISIBLE = re.compile("[!-~]+")
 
 
 class GrpcTransport(Transport):

@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Protocol
 
 from outrider.grammar.token_mask import Allowed
 from outrider.hidden_states import Features
@@ -75,7 +75,7 @@ class DraftDeadline:
             return True
 
 
-NO_DEADLINE: Final = DraftDeadline()
+NO_DEADLINE = DraftDeadline()
 """Every draw may be made."""
 
 

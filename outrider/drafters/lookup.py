@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Final
+from typing import Any
 
 from outrider.drafters.drafter import DraftRequest
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
@@ -176,9 +176,9 @@ class TextIndex:
             place = self._previous[place - self._num_cut - 1]
 
 
-OCCURRENCES_MAX: Final = 256
+OCCURRENCES_MAX = 256
 """Occurrences of the last `ngram_min` tokens that are looked at, most recent first."""
-TOKENS_PER_MATCH: Final = 3
+TOKENS_PER_MATCH = 3
 """Draft tokens for each token of the match, at most: a short match is soon wrong."""
 
 

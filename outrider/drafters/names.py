@@ -6,32 +6,31 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Final
 
 from outrider.errors import SettingError, did_you_mean
 
-AUTO: Final = "auto"
+AUTO = "auto"
 """Suffix decoding; `docs/performance.md` says why."""
-SHIPPED: Final = {"demo": "demo-drafter"}
+SHIPPED = {"demo": "demo-drafter"}
 """Targets with a drafter that is shipped with this package, and its name."""
-_QUANTIZED: Final = "quantized"
-_HYBRID: Final = "hybrid"
-_MEDUSA: Final = "medusa"
-_EARLY_EXIT: Final = "early-exit"
-_EAGLE: Final = "eagle"
-_KINDS: Final = (_QUANTIZED, _HYBRID, _MEDUSA, _EARLY_EXIT, _EAGLE)
-_KIND: Final = re.compile(r"[A-Za-z][\w-]+")
+_QUANTIZED = "quantized"
+_HYBRID = "hybrid"
+_MEDUSA = "medusa"
+_EARLY_EXIT = "early-exit"
+_EAGLE = "eagle"
+_KINDS = (_QUANTIZED, _HYBRID, _MEDUSA, _EARLY_EXIT, _EAGLE)
+_KIND = re.compile(r"[A-Za-z][\w-]+")
 """What stands before a colon is meant as a kind, and not as a path: no hub id has a colon, and a
 directory with one in its name can be written as `./NAME`. One letter begins a path of Windows."""
-QUANTIZED_BITS: Final = (8, 4)
+QUANTIZED_BITS = (8, 4)
 """Bits of a weight that a target can be made its own draft with."""
-_FORMS: Final = (
+_FORMS = (
     "`auto`, `ngram`, `suffix`, a model, `quantized:8`, `quantized:4`, `medusa:DIR`, "
     "`early-exit:DIR`, `eagle:DIR` or `hybrid:LOOKUP,MODEL`, whose MODEL may be heads, too"
 )
 
 
-NEAR_WORD: Final = 0.75
+NEAR_WORD = 0.75
 """How alike the name of a model must be to a word of `--draft-model` to be taken for a slip; see
 `difflib`."""
 
@@ -43,8 +42,8 @@ class LookupKind(StrEnum):
     SUFFIX = "suffix"
 
 
-_LOOKUPS: Final = {kind.value: kind for kind in LookupKind}
-_WORDS: Final = (AUTO, *_LOOKUPS, *SHIPPED, *SHIPPED.values(), *_KINDS)
+_LOOKUPS = {kind.value: kind for kind in LookupKind}
+_WORDS = (AUTO, *_LOOKUPS, *SHIPPED, *SHIPPED.values(), *_KINDS)
 """What a name of `--draft-model` without a slash is, or begins with."""
 
 
@@ -90,7 +89,7 @@ class DrafterChoice:
         return reads or self.on_target is not None
 
 
-_DIRECTORIES: Final[dict[str, tuple[str, Callable[[str], DrafterChoice]]]] = {
+_DIRECTORIES: dict[str, tuple[str, Callable[[str], DrafterChoice]]] = {
     _MEDUSA: ("the heads", lambda path: DrafterChoice(None, None, path)),
     _EARLY_EXIT: ("the exit head", lambda path: DrafterChoice(None, None, early_exit=path)),
     _EAGLE: (
@@ -170,7 +169,7 @@ class DrafterDescription:
     else its likeliest tokens."""
 
 
-DRAFTERS: Final = (
+DRAFTERS = (
     DrafterDescription(
         AUTO, "as suffix", "none", "as that one", "none", "one-hot",
     ),

@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final
 
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import (
@@ -26,8 +25,8 @@ from outrider.drafters.lookup import (
 from outrider.errors import check
 from outrider.limits import SUFFIX_SEEDS_MAX
 
-MATCH_IN_SESSION_MIN: Final = 1
-MATCH_IN_HISTORY_MIN: Final = 2
+MATCH_IN_SESSION_MIN = 1
+MATCH_IN_HISTORY_MIN = 2
 """Tokens that a match has at least: in a history single ones match everywhere, and say little."""
 
 
@@ -191,7 +190,7 @@ def _most_frequent(
     return Guess(tuple(drafted), score)
 
 
-END: Final = -1
+END = -1
 """Stands after every output; no token has this id, so that no match and no draft crosses it."""
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from outrider.errors import ConfigError, InvariantError, check
 from outrider.kv_cache.storage import KeysAndValues, LayerShape
 
-PAGED: Final = "outrider_paged"
+PAGED = "outrider_paged"
 """Name of the attention that reads and writes pages."""
-_FINDING: Final = "outrider_finding"
+_FINDING = "outrider_finding"
 """Name of the one that only notes who calls it."""
-_UNKNOWN_ARGUMENTS: Final = ("s_aux", "position_bias")
+_UNKNOWN_ARGUMENTS = ("s_aux", "position_bias")
 """What attention can be given that would change its result, and is not done here."""
 _Allows = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """The library's mask function: (batch, head, query and key index) -> may look."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +22,11 @@ from torch import Tensor
 
 from outrider.engine.interface import SequenceStep
 
-SPLIT_SLOTS: Final = 128
+SPLIT_SLOTS = 128
 """Of a sequence: a split begins at each multiple of it."""
-STEP_ROWS_MIN: Final = 8
+STEP_ROWS_MIN = 8
 """Of a step: a multiple of it has no elements left over where vectors end, for any usual width."""
-FIXED_SEGMENT_TOKENS_MIN: Final = 4
+FIXED_SEGMENT_TOKENS_MIN = 4
 """Of a segment, which has a row for each query head of a key head: products of fewer rows in
 float32 and float64 have kernels of their own."""
 
@@ -40,14 +39,14 @@ def padded_rows(num_rows: int, smallest: int = STEP_ROWS_MIN, step: int = 64) ->
     return max(smallest, 1 << (num_rows - 1).bit_length()) if num_rows > 0 else 0
 
 
-_SEGMENT_TOKENS_MAX: Final = 128
-_SEGMENT_TOKENS_MIN: Final = 16
-_SCORES_MAX: Final = 2**19
+_SEGMENT_TOKENS_MAX = 128
+_SEGMENT_TOKENS_MIN = 16
+_SCORES_MAX = 2**19
 """Scores a head that are made at once, tokens * context, as far as segments of the smallest size
 allow it; so what a step needs beside the cache is bounded."""
-_GATHERED_SLOTS_MAX: Final = 2**16
+_GATHERED_SLOTS_MAX = 2**16
 """Slots that are gathered at once, if they are not one sequence's."""
-_SLOTS_UNIT: Final = 16
+_SLOTS_UNIT = 16
 """Slots are gathered in whole units of so many. A sum over slots then does not depend on how many
 of them come later and are masked: a vector's lanes take the same ones each time, and what is left
 over by vectors is none. So in bfloat16 a token's logits are bit for bit the same whether it is run

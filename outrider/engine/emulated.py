@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +26,12 @@ from outrider.errors import check
 from outrider.kv_cache.block_pool import BlockPool
 from outrider.limits import ENGINE_SEQUENCES_MAX, PAGE_SIZE
 
-_GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
-_NO_TOKEN: Final = 2**32
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_NO_TOKEN = 2**32
 """Stands for the places before the first token of a short prefix."""
-_SPARE_DRAWS: Final = 64
+_SPARE_DRAWS = 64
 """Beyond twice the support: so many numbers leave too few distinct ids with probability < 1e-50."""
-_DRAFT_KEY: Final = np.uint64(0x6472616674)
+_DRAFT_KEY = np.uint64(0x6472616674)
 _Words = npt.NDArray[np.uint64]
 
 

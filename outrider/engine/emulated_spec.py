@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Final, Self, TypeVar
+from typing import Self, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from outrider.errors import ConfigError
 
-SCHEME: Final = "emulated"
+SCHEME = "emulated"
 """A model's name begins with it and a colon; what follows is the specification."""
-VOCAB_SIZE_MAX: Final = 2**20
-PAGES_MAX: Final = 2**16
+VOCAB_SIZE_MAX = 2**20
+PAGES_MAX = 2**16
 
 
 class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import numpy.typing as npt
 import torch
@@ -57,7 +57,7 @@ from outrider.models.fingerprint import numerics_fingerprint
 from outrider.models.linear_layers import align_activations, block_rows
 from outrider.models.medusa import LoadedHeads
 
-WIDE_STEP_ROWS: Final = 16
+WIDE_STEP_ROWS = 16
 """Steps of fewer tokens are timed against each other, to notice that other processes use the
 cores; longer ones take too different times for that."""
 _log = logging.getLogger(__name__)

@@ -7,7 +7,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Final
 
 from outrider.engine.interface import Engine, SequenceStep
 from outrider.errors import check
@@ -61,24 +60,24 @@ class StepCosts:
         return max(0.0, s0 + (s1 - s0) * (rows - r0) / (r1 - r0))
 
 
-MEASURED_ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-MEASURED_SESSIONS: Final = 8
-MEASURED_CONTEXT: Final = 256
+MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+MEASURED_SESSIONS = 8
+MEASURED_CONTEXT = 256
 """Slots of each of those sessions ..."""
-SHORT_CONTEXT: Final = 16
+SHORT_CONTEXT = 16
 """... and so few that they cost nothing, while all else is done that is done for a context. The
 sessions make the difference stand out: on two cores a slot of the demo target costs 2 us, and a
 step 16 ms."""
-CONTEXT_ROWS: Final = 64
+CONTEXT_ROWS = 64
 """Rows that are measured over a context, beside one alone."""
-CONTEXTS_SHARE: Final = 0.3
+CONTEXTS_SHARE = 0.3
 """Of the time for all: sessions that have no context after that get none."""
-TRIES: Final = 3
+TRIES = 3
 """Of each measurement; the quickest counts, as whatever else runs only makes it slower ..."""
-TRIES_SHARE: Final = 0.05
+TRIES_SHARE = 0.05
 """... but none is begun when a measurement has taken this share of the time for all."""
-MANY_ROWS: Final = 64
-_TOKEN_ID: Final = 0
+MANY_ROWS = 64
+_TOKEN_ID = 0
 
 
 def measure_step_costs(

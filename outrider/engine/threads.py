@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Final
 
 import torch
 
@@ -26,15 +25,15 @@ def on_threads(num: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-NICENESS: Final = 5
+NICENESS = 5
 """Of the threads that help a step. Where a step has a thread on every core, a message must wait
 until the kernel takes one of them off. Measured on two cores, medians of runs: from sending to
 queue 3.7 ms in 99 of 100 cases instead of 4.7, from verdict to receiver 2.6 instead of 4.4, and
 steps as quick as before. The step's own thread keeps its priority: what it has found out is to be
 told at once."""
 _log = logging.getLogger(__name__)
-_THREADS: Final = Path("/proc/self/task")
-_ELEMENTS: Final = 2**20
+_THREADS = Path("/proc/self/task")
+_ELEMENTS = 2**20
 """Of an operator that is worth sharing."""
 
 
@@ -58,17 +57,17 @@ def _thread_ids() -> set[int]:
     return {int(entry.name) for entry in _THREADS.iterdir()}
 
 
-SLOW: Final = 3.0
+SLOW = 3.0
 """A step that takes so many times as long as usual is slow; ..."""
-SLOW_STEPS: Final = 2
+SLOW_STEPS = 2
 """... so many in a row start a trial, ..."""
-TRIAL_STEPS: Final = 3
+TRIAL_STEPS = 3
 """... in which so many steps have fewer threads, and as many between them all."""
-GAIN: Final = 2.0
+GAIN = 2.0
 """Where fewer threads are so many times as quick, they are kept ..."""
-RETREAT_S: Final = 30.0
+RETREAT_S = 30.0
 """... for so long."""
-_WEIGHT: Final = 1 / 16
+_WEIGHT = 1 / 16
 """Of the newest step in the usual time."""
 
 

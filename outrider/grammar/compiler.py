@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Final
+from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -37,10 +37,10 @@ from outrider.shared_calls import SharedCalls
 
 logger = logging.getLogger(__name__)
 
-_SPACES: Final = " "
+_SPACES = " "
 """One space may stand wherever JSON lets any: a model that likes them does not write them for ever.
 A schema's own `x-guidance` goes before this."""
-_REASON_CHARS_MAX: Final = 400
+_REASON_CHARS_MAX = 400
 _Key = tuple[str, bytes]
 """A tenant, and the digest of a constraint."""
 
@@ -357,17 +357,17 @@ def _reason(error: str) -> str:
     return " ".join(error.split())[:_REASON_CHARS_MAX]
 
 
-_UNIONS: Final = ("anyOf", "oneOf")
-_SCALARS: Final = frozenset({"string", "number", "integer", "boolean", "null"})
-_NOTES: Final = {
+_UNIONS = ("anyOf", "oneOf")
+_SCALARS = frozenset({"string", "number", "integer", "boolean", "null"})
+_NOTES = {
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
     *("$comment", "$schema", "$id", "$anchor", "$defs", "definitions", "x-guidance"),
 }
 """Keys that hold no answer to anything."""
-_APART: Final = _NOTES | {"allOf", "$ref", "patternProperties", "enum", "const", *_UNIONS}
+_APART = _NOTES | {"allOf", "$ref", "patternProperties", "enum", "const", *_UNIONS}
 """Keys that are looked at one by one."""
-_MANY: Final = 1e9
-_REFERENCES_MAX: Final = 8
+_MANY = 1e9
+_REFERENCES_MAX = 8
 """References that lead to one another, to find what kind of value an alternative is."""
 
 

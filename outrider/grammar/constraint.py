@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any
 
 from outrider.errors import BadRequest, InvariantError
 from outrider.limits import (
@@ -17,8 +17,8 @@ from outrider.limits import (
     SCHEMA_DEPTH_MAX,
 )
 
-DIGEST_BYTES: Final = 16
-ANY_OBJECT: Final = '{"type":"object"}'
+DIGEST_BYTES = 16
+ANY_OBJECT = '{"type":"object"}'
 """The canonical text of any JSON object: the schema that all of them meet."""
 
 

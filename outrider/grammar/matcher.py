@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 from llguidance import LLMatcher
@@ -20,7 +19,7 @@ from outrider.grammar.compiler import Grammar, Grammars
 from outrider.grammar.token_mask import TokenMask
 from outrider.limits import FOLLOWED_AT_ONCE, MASK_S_MAX, MATCHERS_MAX
 
-_USED_UP: Final = "it alone takes too many states"
+_USED_UP = "it alone takes too many states"
 
 
 class PrefixMatcher:

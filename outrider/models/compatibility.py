@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,23 +19,23 @@ from outrider.engine.attention import set_attention
 from outrider.engine.interface import Engine, ModelInfo, SequenceStep, ShallowEngine
 from outrider.errors import ConfigError
 
-_ATTENTION_LAYERS: Final = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 """Kinds of layer whose whole state is one key and one value per token."""
-TRIAL_SEQUENCES: Final = 2
-_TRIAL_TOKENS: Final = 21
-_TRIAL_CHUNK: Final = 13
+TRIAL_SEQUENCES = 2
+_TRIAL_TOKENS = 21
+_TRIAL_CHUNK = 13
 """Tokens of one sequence of the trial that are run in a step before the others."""
-_TOLERANCES: Final = {torch.float64: 1e-5, torch.float32: 1e-3}
+_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
 """Of the norm of all logits of the trial: what rounding in another order may change. Attention over
 the wrong slots, or at the wrong positions, changes it by about 1."""
-_HALF_TOLERANCE: Final = 0.2
-_LONG_TRIAL_TOKENS: Final = 136
+_HALF_TOLERANCE = 0.2
+_LONG_TRIAL_TOKENS = 136
 """Of the sequence that is tried in steps of all sizes: enough for more than one split."""
-_ALONE_TOKENS: Final = 5
+_ALONE_TOKENS = 5
 """Of it in a step of its own."""
-_CROWDED_ROWS: Final = (8, 16, 32, 64, 128, 256, 512)
+_CROWDED_ROWS = (8, 16, 32, 64, 128, 256, 512)
 """Those sizes, in tokens of all sequences."""
-CROWD_SLOTS: Final = 1024
+CROWD_SLOTS = 1024
 """Slots that the largest of them takes, with the pages that are begun."""
 _Model = Any
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
-from typing import Final, Generic, TypedDict, TypeVar, Unpack
+from typing import Generic, TypedDict, TypeVar, Unpack
 
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -27,17 +27,17 @@ from outrider.errors import ConfigError
 from outrider.models.fingerprint import tensors_fingerprint
 from outrider.models.loading import read_weights, refusing
 
-CONFIG_FILE: Final = "config.json"
-DESCRIPTION_FILE: Final = "drafter.json"
-WEIGHTS_FILE: Final = "model.safetensors"
-FORMAT: Final = 3
-TOKEN_IDS: Final = "draft_token_ids"  # noqa: S105 (a tensor's name)
-_NUM_LAYERS: Final = "num_layers"
-_DOWN: Final = "down.weight"
+CONFIG_FILE = "config.json"
+DESCRIPTION_FILE = "drafter.json"
+WEIGHTS_FILE = "model.safetensors"
+FORMAT = 3
+TOKEN_IDS = "draft_token_ids"  # noqa: S105 (a tensor's name)
+_NUM_LAYERS = "num_layers"
+_DOWN = "down.weight"
 """How the names of the weights [D, M] end that lead back from the inner width of a head."""
-_SCALE: Final = ".scale"
-_INT8_MAX: Final = 127
-_OF_TARGET: Final = frozenset({"embeddings", "head.weight"})
+_SCALE = ".scale"
+_INT8_MAX = 127
+_OF_TARGET = frozenset({"embeddings", "head.weight"})
 """The parameters of a head that are its target's."""
 
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -47,10 +47,10 @@ from outrider.models.loading import (
 )
 from outrider.models.student import target_weights
 
-_EPS: Final = 1e-6
+_EPS = 1e-6
 """Under the root of the mean square."""
-_HEAD_WIDTH_MAX: Final = 64
-_ROTATION_BASE: Final = 10_000.0
+_HEAD_WIDTH_MAX = 64
+_ROTATION_BASE = 10_000.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -125,7 +125,7 @@ def watched_layer(module: Any, num_layers: int) -> Iterator[Watched]:
         layers[num_layers - 1] = watched.inner
 
 
-_EPS: Final = 1e-6
+_EPS = 1e-6
 """Under the root of the mean square."""
 
 

@@ -8,22 +8,22 @@ import os
 from importlib.metadata import version
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Final
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
-_BLOCK_BYTES: Final = 4096
-_BLOCKS_PER_FILE: Final = 64
-_BLOCKS_PER_TENSOR: Final = 4
-_HEADER_BYTES_MAX: Final = 100 * 2**20
+_BLOCK_BYTES = 4096
+_BLOCKS_PER_FILE = 64
+_BLOCKS_PER_TENSOR = 4
+_HEADER_BYTES_MAX = 100 * 2**20
 """The safetensors format's own bound on a header."""
-_DIGEST_BYTES: Final = 16
-_COUNTS: Final = frozenset({"cpu_name", "num_logical_cores", "num_physical_cores", "num_sockets"})
+_DIGEST_BYTES = 16
+_COUNTS = frozenset({"cpu_name", "num_logical_cores", "num_physical_cores", "num_sockets"})
 """What torch says of a processor beside its instructions and caches."""
-_VOLATILE_CONFIG_KEYS: Final = frozenset(
+_VOLATILE_CONFIG_KEYS = frozenset(
     {"_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
 )
 

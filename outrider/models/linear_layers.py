@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from transformers.activations import ACT2CLS
 from outrider.engine.cpu.kernels import PaceKernels
 from outrider.models.module_probes import PROBE_ERRORS, agree, probe_rows
 
-_PACKED_FOR_ROWS: Final = 16
+_PACKED_FOR_ROWS = 16
 """Rows that the layout is chosen for. Those for 5..64 are the same and within 2 % of the best for
 1..256 rows; the one for 1 row costs float32 up to twice the time at more."""
 
@@ -89,9 +89,9 @@ class PackedLinear(InferenceLinear):
         return self._packed.to_dense()
 
 
-_ROWS_MIN: Final = 4
+_ROWS_MIN = 4
 """Rows from which on the weight is widened."""
-_BLOCK_WEIGHTS: Final = 2**20
+_BLOCK_WEIGHTS = 2**20
 """Weights that are widened at once, as far as one output's are fewer."""
 
 
@@ -133,15 +133,15 @@ def quick(
     return PackedLinear(weight, bias) if has_onednn and weight.dtype == torch.float32 else None
 
 
-_GROUP: Final = 32
+_GROUP = 32
 """Weights of a row that share a scale and an offset at 4 bits."""
-_LEVELS: Final = 15
+_LEVELS = 15
 """Steps between the least and the greatest weight of a group."""
-_CENTRE: Final = 8
+_CENTRE = 8
 """The level that the kernel takes for its offset."""
-_INNER_TILES: Final = 2
+_INNER_TILES = 2
 """Of the packed layout; the CPU's kernel takes any."""
-_WIDE_ROWS: Final = 32
+_WIDE_ROWS = 32
 """Rows from which widening a weight of 8 bits, and a plain product, is the quicker way."""
 
 
@@ -212,7 +212,7 @@ class Int4Linear(QuantizedLinear):
         return self._product(identity).t()
 
 
-_KINDS: Final[dict[int, type[QuantizedLinear]]] = {8: Int8Linear, 4: Int4Linear}
+_KINDS: dict[int, type[QuantizedLinear]] = {8: Int8Linear, 4: Int4Linear}
 
 
 def quantized(weight: Tensor, bias: Tensor | None, bits: int) -> nn.Module | None:
@@ -241,7 +241,7 @@ def _has_kernel(bits: int, shape: torch.Size, dtype: torch.dtype, device: torch.
         return False
 
 
-_BLOCK_ROWS: Final = 16
+_BLOCK_ROWS = 16
 """Of a product whose rows are bit-equal: oneDNN was seen to leave the tiles (AMX, bfloat16) alone
 up to 32, and rounded weights are widened from there on."""
 
@@ -271,12 +271,12 @@ def block_rows(module: nn.Module) -> None:
     _wrap(module, BlockedLinear, (nn.Linear, InferenceLinear))
 
 
-_ACTIVATION_ELEMENTS: Final = 2**14
+_ACTIVATION_ELEMENTS = 2**14
 """Elements that one thread does alone: torch shares GELU out beyond so many, others beyond twice
 as many."""
-_LANES: Final = 64
+_LANES = 64
 """Elements that a vectorised loop takes at a time, or a multiple of them."""
-_ELEMENT_WISE: Final = (
+_ELEMENT_WISE = (
     nn.GELU,
     *(
         entry[0] if isinstance(entry, tuple) else entry

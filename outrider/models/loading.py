@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from safetensors import SafetensorError
@@ -23,8 +23,8 @@ from outrider.models.fingerprint import (
 )
 from outrider.models.sources import check_weights, resolve_model
 
-_INDEX: Final = "model.safetensors.index.json"
-_SINGLE: Final = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
 
 
 @contextmanager
@@ -69,21 +69,21 @@ def stored_names(module: Any, wanted: Mapping[str, Any], stored: Iterable[str]) 
     return {rename_source_key(name, renamings, [], prefix, wanted)[0]: name for name in stored}
 
 
-DTYPES: Final = {
+DTYPES = {
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
     "float16": torch.float16,
     "float64": torch.float64,
 }
 """What `--dtype` takes besides `auto`, which is what the weights are stored in."""
-MAX_MODEL_LEN_DEFAULT: Final = 2048
+MAX_MODEL_LEN_DEFAULT = 2048
 """For a model whose configuration states no length."""
-_LENGTH_KEYS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-_TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
-_ATTENTION: Final = "sdpa"
+_ATTENTION = "sdpa"
 """Until an engine replaces it."""
-_LOADING_ERRORS: Final = (
+_LOADING_ERRORS = (
     ValueError, OSError, ImportError, KeyError, TypeError, RuntimeError, SafetensorError,
 )  # fmt: skip
 """What the library raises for files that are broken or that it does not know."""

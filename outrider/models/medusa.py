@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from outrider.models.drafter_checkpoint import (
     load_head,
 )
 
-_EPS: Final = 1e-6
+_EPS = 1e-6
 """Under the root of the mean square."""
 
 

@@ -12,22 +12,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
-PROBE_ERRORS: Final = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
+PROBE_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
 """What a module raises for a probe that it was not made for."""
-_SIZES: Final = (1e-3, 1.0, 1.0, 1e2)
+_SIZES = (1e-3, 1.0, 1.0, 1e2)
 """Magnitudes of the rows of a probe."""
-_ROUNDINGS: Final = 64
+_ROUNDINGS = 64
 """How many machine epsilons of a row's largest value two results may differ by, where sums are
 rounded to it; ..."""
-_ROUNDINGS_SHORT: Final = 8
+_ROUNDINGS_SHORT = 8
 """... and in dtypes under 32 bits, where sums are wider and results alone are rounded."""
-_PROBE: Final = "outrider_probe"
+_PROBE = "outrider_probe"
 
 
 def probe_rows(width: int, like: Tensor) -> Tensor:

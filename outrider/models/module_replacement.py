@@ -25,7 +25,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ from outrider.models.module_probes import (
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
-_OF_EVERY_MODULE: Final = frozenset(vars(nn.Module()))
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class NativeRMSNorm(nn.Module):
@@ -225,17 +225,17 @@ def _joined(*linears: nn.Linear) -> nn.Linear:
     return joined
 
 
-_MLP_CHILDREN: Final = {"gate_proj", "up_proj", "down_proj"}
-_ATTENTION_CHILDREN: Final = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_ATTENTION_NORMS: Final = {"q_norm", "k_norm"}
-_LAYER_CHILDREN: Final = {
+_MLP_CHILDREN = {"gate_proj", "up_proj", "down_proj"}
+_ATTENTION_CHILDREN = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_ATTENTION_NORMS = {"q_norm", "k_norm"}
+_LAYER_CHILDREN = {
     "input_layernorm", "self_attn", "post_attention_layernorm", "mlp",
 }  # fmt: skip
-_MLP_NORMS: Final = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
-_ATTENTION_PARAMETERS: Final = {
+_MLP_NORMS = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
+_ATTENTION_PARAMETERS = {
     "hidden_states", "position_embeddings", "attention_mask", "past_key_values", "kwargs",
 }  # fmt: skip
-_PLAIN_OPTION: Final = (bool, int, float, str, type(None))
+_PLAIN_OPTION = (bool, int, float, str, type(None))
 
 _log = logging.getLogger(__name__)
 

@@ -14,17 +14,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Final
 
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 
-GAIN: Final = 0.9
+GAIN = 0.9
 """A step waits where that makes the cycle shorter than so much of it."""
-MEMORY: Final = 0.25
+MEMORY = 0.25
 """Weight of the newest gap in a session's mean, and of the newest step in what steps take."""
-SPREAD: Final = 2.5
+SPREAD = 2.5
 """Mean deviations of its gaps that a session may be late by."""
-SPREAD_S: Final = 0.0005
+SPREAD_S = 0.0005
 """And that much more: loops and networks are no exact clocks."""
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from outrider.config import DraftConfig, ReplicaConfig, TargetConfig
 from outrider.drafters.names import LookupKind
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from outrider.models.eagle import LoadedEagle
 
 T = TypeVar("T")
-STANDARD_ERROR: Final = "-"
+STANDARD_ERROR = "-"
 """Where logs go in place of a directory."""
-SPIN_COUNT: Final = 10_000
+SPIN_COUNT = 10_000
 """Turns, of some 50 ns each, that a thread of a numeric library spins before it sleeps. They must
 outlast the gap between two operators; the library's own choice is milliseconds, and a thread that
 spins so long on a core that another process needs makes a step take seconds. Measured on a step of
@@ -42,13 +42,13 @@ the demo target on two cores: of an AMD EPYC 20 ms with 3,000 or the library's o
 when they are free, and beside two busy processes 70 ms against 1,500; of an Intel Xeon 31, 28, 23
 and 24 ms with 3,000, 5,000, 10,000 and 20,000, and beside two busy processes 124, -, 104 and
 108."""
-LOADING_NICENESS: Final = 10
+LOADING_NICENESS = 10
 """Of the thread that loads a model and of its helpers: less than a step's helpers (`NICENESS` in
 `outrider/engine/threads.py`), which share cores with it where a replica is added to a
 machine."""
-_CGROUP_CPU: Final = Path("/sys/fs/cgroup/cpu.max")
-_WILDCARDS: Final = ("0.0.0.0", "::", "")  # noqa: S104 (recognised, not bound)
-PACKAGES: Final = ("coordinator", "deploy", "draft_service", "outrider", "target_service")
+_CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
+_WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104 (recognised, not bound)
+PACKAGES = ("coordinator", "deploy", "draft_service", "outrider", "target_service")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from outrider.decayed_average import DecayedSums
 from outrider.errors import (
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STARVED_REST_S: Final = 0.1
+STARVED_REST_S = 0.1
 """After a step in which nothing found pages, the next one follows when something has changed, but
 no later than this: a deadline may have passed, or a session fallen silent."""
 

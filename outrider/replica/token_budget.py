@@ -18,23 +18,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from outrider.engine.step_costs import StepCosts
 from outrider.limits import NUM_DRAFT_TOKENS_MAX, TREE_TOKENS_MAX
 
-ROUND_TOKENS_MAX: Final = NUM_DRAFT_TOKENS_MAX + TREE_TOKENS_MAX + 2
+ROUND_TOKENS_MAX = NUM_DRAFT_TOKENS_MAX + TREE_TOKENS_MAX + 2
 """What a round runs at most: the tokens of the one before, and its own proposal. Less than the
 least budget of a step."""
-PREFIX_TOKENS_MIN: Final = 16
-STEP_GROWTH_MAX: Final = 1.75
+PREFIX_TOKENS_MIN = 16
+STEP_GROWTH_MAX = 1.75
 """Well below 3, so that a gap between tokens at most triples: a token takes longer than its step,
 and some steps last half as long again as was foretold."""
-CORRECTION_WEIGHT: Final = 0.2
+CORRECTION_WEIGHT = 0.2
 """Of the newest step of a kind, against all before it."""
-CORRECTION_MAX: Final = 4.0
+CORRECTION_MAX = 4.0
 """What a single step may say, up or down: the machine may have done something else meanwhile."""
-ROUND_REST_STEPS: Final = 4
+ROUND_REST_STEPS = 4
 """Steps without a round after which rounds are thought to have ended."""
 
 

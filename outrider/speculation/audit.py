@@ -15,7 +15,6 @@ with, in float64: an audit finds wrong noise, acceptance or residuals, and not a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -30,10 +29,10 @@ from outrider.speculation.logits_processing import (
 )
 from outrider.speculation.sampling_params import SamplingParams
 
-NEAR_TIE: Final = 2.0**-6
+NEAR_TIE = 2.0**-6
 """Of the largest logit, and at least of 1: what rounding may make of two logits in bfloat16, whose
 neighbours are up to 2^-7 of themselves apart. A greedy token nearer to the likeliest is a tie."""
-_P_MIN: Final = 1e-300
+_P_MIN = 1e-300
 """Stands in for p = 0 where 0 is divided by it."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
-from typing import Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,4 +27,4 @@ class AuditSums:
         return AuditSums(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
-NOTHING_AUDITED: Final = AuditSums()
+NOTHING_AUDITED = AuditSums()

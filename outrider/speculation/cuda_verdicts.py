@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, chain
-from typing import Final
 
 import numpy as np
 import torch
@@ -20,14 +19,14 @@ from outrider.speculation.proposal import ENTRY_BYTES, ID_BYTES, DraftDistributi
 from outrider.speculation.random_streams import RowKeys
 from outrider.speculation.sampling_params import SamplingParams
 
-_ROW_WORDS: Final = 10
-_FOUND: Final = 6
-_WORD_BYTES: Final = 8
-_BLOCK: Final = 8192
-_WEIGHING_WARPS: Final = 32
-_WAITS: Final = 32
-_WARPS: Final = 16
-_BLOCK_TOKENS: Final = 128
+_ROW_WORDS = 10
+_FOUND = 6
+_WORD_BYTES = 8
+_BLOCK = 8192
+_WEIGHING_WARPS = 32
+_WAITS = 32
+_WARPS = 16
+_BLOCK_TOKENS = 128
 """Tokens that share a least wait."""
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -342,10 +342,10 @@ def _check_entries(entries_max: int) -> None:
 
 
 _Ints = npt.NDArray[np.int64]
-_REALS: Final = 3
+_REALS = 3
 """Words of a row that are float64: temperature, min-p, top-p. Then follow: which token is drawn
 (`_LIKELIEST`, ...), top-k, and both keys of each depth's noise."""
-_FIXED: Final = 5
+_FIXED = 5
 _LIKELIEST, _COUPLED, _QUANTISED = range(3)
 _TOKEN, _LARGEST, _SUPPORT = range(3)
 """Words of what was drawn: the token, the bits of the row's largest logit, and, where any row is

@@ -22,7 +22,7 @@ A token can win only if w_v / m_b exceeds the score of some other token.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,17 +31,17 @@ from torch import Tensor
 
 from outrider.speculation.random_streams import RowKeys, row_words
 
-BLOCK: Final = 128
+BLOCK = 128
 """Tokens that share a least wait."""
-_BLOCK_BITS: Final = 7
-_BLOCK_NUMBERS: Final = 2**32
+_BLOCK_BITS = 7
+_BLOCK_NUMBERS = 2**32
 """The number of block 0; token ids are below."""
-_DENSE_WIDTH: Final = 4 * BLOCK
+_DENSE_WIDTH = 4 * BLOCK
 """Rows up to this width get all of their waits."""
-_GAMMA: Final = 0x9E3779B97F4A7C15 - 2**64
-_FIRST: Final = 0xBF58476D1CE4E5B9 - 2**64
-_SECOND: Final = 0x94D049BB133111EB - 2**64
-_FRACTION_BITS: Final = 52
+_GAMMA = 0x9E3779B97F4A7C15 - 2**64
+_FIRST = 0xBF58476D1CE4E5B9 - 2**64
+_SECOND = 0x94D049BB133111EB - 2**64
+_FRACTION_BITS = 52
 """Of a uniform (n + 0.5) * 2^-52: a float64 holds each exactly, and none is 0 or 1."""
 IntArray: TypeAlias = npt.NDArray[np.int64]
 RealArray: TypeAlias = npt.NDArray[np.float64]

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,17 +23,17 @@ from outrider.grammar.token_mask import Allowed, TokenMask
 from outrider.speculation.proposal import ROOT, Proposal
 from outrider.speculation.sampling_params import SamplingParams
 
-_HEAD_ENTRIES: Final = 64
+_HEAD_ENTRIES = 64
 """Largest weights looked at first for top-p; where they do not hold the mass, a wider search."""
-_BUCKETS: Final = {
+_BUCKETS = {
     np.dtype(np.float32): (np.int32, 0x3F800000, 17),
     np.dtype(np.float64): (np.int64, 0x3FF0000000000000, 46),
 }
 """The integers of a float's bits, those of 1, and a shift that leaves its exponent and six bits of
 its fraction: 64 buckets an octave."""
-_NUM_BUCKETS: Final = 64 * 64
+_NUM_BUCKETS = 64 * 64
 """64 octaves under 1; what is smaller still shares the last bucket."""
-_BLOCK: Final = 64
+_BLOCK = 64
 """Neighbours of which the largest is looked at first when the largest of a row are wanted."""
 
 
@@ -47,7 +47,7 @@ class TokenHistory:
     drafted_ids: Sequence[int] = ()
 
 
-NO_HISTORY: Final = TokenHistory()
+NO_HISTORY = TokenHistory()
 
 
 def target_probabilities(

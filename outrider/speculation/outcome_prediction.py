@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +39,7 @@ from outrider.speculation.proposal import draft_tree
 from outrider.speculation.random_streams import RoundNoise, RowKeys
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
-EVIDENCE_MAX: Final = 16.0
+EVIDENCE_MAX = 16.0
 """Of a draft token's acceptance: e^-16 is as good as never."""
 _Scores: TypeAlias = npt.NDArray[np.float64]
 _Ids: TypeAlias = npt.NDArray[np.int64]
@@ -154,20 +154,20 @@ def _evidence(noise: RoundNoise, drafted: Sequence[int], own: _Scores, others: _
     return np.clip(found, -EVIDENCE_MAX, EVIDENCE_MAX)
 
 
-_FADE: Final = 1 - 1 / 500
+_FADE = 1 - 1 / 500
 """What an outcome still counts for after one more."""
-_PRIOR_WEIGHT: Final = 1.0
-_PRIOR_OFFSET: Final = 0.0
-_PRIOR_SHARPNESS: Final = 1.0
+_PRIOR_WEIGHT = 1.0
+_PRIOR_OFFSET = 0.0
+_PRIOR_SHARPNESS = 1.0
 """What evidence is taken to be worth before any outcome: with these the chances under coupled are
 those of a draft that is wrong by as much as the noise of one draw ..."""
-_PRIOR_INFORMATION: Final = 5.0
+_PRIOR_INFORMATION = 5.0
 """... and how firmly: as after some twenty outcomes."""
-_WEIGHT_MAX: Final = 8.0
-_OFFSET_MAX: Final = 6.0
-_STEP_MAX: Final = 0.5
+_WEIGHT_MAX = 8.0
+_OFFSET_MAX = 6.0
+_STEP_MAX = 0.5
 """Of one outcome, which alone says little."""
-RANKS_MAX: Final = 16
+RANKS_MAX = 16
 """Guesses of one correction."""
 _Chances = npt.NDArray[np.float64]
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import takewhile
-from typing import Final
 
 from outrider.errors import BadRequest, check
 from outrider.limits import DRAFT_SUPPORT_ENTRIES_MAX, NUM_DRAFT_TOKENS_MAX, TREE_TOKENS_MAX
@@ -15,10 +14,10 @@ from outrider.speculation.sampling_params import Rule
 
 COUNT_TOTAL = 2**16
 """Counts of one draft distribution sum to this: q(v) = count / COUNT_TOTAL, exact in a float."""
-_SIZE_BYTES: Final = 2
-ID_BYTES: Final = 4
-ENTRY_BYTES: Final = ID_BYTES + 2
-Q_BYTES_MAX: Final = TREE_TOKENS_MAX * (_SIZE_BYTES + DRAFT_SUPPORT_ENTRIES_MAX * ENTRY_BYTES)
+_SIZE_BYTES = 2
+ID_BYTES = 4
+ENTRY_BYTES = ID_BYTES + 2
+Q_BYTES_MAX = TREE_TOKENS_MAX * (_SIZE_BYTES + DRAFT_SUPPORT_ENTRIES_MAX * ENTRY_BYTES)
 """Of the field that `encode_q` writes."""
 
 
@@ -153,7 +152,7 @@ class SealedProposal:
         return Proposal(self.token_ids, decode_q(self.q, drawn), self.parents)
 
 
-NOTHING_SEALED: Final = SealedProposal()
+NOTHING_SEALED = SealedProposal()
 
 
 def require_q(proposal: SealedProposal, rule: Rule) -> None:

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import repeat
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,13 +36,13 @@ from outrider.limits import SEED_MAX
 from outrider.speculation.proposal import DraftTree, draft_tree
 from outrider.speculation.sampling_params import Rule
 
-WORD_MASK: Final = 0xFFFFFFFF
-INDEX_TAG: Final = 0x80000000
+WORD_MASK = 0xFFFFFFFF
+INDEX_TAG = 0x80000000
 """Tells an index place from a position: no position has a high half this large."""
-SIBLING_SHIFT: Final = 16
-INDEX_MAX: Final = 2**16 - 1
-SIBLING_MAX: Final = 2**15 - 1
-NO_ACCEPT_NOISE: Final = 0.5
+SIBLING_SHIFT = 16
+INDEX_MAX = 2**16 - 1
+SIBLING_MAX = 2**15 - 1
+NO_ACCEPT_NOISE = 0.5
 """Under coupled and greedy an acceptance is 0 or 1, and any number in (0, 1) decides the same."""
 
 
@@ -174,13 +174,13 @@ def _table(rows: Iterable[tuple[int, ...]]) -> RowKeys:
     return np.array([*rows], dtype=np.uint64).reshape(-1, 5)
 
 
-_MULTIPLIER_0: Final = 0xD2511F53
-_MULTIPLIER_2: Final = 0xCD9E8D57
-_KEY_STEP_LOW: Final = 0x9E3779B9
-_KEY_STEP_HIGH: Final = 0xBB67AE85
-_ROUNDS: Final = 10
-_WORD_SCALE: Final = 2.0**-32
-_FEW: Final = 16
+_MULTIPLIER_0 = 0xD2511F53
+_MULTIPLIER_2 = 0xCD9E8D57
+_KEY_STEP_LOW = 0x9E3779B9
+_KEY_STEP_HIGH = 0xBB67AE85
+_ROUNDS = 10
+_WORD_SCALE = 2.0**-32
+_FEW = 16
 """Counters that are quicker one by one, as integers: a hundred operations on the smallest arrays
 take longer."""
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-NUM_DEPTHS: Final = 8
+NUM_DEPTHS = 8
 """Depths that acceptance is told for."""
 
 

@@ -29,7 +29,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Final
 
 import numpy as np
 import torch
@@ -52,14 +51,14 @@ from outrider.speculation.random_streams import RoundNoise, chain_keys
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 _Way = Callable[[Sequence["Question"]], list[Verdict]]
-_NEARLY_EMPTY: Final = 1e-4
+_NEARLY_EMPTY = 1e-4
 """Part of a row's mass; only where less than this is left of it, all of it may be gone."""
 
-_GREEDY: Final = SamplingParams(temperature=0.0)
-_UNJUDGED: Final = (-1, 0, 0)
+_GREEDY = SamplingParams(temperature=0.0)
+_UNJUDGED = (-1, 0, 0)
 """A row behind which no draft token is judged by its q."""
 
-_PI_MIN: Final = 1e-290
+_PI_MIN = 1e-290
 """A path whose ratio is less is not taken; its reciprocal times any mass is a finite number."""
 
 

@@ -13,7 +13,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,9 @@ from outrider.models.linear_layers import FusedLinear
 from outrider.models.module_probes import PROBE_ERRORS
 from outrider.models.module_replacement import DirectLayer, FusedAttention, FusedMLP, NativeRMSNorm
 
-_POSITIONS_AT_ONCE: Final = 4096
-_OBSERVED_TOKENS: Final = 4
-_CHANGING_ROTATIONS: Final = frozenset({"dynamic", "longrope"})
+_POSITIONS_AT_ONCE = 4096
+_OBSERVED_TOKENS = 4
+_CHANGING_ROTATIONS = frozenset({"dynamic", "longrope"})
 """Kinds whose angles are others beyond some length."""
 _Rotation = tuple[Tensor, Tensor]
 """Cosines and sines [positions, width / 2]."""

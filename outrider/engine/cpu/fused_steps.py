@@ -14,7 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from threading import Lock
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,12 +29,12 @@ from outrider.engine.threads import on_threads
 from outrider.kv_cache.storage import BlockedKeysAndValues, LayerShape
 from outrider.limits import PAGE_SIZE
 
-_ONE_STEP: Final = Lock()
+_ONE_STEP = Lock()
 """Held during a step: attention of the kernels has one working memory for the whole process, and
 two engines may run in it."""
 
 
-SPAN_TOKENS_MAX: Final = 16
+SPAN_TOKENS_MAX = 16
 """Longer ones are no quicker: 512 tokens of a prompt of the demo target take 823 ms on one thread
 in spans of 8 as of 64, 1,024 take 1,770 and 2,170."""
 
@@ -173,10 +173,10 @@ class _Paths:
         return Copies(*(torch.tensor(ids) for ids in (self.pages, self._rows, self._slots)))
 
 
-_ROW_COUNTS: Final = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 65, 96)
-_NUM_ROWS: Final = 96
-_FIRST_LENGTH: Final = 128
-_NUM_PAGES: Final = 257
+_ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 65, 96)
+_NUM_ROWS = 96
+_FIRST_LENGTH = 128
+_NUM_PAGES = 257
 """Of the cache that is tried; longer contexts repeat them."""
 
 

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from outrider.errors import OutriderError
 
-PACKAGE: Final = "amd-pace"
-VERSION: Final = "1.3.0"
-TORCH_VERSION: Final = "2.13"
+PACKAGE = "amd-pace"
+VERSION = "1.3.0"
+TORCH_VERSION = "2.13"
 """What `VERSION` of the library is built for."""
-_LIBRARY: Final = "pace/lib/libpace_cpp.so"
-_OUT_UNIT: Final = 32
-_IN_UNIT: Final = 64
+_LIBRARY = "pace/lib/libpace_cpp.so"
+_OUT_UNIT = 32
+_IN_UNIT = 64
 """Widths of a packed weight are multiples of these."""
-_ISA: Final = "vec16"
+_ISA = "vec16"
 """The attention for pages of 16 tokens."""
 
 

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,15 +17,15 @@ from torch import Tensor
 from outrider.engine.attention import LayerPages
 from outrider.engine.cuda.page_tables import TableStep, padded_power
 
-KERNEL_DTYPES: Final = frozenset({torch.bfloat16, torch.float16, torch.float32})
-_BLOCK_ROWS_MIN: Final = 16
+KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
+_BLOCK_ROWS_MIN = 16
 """Of a product on the device's matrix units."""
-_WIDTH_MIN: Final = 16
-_BLOCK_SLOTS: Final = 64
-_WIDE: Final = 128
+_WIDTH_MIN = 16
+_BLOCK_SLOTS = 64
+_WIDE = 128
 """Above this width of a head a block of slots is half as long: it must fit beside the others."""
-_WARPS: Final = 4
-_STAGES: Final = 2
+_WARPS = 4
+_STAGES = 2
 """Blocks of slots that are on their way at a time; with three, wide heads in float32 do not fit."""
 
 
@@ -89,8 +89,8 @@ def attend_tables(query: Tensor, layer: LayerPages, step: TableStep) -> Tensor:
     return output[None]
 
 
-RECORDINGS_MAX: Final = 64
-RECORDED_BYTES_MAX: Final = 2**30
+RECORDINGS_MAX = 64
+RECORDED_BYTES_MAX = 2**30
 """Of a device's memory that recordings take beside the model; what they compute on is shared."""
 _log = logging.getLogger(__name__)
 
@@ -220,7 +220,7 @@ class Recordings:
         _log.warning("%s; other steps are run one operator after another", reason)
 
 
-_PROGRAMS_EACH: Final = 2
+_PROGRAMS_EACH = 2
 """Programs that a multiprocessor runs side by side; with fewer it waits for memory."""
 
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -34,9 +33,9 @@ from outrider.engine.cuda.page_tables import (
 from outrider.engine.gathered_attention import Forward, Steps
 from outrider.engine.interface import Draws, SequenceStep
 
-RECORDED_ROWS_MAX: Final = 128
+RECORDED_ROWS_MAX = 128
 """Of a step: a longer one takes its time in its kernels, not in starting them."""
-_WORDS_MAX: Final = 2**17
+_WORDS_MAX = 2**17
 """Of the tables of a recorded step, page tables included."""
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -26,14 +25,14 @@ from outrider.engine.batch import HeldSequence, rows_of, tree_of
 from outrider.engine.interface import SequenceStep
 from outrider.errors import check
 
-BLOCK_WORDS: Final = 6
-BLOCK_ROWS_MAX: Final = 64
+BLOCK_WORDS = 6
+BLOCK_ROWS_MAX = 64
 """Rows that a block of the kernel has at most: its tokens times the query heads of a key head."""
-_SPLITS: Final = (16, 4, 1)
+_SPLITS = (16, 4, 1)
 """Parts that a context is cut into; few choices, since each is a graph of its own."""
-_SPLIT_SLOTS_MIN: Final = 256
+_SPLIT_SLOTS_MIN = 256
 """Shorter parts cost more to put together than they save."""
-_ROW_TABLES: Final = 3
+_ROW_TABLES = 3
 _Ints = npt.NDArray[np.int64]
 
 

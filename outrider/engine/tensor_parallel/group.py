@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from outrider.engine.tensor_parallel.sharding import Ranks
 from outrider.errors import Unavailable
 from outrider.limits import COLLECTIVE_TIMEOUT_S
 
-LEADER: Final = 0
+LEADER = 0
 
 
 class RankGroup(Ranks):
@@ -218,10 +218,10 @@ def _together(collective: Callable[..., Any], *arguments: Any) -> None:
         raise Unavailable(f"a rank of the model is gone or does not answer: {error}") from error
 
 
-SUM_BYTES_MAX: Final = 64 * 2**10
+SUM_BYTES_MAX = 64 * 2**10
 """Of a tensor that is summed here. A rank may be a sum ahead of another, so that twice as much
 must fit between them before they are read."""
-_BUFFER_BYTES: Final = 4 * SUM_BYTES_MAX
+_BUFFER_BYTES = 4 * SUM_BYTES_MAX
 
 
 def added_up(parts: Sequence[Tensor]) -> Tensor:

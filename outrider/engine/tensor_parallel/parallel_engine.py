@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import msgpack
 import torch
@@ -23,9 +23,9 @@ from outrider.engine.tensor_parallel.rank_rpc import FrameReceiver, FrameSender
 from outrider.errors import EngineLost, OutOfPages, OutriderError, Unavailable, check
 from outrider.limits import FRAME_OF_CALLS_BYTES_MAX
 
-_CALLS: Final = frozenset({"attach", "fork", "keep", "mark_idle", "release"})
-_FORWARD: Final = "forward"
-_UNSENT_BYTES_MAX: Final = 2**18
+_CALLS = frozenset({"attach", "fork", "keep", "mark_idle", "release"})
+_FORWARD = "forward"
+_UNSENT_BYTES_MAX = 2**18
 """Calls that go out with the next step, unless they are more than this."""
 
 _log = logging.getLogger(__name__)

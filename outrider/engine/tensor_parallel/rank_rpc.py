@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Final
 
 from outrider.errors import ConfigError, Unavailable, check
 from outrider.limits import (
@@ -23,12 +22,12 @@ from outrider.limits import (
     TENSOR_PARALLEL_SIZE_MAX,
 )
 
-LOOPBACK: Final = "127.0.0.1"
-_TOKEN_BYTES: Final = 32
-_HELLO: Final = struct.Struct(f"{_TOKEN_BYTES}sq")
+LOOPBACK = "127.0.0.1"
+_TOKEN_BYTES = 32
+_HELLO = struct.Struct(f"{_TOKEN_BYTES}sq")
 """Token and rank of a follower that joins."""
-_LEAST_WAIT_S: Final = 0.01
-_HELLO_TIMEOUT_S: Final = 5.0
+_LEAST_WAIT_S = 0.01
+_HELLO_TIMEOUT_S = 5.0
 """Time that a new connection has to say which rank it is of."""
 
 
@@ -133,8 +132,8 @@ def _greet(connection: socket.socket, token: bytes) -> int | None:
     return int(rank) if hmac.compare_digest(theirs, token) else None
 
 
-_HEADER: Final = struct.Struct("q")
-_KEEPALIVE_PROBES: Final = 3
+_HEADER = struct.Struct("q")
+_KEEPALIVE_PROBES = 3
 
 
 def tune(connection: socket.socket, timeout_s: float | None) -> socket.socket:

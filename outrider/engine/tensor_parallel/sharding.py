@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, Unpack
+from typing import Any, Protocol, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -30,16 +30,16 @@ from outrider.models.loading import (
 )
 from outrider.models.sources import check_weights
 
-COLWISE: Final = "colwise"
-ROWWISE: Final = "rowwise"
-COLWISE_GATHERED: Final = "colwise_gather_output"
-ROWWISE_SPLIT: Final = "rowwise_split_input"
-_BY_COLUMNS: Final = {ROWWISE, ROWWISE_SPLIT}
-_SHARED: Final = {COLWISE, COLWISE_GATHERED, *_BY_COLUMNS}
-_WITHOUT_EFFECT: Final = {"replicated_with_grad_allreduce", "embedding_rowwise"}
+COLWISE = "colwise"
+ROWWISE = "rowwise"
+COLWISE_GATHERED = "colwise_gather_output"
+ROWWISE_SPLIT = "rowwise_split_input"
+_BY_COLUMNS = {ROWWISE, ROWWISE_SPLIT}
+_SHARED = {COLWISE, COLWISE_GATHERED, *_BY_COLUMNS}
+_WITHOUT_EFFECT = {"replicated_with_grad_allreduce", "embedding_rowwise"}
 """What needs nothing here: gradients, and the embedding, which is shared out anyway."""
-_LAYER_NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")
-_ATTENTION: Final = re.compile(r"(^|\.)(self_)?(attn|attention)\.")
+_LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+_ATTENTION = re.compile(r"(^|\.)(self_)?(attn|attention)\.")
 _log = logging.getLogger(__name__)
 
 
