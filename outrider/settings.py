@@ -220,7 +220,8 @@ def _read_yaml(path: Path) -> dict[str, object]:
     """A flat YAML mapping; `-` in a key is read as `_`."""
     import yaml
 
-    data = read_file(path)
+    with blaming("config"):
+        data = read_file(path)
     try:
         loaded, node = yaml.safe_load(data), cast(Any, yaml.compose(data, yaml.SafeLoader))
     except (yaml.YAMLError, ValueError) as error:

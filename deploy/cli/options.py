@@ -61,6 +61,8 @@ _RARE_NUMBERS = (
     "--min-p", "--presence-penalty", "--frequency-penalty", "--repetition-penalty",
     "--draft-deadline-ms",
 )  # fmt: skip
+COORDINATOR_WAIT_S = 60.0
+"""How long a command waits for a coordinator of a deployment that runs and has none."""
 _PROMPT_FIELDS = ("prompt", "text", "chat")
 
 
@@ -350,6 +352,7 @@ async def connected(arguments: Arguments) -> AsyncIterator[Connection]:
         yield Connection(address, api_key=caller_key(arguments), trust=trust)
     elif (record := running_deployment(state)) is not None:
         refuse_other_settings(arguments, record)
+        record = await _served(record, state)
 
         def find() -> str:
             now = running_deployment(state)
@@ -370,6 +373,23 @@ def _connection(
         http_address=record.http_address.partition(",")[0], api_key=api_key,
         trust=caller_trust_of(arguments, record.settings), find=find,
     )  # fmt: skip
+
+
+async def _served(record: DeploymentRecord, state: Path) -> DeploymentRecord:
+    """Its record once that names a coordinator: the only one may just be replaced. Raises
+    `Unavailable` where none comes."""
+    try:
+        async with asyncio.timeout(COORDINATOR_WAIT_S):
+            while not record.grpc_address:
+                progress.begin("no coordinator serves at the moment: waiting for one")
+                await asyncio.sleep(0.2)
+                record = running_deployment(state) or record
+    except TimeoutError:
+        raise Unavailable(
+            f"no coordinator has served for {COORDINATOR_WAIT_S:g} s; see `outrider status`"
+        ) from None
+    progress.rest()
+    return record
 
 
 def caller_key(arguments: Arguments) -> str:

@@ -48,6 +48,7 @@ ENVIRONMENT = {
 }
 TOKEN_FILE = "ray.token"  # noqa: S105 (a name)
 MODE, PATH, TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN"
+_VARIABLES = MODE, PATH, TOKEN
 _BYTES = 32
 _ANSWER_S = 5.0
 
@@ -86,6 +87,8 @@ class RayConnection:
         self._address = address or "local"
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._connected = False
+        self._before = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+        """The user's own, as they are in the end again."""
         self.found = ""
         """HOST:PORT of the cluster, once it is connected."""
         self.token = token
@@ -141,6 +144,7 @@ class RayConnection:
                 self._connected = False
                 await asyncio.to_thread(ray.shutdown)
         finally:
+            _set_variables(self._before)
             if self._temporary is not None:
                 await asyncio.to_thread(self._temporary.cleanup)
 
@@ -175,8 +179,13 @@ def _short_directory() -> tempfile.TemporaryDirectory[str]:
 
 def use_token(path: Path) -> None:
     """From now on this process, and those that it starts, show and ask for the token in a file."""
-    os.environ |= {MODE: "token", PATH: str(path)}
-    os.environ.pop(TOKEN, None)
+    _set_variables({MODE: "token", PATH: str(path)})
+
+
+def _set_variables(texts: dict[str, str]) -> None:
+    for name in _VARIABLES:
+        os.environ.pop(name, None)
+    os.environ.update(texts)
     if "ray" in sys.modules:  # It has read the variables already, and perhaps another token.
         raylet: Any = importlib.import_module("ray._raylet")
         raylet.Config.initialize("")

@@ -231,8 +231,12 @@ class Reconciler(PlacedActor):
     async def _restore(self) -> None:
         """Goes by the changes that an earlier reconciler of the deployment had saved."""
         if text := await self._cluster.saved():
-            self._changes = values, gpus = json.loads(text)
-            self._use(await self._plan(values, gpus))
+            match json.loads(text):
+                case [dict() as values, None | int() | float() as gpus]:
+                    self._use(await self._plan(values, gpus))
+                    self._changes = values, gpus
+                case _:
+                    raise ValueError("what Ray's head has are no changes of this release")
 
     def _use(self, spec: FleetSpec) -> None:
         log_at(spec.config.coordinator.log_level)
@@ -278,6 +282,8 @@ class Reconciler(PlacedActor):
     async def _keep(self, returns: bool) -> None:
         try:
             if returns:
+                if self._no_password is not None:
+                    raise self._no_password
                 await retried("the changes that hold", self._restore)
                 await self._fleet.adopt()
             self._keeps.set()

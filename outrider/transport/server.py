@@ -15,6 +15,7 @@ It raises errors of `outrider.errors`, and only this module calls `context.abort
 from __future__ import annotations
 
 import asyncio
+import errno
 import re
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -43,7 +44,6 @@ Guard = Callable[[str, Context], None]
 messages is read. Raises what the caller is told otherwise."""
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
-TAKEN_TIMEOUT_S = 1.0
 HEALTH_PATH = f"/{_HEALTH.full_name}/"
 
 
@@ -258,10 +258,22 @@ async def _decode_all(
 
 
 def is_taken(host: str, port: int) -> bool:
-    """Whether a listener answers on `port` of `host`. Two servers with SO_REUSEPORT would share it
-    silently: the kernel gives each new connection to one of them."""
+    """Whether an address of `host` has a listener on `port`. Two servers with SO_REUSEPORT would
+    share it silently: the kernel gives each new connection to one of them. Binds each address for
+    a moment. False where an address cannot be bound for another reason."""
     try:
-        socket.create_connection((host, port), TAKEN_TIMEOUT_S).close()
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError:
+        return False
+    return any(_in_use(family, address) for family, *_, address in found)
+
+
+def _in_use(family: int, address: Any) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # Connections that have just ended do not count, as for the server itself.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
     except OSError as error:
-        return isinstance(error, TimeoutError)  # Of one that is too busy to answer.
-    return True
+        return error.errno == errno.EADDRINUSE
+    return False

@@ -10,10 +10,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.errors import Unavailable
+from outrider.errors import ConfigError, Unavailable
 from outrider.transport.channel import open_channel
 from outrider.transport.grpc_link import target_link
-from outrider.transport.server import RpcServer, ServerOptions
+from outrider.transport.server import RpcServer, ServerOptions, is_taken
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """With an empty frame of settings."""
@@ -45,6 +45,25 @@ async def test_a_connection_without_a_call_is_closed(
     finally:
         await channel.close()
         await server.stop()
+
+
+async def test_a_port_that_another_process_holds_is_never_shared() -> None:
+    """Also where that listens on one address alone, and would let others in. A host that is not
+    this machine's is not called to find out."""
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.2", 0))
+        other.listen()
+        other.setblocking(False)
+        port = other.getsockname()[1]
+        for host in ("0.0.0.0", "127.0.0.2"):  # noqa: S104
+            with pytest.raises(ConfigError, match="the port is taken"):
+                await RpcServer([], ServerOptions(host, port, shares_port=True)).start()
+        with pytest.raises(BlockingIOError):
+            other.accept()
+    began = time.monotonic()
+    assert not is_taken("192.0.2.1", port)
+    assert time.monotonic() - began < 0.5
 
 
 async def test_a_caller_hears_that_the_link_is_closed() -> None:

@@ -70,6 +70,7 @@ def test_what_is_wrong_is_called_what_it_was_set_by(
     file.write_text("device: tpu\n", "utf-8")
     words = ("serve", "--config", str(file))
     assert told(*words).startswith(f"{file}: device: 'tpu' is wrong")
+    assert told("serve", "--config", "none").startswith("--config: cannot read none: No such file")
     monkeypatch.setenv("OUTRIDER_DEVICE", "npu")
     assert told(*words).startswith("OUTRIDER_DEVICE: 'npu' is wrong")
     assert told(*words, "--device", "gpu").startswith("--device: 'gpu' is wrong")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +18,9 @@ import ray
 from ray._common.utils import try_to_create_directory
 
 from deploy.fleet.ray_connection import (
+    MODE,
+    PATH,
+    TOKEN,
     RayConnection,
     SecretFiles,
     check_asks_for_token,
@@ -66,6 +70,31 @@ def test_only_a_head_that_refuses_strangers_is_taken(
         check_asks_for_token(address)
     monkeypatch.setenv("RAY_USE_TLS", "1")
     check_asks_for_token(address)
+
+
+def test_the_users_own_token_is_theirs_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as a cluster is left; also one that was not reached."""
+    own = {MODE: "token", TOKEN: "own"}
+    found: list[dict[str, str]] = []
+
+    def variables() -> dict[str, str]:
+        return {name: text for name, text in os.environ.items() if name.startswith("RAY_AUTH")}
+
+    def init(**_: Any) -> None:
+        found.append(variables())
+        raise ConnectionError
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.delenv(PATH, raising=False)
+    for name, text in own.items():
+        monkeypatch.setenv(name, text)
+    connection = RayConnection("head:1", "outrider-test", token=tmp_path)
+    with pytest.raises(SettingError):
+        asyncio.run(connection.connect())
+    asyncio.run(connection.disconnect())
+    assert [*found, variables()] == [{MODE: "token", PATH: str(tmp_path)}, own]
 
 
 def test_other_users_do_not_enter_the_directory_of_a_local_ray(
