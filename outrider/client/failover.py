@@ -254,8 +254,8 @@ class Tries:
         self._tried_until: float | None = None
         self._has_answer = False
         """Whether one of these has answered, and so may be called again."""
-        self._num_failures = 0
-        """Since the last token."""
+        self._num_failures = self._num_waits = 0
+        """Since the last token; waits for those that did not answer."""
         self._stayed = False
         """Whether the last one was called a second time."""
 
@@ -277,7 +277,8 @@ class Tries:
             return is_first
         if isinstance(event, Tokens) and (known := self.received) is not None:
             if event.token_ids:  # Of these alone there can be only so many.
-                self._tried_until, self._num_failures, self._stayed = None, 0, False
+                self._tried_until, self._num_failures, self._num_waits = None, 0, 0
+                self._stayed = False
             characters, digest = known.num_characters, known.tokens_digest
             if digest is not None:
                 digest = reduce(extend_digest, event.token_ids, digest)
@@ -321,10 +322,11 @@ class Tries:
                 raise error
             self._tried, self._has_answer = set(), False
         wait_s = error.retry_after_ms / 1e3
-        if not answered:
-            wait_s = (
-                0.0 if self._stayed else backoff(*_WAIT_S, self._num_failures - 2, self._random)
-            )
+        if not answered and self._stayed:
+            wait_s = 0.0
+        elif not answered:
+            wait_s = backoff(*_WAIT_S, self._num_waits, self._random)
+            self._num_waits += 1
         elif wait_s > 0:  # All clients of a dead coordinator wait for the same lease.
             wait_s = spread(wait_s, LEASE_WAIT_SPREAD_MS / 1e3, self._random)
         if now + wait_s >= min(self._tried_until, deadline):

@@ -25,6 +25,7 @@ from outrider.errors import (
 from outrider.limits import DEADLINE_MS_DEFAULT, LEASE_WAIT_SPREAD_MS
 from outrider.request import Event
 from outrider.tokens import TokenSequence
+from outrider.transport.server import RpcServer
 
 pytestmark = pytest.mark.virtual
 
@@ -293,6 +294,46 @@ def test_a_request_goes_on_at_a_coordinator_that_came_later(named: Any, each: An
 
     assert run_virtually(main()) == [*WHOLE]
     assert all(one.closed for one in found.values())
+
+
+@pytest.mark.parametrize("num_coordinators", [1, 8])
+async def test_waits_begin_short_however_many_coordinators_there_are(num_coordinators: int) -> None:
+    """Those that are called one after the other without a wait do not make it longer."""
+    each = [Scripted((BROKEN,), (BROKEN,), WHOLE) for _ in range(num_coordinators)]
+    connect: Any = lambda name: each[int(name)]  # noqa: E731
+    clock = asyncio.get_running_loop().time
+    endpoints = EndpointPool(lambda: ",".join(map(str, range(num_coordinators))), connect, clock)
+    transport = ResumingTransport(endpoints, random=lambda: 0.0)
+    assert [event async for event in transport.events(REQUEST, 60.0)] == [*WHOLE]
+    assert clock() == pytest.approx(0.025 + 0.05)
+
+
+class Falling(ScriptedServicer):
+    """Its server ends behind its events."""
+
+    server: RpcServer
+
+    async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any]:
+        async for event in super().generate(request, context):
+            yield event
+        await self.server.stop(0)
+
+
+@pytest.mark.virtual(False)
+async def test_a_blocking_stream_goes_on_where_the_other_server_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(secrets, "randbelow", lambda _: 0)
+    falling, other = Falling(STARTED, FIRST), ScriptedServicer(STARTED, SECOND, FINISHED)
+    falling.server, server = await serve(falling), await serve(other)
+
+    def use() -> list[Event]:
+        with SyncClient(f"{falling.server.address}, {server.address}") as client:
+            return list(client.generate(REQUEST))
+
+    assert await asyncio.to_thread(use) == [*WHOLE]
+    assert other.resumed == [(ID, 2)]
+    await server.stop(0)
 
 
 @pytest.mark.virtual(False)
