@@ -275,7 +275,7 @@ class GenerationBody(Body):
                 pass
             case {"type": "json_object"}:
                 asked = [(field, "json_object", True)]
-            case {"type": "json_schema", "json_schema": {"schema": schema}}:
+            case {"type": "json_schema", "json_schema": {"schema": schema}} if schema is not None:
                 asked = [(f"{field}.json_schema.schema", "json", schema)]
             case {"type": "json_schema"}:
                 raise BadRequest(f"{field}.json_schema.schema", "is missing")
@@ -289,8 +289,11 @@ class GenerationBody(Body):
         for kind in ("json", "regex", "choice"):
             field = f"guided_{kind}"
             asked.append((field, kind, getattr(self, field)))
-        asked = [one for one in asked if one[2] is not None and one[1:] != ("json_object", False)]
-        return [(one[0], _constraint(*one)) for one in asked]
+        return [
+            (field, _constraint(field, kind, value))
+            for field, kind, value in asked
+            if value is not None and not (kind == "json_object" and value is False)
+        ]
 
 
 def _constraint(field: str, kind: str, value: Any) -> Constraint:

@@ -31,6 +31,8 @@ from coordinator.http_api.bodies import unserved_reason
 from outrider.api_keys import ANYBODY, Caller
 from outrider.errors import (
     BadRequest,
+    DeadlineExceeded,
+    Incompatible,
     OutriderError,
     Overloaded,
     PermissionDenied,
@@ -118,7 +120,7 @@ def error_response(error: Exception) -> Response:
     not, that OpenAI's clients, which go by the status, shall not."""
     status = error.http_status if isinstance(error, OutriderError) else 500
     headers = {}
-    if status in (409, 504):
+    if isinstance(error, Incompatible | DeadlineExceeded):
         headers["x-should-retry"] = "false"
     if status == 401:
         headers["www-authenticate"] = "Bearer"

@@ -21,6 +21,7 @@ from outrider.errors import (
     OutriderError,
     Overloaded,
     PermissionDenied,
+    StaleEpoch,
     Unauthenticated,
     Unavailable,
 )
@@ -206,6 +207,7 @@ def test_tokens_are_spelled_as_they_stand_in_a_text(tokenizer: Any) -> None:
         (PermissionDenied("no"), 403, "permission_error", None, "permission_denied"),
         (NotFound("no"), 404, "invalid_request_error", "model", "model_not_found"),
         (Incompatible("no"), 409, "server_error", None, "conflict"),
+        (StaleEpoch("no"), 409, "server_error", None, "conflict"),
         (Overloaded("no", 1500), 429, "rate_limit_error", None, "rate_limit_exceeded"),
         (Unavailable("no"), 503, "service_unavailable_error", None, "unavailable"),
         (DeadlineExceeded("no"), 504, "timeout_error", "deadline_ms", "deadline_exceeded"),
@@ -221,8 +223,9 @@ def test_one_shape_and_one_status_for_each_error(
     told = json.loads(bytes(response.body))["error"]
     assert told == {"message": error.message, "type": kind, "param": param, "code": code}
     assert response.headers.get("retry-after") == {429: "2", 503: "1"}.get(status)
-    # OpenAI's client would try every 409 and 504 again.
-    assert ("x-should-retry" in response.headers) == (status in (409, 504))
+    # OpenAI's client would try every 409 and 504 again, and shall where a session was taken over.
+    stays = isinstance(error, Incompatible | DeadlineExceeded)
+    assert response.headers.get("x-should-retry") == ("false" if stays else None)
 
 
 def told(native: NativeEvents, event: Event) -> dict[str, Any]:

@@ -281,10 +281,15 @@ def test_each_way_to_ask_for_a_form(
     [
         ({"response_format": {"type": "xml"}}, "response_format.type: got 'xml'"),
         ({"response_format": {"type": "json_schema"}}, ".json_schema.schema: is missing"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": None}}},
+            ".json_schema.schema: is missing",
+        ),
         ({"guided_json": 1}, "guided_json: "),
         ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar: is not served"),
         ({"structured_outputs": {"choice": "ab"}}, "structured_outputs.choice: is no list"),
         ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object: got 1"),
+        ({"structured_outputs": {"json_object": 0}}, "structured_outputs.json_object: got 0"),
         (
             {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
             "structured_outputs.regex: is given beside response_format",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import socket
 import ssl
@@ -310,6 +311,24 @@ async def test_idle_connections_make_room_and_busy_ones_do_not() -> None:
             assert (await pair[0].readline()).startswith(b"HTTP/1.1 503 ")
         go_on.set()
         assert await asyncio.gather(*running) == [200] * NUM_PLACES
+
+
+@pytest.mark.usefixtures("few")
+async def test_a_burst_takes_few_descriptors_beyond_its_places() -> None:
+    """Those that come at once are accepted a few at a time, and make room between."""
+    async with serving(access=ACCESS) as port:
+        with contextlib.ExitStack() as stack:
+            for _ in range(10 * NUM_PLACES):
+                client = stack.enter_context(socket.socket())
+                client.setblocking(False)
+                client.connect_ex(("127.0.0.1", port))
+            before = most = len(os.listdir("/dev/fd"))
+            for _ in range(100):
+                await asyncio.sleep(0)
+                most = max(most, len(os.listdir("/dev/fd")))
+            async with connected(port) as pair:
+                assert await status(pair) == 200
+    assert NUM_PLACES <= most - before < 5 * NUM_PLACES
 
 
 async def test_headers_that_do_not_come_are_not_waited_for(
