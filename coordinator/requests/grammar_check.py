@@ -14,6 +14,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 from outrider.errors import BadRequest, ConfigError, InvariantError, OutriderError, Overloaded
@@ -97,7 +98,13 @@ class ConstraintChecks:
         """`load`, which may block, gives the tokenizer, as the JSON of Hugging Face's tokenizers,
         and the tokens that end a text; it is called with the first constraint. Where it raises
         `ConfigError` every constraint is refused."""
-        self._compilers = [_Compiler(load) for _ in range(COMPILE_THREADS)]
+
+        @cache
+        def first_line() -> bytes:
+            tokenizer, eos_token_ids = load()
+            return _line({"tokenizer": tokenizer, "eos_token_ids": eos_token_ids})
+
+        self._compilers = [_Compiler(first_line) for _ in range(COMPILE_THREADS)]
         self._idle = list(self._compilers)
         self._errors: OrderedDict[_Key, OutriderError | None] = OrderedDict()
         """Of constraints that were compiled; None = it can be."""
@@ -147,11 +154,11 @@ class ConstraintChecks:
 
 
 class _Compiler:
-    """`coordinator.requests.grammar_process`, started with the first constraint, and again where it
-    has ended. It compiles one at a time."""
+    """`coordinator.requests.grammar_process`, started with the first constraint, and again as soon
+    as it has been ended. It compiles one at a time."""
 
-    def __init__(self, load: Callable[[], tuple[str, tuple[int, ...]]]) -> None:
-        self._load = load
+    def __init__(self, first_line: Callable[[], bytes]) -> None:
+        self._first_line = first_line
         self.process: Any = None
         self._is_closed = False
 
@@ -159,10 +166,12 @@ class _Compiler:
         """Why the constraint is refused, if it is. Raises `Overloaded` where the process has been
         killed, or does not answer, and `InvariantError` for a fault of ours."""
         try:
-            process = self.process or await self._start()
+            process = self.process
+            if process is None or process.returncode is not None:
+                process = await self._start()
         except ConfigError as error:
             return error.message
-        self._send({"kind": constraint.kind, "text": constraint.text})
+        process.stdin.write(_line({"kind": constraint.kind, "text": constraint.text}))
         line = b""
         try:
             async with asyncio.timeout(2 * COMPILE_WAIT_S_MAX):  # It gives up before that itself.
@@ -172,29 +181,30 @@ class _Compiler:
             process.kill()
         if line:
             return str(json.loads(line))
-        self.process = None
-        match -await process.wait():
+        status = -await process.wait()
+        with suppress(OSError, OutriderError):  # The next constraint need not wait for it.
+            await self._start()
+        match status:
             case signal.SIGPROF | signal.SIGALRM:
                 return _TOO_SLOW
             case signal.SIGABRT | signal.SIGSEGV:  # The compiler cannot go on without memory.
                 return _TOO_LARGE
-            case signal.SIGKILL:
+            case signal.SIGKILL | signal.SIGTERM:
                 raise _unavailable()
         raise InvariantError(f"{constraint.kind}: could not be compiled, by a fault of ours")
 
     async def _start(self) -> Any:
-        tokenizer, eos_token_ids = await asyncio.to_thread(self._load)
+        first = await asyncio.to_thread(self._first_line)
         if self._is_closed:
             raise _unavailable()
         self.process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", _PROGRAM, json.dumps(sys.path), start_new_session=True,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
         )  # fmt: skip
-        self._send({"tokenizer": tokenizer, "eos_token_ids": eos_token_ids})
+        self.process.stdin.write(first)
+        if self._is_closed:
+            self.process.kill()
         return self.process
-
-    def _send(self, message: dict[str, Any]) -> None:
-        self.process.stdin.write(json.dumps(message).encode() + b"\n")
 
     async def close(self) -> None:
         """Ends the process, and what it compiles, and starts no other. Raises nothing."""
@@ -203,6 +213,10 @@ class _Compiler:
             with suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
 def _unavailable() -> Overloaded:

@@ -36,6 +36,7 @@ def main() -> None:
         tokenizer = GrammarTokenizer(first["tokenizer"], tuple(first["eos_token_ids"]))
     except ConfigError as error:
         trouble = error.message
+    limit_memory()  # Once: what a constraint leaves is not added to what the next one has.
     for line in sys.stdin:
         asked, answer = json.loads(line), trouble
         if not trouble:
@@ -51,9 +52,13 @@ def main() -> None:
 
 
 def limit(cpu_s: float, wait_s: int) -> None:
-    """Begins to count, or ends it: what comes next has so many seconds, and bytes of memory."""
+    """Begins to count, or ends it: what comes next has so many seconds."""
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     signal.alarm(wait_s)
+
+
+def limit_memory() -> None:
+    """From now on there are so many bytes more than at present."""
     with suppress(FileNotFoundError), open("/proc/self/statm", "rb") as file:  # Linux alone.
         size = int(file.read().split()[0]) * resource.getpagesize() + COMPILE_BYTES_MAX
         _, hard = resource.getrlimit(resource.RLIMIT_AS)

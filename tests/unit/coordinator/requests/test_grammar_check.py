@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -97,28 +98,44 @@ async def test_a_compilation_that_takes_too_long_is_ended() -> None:
 async def test_a_compilation_that_takes_too_much_memory_is_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    alter(monkeypatch, "p.GrammarTokenizer.compile = lambda *_: bytearray(2**40)")
+    """What one leaves counts for the next, or the process would grow for ever."""
+    keep = "kept = []; p.GrammarTokenizer.compile = lambda *_: kept.append(bytearray(3 << 28))"
+    alter(monkeypatch, keep)
     async with encoder() as prompts:
+        await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
         with pytest.raises(BadRequest, match=r"^regex: takes more than 1073741824 bytes"):
-            await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
+            await prompts.check_constraint(Constraint.of_regex("b"), EOS, "a")
 
 
 async def test_a_compiler_that_dies_or_gives_no_answer_is_started_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What it was compiling is refused, to be tried again."""
+    """At once; what it was compiling is refused, to be tried again. One that died while it had
+    nothing to do fails no constraint. The tokenizer is written as JSON once."""
+    written: list[TokenizerText] = []
+    write = TokenizerText.backend_json
+    monkeypatch.setattr(
+        TokenizerText, "backend_json", lambda self: (written.append(self), write(self))[1]
+    )
     async with encoder() as prompts:
         endless = await compiling(prompts)
         [first] = compilers(prompts)
         first.kill()
         with pytest.raises(Overloaded, match="cannot be compiled now"):
             await endless
-        monkeypatch.setattr(grammar_check, "COMPILE_WAIT_S_MAX", 0.1)
-        monkeypatch.setattr(grammar_check, "_PROGRAM", "import time; time.sleep(60)")
-        with pytest.raises(Overloaded):
-            await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
-        monkeypatch.undo()
+        [second] = compilers(prompts)
+        assert second.returncode is None
+        second.terminate()
+        await second.wait()
         await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
+        [third] = compilers(prompts)
+        third.send_signal(signal.SIGSTOP)
+        with monkeypatch.context() as soon, pytest.raises(Overloaded):
+            soon.setattr(grammar_check, "COMPILE_WAIT_S_MAX", 0.1)
+            await prompts.check_constraint(Constraint.of_regex("b"), EOS, "a")
+        await third.wait()
+        await prompts.check_constraint(Constraint.of_regex("b"), EOS, "a")
+    assert len(written) == 1
 
 
 def alter(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
