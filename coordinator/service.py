@@ -96,8 +96,8 @@ class CoordinatorService:
         draft replica answers, or alone. `random_bits(n)` gives n fresh random bits, for session
         ids; `random_seed()` the seed of a request that names none."""
         self._config = config
-        looks_up = config.lookup is not None and config.lookup.drafter.is_lookup
-        has_trees = config.draft_siblings > 0 and not (config.look_ahead or looks_up)
+        self._looks_up = config.lookup is not None and config.lookup.drafter.is_lookup
+        has_trees = config.draft_siblings > 0 and not (config.look_ahead or self._looks_up)
         self._siblings = config.draft_siblings if has_trees else 0
         self._store = store
         self._links: dict[Role, Mapping[str, AnyLink]]
@@ -154,8 +154,9 @@ class CoordinatorService:
             _log.warning("no draft is there yet: %s", error)
         if config.length_control:
             self._lengths = LengthControls(
-                target, self.drafts.first, config.run_ahead_rounds, delays=config.drafting_delays
-            )
+                target, self.drafts.first, config.run_ahead_rounds,
+                delays=config.drafting_delays, watches=self._looks_up,
+            )  # fmt: skip
         self._model = ServedModel(
             name=config.served_model_name or target.model,
             vocab_size=target.vocab_size,

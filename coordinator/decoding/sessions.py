@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -72,7 +73,7 @@ class OwnedSessions:
         """`owner` is the coordinator's name in the store, `random_bits(n)` gives n fresh random
         bits. A session whose client is gone may be resumed for so many seconds before it counts as
         cancelled."""
-        self._replaying = asyncio.Lock()
+        self._replays = ThreadPoolExecutor(1, "replay")
         self._store = store
         self.owner = owner
         self.targets = targets
@@ -222,8 +223,7 @@ class OwnedSessions:
         size = len(record.token_ids) + len(record.logprobs) // LOGPROBS_BYTES
         if size <= REPLAY_TOKENS_INLINE:
             return call()
-        async with self._replaying:
-            return await asyncio.to_thread(call)
+        return await asyncio.get_running_loop().run_in_executor(self._replays, call)
 
     async def cancel(self, record: SessionRecord) -> None:
         """Ends a session as cancelled that runs nowhere; a finished one is left as it is. Raises
@@ -262,7 +262,8 @@ class OwnedSessions:
             self.wait_for_client(record)
 
     def close(self) -> None:
-        """Cancels what runs."""
+        """Cancels what runs. A replay on its thread is not waited for."""
+        self._replays.shutdown(wait=False, cancel_futures=True)
         self._closing.set()
         for run in self.running.values():
             run.cancel()

@@ -59,6 +59,10 @@ PLAIN_KNOWN_ROUNDS = 2.0
 """What it takes is known while rounds of it weigh so much."""
 DRAFT_BUDGET_MIN_S = 0.02
 """A proposal is drawn for so long at least: processes that share cores are not always on time."""
+TIMES_KNOWN_ROUNDS = 16
+"""Where look-ups are compared in plain rounds, so many with a draft tell how long one takes ..."""
+TIMES_RARITY = 4.0
+"""... after which a trial is charged so many times what it may lose, or the whole account."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +171,16 @@ class LengthControls:
         tuning: Tuning = TUNING,
         *,
         delays: bool = False,
+        watches: bool = False,
     ) -> None:
         """`run_ahead_rounds` bounds how far the target may be ahead. It shares its cores with the
-        draft and the coordinator if that `delays` it."""
+        draft and the coordinator if that `delays` it. If it `watches`, its sessions are told of
+        look-ups in their plain rounds (`note_watched`): rounds with a draft are tried for their
+        times alone."""
         self._target = target
         self._draft = draft
         self._delays = delays
+        self.watches = watches
         self.run_ahead_rounds = run_ahead_rounds
         self.tuning = tuning
         self.load = Load()
@@ -456,6 +464,8 @@ class LengthControl(LengthPolicy):
         if lost < 0:
             return True
         self._num_paid = tuning.choice_rounds
+        if self._controls.watches and costs.num_drafted >= TIMES_KNOWN_ROUNDS:
+            return experience.pays(max(lost, min(TIMES_RARITY * lost, CREDIT_TOKENS_MAX)))
         return experience.begins(lost) if begins else experience.pays(lost)
 
     def _choose_again(self) -> None:

@@ -166,6 +166,8 @@ class RoundCosts:
         `messages_delay`: because the coordinator or the draft shares its cores."""
         self.load = load
         self.drafting_delays = drafting_delays
+        self.num_drafted = 0
+        """Rounds with a draft that were timed."""
         self._table = target
         self._max_others = max_num_seqs - 1.0
         self._messages_work = MESSAGES_WORK * messages_delay
@@ -204,6 +206,7 @@ class RoundCosts:
     def note_drafted(self, played: PlayedRound, round_s: float, is_typical: bool = True) -> None:
         """A round for which tokens were asked, whose proposal was waited for as rounds do, if it
         `is_typical`."""
+        self.num_drafted += 1
         num_proposed = len(played.survival)
         num_drafted, draft_s, work_s = played.beside or (
             num_proposed, played.draft_s, played.work_s

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from coordinator.routing.replica_pool import PROBE_TIMEOUT_S, ReplicaPool
-from outrider.errors import OutriderError
+from outrider.errors import Incompatible, OutriderError
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import LEASE_S, NO_FIGURES, ROLES, Figures, ReplicaRecord, Role
 from outrider.transport.link import Link
@@ -81,12 +81,15 @@ class Discovery:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """Replicas that are being asked whether they join, or whether they are there."""
         self._not_before: dict[str, float] = {}
+        self._refused: dict[str, OutriderError] = {}
+        """By role, why the last one that could not join could not."""
         self._away = False
 
     async def begin(self) -> None:
         """Returns once replicas that are announced have been asked whether they join, the drafts
         behind the targets. Waits for a target up to a lease, in which one that lives says its name
-        again even to a registry that has lost everything."""
+        again even to a registry that has lost everything. Raises `Incompatible` where none of a
+        role fits."""
         loop = asyncio.get_running_loop()
         until = loop.time() + LEASE_S
         while not self._pools["target"].names and loop.time() < until:
@@ -96,6 +99,10 @@ class Discovery:
                 await asyncio.sleep(READ_PERIOD_S)
         await self.look()
         await asyncio.gather(*self._tasks.values())
+        for role, pool in self._pools.items():
+            error = self._refused.get(role)
+            if isinstance(error, Incompatible) and not pool.names:
+                raise error
 
     async def run(self) -> None:
         """Follows the registry until it is cancelled."""
@@ -140,7 +147,12 @@ class Discovery:
             is_known = record.name in pool.names
             if record.leaving and (is_known or (record.weights and pool.newest(record.weights))):
                 pool.retire(record.name)
-            elif not is_known and now >= self._not_before.get(record.name, now) and pool.may_join:
+            elif (
+                not is_known
+                and now >= self._not_before.get(record.name, now)
+                and pool.may_join
+                and not (record.leaving and pool.first is None)  # The others must go with it.
+            ):
                 self._begin(record.name, self._join(pool, record))
         taken = {record.address for record in records}
         for name in pool.names:
@@ -175,6 +187,7 @@ class Discovery:
             _log.info("the %s %s has joined", pool.role, record.name)
         except OutriderError as error:
             _log.warning("the %s %s cannot join: %s", pool.role, record.name, error)
+            self._refused[pool.role] = error
             self._not_before[record.name] = asyncio.get_running_loop().time() + REFUSED_S
 
     @property

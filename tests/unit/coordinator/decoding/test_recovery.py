@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -603,3 +604,33 @@ async def test_a_long_replay_leaves_the_event_loop(is_long: bool) -> None:
     sessions: Any = OwnedSessions(*[None] * 5)  # type: ignore[arg-type]
     thread = await sessions.replay(record, threading.get_ident)
     assert (thread != threading.get_ident()) is is_long
+
+
+@pytest.mark.virtual(False)
+async def test_clients_that_leave_long_replays_keep_one_thread_busy() -> None:
+    """A call on a thread goes on when nobody waits for it any more; others wait behind it, and are
+    dropped where the coordinator closes."""
+    record = replace(RECORD, token_ids=(1,) * (REPLAY_TOKENS_INLINE + 1), logprobs="")
+    sessions: Any = OwnedSessions(*[None] * 5)  # type: ignore[arg-type]
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        begun.set()
+        goes_on.wait(2.0)
+
+    left = asyncio.create_task(sessions.replay(record, slow))
+    await asyncio.to_thread(begun.wait)
+    left.cancel()
+    calls = list[int]()
+    others = [
+        asyncio.create_task(sessions.replay(record, partial(calls.append, n))) for n in (1, 2)
+    ]
+    await asyncio.sleep(0.05)
+    assert calls == []
+    others[0].cancel()
+    await asyncio.sleep(0)
+    sessions.close()
+    goes_on.set()
+    await asyncio.wait([left, *others], timeout=5.0)
+    assert all(task.cancelled() for task in others)
+    assert calls == []

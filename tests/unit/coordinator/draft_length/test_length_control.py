@@ -12,7 +12,7 @@ from math import prod
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from length_world import ENDLESS, RUN_AHEAD, World, controls, description
+from length_world import BOUND, ENDLESS, RUN_AHEAD, World, controls, description
 
 from coordinator.draft_length.controller import LengthControls
 from coordinator.draft_length.policy import PlayedRound
@@ -97,6 +97,15 @@ def test_plain_decoding_and_drafting_do_not_take_turns() -> None:
     assert run.rate > 0.97 * world.rate(0)
 
 
+def test_a_lookup_that_seldom_finds_anything_is_kept_where_that_pays() -> None:
+    """One proposal in five has eight tokens, the others none; nine in ten are accepted."""
+    world = World(0.9, 0.0, length=lambda rng: 8 if rng.random() < 0.2 else 0)
+    run = world.play(world.open(), 2000)
+    assert run.plain_share < 0.2
+    assert run.rate > 1.25 * world.rate(0)
+    assert run.asked.count(BOUND) > 0.9 * len(run.asked)
+
+
 def test_plain_decoding_is_tried_where_only_a_table_speaks_of_it() -> None:
     """The target's table says a step takes twice what it does in plain decoding: drafting seems to
     pay until plain decoding has been seen."""
@@ -168,6 +177,19 @@ def test_fewer_and_fewer_sessions_begin_with_a_draft_while_that_fails() -> None:
     world.acceptance = 0.95
     again = beginnings(world, 40, first_seed=1000)
     assert all(again[-20:])
+
+
+def test_sessions_that_accept_more_than_all_others_are_found() -> None:
+    """One in four is about a text to copy, and the others make it look hopeless: yet once such a
+    one was found, most of them draft from their first rounds on."""
+    world = World(draft_s=0.2 * 0.016)
+    shares = []
+    for seed in range(1, 80):
+        world.acceptance = 0.97 if seed % 4 == 0 else 0.05
+        run = world.session(seed, 60)
+        if seed % 4 == 0:
+            shares.append(run.plain_share)
+    assert sum(shares[5:]) / len(shares[5:]) < 0.4
 
 
 def test_long_prompts_and_short_ones_are_told_apart() -> None:

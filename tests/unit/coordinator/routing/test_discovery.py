@@ -20,7 +20,7 @@ from coordinator.routing.discovery import (
 )
 from coordinator.routing.replica_pool import ReplicaPool
 from outrider.clock import run_virtually
-from outrider.errors import StoreUnavailable
+from outrider.errors import Incompatible, StoreUnavailable
 from outrider.registry.registry import LEASE_S, RENEWAL_S, Figures, ReplicaRecord, Role
 
 SOON_S = READ_PERIOD_S + 0.1
@@ -281,6 +281,38 @@ async def test_a_coordinator_begins_once_a_target_can_have_said_its_name(world: 
     await world.fleet.begin()
     assert LEASE_S + RENEWAL_S <= loop.time() <= LEASE_S + RENEWAL_S + READ_PERIOD_S
     assert world.pool.names == ["a"]
+
+
+@played
+async def test_what_leaves_is_no_measure_for_what_comes(world: World) -> None:
+    """A coordinator that begins in the middle of an upgrade: the target that leaves would answer
+    first, and the new one not go with it."""
+    world.following.cancel()
+    world.pool.first = None
+    new = replace(TOY, vocab_size=7)
+    world.prepared["b:1"] = described(new)
+    await world.registry.announce(record("a", leaving=True, weights=TOY.weights))
+    await world.registry.announce(record("b", weights=new.weights))
+    await world.fleet.begin()
+    assert (world.pool.names, world.pool.first) == (["b"], new)
+
+
+@played
+async def test_a_coordinator_does_not_begin_without_a_draft_because_none_fits(
+    world: World,
+) -> None:
+    world.following.cancel()
+    await world.registry.announce(record("a"))
+    await world.registry.announce(record("d", "draft"))
+    await world.registry.announce(record("e", "draft"))
+    misfit = replace(TOY, reads_features=True)
+    world.prepared = {"d:1": described(misfit), "e:1": ScriptedLink()}
+    await world.fleet.begin()
+    assert world.drafts.names == ["e"]
+    await world.drafts.leave("e")
+    world.prepared["e:1"] = described(misfit)
+    with pytest.raises(Incompatible, match="does not show"):
+        await world.fleet.begin()
 
 
 @played

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from length_world import BOUND, World, controls
+from length_world import BOUND, ENDLESS, RUN_AHEAD, World, description
 from session_links import asked, session
 
+from coordinator.draft_length.controller import TIMES_KNOWN_ROUNDS, LengthControls
 from coordinator.draft_length.policy import RoundLength
 from coordinator.routing.drafts import (
     NOTHING_WANTED,
@@ -107,11 +108,15 @@ def test_hopeless_texts_are_looked_at_seldom() -> None:
     assert len(again.watched) > 300 / WATCH_ROUNDS_MIN
 
 
+def controls(*, watches: bool) -> LengthControls:
+    table = StepCosts((1, 33), (0.016, 0.016 + 32 * 0.0008))
+    return LengthControls(description(table), description(None), RUN_AHEAD, watches=watches)
+
+
 def test_a_plain_session_drafts_once_its_text_is_what_a_look_up_says() -> None:
     """Its sessions have learned that drafting loses; nothing but look-ups says otherwise."""
     world = World(acceptance=0.0, draft_s=0.0)
-    table = StepCosts((1, 33), (0.016, 0.016 + 32 * 0.0008))
-    world.controls = controls(table)
+    world.controls = controls(watches=True)
     for seed in range(20):
         world.session(seed, 100)
     assert world.session(50, 200).plain_share > 0.9
@@ -120,3 +125,24 @@ def test_a_plain_session_drafts_once_its_text_is_what_a_look_up_says() -> None:
         control.note_watched(BOUND, (1.0,) * BOUND)
     world.acceptance = 1.0
     assert world.play(control, 200).plain_share < 0.3
+
+
+def test_times_alone_are_no_reason_to_draft_often() -> None:
+    """Sessions whose look-ups find nothing: without look-ups in plain rounds, drafting has to be
+    tried again and again to know that."""
+    shares = {}
+    for watches in (False, True):
+        world = World(acceptance=0.0, draft_s=0.0)
+        world.controls = controls(watches=watches)
+        num_drafted = 0
+        for seed in range(60):
+            control = world.open(seed)
+            for index in range(100):
+                length = control.choose(index, ENDLESS)
+                num_drafted += length.num_draft_tokens > 0
+                world._round(control, length, is_first=index == 0)
+                if watches and length.num_draft_tokens == 0:
+                    control.note_watched(BOUND, ())
+            control.close()
+        shares[watches] = num_drafted
+    assert TIMES_KNOWN_ROUNDS <= shares[True] < shares[False] / 2
