@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -21,6 +22,7 @@ from draft_service.training.learners import (
     LEARNERS,
     NUM_DEPTHS,
     Learner,
+    copying_layers,
     kept_layers,
     use_plain_attention,
 )
@@ -233,10 +235,56 @@ def test_a_new_student_is_the_target() -> None:
     assert one is not own
 
 
-def test_the_first_layers_and_the_last_are_kept() -> None:
+def test_the_first_layers_the_last_and_two_that_copy_are_kept() -> None:
     assert kept_layers(4, 30) == [0, 1, 2, 29]
     assert kept_layers(1, 30) == [0]
-    assert kept_layers(2, 2) == [0, 1]
+    assert kept_layers(3, 30, (16, 18)) == [0, 1, 29]
+    assert kept_layers(4, 30, (16, 18)) == [0, 16, 18, 29]
+    assert kept_layers(5, 30, (0, 29)) == [0, 1, 2, 3, 29]
+
+
+class Looking:
+    """A model whose layers look at the token `before`, at the one `after` an earlier occurrence, or
+    at themselves."""
+
+    def __init__(self, *looks: str) -> None:
+        self.looks = looks
+        self.config = SimpleNamespace(_attn_implementation="sdpa")
+
+    def get_input_embeddings(self) -> torch.nn.Embedding:
+        return torch.nn.Embedding(1000, 1)
+
+    def set_attn_implementation(self, name: str) -> None:
+        self.config._attn_implementation = name
+
+    def base_model(self, input_ids: torch.Tensor, **_: Any) -> Any:
+        assert self.config._attn_implementation == "eager"
+        return SimpleNamespace(
+            attentions=[
+                torch.stack([self._weights(text, look) for text in input_ids.tolist()])
+                for look in self.looks
+            ]
+        )
+
+    def _weights(self, ids: list[int], look: str) -> torch.Tensor:
+        """Of two heads, the first of which looks at the token itself."""
+        own = list(range(len(ids)))
+        aims = {
+            "before": [max(0, place - 1) for place in own],
+            "itself": own,
+            "after": [
+                1 + max((i for i in range(place) if ids[i] == ids[place]), default=place - 1)
+                for place in own
+            ],
+        }
+        return torch.eye(len(ids))[torch.tensor([own, aims[look]])]
+
+
+def test_layers_that_copy_are_found_behind_those_that_gather() -> None:
+    model = Looking("after", "before", "itself", "after", "itself")
+    assert copying_layers(model) == (1, 3)
+    assert model.config._attn_implementation == "sdpa"
+    assert copying_layers(Looking("after", "itself", "before")) is None
 
 
 def loaded(kind: str, out: Path, target: Target) -> tuple[Any, Any]:
