@@ -25,6 +25,8 @@ SPREAD = 2.5
 """Mean deviations of its gaps that a session may be late by."""
 SPREAD_S = 0.0005
 """And that much more: loops and networks are no exact clocks."""
+FORGIVEN = 0.03
+"""By so much a step without a delay restores the trust that delays in vain have cost."""
 
 
 class _Rhythm:
@@ -55,12 +57,19 @@ class BatchingDelay:
         self._num_gaps = 0
         self._scale = 1.0
         """Of what steps take to what `step_seconds` says."""
+        self._trust = 1.0
+        """Share of the sessions waited for that came in time, in the mean of the last delays."""
         self.awaited: set[str] = set()
-        """The sessions for which the next step waits, and which have not come yet."""
+        """The sessions for which the step waits, or waited, and which had not come when it began."""
+        self._num_awaited = 0
+        """How many these were at first ..."""
+        self._until = 0.0
+        """... and until when it waits for them."""
 
     def arrived(self, session_id: str, now: float) -> None:
         """An item has come."""
-        self.awaited.discard(session_id)
+        if now <= self._until:
+            self.awaited.discard(session_id)
         rhythm = self._rhythms.get(session_id)
         if rhythm is None or rhythm.answered_at is None:
             return
@@ -94,7 +103,12 @@ class BatchingDelay:
     def hold(self, now: float, waiting: Sequence[int]) -> float | None:
         """Until when the step should wait whose items have so many rows, for the sessions that are
         then `awaited`; None = not at all."""
-        self.awaited = set()
+        if self._num_awaited:
+            came = 1 - len(self.awaited) / self._num_awaited
+            self._trust += MEMORY * (came - self._trust)
+        else:
+            self._trust = min(1.0, self._trust + FORGIVEN)
+        self.awaited, self._num_awaited = set(), 0
         room = self._max_batch - len(waiting)
         if not waiting or room <= 0 or self._num_gaps == 0:
             return None
@@ -110,12 +124,15 @@ class BatchingDelay:
             cycle_s = back_at - now + self._seconds(rows, num + num_come)
             if num_left > num_come:
                 cycle_s += self._seconds(rows_left, num_left - num_come)
+            # As often as they do not come they need a step of their own after all.
+            cycle_s += (1 - self._trust) * self._seconds(rows - sum(waiting), num_come)
             if cycle_s < best_s:
                 best, best_s = num_come, cycle_s
         if best == 0:
             return None
-        self.awaited = {name for _, name, _ in expected[:best]}
-        return expected[best - 1][0]
+        self.awaited, self._num_awaited = {name for _, name, _ in expected[:best]}, best
+        self._until = expected[best - 1][0]
+        return self._until
 
     def _expected(self, now: float, before: float) -> list[tuple[float, str, int]]:
         """When sessions that are away should have come, the next one first, and with how many rows;

@@ -63,6 +63,34 @@ def test_some_are_worth_it_and_others_not() -> None:
     assert until(batching_delay, 0.0, [5]) == pytest.approx(0.006, abs=1e-3)
 
 
+def test_waiting_in_vain_teaches_not_to_and_is_forgiven() -> None:
+    """Each time somebody does not come who has always come until then."""
+
+    def waits(num: int, comes: bool) -> list[bool]:
+        found = []
+        for _ in range(num):
+            batching_delay.answered("1", 5, 0.0)
+            found.append(batching_delay.hold(0.0, [5]) is not None)
+            if comes:
+                batching_delay.awaited.clear()
+        return found
+
+    batching_delay = known(0.030)
+    assert all(waits(20, comes=True))
+    in_vain = waits(12, comes=False)
+    assert in_vain[0]
+    assert sum(in_vain[-6:]) <= 1, "now and then it is tried again"
+    assert any(waits(40, comes=True))
+
+
+def test_who_comes_once_the_step_has_begun_was_waited_for_in_vain() -> None:
+    batching_delay = known(0.008, num=3)
+    began_at = until(batching_delay, 0.0, [5])
+    batching_delay.arrived("1", began_at)
+    batching_delay.arrived("2", began_at + 0.001)
+    assert batching_delay.awaited == {"2"}
+
+
 def test_nobody_is_waited_for_without_room_or_reason() -> None:
     assert until(known(0.008, num=9), 0.0, [5] * 8) == 0.0
     assert until(known(0.008, num=9), 0.0, []) == 0.0
