@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 from rounds import GREEDY, Replica, make_head, session_name
 from test_draft_service import expected_proposal
 from toy_engine import ToyEngine
 
+from outrider.engine.interface import SequenceStep
 from outrider.errors import BadRequest
 from outrider.messages import DraftItem, ProposalReply, Refused, Resync
 from outrider.speculation.sampling_params import Rule, SamplingParams
@@ -124,6 +127,29 @@ async def test_an_outcome_that_is_known_is_answered_before_anything_runs(draft: 
     assert (answer.key.round, answer.base_length, answer.assumed) == (1, len(committed), ())
     await draft.settled()
     check_pushed(draft.listener.answers[10:], committed, Rule.TOKEN)
+
+
+@pytest.mark.parametrize("has_news", [False, True])
+async def test_a_step_has_two_passes_where_nobody_waits_and_nothing_has_come(
+    has_news: bool,
+) -> None:
+    class Counted(ToyEngine):
+        def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
+            if has_news:
+                draft.service.park([session_name(2)])
+            return super().forward(steps)
+
+        def take_step_seconds(self) -> float:
+            ends.append(len(self.batches))
+            return super().take_step_seconds()
+
+    ends = [0]
+    draft = Draft(Counted(salt=2, max_model_len=256))
+    await draft.send(item(PROMPT, count=5))
+    passes = [after - before for before, after in pairwise(ends) if after > before]
+    # Five draws are waited for; then come five of refusals, and one later as many of the bonus.
+    assert passes == [1] * 11 if has_news else passes == [1, 1, 1, 1, 1, 2, 2, 1, 1]
+    await draft.service.close()
 
 
 async def test_how_far_a_late_outcome_is_drafted_says_nothing_of_its_tokens() -> None:
