@@ -162,6 +162,12 @@ NgramMax = Annotated[
 ]
 
 
+def _check_ngrams(config: DraftConfig | CoordinatorConfig) -> None:
+    if config.ngram_min > config.ngram_max:
+        reason = f"{config.ngram_min} is more than ngram_max, {config.ngram_max}"
+        raise SettingError("ngram_min", reason)
+
+
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
 class ModelServerConfig(ServerConfig):
     """Settings of targets and drafts."""
@@ -314,9 +320,7 @@ class DraftConfig(ModelServerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.ngram_min > self.ngram_max:
-            reason = f"{self.ngram_min} is more than ngram_max, {self.ngram_max}"
-            raise SettingError("ngram_min", reason)
+        _check_ngrams(self)
         model = self.drafter.model
         bits = None if model is None else model.bits
         reads_target = self.drafter.reads_target
@@ -473,6 +477,7 @@ class CoordinatorConfig(ServerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_ngrams(self)
         if set(self.redis.key_prefix) & set("{}"):
             raise SettingError("redis_key_prefix", "braces are not allowed in it")
         if self.redis.password and self.redis.password_file:

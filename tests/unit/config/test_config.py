@@ -113,7 +113,6 @@ def test_only_loopback_without_insecure(kind: type[TargetConfig]) -> None:
         ({"device": "cuda:x"}, "device"),
         ({"engine": "vllm"}, "engine"),
         ({"redis_key_prefix": "a{b"}, "redis_key_prefix"),
-        ({"ngram_min": 5, "ngram_max": 4}, "ngram_min"),
         ({"deterministic": True, "draft_siblings": 1}, "draft_siblings"),
     ],
 )
@@ -122,6 +121,12 @@ def test_what_is_no_value_or_goes_with_no_other_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=f"^{key}: "):
         load_config(settings, {})
+
+
+@pytest.mark.parametrize("kind", [DraftConfig, CoordinatorConfig])
+def test_prompt_lookup_that_could_match_nothing_is_refused(kind: type[DraftConfig]) -> None:
+    with pytest.raises(ConfigError, match=r"^ngram_min: 5 is more than ngram_max, 4"):
+        kind(ngram_min=5, ngram_max=4)
 
 
 def test_an_error_about_a_setting_keeps_its_key_between_processes() -> None:
