@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import copy
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ def call_attention(
     calls: list[Any] = []
     mask, given = object(), {"position_ids": angles[..., 0].long(), "calls": calls}
     try:
-        config = copy(block.config)
+        config = deepcopy(block.config)  # Sub-configs are told, too.
         config._attn_implementation = _PROBE
         with _replaced(block, config=config, o_proj=nn.Identity()):
             output, _ = block(

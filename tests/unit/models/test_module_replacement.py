@@ -165,6 +165,19 @@ def test_modules_with_hooks_stay() -> None:
     assert seen == ["q", "mlp"] * 3
 
 
+def test_configurations_within_a_blocks_keep_their_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The library sets a configuration's attention in those within it as well."""
+    config = tiny_config("llama", VOCAB)
+    monkeypatch.setattr(type(config), "sub_configs", {"vision_config": type(config)})
+    config.vision_config = tiny_config("llama", VOCAB)
+    _, swapped = twins(config, torch.float32)
+    assert classes(swapped)[FusedAttention] == 2
+    assert swapped.config._attn_implementation == "sdpa"
+    assert swapped.config.vision_config._attn_implementation == "sdpa"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, SHORT])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_norms_of_rows_of_any_size(dtype: torch.dtype, offset: float) -> None:
