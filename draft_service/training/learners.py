@@ -370,12 +370,12 @@ def use_plain_attention(module: Any) -> None:
         module.set_attn_implementation("eager")
 
 
-_LAYERS_TO_COPY: Final = 4
+_LAYERS_TO_COPY = 4
 """A student of fewer has the first layers and the last alone."""
-_NUM_TEXTS: Final = 8
-_NUM_TOKENS: Final = 64
+_NUM_TEXTS = 8
+_NUM_TOKENS = 64
 """Of a text, before it is written again."""
-_SCORE_MIN: Final = 0.2
+_SCORE_MIN = 0.2
 """Part of a head's attention that must lie there."""
 
 

@@ -60,7 +60,7 @@ class BatchingDelay:
         self._trust = 1.0
         """Share of the sessions waited for that came in time, in the mean of the last delays."""
         self.awaited: set[str] = set()
-        """The sessions for which the step waits, or waited, and which had not come when it began."""
+        """The sessions for which a step waits, or waited, and which had not come when it began."""
         self._num_awaited = 0
         """How many these were at first ..."""
         self._until = 0.0
