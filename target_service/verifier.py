@@ -47,10 +47,10 @@ _REPLACEMENT = 0
 """Runs in place of a draft token outside the target's vocabulary. Such a token has p = 0 and is
 never accepted, so what follows it is never used."""
 
-_ROWS_AT_ONCE = {"cpu": 64, "cuda": 512}
+_ROWS_AT_ONCE = {"cpu": 64, "cuda": 256}
 """Rows of logits that verdicts are made from at once: on one thread a verdict on one row of 49,152
 tokens takes 0.40 ms alone and 0.13 among eight, one on five rows 0.76 and 0.45. More gain nothing,
-and take memory: on a device 256 MiB for 128,000 tokens."""
+and take memory: on a device 256 MiB for 128,000 tokens, twice for several sessions."""
 
 
 class _Round(Work):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import struct
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, chain
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.limits import DRAFT_SUPPORT_ENTRIES_MAX
 from outrider.speculation.gumbel_max import IntArray, RealArray
 from outrider.speculation.proposal import ENTRY_BYTES, ID_BYTES, DraftDistribution
 from outrider.speculation.random_streams import RowKeys
@@ -34,10 +36,22 @@ Place = tuple[int, DraftDistribution | None]
 """A draft token, and what it was drawn from; None = for certain."""
 
 
+_FAILED: set[torch.device] = set()
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether there is a device with the kernels' compiler, and no trial has failed on it."""
+    return device.type == "cuda" and device not in _FAILED and _has_compiler()
+
+
 @cache
-def has_kernels() -> bool:
-    """Whether the kernels' compiler is here; it comes with torch for CUDA."""
+def _has_compiler() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+def give_up(device: torch.device) -> None:
+    """From now on `has_kernels` says no."""
+    _FAILED.add(device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,10 +93,11 @@ class RowJudge:
         self._words = _sent(torch.from_numpy(rows), logits.device)
         self._weights = torch.empty((num_rows, width), dtype=torch.float32, device=logits.device)
         self._found = torch.empty((_FOUND, num_rows), dtype=torch.float64, device=logits.device)
-        weigh_rows[(num_rows,)](
-            self._weights, self._found, logits, logits.stride(0), self._words, width,
-            BLOCK=_BLOCK, num_warps=_WEIGHING_WARPS,
-        )  # fmt: skip
+        with _current(logits.device):
+            weigh_rows[(num_rows,)](
+                self._weights, self._found, logits, logits.stride(0), self._words, width,
+                BLOCK=_BLOCK, num_warps=_WEIGHING_WARPS,
+            )  # fmt: skip
 
     def settle(self, judged: Sequence[tuple[int, int, int]], places: Sequence[Place]) -> JudgedRows:
         """`judged` says of each row how many draft tokens of its chain come before the one that it
@@ -90,6 +105,7 @@ class RowJudge:
         from outrider.speculation.triton_kernels import settle_rows
 
         num_rows, width = self._weights.shape
+        device = self._weights.device
         packed = [b"" if q is None else q.packed for _, q in places]
         sizes = [len(each) // ENTRY_BYTES for each in packed]
         words = [*chain.from_iterable(judged)]
@@ -102,16 +118,15 @@ class RowJudge:
         ]
         sent = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
         ids_at = len(words) * _WORD_BYTES
-        row_waits = _padded_power(-(-width // _BLOCK_TOKENS))
-        races = torch.empty(
-            (2, num_rows, row_waits), dtype=torch.float64, device=self._weights.device
-        )
-        settle_rows[(num_rows,)](
-            self._weights, self._found, self._words, _sent(sent, self._weights.device),
-            3 * num_rows * _WORD_BYTES, ids_at, ids_at + sum(sizes) * ID_BYTES, races, width,
-            ENTRIES=_padded_power(max(sizes, default=1)), WAITS=min(_WAITS, row_waits),
-            ROW_WAITS=row_waits, num_warps=_WARPS,
-        )  # fmt: skip
+        row_waits = 1 << (-(-width // _BLOCK_TOKENS) - 1).bit_length()
+        races = torch.empty((2, num_rows, row_waits), dtype=torch.float64, device=device)
+        with _current(device):
+            settle_rows[(num_rows,)](
+                self._weights, self._found, self._words, _sent(sent, device),
+                3 * num_rows * _WORD_BYTES, ids_at, ids_at + sum(sizes) * ID_BYTES, races, width,
+                ENTRIES=DRAFT_SUPPORT_ENTRIES_MAX, WAITS=min(_WAITS, row_waits),
+                ROW_WAITS=row_waits, num_warps=_WARPS,
+            )  # fmt: skip
         maxima, _, _, behind, left, drawn = self._found.cpu().numpy()
         return JudgedRows(maxima, behind, left, drawn.astype(np.int64))
 
@@ -121,9 +136,9 @@ def _sent(words: Tensor, device: torch.device) -> Tensor:
     return words.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else words
 
 
-def _padded_power(number: int) -> int:
-    """The smallest power of two >= `number`, at least 1."""
-    return 1 << max(0, number - 1).bit_length()
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Kernels are started on the device that is current."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _filters(sampling: SamplingParams) -> tuple[float, float, float, float]:

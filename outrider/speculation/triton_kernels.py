@@ -133,6 +133,8 @@ def weigh_rows(
         logit = tl.load(source + place, mask=place < width, other=float("-inf")).to(tl.float32)
         weight = tl.exp(tl.minimum(logit - base, 0.0) / temperature)
         weight = tl.where(weight >= min_p, weight, 0.0)
+        # Of logits that are nearly equal one is the largest.
+        weight = tl.where(top_k == 1, (logit == top).to(tl.float32), weight)
         parts += weight.to(tl.float64)
         tl.store(row + place, weight, mask=place < width)
     total = tl.sum(parts)
@@ -192,7 +194,7 @@ def _exponential(bits):
     return -tl.log((fraction.to(tl.float64) + 0.5) * 2.220446049250313e-16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["places_at", "ids_at", "counts_at"])
 def settle_rows(
     weights,  # [R, width]; the rows of draft tokens become the weights of corrections
     found,  # as above

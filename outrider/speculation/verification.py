@@ -26,8 +26,9 @@ differently, and a residual always covers the target's whole one.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -36,9 +37,10 @@ from torch import Tensor
 
 from outrider.errors import InvariantError, check
 from outrider.speculation.accept_reject import Verdict
-from outrider.speculation.cuda_verdicts import Place, RowJudge, has_kernels
+from outrider.speculation.cuda_verdicts import Place, RowJudge, give_up, has_kernels
 from outrider.speculation.gumbel_max import BLOCK, IntArray, RealArray, race
 from outrider.speculation.logits_processing import (
+    NO_HISTORY,
     TokenHistory,
     adjusted_logits,
     check_maxima,
@@ -50,6 +52,7 @@ from outrider.speculation.proposal import COUNT_TOTAL, Proposal
 from outrider.speculation.random_streams import RoundNoise, chain_keys
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
+_log = logging.getLogger(__name__)
 _Way = Callable[[Sequence["Question"]], list[Verdict]]
 _NEARLY_EMPTY = 1e-4
 """Part of a row's mass; only where less than this is left of it, all of it may be gone."""
@@ -111,12 +114,31 @@ def verdicts_from_logits(questions: Sequence[Question]) -> list[Verdict]:
 
 
 def _way_of(question: Question) -> _Way:
-    """The kernels of a device know no trees of q, and no float64."""
-    logits, rule = question.logits, question.noise.rule
-    is_chain = not (question.proposal.parents and rule.needs_q)
-    if logits.is_cuda and logits.dtype != torch.float64 and is_chain and has_kernels():
+    """The kernels of a device know no trees of q, no float64, and no bias that is lost in float32
+    where the largest decides."""
+    logits, params, rule = question.logits, question.params, question.noise.rule
+    is_greedy = params.greedy and rule is Rule.GREEDY
+    is_adjusted = params.penalised or bool(params.logit_bias)
+    is_known = not (question.proposal.parents and rule.needs_q) and logits.dtype != torch.float64
+    if is_known and has_kernels(logits.device) and not (is_greedy and is_adjusted):
         return _verdicts_on_device
-    return _greedy_verdicts if question.params.greedy and rule is Rule.GREEDY else _drawn_verdicts
+    return _greedy_verdicts if is_greedy else _drawn_verdicts
+
+
+def try_kernels(logits: Tensor) -> None:
+    """Compiles a device's kernels for `logits` [2, V] of a model. Where they fail, or draw other
+    tokens than the CPU, verdicts do without them from now on."""
+    params, noise = SamplingParams(top_k=50, top_p=0.9), RoundNoise(0, Rule.TOKEN, 1)
+    question = Question(logits, params, NO_HISTORY, Proposal((0,), (None,)), noise)
+    if _way_of(question) is not _verdicts_on_device:
+        return
+    try:
+        [found] = _verdicts_on_device([question])
+        [expected] = _drawn_verdicts([replace(question, logits=logits.double().cpu())])
+        check(found.correction == expected.correction, f"{found} in the place of {expected}")
+    except Exception:  # noqa: BLE001 (whatever it is, verdicts without kernels show it again)
+        _log.warning("verdicts are made without kernels on %s", logits.device, exc_info=True)
+        give_up(logits.device)
 
 
 def _greedy_verdicts(questions: Sequence[Question]) -> list[Verdict]:
@@ -143,10 +165,10 @@ def _verdicts_on_device(questions: Sequence[Question]) -> list[Verdict]:
         )
     else:
         keys = chain_keys(noises, [len(proposal) for proposal in proposals])
+    adjusted = [adjusted_logits(each.logits, each.params, each.history) for each in questions]
+    rows = [each.float() if each.dtype == torch.float64 else each for each in adjusted]
     judge = RowJudge(
-        torch.cat(
-            [adjusted_logits(each.logits, each.params, each.history).float() for each in questions]
-        ),
+        rows[0] if len(rows) == 1 else torch.cat(rows),
         [_GREEDY if each.noise.rule is Rule.GREEDY else each.params for each in questions],
         sizes,
         [token_id for proposal in proposals for token_id in (*proposal.token_ids, -1)],

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -45,15 +44,10 @@ def _by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_CUDA:
         monkeypatch.setattr(cuda_verdicts, "_BLOCK", 256)
         monkeypatch.setattr(cuda_verdicts, "_WAITS", 2)
-        way_of = verification._way_of
-
-        def by_kernels(each: Question) -> Any:
-            is_chain = not (each.proposal.parents and each.noise.rule.needs_q)
-            if each.logits.dtype == torch.float32 and is_chain:
-                return verification._verdicts_on_device
-            return way_of(each)
-
-        monkeypatch.setattr(verification, "_way_of", by_kernels)
+        monkeypatch.setattr(
+            verification, "has_kernels", lambda device: device not in cuda_verdicts._FAILED
+        )
+    monkeypatch.setattr(cuda_verdicts, "_FAILED", set())
 
 
 def on_cpu(question: Question) -> Question:
@@ -132,6 +126,37 @@ def test_logits_that_are_no_numbers(bad: float) -> None:
     asked.logits[2, 5] = bad
     with pytest.raises(InvariantError, match="row 2"):
         verdicts_from_logits([asked])
+
+
+def test_the_greedy_take_the_largest_of_nearly_equal_logits() -> None:
+    logits = torch.zeros(1, 300)
+    logits[0, 7] = 0.3
+    logits[0, 3] = torch.nextafter(torch.tensor(0.3), torch.tensor(0.0))
+    biased = torch.zeros(1, 300)
+    biased[0, [3, 7]] = 20.0
+    asked = [
+        question(Rule.GREEDY, GREEDY, num=0, logits=logits),
+        question(Rule.GREEDY, replace(GREEDY, logit_bias=((7, 1e-7),)), num=0, logits=biased),
+    ]
+    assert [each.correction for each in verdicts_from_logits(asked)] == [(7,), (7,)]
+
+
+def test_kernels_that_do_not_run_are_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A trial finds it, and verdicts are made without them."""
+    asked = question(Rule.TOKEN, SAMPLINGS[1])
+    verification.try_kernels(asked.logits[:2])
+    assert not caplog.records
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(cuda_verdicts.RowJudge, "settle", broken)
+    verification.try_kernels(asked.logits[:2])
+    assert "without kernels" in caplog.text
+    [own], [other] = verdicts_from_logits([asked]), verdicts_from_logits([on_cpu(asked)])
+    assert own.correction == other.correction
 
 
 def test_a_draft_that_is_the_target_leaves_nothing_to_correct() -> None:
