@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_certificates import Made
 from stack import Stack
+
+from coordinator.auth.access_control import AccessControl, watch_keys
+from coordinator.grpc_api import CoordinatorServicer
+from outrider.api_keys import Caller, add_key
+from outrider.transport.server import RpcServer, ServerOptions, Service
+from outrider.transport.tls import server_credentials
+from outrider.v1 import coordinator_pb2
 
 ROOT = Path(__file__).parents[2]
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -54,13 +62,46 @@ async def answered(line: str, **environment: str) -> list[dict[str, Any]]:
     return events
 
 
+def check_answer(events: list[dict[str, Any]], max_tokens: int) -> None:
+    """A whole one, with text for its tokens."""
+    assert list(events[0]) == ["started"]
+    tokens = [event["tokens"] for event in events if "tokens" in event]
+    assert sum(len(part["tokenIds"]) for part in tokens) == max_tokens
+    assert "".join(part.get("textDelta", "") for part in tokens)
+    assert events[-1]["finished"]["usage"]["completionTokens"] == max_tokens
+
+
 async def test_the_readmes_line(stack: Stack) -> None:
     """By reflection; nothing of it is changed but the port, which tests have no say in."""
     line = line_of("README.md")
     assert line.count("127.0.0.1:50051") == 1
-    events = await answered(line.replace("127.0.0.1:50051", stack.server.address))
-    assert list(events[0]) == ["started"]
-    tokens = [event["tokens"] for event in events if "tokens" in event]
-    assert sum(len(part["tokenIds"]) for part in tokens) == 16
-    assert "".join(part.get("textDelta", "") for part in tokens)
-    assert events[-1]["finished"]["usage"]["completionTokens"] == 16
+    check_answer(await answered(line.replace("127.0.0.1:50051", stack.server.address)), 16)
+
+
+async def test_the_line_for_a_key_and_tls(stack: Stack, tmp_path: Path) -> None:
+    """A coordinator with keys serves no reflection: the messages are read from `protos`."""
+    authority = Made(tmp_path, "authority")
+    mine = Made(tmp_path, "mine", "127.0.0.1", by=authority)
+    key = add_key(tmp_path / "keys", Caller("a", "a"))
+    access = AccessControl(watch_keys(tmp_path / "keys", (), lambda: 0.0))
+    descriptor: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
+    servicer = CoordinatorServicer(stack.coordinator, access)
+    options = ServerOptions(
+        credentials=server_credentials(mine.file, mine.key_file),
+        guard=access.check_call,
+        reflection=False,
+    )
+    server = RpcServer([Service(descriptor, servicer)], options)
+    await server.start()
+    try:
+        line = line_of("docs/security.md")
+        for name, value in (
+            ("HOST:50051", server.address),
+            ("ca.pem", str(authority.file)),
+            ('France is"', 'France is", "max_tokens": 8'),
+        ):
+            assert line.count(name) == 1
+            line = line.replace(name, value)
+        check_answer(await answered(line, OUTRIDER_API_KEY=key), 8)
+    finally:
+        await server.stop()

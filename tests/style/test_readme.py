@@ -50,6 +50,14 @@ def test_links_and_paths_lead_somewhere(document: Path) -> None:
         assert any(f"/{one}".endswith(f"/{path}") for one in FILES), path
 
 
+def test_tests_that_documents_name_are_there() -> None:
+    tests = "".join(path.read_text("utf-8") for path in (ROOT / "tests").rglob("*.py"))
+    there = set(re.findall(r"def (test_\w+)", tests))
+    for document in DOCUMENTS:
+        named = set(re.findall(r"`(test_\w+)`", document.read_text("utf-8")))
+        assert named <= there, document
+
+
 def test_the_readme_is_read_in_five_minutes() -> None:
     """It has at most 200 lines."""
     assert len(README.read_text("utf-8").splitlines()) <= 200
