@@ -10,6 +10,7 @@ from benchmarks.speedup import Subject
 from deploy.cli.bench import _subject
 from deploy.cli.main import parse
 from deploy.cli.options import Connection, connected
+from deploy.cli.output import progress
 from outrider.replica.process_setup import available_cores
 
 
@@ -25,6 +26,12 @@ def test_peers_have_as_many_threads_as_the_services_in_all() -> None:
         found = subject(target_num_threads=target, draft_num_threads=draft).target
         assert found is not None
         assert found.num_threads == expected
+
+
+@pytest.fixture(autouse=True)
+def _not_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever command ran in this process before."""
+    monkeypatch.setattr(progress, "quiet", False)
 
 
 @pytest.mark.parametrize(
