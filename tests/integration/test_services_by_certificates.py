@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health
+from grpc_reflection.v1alpha import reflection
 from rounds import Listener, make_head
 from stack import draft_without_model
 from toy_engine import ToyEngine
@@ -97,7 +98,8 @@ async def code_of(address: str, trust: Trust, path: str) -> grpc.StatusCode:
 @pytest.mark.parametrize("role", ROLES)
 async def test_only_a_coordinator_is_answered(role: InternalRole, ours: Path, theirs: Path) -> None:
     """Without a certificate, in plain text, and with one of another authority no method answers,
-    health neither; with that of another role it is PERMISSION_DENIED; a coordinator's is let in."""
+    health neither; with that of another role it is PERMISSION_DENIED; a coordinator's is let in.
+    There is no reflection."""
     codec = VERIFY if role == "target" else DRAFT
     methods = [codec.path(method.name) for method in codec.service.methods]
     methods += [f"/{health.SERVICE_NAME}/{name}" for name in ("Check", "Watch")]
@@ -122,6 +124,9 @@ async def test_only_a_coordinator_is_answered(role: InternalRole, ours: Path, th
                 is_refused = code is grpc.StatusCode.PERMISSION_DENIED
                 assert is_refused == (peer != "coordinator"), (path, peer, code)
                 assert code not in NO_CONNECTION, (path, peer)
+        path = f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"
+        code = await code_of(address, certified["coordinator"], path)
+        assert code is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_a_coordinator_talks_to_no_one_else(ours: Path, theirs: Path) -> None:

@@ -9,12 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from made_certificates import Made
 
 from coordinator.auth.access_control import AccessControl, watch_keys
 from outrider.api_keys import Caller, add_key
 from outrider.client import Client, SyncClient, Trust, caller_trust
-from outrider.errors import Unavailable
+from outrider.errors import ConfigError, Unavailable
 from outrider.transport.channel import PLAIN
 from outrider.transport.server import RpcServer, ServerOptions, Service
 from outrider.transport.tls import pinned_trust, server_credentials
@@ -97,3 +98,16 @@ async def test_a_server_may_ask_for_certificates_too(tmp_path: Path) -> None:
         assert not await answers(
             address, caller_trust(own.file, mallory.file, mallory.key_file), ""
         )
+
+
+def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    """Before anything is called or served."""
+    one, two = Made(tmp_path, "one", "a"), Made(tmp_path, "two")
+    with pytest.raises(ConfigError, match=r"two-key\.pem: is not the key of"):
+        server_credentials(one.file, two.key_file)
+    with pytest.raises(ConfigError, match="a certificate goes with its key"):
+        caller_trust(one.file, one.file)
+    with pytest.raises(ConfigError, match=r"key\.pem: holds no certificate"):
+        caller_trust(one.key_file)
+    with pytest.raises(ConfigError, match=r"two\.pem: names no host"):
+        pinned_trust(two.file)

@@ -20,6 +20,8 @@ from outrider.transport.tls import (
     check_authority,
     check_pair,
     days_left,
+    internal_server_credentials,
+    internal_trust,
     make_authority,
     make_role,
     read_certificates,
@@ -115,3 +117,17 @@ def test_a_certificate_has_an_end(tmp_path: Path) -> None:
     assert first_certificate(tmp_path / "draft.pem").not_valid_after_utc <= end
     with pytest.raises(ConfigError, match=r"ca\.pem: ends .* --force"):
         make_role(tmp_path, "draft", NOW + datetime.timedelta(days=10))
+
+
+def test_a_certificate_that_ends_soon_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By both ends; one that lasts is not."""
+    make_authority(tmp_path, NOW)
+    make_role(tmp_path, "coordinator", NOW)
+    make_role(tmp_path, "target", NOW, days=20)
+    internal_trust(tmp_path, "coordinator", "target")
+    assert not caplog.records
+    internal_server_credentials(tmp_path, "target")
+    internal_trust(tmp_path, "target", "draft")
+    assert ["ends in 19 days" in one.getMessage() for one in caplog.records] == [True, True]

@@ -125,6 +125,23 @@ def test_as_many_are_wanted_as_were_there_where_they_have_long_been_enough() -> 
     assert fleet.look(300) == {}, "0.5 of 4 would be 0.67 of 3"
 
 
+def test_those_that_are_away_for_a_moment_stay_wanted() -> None:
+    """One fewer than were there is wanted, not as few as are there now."""
+    fleet = Fleet(target=8)
+    fleet.says["target"] = {"busy": 0.1, "fill": 1.0}
+    assert fleet.look(0) == {}
+    fleet.there["target"] = 2
+    assert fleet.look(60) == {"target": 7}
+
+
+def test_nothing_changes_while_one_leaves_for_another() -> None:
+    scaler = Autoscaler(MemoryRegistry(), CONFIG)
+    targets = [record("target"), record("target", leaving=True)]
+    records: dict[Role, list[ReplicaRecord]] = {"target": targets, "coordinator": [], "draft": []}
+    for now in (0, 100, 200):
+        assert scaler.decide(now, {"target": 3}, records) == []
+
+
 async def test_what_is_wanted_follows_what_replicas_say() -> None:
     registry = MemoryRegistry()
     scaling = Autoscaler(registry, AutoscaleConfig())

@@ -97,6 +97,17 @@ def test_the_users_own_token_is_theirs_again(
     assert [*found, variables()] == [{MODE: "token", PATH: str(tmp_path)}, own]
 
 
+def test_secrets_are_their_owners_alone_and_go_with_the_deployment(tmp_path: Path) -> None:
+    place = tmp_path / "state" / "secrets"
+    secrets = SecretFiles(place)
+    path = secrets.hide("one", "first")
+    assert path.read_text() == "first"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(place.stat().st_mode) == 0o700
+    secrets.forget()
+    assert not place.exists()
+
+
 def test_other_users_do_not_enter_the_directory_of_a_local_ray(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

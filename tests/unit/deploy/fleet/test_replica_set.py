@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -298,3 +299,32 @@ def test_then_there_are_as_many_as_are_wanted(
         assert starts.count(role) == max(0, number - len(before))
         ranked = sorted(before, key=lambda one: not one.address)
         assert {*left} == {*ranked[number:]}
+
+
+def test_stale_ones_are_replaced_one_by_one_and_role_by_role() -> None:
+    """Never fewer serve than are wanted, nor are there more than one more; while the new one loads
+    nothing else is done."""
+    wanted: dict[Role, int] = {"draft": 1, "target": 2, "coordinator": 1}
+    roles: tuple[Role, ...] = ("coordinator", "target", "target", "draft")
+    fleet = [view(role, age, stale=True) for age, role in enumerate(roles)]
+    order: list[str] = []
+    while (steps := next_steps(wanted, fleet)) != ([], []):
+        starts, leaves = steps
+        order += [f"+{role}" for role in starts] + [f"-{name}" for name in leaves]
+        fleet = [one for one in fleet if one.name not in leaves]
+        new = [view(role, 3 + len(order), serves=False) for role in starts]
+        assert not new or next_steps(wanted, [*fleet, *new]) == ([], [])
+        fleet += [replace(one, address="h:1") for one in new]
+    assert order == [
+        "+draft", "-draft-3", "+target", "-target-2", "+target", "-target-1", "+coordinator",
+        "-coordinator-0",
+    ]  # fmt: skip
+    assert not any(one.stale for one in fleet)
+
+
+def test_the_last_that_is_there_does_not_leave_for_one_that_may_never_come() -> None:
+    """Unless it is the only one that is wanted."""
+    last = view("target", 0, stale=True)
+    roles: tuple[Role, ...] = ("target",)
+    assert next_steps({"target": 2}, [last], (), roles, roles) == (["target"], [])
+    assert next_steps({"target": 1}, [last], (), roles, roles) == ([], ["target-0"])
