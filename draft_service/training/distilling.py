@@ -115,8 +115,9 @@ class _Run:
             self._learner.load(options.start_from, target)
         self._vocab_size = len(module.get_input_embeddings().weight)
         self._tokens_max = min(DOCUMENT_TOKENS_MAX, info.max_model_len)
-        texts = read_corpus(files, self._vocab_size, target.encode, self._tokens_max)
-        self._given = self._long_enough([piece for text in texts for piece in text])
+        self._given = self._long_enough(
+            read_corpus(files, self._vocab_size, target.encode, self._tokens_max)
+        )
         num_given = sum(document.num_learned for document in self._given)
         enough = TOKENS_A_SECOND[module.device.type] * options.minutes * 60
         self._missing = max(0.0, 1 - num_given / enough)
@@ -128,7 +129,11 @@ class _Run:
         prompts that may not fit its pages."""
         options, learner, seconds = self._options, self._learner, self._options.minutes * 60
         measured_by = self._ask_to_measure() if options.measure else []
-        corpus = self._write(WRITING_SHARE * self._missing * seconds)
+        tokens = options.tokens
+        corpus = self._written(
+            "writing", "written", options.prompts, self._tokens_max, tokens=tokens,
+            seconds=None if tokens is not None else WRITING_SHARE * self._missing * seconds,
+        )  # fmt: skip
         # Told by steps alone, a run must not depend on the time.
         share = READING_SHARE + (1 - self._missing) * WRITING_SHARE / 2
         cache = self._ask(corpus, math.inf if options.steps is not None else share * seconds)
@@ -176,19 +181,10 @@ class _Run:
         options, info = self._options, self._info
         prompts = [prompt for prompt in options.measure for _ in MEASURED_TEMPERATURES]
         tokens_max = min(max(map(len, prompts)) + MEASURED_TOKENS_MAX, info.max_model_len)
-        corpus = self._corpus(
-            "measured", prompts, tokens_max,
+        corpus = self._written(
+            "prompts", "measured", prompts, tokens_max,
             temperatures=MEASURED_TEMPERATURES, answer_tokens_max=MEASURED_TOKENS_MAX,
         )  # fmt: skip
-        if corpus.part < 1.0:
-            engine = self._engine()
-            if engine.info.max_model_len < tokens_max:
-                raise SettingError(
-                    "measure",
-                    f"a prompt and its answer have up to {tokens_max} tokens; the memory for keys "
-                    f"and values takes {engine.info.max_model_len}",
-                )
-            self._let_write(corpus, engine, "prompts")
         answered = self._long_enough(corpus.documents())
         if not answered:
             raise SettingError("measure", "the target's answers to these are too short to measure")
@@ -196,18 +192,13 @@ class _Run:
         cache.fill(math.inf, lambda part: self._report("reading prompts", part, None))
         return [(cache, corpus.spent.seconds + cache.spent.seconds)]
 
-    def _write(self, seconds: float) -> WrittenCorpus:
-        tokens = self._options.tokens
-        corpus = self._corpus(
-            "written", self._options.prompts, self._tokens_max, tokens=tokens,
-            seconds=None if tokens is not None else seconds,
-        )  # fmt: skip
-        if corpus.part < 1.0:
-            self._let_write(corpus, self._engine(), "writing")
-        return corpus
-
-    def _corpus(
-        self, kind: str, prompts: Sequence[Sequence[int]], tokens_max: int, **options: Any
+    def _written(
+        self,
+        stage: str,
+        kind: str,
+        prompts: Sequence[Sequence[int]],
+        tokens_max: int,
+        **options: Any,
     ) -> WrittenCorpus:
         """What the target writes, in a folder of its own."""
         seed, template = self._options.seed, self._target.template
@@ -215,23 +206,27 @@ class _Run:
             kind, str(self._module.dtype), sorted(self._info.eos_token_ids), seed, template,
             prompts, tokens_max, options.get("seconds") is None,
         )  # fmt: skip
-        return WrittenCorpus(self._place / folder, template, prompts, seed, tokens_max, **options)
-
-    def _let_write(self, corpus: WrittenCorpus, engine: PagedEngine, stage: str) -> None:
-        together = _TOGETHER[self._module.device.type]
-        corpus.write(engine, together, lambda part: self._report(stage, part, None))
-
-    def _engine(self) -> PagedEngine:
-        module, info = self._target.load()
-        backend = find_backend(module.device, module.dtype)
-        speed_up(module)
-        return PagedEngine(
-            module,
-            info,
-            max_num_seqs=_TOGETHER[module.device.type],
-            kv_cache_memory_bytes=memory_budget(module.device, _GPU_SHARE, None),
-            backend=backend,
-        )
+        corpus = WrittenCorpus(self._place / folder, template, prompts, seed, tokens_max, **options)
+        if corpus.part < 1.0:
+            module, info = self._target.load()
+            backend = find_backend(module.device, module.dtype)
+            speed_up(module)
+            together = _TOGETHER[module.device.type]
+            engine = PagedEngine(
+                module,
+                info,
+                max_num_seqs=together,
+                kv_cache_memory_bytes=memory_budget(module.device, _GPU_SHARE, None),
+                backend=backend,
+            )
+            if kind == "measured" and engine.info.max_model_len < tokens_max:
+                raise SettingError(
+                    "measure",
+                    f"a prompt and its answer have up to {tokens_max} tokens; the memory for keys "
+                    f"and values takes {engine.info.max_model_len}",
+                )
+            corpus.write(engine, together, lambda part: self._report(stage, part, None))
+        return corpus
 
     def _ask(self, corpus: WrittenCorpus, seconds: float) -> TeacherCache:
         """What the target says of that and of what is given. It may have begun with a prompt to
@@ -266,9 +261,7 @@ class _Run:
             options.kind, dataset.cache.name, len(dataset.cache.known), dataset.held_out,
             options.seed, learner.key, options.minutes, options.steps,
         )  # fmt: skip
-        trainer = Trainer(
-            learner, dataset, self._place / folder, options.seed, options.steps, seconds
-        )
+        trainer = Trainer(learner, dataset, self._place / folder, options, seconds)
         trainer.run(lambda part, point: self._report("training", part, point))
         return trainer
 

@@ -85,9 +85,9 @@ class Document:
     @property
     def prompt(self) -> tuple[int, ...] | None:
         """What a conversation's answer is to; None for a text by others."""
-        return (
-            None if self.temperature is None else (*self.token_ids[: self.answer_first].tolist(),)
-        )
+        if self.temperature is None:
+            return None
+        return tuple(self.token_ids[: self.answer_first].tolist())
 
 
 def is_kept_back(token_ids: npt.ArrayLike) -> bool:
@@ -144,10 +144,10 @@ def read_corpus(
     vocab_size: int,
     encode: Encode | None,
     tokens_max: int,
-) -> list[list[Document]]:
+) -> list[Document]:
     """The texts of these files, in order, in pieces of at most so many tokens. `encode` is None for
     a target without a tokenizer. Raises `SettingError` naming file and line."""
-    found: list[list[Document]] = []
+    found: list[Document] = []
     for path in paths:
         records = [*_records(path, vocab_size)]
         prompts = [record.prompt for record in records if isinstance(record, _Conversation)]
@@ -156,14 +156,12 @@ def read_corpus(
         for number, record in enumerate(records, start=1):
             if isinstance(record, _Text):
                 place = path.name + ("" if path.name.endswith(_TEXTS) else f":{number}")
-                found.append(_pieces(record.text, place, encode, tokens_max))
+                found += _pieces(record.text, place, encode, tokens_max)
             else:
-                found.append(
-                    conversation(
-                        record.prompt, record.answer, first, record.temperature, tokens_max
-                    )
-                )  # fmt: skip
-    return [[replace(piece, is_given=True) for piece in pieces] for pieces in found if pieces]
+                found += conversation(
+                    record.prompt, record.answer, first, record.temperature, tokens_max
+                )
+    return [replace(piece, is_given=True) for piece in found]
 
 
 def _within(token_id: int, info: ValidationInfo) -> int:

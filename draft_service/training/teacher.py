@@ -75,16 +75,15 @@ class TeacherCache:
         """In a folder of `place`, of the target's module. With a `layer` with what the last of so
         many layers puts out, divided by its root mean square, as an exit head does first (it may be
         beyond float16); 0 = with what the head reads."""
-        size = _DOCUMENTS_OF_A_FILE
-        pools = [documents[start : start + size] for start in range(0, len(documents), size)]
-        self.documents = [
-            one for pool in pools for one in sorted(pool, key=lambda one: len(one.token_ids))
-        ]
+        self.documents: list[Document] = []
+        for start in range(0, len(documents), _DOCUMENTS_OF_A_FILE):
+            pool = documents[start : start + _DOCUMENTS_OF_A_FILE]
+            self.documents += sorted(pool, key=lambda one: len(one.token_ids))
         self.name = folder_name("answers", str(module.dtype), _fingerprint(documents), layer)
-        self.spent = Stopwatch(place / self.name)
-        self.vocab_size: int = module.get_input_embeddings().weight.shape[0]
-        self.device: torch.device = module.get_input_embeddings().weight.device
         self._directory = place / self.name
+        self.spent = Stopwatch(self._directory)
+        self.vocab_size = len(module.get_input_embeddings().weight)
+        self.device: torch.device = module.device
         self._module = module
         self._layer = layer
         lengths = [document.num_learned for document in self.documents]
@@ -177,7 +176,7 @@ def _joined(parts: Iterable[dict[str, Array]]) -> dict[str, Array]:
 def ask(module: Any, documents: Sequence[Document], layer: int | None) -> dict[str, Array]:
     """The target's answers about the learned tokens of `documents`, one after another, by the names
     of the arrays; `layer` as for `TeacherCache`."""
-    device = module.get_input_embeddings().weight.device
+    device = module.device
     ids, rows, following = (torch.from_numpy(part).to(device) for part in packed(documents))
     watching = watched_layer(module, layer) if layer else nullcontext()
     with torch.inference_mode(), watching as watched:

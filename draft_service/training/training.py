@@ -15,12 +15,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from pydantic import BaseModel
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from .learners import Learner
 from .measuring import measure
+from .options import DistillOptions
 from .storage import Stopwatch, replacing
 from .teacher import ROWS_OF_A_BLOCK, Batch, Dataset, TeacherRows
 
@@ -114,16 +113,15 @@ class Trainer:
         learner: Learner,
         dataset: Dataset,
         directory: Path,
-        seed: int,
-        num_steps: int | None,
+        options: DistillOptions,
         seconds: float,
     ) -> None:
-        """The budget are so many steps; None = as many as the time allows."""
+        """The budget are the steps of the options; without, as many as these seconds allow."""
         self.learner = learner
         self._dataset = dataset
-        self._seed, self._num_steps, self._seconds = seed, num_steps, seconds
+        self._options, self._seconds = options, seconds
         directory.mkdir(parents=True, exist_ok=True)
-        self._path = directory / "checkpoint.safetensors"
+        self._path = directory / "checkpoint.pt"
         self._device = learner.head.device
         self._batch_tokens_max = BATCH_TOKENS[self._device.type]
         self._masters = {
@@ -147,8 +145,8 @@ class Trainer:
     @property
     def part(self) -> float:
         """Of the budget that is over."""
-        if self._num_steps is not None:
-            return min(1.0, self.now.num_steps / self._num_steps)
+        if self._options.steps is not None:
+            return min(1.0, self.now.num_steps / self._options.steps)
         return min(1.0, self.spent.seconds / max(self._seconds, 1e-9))
 
     def run(self, progress: Callable[[float, Point], None]) -> None:
@@ -173,7 +171,7 @@ class Trainer:
     def _batches(self) -> Iterator[list[int]]:
         now = self.now
         while True:
-            batches = self._dataset.epoch(self._seed, now.epoch, now.batch_tokens)
+            batches = self._dataset.epoch(self._options.seed, now.epoch, now.batch_tokens)
             yield from batches[now.done_of_epoch :]
             now.epoch += 1
             now.done_of_epoch = 0
@@ -224,23 +222,17 @@ class Trainer:
 
     def _save(self) -> None:
         self.now.seconds = self.spent.seconds
-        tensors = {name: master.detach() for name, master in self._masters.items()}
-        for name, master in self._masters.items():
-            moments = self._optimizer.state[master].items()
-            tensors |= {f"{name}:{key}": values for key, values in moments}
+        state = {"now": self.now.model_dump(), "masters": self._masters,
+                 "optimizer": self._optimizer.state_dict()}  # fmt: skip
         with replacing(self._path) as partial:
-            save_file(tensors, partial, metadata={"now": self.now.model_dump_json()})
+            torch.save(state, partial)
 
     def _resume(self) -> None:
-        with safe_open(self._path, framework="pt", device=str(self._device)) as file:
-            self.now = Progress.model_validate_json(file.metadata()["now"])
-            for name in file.keys():  # noqa: SIM118 (it is no mapping)
-                parameter, _, key = name.partition(":")
-                master, values = self._masters[parameter], file.get_tensor(name)
-                if key:
-                    self._optimizer.state[master][key] = values
-                else:
-                    master.data.copy_(values)
+        state = torch.load(self._path, map_location=self._device, weights_only=True)
+        self.now = Progress.model_validate(state["now"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        for name, values in state["masters"].items():
+            self._masters[name].data.copy_(values)
         self._put_weights()
 
 

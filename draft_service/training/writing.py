@@ -122,8 +122,10 @@ class WrittenCorpus:
                         running.append(_Conversation(self, following, *prompt))
                         running[-1].begin(engine)
                     following += 1
-                drawn = zip(running, _next_tokens(engine, running), strict=True)
-                if ended := [one for one, token_id in drawn if one.take(token_id, eos)]:
+                steps = [SequenceStep(one.name, one.unseen, 1) for one in running]
+                drawn = draw(torch.cat(engine.forward(steps)), [one.drawing for one in running])
+                taken = zip(running, drawn, strict=True)
+                if ended := [one for one, token_id in taken if one.take(token_id, eos)]:
                     store(ended)
                 progress(self.part)
             if self._seconds is not None:
@@ -186,12 +188,6 @@ class _Conversation:
     def record(self) -> dict[str, Any]:
         return {"index": self.index, "prompt": self.prompt, "answer": self.answer,
                 "temperature": self._temperature}  # fmt: skip
-
-
-def _next_tokens(engine: Engine, running: Sequence[_Conversation]) -> list[int]:
-    """One step of all; the next token of each."""
-    steps = [SequenceStep(one.name, one.unseen, 1) for one in running]
-    return draw(torch.cat(engine.forward(steps)), [one.drawing for one in running])
 
 
 def draw(logits: torch.Tensor, drawings: Sequence[tuple[float, float, float]]) -> list[int]:

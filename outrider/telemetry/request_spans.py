@@ -32,7 +32,6 @@ from outrider.telemetry.metrics import (
     AUDIT_SUMS,
     GREEDY_AUDIT_SUMS,
     PHASES,
-    PREFIX,
     READINGS,
     REQUEST_COUNTERS,
     REQUEST_TIMES,
@@ -80,7 +79,7 @@ class ObservedRequests(Observation):
     def watch(self, readings: Readings) -> None:
         """Shows the coordinator's load and health. They may be read from any thread."""
         for name, told in READINGS.items():
-            watch(self._meter, name, partial(_reading, readings, name), *told)
+            watch(self._meter, name, partial(lambda key: {**readings().get(key, {})}, name), *told)
 
     def audited(self, rule: str, sums: AuditSums) -> None:
         """Tokens of a session that is over have been held against its target's law."""
@@ -99,7 +98,8 @@ class ObservedRequest(RequestObserver):
     ) -> None:
         self._shared = shared
         self._arrived, self._arrived_ns = time.monotonic(), time.time_ns()
-        operation = _operation(request)
+        is_chat = isinstance(next(iter(request.prompt), None), ChatMessage)
+        operation = "chat" if is_chat else "text_completion"
         self._genai = {
             "gen_ai.operation.name": operation, "gen_ai.provider.name": PROVIDER,
             "gen_ai.request.model": model,
@@ -114,8 +114,6 @@ class ObservedRequest(RequestObserver):
         self._contexts: dict[Side, str] = dict.fromkeys(
             ("draft", "target"), write_traceparent(self._span)
         )
-        self._sampled: Span | None = None
-        """The span of the current round."""
         self._asked: dict[Side, Span] = {}
         self._rounds: dict[int, Span] = {}
         """Spans of sampled rounds that are not committed, by the round's index."""
@@ -169,18 +167,17 @@ class ObservedRequest(RequestObserver):
     def round_began(self, index: int) -> None:
         """A round begins."""
         self._index = index
-        self._sampled = None
         if self._shared.samples(index) and self._span.is_recording():
             self._totals["sampled_rounds"] += 1
-            self._sampled = self._rounds[index] = self._child(self._span, "round")
-            self._sampled.set_attribute("outrider.round.index", index)
+            self._rounds[index] = self._child(self._span, "round")
+            self._rounds[index].set_attribute("outrider.round.index", index)
         else:
             self._contexts["draft"] = self._contexts["target"] = self._quiet
 
     def asked(self, side: Side) -> None:
         """A side is about to be asked; its answer ends what begins here."""
-        if self._sampled is not None:
-            span = self._asked[side] = self._child(self._sampled, "wire", kind=SpanKind.CLIENT)
+        if (parent := self._rounds.get(self._index)) is not None:
+            span = self._asked[side] = self._child(parent, "wire", kind=SpanKind.CLIENT)
             span.set_attribute("outrider.peer", side)
             self._contexts[side] = write_traceparent(span)
 
@@ -212,8 +209,8 @@ class ObservedRequest(RequestObserver):
             self.count("spec_decode_num_accepted_tokens", amount=num_accepted)
             for position in _POSITIONS[:num_accepted]:
                 self.count("spec_decode_num_accepted_tokens_per_pos", position)
-        if self._sampled is not None:
-            self._sampled.set_attributes({
+        if (span := self._rounds.get(self._index)) is not None:
+            span.set_attributes({
                 "outrider.num_draft_tokens": num_draft_tokens,
                 "outrider.num_accepted_draft_tokens": num_accepted,
                 "outrider.num_tokens": num_tokens,
@@ -281,7 +278,7 @@ class ObservedRequest(RequestObserver):
         """Not when they are known: the next round is under way, and nothing waits for this."""
         for phase, seconds in self._times:
             self._seconds[phase] += seconds
-            self._record(_PHASE_TIMES[phase], seconds)
+            self._record(f"outrider.round_{phase}_seconds", seconds)
         self._times.clear()
 
     def _end(self, reason: FinishReason | None = None) -> None:
@@ -292,7 +289,7 @@ class ObservedRequest(RequestObserver):
         for span in (*self._asked.values(), *self._rounds.values()):
             span.end()
         # Rounds that still end after this are counted and not traced.
-        self._asked, self._rounds, self._sampled = {}, {}, None
+        self._asked, self._rounds = {}, {}
         if reason is not None:
             self._span.set_attribute("gen_ai.response.finish_reasons", [reason.value])
         self._span.set_attributes({
@@ -300,19 +297,6 @@ class ObservedRequest(RequestObserver):
             **{f"outrider.num_{name}": number for name, number in self._totals.items()},
         })  # fmt: skip
         self._span.end()
-
-
-_PHASE_TIMES = {phase: f"{PREFIX}round_{phase}_seconds" for phase in PHASES}
-
-
-def _reading(readings: Readings, name: str) -> dict[str, float]:
-    return {**readings().get(name, {})}
-
-
-def _operation(request: GenerateRequest) -> str:
-    prompt = request.prompt
-    chat = isinstance(prompt, tuple) and bool(prompt) and isinstance(prompt[0], ChatMessage)
-    return "chat" if chat else "text_completion"
 
 
 def _describe(span: Span, request: GenerateRequest, prompts: bool) -> None:
@@ -333,13 +317,9 @@ def _describe(span: Span, request: GenerateRequest, prompts: bool) -> None:
 def _messages(request: GenerateRequest) -> str:
     """The prompt as the semantic conventions write it; token ids as they are."""
     prompt = request.prompt
-    if isinstance(prompt, str):
-        turns = [("user", prompt)]
-    else:
-        turns = [(part.role, part.content) for part in prompt if isinstance(part, ChatMessage)]
-        if not turns:
-            return json.dumps(prompt)
     found = [
-        {"role": role, "parts": [{"type": "text", "content": content}]} for role, content in turns
+        {"role": turn.role, "parts": [{"type": "text", "content": turn.content}]}
+        for turn in ([ChatMessage("user", prompt)] if isinstance(prompt, str) else prompt)
+        if isinstance(turn, ChatMessage)
     ]
-    return json.dumps(found, ensure_ascii=False)
+    return json.dumps(found or prompt, ensure_ascii=False)

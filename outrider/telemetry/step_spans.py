@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from opentelemetry.metrics import Meter
@@ -22,19 +23,17 @@ SPAN_OF = {"draft": "outrider.draft", "target": "outrider.verify"}
 
 
 _FIGURES = {
-    "num_preemptions": "Sequences whose pages were taken for an older one.",
-    "num_prefill_chunks": "Parts of prefixes that were run on their own.",
+    "num_preemptions": ("num_preemptions", "Sequences whose pages were taken for an older one."),
+    "num_prefill_chunks": ("num_prefill_chunks", "Parts of prefixes that were run on their own."),
+    "kv_cache_usage_perc": ("pages.usage", "Share of the pages that running requests need, 0..1."),
+    "kv_cache_pages": ("pages.num_pages", "Pages of keys and values."),
+    "kv_cache_pages_free": ("pages.num_free", "Pages that hold nothing."),
+    "kv_cache_pages_evictable": ("pages.num_evictable", "Pages whose contents no request needs."),
+    "prefix_cache_queries": ("pages.prefix_queries", "Tokens looked up in the prefix cache."),
+    "prefix_cache_hits": ("pages.prefix_hits", "Tokens of them found."),
 }
-"""Counters that `StepFigures` has by these names."""
-_PAGES: dict[str, tuple[str, str]] = {
-    "kv_cache_usage_perc": ("usage", "Share of the pages that running requests need, 0..1."),
-    "kv_cache_pages": ("num_pages", "Pages of keys and values."),
-    "kv_cache_pages_free": ("num_free", "Pages that hold nothing."),
-    "kv_cache_pages_evictable": ("num_evictable", "Pages whose contents no request needs."),
-    "prefix_cache_queries": ("prefix_queries", "Tokens looked up in the prefix cache."),
-    "prefix_cache_hits": ("prefix_hits", "Tokens of them found."),
-}
-"""By name: the attribute of `PageCounts`, and what it says."""
+"""By name: the attribute of `StepFigures`, and what it says. Those of the cache of keys and values
+go up and down; the others only grow."""
 
 
 class ObservedSteps:
@@ -64,11 +63,10 @@ class ObservedSteps:
         watch(
             self._meter, "num_items_waiting", lambda: {"": queued()}, "Items that wait for a step."
         )
-        for name, about in _FIGURES.items():
-            watch(self._meter, name, partial(_read, figures, name), about, grows=True)
-        for name, (attribute, about) in _PAGES.items() if figures().pages else ():
-            read = partial(_read, lambda: figures().pages, attribute)
-            watch(self._meter, name, read, about, grows=name.startswith("prefix_cache"))
+        for name, (attribute, about) in _FIGURES.items():
+            if figures().pages or not attribute.startswith("pages."):
+                read = partial(_read, figures, attrgetter(attribute))
+                watch(self._meter, name, read, about, grows=not name.startswith("kv_cache"))
 
     def stale(self) -> None:
         """An item came for a round that is over."""
@@ -133,5 +131,5 @@ def _kind(answer: Any) -> str:
     return "refused" if isinstance(answer, Refused) else "answered"
 
 
-def _read(figures: Callable[[], object], name: str) -> dict[str, float]:
-    return {"": float(getattr(figures(), name))}
+def _read(figures: Callable[[], StepFigures], value: attrgetter[float]) -> dict[str, float]:
+    return {"": float(value(figures()))}
