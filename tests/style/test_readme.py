@@ -51,11 +51,15 @@ def test_links_and_paths_lead_somewhere(document: Path) -> None:
 
 
 def test_tests_that_documents_name_are_there() -> None:
-    tests = "".join(path.read_text("utf-8") for path in (ROOT / "tests").rglob("*.py"))
-    there = set(re.findall(r"def (test_\w+)", tests))
+    """Those in commands as well."""
+    files = [*(ROOT / "tests").rglob("*.py")]
+    there = set(re.findall(r"def (test_\w+)", "".join(path.read_text("utf-8") for path in files)))
+    there |= {path.stem for path in files}
     for document in DOCUMENTS:
-        named = set(re.findall(r"`(test_\w+)`", document.read_text("utf-8")))
-        assert named <= there, document
+        text = document.read_text("utf-8")
+        assert set(re.findall(r"\btest_\w+", text)) <= there, document
+        paths = re.findall(r"\btests/[\w/.]*\w", text)
+        assert [path for path in paths if not (ROOT / path).exists()] == [], document
 
 
 def test_the_readme_is_read_in_five_minutes() -> None:
