@@ -15,19 +15,22 @@ overhead_ms_p50      median of a round's time beside the target's step and, wher
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import mean, median
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from outrider.client import Client
 from outrider.config import EMULATED, CoordinatorConfig, DraftConfig, TargetConfig
 from outrider.limits import DEADLINE_MS_MAX, LOOK_AHEAD_DEFAULT
 from outrider.request import GenerateRequest
+from outrider.settings import CHECKED
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 from .clients import complete
 from .measurement import Progress, Round
-from .options import Options, option
+from .options import Options
 from .processes import running_pair
 from .report import Report, table
 
@@ -52,7 +55,7 @@ MODES = {
 the target still verifies it."""
 
 
-SCENARIO = "70b-1b"
+SCENARIO: Literal["70b-1b"] = "70b-1b"
 STEPS = {"verify_ms": 18.3, "verify_tokens": 16, "draft_ms": 1.3, "draft_branches": 64}
 LAW = {
     "vocab_size": 32_000, "support": 64, "exponent": 1.706, "order": 3, "deviation": 0.645,
@@ -75,12 +78,14 @@ def expected_tokens(rule: Rule, num_draft_tokens: int) -> float:
     return sum(ACCEPTANCE[rule] ** depth for depth in range(num_draft_tokens + 1))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
 class EmulateOptions(Options):
     """What `bench emulate` is asked for."""
 
-    scenario: str = option(SCENARIO, "which pair of models", choices=(SCENARIO,))
-    tokens: int = option(4_000, "tokens of each mode's session", low=32, high=TOKENS_MAX)
+    scenario: Literal["70b-1b"] = SCENARIO
+    """Which pair of models."""
+    tokens: Annotated[int, Field(ge=32, le=TOKENS_MAX)] = 4_000
+    """Tokens of each mode's session."""
 
 
 class Timed(NamedTuple):

@@ -10,14 +10,16 @@ demo-drafter`, so that a model drafts K tokens in each round.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from outrider.limits import NUM_DRAFT_TOKENS_MAX
+from pydantic.dataclasses import dataclass
+
+from outrider.settings import CHECKED
 from outrider.speculation.sampling_params import Rule
 
 from .measurement import BenchClient, Completion, Decoding, Progress
-from .options import PromptOptions, option
+from .options import DraftTokens, MaxTokens, PromptOptions
 from .prompts import BenchPrompt
 from .report import Report, table
 from .speedup import Subject
@@ -28,15 +30,13 @@ CONTEXT = 214 * ("The lighthouse keeper wrote down the wind, the tide and the sh
 """Some 4,000 tokens."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
 class IdentityOptions(PromptOptions):
     """What is asked for."""
 
-    max_tokens: int = 128
-    num_draft_tokens: tuple[int, ...] = option(
-        (1, 4, 8), "each K that is compared with plain decoding", low=1, high=NUM_DRAFT_TOKENS_MAX,
-        metavar="K[,K..]",
-    )  # fmt: skip
+    max_tokens: MaxTokens = 128
+    num_draft_tokens: tuple[DraftTokens, ...] = (1, 4, 8)
+    """Each K that is compared with plain decoding."""
 
 
 async def run(options: IdentityOptions, subject: Subject, progress: Progress) -> Report:

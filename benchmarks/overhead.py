@@ -18,18 +18,21 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from statistics import median
 from string import ascii_lowercase
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from outrider.client import Client
 from outrider.config import EMULATED, TargetConfig
 from outrider.errors import Unavailable
-from outrider.limits import DEADLINE_MS_MAX, SESSIONS_PER_COORDINATOR_MAX
+from outrider.limits import DEADLINE_MS_MAX
 from outrider.messages import (
     DraftItem,
     ProposalReply,
@@ -38,6 +41,7 @@ from outrider.messages import (
     VerifyItem,
 )
 from outrider.request import Event, GenerateRequest, RoundReport, Tokens
+from outrider.settings import CHECKED
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.proposal import (
     COUNT_TOTAL,
@@ -52,7 +56,7 @@ from outrider.transport.stream_server import ReplicaServicer
 
 from .clients import GrpcClient, HttpClient
 from .measurement import BenchClient, Decoding, Progress, together
-from .options import Options, option
+from .options import Concurrency, Options
 from .processes import Process, Replicas, Role, embedded_redis, service_process
 from .prompts import BenchPrompt
 from .report import Report, percentile
@@ -86,18 +90,18 @@ DECODING = Decoding(32, temperature=0.0, num_draft_tokens=0, ignore_eos=True)
 PROMPT = BenchPrompt("".join(f" {word}" for word in _WORDS[:PROMPT_TOKENS]), "")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
 class OverheadOptions(Options):
     """What `bench overhead` is asked for."""
 
-    parts: tuple[str, ...] = option(
-        PARTS[:1], f"what to measure, of {', '.join(PARTS)}", choices=PARTS, metavar="NAMES",
-    )  # fmt: skip
-    rounds: int = option(2_000, "rounds to measure", low=1, high=100_000)
-    sessions: int = option(
-        500, "capacity: sessions at a time", low=1, high=SESSIONS_PER_COORDINATOR_MAX
-    )
-    seconds: float = option(10.0, "capacity: time of the measurement", low=1, high=600, metavar="S")
+    parts: tuple[Literal["rounds", "capacity", "transports"], ...] = ("rounds",)
+    """What to measure."""
+    rounds: Annotated[int, Field(ge=1, le=100_000)] = 2_000
+    """Rounds to measure."""
+    sessions: Concurrency = 500
+    """Capacity: sessions at a time."""
+    seconds: Annotated[float, Field(ge=1, le=600)] = 10.0
+    """Capacity: time of the measurement."""
 
 
 async def run(options: OverheadOptions, progress: Progress) -> Report:

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal, get_args
+
+from pydantic.dataclasses import dataclass
 
 from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
-from outrider.limits import SESSIONS_PER_COORDINATOR_MAX, TEMPERATURE_MAX
 from outrider.models.sources import cache_dir, gguf_file
+from outrider.settings import CHECKED
 
 from .clients import HttpClient
 from .libraries import (
@@ -27,12 +29,12 @@ from .libraries import (
     library_server,
 )
 from .measurement import BenchClient, Contestant, Decoding, Progress, SideResult, measure
-from .options import DecodingOptions, option
+from .options import Concurrency, DecodingOptions, MaxTokens, NumPrompts, Temperature
 from .prompts import BenchPrompt
 from .report import Report, table
 from .speedup import Subject
 
-NAMES = tuple(library.name for library in PEERS)
+Name = Literal["vllm", "vllm-pace", "openvino", "llama-cpp", "transformers"]
 OURS_PLAIN = "outrider plain"
 OURS_SPECULATIVE = "outrider speculative"
 REST_S = 0.5
@@ -46,29 +48,24 @@ Level = Mapping[str, Any]
 """The figures at one temperature and number of requests at a time, by names in JSON."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
 class PeersOptions(DecodingOptions):
     """What `bench peers` is asked for."""
 
-    num_prompts: int | None = 16
-    max_tokens: int = 96
-    temperature: tuple[float, ...] = option(
-        (0.0, 1.0), "0 = always the likeliest token", low=0, high=TEMPERATURE_MAX,
-        metavar="T[,T..]",
-    )  # fmt: skip
-    concurrency: tuple[int, ...] = option(
-        (1, 8), "requests at a time", low=1, high=SESSIONS_PER_COORDINATOR_MAX, metavar="N[,N..]",
-    )  # fmt: skip
-    peers: tuple[str, ...] = option(NAMES, "which systems", choices=NAMES, metavar="NAMES")
-    environments: Path = option(
-        Path(".venv/peers"), "where `make peers` has installed them", metavar="DIR"
-    )
-    sweep: bool = option(
-        False, "find each peer's fastest settings anew, though an earlier run has found them"
-    )
-    servers: bool = option(
-        False, "measure servers, by one HTTP client: of Outrider, and of the peers that have one"
-    )
+    num_prompts: NumPrompts = 16
+    max_tokens: MaxTokens = 96
+    temperature: tuple[Temperature, ...] = (0.0, 1.0)
+    """0 = always the likeliest token."""
+    concurrency: tuple[Concurrency, ...] = (1, 8)
+    """Requests at a time."""
+    peers: tuple[Name, ...] = get_args(Name)
+    """Which systems."""
+    environments: Path = Path(".venv/peers")
+    """Where `make peers` has installed them."""
+    sweep: bool = False
+    """Find each peer's fastest settings anew, though an earlier run has found them."""
+    servers: bool = False
+    """Measure servers, by one HTTP client: of Outrider, and of the peers that have one."""
 
 
 async def run(options: PeersOptions, start_subjects: StartSubjects, progress: Progress) -> Report:

@@ -22,22 +22,25 @@ import asyncio
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from io import StringIO
 from itertools import cycle, islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
 import numpy as np
+from pydantic import Field
+from pydantic.dataclasses import dataclass as checked
 
 from outrider.errors import ConfigError, OutriderError, SettingError
-from outrider.limits import MAX_TOKENS_DEFAULT, NUM_DRAFT_TOKENS_MAX, TEMPERATURE_MAX
+from outrider.limits import NUM_DRAFT_TOKENS_MAX
+from outrider.settings import CHECKED, Internal
 
 from .measurement import BenchClient, Completion, Decoding, Progress
-from .options import PromptOptions, option
+from .options import Kind, MaxTokens, PromptOptions, Temperature
 from .prompts import BenchPrompt
 from .report import Report, percentile
 
@@ -68,48 +71,43 @@ def goal(text: str) -> tuple[str, float]:
     raise click.BadParameter(f"{text!r} is wrong; it must be NAME:MS, a name of {', '.join(GOALS)}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked(frozen=True, kw_only=True, config=CHECKED)
 class ServeOptions(PromptOptions):
     """What `bench serve` is asked for."""
 
-    base_url: str | None = option(
-        None, "a server with OpenAI's interface, such as http://127.0.0.1:8000 [a deployment of "
-        "ours, by gRPC]", metavar="URL", kind=str,
-    )  # fmt: skip
-    num_prompts: int | None = option(
-        None, "requests in all; prompts are repeated where there are fewer [one for each prompt]",
-        low=1, high=REQUESTS_MAX,
-    )  # fmt: skip
-    request_rate: float = option(
-        math.inf, "requests a second, at random times; inf = all at once", low=1e-3, metavar="R",
-    )  # fmt: skip
-    burstiness: float = option(
-        1.0, "of the gaps' Gamma law: 1 = Poisson, less = bursts, inf = even", low=1e-3,
-        metavar="SHAPE",
-    )  # fmt: skip
-    max_concurrency: int | None = option(
-        None, "requests at a time; more wait in this client [no bound]", low=1, high=4_096
-    )
-    duration: float | None = option(
-        None, "send requests for so long, then wait for those that run", low=1, high=86_400,
-        metavar="S", kind=float,
-    )  # fmt: skip
-    max_tokens: int = option(
-        128, "tokens of an answer whose prompt does not say", low=1, high=MAX_TOKENS_DEFAULT
-    )
-    temperature: float = option(
-        0.0, "0 = always the likeliest token", low=0, high=TEMPERATURE_MAX, metavar="T"
-    )
-    ignore_eos: bool = option(False, "go on past the model's own end (not of OpenAI's)")
-    num_draft_tokens: int | None = option(
-        None, "by gRPC: draft tokens a round; 0 = plain decoding [the deployment's own]", low=0,
-        high=NUM_DRAFT_TOKENS_MAX, metavar="K",
-    )  # fmt: skip
-    goodput: tuple[tuple[str, float], ...] = option(
-        (), f"what a good request keeps to: {', '.join(GOALS)}, such as ttft:200 tpot:50",
-        metavar="NAME:MS", kind=goal, several=True,
-    )  # fmt: skip
-    report: Path | None = option(None, "write one page with plots", metavar="FILE.html", kind=Path)
+    base_url: str | None = None
+    """A server with OpenAI's interface, such as http://127.0.0.1:8000; unset = a deployment of
+    ours, by gRPC."""
+    num_prompts: Annotated[int | None, Field(ge=1, le=REQUESTS_MAX)] = None
+    """Requests in all; prompts are repeated where there are fewer; unset = one for each prompt."""
+    request_rate: Annotated[float, Field(ge=1e-3)] = math.inf
+    """Requests a second, at random times; inf = all at once."""
+    burstiness: Annotated[float, Field(ge=1e-3)] = 1.0
+    """Of the gaps' Gamma law: 1 = Poisson, less = bursts, inf = even."""
+    max_concurrency: Annotated[int | None, Field(ge=1, le=4_096)] = None
+    """Requests at a time; more wait in this client; unset = no bound."""
+    duration: Annotated[float | None, Field(ge=1, le=86_400)] = None
+    """Send requests for so many seconds, then wait for those that run."""
+    max_tokens: MaxTokens = 128
+    """Tokens of an answer whose prompt does not say."""
+    temperature: Temperature = 0.0
+    """0 = always the likeliest token."""
+    ignore_eos: bool = False
+    """Go on past the model's own end (not of OpenAI's)."""
+    num_draft_tokens: Annotated[int | None, Field(ge=0, le=NUM_DRAFT_TOKENS_MAX)] = None
+    """By gRPC: draft tokens a round; 0 = plain decoding; unset = the deployment's own."""
+    goodput: Internal[tuple[tuple[str, float], ...]] = ()
+    report: Path | None = None
+    """Write one page with plots."""
+
+    @classmethod
+    def params(cls, kind: Callable[..., Kind]) -> list[Kind]:
+        """With `--goodput`, which takes several words."""
+        goodput = kind(
+            ["--goodput"], type=goal, several=True, metavar="NAME:MS",
+            help=f"what a good request keeps to: {', '.join(GOALS)}, such as ttft:200 tpot:50",
+        )  # fmt: skip
+        return [*super().params(kind), goodput]
 
     def __post_init__(self) -> None:
         if self.report is not None and not self.report.parent.is_dir():  # Before all is measured.

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
+from pydantic.dataclasses import dataclass as checked
+
 from outrider.config import TargetConfig
-from outrider.limits import SESSIONS_PER_COORDINATOR_MAX, TEMPERATURE_MAX
+from outrider.settings import CHECKED
 
 from .libraries import ENGINE, TRANSFORMERS, LibraryProcess, TargetInputs
 from .measurement import BenchClient, Contestant, Decoding, Progress, SideResult, measure
-from .options import DecodingOptions, option
+from .options import Concurrency, DecodingOptions, Temperature
 from .prompts import BenchPrompt
 from .report import Report, table
 
@@ -28,21 +30,17 @@ PLAIN_SHARE_MIN = 0.9
 is not a speed-up."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked(frozen=True, kw_only=True, config=CHECKED)
 class SpeedupOptions(DecodingOptions):
     """What `bench speedup` is asked for."""
 
-    temperature: float = option(
-        0.0, "0 = always the likeliest token", low=0, high=TEMPERATURE_MAX, metavar="T"
-    )
-    concurrency: tuple[int, ...] = option(
-        (1,), "requests at a time; above 1 the speed-up is the ratio of totals. Of several numbers "
-        "each is measured, on a deployment of its own where the command starts them",
-        low=1, high=SESSIONS_PER_COORDINATOR_MAX, metavar="N[,N..]",
-    )  # fmt: skip
-    no_reference: bool = option(
-        False, "do not measure the engine alone and transformers generate beside it"
-    )
+    temperature: Temperature = 0.0
+    """0 = always the likeliest token."""
+    concurrency: tuple[Concurrency, ...] = (1,)
+    """Requests at a time; above 1 the speed-up is the ratio of totals. Of several numbers each is
+    measured, on a deployment of its own where the command starts them."""
+    no_reference: bool = False
+    """Do not measure the engine alone and transformers generate beside it."""
 
     def levels(self) -> tuple[SpeedupOptions, ...]:
         """The same for each concurrency alone. References run one request at a time in any case,

@@ -76,15 +76,28 @@ class Setting:
 
     @cached_property
     def schema(self) -> Any:
-        """Of its values but None."""
+        """Of its values but None, or of an entry of them."""
         found = self.adapter.json_schema()
+        found = found.get("items", found)
         return found.get("anyOf", [found])[0]
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it has several values."""
+        return isinstance(self.default, tuple)
 
     @property
     def choices(self) -> Sequence[str]:
         """The only values, where there are few."""
-        found: Sequence[str] = self.schema.get("enum", ())
+        one = [self.schema["const"]] if "const" in self.schema else []
+        found: Sequence[str] = self.schema.get("enum", one)
         return found
+
+    @property
+    def metavar(self) -> str:
+        """What its values may be, in a word."""
+        kind = self.schema.get("format", self.schema["type"]).upper()
+        return ("|".join(self.choices) or kind) + (",.." if self.is_list else "")
 
     @property
     def flag(self) -> str:
@@ -109,16 +122,19 @@ class Setting:
         return words
 
     def parse(self, raw: object, source: str) -> Value:
-        """The value that `raw` (text, or what YAML made of it) stands for. Raises `ConfigError`
+        """The value that `raw` (text, or what YAML made of it) stands for; a list is text with
+        commas between its entries. Raises `ConfigError`
         naming `source` where it is not one or lies outside the bounds."""
         try:
+            if not isinstance(raw, str):
+                return self.adapter.validate_python(raw, strict=True)
             # pydantic also takes `y` and `5.0`.
-            if isinstance(raw, str) and (
-                (self.schema["type"] == "boolean" and raw.strip().lower() not in _BOOLEANS)
-                or (self.schema["type"] == "integer" and "." in raw)
+            if (self.schema["type"] == "boolean" and raw.strip().lower() not in _BOOLEANS) or (
+                self.schema["type"] == "integer" and "." in raw
             ):
                 raise ValueError(raw)
-            return self.adapter.validate_python(raw, strict=not isinstance(raw, str))
+            entries = tuple(map(str.strip, raw.split(",")))
+            return self.adapter.validate_python(entries if self.is_list else raw, strict=False)
         except ValueError:  # pydantic's errors, too.
             shown = "what it is set to" if self.secret else repr(raw)
             hint = did_you_mean(str(raw), self.choices) if self.choices else ""

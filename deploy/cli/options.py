@@ -88,7 +88,7 @@ def setting_option(setting: Setting, rare: bool = False, doc: str = "") -> Optio
     """Of one setting. Its text is parsed later."""
     shown = "" if setting.default in (None, "") else f" [{str(setting.default).lower()}]"
     flags = setting.flag
-    kind: dict[str, Any] = {"metavar": "|".join(setting.choices) or setting.schema["type"].upper()}
+    kind: dict[str, Any] = {"metavar": setting.metavar}
     if setting.schema["type"] == "boolean":
         flags, kind = f"{setting.flag}/--no-{setting.flag[2:]}", {}
     return Option(

@@ -13,25 +13,23 @@ import asyncio
 import gc
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from benchmarks.options import Options, PromptOptions
-from benchmarks.options import option as field
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from benchmarks.options import Concurrency, MaxTokens, Options, PromptOptions, Temperature
 from benchmarks.report import to_json
 from deploy.fleet.preflight import resolve_models
 from deploy.fleet.spec import are_apart, plan_fleet
 from outrider.config import DeploymentConfig
 from outrider.errors import ConfigError, SettingError
-from outrider.limits import (
-    MAX_TOKENS_DEFAULT,
-    REPLICAS_MAX,
-    SESSIONS_PER_COORDINATOR_MAX,
-    TEMPERATURE_MAX,
-)
+from outrider.limits import REPLICAS_MAX
 from outrider.replica.process_setup import available_cores, use_threads
+from outrider.settings import CHECKED
 
 from .command import Arguments, Option, command, exclusive, grouped, json_option, option
 from .options import deployment_config, flags_again, setting_options
@@ -55,29 +53,23 @@ RUNS_MAX = 64
 ROLES = ("target", "draft", "coordinator")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
 class PlanOptions(PromptOptions):
     """What is planned for."""
 
-    max_tokens: int = 96
-    temperature: tuple[float, ...] = field(
-        (0.0, 1.0), "temperatures to plan for; the first is validated", 0, TEMPERATURE_MAX,
-        metavar="T[,T..]",
-    )  # fmt: skip
-    round_trip_ms: float = field(
-        0.0, "of the link between coordinator and draft, beside what messages take on one machine",
-        0, 10_000, metavar="MS",
-    )  # fmt: skip
-    concurrency: int = field(
-        1, "sessions that a target replica decodes at a time", 1, SESSIONS_PER_COORDINATOR_MAX
-    )
-    plot: Path | None = field(
-        None, "write the speed-up over K there, as an SVG", kind=Path, metavar="FILE"
-    )
-    separate_draft: bool = field(
-        False, "plan for drafts with a device of their own, also where here they share the target's"
-    )
-    validate: bool = field(False, "run the real thing, and print predicted beside measured")
+    max_tokens: MaxTokens = 96
+    temperature: tuple[Temperature, ...] = (0.0, 1.0)
+    """Temperatures to plan for; the first is validated."""
+    round_trip_ms: Annotated[float, Field(ge=0, le=10_000)] = 0.0
+    """Of the link between coordinator and draft, beside what messages take on one machine."""
+    concurrency: Concurrency = 1
+    """Sessions that a target replica decodes at a time."""
+    plot: Path | None = None
+    """Write the speed-up over K there, as an SVG."""
+    separate_draft: bool = False
+    """Plan for drafts with a device of their own, also where here they share the target's."""
+    validate: bool = False
+    """Run the real thing, and print predicted beside measured."""
 
     def load_prompts(self) -> tuple[BenchPrompt, ...]:
         """Of the built-in ones only some, unless a number is named."""
@@ -86,60 +78,47 @@ class PlanOptions(PromptOptions):
         return super().load_prompts()
 
 
-AUTO = (0,)
-"""Replicas of a role: the fewest that keep the time per token."""
+Count = Annotated[int, Field(ge=1, le=REPLICAS_MAX)] | Literal["auto"]
 
 
-def _counts(role: str) -> Any:
-    return field(
-        AUTO, f"{role}s to look at; auto = the fewest that keep --tpot-ms", 0, REPLICAS_MAX,
-        kind=lambda text: 0 if text == "auto" else int(text), metavar="N[,N..]|auto",
-        show_default="auto",
-    )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
 class SimulationOptions(Options):
     """What is simulated."""
 
-    from_report: Path | None = field(
-        None, "simulate what `outrider plan --json` printed before, and run no model",
-        kind=Path, metavar="FILE",
-    )  # fmt: skip
-    from_numbers: str | None = field(
-        None, "simulate a pair of such numbers, and run no model [verify_ms=1:18.3/16:18.3/32:36.6,"
-        "draft_ms=1:1.3/64:1.3/128:2.6,acceptance=0.8,num_draft_tokens=6,look_ahead=0,hit_rate=0,"
-        "rest_ms=0]; a time is MS or a table, ROWS:MS/ROWS:MS, the acceptance may be one by "
-        "position, A/A/..", kind=str, metavar="KEY=VALUE,..",
-    )  # fmt: skip
-    sessions: tuple[int, ...] = field(
-        (), "sessions at a time: where one ends the next begins", 1, 10_000, kind=int,
-        metavar="N[,N..]",
-    )  # fmt: skip
-    rate: tuple[float, ...] = field(
-        (), "requests a second instead", 0.001, 10_000, kind=float, metavar="R[,R..]"
-    )
-    prompt_tokens: int = field(256, "tokens of a prompt", 1, 2**17)
-    answer_tokens: int = field(256, "tokens of an answer, mean", 1, MAX_TOKENS_DEFAULT)
-    targets: tuple[int, ...] = _counts("target")
-    drafts: tuple[int, ...] = _counts("draft")
-    coordinators: tuple[int, ...] = _counts("coordinator")
-    tpot_ms: float | None = field(
-        None, "time per token that 99 % of the tokens are to keep", 0.001, 60_000, kind=float,
-        metavar="MS",
-    )  # fmt: skip
-    simulated_seconds: float = field(10.0, "that are measured", 1, 3_600, metavar="S")
-    coordinator_ms: float = field(
-        0.29, "of a coordinator's one thread for a round; see `bench overhead`", 0, 1_000,
-        metavar="MS",
-    )  # fmt: skip
+    from_report: Path | None = None
+    """Simulate what `outrider plan --json` printed before, and run no model."""
+    from_numbers: str | None = None
+    """Simulate a pair of such numbers, KEY=VALUE,.., and run no model
+    [verify_ms=1:18.3/16:18.3/32:36.6,draft_ms=1:1.3/64:1.3/128:2.6,acceptance=0.8,
+    num_draft_tokens=6,look_ahead=0,hit_rate=0,rest_ms=0]; a time is MS or a table,
+    ROWS:MS/ROWS:MS, the acceptance may be one by position, A/A/.."""
+    sessions: tuple[Annotated[int, Field(ge=1, le=10_000)], ...] = ()
+    """Sessions at a time: where one ends the next begins."""
+    rate: tuple[Annotated[float, Field(ge=0.001, le=10_000)], ...] = ()
+    """Requests a second instead."""
+    prompt_tokens: Annotated[int, Field(ge=1, le=2**17)] = 256
+    """Tokens of a prompt."""
+    answer_tokens: MaxTokens = 256
+    """Tokens of an answer, mean."""
+    targets: tuple[Count, ...] = ("auto",)
+    """Targets to look at; auto = the fewest that keep `--tpot-ms`."""
+    drafts: tuple[Count, ...] = ("auto",)
+    """Drafts to look at; auto = the fewest that keep `--tpot-ms`."""
+    coordinators: tuple[Count, ...] = ("auto",)
+    """Coordinators to look at; auto = the fewest that keep `--tpot-ms`."""
+    tpot_ms: Annotated[float | None, Field(ge=0.001, le=60_000)] = None
+    """Time per token that 99 % of the tokens are to keep."""
+    simulated_seconds: Annotated[float, Field(ge=1, le=3_600)] = 10.0
+    """Seconds that are measured."""
+    coordinator_ms: Annotated[float, Field(ge=0, le=1_000)] = 0.29
+    """Of a coordinator's one thread for a round; see `bench overhead`."""
 
     def check(self, has_drafts: bool) -> None:
         """Raises `ConfigError` for what cannot be simulated."""
         if bool(self.sessions) == bool(self.rate):
             raise ConfigError("--sessions or --rate is needed: say what load, and only one kind")
         counts = [self.targets, self.coordinators, *([self.drafts] if has_drafts else [])]
-        if self.tpot_ms is None and any(0 in count for count in counts):
+        if self.tpot_ms is None and any("auto" in count for count in counts):
             raise ConfigError(
                 "--tpot-ms is needed to find numbers of replicas; or name --targets, "
                 "--coordinators and, where a model drafts, --drafts"
@@ -161,7 +140,7 @@ class SimulationOptions(Options):
         counts = {role: getattr(self, f"{role}s") for role in ROLES}
         if not pair.has_drafts:
             del counts["draft"]
-        free: list[Any] = [role for role, numbers in counts.items() if 0 in numbers]
+        free: list[Any] = [role for role, numbers in counts.items() if "auto" in numbers]
         counts = {"draft": (0,)} | counts | dict.fromkeys(free, (1,))
         sizes = product(*(counts[role] for role in ROLES))
         fleets = [Fleet(targets=t, drafts=d, coordinators=c) for t, d, c in sizes]

@@ -244,7 +244,7 @@ def test_the_report_is_one_page_with_the_same_numbers(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--request-rate", "fast"), "--request-rate: 'fast' is wrong; it must be from 0.001"),
+        (("--request-rate", "fast"), "--request-rate: 'fast' is wrong; it must be a number, at "),
         (("--goodput", "itl:5"), "--goodput: 'itl:5' is wrong; it must be NAME:MS"),
         (("--report", "/nowhere/x.html"), "--report: /nowhere is no folder"),
         (("--base-url", "http://[::1"), "--base-url: 'http://[::1' is wrong"),
