@@ -124,6 +124,16 @@ def test_a_seed_that_was_had_before_steers_no_draft(rule: Rule) -> None:
     assert drafter.guess(replace(first, token_ids=(5, 6, 7))).token_ids == ()
 
 
+def test_a_session_that_comes_back_is_not_the_first_any_more() -> None:
+    """What it wrote when it was released is not read with its own noise."""
+    drafter = SuffixDrafter(SuffixConfig())
+    finish(drafter, "first", (1, 2, 3, 4), seed=7)
+    again = request((5, 1, 2), session_id="first", seed=7)
+    assert drafter.guess(again).token_ids == ()
+    finish(drafter, "first", (1, 2, 9, 9), seed=7)
+    assert drafter.guess(request((5, 1, 2), session_id="other", seed=8)).token_ids == (3, 4)
+
+
 def test_a_seed_is_forgotten_with_what_its_session_wrote() -> None:
     """Sessions of another tenant push it out, which leaves what was written after it: a later
     session of that seed is drafted this, and nothing of the first."""

@@ -18,6 +18,7 @@ from torch import nn
 from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import SettingError
+from outrider.limits import PAGE_SIZE
 from outrider.models.compatibility import dependent_at
 from outrider.models.linear_layers import AlignedActivation
 from outrider.models.module_replacement import speed_up
@@ -93,9 +94,16 @@ def others(sizes: tuple[int, ...], seed: int) -> list[SequenceStep]:
     ]
 
 
-def run_in_parts(engine: PagedEngine, plan: list[Part], seed: int) -> torch.Tensor:
-    """Logits of the sequence, run as the plan says, and at once where that ends."""
+def run_in_parts(engine: PagedEngine, plan: list[Part], seed: int, num_shared: int) -> torch.Tensor:
+    """Logits of the sequence behind the prefix that another one left, which ran so many tokens in
+    one piece beside others. It is run as the plan says, and at once where that ends."""
     name, tokens, rows = f"s-{next(_NAMES)}", ids(LENGTH), []
+    former, beside = f"former-{name}", others((33, 5), seed)
+    engine.attach(former, tokens, name)  # Under a salt of its own nothing is found yet.
+    engine.forward([*beside, SequenceStep(former, tokens[:num_shared], 0)])
+    assert engine.attach(name, tokens, name) == num_shared // PAGE_SIZE * PAGE_SIZE
+    for other in (former, *(step.sequence_id for step in beside)):
+        engine.release(other)
     for part in [*plan, Part(LENGTH, (), (), 0)]:
         start = engine.length(name)
         own = tokens[start : start + part.num_tokens]
@@ -113,13 +121,18 @@ def run_in_parts(engine: PagedEngine, plan: list[Part], seed: int) -> torch.Tens
     return torch.cat(rows)
 
 
-@given(plan=st.lists(parts, max_size=6), seed=st.integers(0, 1000))
+@given(
+    plan=st.lists(parts, max_size=6), seed=st.integers(0, 1000),
+    num_shared=st.integers(1, LENGTH),
+)  # fmt: skip
 @settings(max_examples=40)
 def test_parts_neighbours_and_refused_tokens_change_nothing(
-    subject: Subject, plan: list[Part], seed: int
+    subject: Subject, plan: list[Part], seed: int, num_shared: int
 ) -> None:
-    """Alone one by one, in chunks of any size, among any others, before refused tokens."""
-    assert torch.equal(run_in_parts(subject.engine, plan, seed), subject.expected)
+    """Alone one by one, in chunks of any size, among any others, before refused tokens, behind a
+    prefix that another sequence left."""
+    found = run_in_parts(subject.engine, plan, seed, num_shared)
+    assert torch.equal(found, subject.expected[LENGTH - len(found) :])
 
 
 class _MeanOfTheStep(nn.Module):
@@ -160,6 +173,19 @@ def test_a_model_whose_rows_depend_on_how_many_they_are_takes_them_in_blocks() -
     with checked_engines() as maker:
         engine = maker(module, max_model_len=MAX_MODEL_LEN, deterministic=True)
         assert dependent_at(engine, 16) is None
+
+
+@pytest.mark.parametrize("max_model_len", [1, 7, 40])
+@pytest.mark.parametrize("max_num_seqs", [1, 3])
+def test_small_engines_are_tried_too(max_model_len: int, max_num_seqs: int) -> None:
+    """With room for few tokens, few sequences, or few pages."""
+    with checked_engines() as maker:
+        engine = maker(
+            tiny("llama"), max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+            num_bytes=2**15, deterministic=True,
+        )  # fmt: skip
+        assert run(engine, "s", ids(1), 1).shape == (1, VOCAB)
+        assert engine.page_counts().num_evictable == 0
 
 
 FUNCTIONS = (nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh"), nn.Sigmoid())

@@ -115,6 +115,17 @@ def test_it_multiplies_by_its_rounded_weight(dtype: torch.dtype, bits: int, num_
     assert error.max() > 0
 
 
+def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here one that takes another level for the offset. Whether it can is asked once a shape."""
+    weight = weight_of(32, 96, torch.bfloat16)
+    monkeypatch.setattr(linear_layers, "_CENTRE", 7)
+    assert quantized(weight, None, 4) is None
+    monkeypatch.undo()
+    assert quantized(weight, None, 4) is None
+    linear_layers._has_kernel.cache_clear()
+    assert quantized(weight, None, 4) is not None
+
+
 def test_a_model_is_rounded_as_a_whole() -> None:
     """Fused blocks and the head included, all but the layers that cannot be, which are packed; its
     logits are near the model's own, and nearer with more bits."""

@@ -140,6 +140,35 @@ async def test_a_question_on_the_way_extends_and_repeats_nothing(setting: Replic
     assert sum(session_name(1) in batch for batch in setting.engine.batches) == 7
 
 
+async def test_over_another_connection_known_verdicts_come_again(setting: Replica) -> None:
+    """They may have been lost with the first one."""
+    wanted = await plain_tokens(7)
+    setting.link.send(ask_round(PROMPT, 0, 0, 3))
+    await setting.settle()
+    frames: list[Sequence[VerifyAnswer]] = []
+    connection = setting.service.connect(frames.append)
+    connection.receive([ask_round(wanted[:5], 4, 2, 4)])
+    await setting.settle()
+    assert [answer.key.round for frame in frames for answer in frame] == [2, 3, 4, 5, 6]
+    connection.close()
+
+
+async def test_one_that_allows_fewer_rounds_gets_no_more_than_those(setting: Replica) -> None:
+    """A session resumed with an epoch that was given twice: its coordinator may draft in a round
+    that was run ahead for the first one, so it gets no verdict of it."""
+    wanted = await plain_tokens(3)
+    setting.link.send(ask_round(PROMPT, 0, 0, 4))
+    await setting.settle()
+    frames: list[Sequence[VerifyAnswer]] = []
+    connection = setting.service.connect(frames.append)
+    connection.receive([ask_round(PROMPT, 0, 0, 1)])
+    await setting.settle()
+    assert own_tokens([answer for frame in frames for answer in frame]) == {
+        0: wanted[3], 1: wanted[4]
+    }  # fmt: skip
+    connection.close()
+
+
 async def test_a_proposal_takes_over(setting: Replica) -> None:
     """A question with a proposal, for a round that was run ahead of, restarts from its own prefix
     and gets the verdict it would have got alone."""
@@ -159,6 +188,20 @@ async def test_a_proposal_takes_over(setting: Replica) -> None:
     assert last.verdict == expected.verdict
     assert last.key.round == 1
     assert setting.engine.length(session_name(1)) == 6
+    await alone.service.close()
+
+
+async def test_other_tokens_than_its_own_restart_it(setting: Replica) -> None:
+    """A coordinator that committed something else is right: its prefix is decoded on."""
+    wanted = await plain_tokens(1)
+    other = (wanted[3] + 1) % 8
+    setting.link.send(ask_round(PROMPT, 0, 0, 4))
+    before = len(await setting.settle())
+    setting.link.send(ask_round((*PROMPT, other), 3, 1, 3))
+    answers = (await setting.settle())[before:]
+    alone = target()
+    alone.link.send(ask_round((*PROMPT, other), 0, 1, 3))
+    assert own_tokens(answers) == own_tokens(await alone.settle())
     await alone.service.close()
 
 

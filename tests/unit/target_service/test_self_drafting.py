@@ -312,6 +312,20 @@ async def test_an_exit_whose_steps_fail_proposes_what_it_has(depth: int) -> None
         assert len(reply.next_proposal) == 4
 
 
+async def test_an_exit_drafts_behind_nothing_but_what_is_committed() -> None:
+    """A sequence that holds less, or more, is left alone."""
+    _, engine = tiny_engine(EARLY_EXIT)
+    drafter = drafter_of(engine)
+    noise = RoundNoise(1, Rule.COUPLED, len(PROMPT) + 1)
+    with torch.inference_mode():
+        for name, tokens in (("right", PROMPT), ("less", PROMPT[1:]), ("more", (*PROMPT, 1))):
+            engine.forward([SequenceStep(name, tokens, 1)])
+            request = DraftRequest(name, "", (3,), 0, 2, SamplingParams(), Rule.COUPLED, noise)
+            [found] = drafter.propose([request], [])
+            assert len(found) == (2 if name == "right" else 0)
+            assert engine.length(name) == len(tokens)
+
+
 @pytest.mark.parametrize("budget_s", [3.5, 60.0, 0.0])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_target_that_drafts_itself_answers_with_what_it_has(

@@ -1,0 +1,210 @@
+"""Redis ends a script at some call, and does not undo what it has done: a whole session is left.
+
+Servers differ in which calls they refuse (memory, disk, replicas, rights), so each write of each
+script is refused here once, by the server in memory that the simulation has."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import pytest
+from session_model import IDS, OWNERS, end_of, new_session, next_append
+
+from outrider.errors import NotFound, OutriderError, StoreUnavailable
+from outrider.sessions.redis_scripts import Call, Script
+from outrider.sessions.redis_store import RedisStore
+from outrider.sessions.state import Session
+from outrider.sessions.store import Counters, FinishReason, SessionRecord
+from tests.simulation.redis_data import WRITES, RedisData, Reply, ReplyError
+from tests.simulation.redis_host import packed
+
+PREFIX = "p:"
+KEY = f"{PREFIX}session:{{{IDS[0]}}}".encode()
+KEYS = (KEY, KEY + b":tokens", KEY + b":logprobs")
+
+
+class RefusingData(RedisData):
+    """Refuses the write that it is told."""
+
+    num_writes = 0
+    """Since the last script began."""
+    refused_at: int | None = None
+
+    def run(self, arguments: Sequence[bytes]) -> Reply:
+        if arguments[0] in WRITES:
+            self.num_writes += 1
+            if self.num_writes - 1 == self.refused_at:
+                raise ReplyError("OOM command not allowed when used memory > 'maxmemory'.")
+        return super().run(arguments)
+
+
+class Bench:
+    """A store whose scripts run in this process, in the place of a `ScriptRunner`; and its data."""
+
+    def __init__(self) -> None:
+        self.data = RefusingData(lambda: 1e12)
+        self.store = RedisStore(None, PREFIX)  # type: ignore[arg-type]
+        self.store._scripts = self  # type: ignore[assignment]
+
+    async def run(self, script: Script, call: Call) -> Reply:
+        self.data.num_writes = 0
+        keys, arguments = (packed(("", *words)) for words in call)
+        try:
+            sha = self.data.load_script(script.source.encode())
+            return self.data.run_script(sha, keys, arguments)
+        except ReplyError as error:
+            raise StoreUnavailable(str(error)) from error
+
+    async def run_all(self, script: Script, calls: Sequence[Call]) -> list[Reply]:
+        return [await self.run(script, call) for call in calls]
+
+    async def read(self) -> SessionRecord | None:
+        """Raises `DataLoss` for what cannot be continued."""
+        try:
+            return await self.store.load(IDS[0])
+        except NotFound:
+            return None
+
+    async def is_refused(self, work: Work, at: int) -> bool:
+        """Whether there is a write number `at`, which is refused."""
+        self.data.refused_at = at
+        try:
+            await work(self.store)
+        except StoreUnavailable:
+            return True
+        finally:
+            self.data.refused_at = None
+        return False
+
+    def check_expiries(self, above_ms: int = 0) -> None:
+        assert all(self.data.ttl_ms(key) > above_ms for key in self.data.sorted_keys())
+
+
+Work = Callable[[RedisStore], Awaitable[Any]]
+
+
+def written(session: Session, *token_ids: int) -> None:
+    lines = [str(token_id) for token_id in token_ids]
+    session.decide(token_ids, Counters(1, 2, 1), logprobs=lines)
+
+
+async def send(store: RedisStore, session: Session) -> Any:
+    [answer] = await store.append([next_append(session)])
+    if isinstance(answer, OutriderError):
+        raise answer
+    return answer
+
+
+async def opening(bench: Bench) -> Work:
+    return lambda store: store.open(new_session())
+
+
+async def appending(bench: Bench) -> Work:
+    """The first tokens of the answer, whose log-probabilities have no key yet."""
+    await bench.store.open(new_session())
+    session = Session(new_session())
+    written(session, 7, 8)
+    return lambda store: send(store, session)
+
+
+async def appending_more(bench: Bench) -> Work:
+    """Other tokens lie behind the end, as a script leaves them that was ended earlier. The time to
+    live is below its least."""
+    await (await appending(bench))(bench.store)
+    session = Session(await bench.store.load(IDS[0]))
+    written(session, 9)
+    for key, more in zip(KEYS[1:], (b"\1" * 12, b"left over\n"), strict=True):
+        end = str(len(bench.data.get(key))).encode()
+        bench.data.run((b"SETRANGE", key, end, more))
+    for key in KEYS:
+        bench.data.run((b"PEXPIRE", key, b"10000"))
+    return lambda store: send(store, session)
+
+
+async def rewriting(bench: Bench) -> Work:
+    """The store has lost the take-over, and its tokens are the former owner's."""
+    work = await appending(bench)
+    session = Session(replace(await bench.store.load(IDS[0]), epoch=2, owner=OWNERS[1]))
+    await work(bench.store)
+    written(session, 3, 4, 5)
+    session.acknowledge(0)
+    return lambda store: send(store, session)
+
+
+async def finishing(bench: Bench) -> Work:
+    await (await appending(bench))(bench.store)
+    end = end_of(Session(await bench.store.load(IDS[0])), FinishReason.LENGTH)
+    return lambda store: store.finish(end)
+
+
+async def cancelling_what_was_lost(bench: Bench) -> Work:
+    """The owner's take-over is lost, and it ends the session with whatever is stored."""
+    await (await appending(bench))(bench.store)
+    session = Session(replace(await bench.store.load(IDS[0]), epoch=2, owner=OWNERS[1]))
+    end = replace(end_of(session, FinishReason.CANCELLED), length=None)
+    return lambda store: store.finish(end)
+
+
+async def releasing(bench: Bench) -> Work:
+    await (await appending(bench))(bench.store)
+    return lambda store: store.release(IDS[0], 1, OWNERS[0])
+
+
+async def taking_over(bench: Bench) -> Work:
+    """Of a session that a former owner has begun to claim back."""
+    assert await bench.is_refused(await rewriting(bench), at=1)
+    bench.data.run((b"PEXPIRE", KEY, b"10000"))
+    seen = await bench.store.load(IDS[0])
+    return lambda store: store.take_over(seen, "carl")
+
+
+ONCE = (releasing, taking_over)
+"""Done again, they are refused: the owner has changed."""
+
+
+def seen(record: SessionRecord | None) -> Any:
+    """What a reader has of a record, but for whose it is."""
+    if record is None:
+        return None
+    return record.token_ids, record.logprobs, record.counters, record.finish_reason
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        opening, appending, appending_more, rewriting, finishing, cancelling_what_was_lost, *ONCE,
+    ],
+)  # fmt: skip
+async def test_a_script_that_is_ended_at_any_write_leaves_a_whole_session(
+    prepare: Callable[[Bench], Awaitable[Work]],
+) -> None:
+    """What is read is as before or as after, for the next owner too; done again, it is done."""
+    bench = Bench()
+    work = await prepare(bench)
+    kept, before = bench.data.snapshot(), await bench.read()
+    answer, after = await work(bench.store), await bench.read()
+    assert after != before
+    bench.check_expiries(above_ms=10_000)
+    for at in count():
+        bench.data.restore(kept)
+        if not await bench.is_refused(work, at):
+            break
+        found = await bench.read()
+        assert seen(found) in (seen(before), seen(after))
+        if prepare not in ONCE or found == before:
+            assert await work(bench.store) == answer
+            assert await bench.read() == after
+            bench.check_expiries()
+        bench.data.restore(kept)
+        assert await bench.is_refused(work, at)
+        if found is not None and found.finish_reason is None:
+            session = Session(await bench.store.take_over(found, "dora"))
+            assert seen(await bench.read()) == seen(found)
+            written(session, 11) if session.length > 3 else session.decide([11], Counters())
+            assert await send(bench.store, session) == session.length
+            assert (await bench.store.load(IDS[0])).token_ids == tuple(session.tokens.ids)
+            bench.check_expiries()
+    assert at > 0
