@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+
+from outrider.models.drafter_checkpoint import TrainedDescription
 
 from .documents import HELD_OUT_EVERY
-from .learners import Learner
 from .measuring import Measured
 from .options import DistillOptions, draft_model
 from .teacher import Dataset, TeacherCache
-from .training import Progress, Trainer
-
-if TYPE_CHECKING:
-    from outrider.models.drafter_checkpoint import TrainedDescription
-
+from .training import Trainer
 
 _RATES = """\
 `greedy` is the share of places where target and drafter find the same token likeliest, `sampled`
@@ -35,7 +31,16 @@ def render_card(
     learned = [cache.documents[index] for index in dataset.learned]
     passes = now.num_tokens / sum(document.num_learned for document in learned)
     times = ", ".join(f"{stage} {spent / 60:.1f} min" for stage, spent in seconds.items())
-    before = _before(learner) if learner.is_trained else ""
+    before = ""
+    if learner.is_trained:
+        before = f"""
+What {learner.began} had learned from before is not listed. Some of what is held out here
+may be among it, if another rule held texts out then.
+"""
+    curve = "\n".join(
+        f"| {p.step:,} | {p.num_tokens:,} | {p.loss:.3f} | {p.greedy:.3f} | {p.sampled:.3f} |"
+        for p in now.points
+    )
     prompts = ""
     for of_prompts in measured[1:]:
         prompts = f"""## Acceptance in answers to {len(options.measure):,} prompts
@@ -88,15 +93,8 @@ stated; of texts by others everything.
 
 | step | tokens | loss | greedy | sampled |
 | --- | --- | --- | --- | --- |
-{_curve(now)}
+{curve}
 """
-
-
-def _before(learner: Learner) -> str:
-    return (
-        f"\nWhat {learner.began} had learned from before is not listed. Some of what is held out "
-        "here\nmay be among it, if another rule held texts out then.\n"
-    )
 
 
 def _data(cache: TeacherCache) -> str:
@@ -107,13 +105,6 @@ def _data(cache: TeacherCache) -> str:
             kept = [document.num_learned for document in own if not document.is_held_out]
             sources.append(f"| {name} | {len(kept):,} | {sum(kept):,} | {len(own) - len(kept):,} |")
     return "\n".join(sources)
-
-
-def _curve(now: Progress) -> str:
-    return "\n".join(
-        f"| {p.step:,} | {p.num_tokens:,} | {p.loss:.3f} | {p.greedy:.3f} | {p.sampled:.3f} |"
-        for p in now.points
-    )
 
 
 def _tables(measured: Measured) -> str:

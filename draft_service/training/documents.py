@@ -19,15 +19,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-    ValidationInfo,
-)
+from pydantic import BaseModel, Field, TypeAdapter
 
 from outrider.errors import SettingError
 
@@ -164,24 +156,14 @@ def read_corpus(
     return [replace(piece, is_given=True) for piece in found]
 
 
-def _within(token_id: int, info: ValidationInfo) -> int:
-    """The context is the vocabulary's size."""
-    vocab_size: Any = info.context
-    if not 0 <= token_id < vocab_size:
-        raise ValueError(f"{token_id} is no token")
-    return token_id
-
-
-TokenIds = Annotated[list[Annotated[int, AfterValidator(_within)]], Field(min_length=1)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
 class _Text(BaseModel):
-    model_config = ConfigDict(strict=True)
     text: str
 
 
 class _Conversation(BaseModel):
-    model_config = ConfigDict(strict=True)
     prompt: TokenIds
     answer: TokenIds
     temperature: float
@@ -208,13 +190,17 @@ def _records(path: Path, vocab_size: int) -> Iterator[_Text | _Conversation]:
                 return
             for number, line in enumerate(lines, start=1):
                 try:
-                    yield _RECORD.validate_json(line, context=vocab_size)
-                except ValidationError as error:
+                    record = _RECORD.validate_json(line, strict=True)
+                    ids = [] if isinstance(record, _Text) else record.prompt + record.answer
+                    if max(ids, default=0) >= vocab_size:
+                        raise ValueError(f"{max(ids)} is no token")
+                except ValueError as error:
                     raise SettingError(
                         "corpus",
                         f"{path}:{number}: a line has `text`, or `prompt` and `answer` as ids "
                         f"below {vocab_size} and `temperature`",
                     ) from error
+                yield record
     except UnicodeDecodeError as error:
         raise SettingError("corpus", f"{path} is not UTF-8: {error.reason}") from error
     except (OSError, EOFError, ValueError, zlib.error) as error:

@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from pydantic import BaseModel
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from .learners import Learner
@@ -121,7 +123,7 @@ class Trainer:
         self._dataset = dataset
         self._options, self._seconds = options, seconds
         directory.mkdir(parents=True, exist_ok=True)
-        self._path = directory / "checkpoint.pt"
+        self._path = directory / "checkpoint.safetensors"
         self._device = learner.head.device
         self._batch_tokens_max = BATCH_TOKENS[self._device.type]
         self._masters = {
@@ -211,28 +213,35 @@ class Trainer:
     def _measure(self) -> None:
         measured = measure(self.learner, self._dataset, self._measured)
         losses, self.now.losses = self.now.losses, []
-        point = Point(
-            step=self.now.num_steps,
-            num_tokens=self.now.num_tokens,
-            loss=sum(losses) / max(len(losses), 1),
-            greedy=measured.greedy,
-            sampled=measured.sampled,
+        self.now.points.append(
+            Point(
+                step=self.now.num_steps,
+                num_tokens=self.now.num_tokens,
+                loss=sum(losses) / max(len(losses), 1),
+                greedy=measured.greedy,
+                sampled=measured.sampled,
+            )
         )
-        self.now.points.append(point)
 
     def _save(self) -> None:
         self.now.seconds = self.spent.seconds
-        state = {"now": self.now.model_dump(), "masters": self._masters,
-                 "optimizer": self._optimizer.state_dict()}  # fmt: skip
+        tensors = {name: master.detach() for name, master in self._masters.items()}
+        for name, master in self._masters.items():
+            moments = self._optimizer.state[master].items()
+            tensors |= {f"{name}:{key}": values for key, values in moments}
         with replacing(self._path) as partial:
-            torch.save(state, partial)
+            save_file(tensors, partial, metadata={"now": self.now.model_dump_json()})
 
     def _resume(self) -> None:
-        state = torch.load(self._path, map_location=self._device, weights_only=True)
-        self.now = Progress.model_validate(state["now"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        for name, values in state["masters"].items():
-            self._masters[name].data.copy_(values)
+        with safe_open(self._path, framework="pt", device=str(self._device)) as file:
+            self.now = Progress.model_validate_json(file.metadata()["now"])
+            for name in file.keys():  # noqa: SIM118 (it is no mapping)
+                parameter, _, key = name.partition(":")
+                master, values = self._masters[parameter], file.get_tensor(name)
+                if key:
+                    self._optimizer.state[master][key] = values
+                else:
+                    master.data.copy_(values)
         self._put_weights()
 
 

@@ -149,12 +149,22 @@ def describe(module: Any, path: Path, **options: Unpack[LoadOptions]) -> ModelIn
     `ConfigError`."""
     name = options.get("name", str(path))
     tokenizer = load_tokenizer(path, trust_remote_code=options.get("trust_remote_code", False))
+    stated, length = _stated_length(module.config), options.get("max_model_len")
+    if length is None:
+        length = stated or MAX_MODEL_LEN_DEFAULT
+    elif not 1 <= length <= (stated or length):
+        raise SettingError(
+            "max_model_len", f"{length} given; model {name} allows 1..{stated or 'any'}"
+        )
+    head = getattr(module.get_output_embeddings(), "weight", None)
+    vocab_size = module.config.get_text_config().vocab_size if head is None else len(head)
+    eos = _eos_in((getattr(module, "generation_config", None), module.config, tokenizer))
     return ModelInfo(
         name=name,
-        vocab_size=_logits_width(module),
-        max_model_len=_max_model_len(module.config, options.get("max_model_len"), name),
+        vocab_size=vocab_size,
+        max_model_len=length,
         dtype=str(module.dtype).removeprefix("torch."),
-        eos_token_ids=_eos_token_ids(module, tokenizer),
+        eos_token_ids=tuple(token_id for token_id in eos if token_id < vocab_size),
         weights_fingerprint=weights_fingerprint(path),
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
     )
@@ -255,34 +265,13 @@ def _config(path: Path, trust_remote_code: bool) -> Any:
         )
 
 
-def _logits_width(module: Any) -> int:
-    weight = getattr(module.get_output_embeddings(), "weight", None)
-    return int(module.config.get_text_config().vocab_size if weight is None else len(weight))
-
-
-def _max_model_len(config: Any, override: int | None, name: str) -> int:
-    stated = _stated_length(config)
-    if override is None:
-        return stated or MAX_MODEL_LEN_DEFAULT
-    if not 1 <= override <= (stated or override):
-        raise SettingError(
-            "max_model_len", f"{override} given; model {name} allows 1..{stated or 'any'}"
-        )
-    return override
-
-
 def _stated_length(config: Any) -> int | None:
     text_config = config.get_text_config()
     return next((int(v) for k in _LENGTH_KEYS if (v := getattr(text_config, k, None))), None)
 
 
-def _eos_token_ids(module: Any, tokenizer: Any | None) -> tuple[int, ...]:
-    """All ids that any of a model's files names as the end of a text."""
-    found = _eos_in((getattr(module, "generation_config", None), module.config, tokenizer))
-    return tuple(i for i in found if i < _logits_width(module))
-
-
 def _eos_in(sources: Iterable[Any]) -> tuple[int, ...]:
+    """All ids that any of a model's files names as the end of a text."""
     found: set[int] = set()
     for source in sources:
         value = getattr(source, "eos_token_id", None)

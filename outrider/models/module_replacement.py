@@ -36,12 +36,7 @@ from transformers.pytorch_utils import Conv1D
 from outrider.engine.cpu.kernels import PaceKernels
 from outrider.errors import ConfigError, InvariantError, check
 from outrider.models.linear_layers import quantized, quick
-from outrider.models.module_probes import (
-    agree,
-    call_attention,
-    same_rows,
-    same_wiring,
-)
+from outrider.models.module_probes import agree, call_attention, same_rows, same_wiring
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 

@@ -53,16 +53,16 @@ def resolve_model(name: str, *, trust_remote_code: bool = False, heads: bool = F
     gguf = gguf_file(name)
     if gguf is not None:
         return converted(gguf, cache_dir())
-    path = _shipped(name) or Path(name).expanduser()
+    path = _local(name)
     if not path.is_dir():
         path = _snapshot(name, trust_remote_code)
         check_weights(path, name, heads=heads)
     return path
 
 
-def _shipped(name: str) -> Path | None:
-    """The directory of a drafter that comes with this package."""
-    return _DRAFTERS / name if name in SHIPPED.values() else None
+def _local(name: str) -> Path:
+    """Of a drafter that comes with this package its directory, else the path of this name."""
+    return _DRAFTERS / name if name in SHIPPED.values() else Path(name).expanduser()
 
 
 def gguf_file(name: str) -> Path | None:
@@ -82,7 +82,7 @@ def check_name(name: str, *, heads: bool = False) -> None:
     if name == DEMO_MODEL:
         _demo_gguf()
         return
-    path = _shipped(name) or Path(name).expanduser()
+    path = _local(name)
     if path.is_dir():
         check_weights(path, name, heads=heads)
     elif path.exists() and path.suffix != ".gguf":
@@ -194,7 +194,13 @@ def made_once(path: Path, make: Callable[[Path], None]) -> Path:
 
 
 def _convert(gguf: Path, directory: Path) -> None:
-    from transformers import modeling_gguf_pytorch_utils
+    import torch
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        modeling_gguf_pytorch_utils,
+    )
     from transformers.utils import logging as transformers_logging
 
     # Commands report progress themselves. The reader of GGUF files has a bar of its own, which does
@@ -202,20 +208,10 @@ def _convert(gguf: Path, directory: Path) -> None:
     transformers_logging.disable_progress_bar()
     modeling_gguf_pytorch_utils.tqdm = transformers_logging.tqdm
     _log.info("converting %s to safetensors; this happens once", gguf.name)
-    directory.mkdir()
-    _write(gguf, directory)
-    _log.info("converted %s", gguf.name)
-
-
-def _write(gguf: Path, directory: Path) -> None:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
     try:
         config = AutoConfig.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
         module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        tensors = load_gguf_checkpoint(
+        tensors = modeling_gguf_pytorch_utils.load_gguf_checkpoint(
             str(gguf), return_tensors=True, model_to_load=module, torch_dtype=torch.bfloat16
         )["tensors"]
         tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
@@ -233,3 +229,4 @@ def _write(gguf: Path, directory: Path) -> None:
         del module.config.quantization_config
     module.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+    _log.info("converted %s", gguf.name)

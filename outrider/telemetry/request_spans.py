@@ -48,7 +48,6 @@ from outrider.telemetry.observer import (
 )
 from outrider.telemetry.setup import read_traceparent, write_traceparent
 
-PROVIDER = "outrider"
 _POSITIONS = tuple(str(position) for position in range(64))
 
 
@@ -101,7 +100,7 @@ class ObservedRequest(RequestObserver):
         is_chat = isinstance(next(iter(request.prompt), None), ChatMessage)
         operation = "chat" if is_chat else "text_completion"
         self._genai = {
-            "gen_ai.operation.name": operation, "gen_ai.provider.name": PROVIDER,
+            "gen_ai.operation.name": operation, "gen_ai.provider.name": "outrider",
             "gen_ai.request.model": model,
         }  # fmt: skip
         # Never as a child of the span that happens to be current here.

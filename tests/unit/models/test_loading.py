@@ -213,13 +213,14 @@ def test_a_file_that_is_no_gguf_leaves_nothing_behind(
     assert left == []
 
 
-def _fake_write(gguf: Path, directory: Path) -> None:
+def _fake_convert(gguf: Path, directory: Path) -> None:
+    directory.mkdir()
     (directory / "model.safetensors").write_bytes(gguf.read_bytes())
 
 
 def test_changed_files_are_converted_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The directory's name holds the content's fingerprint."""
-    monkeypatch.setattr(sources, "_write", _fake_write)
+    monkeypatch.setattr(sources, "_convert", _fake_convert)
     gguf = tmp_path / "model.Q4_1.gguf"
     gguf.write_bytes(b"one")
     first = converted(gguf, tmp_path)
