@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import secrets
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -11,7 +13,14 @@ import pytest
 from test_client import FINISHED, FIRST, ID, SECOND, STARTED, ScriptedServicer, serve
 
 from outrider.client import Client, GenerateRequest, ResumeRequest, SyncClient
-from outrider.client.failover import AVOIDED_S, GONE_MAX, LOOK_S, EndpointPool, ResumingTransport
+from outrider.client.failover import (
+    AVOIDED_S,
+    GONE_MAX,
+    LOOK_S,
+    EndpointPool,
+    ResumingTransport,
+    Tries,
+)
 from outrider.clock import run_virtually
 from outrider.errors import (
     BadRequest,
@@ -227,6 +236,23 @@ def pool(names: Any, now: list[float], first: int | None = 0) -> Any:
     """Of addresses in capitals in place of connections."""
     connect: Any = str.upper
     return EndpointPool(names, connect, lambda: now[0], first)
+
+
+def test_clients_that_wait_for_one_lease_do_not_wake_together() -> None:
+    """Nor early, whenever in its last two seconds they were told of it."""
+    drawn, now, wakes = random.Random(3), [0.0], list[float]()
+    for _ in range(500):
+        left_ms = drawn.randint(1, 2000)
+        now[0] = 2.0 - left_ms / 1e3
+        tries = Tries(pool("a", now), 60.0, drawn.random)
+        tries.note(STARTED)
+        tries.after(None, BROKEN, 1e9)
+        _, wait_s = tries.after(None, Unavailable("leased", left_ms), 1e9)
+        wakes.append(now[0] + wait_s)
+    assert min(wakes) >= 2.0 - 1e-9
+    tenths = Counter(int((wake - 2.0) * 1e3 / LEASE_WAIT_SPREAD_MS * 10) for wake in wakes)
+    assert len(tenths) >= 10
+    assert max(tenths.values()) < 100
 
 
 def test_coordinators_are_known_once_they_are_named(caplog: pytest.LogCaptureFixture) -> None:

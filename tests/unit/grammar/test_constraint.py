@@ -27,6 +27,19 @@ def test_the_same_schema_has_one_text_and_one_digest() -> None:
     assert made.text == '{"type":"object","properties":{"b":{},"a":{"enum":[1,"é"]}}}'
 
 
+def test_different_constraints_have_different_digests() -> None:
+    """Also where their kinds alone differ."""
+    each = [
+        Constraint.of_schema({"properties": {"a": {}, "b": {}}}),
+        Constraint.of_schema({"properties": {"b": {}, "a": {}}}),  # Their order is the answer's.
+        Constraint.of_schema({"type": "object"}),
+        Constraint.any_object(),
+        Constraint.of_regex('["a"]'),
+        Constraint.of_choices(["a"]),
+    ]
+    assert len({one.digest() for one in each}) == len(each)
+
+
 def test_what_was_sent_or_stored_is_read_again() -> None:
     for made in (
         Constraint.of_schema(SCHEMA),

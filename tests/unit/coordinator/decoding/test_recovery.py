@@ -236,6 +236,39 @@ async def test_of_two_resumes_at_once_one_goes_on(turns: int) -> None:
         assert await broken.end(made) is FinishReason.LENGTH
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("turns", range(1, 9))
+async def test_a_resume_that_is_given_up_leaves_nothing_behind(
+    turns: int, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session may be resumed here or at another coordinator, and there is room for it; the
+    integrity of this one is checked at the end."""
+    monkeypatch.setattr("coordinator.decoding.sessions.TAKE_OVERS_MAX", 1)
+    async with two(resume_grace_ms=60_000) as (made, other):
+        old = made.service.generate(SEEDED)
+        broken = await taken(old)
+        waiting = asyncio.create_task(drained(old))
+        take_over = made.store.take_over
+
+        async def slow(*arguments: Any) -> SessionRecord:
+            await asyncio.sleep(0)
+            record = await take_over(*arguments)
+            await asyncio.sleep(0)
+            return record
+
+        planted(made, take_over=slow)
+        resumed = made.service.resume(broken.request)
+        given_up = asyncio.ensure_future(anext(resumed))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.gather(given_up, waiting, return_exceptions=True)
+        await resumed.aclose()
+        await asyncio.sleep(0.5)
+        for at in (other, made) if elsewhere else (made, other):
+            await broken.goes_on(at)
+
+
 async def test_a_request_that_cannot_be_met_harms_no_stream() -> None:
     async with opened() as made:
         events = made.service.generate(SEEDED, tenant="a")
@@ -327,6 +360,18 @@ async def test_only_so_many_sessions_are_taken_over_at_a_time() -> None:
                 await one.goes_on(other)
 
 
+async def test_clients_that_do_not_read_finished_sessions_keep_no_others_out() -> None:
+    async with opened(max_sessions=1_000) as made:
+        done = Broken(await made.events(SEEDED))
+        broken = await left(made)
+        unread = [made.service.resume(done.request) for _ in range(TAKE_OVERS_MAX)]
+        for one in unread:
+            assert isinstance(await anext(one), Started)
+        await broken.goes_on(made)
+        for one in unread:
+            await one.aclose()
+
+
 async def test_a_session_without_a_client_is_anyones_and_then_cancelled() -> None:
     """Its coordinator lives and holds its lease, but does not hold this session. Nothing is decoded
     for nobody; its client may still cancel it, or hear its end."""
@@ -385,6 +430,31 @@ async def test_a_session_whose_release_was_lost_is_released_when_it_is_wanted() 
         await broken.goes_on(other)
 
 
+async def test_a_session_that_runs_stays_however_it_is_wanted() -> None:
+    """The store is not even asked. So does one that is resumed before the store answers: its stream
+    would end with `StaleEpoch`."""
+    async with opened(resume_grace_ms=60_000) as made:
+        events = made.service.generate(SEEDED)
+        broken = await taken(events)
+        load, rest = made.store.load, made.service.resume(broken.request)
+        planted(made, load=nobody)
+        await want(made, broken)
+        planted(made, load=load)
+        await events.aclose()
+        await asyncio.sleep(0.5)
+        resumed: list[Event] = []
+
+        async def late(session_id: str) -> SessionRecord:
+            planted(made, load=load)
+            resumed.append(await anext(rest))
+            return await load(session_id)
+
+        planted(made, load=late)
+        await want(made, broken)
+        resumed += [event async for event in rest]
+        assert len(tokens_of(broken.heard) + tokens_of(resumed)) == 30
+
+
 async def test_a_cancellation_that_is_not_recorded_is_no_success() -> None:
     """It is recorded later, once the store answers, though the session is wanted meanwhile."""
     async with opened(resume_grace_ms=600_000) as made:
@@ -413,6 +483,31 @@ async def test_a_session_is_not_resumed_while_its_release_is_on_its_way() -> Non
         with pytest.raises(Unavailable, match="try again"):
             await broken.goes_on(made)
         await asyncio.sleep(10.0)
+        await broken.goes_on(made)
+
+
+async def test_a_take_over_waits_for_the_release_of_the_one_before() -> None:
+    """The store has not carried out the first one, so the second is given the same epoch: the
+    release would end it."""
+    async with opened(resume_grace_ms=60_000) as made:
+        broken = await left(made)
+        take_over, release = made.store.take_over, made.store.release
+
+        async def lost(seen: SessionRecord, owner: str, note: Any) -> SessionRecord:
+            note()
+            raise StoreUnavailable("the question is lost")
+
+        async def slow(*arguments: Any) -> None:
+            await asyncio.sleep(1.0)
+            await release(*arguments)
+
+        planted(made, take_over=lost, release=slow)
+        with pytest.raises(StoreUnavailable):
+            await broken.goes_on(made)
+        planted(made, take_over=take_over)
+        with pytest.raises(Unavailable, match="try again"):
+            await broken.goes_on(made)
+        await asyncio.sleep(1.5)
         await broken.goes_on(made)
 
 

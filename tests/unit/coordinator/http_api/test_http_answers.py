@@ -189,6 +189,15 @@ def test_logprobs_of_both_shapes() -> None:
     assert choice["logprobs"]["tokens"] == ["token_id:7"]
 
 
+def test_the_token_that_came_wins_over_one_that_is_spelled_the_same() -> None:
+    text = TokenizerText(byte_level_tokenizer(), "toy")
+    text.spell = lambda token_id: b"x" if token_id < 3 else b"y"  # type: ignore[method-assign]
+    entry = PositionLogprobs(-0.5, ((2, -0.5), (1, -2.0), (3, -3.0)))
+    events = [(0, started()), (0, tokens(0, [2], "x", [entry])), (0, finished())]
+    (choice,) = whole(events, chat=False, text=text, logprobs=3)["choices"]
+    assert choice["logprobs"]["top_logprobs"] == [{"x": -0.5, "y": -3.0}]
+
+
 @pytest.mark.parametrize("tokenizer", [byte_level_tokenizer, byte_fallback_tokenizer])
 def test_tokens_are_spelled_as_they_stand_in_a_text(tokenizer: Any) -> None:
     text = TokenizerText(tokenizer(), "toy")

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,6 +20,7 @@ from coordinator.http_api.app import (
     SLOW_S,
     WELL_S,
     CachedHealth,
+    Generated,
     HttpOptions,
     build_app,
 )
@@ -185,6 +187,60 @@ def test_the_document_tells_what_may_come() -> None:
     assert {*paths["/metrics"]["get"]["responses"]["200"]["content"]} == {"text/plain"}
     assert "started" in paths["/api/generate"]["post"]["responses"]["200"]["description"]
     assert not any(path == "/" or path.startswith("/page") for path in paths)
+
+
+@pytest.mark.parametrize("num_turns", range(1, 8))
+@pytest.mark.parametrize("told", [[], [{}]])
+async def test_an_answer_that_is_not_waited_for_is_closed(
+    num_turns: int, told: list[dict[str, Any]]
+) -> None:
+    """At once, whenever its request is cancelled before its first chunk was there or as it came;
+    and so is one whose head cannot be sent."""
+    closed, has_begun = asyncio.Event(), asyncio.Event()
+
+    async def events() -> AsyncGenerator[Any]:
+        has_begun.set()
+        try:
+            while True:
+                yield 0, None
+                await asyncio.sleep(0)
+        finally:
+            closed.set()
+
+    async def broken(_: Any) -> None:
+        raise OSError("broken")
+
+    answer: Any = SimpleNamespace(take=lambda *_: told)
+    call = Generated(events(), asyncio.Event(), answer)({}, asyncio.Event().wait, broken)  # type: ignore[arg-type]
+    running = asyncio.create_task(call)
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises((asyncio.CancelledError, OSError)):
+        await running
+    assert closed.is_set() == has_begun.is_set()
+
+
+async def test_a_client_that_goes_before_its_body_is_there_is_no_bug(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nothing is logged, begun or answered."""
+    front = Front(Service(*WHOLE))
+    messages = [{"type": "http.request", "body": b"{", "more_body": True}]
+    answer = list[Any]()
+
+    async def receive() -> Any:
+        return messages.pop() if messages else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        answer.append(message)
+
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }  # fmt: skip
+    await front.app(scope, receive, send)
+    assert (messages, answer, front.service.calls, caplog.text) == ([], [], [], "")
 
 
 class SlowBody:
