@@ -331,7 +331,7 @@ def test_the_last_that_is_there_does_not_leave_for_one_that_may_never_come() -> 
     assert next_steps({"target": 1}, [last], (), roles, roles) == ([], ["target-0"])
 
 
-@pytest.mark.parametrize("serving", product((False, True), repeat=3))
+@pytest.mark.parametrize("serving", [*product((False, True), repeat=3)])
 def test_those_that_serve_stay_before_others_and_then_the_oldest(serving: Sequence[bool]) -> None:
     fleet = [view("draft", age, serves) for age, serves in enumerate(serving)]
     ranked = [one.name for one in sorted(fleet, key=lambda one: not one.address)]
