@@ -123,9 +123,7 @@ class Library:
     """A library that is measured."""
 
     name: str
-    """Of its environment, and of its file in `peer_environments`."""
-    decoder: str
-    """Key in `library_process.DECODERS`."""
+    """Of its environment and its file in `peer_environments`, and in `library_process.DECODERS`."""
     is_ours: bool = False
     """Whether it runs in this interpreter's environment, and one request at a time."""
     needs_gguf: bool = False
@@ -178,7 +176,6 @@ _VLLM_ENVIRONMENT = {
 }
 _VLLM = Library(
     name="vllm",
-    decoder="vllm",
     bindings=tuple(
         Setting(
             _VLLM_ENVIRONMENT
@@ -197,10 +194,9 @@ _VLLM = Library(
         "--disable-uvicorn-access-log",
     ),
 )  # fmt: skip
-ENGINE = Library(name="engine", decoder="engine", is_ours=True)
+ENGINE = Library(name="engine", is_ours=True)
 TRANSFORMERS = Library(
     name="transformers",
-    decoder="transformers",
     is_ours=True,
     speculative="prompt lookup",
     drafting=(Setting(options={"prompt_lookup_num_tokens": 10}),),
@@ -210,7 +206,6 @@ PEERS = (
     replace(_VLLM, name="vllm-pace"),
     Library(
         name="openvino",
-        decoder="openvino",
         needs_gguf=True,
         bindings=tuple(Setting(options={"ENABLE_CPU_PINNING": pinned}) for pinned in (True, False)),
         speculative="prompt lookup",
@@ -221,7 +216,6 @@ PEERS = (
     ),
     Library(
         name="llama-cpp",
-        decoder="llama-cpp",
         needs_gguf=True,
         bindings=tuple(Setting(options={"poll": poll}) for poll in (50, 100)),
         speculative="n-gram",
@@ -245,7 +239,7 @@ class LibraryProcess(Process, BenchClient):
             if library.is_ours
             else (library.interpreter(inputs.environments), "-I", str(_PROGRAM))
         )
-        setup = {"library": library.decoder, "options": setting.options, **inputs.setup()}
+        setup = {"library": library.name, "options": setting.options, **inputs.setup()}
         environment = library.environment(setting, inputs)
         super().__init__(command, library.name, setup, environment)
 

@@ -264,8 +264,8 @@ class Engine(Decoder):
 
 
 DECODERS = {
-    "vllm": Vllm, "openvino": OpenVino, "llama-cpp": LlamaCpp, "transformers": Transformers,
-    "engine": Engine,
+    "vllm": Vllm, "vllm-pace": Vllm, "openvino": OpenVino, "llama-cpp": LlamaCpp,
+    "transformers": Transformers, "engine": Engine,
 }  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from .libraries import (
     fastest_settings,
     library_server,
 )
-from .measurement import BenchClient, Contestant, Decoding, Progress, SideResult, measure
+from .measurement import BenchClient, Contestant, Progress, SideResult, measure
 from .options import Concurrency, DecodingOptions, MaxTokens, NumPrompts, Temperature
 from .prompts import BenchPrompt
 from .report import Report, table
@@ -92,8 +92,8 @@ async def run(options: PeersOptions, start_subjects: StartSubjects, progress: Pr
                 drafted = options.drafted(speculative.num_draft_tokens, temperature)
                 undrafted = replace(drafted, num_draft_tokens=0)
                 if not levels:
-                    inputs = _inputs(options, speculative, prompts)
-                    clients, missing = await start_peers(options, inputs, peers, progress)
+                    found = start_peers(options, speculative, prompts, peers, progress)
+                    clients, missing = await found
                 progress(f"temperature {temperature:g}, {concurrency} at a time")
                 contestants = [
                     Contestant(side, client, undrafted, concurrency)
@@ -105,7 +105,15 @@ async def run(options: PeersOptions, start_subjects: StartSubjects, progress: Pr
                 ):  # fmt: skip
                     client = subject.client
                     if options.servers:
-                        http = _http_client(subject, decoding, options.raw)
+                        if not subject.http_url:
+                            raise SettingError(
+                                "servers", "the deployment that runs has no HTTP interface"
+                            )
+                        asked = {"num_draft_tokens": decoding.num_draft_tokens}
+                        http = HttpClient(
+                            subject.http_url, raw=options.raw, api_key=subject.api_key,
+                            extra_body={"speculation": asked},
+                        )  # fmt: skip
                         client = await stack.enter_async_context(http)
                     contestants.insert(0, Contestant(side, client, decoding, concurrency))
                 results = await measure(prompts, contestants, progress, drop, REST_S)
@@ -114,25 +122,21 @@ async def run(options: PeersOptions, start_subjects: StartSubjects, progress: Pr
     return report(setup, levels, missing)
 
 
-def _inputs(
-    options: PeersOptions, subject: Subject, prompts: Sequence[BenchPrompt]
-) -> TargetInputs:
-    """Raises `SettingError` where the target's files are not on this machine."""
+async def start_peers(
+    options: PeersOptions, subject: Subject, prompts: Sequence[BenchPrompt], stack: AsyncExitStack,
+    progress: Progress,
+) -> tuple[dict[str, BenchClient], dict[str, str]]:  # fmt: skip
+    """Clients of those that are wanted and installed, with their fastest settings, by side; and why
+    others are missing. They run as long as the stack. Raises `SettingError` where the target's
+    files are not on this machine."""
     if subject.target is None:
         raise SettingError("server", "the target's files are not known here; peers need them")
     gguf = gguf_file(subject.model)
-    return TargetInputs.load(
+    inputs = TargetInputs.load(
         subject.target, prompts, options, batch=max(options.concurrency),
         gguf=str(bfloat16_gguf(gguf, cache_dir())) if gguf else "",
         environments=options.environments,
     )  # fmt: skip
-
-
-async def start_peers(
-    options: PeersOptions, inputs: TargetInputs, stack: AsyncExitStack, progress: Progress
-) -> tuple[dict[str, BenchClient], dict[str, str]]:
-    """Clients of those that are wanted and installed, with their fastest settings, by side; and why
-    others are missing. They run as long as the stack."""
     clients: dict[str, BenchClient] = {}
     missing: dict[str, str] = {}
     kind = library_server if options.servers else LibraryProcess
@@ -154,14 +158,6 @@ async def start_peers(
         except (ConfigError, Unavailable) as error:
             missing[peer.name] = error.message
     return clients, missing
-
-
-def _http_client(subject: Subject, decoding: Decoding, raw: bool) -> HttpClient:
-    """Asks a deployment for as many draft tokens as `decoding` has."""
-    if not subject.http_url:
-        raise SettingError("servers", "the deployment that runs has no HTTP interface")
-    extra = {"speculation": {"num_draft_tokens": decoding.num_draft_tokens}}
-    return HttpClient(subject.http_url, raw=raw, api_key=subject.api_key, extra_body=extra)
 
 
 def level_of(temperature: float, concurrency: int, results: Mapping[str, SideResult]) -> Level:

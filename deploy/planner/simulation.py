@@ -342,8 +342,7 @@ class _Simulation:
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
         self._rng = np.random.default_rng(0)
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._failure: BaseException | None = None
+        self._tasks: list[asyncio.Task[Any]] = []
         self._requests: list[_Request] = []
 
     async def run(self) -> FleetFigures:
@@ -376,21 +375,15 @@ class _Simulation:
         await asyncio.sleep(scenario.warm_up_s)
         before = work()
         await asyncio.sleep(scenario.seconds)
-        if self._failure is not None:
-            raise self._failure
+        for task in self._tasks:
+            if task.done():
+                task.result()  # Raises what has failed.
         done = {role: now - before[role] for role, now in work().items()}
         return _measured(self._requests, scenario, done)
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> None:
         """Runs to the end of the simulation."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            self._failure = self._failure or task.exception()
+        self._tasks.append(asyncio.create_task(work))
 
     async def _keep(self, start_s: float) -> None:
         """One request after the other. The first prompt is short: else a fleet would begin with the

@@ -188,7 +188,7 @@ async def test_a_server_starts_in_processes_of_its_own_and_ends_with_them(tmp_pa
     program = tmp_path / "server.py"
     program.write_text(SERVER)
     words = (str(program), "--port", "{port}", "--model", "{directory}")
-    library, setting = Library(name="p", decoder="", server=words), Setting({}, {"an_option": 3})
+    library, setting = Library(name="p", server=words), Setting({}, {"an_option": 3})
     async with library_server(library, setting, inputs(tmp_path)) as running:
         assert "--model /model --an-option 3" in running.model
     with pytest.raises(Unavailable, match="Connect"):

@@ -77,9 +77,7 @@ async def test_tokens_come_back_up_to_the_eos_and_the_most_wanted(
 
 async def test_a_sweep_takes_what_is_fastest_and_keeps_it(environments: Path, record: Path) -> None:
     """Drafts of 3 tokens fail, of 8 are fast; a mode of which none works is left out."""
-    peer = Library(
-        name="vllm", decoder="vllm", speculative="n-gram", drafting=BY_NAME["vllm"].drafting
-    )
+    peer = Library(name="vllm", speculative="n-gram", drafting=BY_NAME["vllm"].drafting)
     told = inputs(environments, token_ids={prompt.text: [1] for prompt in sweep_prompts()})
     lines: list[str] = []
     found = await fastest_settings(peer, told, lines.append, again=False)
@@ -96,7 +94,7 @@ async def test_a_sweep_takes_what_is_fastest_and_keeps_it(environments: Path, re
 
 
 def test_variables_name_cores_and_environment_and_what_is_preloaded(tmp_path: Path) -> None:
-    peer = Library(name="p", decoder="vllm", preloads=("libx.so", "not-there.so"))
+    peer = Library(name="p", preloads=("libx.so", "not-there.so"))
     (tmp_path / "p" / "lib").mkdir(parents=True)
     (tmp_path / "p" / "lib" / "libx.so").touch()
     found = peer.environment(Setting({"BIND": "{cpus}", "CACHE": "{root}/c"}), inputs(tmp_path))
@@ -107,7 +105,7 @@ def test_variables_name_cores_and_environment_and_what_is_preloaded(tmp_path: Pa
 def test_every_peer_has_a_file_that_make_installs_it_from() -> None:
     root = Path(library_process.__file__).parent / "peer_environments"
     assert {path.stem for path in root.iterdir()} == {p.name for p in PEERS if not p.is_ours}
-    assert {peer.decoder for peer in (*PEERS, ENGINE)} == set(DECODERS)
+    assert {peer.name for peer in (*PEERS, ENGINE)} == set(DECODERS)
 
 
 def test_the_process_imports_the_standard_library_alone() -> None:
