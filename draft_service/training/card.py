@@ -10,7 +10,7 @@ from .documents import HELD_OUT_EVERY
 from .measuring import Measured
 from .options import DistillOptions, draft_model
 from .teacher import Dataset, TeacherCache
-from .training import Trainer
+from .training import Point, Trainer
 
 _RATES = """\
 `greedy` is the share of places where target and drafter find the same token likeliest, `sampled`
@@ -31,16 +31,7 @@ def render_card(
     learned = [cache.documents[index] for index in dataset.learned]
     passes = now.num_tokens / sum(document.num_learned for document in learned)
     times = ", ".join(f"{stage} {spent / 60:.1f} min" for stage, spent in seconds.items())
-    before = ""
-    if learner.is_trained:
-        before = f"""
-What {learner.began} had learned from before is not listed. Some of what is held out here
-may be among it, if another rule held texts out then.
-"""
-    curve = "\n".join(
-        f"| {p.step:,} | {p.num_tokens:,} | {p.loss:.3f} | {p.greedy:.3f} | {p.sampled:.3f} |"
-        for p in now.points
-    )
+    before = _before(learner.began) if learner.is_trained else ""
     prompts = ""
     for of_prompts in measured[1:]:
         prompts = f"""## Acceptance in answers to {len(options.measure):,} prompts
@@ -93,7 +84,14 @@ stated; of texts by others everything.
 
 | step | tokens | loss | greedy | sampled |
 | --- | --- | --- | --- | --- |
-{curve}
+{_curve(now.points)}
+"""
+
+
+def _before(began: str) -> str:
+    return f"""
+What {began} had learned from before is not listed. Some of what is held out here
+may be among it, if another rule held texts out then.
 """
 
 
@@ -105,6 +103,13 @@ def _data(cache: TeacherCache) -> str:
             kept = [document.num_learned for document in own if not document.is_held_out]
             sources.append(f"| {name} | {len(kept):,} | {sum(kept):,} | {len(own) - len(kept):,} |")
     return "\n".join(sources)
+
+
+def _curve(points: Sequence[Point]) -> str:
+    return "\n".join(
+        f"| {p.step:,} | {p.num_tokens:,} | {p.loss:.3f} | {p.greedy:.3f} | {p.sampled:.3f} |"
+        for p in points
+    )
 
 
 def _tables(measured: Measured) -> str:

@@ -70,11 +70,6 @@ class Document:
         return len(self.token_ids) - self.first
 
     @property
-    def num_asked(self) -> int:
-        """Of the learned tokens those before the answer."""
-        return self.answer_first - self.first
-
-    @property
     def prompt(self) -> tuple[int, ...] | None:
         """What a conversation's answer is to; None for a text by others."""
         if self.temperature is None:

@@ -88,7 +88,8 @@ def measure(learner: Learner, dataset: Dataset, indices: Sequence[int]) -> Measu
         depths = _read(learner, dataset.batch(chosen))
         first = 0
         for document in (dataset.cache.documents[index] for index in chosen):
-            start, end = first + document.num_asked, first + document.num_learned
+            start = first + document.answer_first - document.first
+            end = first + document.num_learned
             parts = [
                 scores[slice(*np.searchsorted(rows, [start + depth, end]))]
                 for depth, (rows, scores) in enumerate(depths)
