@@ -182,7 +182,7 @@ def test_small_engines_are_tried_too(max_model_len: int, max_num_seqs: int) -> N
     with checked_engines() as maker:
         engine = maker(
             tiny("llama"), max_model_len=max_model_len, max_num_seqs=max_num_seqs,
-            num_bytes=2**15, deterministic=True,
+            num_bytes=2**13, deterministic=True,
         )  # fmt: skip
         assert run(engine, "s", ids(1), 1).shape == (1, VOCAB)
         assert engine.page_counts().num_evictable == 0
