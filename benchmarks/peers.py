@@ -28,7 +28,7 @@ from .libraries import (
     fastest_settings,
     library_server,
 )
-from .measurement import BenchClient, Contestant, Progress, SideResult, measure
+from .measurement import BenchClient, Contestant, Decoding, Progress, SideResult, measure
 from .options import Concurrency, DecodingOptions, MaxTokens, NumPrompts, Temperature
 from .prompts import BenchPrompt
 from .report import Report, table
@@ -105,15 +105,7 @@ async def run(options: PeersOptions, start_subjects: StartSubjects, progress: Pr
                 ):  # fmt: skip
                     client = subject.client
                     if options.servers:
-                        if not subject.http_url:
-                            raise SettingError(
-                                "servers", "the deployment that runs has no HTTP interface"
-                            )
-                        asked = {"num_draft_tokens": decoding.num_draft_tokens}
-                        http = HttpClient(
-                            subject.http_url, raw=options.raw, api_key=subject.api_key,
-                            extra_body={"speculation": asked},
-                        )  # fmt: skip
+                        http = _http_client(subject, decoding, options.raw)
                         client = await stack.enter_async_context(http)
                     contestants.insert(0, Contestant(side, client, decoding, concurrency))
                 results = await measure(prompts, contestants, progress, drop, REST_S)
@@ -158,6 +150,14 @@ async def start_peers(
         except (ConfigError, Unavailable) as error:
             missing[peer.name] = error.message
     return clients, missing
+
+
+def _http_client(subject: Subject, decoding: Decoding, raw: bool) -> HttpClient:
+    """Asks a deployment for as many draft tokens as `decoding` has."""
+    if not subject.http_url:
+        raise SettingError("servers", "the deployment that runs has no HTTP interface")
+    extra = {"speculation": {"num_draft_tokens": decoding.num_draft_tokens}}
+    return HttpClient(subject.http_url, raw=raw, api_key=subject.api_key, extra_body=extra)
 
 
 def level_of(temperature: float, concurrency: int, results: Mapping[str, SideResult]) -> Level:
