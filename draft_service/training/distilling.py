@@ -270,8 +270,8 @@ def _check_prompts(options: DistillOptions, longest: int, given: Sequence[Docume
     """Raises `SettingError` for a prompt that is too long for the target to answer, and for one to
     measure with that is to be learned from."""
     learned = {document.prompt: "the prompt of a conversation in --corpus" for document in given}
-    numbered = [*enumerate(options.prompts, start=1)]
-    learned |= {prompt: f"number {number} of --prompts" for number, prompt in numbered}
+    for number, prompt in enumerate(options.prompts, start=1):
+        learned[prompt] = f"number {number} of --prompts"
     for number, prompt in enumerate(options.measure, start=1):
         if prompt in learned:
             raise SettingError(

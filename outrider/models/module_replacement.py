@@ -223,9 +223,7 @@ def _joined(*linears: nn.Linear) -> nn.Linear:
 _MLP_CHILDREN = {"gate_proj", "up_proj", "down_proj"}
 _ATTENTION_CHILDREN = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _ATTENTION_NORMS = {"q_norm", "k_norm"}
-_LAYER_CHILDREN = {
-    "input_layernorm", "self_attn", "post_attention_layernorm", "mlp",
-}  # fmt: skip
+_LAYER_CHILDREN = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _MLP_NORMS = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
 _ATTENTION_PARAMETERS = {
     "hidden_states", "position_embeddings", "attention_mask", "past_key_values", "kwargs",
