@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -61,9 +60,7 @@ class Options:
     def from_arguments(cls, arguments: Any) -> Self:
         """From what a command with these options was given, an attribute each."""
         given = vars(arguments)
-        return cls(
-            **{entry.name: given[entry.name] for entry in fields(cls) if entry.name in given}
-        )
+        return cls(**{name: given[name] for name in cls.__dataclass_fields__ if name in given})
 
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
