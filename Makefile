@@ -8,7 +8,7 @@ SEEDS ?= 1000
 MINUTES ?= 10
 SECONDS ?= 300
 # Tests run side by side; those that start processes of their own stay together.
-TEST_WORKERS ?= 2
+TEST_WORKERS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 from collections.abc import Callable
@@ -180,8 +181,18 @@ def test_a_target_follows_another_whose_tokens_mean_the_same(tiny: Path, tmp_pat
     check_same_tokens(gone, target(wider))
 
 
+def behind_a_free_port() -> socket.socket:
+    """A listener at a port, of which the one before is free."""
+    while True:
+        taken = socket.create_server(("127.0.0.1", 0))
+        with contextlib.suppress(OSError):
+            socket.create_server(("127.0.0.1", taken.getsockname()[1] - 1)).close()
+            return taken
+        taken.close()
+
+
 def test_every_port_that_a_role_counts_up_to_must_be_free() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with behind_a_free_port() as taken:
         port = taken.getsockname()[1]
         settings = EMULATED | {"grpc_port": 0, "target_port": port - 1, "num_targets": 2}
         said = re.escape(f"target_port: cannot listen on 127.0.0.1:{port}: ")
