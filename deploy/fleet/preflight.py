@@ -126,9 +126,6 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
     coordinator = replace(config.coordinator, lookup=_lookup_of(draft))
     if target.emulated is not None:
         return replace(config, coordinator=coordinator)
-    # Imports the model library, which takes seconds: only where it is needed.
-    from outrider.models.drafter_checkpoint import TrainedKind, check_target, is_trained_drafter
-    from outrider.models.loading import check_same_tokenizer
     from outrider.models.sources import resolve_model
 
     name, trust = target.model, target.trust_remote_code
@@ -139,6 +136,13 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
     places: dict[str, Any] = {"tokenizer_directory": str(directory) if has_tokenizer else ""}
     target, draft = replace(target, directory=str(directory), **places), replace(draft, **places)
     made_for: dict[str, Any] = {"target_directory": directory, "target_name": name}
+    coordinator = replace(coordinator, served_model_name=config.served_model_name, **places)
+    if drafter.on_target is None and drafter.model is None:
+        return replace(config, target=target, draft=draft, coordinator=coordinator)
+    # Imports the model library, which takes seconds and memory: only where it is needed.
+    from outrider.models.drafter_checkpoint import TrainedKind, check_target, is_trained_drafter
+    from outrider.models.loading import check_same_tokenizer
+
     with blaming("draft_model"):
         if (heads := drafter.on_target) is not None:  # The target drafts for itself.
             where = resolve_model(heads, trust_remote_code=trust, heads=True)
@@ -163,7 +167,6 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
             target = replace(target, shows_features=reads)
             if not reads:
                 _check_size(draft, drafts, where, trust)
-    coordinator = replace(coordinator, served_model_name=config.served_model_name, **places)
     return replace(config, target=target, draft=draft, coordinator=coordinator)
 
 
