@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -214,3 +216,17 @@ def test_every_port_that_a_role_counts_up_to_must_be_free() -> None:
 def test_roles_count_up_to_ports_of_their_own(settings: dict[str, object], reason: str) -> None:
     with pytest.raises(SettingError, match=f"^{reason}"):
         check_before_start(load_config(EMULATED | settings, {}))
+
+
+def test_a_target_alone_is_found_without_the_model_library(tmp_path: Path) -> None:
+    """It takes seconds to import, and some 190 MiB."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "model.safetensors").touch()
+    code = (
+        "import sys; from deploy.fleet.preflight import resolve_models; "
+        "from outrider.config import load_config; "
+        f"found = resolve_models(load_config({{'model': {str(tmp_path)!r}}}, {{}})); "
+        "print(found.target.directory, 'torch' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == [str(tmp_path), "False"]
