@@ -16,20 +16,19 @@ import torch
 from torch import Tensor
 
 from outrider.limits import DRAFT_SUPPORT_ENTRIES_MAX
-from outrider.speculation.gumbel_max import IntArray, RealArray
+from outrider.speculation.gumbel_max import BLOCK, IntArray, RealArray
 from outrider.speculation.proposal import ENTRY_BYTES, ID_BYTES, DraftDistribution
 from outrider.speculation.random_streams import RowKeys
 from outrider.speculation.sampling_params import SamplingParams
 
-_ROW_WORDS = 10
+ROW_WORDS = 10
+JUDGED_WORDS = 3
 _FOUND = 6
 _WORD_BYTES = 8
 _BLOCK = 8192
 _WEIGHING_WARPS = 32
 _WAITS = 32
 _WARPS = 16
-_BLOCK_TOKENS = 128
-"""Tokens that share a least wait."""
 
 
 Place = tuple[int, DraftDistribution | None]
@@ -85,7 +84,7 @@ class RowJudge:
 
         num_rows, width = logits.shape
         filters = np.repeat([_filters(each) for each in sampling], sizes, axis=0)
-        rows = np.empty((num_rows, _ROW_WORDS), dtype=np.int64)
+        rows = np.empty((num_rows, ROW_WORDS), dtype=np.int64)
         rows[:, :3] = filters.view(np.int64)[:, :3]
         rows[:, 3] = filters[:, 3]
         rows[:, 4] = drafted
@@ -118,12 +117,13 @@ class RowJudge:
         ]
         sent = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
         ids_at = len(words) * _WORD_BYTES
-        row_waits = 1 << (-(-width // _BLOCK_TOKENS) - 1).bit_length()
+        row_waits = 1 << (-(-width // BLOCK) - 1).bit_length()
         races = torch.empty((2, num_rows, row_waits), dtype=torch.float64, device=device)
         with _current(device):
             settle_rows[(num_rows,)](
                 self._weights, self._found, self._words, _sent(sent, device),
-                3 * num_rows * _WORD_BYTES, ids_at, ids_at + sum(sizes) * ID_BYTES, races, width,
+                JUDGED_WORDS * num_rows * _WORD_BYTES, ids_at, ids_at + sum(sizes) * ID_BYTES,
+                races, width,
                 ENTRIES=DRAFT_SUPPORT_ENTRIES_MAX, WAITS=min(_WAITS, row_waits),
                 ROW_WAITS=row_waits, num_warps=_WARPS,
             )  # fmt: skip

@@ -16,10 +16,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-ROW_WORDS = tl.constexpr(10)
+from outrider.speculation import cuda_verdicts, gumbel_max, proposal
+
+ROW_WORDS = tl.constexpr(cuda_verdicts.ROW_WORDS)
 """Of each row: temperature, min-p, top-p as float64, top-k; the draft token that it judges, or -1;
 then its `RowKeys`."""
-JUDGED_WORDS = tl.constexpr(3)
+JUDGED_WORDS = tl.constexpr(cuda_verdicts.JUDGED_WORDS)
 """Of each row: how many draft tokens come before the one that it judges, -1 = it judges none; the
 number of that one's q; whether its chain is judged as a block."""
 PLACE_WORDS = tl.constexpr(3)
@@ -28,10 +30,10 @@ MAXIMUM, TOTAL, DRAFTED, ACCEPTED, LEFT, DRAWN = [tl.constexpr(i) for i in range
 """Numbers found of each row: the largest logit, NaN where any is; the sum of its weights; p of the
 draft token; its acceptance, or in a block pi behind it; in a block Z; the token that follows."""
 BITS_OF_ONE = tl.constexpr(0x3F800000)
-COUNT_TOTAL = tl.constexpr(65536)
+COUNT_TOTAL = tl.constexpr(proposal.COUNT_TOTAL)
 NEARLY_EMPTY = tl.constexpr(1e-4)
 PI_MIN = tl.constexpr(1e-290)
-WAIT_TOKENS = tl.constexpr(128)
+WAIT_TOKENS = tl.constexpr(gumbel_max.BLOCK)
 FIRST_WAIT = tl.constexpr(4294967296)
 
 
