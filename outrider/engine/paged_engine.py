@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -37,6 +36,7 @@ from outrider.engine.interface import (
     SequenceStep,
     check_steps,
 )
+from outrider.engine.paged_sequences import PagedSequences
 from outrider.engine.threads import ContendedThreads
 from outrider.errors import ConfigError, InvariantError, SettingError, check
 from outrider.kv_cache.block_pool import BlockPool
@@ -63,7 +63,7 @@ cores; longer ones take too different times for that."""
 _log = logging.getLogger(__name__)
 
 
-class PagedEngine:
+class PagedEngine(PagedSequences):
     """A `FeatureEngine`, `ShallowEngine` and `MultiStepEngine`. The module belongs to it from now
     on: its attention is replaced, and it cannot be called from elsewhere."""
 
@@ -115,7 +115,6 @@ class PagedEngine:
         self._head = watch_head(module) if self.shows_features else None
         records = backend is not None and backend.new_recorder is not None
         check(self._head is None or not records, "recorded steps show no features")
-        self.stated_seconds = 0.0
         self.rows_are_equal = False
         """Whether a row's logits are bit-equal whatever else is in its step."""
         self._seen = torch.empty(0)
@@ -250,13 +249,10 @@ class PagedEngine:
 
     def _use_pages(self, num_pages: int) -> None:
         """Begins anew with so many empty pages."""
-        self._pool = pool = BlockPool(num_pages, PAGE_SIZE)
-        self.can_hold, self.find, self.attach = pool.can_hold, pool.find, pool.attach
-        self.mark_idle, self.release, self.length = pool.mark_idle, pool.release, pool.length
-        self.page_counts = pool.counts
         shapes = [layer.shape for layer in self._layers]
-        num_pages += self._num_spare_pages
-        self._cache = KVCache(shapes, num_pages, self._decoder is not None)
+        cache = KVCache(shapes, num_pages + self._num_spare_pages, self._decoder is not None)
+        self._caches = cache.layers
+        self._use_pool(BlockPool(num_pages, PAGE_SIZE), cache, self._max_num_seqs)
         self._steps = self._new_steps(len(self._layers), self._call, self._backend)
         self._shallow_steps: Steps | None = None
         if self.exit_head is not None:
@@ -267,7 +263,7 @@ class PagedEngine:
 
     def _new_steps(self, num_layers: int, call: Forward, backend: DeviceBackend | None) -> Steps:
         """Steps of the first layers, which a call runs, on the pages of the pool."""
-        layers, caches = self._layers[:num_layers], self._cache.layers[:num_layers]
+        layers, caches = self._layers[:num_layers], self._caches[:num_layers]
         if self._decoder is not None:
             is_whole = num_layers == len(self._layers)
             return FusedSteps(self._decoder, caches, self._span_tokens, is_whole)
@@ -293,11 +289,6 @@ class PagedEngine:
         return "" if self._decoder is None else self._decoder.kernels.name
 
     @property
-    def kv_cache_bytes(self) -> int:
-        """Bytes that are held for keys and values; constant."""
-        return self._cache.num_bytes
-
-    @property
     def records_steps(self) -> bool:
         """Whether steps of usual shapes are recorded and replayed."""
         return isinstance(self._steps, CudaRunner) and self._steps.records
@@ -306,8 +297,7 @@ class PagedEngine:
         """See `Engine.forward`. Logits are float64 for a float64 model."""
         if not steps:
             return []
-        rows, sizes = self._run(self._steps, steps)
-        self._pool.written(steps)
+        rows, sizes = self._run(self._contending(self._steps, steps), steps)
         if self._head is not None:
             if self._decoder is not None:
                 self._seen = self._head.read[0]  # type: ignore[index]
@@ -320,7 +310,8 @@ class PagedEngine:
         if self._shallow_steps is None:
             raise InvariantError("an engine without an exit head runs no shallow steps")
         check(not any(step.parents for step in steps), "shallow steps have no trees")
-        return list(torch.split(*self._run(self._shallow_steps, steps))) if steps else []
+        run = self._contending(self._shallow_steps, steps)
+        return list(torch.split(*self._run(run, steps, whole=False))) if steps else []
 
     def features(self) -> list[Tensor]:
         """See `FeatureEngine.features`."""
@@ -357,74 +348,16 @@ class PagedEngine:
         array: npt.NDArray[Any] = drawn.numpy()
         return array
 
-    def fork(self, sequence_id: str, branch_id: str) -> None:
-        """See `Engine.fork`."""
-        copies = self._pool.fork(sequence_id, branch_id)
-        with self._forgetting(branch_id):
-            self._cache.copy_pages(copies)
-
-    def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> None:
-        """See `Engine.keep`. Keys stay rotated for the position they were run at, so a slot of
-        `path` must have been run at the position it gets."""
-        moves = self._pool.keep(sequence_id, length, path)
-        with self._forgetting(sequence_id):
-            self._cache.move_slots(moves)
-
-    def take_step_seconds(self) -> float:
-        """0: these steps take their own time."""
-        return self.stated_seconds
-
-    @contextmanager
-    def _appended(
-        self, steps: Sequence[SequenceStep], whole: bool = True
-    ) -> Iterator[list[HeldSequence]]:
-        """The sequences of a step, which have its slots within. Where it fails they have them no
-        more."""
-        lengths = [self.length(step.sequence_id) for step in steps]
-        copies = self._pool.append(steps, whole)
-        held = [
-            HeldSequence(step, length, self._pool.pages(step.sequence_id))
-            for step, length in zip(steps, lengths, strict=True)
-        ]
-        missing = {page for _, page in copies}
-        try:
-            self._cache.copy_pages(copies)
-            missing.clear()
-            yield held
-        except BaseException:
-            self._undo(held, missing)
-            raise
-
-    def _undo(self, sequences: Sequence[HeldSequence], missing: Collection[int] = ()) -> None:
-        """Gives back the slots of a step that was not run, before others can share what was not
-        written to them. A sequence with a page of `missing`, which was to be a copy, is
-        forgotten."""
-        for held in sequences:
-            if any(page in missing for page in held.pages):
-                self._pool.forget(held.step.sequence_id)
-            else:
-                self._pool.keep(held.step.sequence_id, held.length)
-
-    @contextmanager
-    def _forgetting(self, sequence_id: str) -> Iterator[None]:
-        """Forgets a sequence where its slots cannot be written, which the pool believes to be."""
-        try:
-            yield
-        except BaseException:
-            self._pool.forget(sequence_id)
-            raise
-
-    def _run(self, runner: Steps, steps: Sequence[SequenceStep]) -> tuple[Tensor, list[int]]:
-        """A row [any] for each that is wanted, and how many each step wants."""
-        check_steps(steps, self.info, self._max_num_seqs, self.length)
+    def _contending(
+        self, runner: Steps, steps: Sequence[SequenceStep]
+    ) -> Callable[[Sequence[HeldSequence]], Tensor]:
+        """Runs a step on fewer threads while other processes use the cores."""
+        if self._contended is None:
+            return runner.run
         num_tokens = sum(len(step.token_ids) for step in steps)
         is_whole = runner is self._steps
         kind = (is_whole, num_tokens.bit_length()) if num_tokens < WIDE_STEP_ROWS else None
-        contended = self._contended.step(kind) if self._contended else nullcontext()
-        with self._appended(steps, is_whole) as sequences, torch.inference_mode(), contended:
-            rows = runner.run(sequences)
-        sizes = [step.num_logits for step in steps]
-        return rows[: sum(sizes)], sizes
+        return self._contended.step(kind)(runner.run)
 
     def _call(self, token_ids: Tensor, position_ids: Tensor, logit_rows: Tensor) -> Tensor:
         """`Forward` of the whole model."""

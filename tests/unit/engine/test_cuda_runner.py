@@ -126,7 +126,7 @@ def test_padding_writes_to_a_page_of_nobody(make_engine: EngineMaker) -> None:
     """A step of five rows is run as eight; what stands on pages that no sequence holds stays."""
     recorder = CountingRecorder()
     engine, library = on_cpu(make_engine, tiny("llama", "cpu"), recorder)
-    for layer in engine._cache.layers:
+    for layer in engine._caches:
         layer.keys.fill_(torch.nan)
         layer.values.fill_(torch.nan)
     rows = run(engine, "a", ids(5), 5)
@@ -134,7 +134,7 @@ def test_padding_writes_to_a_page_of_nobody(make_engine: EngineMaker) -> None:
     assert gap(rows, dense(library, ids(5))) <= CLOSE
     (page,) = engine._pool.pages("a")
     size, num_pages = engine._pool._page_size, engine.page_counts().num_pages
-    written = ~engine._cache.layers[0].keys.isnan().any(dim=2).any(dim=0)
+    written = ~engine._caches[0].keys.isnan().any(dim=2).any(dim=0)
     slots = set(written.nonzero()[:, 0].tolist())
     assert slots == {*range(page * size, page * size + 5), num_pages * size}
 

@@ -1,0 +1,124 @@
+"""What engines have in common whose keys and values lie in pages: sequences, forks, cuts, and what
+is undone where a step fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from outrider.engine.batch import HeldSequence
+from outrider.engine.interface import ModelInfo, SequenceStep, check_steps
+from outrider.kv_cache.block_pool import BlockPool, Copy
+
+
+class PageStore(Protocol):
+    """What an engine's pages hold."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pages."""
+        ...
+
+    def copy_pages(self, copies: Sequence[Copy]) -> None:
+        """Copies pages (from, to) in every layer, all at once."""
+        ...
+
+    def move_slots(self, moves: Sequence[Copy]) -> None:
+        """Copies slots (from, to) in every layer, all at once."""
+        ...
+
+
+class PagedSequences:
+    """The part of an `Engine` that runs no model."""
+
+    info: ModelInfo
+    stated_seconds = 0.0
+
+    def _use_pool(self, pool: BlockPool, cache: PageStore, max_num_seqs: int) -> None:
+        """Begins anew with the empty pages of a pool."""
+        self._pool, self._cache, self._max_num_seqs = pool, cache, max_num_seqs
+        self.can_hold, self.find, self.attach = pool.can_hold, pool.find, pool.attach
+        self.mark_idle, self.release, self.length = pool.mark_idle, pool.release, pool.length
+        self.page_counts = pool.counts
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Bytes that are held for keys and values; constant."""
+        return self._cache.num_bytes
+
+    def _run(
+        self,
+        run: Callable[[Sequence[HeldSequence]], Tensor],
+        steps: Sequence[SequenceStep],
+        whole: bool = True,
+    ) -> tuple[Tensor, list[int]]:
+        """A row [any] for each that is wanted, and how many each step wants. `whole` is false for
+        steps of the first layers alone."""
+        check_steps(steps, self.info, self._max_num_seqs, self.length)
+        with self._appended(steps, whole) as sequences, torch.inference_mode():
+            rows = run(sequences)
+        if whole:
+            self._pool.written(steps)
+        sizes = [step.num_logits for step in steps]
+        return rows[: sum(sizes)], sizes
+
+    def fork(self, sequence_id: str, branch_id: str) -> None:
+        """See `Engine.fork`."""
+        copies = self._pool.fork(sequence_id, branch_id)
+        with self._forgetting(branch_id):
+            self._cache.copy_pages(copies)
+
+    def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> None:
+        """See `Engine.keep`. Keys stay rotated for the position they were run at, so a slot of
+        `path` must have been run at the position it gets."""
+        moves = self._pool.keep(sequence_id, length, path)
+        with self._forgetting(sequence_id):
+            self._cache.move_slots(moves)
+
+    def take_step_seconds(self) -> float:
+        """0: these steps take their own time."""
+        return self.stated_seconds
+
+    @contextmanager
+    def _appended(
+        self, steps: Sequence[SequenceStep], whole: bool = True
+    ) -> Iterator[list[HeldSequence]]:
+        """The sequences of a step, which have its slots within. Where it fails they have them no
+        more."""
+        lengths = [self.length(step.sequence_id) for step in steps]
+        copies = self._pool.append(steps, whole)
+        held = [
+            HeldSequence(step, length, self._pool.pages(step.sequence_id))
+            for step, length in zip(steps, lengths, strict=True)
+        ]
+        missing = {page for _, page in copies}
+        try:
+            self._cache.copy_pages(copies)
+            missing.clear()
+            yield held
+        except BaseException:
+            self._undo(held, missing)
+            raise
+
+    def _undo(self, sequences: Sequence[HeldSequence], missing: Collection[int] = ()) -> None:
+        """Gives back the slots of a step that was not run, before others can share what was not
+        written to them. A sequence with a page of `missing`, which was to be a copy, is
+        forgotten."""
+        for held in sequences:
+            if any(page in missing for page in held.pages):
+                self._pool.forget(held.step.sequence_id)
+            else:
+                self._pool.keep(held.step.sequence_id, held.length)
+
+    @contextmanager
+    def _forgetting(self, sequence_id: str) -> Iterator[None]:
+        """Forgets a sequence where its slots cannot be written, which the pool believes to be."""
+        try:
+            yield
+        except BaseException:
+            self._pool.forget(sequence_id)
+            raise
