@@ -33,7 +33,7 @@ from outrider.engine.cuda.backend import DeviceBackend, find_backend
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError, SettingError
-from outrider.models.loading import DTYPES, load_model, resolve_device, resolve_dtype
+from outrider.models.loading import DTYPES, load_model, resolve_dtype, use_device
 from outrider.models.module_replacement import speed_up
 from outrider.models.sources import resolve_model
 from outrider.speculation.draft_sampling import draw_from_logits
@@ -64,7 +64,7 @@ _OF_1B = {
 
 def run(options: DeviceOptions, progress: Progress) -> Report:
     """Loads or makes the model, and measures. Raises `ConfigError`."""
-    device = resolve_device(options.device)
+    device = use_device(device=options.device)
     progress(f"loading {options.model} on {device}")
     if options.model in RANDOM_MODELS:
         dtype = resolve_dtype(options.dtype)

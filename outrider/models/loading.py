@@ -222,8 +222,11 @@ def check_same_tokenizer(target: str, draft: str, *, trust_remote_code: bool = F
 
 
 def use_device(**options: Unpack[LoadOptions]) -> torch.device:
-    """Where the model goes; sets the threads. Raises `SettingError`."""
+    """Where the model goes; sets the threads, and the device on which the calling thread's kernels,
+    streams and graphs are made. Raises `SettingError`."""
     where = resolve_device(options.get("device", "auto"))
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
     if (num_threads := options.get("num_threads")) is not None:
         if num_threads < 1:
             raise SettingError("num_threads", f"{num_threads} given; at least 1 is needed")
@@ -231,19 +234,30 @@ def use_device(**options: Unpack[LoadOptions]) -> torch.device:
     return where
 
 
-def resolve_device(device: str) -> torch.device:
-    """`auto` is the first CUDA device where there is one, else the CPU."""
+def resolve_device(device: str, rank: int = 0) -> torch.device:
+    """`auto` is `cuda` where there is a CUDA device, else the CPU. `cuda` is a device for each
+    `rank`, of those that its process sees: on Ray those that it was given. A CUDA device has an
+    index in any case. Raises `SettingError`."""
+    num_visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = "cuda" if num_visible else "cpu"
     try:
         where = torch.device(device)
     except RuntimeError as error:
         raise SettingError(
             "device", f"{device!r} given; auto, cpu or cuda[:N] is allowed"
         ) from error
-    if where.type == "cuda" and not torch.cuda.is_available():
+    if where.type != "cuda":
+        return where
+    if not num_visible:
         raise SettingError("device", f"{device!r} given, but no CUDA device can be used here")
-    return where
+    index = rank % num_visible if where.index is None else where.index
+    if index >= num_visible:
+        raise SettingError(
+            "device",
+            f"{device!r} given, but a replica counts the {num_visible} that it is given from 0",
+        )
+    return torch.device("cuda", index)
 
 
 def resolve_dtype(dtype: str) -> torch.dtype | str:

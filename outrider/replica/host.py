@@ -94,10 +94,12 @@ class ReplicaHost(PlacedActor):
 
     def _build(self, engine: Engine | None, config: ReplicaConfig) -> SteppedService:
         from outrider.engine.threads import start_workers
+        from outrider.models.loading import use_device
         from outrider.replica.scheduler import ThreadExecutor
 
         take_seconds = (lambda: 0.0) if engine is None else engine.take_step_seconds
         executor = ThreadExecutor(f"{config.role}-step", take_seconds)
+        executor.call(lambda: use_device(device=config.device))
         executor.call(start_workers)
         costs = None if engine is None else executor.call(lambda: step_costs(engine, config))
         return self.build(config, executor, engine, costs)

@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import logging
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from outrider.config import ReplicaConfig
@@ -62,9 +62,9 @@ class RankLeader(OpenRendezvous):
         and `Unavailable` where a rank is gone or not there in time."""
         from outrider.engine.tensor_parallel.group import lead
         from outrider.engine.tensor_parallel.parallel_engine import ParallelEngine
-        from outrider.models.loading import resolve_device
+        from outrider.models.loading import use_device
 
-        device = resolve_device(config.device)
+        device = use_device(device=config.device)
         group, followers = lead(self, device, self._timeout_s, in_order=config.deterministic)
         try:
             engine = build_engine(config, num_threads, group)
@@ -107,6 +107,7 @@ class RankHost(PlacedActor):
         self._following: asyncio.Task[None] | None = None
         self._group: RankGroup | None = None
         self._frames: FrameReceiver | None = None
+        self._device = ""
 
     async def start(
         self,
@@ -148,9 +149,11 @@ class RankHost(PlacedActor):
         timeout_s: float,
     ) -> Engine:
         from outrider.engine.tensor_parallel.group import join
-        from outrider.models.loading import resolve_device
+        from outrider.models.loading import resolve_device, use_device
 
-        device = resolve_device(config.device)
+        self._device = str(resolve_device(config.device, assignment.rank))
+        config = replace(config, device=self._device)
+        device = use_device(device=self._device)
         self._group, self._frames = join(
             assignment.rendezvous, assignment.rank, device, timeout_s, in_order=config.deterministic
         )
@@ -161,9 +164,11 @@ class RankHost(PlacedActor):
     async def _follow(self, engine: Engine) -> None:
         from outrider.engine.tensor_parallel.parallel_engine import follow
         from outrider.engine.threads import start_workers
+        from outrider.models.loading import use_device
 
         def run() -> None:
             if self._frames is not None:
+                use_device(device=self._device)
                 start_workers()
                 follow(self._frames, engine)
 

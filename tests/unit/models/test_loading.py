@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+from cuda_threads import cuda_of
 from models import byte_level_tokenizer, save_tiny_model
 from safetensors.torch import load_file, save_file
 
@@ -108,6 +110,29 @@ def test_a_bad_setting_is_named(tiny: Path, setting: dict[str, object], named: s
 def test_cuda_without_a_device_is_refused() -> None:
     with pytest.raises(ConfigError, match="no CUDA device"):
         loading.resolve_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("device", "rank", "num_visible", "index"),
+    [
+        ("cuda", 0, 1, 0),
+        ("auto", 1, 2, 1),
+        ("cuda", 1, 1, 0),
+        ("cuda", 5, 4, 1),
+        ("cuda:1", 3, 2, 1),
+    ],
+)
+def test_a_cuda_device_has_an_index_and_is_the_threads_own(
+    monkeypatch: pytest.MonkeyPatch, device: str, rank: int, num_visible: int, index: int
+) -> None:
+    """NCCL cannot start without one. A rank that sees others' devices takes one for itself."""
+    found = cuda_of(monkeypatch, num_visible)
+    assert loading.resolve_device(device, rank) == torch.device("cuda", index)
+    assert not found
+    where = loading.use_device(device=f"cuda:{index}")
+    assert found == [(threading.get_ident(), where)]
+    with pytest.raises(ConfigError, match=f"counts the {num_visible} that it is given"):
+        loading.use_device(device=f"cuda:{num_visible}")
 
 
 def test_weights_fingerprints_tell_models_apart(tiny: Path, tmp_path: Path) -> None:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from cuda_threads import cuda_of
 from models import byte_level_tokenizer, save_tiny_model
 
 from outrider.config import DraftConfig, TargetConfig
 from outrider.engine.interface import SequenceStep
+from outrider.engine.tensor_parallel import group, parallel_engine, rank_process
+from outrider.engine.tensor_parallel.rank_rpc import LOOPBACK, Rendezvous
 from outrider.errors import BadRequest, SettingError
 from outrider.grammar.constraint import Constraint
 from outrider.models import linear_layers
+from outrider.replica.host import ReplicaHost
 from outrider.replica.process_setup import (
     STANDARD_ERROR,
     advertised,
@@ -110,3 +119,52 @@ def test_grammars_are_those_of_the_targets_tokenizer(tmp_path: Path) -> None:
     assert made is not None
     with pytest.raises(BadRequest, match="regex: the model has no tokenizer"):
         made.get(constraint)
+
+
+def test_steps_of_a_replica_run_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread's kernels, streams and graphs are made on the first device unless it chose one."""
+    chosen = cuda_of(monkeypatch)
+
+    class Host(ReplicaHost):
+        def build(self, config: Any, executor: Any, engine: Any, costs: Any) -> Any:
+            assert executor.call(threading.get_ident) == chosen[0][0] != threading.get_ident()
+            return "service"
+
+    assert Host()._build(None, TargetConfig(device="cuda:1")) == "service"
+    assert [device for _, device in chosen] == [torch.device("cuda", 1)]
+
+
+def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an index, which NCCL needs; where it meets the others, where it loads, and where it
+    follows."""
+    chosen = cuda_of(monkeypatch)
+    found: list[str] = []
+    ends = SimpleNamespace(confirm=lambda *_: None, receive=lambda: None, close=lambda: None)
+
+    def meet(*arguments: Any, **_: Any) -> tuple[Any, Any]:
+        found.extend(str(one) for one in arguments if isinstance(one, torch.device))
+        return ends, ends
+
+    for name in ("join", "lead"):
+        monkeypatch.setattr(group, name, meet)
+    for name in ("use_threads", "log_to"):
+        monkeypatch.setattr(rank_process, name, lambda *_: None)
+    monkeypatch.setattr(rank_process, "_digest", lambda _: b"")
+    monkeypatch.setattr(
+        rank_process, "build_engine", lambda config, *_: found.append(config.device)
+    )
+
+    async def follow() -> None:
+        host = rank_process.RankHost()
+        assignment = rank_process.RankAssignment(Rendezvous(LOOPBACK, 1, 2, 2, b""), 1, 2)
+        await host.start(TargetConfig(device="cuda"), assignment, 1.0, "")
+        await host.wait()
+
+    asyncio.run(follow())
+    assert found == ["cuda:1", "cuda:1"]
+    assert [str(device) for _, device in chosen] == ["cuda:1", "cuda:1"]
+    leader = rank_process.RankLeader(2, 2, 1.0)
+    monkeypatch.setattr(parallel_engine, "ParallelEngine", lambda *_: None)
+    leader.engine(TargetConfig(device="cuda"), 1)
+    leader.close()
+    assert found[2:] == ["cuda:0", "cuda"]
