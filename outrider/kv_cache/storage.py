@@ -11,13 +11,16 @@ they take on [slots, heads, width]. Fused CPU kernels read another layout, see
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from outrider.engine.threads import on_threads
 from outrider.errors import SettingError, check
 from outrider.kv_cache.block_pool import Copy
 from outrider.limits import KV_CACHE_BYTES_DEFAULT, PAGE_SIZE
@@ -64,6 +67,7 @@ def memory_budget(
     fixed number."""
     if device.type != "cuda":
         return KV_CACHE_BYTES_DEFAULT
+    torch.cuda.empty_cache()  # Else what was loaded and then fused counts as taken.
     free, total = torch.cuda.mem_get_info(device)
     share = min(1.0, num_gpus or 1.0)
     taken = torch.cuda.memory_reserved(device)
@@ -72,11 +76,11 @@ def memory_budget(
 
 
 class KeysAndValues:
-    """The cache of one layer."""
+    """The cache of one layer; or of several of one shape, whose heads follow each other."""
 
-    def __init__(self, shape: LayerShape, num_slots: int) -> None:
+    def __init__(self, shape: LayerShape, num_slots: int, num_layers: int = 1) -> None:
         def tensor(width: int) -> Tensor:
-            size = (shape.num_heads, num_slots, width)
+            size = (num_layers * shape.num_heads, num_slots, width)
             return torch.zeros(size, dtype=shape.dtype, device=shape.device)
 
         self.keys = tensor(shape.key_width)
@@ -112,12 +116,13 @@ class KeysAndValues:
 
 
 class BlockedKeysAndValues:
-    """The cache of one layer, page by page, as vLLM's attention for CPUs and its relatives read it.
-    Keys and values have the same width."""
+    """The cache of one layer, page by page, as vLLM's attention for CPUs and its relatives read it;
+    or of several, whose pages follow each other. Keys and values have the same width."""
 
-    def __init__(self, shape: LayerShape, num_pages: int) -> None:
+    def __init__(self, shape: LayerShape, num_pages: int, num_layers: int = 1) -> None:
         check(shape.key_width == shape.value_width, "keys and values have the same width")
-        size = (num_pages, shape.num_heads, PAGE_SIZE, shape.key_width)
+        size = (num_layers * num_pages, shape.num_heads, PAGE_SIZE, shape.key_width)
+        self._first_pages = num_pages * torch.arange(num_layers)[:, None]
         self.keys = torch.zeros(size, dtype=shape.dtype, device=shape.device)
         """[pages, heads, page size, width] by shape, while the numbers of a page's head are stored
         as [width, page size]: a column for each slot."""
@@ -127,6 +132,8 @@ class BlockedKeysAndValues:
 
     def copy(self, sources: Tensor, targets: Tensor, unit: int) -> None:
         """See `KeysAndValues.copy`; a unit is a page or a slot."""
+        first_units = self._first_pages * (PAGE_SIZE // unit)
+        sources, targets = ((first_units + units).flatten() for units in (sources, targets))
         if unit == PAGE_SIZE:
             for tensor in (self.keys, self.values):
                 tensor.index_copy_(0, targets, tensor.index_select(0, sources))
@@ -149,12 +156,16 @@ class KVCache:
         is_blocked: bool = False,
     ) -> None:
         """`is_blocked`: layers are `BlockedKeysAndValues`."""
-        self.layers: list[Any] = [
-            BlockedKeysAndValues(shape, num_pages)
+        stacks: dict[LayerShape, Any] = {
+            shape: BlockedKeysAndValues(shape, num_pages, num_layers)
             if is_blocked
-            else KeysAndValues(shape, num_pages * PAGE_SIZE)
-            for shape in shapes
-        ]
+            else KeysAndValues(shape, num_pages * PAGE_SIZE, num_layers)
+            for shape, num_layers in Counter(shapes).items()
+        }
+        self._stacks = [*stacks.values()]
+        """Of layers of one shape, which are copied at once."""
+        layers = {shape: _layers_of(stacks[shape], num) for shape, num in Counter(shapes).items()}
+        self.layers: list[Any] = [next(layers[shape]) for shape in shapes]
         slot_bytes = sum(shape.slot_bytes for shape in shapes)
         check(
             self.num_bytes == num_pages * PAGE_SIZE * slot_bytes,
@@ -164,7 +175,7 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.nbytes for layer in self.layers for tensor in (layer.keys, layer.values))
+        return sum(stack.keys.nbytes + stack.values.nbytes for stack in self._stacks)
 
     def copy_pages(self, copies: Sequence[Copy]) -> None:
         """Copies pages (from, to) in every layer, all at once."""
@@ -180,6 +191,15 @@ class KVCache:
     def _copy(self, copies: Sequence[Copy], unit: int) -> None:
         """Copies runs of `unit` slots, numbered in such units."""
         places = torch.tensor(copies)
-        for layer in self.layers:
-            sources, targets = places.to(layer.keys.device).unbind(1)
-            layer.copy(sources, targets, unit)
+        with on_threads(1):  # They are not worth a wait for a helper whose core is in use.
+            for stack in self._stacks:
+                stack.copy(*places.to(stack.keys.device).unbind(1), unit)
+
+
+def _layers_of(stack: Any, num_layers: int) -> Iterator[Any]:
+    """The cache of each layer, as views of their stack."""
+    tensors = (tensor.tensor_split(num_layers) for tensor in (stack.keys, stack.values))
+    for keys, values in zip(*tensors, strict=True):
+        layer = copy(stack)
+        layer.keys, layer.values = keys, values
+        yield layer

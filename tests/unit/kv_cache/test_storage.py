@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.errors import SettingError
-from outrider.kv_cache.storage import LayerShape, memory_budget, pages_in
+from outrider.kv_cache.storage import KVCache, LayerShape, memory_budget, pages_in
+from outrider.limits import PAGE_SIZE
 
 CPU = torch.device("cpu")
 SHAPES = [LayerShape(2, 8, 4, torch.bfloat16, CPU), LayerShape(1, 8, 8, torch.float32, CPU)]
@@ -38,6 +42,58 @@ def test_the_budget_on_a_gpu_is_what_the_weights_leave(
 ) -> None:
     """Of 100 bytes 0.9 may be taken, or 0.9 of a share; 10 are; no more than is free; and what
     others will take is left to them."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 100))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 10)
+    cached = [5]  # Of weights that were fused: the allocator keeps them until it is told.
+    monkeypatch.setattr(torch.cuda, "empty_cache", cached.clear)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free - sum(cached), 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 10 + sum(cached))
     assert memory_budget(torch.device("cuda"), 0.9, num_gpus, others) == expected
+
+
+@pytest.mark.parametrize("is_blocked", [False, True])
+def test_pages_and_slots_are_copied_in_every_layer(is_blocked: bool) -> None:
+    """All at once, whatever their shapes; what is not copied stays. By page and place."""
+    shapes = [LayerShape(heads, 4, 4, torch.float32, CPU) for heads in (2, 1, 2, 2)]
+    cache = KVCache(shapes, 3, is_blocked)
+    before = []
+    for number, layer in enumerate(cache.layers):
+        for tensor in (layer.keys, layer.values):
+            tensor.copy_(torch.arange(tensor.numel()).view_as(tensor) + 10_000 * number)
+        before += [found.clone() for found in _paged(layer)]
+    cache.copy_pages([(0, 1), (1, 2)])
+    cache.move_slots([(2, PAGE_SIZE + 3), (PAGE_SIZE + 3, 1)])
+    after = [found for layer in cache.layers for found in _paged(layer)]
+    for old, new in zip(before, after, strict=True):
+        expected = torch.stack([old[0], old[0], old[1]])
+        expected[1, 3], expected[0, 1] = old[0, 2], old[0, 3]
+        assert torch.equal(new, expected)
+
+
+def _paged(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [pages, place, any]."""
+    keys, values = layer.keys, layer.values
+    if keys.dim() == 4:
+        columns = keys.view(*keys.shape[:2], keys.shape[3], keys.shape[2])
+        return columns.permute(0, 3, 1, 2), values.transpose(1, 2)
+    keys, values = (one.unflatten(1, (-1, PAGE_SIZE)).permute(1, 2, 0, 3) for one in (keys, values))
+    return keys, values
+
+
+class _Count(TorchDispatchMode):
+    num = 0
+
+    def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += 1
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("is_blocked", [False, True])
+def test_a_copy_takes_as_many_operators_in_any_number_of_layers(is_blocked: bool) -> None:
+    """Branches of look-ahead are made of them; on a device each operator takes a launch."""
+    counts = set()
+    for num_layers in (2, 30):
+        cache = KVCache([LayerShape(1, 4, 4, torch.float32, CPU)] * num_layers, 3, is_blocked)
+        with _Count() as counted:
+            cache.copy_pages([(0, 1)])
+            cache.move_slots([(3, 4)])
+        counts.add(counted.num)
+    assert len(counts) == 1, counts
