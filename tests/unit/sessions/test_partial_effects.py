@@ -208,3 +208,25 @@ async def test_a_script_that_is_ended_at_any_write_leaves_a_whole_session(
             assert (await bench.store.load(IDS[0])).token_ids == tuple(session.tokens.ids)
             bench.check_expiries()
     assert at > 0
+
+
+async def test_an_end_with_more_tokens_than_are_stored_is_not_recorded() -> None:
+    bench = Bench()
+    await (await appending(bench))(bench.store)
+    session = Session(await bench.store.load(IDS[0]))
+    written(session, 9)
+    assert await bench.store.finish(end_of(session)) == session.length - 1
+    assert (await bench.store.load(IDS[0])).finish_reason is None
+
+
+async def test_an_append_of_a_higher_epoch_reopens_what_has_finished_a_release_does_not() -> None:
+    bench = Bench()
+    await (await finishing(bench))(bench.store)
+    ended = await bench.store.load(IDS[0])
+    await bench.store.release(IDS[0], 2, OWNERS[1])
+    assert await bench.store.load(IDS[0]) == ended
+    session = Session(replace(ended, epoch=2, owner=OWNERS[1], finish_reason=None))
+    written(session, 9)
+    assert await send(bench.store, session) == 0
+    found = await bench.store.load(IDS[0])
+    assert (found.epoch, found.owner, found.finish_reason) == (2, OWNERS[1], None)

@@ -21,6 +21,7 @@ from outrider.limits import (
     FEATURES_MAX,
     FEATURES_WIDTH_MAX,
     LOGPROBS_MAX,
+    LOOK_AHEAD_MAX,
     NUM_DRAFT_TOKENS_MAX,
     RUN_AHEAD_ROUNDS_MAX,
     SESSION_TOKENS_MAX,
@@ -287,6 +288,7 @@ def change(message: Any, path: str, value: Any) -> None:
         ("proposal.parents", [2], [0]),
         ("run_ahead", RUN_AHEAD_ROUNDS_MAX + 1, RUN_AHEAD_ROUNDS_MAX),
         ("next_siblings", [SIBLINGS_MAX + 1], [SIBLINGS_MAX]),
+        ("next_siblings", [7, 7, 7, 7, 5], [7, 7, 7, 7, TREE_TOKENS_MAX - 28]),
         ("next_budget_us", 1000 * DRAFT_DEADLINE_MS_MAX + 1, 1000 * DRAFT_DEADLINE_MS_MAX),
     ],
 )
@@ -302,6 +304,24 @@ def test_item_limits_from_both_sides(field: str, bad: Any, good: Any) -> None:
     change(message, field, bad)
     with pytest.raises(BadRequest) as caught:
         VERIFY.item_from_proto(message)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "most"),
+    [
+        ("num_draft_tokens", NUM_DRAFT_TOKENS_MAX),
+        ("look_ahead", LOOK_AHEAD_MAX),
+        ("budget_us", 1000 * DRAFT_DEADLINE_MS_MAX),
+    ],
+)
+def test_limits_of_draft_items_from_both_sides(field: str, most: int) -> None:
+    message = DRAFT.item_to_proto(DraftItem(make_head((1, 2)), 1))
+    change(message, field, most)
+    DRAFT.item_from_proto(message)
+    change(message, field, most + 1)
+    with pytest.raises(BadRequest) as caught:
+        DRAFT.item_from_proto(message)
     assert caught.value.field == field
 
 
