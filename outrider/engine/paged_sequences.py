@@ -3,7 +3,7 @@ is undone where a step fails."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from outrider.engine.batch import HeldSequence
 from outrider.engine.interface import ModelInfo, SequenceStep, check_steps
 from outrider.kv_cache.block_pool import BlockPool, Copy
+from outrider.limits import PAGE_SIZE
 
 
 class PageStore(Protocol):
@@ -41,6 +42,10 @@ class PagedSequences:
     def _use_pool(self, pool: BlockPool, cache: PageStore, max_num_seqs: int) -> None:
         """Begins anew with the empty pages of a pool."""
         self._pool, self._cache, self._max_num_seqs = pool, cache, max_num_seqs
+        self._copies: dict[int, int] = {}
+        """Pages that are copied before the next step, for all sequences at once: to, from ..."""
+        self._moves: dict[int, int] = {}
+        """... or slots; pages are copied first where there would be both."""
         self.can_hold, self.find, self.attach = pool.can_hold, pool.find, pool.attach
         self.mark_idle, self.release, self.length = pool.mark_idle, pool.release, pool.length
         self.page_counts = pool.counts
@@ -68,16 +73,28 @@ class PagedSequences:
 
     def fork(self, sequence_id: str, branch_id: str) -> None:
         """See `Engine.fork`."""
-        copies = self._pool.fork(sequence_id, branch_id)
-        with self._forgetting(branch_id):
-            self._cache.copy_pages(copies)
+        if self._moves:
+            self._settle()
+        _add(self._copies, self._pool.fork(sequence_id, branch_id))
 
     def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> None:
         """See `Engine.keep`. Keys stay rotated for the position they were run at, so a slot of
         `path` must have been run at the position it gets."""
-        moves = self._pool.keep(sequence_id, length, path)
-        with self._forgetting(sequence_id):
-            self._cache.move_slots(moves)
+        if path and self._copies:
+            self._settle()
+        _add(self._moves, self._pool.keep(sequence_id, length, path))
+
+    def _settle(self) -> None:
+        """Makes the copies that wait; where that fails, what the pool believes to be written is
+        forgotten."""
+        copies, moves = self._copies, self._moves
+        self._copies, self._moves = {}, {}
+        try:
+            self._cache.copy_pages([(source, target) for target, source in copies.items()])
+            self._cache.move_slots([(source, target) for target, source in moves.items()])
+        except BaseException:
+            self._pool.forget({*copies, *(target // PAGE_SIZE for target in moves)})
+            raise
 
     def take_step_seconds(self) -> float:
         """0: these steps take their own time."""
@@ -89,36 +106,30 @@ class PagedSequences:
     ) -> Iterator[list[HeldSequence]]:
         """The sequences of a step, which have its slots within. Where it fails they have them no
         more."""
+        if self._moves:
+            self._settle()
         lengths = [self.length(step.sequence_id) for step in steps]
-        copies = self._pool.append(steps, whole)
+        _add(self._copies, self._pool.append(steps, whole))
         held = [
             HeldSequence(step, length, self._pool.pages(step.sequence_id))
             for step, length in zip(steps, lengths, strict=True)
         ]
-        missing = {page for _, page in copies}
         try:
-            self._cache.copy_pages(copies)
-            missing.clear()
+            self._settle()
             yield held
         except BaseException:
-            self._undo(held, missing)
+            self._undo(held)
             raise
 
-    def _undo(self, sequences: Sequence[HeldSequence], missing: Collection[int] = ()) -> None:
+    def _undo(self, sequences: Sequence[HeldSequence]) -> None:
         """Gives back the slots of a step that was not run, before others can share what was not
-        written to them. A sequence with a page of `missing`, which was to be a copy, is
-        forgotten."""
+        written to them."""
         for held in sequences:
-            if any(page in missing for page in held.pages):
-                self._pool.forget(held.step.sequence_id)
-            else:
+            if self.length(held.step.sequence_id):
                 self._pool.keep(held.step.sequence_id, held.length)
 
-    @contextmanager
-    def _forgetting(self, sequence_id: str) -> Iterator[None]:
-        """Forgets a sequence where its slots cannot be written, which the pool believes to be."""
-        try:
-            yield
-        except BaseException:
-            self._pool.forget(sequence_id)
-            raise
+
+def _add(pending: dict[int, int], copies: Sequence[Copy]) -> None:
+    """All of them may be made at once: from what waits to be written nothing is copied."""
+    for source, target in copies:
+        pending[target] = pending.get(source, source)

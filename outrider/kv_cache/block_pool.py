@@ -140,7 +140,7 @@ class BlockPool:
         """Takes slots for the tokens of each step, at most one a sequence, and makes it busy. An
         unknown sequence begins without salt. Returns the page copies to make before any slot is
         written. `written` follows; or, where the step fails, `keep` of the length before, and
-        `forget` where a copy was not made, so that nothing unwritten is shared.
+        `forget` of copies that were not made, so that nothing unwritten is shared.
 
         Evicts what is idle as needed; raises `OutOfPages` where even that does not do, changing
         nothing. Slots that are not `whole` are never shared, and `keep` gives them back before any
@@ -223,11 +223,15 @@ class BlockPool:
             self._remember(self._sequences[sequence_id])
             self._drop(sequence_id)
 
-    def forget(self, sequence_id: str) -> None:
-        """As `release`, for a sequence of which slots or copies were not written: no page becomes
-        known by it."""
-        if sequence_id in self._sequences:
-            self._drop(sequence_id)
+    def forget(self, pages: set[int]) -> None:
+        """Forgets the sequences and prefixes that hold any of these pages, which were to be
+        written and were not."""
+        held = [name for name, one in self._sequences.items() if not pages.isdisjoint(one.pages)]
+        for name in held:
+            self._drop(name)
+        for page in pages:
+            if page in self._prefixes:
+                self._forget(page)
 
     def _is_roomy(self, steps: Sequence[SequenceStep]) -> bool:
         """Whether so many pages are free that nothing need be counted or evicted: a step takes a

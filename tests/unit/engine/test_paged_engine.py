@@ -15,6 +15,7 @@ from pages import check_pages
 
 from outrider.engine.interface import SequenceStep
 from outrider.errors import BadRequest
+from outrider.limits import PAGE_SIZE
 
 FAMILIES = (
     "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "gpt_neox", "gpt2",
@@ -212,10 +213,17 @@ def test_what_cannot_be_copied_is_forgotten_and_nothing_else(
         patch.setattr(engine._cache, "_copy", fail)
         with pytest.raises(MemoryError):
             engine.forward([SequenceStep("b", ids(20, 7), 1), SequenceStep("a", ids(3, 4), 1)])
+        engine.fork("a", "branch")
         with pytest.raises(MemoryError):
-            engine.fork("a", "branch")
+            engine.forward([SequenceStep("a", ids(3, 4), 1)])
+        engine.fork("a", "branch")
         with pytest.raises(MemoryError):
             engine.keep("c", 41, range(42, 49))
+        assert [engine.length(name) for name in ("branch", "c")] == [0, 49]
+        engine.keep("c", 41, range(42, 49))
+        engine.release("c")  # It leaves a prefix.
+        with pytest.raises(MemoryError):
+            engine.forward([SequenceStep("a", ids(3, 4), 1)])
         check_pages(engine)
     assert [engine.length(name) for name in ("a", "b", "branch", "c")] == [40, 0, 0, 0]
     assert engine.attach("d", (*ids(20), *ids(20, 7))) == 16
@@ -224,3 +232,34 @@ def test_what_cannot_be_copied_is_forgotten_and_nothing_else(
     for name, tokens in (("a", ids(40) + ids(3, 4)), ("e", ids(40) + ids(8, 6))):
         rows = run(engine, name, tokens[engine.length(name) :], 3)
         assert gap(rows, dense(library, tokens)[-3:]) <= EXACT
+
+
+def test_copies_of_copies_are_made_at_once(make_engine: EngineMaker) -> None:
+    """Forks of forks between two steps, on pages that a cut or an end gives back meanwhile; and of
+    a path of a tree, whose slots move first."""
+    module = llama()
+    engine, library = make_engine(module, num_bytes=2**16), twin(module)
+    tokens = ids(20)
+    run(engine, "a", tokens, 0)
+    run(engine, "tree", tokens, 0)
+    run(engine, "tree", ids(3, 5), 3, (-1, -1, 1))
+    calls = []
+    copy = engine._cache._copy
+    engine._cache._copy = lambda copies, unit: (calls.append(unit), copy(copies, unit))
+    engine.fork("a", "b")
+    engine.fork("b", "c")
+    engine.release("b")
+    engine.fork("c", "b")
+    engine.keep("c", 17)
+    engine.fork("c", "d")
+    assert calls == []
+    engine.keep("tree", 20, (21, 22))
+    engine.fork("tree", "e")
+    names = ("a", "b", "c", "d", "e", "tree")
+    path = tokens + ids(3, 5)[1:]
+    prefixes = (tokens, tokens, tokens[:17], tokens[:17], path, path)
+    new = [ids(2, 30 + place) for place in range(6)]
+    steps = [SequenceStep(name, more, 2) for name, more in zip(names, new, strict=True)]
+    for rows, prefix, more in zip(engine.forward(steps), prefixes, new, strict=True):
+        assert gap(rows, dense(library, prefix + more)[-2:]) <= EXACT
+    assert calls == [PAGE_SIZE, 1, PAGE_SIZE]

@@ -1,0 +1,14 @@
+"""A CUDA device of fake tensors for every test here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from fake_cuda import DeviceWatch, fake_device
+
+
+@pytest.fixture
+def watch() -> Iterator[DeviceWatch]:
+    with fake_device() as made:
+        yield made

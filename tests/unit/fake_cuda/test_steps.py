@@ -1,0 +1,121 @@
+"""What steps of the engine ask of a CUDA device, on tensors without numbers (`fake_cuda.py`): how
+often they wait for it, send to it, and start a kernel, for 1 and for 16 sessions.
+
+Not seen are streams, events, pinned memory and the order in which things happen; operators whose
+result has a size that depends on numbers, as `nonzero`, fail here; and no kernel of ours is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from itertools import count
+
+import pytest
+from fake_cuda import EAGER, RECORDED, VOCAB, DeviceWatch, fake_engine, to_device
+from models import tiny_config, tiny_exit, tiny_module
+
+from outrider.engine.interface import SequenceStep
+from outrider.engine.paged_engine import PagedEngine
+
+BACKENDS = {"gathered": None, "tables": EAGER, "recorded": RECORDED}
+TREE = (-1, 0, 0, 1)
+_names = map(str, count())
+
+
+@cache
+def engine(kind: str) -> PagedEngine:
+    """Of two layers, with an exit head behind the first or features."""
+    module = tiny_module(tiny_config("gemma2" if kind == "windows" else "llama", VOCAB))
+    exit_head = tiny_exit(module, range(VOCAB))
+    to_device(exit_head.module)
+    options = {} if kind == "recorded" else {"shows_features": True}
+    return fake_engine(to_device(module), BACKENDS.get(kind, EAGER), exit_head=exit_head, **options)
+
+
+def grown(engine: PagedEngine, num: int, length: int = 5) -> list[str]:
+    """New sequences, none of which ends with its page."""
+    names = [next(_names) for _ in range(num)]
+    engine.forward([SequenceStep(name, tuple(range(length)), 1) for name in names])
+    return names
+
+
+Case = Callable[[PagedEngine, list[str]], object]
+
+
+def steps(num_tokens: int, num_logits: int = 1, parents: tuple[int, ...] = ()) -> Case:
+    ids = tuple(range(num_tokens))
+    return lambda engine, names: engine.forward(
+        [SequenceStep(name, ids, num_logits, parents) for name in names]
+    )
+
+
+def ragged(engine: PagedEngine, names: list[str]) -> None:
+    """Chains of all lengths, as of sessions with their own K."""
+    engine.forward([SequenceStep(each, (1,) * (1 + i % 4), 1) for i, each in enumerate(names)])
+
+
+def shallow(engine: PagedEngine, names: list[str]) -> None:
+    engine.forward_shallow([SequenceStep(name, (1,), 1) for name in names])
+
+
+def features(engine: PagedEngine, names: list[str]) -> None:
+    steps(4, 4)(engine, names)
+    assert [tuple(rows.shape) for rows in engine.features()] == [(4, 32)] * len(names)
+
+
+def forks(engine: PagedEngine, names: list[str]) -> None:
+    """Two of each sequence, one of them cut, and a step of all."""
+    for name in names:
+        engine.fork(name, name + "a")
+        engine.fork(name + "a", name + "b")
+        engine.keep(name + "b", 4)
+    steps(1)(engine, [name + branch for name in names for branch in "ab"])
+
+
+def kept_paths(engine: PagedEngine, names: list[str]) -> None:
+    """Of trees a path, whose slots move, and the next step."""
+    steps(4, 4, TREE)(engine, names)
+    for name in names:
+        engine.keep(name, 5, (5, 7))
+    steps(1)(engine, names)
+
+
+CASES: dict[str, tuple[Case, dict[str, tuple[int, int, int]]]] = {
+    "plain": (steps(1), {"gathered": (0, 3, 27), "tables": (0, 1, 9), "recorded": (0, 1, 3)}),
+    "prefix": (steps(40), {"gathered": (0, 3, 27), "tables": (0, 1, 9), "recorded": (0, 1, 8)}),
+    "verify": (steps(4, 4), {"gathered": (0, 3, 27), "tables": (0, 1, 9), "recorded": (0, 1, 3)}),
+    "ragged": (ragged, {"tables": (0, 1, 9), "recorded": (0, 1, 3), "windows": (0, 1, 9)}),
+    "tree": (
+        steps(4, 4, TREE),
+        {
+            "gathered": (0, 3, 27),
+            "tables": (0, 2, 10),
+            "recorded": (0, 2, 9),
+            "windows": (0, 2, 10),
+        },
+    ),
+    "shallow": (shallow, {"gathered": (0, 3, 16), "tables": (0, 1, 5), "recorded": (0, 1, 5)}),
+    "features": (features, {"gathered": (0, 3, 27), "tables": (0, 1, 9)}),
+    "forks": (forks, {"tables": (0, 2, 14), "recorded": (0, 2, 8)}),
+    "kept path": (kept_paths, {"tables": (0, 4, 24), "recorded": (0, 4, 17)}),
+}
+"""Reads, sends and operators of a model of two layers, beside those of the library's modules, for 1
+and for 16 sessions; and so for any number. Gathered steps have some four operators fewer for one.
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "kind"), [(case, kind) for case, (_, counts) in CASES.items() for kind in counts]
+)
+def test_a_step_of_many_sessions_asks_no_more_than_one_of_one(
+    watch: DeviceWatch, case: str, kind: str
+) -> None:
+    work, allowed = CASES[case]
+    for num in (1, 16):
+        names = grown(engine(kind), num)
+        work(engine(kind), names)  # What is recorded is recorded before it is counted.
+        names = grown(engine(kind), num)
+        counts = watch.counted(lambda names=names: work(engine(kind), names))
+        print(num, counts)
+        assert all(map(int.__le__, counts, allowed[kind])), counts

@@ -1,0 +1,105 @@
+"""The fake device finds what a suite on it is to find; each of these is planted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import CUDA, VOCAB, DeviceWatch, FakeRecorder, fake_device, to_device
+from models import tiny_config, tiny_module
+from torch import Tensor
+
+from outrider.speculation.logits_processing import likeliest, row_sums
+from outrider.speculation.sampling_params import SamplingParams
+
+
+def logits(num: int = 4) -> Tensor:
+    return torch.zeros(num, VOCAB, device=CUDA)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda rows: rows[0, 0].item(),
+        lambda rows: bool((rows > 0).all()),
+        lambda rows: rows.cpu(),
+        lambda rows: rows.to("cpu", torch.bfloat16),
+        lambda rows: rows[0].tolist(),
+        lambda rows: torch.empty(rows.shape).copy_(rows),
+        lambda rows: torch.equal(rows, rows),
+    ],
+    ids=["item", "bool", "cpu", "to", "tolist", "copy", "equal"],
+)
+def test_a_read_is_counted_once(watch: DeviceWatch, read: Callable[[Tensor], Any]) -> None:
+    rows = logits()
+    num_reads, num_sends, _ = watch.counted(lambda: read(rows))
+    assert (num_reads, num_sends) == (1, 0)
+
+
+def test_what_is_read_is_on_the_cpu_and_has_numbers(watch: DeviceWatch) -> None:
+    assert (logits(2)[:, :3] > 0).cpu().numpy().tolist() == [[True] * 3] * 2
+    assert torch.zeros(2, dtype=torch.int64, device=CUDA).tolist() == [0, 0]
+
+
+def test_reads_are_told_with_the_line_of_the_product(watch: DeviceWatch) -> None:
+    likeliest(logits(), SamplingParams())
+    assert all("logits_processing.py:" in place for place in watch.reads)
+
+
+@pytest.mark.parametrize(
+    "send",
+    [
+        lambda rows: torch.tensor([1, 2], device=CUDA),
+        lambda rows: torch.ones(3).to(CUDA),
+        lambda rows: rows[[0, 2]],
+        lambda rows: rows[torch.tensor([0, 2])],
+        lambda rows: rows.copy_(torch.ones(rows.shape)),
+    ],
+    ids=["tensor", "to", "list", "index", "copy"],
+)
+def test_a_send_is_counted_once(watch: DeviceWatch, send: Callable[[Tensor], Any]) -> None:
+    rows = logits()
+    num_reads, num_sends, _ = watch.counted(lambda: send(rows))
+    assert (num_reads, num_sends) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda rows: rows + torch.ones(rows.shape),
+        lambda rows: rows.index_select(0, torch.tensor([0])),
+        lambda rows: torch.cat([rows, torch.ones(rows.shape)]),
+        lambda rows: rows + torch.zeros(rows.shape, device="cuda:1"),
+        lambda rows: FakeRecorder().record(lambda: rows[[0]]),
+    ],
+    ids=["add", "index", "cat", "cuda1", "recorded"],
+)
+def test_a_mismatch_fails_though_it_is_caught(mix: Callable[[Tensor], Any]) -> None:
+    told = pytest.raises(AssertionError, match=r"test_watch.py:\d+: ")
+    with told, fake_device(), suppress(RuntimeError):
+        mix(logits())
+
+
+def test_a_loop_over_sessions_grows_with_them(watch: DeviceWatch) -> None:
+    for num in (1, 16):
+        rows = logits(num)
+        watch.clear()
+        for row in rows:
+            row_sums(row[None])
+        assert watch.counts == (0, 0, 2 * num)
+
+
+def test_views_cost_nothing_and_one_call_one_operator(watch: DeviceWatch) -> None:
+    rows = logits()
+    assert watch.counted(lambda: rows[1:].view(-1).unsqueeze(0).split(64, 1)) == (0, 0, 0)
+    assert watch.counted(lambda: torch.nn.functional.linear(rows, rows).softmax(1)) == (0, 0, 2)
+
+
+def test_reads_of_the_librarys_models_count_and_their_operators_do_not(watch: DeviceWatch) -> None:
+    module = to_device(tiny_module(tiny_config("llama", VOCAB)))
+    ids = torch.zeros((1, 3), dtype=torch.int64, device=CUDA)
+    num_reads, _, num_operators = watch.counted(lambda: module(input_ids=ids, use_cache=False))
+    assert num_reads == num_operators <= 1
