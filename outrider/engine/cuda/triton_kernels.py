@@ -17,7 +17,11 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+# What differs from step to step makes no form of its own, which a request would wait for.
+@triton.jit(
+    do_not_specialize=["ancestor_width", "num_rows_of_step"],
+    do_not_specialize_on_alignment=["positions", "blocks", "pages", "ancestors"],
+)
 def attend_blocks(
     output,  # [R, query heads, value width]
     parts,  # [splits, R, query heads, value width], float32; with one split unused
@@ -154,7 +158,7 @@ def attend_blocks(
         tl.store(sums + at, total, mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_outputs"])
 def merge_splits(
     output,  # as above
     parts,

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -150,3 +153,15 @@ def test_a_long_context_in_splits(num_splits: int) -> None:
     """One sequence over many blocks of slots, as many to a split."""
     held = sequences((300, 1))
     assert difference(held, num_splits=num_splits) <= TOLERANCES[torch.float32]
+
+
+def test_the_trial_compiles_every_form_that_steps_need() -> None:
+    """Else a request waits for a compiler. In a process of its own: under the interpreter kernels
+    have no forms."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    script = Path(__file__).parents[2] / "triton_forms.py"
+    ran = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (ran.returncode, ran.stdout) == (0, ""), ran.stderr + ran.stdout

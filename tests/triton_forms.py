@@ -1,0 +1,48 @@
+"""Lists the forms that the attention kernels are compiled in, without a device: a step of an engine
+on their tables says which arguments a compiler would see, and nothing is run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from models import tiny_config, tiny_module
+from paged_engines import EngineMaker
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from outrider.engine import paged_engine
+from outrider.engine.cuda.backend import DeviceBackend, attend_tables
+from outrider.engine.interface import SequenceStep
+
+_COMPILER = make_backend(GPUTarget("cuda", 90, 32))
+_forms: set[str] = set()
+
+
+def _note(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    bind = create_function_from_signature(self.signature, self.params, _COMPILER)
+    _, form, options = bind(*args, **kwargs)
+    _forms.add(f"{self.__name__} {form} {options}")
+
+
+def main() -> None:
+    """Prints the forms that steps need and the trial has not compiled."""
+    JITFunction.run = _note
+    paged_engine.check_answers = lambda *_: None
+    config = tiny_config("llama")
+    config.head_dim = 16  # What is a multiple of this makes one form, as in any model of use.
+    engine = EngineMaker()(tiny_module(config), backend=DeviceBackend(attend_tables, 64, None))
+    tried = set(_forms)
+    assert tried, "the trial runs no kernel"
+    for num in (1, 2, 3, 7, 16, 17):
+        engine.forward([SequenceStep(f"{num}", tuple(range(num)), 1)])
+        engine.forward([SequenceStep(f"{num}", (1,), 1), SequenceStep(f"beside {num}", (1, 2), 2)])
+        engine.forward([SequenceStep(f"tree {num}", (1,) * num, num, (*range(-1, num - 1),))])
+    for form in sorted(_forms - tried):
+        print(form)
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()
