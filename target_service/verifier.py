@@ -20,7 +20,7 @@ from outrider.engine.interface import Engine, FeatureEngine, SequenceStep
 from outrider.engine.threads import on_threads
 from outrider.errors import BadRequest, InvariantError, OutriderError
 from outrider.grammar.compiler import Grammars
-from outrider.grammar.token_mask import Allowed
+from outrider.grammar.token_mask import Allowed, TokenMask
 from outrider.hidden_states import BYTES_OF_A_NUMBER, Features
 from outrider.messages import PositionLogprobs, VerdictReply, VerifyAnswer, VerifyItem
 from outrider.replica.step_request import Unfinished, refusal
@@ -62,9 +62,7 @@ class _Round(Work):
     step: SequenceStep
     """Its share of the forward pass; without logits it runs a part of the prefix."""
     question: Question
-    """What its verdict is made from: the logits under the constraint."""
-    logits: Tensor
-    """[K+1, V], as the model gave them."""
+    """What its verdict is made from."""
     shown: Tensor
     """[K+1, D]: what these were made of, of an engine that shows it."""
     history = NO_HISTORY
@@ -81,12 +79,12 @@ class _Round(Work):
 
     def ask(self, logits: Tensor) -> None:
         """Takes the pass's logits. Raises what a constraint that cannot be told does."""
-        self.logits = sampled = logits
+        masks: Sequence[TokenMask | None] = ()
         if self.allowed is not None:
             rows = row_masks(self.allowed, self.proposal)
-            sampled, self.untold = masked_logits(logits, rows.masks), rows.untold
+            masks, self.untold = rows.masks, rows.untold
         self.question = Question(
-            sampled, self.sampling, self.history, self.proposal, self.head.noise
+            logits, self.sampling, self.history, self.proposal, self.head.noise, masks
         )
 
     def outcome(self, verdict: Verdict) -> Outcome:
@@ -236,10 +234,10 @@ class Verifier(StepWorker):
         verdict = one.within(verdict)
         logprobs: tuple[PositionLogprobs, ...] = ()
         if item.num_logprobs is not None:
-            logprobs = _logprobs(one.logits, proposal, item.num_logprobs, verdict)
+            logprobs = _logprobs(one.question.logits, proposal, item.num_logprobs, verdict)
         audited = None
         if item.audit:
-            rows = one.question.logits[:-1]
+            rows = masked_logits(one.question.logits[:-1].cpu(), one.question.masks[:-1])
             audited = audit(rows, proposal.token_ids, one.sampling, one.history)
         if proposal.parents:
             self._keep_path(one, one.outcome(verdict).path)

@@ -22,6 +22,7 @@ from outrider.speculation.logits_processing import (
     DraftVocabulary,
     TokenHistory,
     draft_mask,
+    joined_rows,
     masked_logits,
 )
 from outrider.speculation.proposal import (
@@ -195,7 +196,7 @@ class DraftSampler:
         """Of drafts that are alike. An error is some draft's own: each then draws alone, which
         gives the same tokens."""
         try:
-            groups, drawn_from = self._drawn(drafts, _side_by_side(rows))
+            groups, drawn_from = self._drawn(drafts, joined_rows(rows))
         except OutriderError as error:
             if len(drafts) == 1:
                 drafts[0].end(error)
@@ -226,21 +227,6 @@ class DraftSampler:
             logits, sampling, noises, depths, self.entries_max, drafts[0].history, self.vocabulary
         )
         return [((token_id,), q) for token_id, q in tokens], drawn_from
-
-
-def _side_by_side(rows: Sequence[Tensor]) -> Tensor:
-    """Rows [1, V] as [R, V]; without a copy where they are neighbours in memory already, as those
-    of one pass are."""
-    first = rows[0]
-    num_bytes = first.nbytes
-    begin, storage = first.data_ptr(), first.untyped_storage().data_ptr()
-    if first.is_contiguous() and all(
-        row.data_ptr() == begin + index * num_bytes and row.untyped_storage().data_ptr() == storage
-        for index, row in enumerate(rows)
-    ):
-        width = first.shape[1]
-        return first.as_strided((len(rows), width), (width, 1))
-    return torch.cat(list(rows))
 
 
 def _alike(drafts: Sequence[AutoregressiveDraft]) -> list[list[int]]:

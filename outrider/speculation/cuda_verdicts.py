@@ -1,38 +1,40 @@
-"""Verdicts on a CUDA device: those of all sessions in two kernels, with one wait for the device,
-however many sessions there are. The law is `verification.py`'s."""
+"""Verdicts on a CUDA device: those of all sessions in three kernels at most, with one wait for the
+device, however many sessions there are. The law is `verification.py`'s."""
 
 from __future__ import annotations
 
 import importlib.util
-import struct
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, chain
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from outrider.grammar.token_mask import TokenMask
 from outrider.limits import DRAFT_SUPPORT_ENTRIES_MAX
 from outrider.speculation.gumbel_max import BLOCK, IntArray, RealArray
-from outrider.speculation.proposal import ENTRY_BYTES, ID_BYTES, DraftDistribution
+from outrider.speculation.logits_processing import TokenHistory, changed_tokens
+from outrider.speculation.proposal import ENTRY_BYTES, DraftDistribution
 from outrider.speculation.random_streams import RowKeys
 from outrider.speculation.sampling_params import SamplingParams
 
-ROW_WORDS = 10
-JUDGED_WORDS = 3
+ROW_WORDS = 12
+JUDGED_WORDS = 9
 _FOUND = 6
-_WORD_BYTES = 8
 _BLOCK = 8192
 _WEIGHING_WARPS = 32
+_ENTRIES = 1024
 _WAITS = 32
 _WARPS = 16
 
 
-Place = tuple[int, DraftDistribution | None]
-"""A draft token, and what it was drawn from; None = for certain."""
+Transforms = tuple[SamplingParams, TokenHistory, Sequence[TokenMask | None]]
+"""Of a session's rows; the mask of each, if there are any."""
 
 
 _FAILED: set[torch.device] = set()
@@ -60,7 +62,8 @@ class JudgedRows:
     maxima: RealArray
     """The largest logit; NaN where any is."""
     behind: RealArray
-    """Of a draft token that is judged here pi behind it, or min(1, p / q)."""
+    """Of a draft token that is judged here pi behind it, or min(1, p / q); NaN of one outside its
+    q."""
     left: RealArray
     """In a block Z."""
     drawn: IntArray
@@ -68,71 +71,129 @@ class JudgedRows:
 
 
 class RowJudge:
-    """One call: the first kernel runs while the second one's words are made ready."""
+    """One call: the first kernels run while the last one's words are made ready."""
 
     def __init__(
         self,
         logits: Tensor,
-        sampling: Sequence[SamplingParams],
-        sizes: Sequence[int],
-        drafted: Sequence[int],
-        keys: RowKeys,
+        transforms: Sequence[Transforms],
+        sizes: IntArray,
+        drafted: IntArray,
     ) -> None:
-        """Of `logits` [R, V], float32 or narrower: `sampling` of each session, `sizes` its rows;
-        `drafted` [R] is the draft token that a row judges, or -1."""
-        from outrider.speculation.triton_kernels import weigh_rows
+        """Of `logits` [R, V], float32 or narrower: the transforms of each session, `sizes` its
+        rows; `drafted` [R] is the draft token that a row judges, or -1."""
+        from outrider.speculation.triton_kernels import change_rows
 
         num_rows, width = logits.shape
-        filters = np.repeat([_filters(each) for each in sampling], sizes, axis=0)
-        rows = np.empty((num_rows, ROW_WORDS), dtype=np.int64)
-        rows[:, :3] = filters.view(np.int64)[:, :3]
-        rows[:, 3] = filters[:, 3]
-        rows[:, 4] = drafted
-        rows[:, 5:] = keys.view(np.int64)
-        self._words = _sent(torch.from_numpy(rows), logits.device)
-        self._weights = torch.empty((num_rows, width), dtype=torch.float32, device=logits.device)
-        self._found = torch.empty((_FOUND, num_rows), dtype=torch.float64, device=logits.device)
-        with _current(logits.device):
-            weigh_rows[(num_rows,)](
-                self._weights, self._found, logits, logits.stride(0), self._words, width,
-                BLOCK=_BLOCK, num_warps=_WEIGHING_WARPS,
-            )  # fmt: skip
-
-    def settle(self, judged: Sequence[tuple[int, int, int]], places: Sequence[Place]) -> JudgedRows:
-        """`judged` says of each row how many draft tokens of its chain come before the one that it
-        judges (-1 = it judges none), the index of that one in `places`, and 1 for a block."""
-        from outrider.speculation.triton_kernels import settle_rows
-
-        num_rows, width = self._weights.shape
-        device = self._weights.device
-        packed = [b"" if q is None else q.packed for _, q in places]
-        sizes = [len(each) // ENTRY_BYTES for each in packed]
-        words = [*chain.from_iterable(judged)]
-        for (token_id, _), end, size in zip(places, accumulate(sizes), sizes, strict=True):
-            words += (token_id, end - size, size)
-        parts = [
-            struct.pack(f"{len(words)}q", *words),
-            *(each[: size * ID_BYTES] for each, size in zip(packed, sizes, strict=True)),
-            *(each[size * ID_BYTES :] for each, size in zip(packed, sizes, strict=True)),
-        ]
-        sent = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
-        ids_at = len(words) * _WORD_BYTES
-        row_waits = 1 << (-(-width // BLOCK) - 1).bit_length()
-        races = torch.empty((2, num_rows, row_waits), dtype=torch.float64, device=device)
+        device = logits.device
+        words = np.zeros((num_rows, ROW_WORDS), dtype=np.int64)
+        filters = np.array([_filters(sampling) for sampling, _, _ in transforms])
+        words[:, :3] = filters.view(np.int64)[:, :3].repeat(sizes, axis=0)
+        words[:, 3] = filters[:, 3].repeat(sizes)
+        words[:, 4] = drafted
+        changes = _changes(transforms, sizes, words, width)
+        sent = _sent([words, *changes], device)
+        self._words = sent[: words.nbytes].view(torch.int64).view(words.shape)
+        self._weights = torch.empty((num_rows, width), dtype=torch.float32, device=device)
+        self._found = torch.empty((_FOUND, num_rows), dtype=torch.float64, device=device)
         with _current(device):
-            settle_rows[(num_rows,)](
-                self._weights, self._found, self._words, _sent(sent, device),
-                JUDGED_WORDS * num_rows * _WORD_BYTES, ids_at, ids_at + sum(sizes) * ID_BYTES,
-                races, width,
-                ENTRIES=DRAFT_SUPPORT_ENTRIES_MAX, WAITS=min(_WAITS, row_waits),
-                ROW_WAITS=row_waits, num_warps=_WARPS,
-            )  # fmt: skip
+            if changes:
+                change_rows[(num_rows,)](
+                    self._weights, self._found, logits, logits.stride(0), sent, width,
+                    BLOCK=_BLOCK, ENTRIES=_ENTRIES, num_warps=_WARPS,
+                )  # fmt: skip
+                logits = self._weights
+            weigh(self._weights, self._found, logits, self._words)
+
+    def settle(
+        self,
+        keys: RowKeys,
+        num_before: IntArray,
+        blocks: npt.NDArray[np.bool_],
+        q: Sequence[DraftDistribution | None],
+    ) -> JudgedRows:
+        """By each row's noise; how many draft tokens of its chain come before the one that it
+        judges (-1 = it judges none); whether that is a block; and what each draft token that is
+        judged was drawn from, a `DraftDistribution` or None."""
+        device = self._weights.device
+        packed = [b"" if each is None else each.packed for each in q]
+        words = np.zeros((len(keys), JUDGED_WORDS), dtype=np.int64)
+        words[:, :5] = keys.view(np.int64)
+        words[:, 5] = num_before
+        words[:, 6] = blocks
+        num_bytes = np.array([*map(len, packed)], dtype=np.int64)
+        is_judged = num_before >= 0
+        words[is_judged, 7] = words.nbytes + num_bytes.cumsum() - num_bytes
+        words[is_judged, 8] = num_bytes // ENTRY_BYTES
+        sent = _sent([words, np.frombuffer(b"".join(packed), dtype=np.uint8)], device)
+        with _current(device):
+            settle(self._weights, self._found, self._words, sent, JUDGED_WORDS)
         maxima, _, _, behind, left, drawn = self._found.cpu().numpy()
         return JudgedRows(maxima, behind, left, drawn.astype(np.int64))
 
 
-def _sent(words: Tensor, device: torch.device) -> Tensor:
-    """The words on a CUDA device, without a wait for it."""
+def weigh(weights: Tensor, found: Tensor, logits: Tensor, words: Tensor) -> None:
+    """Runs `weigh_rows`."""
+    from outrider.speculation.triton_kernels import weigh_rows
+
+    num_rows, width = logits.shape
+    weigh_rows[(num_rows,)](
+        weights, found, logits, logits.stride(0), words, words.stride(0), width,
+        BLOCK=_BLOCK, num_warps=_WEIGHING_WARPS,
+    )  # fmt: skip
+
+
+def settle(weights: Tensor, found: Tensor, words: Tensor, sent: Tensor, stride: int) -> None:
+    """Runs `settle_rows`."""
+    from outrider.speculation.triton_kernels import settle_rows
+
+    num_rows, width = weights.shape
+    row_waits = 1 << (-(-width // BLOCK) - 1).bit_length()
+    races = torch.empty((2, num_rows, row_waits), dtype=torch.float64, device=weights.device)
+    settle_rows[(num_rows,)](
+        weights, found, words, words.stride(0), sent, stride, races, width,
+        ENTRIES=DRAFT_SUPPORT_ENTRIES_MAX, WAITS=min(_WAITS, row_waits),
+        ROW_WAITS=row_waits, num_warps=_WARPS,
+    )  # fmt: skip
+
+
+def _changes(
+    transforms: Sequence[Transforms], sizes: IntArray, words: IntArray, width: int
+) -> list[npt.NDArray[Any]]:
+    """What stands behind the words of the rows, and is told there: tokens with biases or
+    penalties, then masks; nothing where no row has any."""
+    tables: list[npt.NDArray[Any]] = []
+    masks: dict[int, tuple[int, TokenMask]] = {}
+    words[:, 7] = -1
+    end, at = words.nbytes, 0
+    for (sampling, history, row_masks), size in zip(transforms, sizes.tolist(), strict=True):
+        start, at = at, at + size
+        if sampling.penalised or sampling.logit_bias:
+            tables.append(changed_tokens(sampling, history, width))
+            penalties = (
+                sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
+            )  # fmt: skip
+            rows = words[start:at]
+            rows[:, 5:7] = len(tables[-1]), end
+            rows[:, 8] = np.arange(size)
+            rows[:, 9:] = np.array(penalties, dtype=np.float64).view(np.int64)
+            end += tables[-1].nbytes
+        for row, mask in enumerate(row_masks, start):
+            if mask is not None:
+                words[row, 7] = masks.setdefault(id(mask), (len(masks), mask))[0]
+    if not masks:
+        return tables
+    bits = np.zeros((len(masks), -(-width // 8)), dtype=np.uint8)
+    for place, mask in masks.values():
+        known = mask.bits[: bits.shape[1]]
+        bits[place, : len(known)] = known
+    words[:, 7] = np.where(words[:, 7] < 0, -1, words[:, 7] * bits.shape[1] + end)
+    return [*tables, bits]
+
+
+def _sent(parts: Sequence[npt.NDArray[Any]], device: torch.device) -> Tensor:
+    """The bytes of all parts on a device, in one copy, without a wait for it."""
+    words = torch.from_numpy(np.concatenate([part.reshape(-1).view(np.uint8) for part in parts]))
     return words.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else words
 
 

@@ -101,6 +101,22 @@ def row_sums(weights: Tensor) -> Tensor:
     )
 
 
+def joined_rows(parts: Sequence[Tensor]) -> Tensor:
+    """Rows [n, V] of all parts as [R, V]; without a copy where they are neighbours in memory
+    already, as those of one pass are."""
+    first = parts[0]
+    begin = end = first.data_ptr()
+    for part in parts:
+        if part.data_ptr() != end or not part.is_contiguous():
+            return torch.cat(list(parts))
+        end += part.nbytes
+    storage = first.untyped_storage()
+    if end > storage.data_ptr() + storage.nbytes():
+        return torch.cat(list(parts))
+    width = first.shape[1]
+    return first.as_strided(((end - begin) // (width * first.itemsize), width), (width, 1))
+
+
 def likeliest(
     logits: Tensor, params: SamplingParams, history: TokenHistory = NO_HISTORY
 ) -> list[int]:
@@ -130,9 +146,39 @@ def adjusted_logits(
     if not (params.logit_bias or params.penalised):
         return logits
     adjusted = logits.to(torch.float64, copy=True)
-    _add_bias(adjusted, params)
-    _penalise(adjusted, params, history)
+    table = changed_tokens(params, history, logits.shape[1])
+    ids, biases = torch.from_numpy(table[:, 0]), torch.from_numpy(table[:, 1].view(np.float64))
+    counted = np.repeat(table[None, :, 2] >> 1, len(logits), axis=0)
+    for row, token_id in enumerate(history.drafted_ids[: len(logits) - 1], start=1):
+        counted[row:, table[:, 0] == token_id] += 1
+    seen = torch.from_numpy((counted > 0) | (table[:, 2] & 1 > 0))
+    counts = torch.from_numpy(counted).double()
+    before = adjusted[:, ids] + biases
+    repetition = params.repetition_penalty
+    repeated = torch.where(before > 0, before / repetition, before * repetition)
+    after = torch.where(seen, repeated, before)
+    after -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+    adjusted[:, ids] = after.clamp_(max=torch.finfo(torch.float64).max)
     return adjusted
+
+
+def changed_tokens(
+    params: SamplingParams, history: TokenHistory, vocab_size: int
+) -> npt.NDArray[np.int64]:
+    """The tokens with a bias, and those that penalties count: [E, 3], the id, the bias as the bits
+    of a float64, and twice its number in the output, plus 1 if it is in the prompt.
+
+    Repetition over prompt and output divides a positive logit and multiplies a negative one
+    (Keskar et al. 2019); presence and frequency over the output are subtracted."""
+    biases, prompt = dict(params.logit_bias), set(history.prompt_ids)
+    output = Counter(history.output_ids)
+    known = prompt.union(biases, output, history.drafted_ids)
+    ids = sorted(token_id for token_id in known if token_id < vocab_size)
+    table = np.empty((len(ids), 3), dtype=np.int64)
+    table[:, 0] = ids
+    table.view(np.float64)[:, 1] = [biases.get(token_id, 0.0) for token_id in ids]
+    table[:, 2] = [2 * output[token_id] + (token_id in prompt) for token_id in ids]
+    return table
 
 
 def raw_logprobs(
@@ -201,42 +247,6 @@ def check_weights(weights: Tensor, logits: Sequence[Tensor]) -> Tensor:
 
 def _check_rows(logits: Tensor) -> None:
     check_maxima(logits.amax(dim=1).tolist())
-
-
-def _add_bias(logits: Tensor, params: SamplingParams) -> None:
-    vocab_size = logits.shape[1]
-    entries = [(token_id, bias) for token_id, bias in params.logit_bias if token_id < vocab_size]
-    if entries:
-        ids, biases = zip(*entries, strict=True)
-        logits[:, list(ids)] += torch.tensor(biases, dtype=torch.float64, device=logits.device)
-
-
-def _penalise(logits: Tensor, params: SamplingParams, history: TokenHistory) -> None:
-    """Repetition over prompt and output divides a positive logit and multiplies a negative one
-    (Keskar et al. 2019); presence and frequency over the output are subtracted."""
-    num_rows, vocab_size = logits.shape
-    drafted = list(history.drafted_ids[: num_rows - 1])
-    output_counts = Counter(history.output_ids)
-    prompt = set(history.prompt_ids)
-    ids = sorted(v for v in prompt | set(output_counts) | set(drafted) if v < vocab_size)
-    if not params.penalised or not ids:
-        return
-    base = torch.tensor([output_counts[v] for v in ids], dtype=torch.float64)
-    counts = base.repeat(num_rows, 1)
-    column = {token_id: i for i, token_id in enumerate(ids)}
-    for row, token_id in enumerate(drafted, start=1):
-        if token_id in column:
-            counts[row:, column[token_id]] += 1
-    in_prompt = torch.tensor([v in prompt for v in ids])
-    seen = ((counts > 0) | in_prompt).to(logits.device)
-    counts = counts.to(logits.device)
-    where = torch.tensor(ids, dtype=torch.int64, device=logits.device)
-    before = logits[:, where]
-    repetition = params.repetition_penalty
-    repeated = torch.where(before > 0, before / repetition, before * repetition)
-    after = torch.where(seen, repeated, before)
-    after -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
-    logits[:, where] = after.clamp_(max=torch.finfo(torch.float64).max)
 
 
 def keep_likely(weights: Tensor, min_p: float, top_k: int, top_p: float) -> None:

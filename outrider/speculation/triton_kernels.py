@@ -1,6 +1,8 @@
 """Verdicts on a CUDA device as two Triton kernels; imported only where Triton is. Each program
 works on one row, whose numbers do not depend on what runs beside it.
 
+`change_rows` applies masks, biases and penalties to logits, where any row has some.
+
 `weigh_rows` turns logits into weights exp((x - max) / T) and applies min-p, top-k and top-p. What a
 filter keeps is found without a sort: positive floats are ordered as their bits are, and each pass
 over the row makes the range of the last bits that are kept four times shorter.
@@ -20,15 +22,20 @@ from outrider.speculation import cuda_verdicts, gumbel_max, proposal
 
 ROW_WORDS = tl.constexpr(cuda_verdicts.ROW_WORDS)
 """Of each row: temperature, min-p, top-p as float64, top-k; the draft token that it judges, or -1;
-then its `RowKeys`."""
+how many tokens have biases or penalties, and where these `ENTRY_WORDS` begin, in bytes; where its
+mask begins, or -1; draft tokens before it; repetition, presence and frequency as float64."""
+ENTRY_WORDS = tl.constexpr(3)
+"""Of each token with a bias or a penalty: its id, its bias as float64, and twice its number in the
+output, plus 1 if it is in the prompt."""
 JUDGED_WORDS = tl.constexpr(cuda_verdicts.JUDGED_WORDS)
-"""Of each row: how many draft tokens come before the one that it judges, -1 = it judges none; the
-number of that one's q; whether its chain is judged as a block."""
-PLACE_WORDS = tl.constexpr(3)
-"""Of each draft token: its id, where its q begins, and how many tokens that has; 0 = certain."""
+"""Of each row: its `RowKeys`; how many draft tokens come before the one that it judges, -1 = it
+judges none; whether its chain is judged as a block; where that token's q begins, in bytes, as
+`DraftDistribution.packed`, and how many tokens it has; 0 = certain."""
 MAXIMUM, TOTAL, DRAFTED, ACCEPTED, LEFT, DRAWN = [tl.constexpr(i) for i in range(6)]
 """Numbers found of each row: the largest logit, NaN where any is; the sum of its weights; p of the
-draft token; its acceptance, or in a block pi behind it; in a block Z; the token that follows."""
+draft token; its acceptance, or in a block pi behind it, NaN where its q does not hold it; in a
+block Z; the token that follows. At first, where one token alone is kept, ACCEPTED and LEFT are the
+largest changed logit, exactly, and its token."""
 BITS_OF_ONE = tl.constexpr(0x3F800000)
 COUNT_TOTAL = tl.constexpr(proposal.COUNT_TOTAL)
 NEARLY_EMPTY = tl.constexpr(1e-4)
@@ -100,19 +107,80 @@ def _keep_goal(row, width, low, goal, BY_MASS: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
-def weigh_rows(
-    weights,  # [R, width], float32
+def change_rows(
+    weights,  # [R, width], float32: the changed logits
     found,  # [6, R], float64
     logits,  # [R, width]
     logits_stride,
-    words,  # [R, ROW_WORDS]
+    sent,  # bytes: [R, ROW_WORDS], int64; entries; masks, a bit for each token
+    width,
+    BLOCK: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    """See above; the grid is [R]."""
+    at = tl.program_id(0).to(tl.int64)
+    num_rows = tl.num_programs(0)
+    words = sent.to(tl.pointer_type(tl.int64)) + at * ROW_WORDS
+    source = logits + at * logits_stride
+    row = weights + at * width
+    mask_at = tl.load(words + 7)
+    masked_width = tl.where(mask_at >= 0, width, 0)
+    lane = tl.arange(0, BLOCK)
+    for start in range(0, width, BLOCK):
+        place = start + lane
+        logit = tl.load(source + place, mask=place < width, other=0.0).to(tl.float32)
+        bits = tl.load(sent + mask_at + place // 8, mask=place < masked_width, other=255)
+        bits = bits.to(tl.int32)
+        is_allowed = ((bits >> (place % 8)) & 1) > 0
+        tl.store(row + place, tl.where(is_allowed, logit, float("-inf")), mask=place < width)
+    tl.debug_barrier()
+    num_entries = tl.load(words + 5)
+    entries = (sent + tl.load(words + 6)).to(tl.pointer_type(tl.int64))
+    is_greedy = tl.load(words + 3) == 1
+    repetition, presence, frequency = _real(words + 9), _real(words + 10), _real(words + 11)
+    best = tl.full((), float("-inf"), tl.float64)
+    best_token = tl.full((), 0, tl.int64)
+    for start in range(0, num_entries, ENTRIES):
+        entry = start + tl.arange(0, ENTRIES)
+        is_here = entry < num_entries
+        token = tl.load(entries + entry * ENTRY_WORDS, mask=is_here, other=0)
+        bias = tl.load(entries + entry * ENTRY_WORDS + 1, mask=is_here, other=0)
+        counted = tl.load(entries + entry * ENTRY_WORDS + 2, mask=is_here, other=0)
+        count = counted >> 1
+        for back in range(1, tl.load(words + 8) + 1):
+            count += (tl.load(words - back * ROW_WORDS + 4) == token).to(tl.int64)
+        logit = tl.load(row + token, mask=is_here, other=float("-inf")).to(tl.float64)
+        logit += bias.to(tl.float64, bitcast=True)
+        repeated = tl.where(logit > 0.0, logit / repetition, logit * repetition)
+        logit = tl.where((count > 0) | ((counted & 1) > 0), repeated, logit)
+        lost = frequency * count.to(tl.float64) + tl.where(count > 0, presence, 0.0)
+        logit = tl.minimum(logit - lost, 1.7976931348623157e308)
+        top = tl.max(tl.where(logit == logit, logit, float("-inf")))
+        if top > best:
+            best = top
+            best_token = tl.min(tl.where(logit == top, token, width))
+        # The largest of logits that float32 does not tell apart is taken.
+        left = tl.where(is_greedy & (logit == logit), float("-inf"), logit)
+        tl.store(row + token, left.to(tl.float32), mask=is_here)
+    tl.store(found + ACCEPTED * num_rows + at, best)
+    tl.store(found + LEFT * num_rows + at, best_token.to(tl.float64))
+
+
+@triton.jit
+def weigh_rows(
+    weights,  # [R, width], float32
+    found,  # [6, R], float64
+    logits,  # [R, width], or `weights` with changed ones
+    logits_stride,
+    words,  # [R, words_stride], the first six of ROW_WORDS or all
+    words_stride,
     width,
     BLOCK: tl.constexpr,
 ):
     """See above; the grid is [R]."""
     at = tl.program_id(0).to(tl.int64)
     num_rows = tl.num_programs(0)
-    words += at * ROW_WORDS
+    words += at * words_stride
     temperature = _real(words).to(tl.float32)
     min_p = _real(words + 1).to(tl.float32)
     top_p = _real(words + 2)
@@ -128,6 +196,12 @@ def weigh_rows(
         largest = tl.maximum(largest, logit)
         is_number &= (logit == logit).to(tl.int32)
     top = tl.max(largest, axis=0)
+    best = tl.full((), float("-inf"), tl.float64)
+    best_token = tl.full((), -1, tl.int64)
+    if (top_k == 1) & (tl.load(words + 5) > 0):
+        best = tl.load(found + ACCEPTED * num_rows + at)
+        best_token = tl.load(found + LEFT * num_rows + at).to(tl.int64)
+    highest = tl.maximum(top.to(tl.float64), best)
     base = tl.where(tl.abs(top) == float("inf"), 0.0, top)
     parts = tl.zeros([BLOCK], tl.float64)
     for start in range(0, width, BLOCK):
@@ -136,7 +210,8 @@ def weigh_rows(
         weight = tl.exp(tl.minimum(logit - base, 0.0) / temperature)
         weight = tl.where(weight >= min_p, weight, 0.0)
         # Of logits that are nearly equal one is the largest.
-        weight = tl.where(top_k == 1, (logit == top).to(tl.float32), weight)
+        is_best = tl.where(place == best_token, best, logit.to(tl.float64)) == highest
+        weight = tl.where(top_k == 1, is_best.to(tl.float32), weight)
         parts += weight.to(tl.float64)
         tl.store(row + place, weight, mask=place < width)
     total = tl.sum(parts)
@@ -152,29 +227,32 @@ def weigh_rows(
     token = tl.load(words + 4)
     is_known = (token >= 0) & (token < width)
     drafted = tl.load(row + token, mask=is_known, other=0.0).to(tl.float64) / total
-    top = tl.where(tl.min(is_number) > 0, top, float("nan"))
-    tl.store(found + MAXIMUM * num_rows + at, top.to(tl.float64))
+    highest = tl.where(tl.min(is_number) > 0, highest, float("nan"))
+    tl.store(found + MAXIMUM * num_rows + at, highest)
     tl.store(found + TOTAL * num_rows + at, total)
     tl.store(found + DRAFTED * num_rows + at, drafted)
 
 
 @triton.jit
-def _draft_q(place, ids, counts, ENTRIES: tl.constexpr):
-    """Ids and counts [ENTRIES] of what a draft token was drawn from."""
-    token, start, size = tl.load(place), tl.load(place + 1), tl.load(place + 2)
+def _draft_q(token, sent, judged, ENTRIES: tl.constexpr):
+    """Ids and counts [ENTRIES] of what a draft token was drawn from, and its own count."""
+    size = tl.load(judged + 8)
+    packed = (sent + tl.load(judged + 7)).to(tl.pointer_type(tl.uint16))
     entry = tl.arange(0, ENTRIES)
-    listed = tl.load(ids + start + entry, mask=entry < size, other=0).to(tl.int64)
-    count = tl.load(counts + start + entry, mask=entry < size, other=0).to(tl.int32)
+    is_here = entry < size
+    low = tl.load(packed + 2 * entry, mask=is_here, other=0).to(tl.int64)
+    high = tl.load(packed + 2 * entry + 1, mask=is_here, other=0).to(tl.int64)
+    count = tl.load(packed + 2 * size + entry, mask=is_here, other=0).to(tl.int32)
     is_certain = (size == 0) & (entry == 0)
-    return tl.where(is_certain, token, listed), tl.where(is_certain, COUNT_TOTAL, count)
+    listed = tl.where(is_certain, token, (high << 16) | low)
+    count = tl.where(is_certain, COUNT_TOTAL, count)
+    return listed, count, tl.sum(tl.where(listed == token, count, 0))
 
 
 @triton.jit
-def _log_ratio(found, place, ids, counts, ENTRIES: tl.constexpr):
-    """log p / q of a draft token, whose p was found before."""
-    listed, count = _draft_q(place, ids, counts, ENTRIES)
-    drafted = tl.sum(tl.where(listed == tl.load(place), count, 0))
-    ratio = tl.load(found) * COUNT_TOTAL / drafted.to(tl.float64)
+def _log_ratio(p, drafted):
+    """log p / q of a draft token, by its count."""
+    ratio = tl.load(p) * COUNT_TOTAL / tl.maximum(drafted, 1).to(tl.float64)
     return tl.where(ratio > 0.0, tl.log(tl.maximum(ratio, 1e-300)), float("-inf"))
 
 
@@ -196,15 +274,14 @@ def _exponential(bits):
     return -tl.log((fraction.to(tl.float64) + 0.5) * 2.220446049250313e-16)
 
 
-@triton.jit(do_not_specialize=["places_at", "ids_at", "counts_at"])
+@triton.jit
 def settle_rows(
     weights,  # [R, width]; the rows of draft tokens become the weights of corrections
     found,  # as above
     words,  # as above
-    sent,  # bytes: [R, JUDGED_WORDS], int64, and from these places on ...
-    places_at,  # ... [C, PLACE_WORDS], int64; then all ids, uint32, and all counts, uint16
-    ids_at,
-    counts_at,
+    words_stride,
+    sent,  # bytes: [R, judged_stride], int64, the first six of JUDGED_WORDS or all; then each q
+    judged_stride,
     races,  # [2, R, ROW_WAITS], float64
     width,
     ENTRIES: tl.constexpr,
@@ -218,23 +295,23 @@ def settle_rows(
     wait = tl.arange(0, WAITS).to(tl.int64)
     token = tl.arange(0, WAIT_TOKENS).to(tl.int64)
     total = tl.load(found + TOTAL * num_rows + at)
-    judged = sent.to(tl.pointer_type(tl.int64)) + at * JUDGED_WORDS
-    num_before = tl.load(judged)
+    judged = sent.to(tl.pointer_type(tl.int64)) + at * judged_stride
+    num_before = tl.load(judged + 5)
+    behind = tl.full((), 0.0, tl.float64)
+    remains = tl.full((), 0.0, tl.float64)
     if num_before >= 0:
-        ids = (sent + ids_at).to(tl.pointer_type(tl.uint32))
-        counts = (sent + counts_at).to(tl.pointer_type(tl.uint16))
-        place = (sent + places_at).to(tl.pointer_type(tl.int64)) + tl.load(judged + 1) * PLACE_WORDS
-        is_block = tl.load(judged + 2) > 0
+        own = words + at * words_stride + 4
         p = found + DRAFTED * num_rows + at
         log_pi = tl.full((), 0.0, tl.float64)
-        if is_block:
+        if tl.load(judged + 6) > 0:
             for back in range(num_before, 0, -1):
-                ratio = _log_ratio(p - back, place - back * PLACE_WORDS, ids, counts, ENTRIES)
-                log_pi = tl.minimum(log_pi + ratio, 0.0)
+                earlier = tl.load(own - back * words_stride)
+                _, _, drafted = _draft_q(earlier, sent, judged - back * judged_stride, ENTRIES)
+                log_pi = tl.minimum(log_pi + _log_ratio(p - back, drafted), 0.0)
         pi = tl.exp(log_pi)
-        ratio = _log_ratio(p, place, ids, counts, ENTRIES)
-        behind = tl.exp(tl.minimum(log_pi + ratio, 0.0))
-        listed, count = _draft_q(place, ids, counts, ENTRIES)
+        listed, count, drafted = _draft_q(tl.load(own), sent, judged, ENTRIES)
+        behind = tl.exp(tl.minimum(log_pi + _log_ratio(p, drafted), 0.0))
+        behind = tl.where(drafted > 0, behind, float("nan"))
         share = count.to(tl.float64) / COUNT_TOTAL
         is_inside = (count > 0) & (listed < width)
         before = tl.load(row + listed, mask=is_inside, other=0.0).to(tl.float64)
@@ -254,14 +331,14 @@ def settle_rows(
                 tl.store(row + listed, before.to(tl.float32), mask=is_inside)
                 left = tl.zeros_like(left)
             tl.debug_barrier()
-        tl.store(found + ACCEPTED * num_rows + at, behind)
-        tl.store(found + LEFT * num_rows + at, pi * left / total)
-    words += at * ROW_WORDS
+        remains = pi * left / total
+    tl.store(found + ACCEPTED * num_rows + at, behind)
+    tl.store(found + LEFT * num_rows + at, remains)
     zero = tl.full((), 0, tl.uint32)
-    a = tl.load(words + 5).to(tl.uint32)
-    b = tl.load(words + 6).to(tl.uint32)
-    stream = tl.load(words + 7).to(tl.uint32)
-    seed = tl.load(words + 8).to(tl.uint64) | (tl.load(words + 9).to(tl.uint64) << 32)
+    a = tl.load(judged).to(tl.uint32)
+    b = tl.load(judged + 1).to(tl.uint32)
+    stream = tl.load(judged + 2).to(tl.uint32)
+    seed = tl.load(judged + 3).to(tl.uint64) | (tl.load(judged + 4).to(tl.uint64) << 32)
     w0, w1, w2, w3 = tl.philox(seed, zero, a, b, stream)
     first = ((w1.to(tl.uint64) << 32) | w0.to(tl.uint64)).to(tl.int64, bitcast=True)
     second = ((w3.to(tl.uint64) << 32) | w2.to(tl.uint64)).to(tl.int64, bitcast=True)

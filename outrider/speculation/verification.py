@@ -27,7 +27,7 @@ differently, and a residual always covers the target's whole one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -36,16 +36,18 @@ import torch
 from torch import Tensor
 
 from outrider.errors import InvariantError, check
+from outrider.grammar.token_mask import TokenMask
 from outrider.speculation.accept_reject import Verdict
-from outrider.speculation.cuda_verdicts import Place, RowJudge, give_up, has_kernels
+from outrider.speculation.cuda_verdicts import RowJudge, give_up, has_kernels
 from outrider.speculation.gumbel_max import BLOCK, IntArray, RealArray, race
 from outrider.speculation.logits_processing import (
     NO_HISTORY,
     TokenHistory,
-    adjusted_logits,
     check_maxima,
     check_weights,
+    joined_rows,
     likeliest,
+    masked_logits,
     write_weights,
 )
 from outrider.speculation.proposal import COUNT_TOTAL, Proposal
@@ -53,13 +55,8 @@ from outrider.speculation.random_streams import RoundNoise, chain_keys
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 _log = logging.getLogger(__name__)
-_Way = Callable[[Sequence["Question"]], list[Verdict]]
 _NEARLY_EMPTY = 1e-4
 """Part of a row's mass; only where less than this is left of it, all of it may be gone."""
-
-_GREEDY = SamplingParams(temperature=0.0)
-_UNJUDGED = (-1, 0, 0)
-"""A row behind which no draft token is judged by its q."""
 
 _PI_MIN = 1e-290
 """A path whose ratio is less is not taken; its reciprocal times any mass is a finite number."""
@@ -88,13 +85,20 @@ class Question:
     """What penalties count; a tree has none."""
     proposal: Proposal
     noise: RoundNoise
+    masks: Sequence[TokenMask | None] = ()
+    """What a constraint leaves of each row, before anything else changes it."""
 
     def check(self) -> None:
         """Raises `InvariantError` for parts that do not fit together."""
         proposal = self.proposal
         check_parts(self.logits, proposal, self.noise.rule)
-        is_chain = not (self.params.penalised and proposal.parents)
+        is_chain = not (proposal.parents and self.params.penalised)
         check(is_chain, "penalties count the tokens of a chain")
+
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether nothing is drawn, and nothing filtered."""
+        return self.params.greedy and self.noise.rule is Rule.GREEDY
 
 
 def verdicts_from_logits(questions: Sequence[Question]) -> list[Verdict]:
@@ -104,122 +108,132 @@ def verdicts_from_logits(questions: Sequence[Question]) -> list[Verdict]:
     and where `target_probabilities` does."""
     for question in questions:
         question.check()
-    ways: dict[_Way, list[int]] = {}
-    for index, question in enumerate(questions):
-        ways.setdefault(_way_of(question), []).append(index)
+    by_kernels = [index for index, question in enumerate(questions) if _suits_kernels(question)]
+    if by_kernels and not has_kernels(questions[0].logits.device):
+        by_kernels = []
+    if len(by_kernels) == len(questions) > 0:
+        return _verdicts_on_device(questions)
+    on_host = [index for index in range(len(questions)) if index not in by_kernels]
     verdicts: dict[int, Verdict] = {}
-    for way, indices in ways.items():
-        verdicts |= zip(indices, way([questions[index] for index in indices]), strict=True)
+    for indices, way in ((by_kernels, _verdicts_on_device), (on_host, _verdicts_on_host)):
+        if indices:
+            verdicts |= zip(indices, way([questions[index] for index in indices]), strict=True)
     return [verdicts[index] for index in range(len(questions))]
 
 
-def _way_of(question: Question) -> _Way:
-    """The kernels of a device know no trees of q, no float64, and no bias that is lost in float32
-    where the largest decides."""
-    logits, params, rule = question.logits, question.params, question.noise.rule
-    is_greedy = params.greedy and rule is Rule.GREEDY
-    is_adjusted = params.penalised or bool(params.logit_bias)
-    is_known = not (question.proposal.parents and rule.needs_q) and logits.dtype != torch.float64
-    if is_known and has_kernels(logits.device) and not (is_greedy and is_adjusted):
-        return _verdicts_on_device
-    return _greedy_verdicts if is_greedy else _drawn_verdicts
+def _suits_kernels(question: Question) -> bool:
+    """They know no trees of q, and no float64."""
+    is_tree = question.proposal.parents and question.noise.rule.needs_q
+    return not is_tree and question.logits.dtype != torch.float64
 
 
 def try_kernels(logits: Tensor) -> None:
     """Compiles a device's kernels for `logits` [2, V] of a model. Where they fail, or draw other
     tokens than the CPU, verdicts do without them from now on."""
-    params, noise = SamplingParams(top_k=50, top_p=0.9), RoundNoise(0, Rule.TOKEN, 1)
-    question = Question(logits, params, NO_HISTORY, Proposal((0,), (None,)), noise)
-    if _way_of(question) is not _verdicts_on_device:
+    if not has_kernels(logits.device):
         return
+    params, noise = SamplingParams(top_k=50, top_p=0.9), RoundNoise(0, Rule.TOKEN, 1)
+    plain = Question(logits, params, NO_HISTORY, Proposal((0,), (None,)), noise)
+    biased = replace(plain, params=replace(params, logit_bias=((1, 1.0),)))
     try:
-        [found] = _verdicts_on_device([question])
-        [expected] = _drawn_verdicts([replace(question, logits=logits.double().cpu())])
-        check(found.correction == expected.correction, f"{found} in the place of {expected}")
+        for question in (plain, biased):
+            [found] = _verdicts_on_device([question])
+            [expected] = _verdicts_on_host([replace(question, logits=logits.double())])
+            check(found.correction == expected.correction, f"{found} in the place of {expected}")
     except Exception:  # noqa: BLE001 (whatever it is, verdicts without kernels show it again)
         _log.warning("verdicts are made without kernels on %s", logits.device, exc_info=True)
         give_up(logits.device)
 
 
-def _greedy_verdicts(questions: Sequence[Question]) -> list[Verdict]:
+def _verdicts_on_host(questions: Sequence[Question]) -> list[Verdict]:
+    if questions[0].logits.device.type != "cpu":
+        rows = joined_rows([each.logits for each in questions]).cpu()
+        parts = torch.split(rows, [len(each.logits) for each in questions])
+        questions = [
+            replace(each, logits=part) for each, part in zip(questions, parts, strict=True)
+        ]
+    questions = [
+        replace(each, logits=masked_logits(each.logits, each.masks)) if each.masks else each
+        for each in questions
+    ]
+    drawn = iter(_drawn_verdicts([each for each in questions if not each.takes_likeliest]))
     return [
         _own_tokens(likeliest(each.logits, each.params, each.history), each.proposal)
+        if each.takes_likeliest
+        else next(drawn)
         for each in questions
     ]
 
 
 def _drawn_verdicts(questions: Sequence[Question]) -> list[Verdict]:
+    if not questions:
+        return []
     weights = _weights(questions)
-    sums = check_weights(weights, [question.logits for question in questions]).cpu().numpy()
+    sums = check_weights(weights, [question.logits for question in questions]).numpy()
     return verdicts_from_weights(weights, sums, [(each.proposal, each.noise) for each in questions])
 
 
 def _verdicts_on_device(questions: Sequence[Question]) -> list[Verdict]:
     """See `cuda_verdicts.py`."""
-    noises = [each.noise for each in questions]
     proposals = [each.proposal for each in questions]
-    sizes = [len(proposal) + 1 for proposal in proposals]
-    if any(proposal.parents for proposal in proposals):
+    noises = [each.noise for each in questions]
+    rules = [noise.rule for noise in noises]
+    lengths = [len(proposal.token_ids) for proposal in proposals]
+    sizes = np.array(lengths) + 1
+    drafted = np.array([v for proposal in proposals for v in (*proposal.token_ids, -1)])
+    transforms = [
+        (each.params if rule is not Rule.GREEDY or each.params.greedy
+         else replace(each.params, temperature=0.0), each.history, each.masks)
+        for each, rule in zip(questions, rules, strict=True)
+    ]  # fmt: skip
+    rows = joined_rows([each.logits for each in questions])
+    judge = RowJudge(rows, transforms, sizes, drafted)
+    has_trees = any(proposal.parents for proposal in proposals)
+    if has_trees:
         keys = np.concatenate(
             [noise.tree_keys(each.tree) for noise, each in zip(noises, proposals, strict=True)]
         )
     else:
-        keys = chain_keys(noises, [len(proposal) for proposal in proposals])
-    adjusted = [adjusted_logits(each.logits, each.params, each.history) for each in questions]
-    rows = [each.float() if each.dtype == torch.float64 else each for each in adjusted]
-    judge = RowJudge(
-        rows[0] if len(rows) == 1 else torch.cat(rows),
-        [_GREEDY if each.noise.rule is Rule.GREEDY else each.params for each in questions],
-        sizes,
-        [token_id for proposal in proposals for token_id in (*proposal.token_ids, -1)],
-        keys,
-    )
-    judged: list[tuple[int, int, int]] = []
-    places: list[Place] = []
-    for noise, proposal in zip(noises, proposals, strict=True):
-        if noise.rule.needs_q:
-            is_block, start = noise.rule is Rule.BLOCK, len(places)
-            judged += [(index, start + index, is_block) for index in range(len(proposal))]
-            for token_id, q in zip(proposal.token_ids, proposal.q, strict=True):
-                check_drafted(q is None or token_id in q.token_ids)
-                places.append((token_id, q))
-            judged.append(_UNJUDGED)
-        else:
-            judged += [_UNJUDGED] * (len(proposal) + 1)
-    found = judge.settle(judged, places)
-    behind, left, drawn = found.behind.tolist(), found.left, found.drawn.tolist()
-    is_bad = not np.isfinite(found.maxima).all()
-    verdicts = []
-    start = 0
-    for noise, proposal, size in zip(noises, proposals, sizes, strict=True):
-        end = start + size
-        if is_bad:
+        keys = chain_keys(noises, lengths)
+    ends = sizes.cumsum()
+    starts = ends - sizes
+    is_block = np.array([rule is Rule.BLOCK for rule in rules]).repeat(sizes)
+    is_judged = np.array([rule.needs_q for rule in rules]).repeat(sizes)
+    is_judged[ends - 1] = False
+    before = np.where(is_judged, np.arange(len(drafted)) - starts.repeat(sizes), -1)
+    asked = [proposal.q for rule, proposal in zip(rules, proposals, strict=True) if rule.needs_q]
+    found = judge.settle(keys, before, is_block, [*chain.from_iterable(asked)])
+    spans = [*zip(starts.tolist(), ends.tolist(), strict=True)]
+    if not np.isfinite(found.maxima).all():
+        for start, end in spans:
             check_maxima(found.maxima[start:end].tolist())
-        own = drawn[start:end]
-        if not noise.rule.needs_q:
-            verdict = _own_tokens(own, proposal)
-        elif noise.rule is Rule.TOKEN:
-            verdict = Verdict(tuple(behind[start : end - 1]), tuple(own))
-        else:
-            pi = np.array([[1.0, *behind[start : end - 1]]])
-            accept = _block_acceptance(pi, left[None, start : end - 1])
-            verdict = Verdict(tuple(accept[0].tolist()), tuple(own))
-        verdicts.append(verdict)
-        start = end
+    check_drafted(not np.isnan(found.behind).any())
+    accept = np.where(is_judged, found.behind, found.drawn == drafted)
+    if is_block.any():
+        block = _block_acceptance(np.array([[1.0, *found.behind]]), found.left[None])[0]
+        is_inner = is_block[:-1] & is_judged[:-1] & is_judged[1:]
+        np.copyto(accept[:-1], block[:-1], where=is_inner)
+    accepted, drawn = accept.tolist(), found.drawn.tolist()
+    verdicts = [Verdict(tuple(accepted[a : b - 1]), tuple(drawn[a:b])) for a, b in spans]
+    if has_trees:
+        for index, ((start, end), each) in enumerate(zip(spans, proposals, strict=True)):
+            if each.parents:
+                verdicts[index] = _own_tokens(drawn[start:end], each)
     return verdicts
 
 
 def check_parts(rows: Tensor, proposal: Proposal, rule: Rule) -> None:
     """Raises `InvariantError` for other rows than a proposal needs, for a q that is missing where
     the rule needs it, and for a tree where the rule has none."""
-    num_rows = len(proposal) + 1
-    if rows.dim() != 2 or rows.shape[1] == 0 or len(rows) != num_rows:
+    num_rows, shape = len(proposal.token_ids) + 1, rows.shape
+    if len(shape) != 2 or shape[1] == 0 or shape[0] != num_rows:
         raise InvariantError(
             f"a proposal of {num_rows - 1} tokens needs rows [{num_rows}, vocabulary], got "
-            f"{tuple(rows.shape)}"
+            f"{tuple(shape)}"
         )
     check(rule is not Rule.BLOCK or not proposal.parents, "block verification has no tree")
-    if rule.needs_q and len(proposal.q) != len(proposal.tree.groups):
+    num_groups = len(proposal.tree.groups) if proposal.parents else len(proposal)
+    if rule.needs_q and len(proposal.q) != num_groups:
         raise InvariantError(f"rule {rule.value} needs q for each of {len(proposal)} tokens")
 
 
@@ -229,7 +243,7 @@ def _weights(questions: Sequence[Question]) -> Tensor:
     num_rows = sum(len(question.logits) for question in questions)
     width = -(-first.shape[1] // BLOCK) * BLOCK
     dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
-    weights = torch.empty((num_rows, width), dtype=dtype, device=first.device)
+    weights = torch.empty((num_rows, width), dtype=dtype)
     start = 0
     for question in questions:
         end = start + len(question.logits)
@@ -310,8 +324,7 @@ def tree_law(weights: Tensor, sums: RealArray, proposal: Proposal) -> tuple[floa
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Places:
-    """The places [B, K, M] of q in some rows of weights, on the CPU, where arithmetic on so few
-    numbers takes less time than its calls on a device."""
+    """The places [B, K, M] of q in some rows of weights."""
 
     flat: Tensor
     """[B * K * M], of weights in one dimension."""
@@ -337,8 +350,7 @@ class _Places:
         width = weights.shape[1]
         inside = support < width
         flat = torch.from_numpy((rows[..., None] * width + np.where(inside, support, 0)).ravel())
-        flat = flat.to(weights.device)
-        found = weights.view(-1).take(flat).double().cpu().numpy().reshape(support.shape)
+        found = weights.view(-1).take(flat).double().numpy().reshape(support.shape)
         before = np.where(inside, found, 0.0)
         is_drafted = (support == token_ids[..., None]) & (mass > 0)
         p, q = (before * is_drafted).sum(axis=2), (mass * is_drafted).sum(axis=2)
@@ -357,15 +369,15 @@ class _Places:
         left: RealArray = np.maximum(sums[rows] + change.sum(axis=2), 0.0)
         suspects = np.nonzero(left <= _NEARLY_EMPTY * sums[rows])
         if len(suspects[0]):
-            tops = weights[torch.from_numpy(rows[suspects]).to(weights.device)].amax(dim=1)
+            tops = weights[torch.from_numpy(rows[suspects])].amax(dim=1)
             is_empty = np.zeros(left.shape, dtype=bool)
-            is_empty[suspects] = (tops <= 0).cpu().numpy()
+            is_empty[suspects] = (tops <= 0).numpy()
             self._add(weights, np.where(is_empty[..., None], -change, 0.0))
             left[is_empty] = 0.0
         return left
 
     def _add(self, weights: Tensor, change: RealArray) -> None:
-        values = torch.from_numpy(change.ravel()).to(weights.device, weights.dtype)
+        values = torch.from_numpy(change.ravel()).to(weights.dtype)
         weights.view(-1).index_add_(0, self.flat, values)
 
 

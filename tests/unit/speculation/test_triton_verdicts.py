@@ -17,6 +17,7 @@ if not ON_CUDA:
 pytest.importorskip("triton", reason="the compiler of the kernels is not installed")
 
 from outrider.errors import InvariantError  # noqa: E402
+from outrider.grammar.token_mask import TokenMask  # noqa: E402
 from outrider.speculation import cuda_verdicts, verification  # noqa: E402
 from outrider.speculation.draft_sampling import draw_from_logits  # noqa: E402
 from outrider.speculation.logits_processing import NO_HISTORY, TokenHistory  # noqa: E402
@@ -33,8 +34,10 @@ SAMPLINGS = (
     SamplingParams(temperature=1.5, top_k=5),
     SamplingParams(min_p=0.05, top_k=40, top_p=0.6),
     SamplingParams(top_p=1e-9),
-    SamplingParams(repetition_penalty=1.3, logit_bias=((3, 4.0),)),
+    SamplingParams(repetition_penalty=1.3, logit_bias=((3, 4.0), (4_000, 1.0))),
+    SamplingParams(presence_penalty=0.5, frequency_penalty=0.25, top_p=0.9),
     GREEDY,
+    replace(GREEDY, repetition_penalty=1.3, frequency_penalty=2.0, logit_bias=((5, 6.0),)),
 )
 
 
@@ -63,8 +66,10 @@ def question(
     seed: int = 1,
     entries_max: int = 16,
     logits: torch.Tensor | None = None,
+    is_masked: bool = False,
 ) -> Question:
-    """Of random logits, and a draft that is a little flatter than they are."""
+    """Of random logits, and a draft that is a little flatter than they are. Masks forbid half of
+    the tokens, but none in the second row, and in the others what is beyond a bit more."""
     generator = torch.Generator().manual_seed(seed)
     if logits is None:
         logits = torch.randn((num + 1, vocab_size), generator=generator) * 3
@@ -77,13 +82,19 @@ def question(
     q = tuple(q for _, q in drafted) if rule.needs_q else ()
     proposal = Proposal(tuple(token_id for token_id, _ in drafted), q)
     history = TokenHistory((1, 2), (3, 3), proposal.token_ids) if params.penalised else NO_HISTORY
-    return Question(logits.to(DEVICE), params, history, proposal, noise)
+    asked = Question(logits.to(DEVICE), params, history, proposal, noise)
+    if not is_masked:
+        return asked
+    bits = np.random.default_rng(seed).integers(0, 256, (num + 1, vocab_size // 9), dtype=np.uint8)
+    masks: list[TokenMask | None] = [*map(TokenMask, bits)]
+    masks[1:2] = [None] * len(masks[1:2])
+    return replace(asked, masks=masks)
 
 
 def test_they_are_those_of_the_cpu() -> None:
-    """All rules, sampling parameters and lengths, in one call."""
+    """All rules, sampling parameters and lengths, every third under masks, in one call."""
     asked = [
-        question(rule, params, num=seed % 6, seed=seed)
+        question(rule, params, num=seed % 6, seed=seed, is_masked=seed % 3 == 0)
         for seed, (rule, params) in enumerate(product(Rule, SAMPLINGS))
     ]
     found = verdicts_from_logits(asked)
@@ -136,9 +147,20 @@ def test_the_greedy_take_the_largest_of_nearly_equal_logits() -> None:
     biased[0, [3, 7]] = 20.0
     asked = [
         question(Rule.GREEDY, GREEDY, num=0, logits=logits),
-        question(Rule.GREEDY, replace(GREEDY, logit_bias=((7, 1e-7),)), num=0, logits=biased),
+        *(
+            question(Rule.GREEDY, replace(GREEDY, logit_bias=biases), num=0, logits=biased)
+            for biases in (((7, 1e-7),), ((3, -1e-7),), ((3, 1e-7), (7, 2e-7)), ((9, 20.0),))
+        ),
     ]
-    assert [each.correction for each in verdicts_from_logits(asked)] == [(7,), (7,)]
+    found = [each.correction for each in verdicts_from_logits(asked)]
+    assert found == [(7,), (7,), (7,), (7,), (3,)]
+
+
+def test_draft_tokens_outside_their_q_are_found() -> None:
+    asked = question(Rule.TOKEN, SAMPLINGS[0])
+    drafted = replace(asked.proposal, token_ids=(999, *asked.proposal.token_ids[1:]))
+    with pytest.raises(InvariantError, match="outside the distribution"):
+        verdicts_from_logits([replace(asked, proposal=drafted)])
 
 
 def test_kernels_that_do_not_run_are_given_up(
