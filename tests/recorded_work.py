@@ -1,13 +1,19 @@
 """What stands in for a CUDA device where there is none: work that is replayed by doing it again,
-and attention that reads a step's tables by their definition."""
+attention that reads a step's tables by their definition, and the kernels of draws."""
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 import torch
 
 from outrider.engine.attention import LayerPages
 from outrider.engine.cuda.backend import DeviceBackend, Recording, StepRequest, find_backend
 from outrider.engine.cuda.page_tables import BLOCK_WORDS, TableStep
+from outrider.speculation import draft_sampling
+from outrider.speculation.gumbel_max import race
+from outrider.speculation.logits_processing import NO_HISTORY, write_weights
+from outrider.speculation.sampling_params import SamplingParams
 
 
 class CountingRecorder:
@@ -64,3 +70,30 @@ def backend_on(device: str, dtype: torch.dtype) -> DeviceBackend:
     """The device's own; for a CPU its stand-in."""
     found = find_backend(torch.device(device), dtype)
     return found or DeviceBackend(attend_by_tables, 8, CountingRecorder)
+
+
+def _weigh(
+    weights: torch.Tensor, found: torch.Tensor, logits: torch.Tensor, words: torch.Tensor
+) -> None:
+    """As `weigh_rows` does."""
+    for row, own, (*reals, top_k) in zip(weights, logits, words[:, :4].numpy(), strict=True):
+        temperature, min_p, top_p = np.array(reals).view(np.float64).tolist()
+        params = SamplingParams(temperature, top_p=top_p, top_k=int(top_k), min_p=min_p)
+        write_weights(own[None], params, NO_HISTORY, row[None])
+
+
+def _settle(
+    weights: torch.Tensor, found: torch.Tensor, words: torch.Tensor, sent: torch.Tensor, stride: int
+) -> None:
+    """As `settle_rows` does where it judges nothing."""
+    judged = sent.as_strided((len(weights), 6), (stride, 1)).numpy()
+    assert (judged[:, 5] == -1).all()
+    found[-1] = race(weights, judged[:, :5].view(np.uint64))
+
+
+def draw_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no CUDA device, draws go on as if the kernels were there."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(draft_sampling, "weigh", _weigh)
+        monkeypatch.setattr(draft_sampling, "settle", _settle)
+        monkeypatch.setattr(draft_sampling, "has_kernels", lambda device: True)

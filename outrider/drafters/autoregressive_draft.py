@@ -11,6 +11,7 @@ from torch import Tensor
 
 from outrider.drafters.drafter import DraftRequest
 from outrider.errors import OutriderError
+from outrider.grammar.token_mask import TokenMask
 from outrider.speculation.draft_sampling import (
     DraftedGroup,
     LikelyTokens,
@@ -181,6 +182,7 @@ class DraftSampler:
         """Those that may go on, and what their grammars leave of their rows."""
         going_on: list[AutoregressiveDraft] = []
         left: list[Tensor] = []
+        masks: list[TokenMask | None] = []
         for draft, row in zip(drafts, rows, strict=True):
             allowed, mask = draft.request.allowed, None
             if allowed is not None:
@@ -189,8 +191,12 @@ class DraftSampler:
                     draft.stop()
                     continue
             going_on.append(draft)
-            left.append(masked_logits(row, [mask], self.vocabulary))
-        return going_on, left
+            left.append(row)
+            masks.append(mask)
+        if not going_on:
+            return [], []
+        logits = masked_logits(joined_rows(left).cpu(), masks, self.vocabulary)
+        return going_on, [*torch.split(logits, 1)]
 
     def _draw(self, drafts: list[AutoregressiveDraft], rows: list[Tensor]) -> None:
         """Of drafts that are alike. An error is some draft's own: each then draws alone, which

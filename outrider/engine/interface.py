@@ -11,6 +11,7 @@ from outrider.errors import BadRequest, check
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+    import torch
     from torch import Tensor
 
 
@@ -206,6 +207,10 @@ class Draws(Protocol):
     @property
     def key(self) -> Hashable:
         """All that `draw` depends on beside its arguments."""
+        ...
+
+    def can_draw_on(self, device: torch.device) -> bool:
+        """Whether `draw` can run there."""
         ...
 
     def words(self, num_rows: int) -> npt.NDArray[np.int64]:

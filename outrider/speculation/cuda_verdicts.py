@@ -25,7 +25,7 @@ from outrider.speculation.sampling_params import SamplingParams
 
 ROW_WORDS = 12
 JUDGED_WORDS = 9
-_FOUND = 6
+FOUND = 6
 _BLOCK = 8192
 _WEIGHING_WARPS = 32
 _ENTRIES = 1024
@@ -87,7 +87,7 @@ class RowJudge:
         num_rows, width = logits.shape
         device = logits.device
         words = np.zeros((num_rows, ROW_WORDS), dtype=np.int64)
-        filters = np.array([_filters(sampling) for sampling, _, _ in transforms])
+        filters = np.array([filters(sampling) for sampling, _, _ in transforms])
         words[:, :3] = filters.view(np.int64)[:, :3].repeat(sizes, axis=0)
         words[:, 3] = filters[:, 3].repeat(sizes)
         words[:, 4] = drafted
@@ -95,7 +95,7 @@ class RowJudge:
         sent = _sent([words, *changes], device)
         self._words = sent[: words.nbytes].view(torch.int64).view(words.shape)
         self._weights = torch.empty((num_rows, width), dtype=torch.float32, device=device)
-        self._found = torch.empty((_FOUND, num_rows), dtype=torch.float64, device=device)
+        self._found = torch.empty((FOUND, num_rows), dtype=torch.float64, device=device)
         with _current(device):
             if changes:
                 change_rows[(num_rows,)](
@@ -133,7 +133,7 @@ class RowJudge:
 
 
 def weigh(weights: Tensor, found: Tensor, logits: Tensor, words: Tensor) -> None:
-    """Runs `weigh_rows`."""
+    """Runs `weigh_rows`, on the device that is current."""
     from outrider.speculation.triton_kernels import weigh_rows
 
     num_rows, width = logits.shape
@@ -144,14 +144,14 @@ def weigh(weights: Tensor, found: Tensor, logits: Tensor, words: Tensor) -> None
 
 
 def settle(weights: Tensor, found: Tensor, words: Tensor, sent: Tensor, stride: int) -> None:
-    """Runs `settle_rows`."""
+    """Runs `settle_rows`, on the device that is current; `sent` of any type."""
     from outrider.speculation.triton_kernels import settle_rows
 
     num_rows, width = weights.shape
     row_waits = 1 << (-(-width // BLOCK) - 1).bit_length()
     races = torch.empty((2, num_rows, row_waits), dtype=torch.float64, device=weights.device)
     settle_rows[(num_rows,)](
-        weights, found, words, words.stride(0), sent, stride, races, width,
+        weights, found, words, words.stride(0), sent.view(torch.uint8), stride, races, width,
         ENTRIES=DRAFT_SUPPORT_ENTRIES_MAX, WAITS=min(_WAITS, row_waits),
         ROW_WAITS=row_waits, num_warps=_WARPS,
     )  # fmt: skip
@@ -202,7 +202,7 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _filters(sampling: SamplingParams) -> tuple[float, float, float, float]:
+def filters(sampling: SamplingParams) -> tuple[float, float, float, float]:
     """Temperature, min-p, top-p and top-k of a row; the greedy keep the likeliest token."""
     if sampling.greedy:
         return 1.0, 0.0, 1.0, 1.0

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from outrider.errors import check
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
+from outrider.speculation.cuda_verdicts import FOUND, filters, has_kernels, settle, weigh
 from outrider.speculation.gumbel_max import (
     BLOCK,
     IntArray,
     RealArray,
     race,
     scores,
-    speeds,
     token_keys,
     uniforms,
 )
@@ -37,7 +37,6 @@ from outrider.speculation.logits_processing import (
     adjusted_logits,
     check_maxima,
     check_weights,
-    keep_likely_on_device,
     largest,
     largest_ids,
     likeliest,
@@ -179,7 +178,10 @@ def likely_tokens(
     padded[:, : logits.shape[1]] = logits
     padded[:, logits.shape[1] :] = float("-inf")
     values, columns = largest(padded, count)
-    mass = values.double().cpu().numpy()
+    if values.device.type != "cpu":  # One wait for the device, not two.
+        values, columns = torch.stack([values.double(), columns.double()]).cpu()
+        columns = columns.long()
+    mass = values.double().numpy()
     check_maxima(mass[:, 0].tolist())
     mass = np.exp((mass - mass[:, :1]) / params.temperature)
     return LikelyTokens(_token_ids(columns, vocabulary), mass)
@@ -239,10 +241,11 @@ def draw_quantised(token_ids: IntArray, levels: RealArray, keys: RowKeys) -> Int
 
 
 def _weights(logits: Tensor, params: SamplingParams, history: TokenHistory) -> Tensor:
-    """The distributions of `logits` [B, V] up to a factor, as wide as whole blocks."""
+    """The distributions of `logits` [B, V] up to a factor, as wide as whole blocks; on the CPU."""
+    logits = logits.cpu()
     width = -(-logits.shape[1] // BLOCK) * BLOCK
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    weights = torch.empty((len(logits), width), dtype=dtype, device=logits.device)
+    weights = torch.empty((len(logits), width), dtype=dtype)
     write_weights(logits, params, history, weights)
     check_weights(weights, [logits])
     return weights
@@ -252,12 +255,12 @@ def likely_by_weight(
     weights: Tensor, count: int, vocabulary: DraftVocabulary | None
 ) -> LikelyTokens:
     values, columns = largest(weights, count)
-    return LikelyTokens(_token_ids(columns, vocabulary), values.double().cpu().numpy())
+    return LikelyTokens(_token_ids(columns, vocabulary), values.double().numpy())
 
 
 def _token_ids(columns: Tensor, vocabulary: DraftVocabulary | None) -> IntArray:
     """The tokens of columns; of one beyond the vocabulary, which pads a row, any."""
-    found: IntArray = columns.cpu().numpy()
+    found: IntArray = columns.numpy()
     if vocabulary is None:
         return found
     tokens: IntArray = vocabulary.token_ids[found.clip(max=len(vocabulary.token_ids) - 1)]
@@ -342,10 +345,10 @@ def _check_entries(entries_max: int) -> None:
 
 
 _Ints = npt.NDArray[np.int64]
-_REALS = 3
-"""Words of a row that are float64: temperature, min-p, top-p. Then follow: which token is drawn
-(`_LIKELIEST`, ...), top-k, and both keys of each depth's noise."""
-_FIXED = 5
+_KIND = 6
+"""Of the words of a row. Before it stand those that `weigh_rows` reads; behind it, for each depth,
+those that `settle_rows` reads and the bits of a uniform, in eights."""
+_DEPTH_WORDS = 8
 _LIKELIEST, _COUPLED, _QUANTISED = range(3)
 _TOKEN, _LARGEST, _SUPPORT = range(3)
 """Words of what was drawn: the token, the bits of the row's largest logit, and, where any row is
@@ -393,6 +396,10 @@ class DeviceDraws:
         self._any_quantised = _QUANTISED in kinds
         self._any_filter = any(drawing.sampling.filtered for drawing in drawings)
 
+    def can_draw_on(self, device: torch.device) -> bool:
+        """Implements `Draws.can_draw_on`."""
+        return has_kernels(device) or not (self._any_coupled or self._any_filter)
+
     @property
     def key(self) -> Hashable:
         """See `Draws.key`. It keeps the vocabulary, whose table recorded work reads."""
@@ -409,32 +416,33 @@ class DeviceDraws:
     def draw(self, logits: Tensor, words: Tensor, depth: int) -> Tensor:
         """Implements `Draws.draw`."""
         rows = words.view(len(logits), -1)
-        kinds = rows[:, _REALS]
+        kinds = rows[:, _KIND]
         logits = logits if logits.dtype == torch.float64 else logits.float()
         maxima = logits.amax(dim=1, keepdim=True)
         token = self._token_ids(logits.argmax(dim=1))
         drawn = [token, maxima[:, 0].double().view(torch.int64)]
         if self._any_coupled or self._any_quantised:
-            reals = rows[:, :_REALS].contiguous().view(torch.float64)
-            temperature, min_p, top_p = reals[:, :, None].unbind(1)
-            weights = ((logits - maxima) / temperature.to(logits.dtype)).softmax(dim=1)
-            if self._any_filter:
-                keep_likely_on_device(weights, min_p, rows[:, _REALS + 1 : _FIXED], top_p)
-            first = _FIXED + 2 * depth
-            keys = (rows[:, first : first + 1], rows[:, first + 1 : first + 2])
+            first = _DEPTH_WORDS * (1 + depth)
+            if self._any_coupled or self._any_filter:
+                weights = torch.empty_like(logits, dtype=torch.float32)
+                found = logits.new_empty((FOUND, len(logits)), dtype=torch.float64)
+                weigh(weights, found, logits, rows)
+                logits = logits.masked_fill(weights == 0, float("-inf"))
             if self._any_coupled:
-                every = torch.arange(weights.shape[1], device=weights.device)[None]
-                winner = speeds(weights, self._token_ids(every), keys).argmax(dim=1)
-                token = torch.where(kinds == _COUPLED, self._token_ids(winner), token)
+                if self._vocabulary is not None:
+                    table = self._vocabulary.table(logits.device)
+                    wide = weights.new_zeros((len(rows), int(self._vocabulary.token_ids[-1]) + 1))
+                    weights = wide.index_copy_(1, table, weights)
+                settle(weights, found, rows, words[first:], rows.stride(0))
+                token = torch.where(kinds == _COUPLED, found[-1].long(), token)
             if self._any_quantised:
-                values, columns = largest(
-                    weights if self._any_filter else logits, self._entries_max
+                temperature, uniform = (
+                    rows[:, at : at + 1].contiguous().view(torch.float64) for at in (0, first + 6)
                 )
-                if not self._any_filter:
-                    values = ((values - maxima).double() / temperature).exp()
-                ids, levels = self._token_ids(columns), count_levels(values.double())
+                values, columns = largest(logits, self._entries_max)
+                values = ((values - maxima).double() / temperature).exp()
+                ids, levels = self._token_ids(columns), count_levels(values)
                 zeros = levels.new_zeros((len(levels), 1))
-                uniform = uniforms(keys, torch.zeros_like(keys[0]))
                 winner = ids.gather(1, place_of(levels, uniform)[:, None])[:, 0]
                 token = torch.where(kinds == _QUANTISED, winner, token)
                 drawn += [*ids.unbind(1), *levels.diff(prepend=zeros, dim=1).long().unbind(1)]
@@ -462,9 +470,12 @@ class DeviceDraws:
 
 def _row(drawing: Drawing, num_depths: int) -> _Ints:
     sampling, noise = drawing.sampling, drawing.noise
-    temperature = 1.0 if drawing.kind == _LIKELIEST else sampling.temperature
-    reals = np.array([temperature, sampling.min_p, sampling.top_p]).view(np.int64)
+    row = np.full((1 + num_depths, _DEPTH_WORDS), -1, dtype=np.int64)
+    *reals, top_k = filters(sampling)
+    row[0, :3] = np.array(reals).view(np.int64)
+    row[0, 3:] = int(top_k), -1, 0, drawing.kind, 0
     places = [noise.place(depth) for depth in range(num_depths)]
-    keys = token_keys(row_keys(noise.seed, places, [noise.draft_stream] * num_depths))
-    others = np.array([drawing.kind, max(sampling.top_k, 0)], dtype=np.int64)
-    return np.concatenate([reals, others, np.concatenate(keys, axis=1).ravel()])
+    keys = row_keys(noise.seed, places, [noise.draft_stream] * num_depths)
+    row[1:, :5] = keys.view(np.int64)
+    row[1:, 6] = uniforms(token_keys(keys), np.zeros((1, 1), dtype=np.int64))[:, 0].view(np.int64)
+    return row.ravel()

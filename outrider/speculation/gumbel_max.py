@@ -75,26 +75,15 @@ def uniforms(keys: tuple[_Ints, _Ints], indices: _Ints) -> _Ints:
 
 
 def race(weights: Tensor, keys: RowKeys) -> Tensor:
-    """One token a row: [R], int64, on the device of `weights` [R, V], which are float32 or float64,
+    """One token a row: [R], int64, by `weights` [R, V] on the CPU, which are float32 or float64,
     >= 0 and unchanged. A row without any positive weight gives 0. Ties: lowest id."""
     num_rows, width = weights.shape
-    if weights.device.type != "cpu":
-        columns = tuple(torch.from_numpy(key).to(weights.device) for key in token_keys(keys))
-        return dense_race(weights, columns)
     if width <= _DENSE_WIDTH:
-        return dense_race(weights, tuple(map(torch.from_numpy, token_keys(keys))))
+        return scores(weights, torch.arange(width)[None], keys).argmax(dim=1)
     if width % BLOCK:
         weights = torch.nn.functional.pad(weights, (0, -width % BLOCK))
     tops = weights.view(-1, BLOCK).amax(dim=1).view(num_rows, -1)
     return torch.from_numpy(_pruned_race(weights.numpy(), tops.numpy(), token_keys(keys)))
-
-
-def dense_race(weights: Tensor, keys: tuple[Tensor, ...]) -> Tensor:
-    """`race` with the wait of every token; `keys` are columns on the device of `weights`."""
-    every = torch.arange(weights.shape[1], device=weights.device)[None]
-    low, high = keys
-    winners: Tensor = speeds(weights, every, (low, high)).argmax(dim=1)
-    return winners
 
 
 def speeds(weights: Tensor, token_ids: Tensor, keys: tuple[Tensor, Tensor]) -> Tensor:

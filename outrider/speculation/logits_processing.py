@@ -1,5 +1,5 @@
-"""From logits to the distribution that is sampled, on the logits' device: in float64 where they are
-float64, else in float32, with sums over a row in float64.
+"""From logits to the distribution that is sampled, on the CPU: in float64 where they are float64,
+else in float32, with sums over a row in float64.
 
 Order: logit bias; penalties; temperature; min-p; top-k; top-p; renormalise. Each filter looks at
 what the one before it left, so top-p is a share of the mass that min-p and top-k kept.
@@ -59,7 +59,8 @@ def target_probabilities(
     gets no probability. Biased or past ids beyond V are ignored: a padded vocabulary may differ.
     """
     check(logits.dim() == 2 and logits.shape[1] > 0, "logits are [rows, vocabulary]")
-    weights = torch.empty(logits.shape, dtype=torch.float64, device=logits.device)
+    logits = logits.cpu()
+    weights = torch.empty(logits.shape, dtype=torch.float64)
     write_weights(logits, params, history, weights)
     return weights.div_(check_weights(weights, [logits])[:, None])
 
@@ -131,21 +132,24 @@ def likeliest(
 def _largest(logits: Tensor) -> tuple[list[int], list[float]]:
     """Where the largest of each row is (ties: lowest id), and what it is; a NaN is larger than any
     number."""
-    if logits.device.type == "cpu":  # NumPy finds it in a twentieth of the time.
-        floats = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
-        found = torch.from_numpy(floats.detach().numpy().argmax(axis=1))[:, None]
-    else:
-        found = logits.argmax(dim=1, keepdim=True)
+    if logits.device.type != "cpu":
+        largest, ids = logits.max(dim=1)
+        ids, largest = torch.stack([ids.double(), largest.double()]).tolist()
+        return [*map(int, ids)], largest
+    # NumPy finds it in a twentieth of the time.
+    floats = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+    found = torch.from_numpy(floats.detach().numpy().argmax(axis=1))[:, None]
     return found[:, 0].tolist(), logits.gather(1, found)[:, 0].tolist()
 
 
 def adjusted_logits(
     logits: Tensor, params: SamplingParams, history: TokenHistory = NO_HISTORY
 ) -> Tensor:
-    """`logits` [R, V] after bias and penalties: a float64 copy, or themselves without either."""
+    """`logits` [R, V] after bias and penalties: a float64 copy on the CPU, or themselves without
+    either."""
     if not (params.logit_bias or params.penalised):
         return logits
-    adjusted = logits.to(torch.float64, copy=True)
+    adjusted = logits.to("cpu", torch.float64, copy=True)
     table = changed_tokens(params, history, logits.shape[1])
     ids, biases = torch.from_numpy(table[:, 0]), torch.from_numpy(table[:, 1].view(np.float64))
     counted = np.repeat(table[None, :, 2] >> 1, len(logits), axis=0)
@@ -252,33 +256,8 @@ def _check_rows(logits: Tensor) -> None:
 def keep_likely(weights: Tensor, min_p: float, top_k: int, top_p: float) -> None:
     """Sets to 0 what the filters drop of `weights` [R, V], which are at most 1. Of several equal
     ones at the end of what is kept the lowest ids stay."""
-    if weights.device.type == "cpu":
-        for row in weights:
-            _keep_likely_of_row(row, min_p, top_k, top_p)
-        return
-    columns = [
-        torch.full((len(weights), 1), value, device=weights.device)
-        for value in (min_p, top_k, top_p)
-    ]
-    num_kept = keep_likely_on_device(weights, columns[0], columns[1], columns[2])
-    for row, excess in enumerate(((weights > 0).sum(dim=1) - num_kept[:, 0]).tolist()):
-        _drop_last_ties(weights[row], excess)
-
-
-def keep_likely_on_device(weights: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """`keep_likely` by one sort and without waiting for anything; each filter is a column [R, 1].
-    All ties stay; returns [R, 1], how many tokens there would be else."""
-    weights *= weights >= min_p * weights.amax(dim=1, keepdim=True)
-    ranked = weights.sort(dim=1, descending=True).values
-    ranks = torch.arange(weights.shape[1], device=weights.device)
-    kept = (ranked > 0) & ((ranks < top_k) | (top_k == 0))
-    mass = (ranked * kept).cumsum(dim=1, dtype=torch.float64)
-    # Sums of many round otherwise on other devices, which must not add a token.
-    goal = top_p * mass[:, -1:] * (1.0 - 1e-13)
-    kept[:, 1:] &= (mass[:, :-1] < goal) | (top_p >= 1.0)
-    num_kept = kept.sum(dim=1, keepdim=True)
-    weights *= weights >= ranked.gather(1, (num_kept - 1).clamp_(min=0))
-    return num_kept
+    for row in weights:
+        _keep_likely_of_row(row, min_p, top_k, top_p)
 
 
 def _keep_likely_of_row(row: Tensor, min_p: float, top_k: int, top_p: float) -> None:
@@ -412,17 +391,13 @@ def masked_logits(
     vocabulary: DraftVocabulary | None = None,
 ) -> Tensor:
     """`logits` [R, V], or [R, N] of a `vocabulary`'s columns, with -inf for what each row's mask
-    forbids: a copy, or themselves where no row has one. On any device."""
+    forbids: a copy, or themselves where no row has one."""
     wanted = [row for row, mask in enumerate(masks) if mask is not None]
     given = [mask for mask in masks if mask is not None]
     if not given:
         return logits
     width = logits.shape[1]
-    if vocabulary is not None or logits.device.type == "cpu":
-        forbidden = torch.from_numpy(np.stack([~_flags(mask, width, vocabulary) for mask in given]))
-        forbidden = forbidden.to(logits.device)
-    else:  # Eight times less to send.
-        forbidden = _unpacked(given, width, logits.device)
+    forbidden = torch.from_numpy(np.stack([~_flags(mask, width, vocabulary) for mask in given]))
     masked = logits.clone()
     if len(wanted) == len(masked):
         return masked.masked_fill_(forbidden, float("-inf"))
@@ -490,13 +465,3 @@ def _flags(
         return mask.flags(width)
     flags = mask.flags(int(vocabulary.token_ids[-1]) + 1)
     return flags[vocabulary.token_ids]
-
-
-def _unpacked(masks: Sequence[TokenMask], width: int, device: torch.device) -> Tensor:
-    """[R, V]: what is forbidden, unpacked on the device."""
-    bits = torch.from_numpy(np.stack([mask.bits for mask in masks])).to(device)
-    shifts = torch.arange(8, dtype=torch.uint8, device=device)
-    flags = ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, :width]
-    forbidden = torch.ones(len(masks), width, dtype=torch.bool, device=device)
-    forbidden[:, : flags.shape[1]] = flags == 0
-    return forbidden

@@ -166,7 +166,7 @@ def change_rows(
     tl.store(found + LEFT * num_rows + at, best_token.to(tl.float64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["words_stride"])
 def weigh_rows(
     weights,  # [R, width], float32
     found,  # [6, R], float64
@@ -274,7 +274,7 @@ def _exponential(bits):
     return -tl.log((fraction.to(tl.float64) + 0.5) * 2.220446049250313e-16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["words_stride", "judged_stride"])
 def settle_rows(
     weights,  # [R, width]; the rows of draft tokens become the weights of corrections
     found,  # as above

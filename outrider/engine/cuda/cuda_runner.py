@@ -122,6 +122,8 @@ class CudaRunner(Steps):
         num_rows = sum(len(held.step.token_ids) for held in sequences)
         if self._recordings is None or num_rows > RECORDED_ROWS_MAX:
             return None
+        if not draws.can_draw_on(self._device):
+            return None
         width, depths = recorded_rows(len(sequences)), max(counts)
         rows = max(width, recorded_rows(num_rows))
         first = replace(self._size(sequences), num_rows=rows, num_logits=width, num_blocks=rows)

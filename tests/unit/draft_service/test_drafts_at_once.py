@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import tiny_config, tiny_drafter, tiny_module, twin
 from paged_engines import VOCAB, EngineMaker, checked_engines, gap, ids, run
-from recorded_work import backend_on
+from recorded_work import backend_on, draw_without_kernels
 
 from draft_service.model_drafter import ModelDrafter
 from outrider.drafters.drafter import DraftDeadline, DraftRequest
@@ -23,6 +23,11 @@ from outrider.tokens import TokenSequence
 
 ENTRIES = 8
 SOME_TOKENS = tuple(token_id for token_id in range(VOCAB) if token_id % 3)
+
+
+@pytest.fixture(autouse=True)
+def _on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw_without_kernels(monkeypatch)
 
 
 @pytest.fixture

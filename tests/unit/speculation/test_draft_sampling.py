@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recorded_work import draw_without_kernels
 from verdict_laws import draft_token, draft_tokens
 
 from outrider.errors import InvariantError
@@ -95,6 +96,11 @@ SAMPLINGS = (
     SamplingParams(temperature=0.0),
 )
 NUM_DEPTHS = 3
+
+
+@pytest.fixture(autouse=True)
+def _on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw_without_kernels(monkeypatch)
 
 
 def draw(

@@ -62,11 +62,11 @@ def naive_row(logits: list[float], params: SamplingParams) -> list[float]:
     top_k=st.sampled_from([-1, 0, 1, 2, 5, 100]),
     min_p=st.sampled_from([0.0, 0.013, 0.37, 1.0]),
 )
-def test_filters_against_the_naive_form(rows, temperature, top_p, top_k, min_p, device):
+def test_filters_against_the_naive_form(rows, temperature, top_p, top_k, min_p):
     """Every combination of filters, with ties and forbidden tokens, equals the sorted-list form."""
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
-    logits = torch.tensor(rows, dtype=torch.float64, device=device)
-    result = target_probabilities(logits, params).cpu()
+    logits = torch.tensor(rows, dtype=torch.float64)
+    result = target_probabilities(logits, params)
     expected = torch.tensor([naive_row(row, params) for row in rows], dtype=torch.float64)
     torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-15)
     assert torch.equal(result > 0, expected > 0)
@@ -74,12 +74,12 @@ def test_filters_against_the_naive_form(rows, temperature, top_p, top_k, min_p, 
 
 @pytest.mark.parametrize("spread", [0.0, 0.5, 2.0, 6.0])
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.95, 0.9999])
-def test_top_p_of_wide_rows(spread, top_p, device):
+def test_top_p_of_wide_rows(spread, top_p):
     """The bucket search behind the first 64 tokens finds the same head as a full sort."""
     torch.manual_seed(1)
     logits = torch.randn(3, 5000) * spread
     logits[2] = (logits[2] * 4).round() / 4
-    result = target_probabilities(logits.to(device), SamplingParams(top_p=top_p)).cpu()
+    result = target_probabilities(logits, SamplingParams(top_p=top_p))
     full = logits.double().softmax(dim=1)
     ranked = full.sort(descending=True, stable=True)
     num_kept = (ranked.values.cumsum(dim=1) < top_p * (1 - 1e-13)).sum(dim=1) + 1
@@ -90,9 +90,9 @@ def test_top_p_of_wide_rows(spread, top_p, device):
         torch.testing.assert_close(result[row, kept], expected, rtol=1e-12, atol=0)
 
 
-def test_exact_ties_keep_the_lowest_ids(device):
+def test_exact_ties_keep_the_lowest_ids():
     """Exactly k tokens survive top-k and the smallest head survives top-p, whatever is tied."""
-    flat = torch.zeros(2, 1000, device=device)
+    flat = torch.zeros(2, 1000)
     assert target_probabilities(flat, SamplingParams(top_k=3)).nonzero().tolist() == [
         [row, v] for row in range(2) for v in range(3)
     ]
@@ -102,9 +102,9 @@ def test_exact_ties_keep_the_lowest_ids(device):
     assert many[1].nonzero()[:, 0].tolist() == list(range(500))
 
 
-def test_greedy_is_one_hot_at_the_lowest_of_the_likeliest(device):
+def test_greedy_is_one_hot_at_the_lowest_of_the_likeliest():
     """Under T = 1e-5 the likeliest token after bias and penalties has everything."""
-    logits = torch.tensor([[1.0, 3.0, 3.0], [-INF, -5.0, -6.0]], device=device)
+    logits = torch.tensor([[1.0, 3.0, 3.0], [-INF, -5.0, -6.0]])
     params = SamplingParams(temperature=0.0, top_p=0.1)
     assert target_probabilities(logits, params).tolist() == [[0, 1, 0], [0, 1, 0]]
     biased = SamplingParams(temperature=0.0, logit_bias=((2, 1.5), (9, 100.0)))
@@ -112,7 +112,7 @@ def test_greedy_is_one_hot_at_the_lowest_of_the_likeliest(device):
     assert target_probabilities(logits.bfloat16(), params).dtype == torch.float64
 
 
-def test_penalties_count_what_each_row_has_seen(device):
+def test_penalties_count_what_each_row_has_seen():
     """Repetition looks at prompt and output; presence and frequency at the output only; row i
     counts x_1..x_{i-1}; bias comes before all of them."""
     history = TokenHistory(prompt_ids=[0, 7], output_ids=[1, 1], drafted_ids=[2, 1])
@@ -122,7 +122,7 @@ def test_penalties_count_what_each_row_has_seen(device):
         frequency_penalty=0.25,
         logit_bias=((0, -3.0), (3, 1.0)),
     )
-    logits = torch.tensor([[1.0, 4.0, -2.0, 0.5]] * 3, dtype=torch.float64, device=device)
+    logits = torch.tensor([[1.0, 4.0, -2.0, 0.5]] * 3, dtype=torch.float64)
     before = logits.clone()
     expected = torch.tensor(
         [
@@ -133,13 +133,13 @@ def test_penalties_count_what_each_row_has_seen(device):
         dtype=torch.float64,
     )
     result = target_probabilities(logits, params, history)
-    torch.testing.assert_close(result.cpu(), expected.softmax(dim=1), rtol=1e-12, atol=0)
+    torch.testing.assert_close(result, expected.softmax(dim=1), rtol=1e-12, atol=0)
     assert torch.equal(logits, before)
 
 
-def test_the_hardest_parameters_stay_numbers(device):
+def test_the_hardest_parameters_stay_numbers():
     """At every limit at once rows are still distributions."""
-    logits = torch.tensor([[3e4, -3e4, 0.0, -INF]], device=device)
+    logits = torch.tensor([[3e4, -3e4, 0.0, -INF]])
     for penalty in (1e-308, 5e-324, 10.0):
         params = SamplingParams(
             temperature=1.1e-5,
@@ -200,9 +200,9 @@ class Listed:
 
 
 @pytest.mark.parametrize("width", [V - 10, V, V + 40])
-def test_rows_are_masked_each_by_its_own(device: str, width: int) -> None:
+def test_rows_are_masked_each_by_its_own(width: int) -> None:
     """Tokens that the tokenizer lacks, as those of a padded vocabulary, may not stand either."""
-    logits = torch.randn(3, width, device=device)
+    logits = torch.randn(3, width)
     before = logits.clone()
     masked = masked_logits(logits, [mask_of([1, 5]), None, mask_of([2])])
     assert torch.equal(logits, before)
@@ -213,9 +213,9 @@ def test_rows_are_masked_each_by_its_own(device: str, width: int) -> None:
     assert masked_logits(logits, [None] * 3) is logits
 
 
-def test_columns_of_a_reduced_vocabulary_are_masked_by_their_tokens(device: str) -> None:
+def test_columns_of_a_reduced_vocabulary_are_masked_by_their_tokens() -> None:
     vocabulary = DraftVocabulary(np.array([3, 8, 200, 290]))
-    masked = masked_logits(torch.zeros(1, 4, device=device), [mask_of([8, 9, 290])], vocabulary)
+    masked = masked_logits(torch.zeros(1, 4), [mask_of([8, 9, 290])], vocabulary)
     assert masked[0].isfinite().nonzero()[:, 0].tolist() == [1, 3]
 
 
