@@ -87,9 +87,9 @@ class RowJudge:
         num_rows, width = logits.shape
         device = logits.device
         words = np.zeros((num_rows, ROW_WORDS), dtype=np.int64)
-        filters = np.array([filters(sampling) for sampling, _, _ in transforms])
-        words[:, :3] = filters.view(np.int64)[:, :3].repeat(sizes, axis=0)
-        words[:, 3] = filters[:, 3].repeat(sizes)
+        kept = np.array([filters(sampling) for sampling, _, _ in transforms])
+        words[:, :3] = kept.view(np.int64)[:, :3].repeat(sizes, axis=0)
+        words[:, 3] = kept[:, 3].repeat(sizes)
         words[:, 4] = drafted
         changes = _changes(transforms, sizes, words, width)
         sent = _sent([words, *changes], device)
