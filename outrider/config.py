@@ -140,7 +140,10 @@ class ServerConfig:
         Destination.parse(self.telemetry)
 
 
+AUTO_ENGINE = "auto"
 TRANSFORMERS = "transformers"
+VLLM = "vllm"
+ENGINES = (AUTO_ENGINE, TRANSFORMERS, VLLM)
 EMULATED = "emulated:"
 """Begins an engine that states its step times instead of running a model."""
 NUM_SEQS_MAX = 4096
@@ -172,9 +175,12 @@ def _check_ngrams(config: DraftConfig | CoordinatorConfig) -> None:
 class ModelServerConfig(ServerConfig):
     """Settings of targets and drafts."""
 
-    engine: str = TRANSFORMERS
-    """What runs the models: `transformers`, or `emulated:KEY=VALUE,...` for a toy pair with stated
-    step times."""
+    engine: str = AUTO_ENGINE
+    """What runs the models: `transformers`, `vllm`, which must be installed beside Outrider, `auto`
+    = vLLM on a CUDA device where it is installed and has what is asked for, else transformers, or
+    `emulated:KEY=VALUE,...` for a toy pair with stated step times."""
+    enforce_eager: bool = False
+    """Run vLLM's models without compiling them and without CUDA graphs."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     max_num_seqs: Annotated[int, Field(ge=1, le=NUM_SEQS_MAX)] = 64
@@ -223,9 +229,10 @@ class ModelServerConfig(ServerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.engine != TRANSFORMERS and not self.engine.startswith(EMULATED):
+        if self.engine not in ENGINES and not self.engine.startswith(EMULATED):
+            allowed = ", ".join(f"`{name}`" for name in ENGINES)
             raise SettingError(
-                "engine", f"{self.engine!r} is wrong; it must be `transformers` or `emulated:SPEC`"
+                "engine", f"{self.engine!r} is wrong; it must be {allowed} or `emulated:SPEC`"
             )
         name, _, index = self.device.partition(":")
         if not (self.device in ("auto", "cpu", "cuda") or (name == "cuda" and index.isdecimal())):
@@ -237,6 +244,11 @@ class ModelServerConfig(ServerConfig):
     def step_sessions(self) -> int:
         """That share a step of this replica."""
         return self.max_num_seqs
+
+    @property
+    def model_engine(self) -> str:
+        """What runs this replica's model: one of `ENGINES`, where none is emulated."""
+        return self.engine
 
     @property
     def emulated(self) -> str | None:
@@ -285,6 +297,10 @@ class DraftConfig(ModelServerConfig):
     own_max_num_seqs: Annotated[int, Field(alias="draft_max_num_seqs", ge=0, le=NUM_SEQS_MAX)] = 0
     """Sessions that share a step of the draft, and outcomes that it looks ahead to beside them; 0 =
     as many as of the target."""
+    own_engine: Annotated[
+        Literal["", "auto", "transformers", "vllm"], Field(alias="draft_engine")
+    ] = ""
+    """What runs the draft, as `engine`; empty = what runs the target."""
     num_cpus: Cpus = 0.25
     support_entries: Annotated[int, Field(alias="draft_support_entries", ge=2, le=4096)] = (
         DRAFT_SUPPORT_ENTRIES
@@ -317,6 +333,11 @@ class DraftConfig(ModelServerConfig):
     def step_sessions(self) -> int:
         """That share a step of this replica."""
         return self.own_max_num_seqs or self.max_num_seqs
+
+    @property
+    def model_engine(self) -> str:
+        """See `ModelServerConfig`."""
+        return self.own_engine or self.engine
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -605,6 +626,19 @@ class DeploymentConfig:
                     f"{value} given, but {self.draft.model} drafts from what its target computes, "
                     f"{reason}",
                 )
+        siblings = self.coordinator.draft_siblings
+        if self.target.engine == VLLM and siblings:
+            raise SettingError(
+                "draft_siblings", f"{siblings} given, but vllm runs no trees; give 0"
+            )
+        if self.target.engine == VLLM and self.draft.drafter.on_target is not None:
+            raise SettingError(
+                "draft_model",
+                f"{self.draft.model} drafts with the target's own layers, which vllm does not "
+                "show; give --engine transformers or another drafter",
+            )
+        if siblings and self.target.engine == AUTO_ENGINE:
+            object.__setattr__(self, "target", replace(self.target, engine=TRANSFORMERS))
         if self.target.deterministic and self.coordinator.draft_siblings:
             raise SettingError(
                 "draft_siblings",

@@ -15,6 +15,7 @@ from outrider.api_keys import KeyHash, hashed_keys, new_key, read_key_file
 from outrider.config import (
     PATHS,
     PORT_MAX,
+    VLLM,
     CoordinatorConfig,
     DeploymentConfig,
     DraftConfig,
@@ -26,6 +27,7 @@ from outrider.config import (
 from outrider.drafters.names import check_model_name
 from outrider.engine.emulated_spec import SCHEME, EmulatedSpec
 from outrider.errors import ConfigError, SettingError
+from outrider.replica.process_setup import check_vllm
 from outrider.sessions.redis_address import Passwords, without_password
 from outrider.settings import Value, blaming, settings_of
 
@@ -38,11 +40,13 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 
 def check_before_start(config: DeploymentConfig) -> None:
     """For a deployment on this machine. Raises `SettingError` for wrong files of keys or
-    certificates, for ports that are not apart, for a model that is certainly not there, and for
-    what is no emulated one."""
+    certificates, for ports that are not apart, for a model that is certainly not there, for what is
+    no emulated one, and where vLLM is asked for and not installed."""
     check_security_files(config.coordinator)
     listeners(config)
     check_names(config)
+    if VLLM in (config.target.model_engine, config.draft.model_engine):
+        check_vllm()
 
 
 def listeners(config: DeploymentConfig) -> list[tuple[str, str, int]]:
@@ -233,7 +237,7 @@ def _check_size(
                 f"{service.max_model_len} is wrong; the model takes at most {stated} tokens",
             )
     key, num_ranks = keys["tensor_parallel_size"], service.tensor_parallel_size
-    if num_ranks > 1:
+    if num_ranks > 1 and service.model_engine != VLLM:
         if isinstance(service, DraftConfig) and service.target_directory:
             raise SettingError(key, "a drafter that was made for a target runs on one rank")
         from outrider.engine.tensor_parallel.sharding import check_shares

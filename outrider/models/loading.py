@@ -147,24 +147,31 @@ def load_model(path: Path, **options: Unpack[LoadOptions]) -> tuple[nn.Module, M
 def describe(module: Any, path: Path, **options: Unpack[LoadOptions]) -> ModelInfo:
     """What the model of `path` is, whether or not its parameters have values yet. Raises
     `ConfigError`."""
+    head = getattr(module.get_output_embeddings(), "weight", None)
+    vocab_size = module.config.get_text_config().vocab_size if head is None else len(head)
+    return describe_files(path, module.config, vocab_size, str(module.dtype), **options)
+
+
+def describe_files(
+    path: Path, config: Any, vocab_size: int, loaded_dtype: str, **options: Unpack[LoadOptions]
+) -> ModelInfo:
+    """What the model of `path` is, loaded with this configuration. Raises `ConfigError`."""
     name = options.get("name", str(path))
     tokenizer = load_tokenizer(path, trust_remote_code=options.get("trust_remote_code", False))
-    stated, length = _stated_length(module.config), options.get("max_model_len")
+    stated, length = _stated_length(config), options.get("max_model_len")
     if length is None:
         length = stated or MAX_MODEL_LEN_DEFAULT
     elif not 1 <= length <= (stated or length):
         raise SettingError(
             "max_model_len", f"{length} given; model {name} allows 1..{stated or 'any'}"
         )
-    head = getattr(module.get_output_embeddings(), "weight", None)
-    vocab_size = module.config.get_text_config().vocab_size if head is None else len(head)
-    eos = _eos_in((getattr(module, "generation_config", None), module.config, tokenizer))
+    eos = {*_eos_in([config]), *stated_eos_token_ids(path, tokenizer)}
     return ModelInfo(
         name=name,
         vocab_size=vocab_size,
         max_model_len=length,
-        dtype=str(module.dtype).removeprefix("torch."),
-        eos_token_ids=tuple(token_id for token_id in eos if token_id < vocab_size),
+        dtype=loaded_dtype.removeprefix("torch."),
+        eos_token_ids=tuple(sorted(token_id for token_id in eos if token_id < vocab_size)),
         weights_fingerprint=weights_fingerprint(path),
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
     )

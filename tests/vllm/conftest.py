@@ -1,0 +1,75 @@
+"""Engines of vLLM on tiny random models, in an environment that has it (`make test-vllm`)."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import tiny_config, tiny_module
+from transformers import DeepseekV2Config, MixtralConfig
+
+HEAD_WIDTH = 32
+"""The least that vLLM's attention for CPUs takes."""
+MAX_MODEL_LEN = 256
+VOCAB = 64
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    own = [item for item in items if Path(__file__).parent in item.path.parents]
+    for item in own:
+        item.add_marker(pytest.mark.filterwarnings("default"))
+        if importlib.util.find_spec("vllm") is None:
+            item.add_marker(pytest.mark.skip("vLLM is not installed: make test-vllm"))
+
+
+def config_of(family: str) -> Any:
+    """A tiny model's configuration, of widths that vLLM's kernels have."""
+    if family == "mixtral":
+        return MixtralConfig(**_sizes(), num_local_experts=4, num_experts_per_tok=2)
+    if family == "deepseek_v2":
+        return DeepseekV2Config(
+            **_sizes(), q_lora_rank=None, kv_lora_rank=512, qk_rope_head_dim=64,
+            qk_nope_head_dim=128, v_head_dim=128, n_routed_experts=None, first_k_dense_replace=9,
+        )  # fmt: skip
+    config = tiny_config(family, VOCAB, MAX_MODEL_LEN)
+    for name, value in _sizes().items():
+        setattr(config, name, value)
+    return config
+
+
+def _sizes() -> dict[str, Any]:
+    return {
+        "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": HEAD_WIDTH,
+        "max_position_embeddings": MAX_MODEL_LEN, "bos_token_id": None, "eos_token_id": None,
+        "pad_token_id": None,
+    }  # fmt: skip
+
+
+def save(family: str, directory: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """Saves a tiny model, and returns its module."""
+    module = tiny_module(config_of(family), dtype=dtype)
+    module.save_pretrained(directory)
+    return module
+
+
+MakeEngine = Callable[..., Any]
+
+
+@pytest.fixture
+def make_engine() -> MakeEngine:
+    from outrider.engine.vllm_engine import VllmEngine
+
+    def make(path: Path, **changes: Any) -> VllmEngine:
+        settings: dict[str, Any] = {
+            "device": "cpu", "dtype": "float32", "max_model_len": MAX_MODEL_LEN,
+            "max_num_seqs": 16, "max_num_batched_tokens": 512, "kv_cache_memory_bytes": 2**24,
+            "gpu_memory_utilization": 0.9, "num_gpus": None, "enforce_eager": True,
+        }  # fmt: skip
+        return VllmEngine(path, **settings | changes)
+
+    return make

@@ -1,0 +1,144 @@
+"""vLLM's models under our pages, against the library's own."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import MAX_MODEL_LEN, VOCAB, MakeEngine, save
+from pages import check_pages
+
+from outrider.engine.interface import SequenceStep
+from outrider.errors import ConfigError, InvariantError
+
+TOLERANCE = 1e-3
+"""Of a logit in float32."""
+
+
+def dense(module: Any, token_ids: list[int]) -> torch.Tensor:
+    """The library's logits [T, V]."""
+    with torch.inference_mode():
+        logits: torch.Tensor = module(input_ids=torch.tensor([token_ids])).logits[0]
+    return logits.float()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "mixtral", "deepseek_v2"])
+def test_any_steps_give_the_logits_of_the_library(
+    family: str, tmp_path: Path, make_engine: MakeEngine
+) -> None:
+    """Prompts, verifications beside them, cuts, forks and found prefixes, over pages' ends."""
+    module = save(family, tmp_path)
+    engine = make_engine(tmp_path)
+    chance = random.Random(5)
+    prompt = [chance.randrange(VOCAB) for _ in range(100)]
+    texts: dict[str, list[int]] = {}
+    for turn in range(40):
+        if turn % 5 == 4:
+            engine.release("fork")
+            engine.fork("a", "fork")
+            texts["fork"] = [*texts["a"]]
+        steps = []
+        for name in ("a", "b", "c", "fork"):
+            if len(texts.get(name, ())) > 150:
+                engine.release(name)
+                del texts[name]
+            if name not in texts:
+                texts[name] = prompt[: engine.attach(name, prompt)]
+                new = prompt[len(texts[name]) :]
+            else:
+                if chance.random() < 0.3:
+                    del texts[name][chance.randint(1, len(texts[name])) :]
+                    engine.keep(name, len(texts[name]))
+                new = [chance.randrange(VOCAB) for _ in range(chance.choice([1, 1, 5, 40]))]
+            steps.append(SequenceStep(name, tuple(new), chance.randint(1, len(new))))
+            texts[name].extend(new)
+        for step, logits in zip(steps, engine.forward(steps), strict=True):
+            expected = dense(module, texts[step.sequence_id])[-step.num_logits :]
+            assert (logits - expected).abs().max() <= TOLERANCE
+    assert engine.page_counts().prefix_hits > 0
+
+
+def test_what_the_head_reads_is_shown(tmp_path: Path, make_engine: MakeEngine) -> None:
+    module = save("llama", tmp_path)
+    engine = make_engine(tmp_path)
+    engine.forward([SequenceStep("a", (1, 2, 3, 4), 2)])
+    with torch.inference_mode():
+        hidden = module.model(input_ids=torch.tensor([[1, 2, 3, 4]])).last_hidden_state[0]
+    torch.testing.assert_close(engine.features()[0], hidden[-2:], atol=1e-4, rtol=1e-4)
+
+
+def test_trees_are_refused(tmp_path: Path, make_engine: MakeEngine) -> None:
+    save("llama", tmp_path)
+    engine = make_engine(tmp_path)
+    with pytest.raises(InvariantError, match="no trees"):
+        engine.forward([SequenceStep("a", (1, 2), 2, (-1, -1))])
+    assert engine.length("a") == 0
+
+
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_a_failed_step_leaves_sequences_as_they_were(
+    tmp_path: Path, make_engine: MakeEngine, num_rows: int
+) -> None:
+    save("llama", tmp_path)
+    engine = make_engine(tmp_path)
+    [before] = engine.forward([SequenceStep("a", (1, 2, 3), 1)])
+    model, engine._model = engine._model, None
+    with pytest.raises(TypeError):
+        engine.forward([SequenceStep("a", (4,) * num_rows, 1)])
+    engine._model = model
+    assert engine.length("a") == 3
+    engine.keep("a", 2)
+    [again] = engine.forward([SequenceStep("a", (3,), 1)])
+    torch.testing.assert_close(again, before)
+    check_pages(engine._pool)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_deterministic_rows_do_not_depend_on_others(
+    tmp_path: Path, make_engine: MakeEngine, dtype: str
+) -> None:
+    """The engine tries it itself; here with rows of a step of its own."""
+    save("llama", tmp_path)
+    engine = make_engine(tmp_path, dtype=dtype, deterministic=True)
+    assert engine.info.numerics
+    ids = tuple(7 * place % VOCAB for place in range(70))
+    [together] = engine.forward([SequenceStep("together", ids, 70)])
+    for place in range(70):
+        [row] = engine.forward([SequenceStep("alone", ids[place : place + 1], 1)])
+        assert torch.equal(row[0], together[place])
+
+
+def test_a_compiled_model_gives_the_same_logits(tmp_path: Path, make_engine: MakeEngine) -> None:
+    module = save("llama", tmp_path)
+    engine = make_engine(tmp_path, enforce_eager=False)
+    ids = [7 * place % VOCAB for place in range(120)]
+    for start, stop in ((0, 50), (50, 51), (51, 56), (56, 120)):
+        [logits] = engine.forward([SequenceStep("a", tuple(ids[start:stop]), stop - start)])
+        assert (logits - dense(module, ids[:stop])[start:]).abs().max() <= TOLERANCE
+
+
+def test_a_state_that_cannot_be_cut_is_refused(tmp_path: Path, make_engine: MakeEngine) -> None:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    config = MambaConfig(vocab_size=VOCAB, hidden_size=64, state_size=8, num_hidden_layers=2)
+    MambaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="cannot be taken back"):
+        make_engine(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kv_cache_memory_bytes": 1000}, "hold no page"),
+        ({"max_model_len": MAX_MODEL_LEN + 1}, "cannot be loaded"),
+    ],
+)
+def test_wrong_settings_are_refused(
+    tmp_path: Path, make_engine: MakeEngine, changes: dict[str, int], words: str
+) -> None:
+    save("llama", tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        make_engine(tmp_path, **changes)
