@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import benchmarks.options
-from benchmarks.report import Report, to_json
+from benchmarks.report import Report
 from deploy.fleet.local_state import running_deployment, state_directory
 from deploy.fleet.preflight import resolve_models
 from outrider.api_keys import new_key
@@ -39,7 +39,7 @@ from .options import (
     setting_options,
     with_settings,
 )
-from .output import note, progress, show
+from .output import note, progress, tell
 
 if TYPE_CHECKING:
     from benchmarks.identity import IdentityOptions
@@ -102,20 +102,9 @@ def _load(name: str) -> Command:
             return _CALLERS[name](asked, arguments)
         given = [asked, _model_config(arguments)] if keys else [asked]
         report = importlib.import_module(f"benchmarks.{name}").run(*given, progress)
-        return _tell(asyncio.run(report) if inspect.iscoroutine(report) else report, arguments)
+        return tell(asyncio.run(report) if inspect.iscoroutine(report) else report, arguments.json)
 
     return Command(name, params=params, callback=run)
-
-
-def _tell(report: Report, arguments: Arguments) -> int:
-    if arguments.json:
-        print(to_json(report.values))
-    else:
-        for part in report.shown:
-            show(part)
-    for warning in report.warnings:
-        progress(warning)
-    return 1 if report.values.get("failed") else 0
 
 
 def _speedup(options: SpeedupOptions, arguments: Arguments) -> int:
@@ -124,13 +113,13 @@ def _speedup(options: SpeedupOptions, arguments: Arguments) -> int:
     # A deployment that the command starts is for one concurrency: the next one's prompts are the
     # same, and answered ones are not measured as new ones are.
     levels = [_measured(speedup.run, level, arguments) for level in options.levels()]
-    return _tell(speedup.report(levels), arguments)
+    return tell(speedup.report(levels), arguments.json)
 
 
 def _identity(options: IdentityOptions, arguments: Arguments) -> int:
     from benchmarks import identity
 
-    return _tell(_measured(identity.run, options, arguments), arguments)
+    return tell(_measured(identity.run, options, arguments), arguments.json)
 
 
 def _measured(run: Callable[..., Any], options: PromptOptions, arguments: Arguments) -> Any:
@@ -149,7 +138,7 @@ def _peers(options: PeersOptions, arguments: Arguments) -> int:
     if options.servers:
         arguments = with_settings(arguments, http="true", port="0")
     start = partial(_two_tenants, arguments, options.raw)
-    return _tell(asyncio.run(peers.run(options, start, progress)), arguments)
+    return tell(asyncio.run(peers.run(options, start, progress)), arguments.json)
 
 
 def _model_config(arguments: Arguments) -> DeploymentConfig:
@@ -226,7 +215,7 @@ def _serve(options: ServeOptions, arguments: Arguments) -> int:
     report, page = asyncio.run(_send(arguments, options))
     if options.report is not None:
         options.report.write_text(page, encoding="utf-8")
-    return _tell(report, arguments)
+    return tell(report, arguments.json)
 
 
 async def _send(arguments: Arguments, options: ServeOptions) -> tuple[Report, str]:

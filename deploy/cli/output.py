@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.report import Report, to_json
 from deploy.fleet.local_state import ERROR_PREFIX, state_directory
 
 if TYPE_CHECKING:
@@ -107,6 +108,18 @@ def show(
     if clear:
         console.clear()
     console.print(table, soft_wrap=soft_wrap)
+
+
+def tell(report: Report, as_json: bool) -> int:
+    """Prints a report, and its warnings on standard error. The exit status of the command."""
+    if as_json:
+        print(to_json(report.values))
+    else:
+        for part in report.shown:
+            show(part)
+    for warning in report.warnings:
+        progress(warning)
+    return 1 if report.values.get("failed") else 0
 
 
 def program() -> str:

@@ -22,7 +22,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from benchmarks.options import Concurrency, MaxTokens, Options, PromptOptions, Temperature
-from benchmarks.report import to_json
+from benchmarks.report import Report
 from deploy.fleet.preflight import resolve_models
 from deploy.fleet.spec import are_apart, plan_fleet
 from outrider.config import DeploymentConfig
@@ -33,7 +33,7 @@ from outrider.settings import CHECKED
 
 from .command import Arguments, Option, command, exclusive, grouped, json_option, option
 from .options import deployment_config, flags_again, setting_options
-from .output import progress, show
+from .output import progress, tell
 
 if TYPE_CHECKING:
     from benchmarks.acceptance import Sample
@@ -206,12 +206,7 @@ def plan(arguments: Arguments) -> int:
         simulated = simulation.simulate(config, pair)
         values["fleets"] = [asdict(one) for one in simulated]
         shown += fleets.tables(simulated, pair, arguments.tpot_ms)
-    if arguments.json:
-        print(to_json(values))
-    else:
-        for part in shown:
-            show(part)
-    return 0
+    return tell(Report(values, shown), arguments.json)
 
 
 def _refuse(arguments: Arguments, options: Sequence[Option], why: str) -> None:
