@@ -70,6 +70,13 @@ class PlanOptions(PromptOptions):
     """Plan for drafts with a device of their own, also where here they share the target's."""
     validate: bool = False
     """Run the real thing, and print predicted beside measured."""
+    devices: str | None = None
+    """Compare devices with and without drafts instead, from bytes and bandwidth, and run no model:
+    h200-8b or h200-70b-fp8, and what differs, PRESET,KEY=VALUE,..
+    [sessions=1,context=1024,target=16.06/32/131.1/1,draft=2.47/16/32.8/1,
+    head=0.85/1/4.1/1,acceptance=0.65,head_acceptance=0.71,hit_rate=0.84,memory_gb=127,
+    bandwidth_tb=3.6,compute_rows=206,layer_ms=0.07,session_ms=0.05,verdict_ms=0.07,round_ms=1.3,
+    plain_ms=0.5]; a model is GB/LAYERS/KB/DEVICES, with the KB of a token's keys and values"""
 
     def load_prompts(self) -> tuple[BenchPrompt, ...]:
         """Of the built-in ones only some, unless a number is named."""
@@ -185,9 +192,15 @@ def plan(arguments: Arguments) -> int:
         _refuse(arguments, _SIMULATION, "is for --simulate: without it nothing is simulated")
     config = deployment_config(arguments)
     found = validation = None
-    if simulation.from_report is not None or simulation.from_numbers is not None:
-        others = [one for one in _PLAN if one.name != "round_trip_ms"]
+    if arguments.given & {"devices", "from_report", "from_numbers"}:
+        others = [one for one in _PLAN if one.name not in ("round_trip_ms", "devices")]
         _refuse(arguments, others, "is for models, and none is run")
+    if options.devices is not None:
+        from deploy.planner.devices import compare
+
+        exclusive(arguments, "devices", "simulate")
+        return tell(compare(options.devices, options.round_trip_ms / 1e3), arguments.json)
+    if simulation.from_report is not None or simulation.from_numbers is not None:
         pair = _known_pair(simulation, options, config)
     else:
         prompts = options.load_prompts()  # What is wrong with them shows before all else.

@@ -18,7 +18,7 @@ from rich.console import RenderableType
 from benchmarks.report import table
 from outrider.engine.emulated_spec import parse_numbers
 from outrider.engine.step_costs import StepCosts
-from outrider.errors import ConfigError, SettingError
+from outrider.errors import SettingError
 from outrider.limits import LOOK_AHEAD_MAX, NUM_DRAFT_TOKENS_MAX, REPLICAS_MAX
 from outrider.registry.registry import Role
 from outrider.speculation.sampling_params import Rule
@@ -99,11 +99,8 @@ class _Numbers(BaseModel, extra="forbid", validate_default=True):
 
 def of_numbers(text: str, target_seats: int, draft_seats: int) -> Pair:
     """From `key=value,...` (`_Numbers`). So many sessions share a step of a target, or a draft.
-    Raises `SettingError` naming what is wrong."""
-    try:
-        found = parse_numbers(_Numbers, text, "of these numbers")
-    except ConfigError as error:
-        raise SettingError("from_numbers", error.message) from None
+    Raises `ConfigError` naming what is wrong."""
+    found = parse_numbers(_Numbers, text, "--from-numbers")
     return found.pair(text or "70b-1b", target_seats, draft_seats)
 
 

@@ -56,6 +56,7 @@ class PlanReport:
             found.rows[options.index(plan.chosen)].style = "bold"
             yield found
             yield Text(self._sentence(plan.chosen), style="bold")
+            yield from _advice(plan)
             yield _certainty(plan)
 
     def plot(self) -> str:
@@ -109,7 +110,7 @@ class PlanReport:
         if chosen.num_draft_tokens == 0:
             return f"Decode plainly by `{command}`: {expected}, and no draft is faster."
         return (
-            f"Deploy by `{command}`, with rule {chosen.rule.value} and {chosen.draft_replicas} "
+            f"Deploy by `{command}`, with rule {chosen.rule.value} and {chosen.draft_replicas:g} "
             f"drafts for each target replica: {expected}, {chosen.speedup:.2f} times plain "
             "decoding."
         )
@@ -121,6 +122,18 @@ def validation_tables(found: Mapping[str, Any] | None) -> Iterator[RenderableTyp
         rows = [{k: v for k, v in one.items() if k != "positions"} for one in found["by_k"]]
         yield table("Predicted and measured, prompts read before", rows)
         yield table("All K", [{k: v for k, v in found.items() if k != "by_k"}])
+
+
+def _advice(plan: TemperaturePlan) -> Iterator[str]:
+    """Where the devices of drafts would bring more as further targets."""
+    rate = max(one.tokens_per_second / (1 + one.draft_replicas) for one in plan.options)
+    plain = plan.plain.tokens_per_second
+    if rate < plain and not plan.times.shares_device:
+        yield (
+            "Do not use a separate draft here where its device could run another target: it brings "
+            f"{rate:.1f} tokens/s a device, plain decoding {plain:.1f}. `outrider plan --devices` "
+            "compares drafts that several targets share, and heads."
+        )
 
 
 def _certainty(plan: TemperaturePlan) -> str:

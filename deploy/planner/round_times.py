@@ -59,8 +59,9 @@ class Option:
     """K; 0 = plain decoding."""
     look_ahead: int = 0
     """Outcomes of a round worked out ahead; 0 = the draft is waited for."""
-    draft_replicas: int = 0
-    """For each target replica; 0 for plain decoding and look-ups."""
+    draft_replicas: float = 0
+    """For each target replica, below 1 where several share one; 0 for plain decoding and
+    look-ups."""
     hit_rate: float | None = None
     """Share of the rounds whose proposal is there before they begin; None without look-ahead."""
     tokens_per_second: float = 0.0
@@ -110,7 +111,7 @@ class ServiceTimes:
         if way.num_draft_tokens == 0:
             table_s = self.target.step_seconds(sessions, sessions, sessions * rounds.context)
             return rounds.num_later * self.plain.at(table_s)
-        steps = _SharedSteps(self, rounds, max(1, way.draft_replicas))
+        steps = _SharedSteps(self, rounds, way.draft_replicas or 1)
         if way.hit_rate is None:
             return steps.drafted_seconds(sessions)
         return rounds.num_later * steps.look_ahead_s(sessions, way, way.hit_rate)
@@ -122,7 +123,7 @@ class _SharedSteps:
 
     times: ServiceTimes
     rounds: Rounds
-    draft_replicas: int
+    draft_replicas: float
 
     def drafted_seconds(self, sessions: int) -> float:
         """All rounds, with drafts that are waited for. Sessions that share a step go on together;

@@ -41,6 +41,10 @@ NUMBERS = ("--simulate", "--from-numbers")
         ((*NUMBERS, "", *FLEET, "--prompts", "x"), "error: --prompts: is for models"),
         ((*NUMBERS, "", *FLEET, "--targets", ",".join(map(str, range(1, 99)))), "98 runs"),
         (("--simulate", "--from-report", "/no/where", *FLEET), "error: --from-report: can"),
+        (("--devices", "h100"), "error: --devices: 'h100' is wrong; it begins with h200-8b"),
+        (("--devices", "h200-8b,speed=1"), "error: --devices: speed='1'"),
+        (("--devices", "h200-8b", "--concurrency", "2"), "error: --concurrency: is for models"),
+        (("--devices", "h200-8b", "--simulate"), "error: --simulate: cannot go with --devices"),
     ],
 )
 def test_wrong_flags_end_the_command(

@@ -217,6 +217,32 @@ def test_a_plan_says_how_to_deploy_it() -> None:
     assert f"by `outrider serve t --num-draft-tokens 0 {given}`:" in plain
 
 
+@pytest.mark.parametrize(
+    ("rate", "draft_replicas", "shares_device", "is_advised"),
+    [(199.0, 1, False, True), (201.0, 1, False, False), (299.0, 2, False, True),
+     (199.0, 1, True, False), (101.0, 0, False, False)],
+)  # fmt: skip
+def test_a_plan_says_where_a_further_target_brings_more_than_a_draft(
+    rate: float, draft_replicas: int, shares_device: bool, is_advised: bool
+) -> None:
+    """Plain decoding of a target brings 100 tokens/s of its device."""
+    plan = choose(1, Replays(MODEL, _sample(MODEL, 0.0)), TIMES)
+    way = replace(plan.options[0], tokens_per_second=rate, draft_replicas=draft_replicas)
+    plan = replace(
+        plan, plain=replace(plan.plain, tokens_per_second=100.0), options=(way,), chosen=way,
+        times=replace(TIMES, shares_device=shares_device),
+    )  # fmt: skip
+    report = PlanReport(
+        model="t", draft_model="d", num_prompts=4, max_tokens=96, concurrency=1,
+        round_trip_ms=0.0, plans=(plan,),
+    )  # fmt: skip
+    text = io.StringIO()
+    Console(file=text, width=400).print(*report.tables())
+    words = "Do not use a separate draft here where its device could run another target: it brings "
+    words += f"{rate / (1 + draft_replicas):.1f} tokens/s a device, plain decoding 100.0"
+    assert (words in text.getvalue()) == is_advised
+
+
 def test_predicted_stands_beside_measured() -> None:
     """Plain sessions took what was predicted, drafted ones twice that."""
     sample = _sample(MODEL, 0.0)
