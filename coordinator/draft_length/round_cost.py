@@ -157,8 +157,8 @@ class RoundCosts:
         max_num_seqs: int,
         load: Load,
         *,
-        drafting_delays: bool = False,
-        messages_delay: bool = False,
+        drafting_delays: bool,
+        messages_delay: bool,
     ) -> None:
         """The engines' tables, as far as they are known. At most `max_num_seqs` sessions share a
         step of the target. That waits while the draft works, if `drafting_delays`: because both

@@ -15,8 +15,12 @@ TARGET = StepCosts((1, 9, 17), (0.016, 0.024, 0.032))
 DRAFT = StepCosts((1, 65), (0.003, 0.0094))
 
 
-def costs(target: StepCosts | None = TARGET, draft: StepCosts | None = DRAFT) -> RoundCosts:
-    return RoundCosts(target, draft, 64, Load(1))
+def costs(
+    target: StepCosts | None = TARGET, draft: StepCosts | None = DRAFT, *,
+    num_sessions: int = 1, **delays: bool,
+) -> RoundCosts:  # fmt: skip
+    delays = {"drafting_delays": False, "messages_delay": False} | delays
+    return RoundCosts(target, draft, 64, Load(num_sessions), **delays)
 
 
 def note_load(
@@ -125,7 +129,7 @@ def test_a_step_that_others_are_in_is_waited_for() -> None:
 @pytest.mark.parametrize("delays", [False, True])
 def test_others_lose_what_messages_take_of_shared_cores(delays: bool) -> None:
     """Eight others with a token each 40 ms; a round's messages take 2 ms."""
-    one = RoundCosts(TARGET, None, 64, Load(9), messages_delay=delays)
+    one = costs(draft=None, num_sessions=9, messages_delay=delays)
     for _ in range(2000):
         note_load(one, 1, 1, 0.040, 0.040, 0)
         note_drafted(one, 0, 0.0, TARGET.step_seconds(9), 0.002)
@@ -138,7 +142,7 @@ def test_others_lose_what_messages_take_of_shared_cores(delays: bool) -> None:
 @pytest.mark.parametrize("delays", [False, True])
 def test_a_detour_costs_those_that_wait_while_the_draft_reads(delays: bool) -> None:
     """Eight others are at the target, with a token each 40 ms."""
-    one = RoundCosts(TARGET, DRAFT, 64, Load(9), drafting_delays=delays)
+    one = costs(num_sessions=9, drafting_delays=delays)
     for _ in range(2000):
         note_load(one, 1, 1, 0.040, 0.040, 0)
     reading_s = DRAFT.step_seconds(65)
@@ -160,7 +164,7 @@ def test_what_a_draft_takes_from_those_at_the_target_is_lost(
     delays: bool, draft_s: float, work_s: float, lost: float
 ) -> None:
     """Eight others are at the target, with a token each 40 ms; as forecasts tell."""
-    one = RoundCosts(TARGET, None, 64, Load(9), drafting_delays=delays)
+    one = costs(draft=None, num_sessions=9, drafting_delays=delays)
     for num_drafted in (1, 2, 3) * 700:
         note_load(one, 1, 1, 0.040, 0.040, 0)
         beside = DraftedBeside(num_drafted, num_drafted * draft_s, num_drafted * work_s)
