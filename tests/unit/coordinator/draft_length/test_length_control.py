@@ -14,7 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from length_world import BOUND, ENDLESS, RUN_AHEAD, World, controls, description
 
-from coordinator.draft_length.controller import LengthControls
+from coordinator.draft_length.controller import (
+    BEGINNING_TOKENS,
+    PLAIN_BEGINNINGS,
+    Experience,
+    LengthControls,
+    Tuning,
+)
 from coordinator.draft_length.policy import PlayedRound
 from outrider.engine.step_costs import StepCosts
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
@@ -177,6 +183,13 @@ def test_fewer_and_fewer_sessions_begin_with_a_draft_while_that_fails() -> None:
     world.acceptance = 0.95
     again = beginnings(world, 40, first_seed=1000)
     assert all(again[-20:])
+
+
+@pytest.mark.parametrize("rarity", [1, 2])
+def test_a_beginning_that_loses_more_is_tried_less_often(rarity: int) -> None:
+    experience, one_in = Experience(Tuning(credit_tokens=0.0)), rarity * PLAIN_BEGINNINGS
+    begun = [experience.begins(rarity * BEGINNING_TOKENS) for _ in range(2 * one_in)]
+    assert begun == ([False] * (one_in - 1) + [True]) * 2
 
 
 def test_sessions_that_accept_more_than_all_others_are_found() -> None:
