@@ -28,9 +28,10 @@ from vllm import __version__
 from vllm.compilation.monitor import set_cudagraph_capturing_enabled
 from vllm.config import CUDAGraphMode, get_layers_from_vllm_config, set_current_vllm_config
 from vllm.distributed.parallel_state import (
-    ensure_model_parallel_initialized,
+    destroy_model_parallel,
     graph_capture,
     init_distributed_environment,
+    initialize_model_parallel,
 )
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import BatchDescriptor, set_forward_context
@@ -156,7 +157,8 @@ class VllmEngine(PagedSequences):
         init_batch_invariance()
         index = self._device.index or 0
         init_distributed_environment(size, rank, local_rank=index, backend=dist.get_backend())
-        ensure_model_parallel_initialized(size, 1)
+        destroy_model_parallel()  # Those of an earlier model may lack groups that this one needs.
+        initialize_model_parallel(size)
 
     def _use_caches(self, num_bytes: int, max_num_seqs: int, name: str) -> None:
         """Allocates the caches of all layers. Layers that keep the same of a token are a group to
@@ -211,11 +213,16 @@ class VllmEngine(PagedSequences):
         self._use_pool(BlockPool(num_pages, self._page_size), store, max_num_seqs)
 
     def _warm_up(self) -> None:
-        """Compiles the model; what it answers to a sequence must not depend on how it is cut."""
+        """Compiles the model. Raises `ConfigError` where logits depend on how a text is cut into
+        steps, as with attention for MLA on CPUs."""
         ids = trial_tokens(self.info)
         [expected] = self.forward([SequenceStep("first", ids, len(ids))])
         self.release("first")
-        check_answers(self, expected)
+        try:
+            check_answers(self, expected)
+        except ConfigError as error:
+            reason = "vLLM cannot run its texts in parts on this device"
+            raise ConfigError(f"model {self.info.name}: {reason} ({error})") from error
         for sequence in ("chunks", "whole"):
             self.release(sequence)
 

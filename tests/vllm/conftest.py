@@ -33,7 +33,8 @@ def config_of(family: str) -> Any:
     if family == "deepseek_v2":
         return DeepseekV2Config(
             **_sizes(), q_lora_rank=None, kv_lora_rank=512, qk_rope_head_dim=64,
-            qk_nope_head_dim=128, v_head_dim=128, n_routed_experts=None, first_k_dense_replace=9,
+            qk_nope_head_dim=128, v_head_dim=128, n_routed_experts=4, num_experts_per_tok=2,
+            moe_intermediate_size=64, first_k_dense_replace=1, n_group=1, topk_group=1,
         )  # fmt: skip
     config = tiny_config(family, VOCAB, MAX_MODEL_LEN)
     for name, value in _sizes().items():

@@ -25,7 +25,7 @@ def dense(module: Any, token_ids: list[int]) -> torch.Tensor:
     return logits.float()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "mixtral", "deepseek_v2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "mixtral"])
 def test_any_steps_give_the_logits_of_the_library(
     family: str, tmp_path: Path, make_engine: MakeEngine
 ) -> None:
@@ -126,6 +126,13 @@ def test_a_state_that_cannot_be_cut_is_refused(tmp_path: Path, make_engine: Make
     config = MambaConfig(vocab_size=VOCAB, hidden_size=64, state_size=8, num_hidden_layers=2)
     MambaForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="cannot be taken back"):
+        make_engine(tmp_path)
+
+
+def test_mla_is_refused_on_a_cpu(tmp_path: Path, make_engine: MakeEngine) -> None:
+    """Its attention there takes no texts in parts; the engine's trial finds it out."""
+    save("deepseek_v2", tmp_path)
+    with pytest.raises(ConfigError, match="cannot run its texts in parts"):
         make_engine(tmp_path)
 
 
