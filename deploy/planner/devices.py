@@ -131,7 +131,8 @@ def compare(text: str, round_trip_s: float) -> Report:
     most = max(rows, key=lambda row: row["device_tokens_per_second"])
     use = "Use" if most["draft_devices"] else "Do not use"
     advice = (
-        f"{use} a separate draft here: {most['way']} with {most['draft_devices']:g} draft devices "
-        "for each target brings the most tokens/s a device."
+        f"{use} a separate draft here: {most['way']} brings the most, "
+        f"{most['device_tokens_per_second']:.0f} tokens/s a device "
+        f"({most['draft_devices']:g} draft devices for each target)."
     )
     return Report({"devices": rows, "advice": advice}, [table(text, rows), advice])
