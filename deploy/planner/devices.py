@@ -25,7 +25,9 @@ from .rounds import Attempt, replay
 SHARES = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)
 """Draft devices for each target that are looked at; 0 = the draft runs on the target's."""
 PRESETS = {"h200-8b": "", "h200-70b-fp8": "target=70.6/80/327.7/4,head=2.81/1/4.1/4,"}
-_Share = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Parts = BeforeValidator(lambda text: text.split("/"))
+"""Of a value A/B/.."""
 
 
 class _Model(NamedTuple):
@@ -37,7 +39,7 @@ class _Model(NamedTuple):
     devices: PositiveInt = 1
 
 
-_Spec = Annotated[_Model, BeforeValidator(lambda text: text.split("/"))]
+_Spec = Annotated[_Model, Parts]
 
 
 class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=False):
@@ -50,9 +52,9 @@ class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=F
     target: _Spec = "16.06/32/131.1"  # type: ignore[assignment]
     draft: _Spec = "2.47/16/32.8"  # type: ignore[assignment]
     head: _Spec = "0.85/1/4.1"  # type: ignore[assignment]
-    acceptance: _Share = 0.65
-    head_acceptance: _Share = 0.71
-    hit_rate: _Share = 0.84
+    acceptance: Share = 0.65
+    head_acceptance: Share = 0.71
+    hit_rate: Share = 0.84
     memory_gb: PositiveFloat = 127.0
     """0.9 of 141, for weights, keys and values."""
     bandwidth_tb: PositiveFloat = 3.6

@@ -23,6 +23,7 @@ from outrider.limits import LOOK_AHEAD_MAX, NUM_DRAFT_TOKENS_MAX, REPLICAS_MAX
 from outrider.registry.registry import Role
 from outrider.speculation.sampling_params import Rule
 
+from .devices import Parts, Share
 from .round_times import Line, Option, ServiceTimes
 from .simulation import ROLES, Fleet, FleetFigures, Pair, Scenario, Workload, simulate
 
@@ -63,7 +64,6 @@ def _table(value: str) -> StepCosts:
 
 
 _Table = Annotated[StepCosts, BeforeValidator(_table)]
-_Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class _Numbers(BaseModel, extra="forbid", validate_default=True):
@@ -72,11 +72,11 @@ class _Numbers(BaseModel, extra="forbid", validate_default=True):
     verify_ms: _Table = "1:18.3/16:18.3/32:36.6"  # type: ignore[assignment]
     draft_ms: _Table = "1:1.3/64:1.3/128:2.6"  # type: ignore[assignment]
     acceptance: Annotated[
-        tuple[_Share, ...], BeforeValidator(lambda text: text.split("/"))
+        tuple[Share, ...], Parts
     ] = "0.8"  # type: ignore[assignment]  # fmt: skip
     num_draft_tokens: int = Field(6, ge=0, le=NUM_DRAFT_TOKENS_MAX)
     look_ahead: int = Field(0, ge=0, le=LOOK_AHEAD_MAX)
-    hit_rate: _Share = 0.0
+    hit_rate: Share = 0.0
     rest_ms: float = Field(0.0, ge=0, le=MS_MAX)
 
     def pair(self, name: str, target_seats: int, draft_seats: int) -> Pair:
