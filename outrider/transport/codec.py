@@ -104,15 +104,16 @@ def to_proto(value: Any, kind: type[T], **others: Any) -> T:
 
 def fields_to_proto(value: Any, kind: type[Any], **others: Any) -> dict[str, Any]:
     """The fields of a message of this kind: `others`, and for the rest what the dataclass `value`
-    has under the same name. What is None is not set. In the place of a message within another one
-    they save making it twice."""
-    for name, encode, _ in _shared(kind, type(value)):  # type: ignore[arg-type]
+    has under the same name. What is None is not set, nor is what a message has anyway. In the place
+    of a message within another one they save making it twice."""
+    for name, is_optional, encode, _ in _shared(kind, type(value)):  # type: ignore[arg-type]
         if name not in others:
             found = getattr(value, name)
-            try:
-                others[name] = found if encode is None or found is None else encode(found)
-            except BadRequest as error:
-                raise BadRequest(f"{name}.{error.field}", error.reason) from error
+            if found or (is_optional and found is not None):
+                try:
+                    others[name] = found if encode is None else encode(found)
+                except BadRequest as error:
+                    raise BadRequest(f"{name}.{error.field}", error.reason) from error
     return others
 
 
@@ -139,7 +140,7 @@ def from_proto(message: Any, kind: type[T], path: str = "", **others: Any) -> T:
     """A dataclass of this kind, in the same way. What is not set has its default. Raises
     `BadRequest` for what is beyond `_LIMITS`, missing, no known member of an enumeration (0 is None
     where that may be), or refused by the dataclass."""
-    for name, _, decode in _shared(type(message), kind):  # type: ignore[arg-type]
+    for name, _, _, decode in _shared(type(message), kind):  # type: ignore[arg-type]
         if name not in others:
             if decode is None:
                 others[name] = getattr(message, name)
@@ -152,11 +153,14 @@ def from_proto(message: Any, kind: type[T], path: str = "", **others: Any) -> T:
 
 
 @cache
-def _shared(message: Any, kind: Any) -> list[tuple[str, Any, Any]]:
-    """Fields that a message and a dataclass have in common, with what encodes and decodes them."""
+def _shared(message: Any, kind: Any) -> list[tuple[str, bool, Any, Any]]:
+    """Fields that a message and a dataclass have in common: whether they may be unset, and what
+    encodes and decodes them."""
     names = {field.name: field for field in fields(kind) if field.init}
-    common = [field for field in message.DESCRIPTOR.fields if field.name in names]
-    return [(field.name, _encoder(field), _decoder(field, names[field.name])) for field in common]
+    return [
+        (field.name, field.has_presence, _encoder(field), _decoder(field, names[field.name]))
+        for field in message.DESCRIPTOR.fields if field.name in names
+    ]  # fmt: skip
 
 
 def _encoder(field: Any) -> Callable[[Any], Any] | None:
@@ -184,6 +188,7 @@ def _decoder(field: Any, ours: Any) -> Callable[[Any, str, dict[str, Any]], None
     if not is_optional and decode is None and limit is None:
         return None
     has_length = field.is_repeated or field.cpp_type == field.CPPTYPE_STRING
+    several = field.is_repeated
 
     def read(message: Any, path: str, values: dict[str, Any]) -> None:
         if is_optional and not message.HasField(name):
@@ -191,6 +196,9 @@ def _decoder(field: Any, ours: Any) -> Callable[[Any, str, dict[str, Any]], None
                 raise BadRequest(_within(path, name), "is missing")
             return
         found = values[name] = getattr(message, name)
+        if not found and (several or decode is None):
+            values[name] = () if several else found
+            return
         if limit is not None:
             size = len(found) if has_length else found
             if not 0 <= size <= limit:
@@ -374,8 +382,9 @@ def _head_to_proto(head: RoundHead, hashed: bool) -> dict[str, Any]:
     )
 
 
-def head_from_proto(message: types_pb2.RoundHead) -> RoundHead:
-    """`sampling` and `constraint` are None where only a hash was sent."""
+def head_from_proto(message: types_pb2.RoundHead, known: RoundHead | None = None) -> RoundHead:
+    """Where only hashes were sent, `sampling` and `constraint` are those of the `known` head if it
+    has the same, else None."""
     session_id_from_wire(message.session_id, "head.session_id")
     given: dict[str, Any] = {"sampling": None, "sampling_hash": message.sampling_hash}
     if message.HasField("sampling_params"):
@@ -383,8 +392,14 @@ def head_from_proto(message: types_pb2.RoundHead) -> RoundHead:
         given = {"sampling": sampling, "sampling_hash": sampling.hash()}
     elif not message.HasField("sampling_hash"):
         raise BadRequest("head.sampling", "neither parameters nor their hash are given")
+    elif (
+        known is not None
+        and known.given_hashes == (message.sampling_hash, message.constraint_hash)
+        and not message.HasField("constraint")
+    ):
+        given["sampling"], given["constraint"] = known.sampling, known.constraint
     head = from_proto(message, RoundHead, "head", **given)
-    if head.constraint is not None:
+    if head.constraint is not None and not head.constraint_hash:
         head = replace(head, constraint_hash=head.constraint.digest())
     if len(head.constraint_hash) not in (0, DIGEST_BYTES):
         reason = f"has {len(head.constraint_hash)} bytes, not {DIGEST_BYTES}"
@@ -489,9 +504,9 @@ class Codec(Generic[Item, Answer]):
         kind = _kind_of(self.request, "items")
         return to_proto(item, kind, head=_head_to_proto(item.head, hashed))
 
-    def item_from_proto(self, message: Any) -> Item:
-        """Raises `BadRequest`."""
-        item = from_proto(message, self.item, head=head_from_proto(message.head))
+    def item_from_proto(self, message: Any, known: RoundHead | None = None) -> Item:
+        """By what was sent before with a `known` head. Raises `BadRequest`."""
+        item = from_proto(message, self.item, head=head_from_proto(message.head, known))
         _check_tree(item)
         return item
 

@@ -175,27 +175,25 @@ class _Stream(Generic[Item, Answer]):
     def _decode(self, message: Any) -> Item | None:
         """The item, with its sampling parameters and constraint; or None, where it has been
         answered here."""
+        known = self._known.get(message.head.session_id)
         try:
-            item = self._codec.item_from_proto(message)
+            item = self._codec.item_from_proto(message, known)
         except BadRequest as error:
             asked = message.head  # As it called itself, valid or not.
             key = ReplyKey(asked.session_id[:_ECHOED_SESSION_ID_CHARS], asked.epoch, asked.round)
             self.answer([Refused(key, error.grpc_code, error.message)])
             return None
         head = item.head
-        if head.sampling is not None:
+        if head.sampling is None:
+            # The caller then sends everything anew, the parameters included.
+            self.answer([Resync(head.key, 0, EMPTY_DIGEST)])
+            return None
+        if known is None or head.sampling is not known.sampling:
             self._known[head.session_id] = replace(head, append=())
             self._known.move_to_end(head.session_id)
             if len(self._known) > SESSIONS_PER_COORDINATOR_MAX:
                 self._known.popitem(last=False)
-            return item
-        known = self._known.get(head.session_id)
-        if known is None or known.given_hashes != head.given_hashes:
-            # The caller then sends everything anew, the parameters included.
-            self.answer([Resync(head.key, 0, EMPTY_DIGEST)])
-            return None
-        full = replace(head, sampling=known.sampling, constraint=known.constraint)
-        return replace(item, head=full)
+        return item
 
 
 class SendQueue:

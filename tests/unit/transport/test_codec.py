@@ -189,6 +189,13 @@ def test_verify_items_survive(item: VerifyItem) -> None:
     short = VERIFY.item_to_proto(item, hashed=True)
     without = replace(item, head=replace(item.head, sampling=None, constraint=None))
     assert VERIFY.item_from_proto(short) == without
+    assert VERIFY.item_from_proto(short, item.head) == item
+    other = replace(item.head, sampling_hash=item.head.sampling_hash ^ 1)
+    assert VERIFY.item_from_proto(short, other) == without
+    if item.head.constraint is not None:  # In full, beside hashes of a session without one.
+        short.head.constraint.kind, short.head.constraint.text = "regex", "a+"
+        bare = replace(item.head, constraint=None, constraint_hash=b"")
+        assert VERIFY.item_from_proto(short, bare).head.sampling is None
 
 
 @given(
