@@ -47,7 +47,7 @@ from .spec import FleetSpec, plan_fleet
 _log = logging.getLogger(__name__)
 
 FOLLOW_PERIOD_S = 0.5
-"""Between two questions to the reconciler."""
+"""Until a reconciler that did not answer is asked again."""
 REDIS_LOOK_PERIOD_S = 0.25
 """Between two looks at whether the embedded Redis runs."""
 CLOSE_AWAY_S = 2.0
@@ -178,7 +178,7 @@ class Deployment:
             self._following.append(asyncio.create_task(_keep_running(self.redis)))
 
     async def _hear(self) -> None:
-        found: Overview = await self.reconciler.call("overview")
+        found: Overview = await self.reconciler.call("overview", self.overview)
         if found != self.overview:
             spec: FleetSpec = await self.reconciler.call("spec")
             self.config, self.overview = spec.config, found
@@ -188,12 +188,12 @@ class Deployment:
         """What the reconciler tells. While it is away the replicas go on without it; it may also
         have been replaced by another one."""
         while True:
-            await asyncio.sleep(FOLLOW_PERIOD_S)
             try:
                 await self._hear()
             except Exception as error:  # noqa: BLE001 (whatever Ray has to say, it is asked again)
                 known = isinstance(error, Unavailable)
                 _log.warning("the reconciler is away: %s", error, exc_info=not known)
+                await asyncio.sleep(FOLLOW_PERIOD_S)
 
     async def _prepare(self) -> DeploymentConfig:
         """Ray, Redis and the models' files; the configuration with their places."""

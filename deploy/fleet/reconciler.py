@@ -103,6 +103,10 @@ AWAY_S = 60.0
 """A reconciler that has died is started again by Ray within seconds; after so long it is lost."""
 RETRY_PERIOD_S = 0.5
 """Until one that did not answer is asked again."""
+NEWS_S = 10.0
+"""Longest wait for another overview ..."""
+NEWS_PERIOD_S = 0.5
+"""... and between two looks at whether there is one."""
 CHANGE_S = 900.0
 """What making a plan of other settings may take: a model's files may have to be fetched."""
 
@@ -247,9 +251,19 @@ class Reconciler(PlacedActor):
     async def spec(self) -> FleetSpec:
         return self._fleet.spec
 
-    async def overview(self) -> Overview:
-        """What there is, once that is known. Raises as `_ready`."""
+    async def overview(self, seen: Overview | None = None) -> Overview:
+        """What there is, once that is known and another than what was `seen`, or after `NEWS_S`.
+        Raises as `_ready`."""
         await self._ready()
+        loop = asyncio.get_running_loop()
+        until = loop.time() + NEWS_S
+        while True:
+            found = self._overview()
+            if found != seen or loop.time() >= until:
+                return found
+            await asyncio.sleep(NEWS_PERIOD_S)
+
+    def _overview(self) -> Overview:
         fleet = self._fleet
         found = Overview(
             dict(fleet.wanted), fleet.views(), fleet.hopeless, self._upgrades, fleet.failures

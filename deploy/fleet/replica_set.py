@@ -113,7 +113,8 @@ class Fleet:
         self._registry = registry
         self.wanted: dict[Role, int] = dict(spec.counts)
         self._replicas: dict[str, Replica] = {}
-        self._num_started = 0
+        self._num_started = self._num_noted = 0
+        """Replicas, and as many as the registry was told of."""
         self._troubles = {role: Trouble() for role in ROLES}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """What starts and watches each replica, or ends it, by name."""
@@ -353,8 +354,11 @@ class Fleet:
         try:
             wanted = await self._registry.wanted()
             if wanted.keys() != self.wanted.keys():
+                self._num_noted = -1
                 await self._registry.want(self.wanted | wanted)
-            await self._registry.note_started(self._num_started)
+            if self._num_noted != self._num_started:
+                await self._registry.note_started(self._num_started)
+                self._num_noted = self._num_started
         except OutriderError as error:
             _log.info("what was wanted still is: %s", error)
             return

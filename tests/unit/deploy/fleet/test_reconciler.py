@@ -142,6 +142,25 @@ def test_an_upgrade_is_over_once_the_fleet_was_whole(monkeypatch: pytest.MonkeyP
     play(monkeypatch, scene)
 
 
+def test_what_was_seen_is_told_again_once_it_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or after a while: a caller that follows it asks six times a minute."""
+
+    async def scene(host: Host, found: Reconciler) -> None:
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(60)
+        seen, began = await found.overview(), loop.time()
+        assert await found.overview(seen) == seen
+        assert loop.time() >= began + module.NEWS_S
+        waiting = asyncio.create_task(found.overview(seen))
+        await asyncio.sleep(1)
+        began = loop.time()
+        await found.want({"target": 2})
+        assert (await waiting).wanted["target"] == 2
+        assert loop.time() < began + 2
+
+    play(monkeypatch, scene)
+
+
 def test_one_that_returns_goes_by_what_held_once_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until then it calls no upgrade over. A change that was refused is none. What an earlier
     release has saved is nothing that it knows."""
