@@ -30,17 +30,19 @@ from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import SequenceStep
 from outrider.errors import EngineLost, OutOfPages, OutriderError
 from outrider.kv_cache.session_table import SessionTable
-from outrider.limits import LOOK_AHEAD_BYTES_MAX
+from outrider.limits import DRAFT_SUPPORT_ENTRIES, LOOK_AHEAD_BYTES_MAX
 from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, ReplyKey
 from outrider.replica.step_request import Answers, refusal
 from outrider.replica.worker import draft_request
 from outrider.speculation.draft_sampling import LikelyTokens
+from outrider.speculation.logits_processing import joined_rows
 from outrider.speculation.outcome_prediction import (
     RANKS_MAX,
     OutcomeGuesses,
     OutcomeModel,
     OutcomeModels,
     guess_outcomes,
+    likely_rows,
 )
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.sampling_params import SamplingParams
@@ -195,7 +197,7 @@ class LookAhead:
             if not self._recover(wanted, error):
                 raise
         else:
-            for now, rows in zip(read, logits, strict=True):
+            for now, rows in zip(read, self._likely_rows(read, logits), strict=True):
                 self._table.record(now.session_id, now.to_read)
                 now.is_read = True
                 self._begin_outcomes(now, rows)
@@ -288,17 +290,39 @@ class LookAhead:
             and max(now.to_read) < info.vocab_size
         )
 
-    def _begin_outcomes(self, now: RoundAhead, logits: torch.Tensor | None) -> None:
+    def _likely_rows(
+        self, rounds: Sequence[RoundAhead], logits: Sequence[torch.Tensor]
+    ) -> list[LikelyTokens | None]:
+        """Of what each round has read; None where that is no distribution. Rounds with the same
+        parameters are looked at together."""
+        groups: dict[SamplingParams, list[int]] = {}
+        for index, now in enumerate(rounds):
+            groups.setdefault(now.sampling, []).append(index)
+        found: dict[int, LikelyTokens | None] = {}
+        for sampling, indices in groups.items():
+            parts = [logits[index] for index in indices]
+            try:
+                rows = likely_rows(joined_rows(parts), sampling, self._drafter.vocabulary)
+            except OutriderError as error:
+                _log.debug("the outcomes of a round cannot be guessed: %s", error)
+                for index in indices:
+                    alone = ([rounds[index]], [logits[index]])
+                    found[index] = None if len(indices) == 1 else self._likely_rows(*alone)[0]
+            else:
+                found |= zip(indices, rows.split([*map(len, parts)]), strict=True)
+        return [found[index] for index in range(len(rounds))]
+
+    def _begin_outcomes(self, now: RoundAhead, read: LikelyTokens | None) -> None:
         """Branches off for each outcome that is worth it, as long as there are pages; ends those
-        that were begun and are not. Without `logits` the bonus is not among them."""
-        vocabulary, sampling, noise = self._drafter.vocabulary, now.sampling, now.item.head.noise
-        try:
-            now.guesses = guess_outcomes(
-                logits, sampling, noise, now.drafted, RANKS_MAX, vocabulary, now.seen
-            )
-        except OutriderError as error:
-            _log.debug("the outcomes of a round cannot be guessed: %s", error)
+        that were begun and are not. What was `read` ends with the row of the bonus, which is
+        not among them without."""
+        parts = [row.first(DRAFT_SUPPORT_ENTRIES) for row in now.seen]
+        if read is not None:
+            parts.append(read)
+        if not parts:
             return
+        rows, noise = LikelyTokens.joined(parts), now.item.head.noise
+        now.guesses = guess_outcomes(rows, now.sampling, noise, now.drafted, RANKS_MAX)
         corrections = now.guesses.corrections
         now.chances = {
             (*now.drafted[: one.num_accepted], corrections[one.num_accepted][one.rank]): one.chance

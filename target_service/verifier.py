@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from outrider.speculation.audit import audit
 from outrider.speculation.logits_processing import (
     NO_HISTORY,
     TokenHistory,
+    joined_rows,
     masked_logits,
     raw_logprobs,
     row_masks,
@@ -256,12 +258,13 @@ class Verifier(StepWorker):
     def _add_features(self, rounds: Sequence[_Round]) -> None:
         """To verdicts that want it, what the head read at the tokens that they commit."""
         wanting = [one for one in _answered(rounds) if one.item.wants_features]
+        shown = [one.shown for one in wanting]
         rows = [
-            one.shown[[0, *(place + 1 for place in one.outcome(one.answer.verdict).path)]]
-            for one in wanting
+            (0, *(place + 1 for place in one.outcome(one.answer.verdict).path)) for one in wanting
         ]
         firsts = [one.head.committed_length - 1 for one in wanting]
-        for one, features in zip(wanting, sealed_features(rows, firsts), strict=True):
+        all_features = sealed_features(shown, rows, firsts)
+        for one, features in zip(wanting, all_features, strict=True):
             one.answer = replace(one.answer, features=features)
 
     def _add_proposals(self, rounds: Sequence[_Round], drafter: SelfDrafter) -> None:
@@ -358,12 +361,17 @@ def shown_by(engine: Engine) -> FeatureEngine | None:
     return engine if isinstance(engine, FeatureEngine) and engine.shows_features else None
 
 
-def sealed_features(rows: Sequence[Tensor], firsts: Sequence[int]) -> list[Features]:
-    """Rows [n, D] of tokens from each of the places `firsts` on, as they travel."""
-    if not rows:
+def sealed_features(
+    shown: Sequence[Tensor], rows: Sequence[Sequence[int]], firsts: Sequence[int]
+) -> list[Features]:
+    """These rows of each part of `shown` [.., D], of tokens from each of the places `firsts` on, as
+    they travel; all of them come from a device in one copy."""
+    if not shown:
         return []
-    numbers = torch.cat([*rows]).to("cpu", torch.bfloat16).view(torch.uint8).numpy()
-    sizes = np.cumsum([len(part) for part in rows])[:-1]
+    starts = accumulate(map(len, shown[:-1]), initial=0)
+    wanted = [start + row for start, own in zip(starts, rows, strict=True) for row in own]
+    numbers = joined_rows(shown)[wanted].to("cpu", torch.bfloat16).view(torch.uint8).numpy()
+    sizes = np.cumsum([*map(len, rows)])[:-1]
     return [
         Features(first, part.shape[1] // BYTES_OF_A_NUMBER, part.tobytes())
         for first, part in zip(firsts, np.split(numbers, sizes), strict=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -215,8 +216,11 @@ def fake_device() -> Iterator[DeviceWatch]:
     WATCH.errors.clear()
     with ExitStack() as stack:
         stack.enter_context(_device_guards())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         stack.enter_context(patch.dict(sys.modules, {_KERNELS.__name__: _KERNELS}))
         for owner, name, new in (
+            (FakeTensor, "data_ptr", lambda tensor: tensor.storage_offset() * tensor.itemsize),
             (FakeTensor, "tolist", lambda tensor: tensor.cpu().tolist()),
             (Tensor, "pin_memory", lambda tensor, *_: tensor),
             (torch.cuda, "device", lambda _: nullcontext()),

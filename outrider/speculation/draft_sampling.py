@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import numpy as np
@@ -74,6 +75,12 @@ class LikelyTokens:
     def first(self, count: int) -> LikelyTokens:
         """The `count` likeliest; views."""
         return LikelyTokens(self.ids[:, :count], self.mass[:, :count])
+
+    def split(self, sizes: Sequence[int]) -> list[LikelyTokens]:
+        """Parts of so many rows, one after another; views."""
+        ends = [*accumulate(sizes)][:-1]
+        parts = zip(np.split(self.ids, ends), np.split(self.mass, ends), strict=True)
+        return [LikelyTokens(ids, mass) for ids, mass in parts]
 
     def row(self, index: int) -> LikelyTokens:
         """One row; a view."""

@@ -24,11 +24,11 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from outrider.errors import check
 from outrider.limits import (
-    DRAFT_SUPPORT_ENTRIES,
     DRAFTED_SEEDS_MAX,
     LOOK_AHEAD_MAX,
     NUM_DRAFT_TOKENS_MAX,
@@ -70,40 +70,40 @@ class OutcomeGuesses:
         return guessed.index(correction) if correction in guessed else None
 
 
+def likely_rows(
+    logits: Tensor, params: SamplingParams, vocabulary: DraftVocabulary | None = None
+) -> LikelyTokens:
+    """The likeliest tokens of a draft's `logits` [R, V] under parameters without penalties, and
+    their masses, under greedy their logits; with a `vocabulary` logits are its columns, and tokens
+    have the target's ids. Raises what `target_probabilities` does."""
+    check(not params.penalised, "penalties would count draft tokens")
+    if vocabulary is not None:
+        params = vocabulary.params(params)
+    if not params.greedy:
+        return likely_tokens(logits, params, vocabulary=vocabulary)
+    found = logits.topk(min(RANKS_MAX + 1, logits.shape[1]), dim=1)
+    values, columns = torch.stack([found.values.double(), found.indices.double()]).cpu().numpy()
+    ids = columns.astype(np.int64)
+    return LikelyTokens(ids if vocabulary is None else vocabulary.token_ids[ids], values)
+
+
 def guess_outcomes(
-    logits: Tensor | None,
+    rows: LikelyTokens,
     params: SamplingParams,
     noise: RoundNoise,
     drafted: Sequence[int],
     count: int,
-    vocabulary: DraftVocabulary | None = None,
-    seen: Sequence[LikelyTokens] = (),
 ) -> OutcomeGuesses:
     """Guesses up to `count` corrections for each number of tokens that may be accepted of those
-    that were `drafted` in the round of `noise`. `logits` [K + 1, V] are the draft's: row n says
-    what follows the first n draft tokens; with a `vocabulary` they are its columns, and what is
-    returned has the target's ids. Parameters without penalties. Raises what
-    `target_probabilities` does.
-
-    Where the rows that the K draft tokens were drawn from are still there, they are `seen`;
-    `logits` are the last row alone then, or None, and the bonus is not guessed. Not under greedy.
-    """
-    num_rows = len(seen) + (0 if logits is None else len(logits))
-    check(len(seen) in (0, len(drafted)) and not (seen and params.greedy), "rows are seen or run")
-    check(num_rows in (len(seen), len(drafted) + 1), "one row of logits for each outcome")
-    check(not params.penalised, "penalties would count draft tokens")
-    if vocabulary is not None:
-        params = vocabulary.params(params)
-    if params.greedy and logits is not None:
-        ids, scores = _by_logit(logits, count + 1)
-        if vocabulary is not None:
-            ids = vocabulary.token_ids[ids]
+    that were `drafted` in the round of `noise`. `rows` [K + 1] are the draft's, as `likely_rows`
+    or, but for greedy, what the tokens were drawn from: row n says what follows the first n draft
+    tokens. Without the last one the bonus is not guessed."""
+    check(len(rows) in (len(drafted), len(drafted) + 1), "one row for each outcome")
+    if params.greedy:
+        ids, scores = rows.ids[:, : count + 1], rows.mass[:, : count + 1]
     else:
-        found = [row.first(DRAFT_SUPPORT_ENTRIES) for row in seen]
-        if logits is not None:
-            found.append(likely_tokens(logits, params, vocabulary=vocabulary))
         keys = noise.tree_keys(draft_tree((), len(drafted)))
-        ids, scores = _by_arrival(LikelyTokens.joined(found), keys[:num_rows], count + 1)
+        ids, scores = _by_arrival(rows, keys[: len(rows)], count + 1)
     own, ids, scores = _apart(drafted, ids, scores)
     evidence = _evidence(noise, drafted, own, scores[: len(drafted), 0])
     return OutcomeGuesses(_listed(ids, scores, count), scores[:, :count], evidence)
@@ -113,11 +113,6 @@ def _listed(ids: _Ids, scores: _Scores, count: int) -> list[list[int]]:
     """The first `count` of the ids of each row that has so many."""
     sizes = np.isfinite(scores[:, :count]).sum(axis=1).tolist()
     return [row[:size] for row, size in zip(ids.tolist(), sizes, strict=True)]
-
-
-def _by_logit(logits: Tensor, count: int) -> tuple[_Ids, _Scores]:
-    found = logits.topk(min(count, logits.shape[1]), dim=1)
-    return found.indices.cpu().numpy(), found.values.cpu().double().numpy()
 
 
 def _by_arrival(rows: LikelyTokens, keys: RowKeys, count: int) -> tuple[_Ids, _Scores]:

@@ -1,0 +1,277 @@
+"""What the workers of a target and a draft ask of a CUDA device for the sessions of a step, of
+verdicts, masks, features, drafts by models and heads, and look-ahead. `test_steps.py` says what is
+not seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from constrained import CONSTRAINTS, grammar, grammars, hf_tokenizer
+from fake_cuda import CUDA, EAGER, RECORDED, VOCAB, DeviceWatch, fake_engine, to_device
+from models import tiny_config, tiny_eagle, tiny_exit, tiny_heads, tiny_module
+from rounds import GREEDY, PENALISED, make_head
+
+from draft_service.eagle_drafter import EagleDrafter
+from draft_service.model_drafter import ModelDrafter
+from draft_service.worker import Proposer
+from outrider.drafters.lookup import LookupDrafter
+from outrider.hidden_states import Features
+from outrider.messages import DraftItem, ProposalReply, RoundHead, VerdictReply, VerifyItem
+from outrider.replica.step_request import Answers
+from outrider.replica.token_budget import TokenBudget
+from outrider.speculation.draft_sampling import DeviceDraws, Drawing
+from outrider.speculation.logits_processing import NO_HISTORY
+from outrider.speculation.proposal import (
+    COUNT_TOTAL,
+    NOTHING_SEALED,
+    DraftDistribution,
+    Proposal,
+    SealedProposal,
+)
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.verification import Question, verdicts_from_logits
+from target_service.self_drafting import ExitDrafter, HeadDrafter
+from target_service.verifier import Verifier
+
+WARM = SamplingParams(temperature=0.8)
+FILTERED = SamplingParams(temperature=0.8, min_p=0.01, top_k=50, top_p=0.9)
+BIASED = replace(PENALISED, logit_bias=((3, 1.0), (9, -2.0)))
+PREFIX = (65, 66, 67)
+DRAFTED = (97, 98, 99)
+TREE = (-1, -1, 0)
+_sessions = count(1)
+
+
+@cache
+def verifier(kind: str = "") -> Verifier:
+    module = tiny_module(tiny_config("llama", VOCAB))
+    make: Any = {"heads": tiny_heads, "exit": tiny_exit}.get(kind)
+    head = None if make is None else make(module, range(0, VOCAB, 2))
+    if head is not None:
+        to_device(head.module)
+    options = {"heads": {"draft_heads": head}, "exit": {"exit_head": head}}.get(kind, {})
+    engine = fake_engine(to_device(module), EAGER, **options)
+    drafters: Any = {
+        "heads": lambda: HeadDrafter(head), "exit": lambda: ExitDrafter(head, engine)
+    }  # fmt: skip
+    drafter = drafters[kind]() if kind else None
+    return Verifier(engine, TokenBudget(2**20, 1024), drafter, grammars=grammars())
+
+
+@cache
+def proposer(kind: str = "") -> Proposer:
+    if kind == "eagle":
+        eagle = tiny_eagle(tiny_module(tiny_config("llama", VOCAB)), range(0, VOCAB, 2))
+        to_device(eagle.module)
+        lookup = LookupDrafter(lambda _: pytest.fail("features have come"))
+        return Proposer(EagleDrafter(eagle, lookup, sessions_max=1024))
+    module = to_device(tiny_module(tiny_config("llama", VOCAB)))
+    engine = fake_engine(module, RECORDED if kind == "recorded" else EAGER)
+    return Proposer(ModelDrafter(engine), TokenBudget(2**20, 1024), grammars())
+
+
+def head(
+    tokens: tuple[int, ...], session: int, rule: Rule, sampling: SamplingParams, **more: Any
+) -> RoundHead:
+    made = make_head(
+        tokens, more.pop("held", 0), session=session, rule=rule, sampling=sampling, **more
+    )
+    return replace(made, compiled=grammar("schema")) if made.constraint is not None else made
+
+
+def proposal(rule: Rule, parents: tuple[int, ...], drafted: tuple[int, ...]) -> SealedProposal:
+    own = [DraftDistribution((v, v + 1, v + 2), (COUNT_TOTAL - 2, 1, 1)) for v in drafted]
+    q = [own[0], own[2]] if parents else own
+    return SealedProposal.of(Proposal(drafted, tuple(q) if rule.needs_q else (), parents))
+
+
+Case = Callable[[int], Callable[[], object]]
+"""For so many sessions, whose first round is over: their next one."""
+
+
+def verdicts(
+    rule: Rule,
+    sampling: SamplingParams,
+    parents: tuple[int, ...] = (),
+    prefix: tuple[int, ...] = PREFIX,
+    drafted: tuple[int, ...] = DRAFTED,
+    kind: str = "",
+    **more: Any,
+) -> Case:
+    """`more` is told of each item, and of its head a constraint."""
+    about = {"constraint": more.pop("constraint", None), "prompt_length": 2}
+
+    def begun(num: int) -> Callable[[], None]:
+        sessions = [next(_sessions) for _ in range(num)]
+        worker = verifier(kind)
+
+        def step(held: int, sealed: SealedProposal, tokens: tuple[int, ...], **of: Any) -> None:
+            heads = [
+                head(tokens, session, rule, sampling, held=held, round_index=held, **about)
+                for session in sessions
+            ]
+            answers = worker.step([VerifyItem(one, sealed, **of) for one in heads])
+            assert all(isinstance(answer, VerdictReply) for answer in answers), answers[0]
+
+        step(0, NOTHING_SEALED, prefix[:-1])
+        sealed = proposal(rule, parents, drafted)
+        return lambda: step(len(prefix) - 1, sealed, prefix, **more)
+
+    return begun
+
+
+def constrained(case: Callable[..., Case], rule: Rule) -> Case:
+    """Of sessions that are held to a schema."""
+    text = tuple(hf_tokenizer().encode('{"name": "a'))
+    about = {"constraint": CONSTRAINTS["schema"], "prefix": (65, 66, *text[:2])}
+    if case is verdicts:
+        about["drafted"] = text[2:5]
+    return case(rule, FILTERED, **about)
+
+
+def drafts(
+    rule: Rule,
+    sampling: SamplingParams,
+    prefix: tuple[int, ...] = PREFIX,
+    kind: str = "",
+    constraint: Any = None,
+    **more: Any,
+) -> Case:
+    """Two tokens for each session."""
+
+    def begun(num: int) -> Callable[[], None]:
+        about = {"constraint": constraint, "prompt_length": 2}
+        heads = [head(prefix, next(_sessions), rule, sampling, **about) for _ in range(num)]
+
+        def work() -> None:
+            answers = proposer(kind).step([DraftItem(one, 2, **more) for one in heads])
+            assert all(isinstance(one, ProposalReply) for one in answers), answers[0]
+            assert all(one.proposal.token_ids for one in answers)
+
+        return work
+
+    return begun
+
+
+def eagle(num: int) -> Callable[[], None]:
+    """Two tokens for each, behind features of two more."""
+    sessions = [next(_sessions) for _ in range(num)]
+
+    def propose(tokens: tuple[int, ...], held: int, first: int) -> None:
+        rows = Features(first, 32, bytes(2 * 32 * (len(tokens) - 1 - first)))
+        heads = [
+            head(tokens, one, Rule.TOKEN, WARM, held=held, round_index=held) for one in sessions
+        ]
+        answers = proposer("eagle").step([DraftItem(one, 2, features=rows) for one in heads])
+        assert all(len(one.proposal.token_ids) == 2 for one in answers)
+
+    propose((65, 66, 67), 0, 0)
+    return lambda: propose((65, 66, 67, 68, 69), 3, 2)
+
+
+def ahead(rule: Rule, sampling: SamplingParams, kind: str = "") -> Case:
+    """A proposal of two tokens, and one for each of four outcomes, to their end."""
+
+    def begun(num: int) -> Callable[[], None]:
+        heads = [head(PREFIX, next(_sessions), rule, sampling) for _ in range(num)]
+        items = [DraftItem(one, 2, look_ahead=4) for one in heads]
+
+        def work() -> None:
+            left, num_answers = items, 0
+            while left:
+                answers: list[Answers] = proposer(kind).step(left)
+                num_answers += sum(len(one.answers) for one in answers)
+                left = [item for item, one in zip(left, answers, strict=True) if one.more]
+            assert num_answers > num
+
+        return work
+
+    return begun
+
+
+CASES: dict[str, tuple[Case, tuple[int, int, int]]] = {
+    "token": (verdicts(Rule.TOKEN, FILTERED), (1, 3, 13)),
+    "block": (verdicts(Rule.BLOCK, FILTERED), (1, 3, 13)),
+    "coupled": (verdicts(Rule.COUPLED, FILTERED), (1, 3, 13)),
+    "greedy": (verdicts(Rule.GREEDY, GREEDY), (1, 3, 13)),
+    "penalised": (verdicts(Rule.COUPLED, BIASED), (1, 3, 14)),
+    "masked": (constrained(verdicts, Rule.TOKEN), (1, 3, 14)),
+    "tree": (verdicts(Rule.COUPLED, FILTERED, TREE), (1, 4, 14)),
+    "tree of q": (verdicts(Rule.TOKEN, FILTERED, TREE, drafted=(97, 98, 105)), (1, 2, 10)),
+    "features": (verdicts(Rule.TOKEN, FILTERED, kind="heads", wants_features=True), (2, 4, 17)),
+    "heads": (verdicts(Rule.TOKEN, WARM, kind="heads", num_next_draft_tokens=2), (3, 5, 68)),
+    "early exit": (verdicts(Rule.TOKEN, WARM, kind="exit", num_next_draft_tokens=2), (3, 5, 67)),
+    "drafts by token": (drafts(Rule.TOKEN, WARM), (2, 2, 30)),
+    "drafts coupled": (drafts(Rule.COUPLED, FILTERED), (2, 2, 18)),
+    "drafts greedy": (drafts(Rule.GREEDY, GREEDY), (2, 2, 26)),
+    "drafts masked": (constrained(drafts, Rule.COUPLED), (2, 2, 18)),
+    "siblings": (drafts(Rule.TOKEN, FILTERED, siblings=(1, 1)), (2, 2, 18)),
+    "recorded token": (drafts(Rule.TOKEN, FILTERED, kind="recorded"), (1, 1, 3)),
+    "recorded coupled": (drafts(Rule.COUPLED, FILTERED, kind="recorded"), (1, 1, 3)),
+    "eagle": (eagle, (2, 6, 181)),
+    "ahead token": (ahead(Rule.TOKEN, WARM), (5, 6, 80)),
+    "ahead coupled": (ahead(Rule.COUPLED, WARM), (5, 5, 48)),
+    "ahead greedy": (ahead(Rule.GREEDY, GREEDY), (5, 6, 70)),
+}
+"""Reads, sends and operators for 1 and for 16 sessions, and so for any number: the most that may be
+needed, beside those of the library's modules, with a pass of a model of two layers, or two passes
+for two drafts, or five for proposals that are looked ahead of."""
+OPERATORS_A_SESSION = {"eagle": 11}
+"""Beside those: it keeps what attention sees of each session in tensors of its own."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_many_sessions_ask_no_more_than_one(watch: DeviceWatch, case: str) -> None:
+    begun, (num_reads, num_sends, num_operators) = CASES[case]
+    for num in (1, 16):
+        if num == 1 or case.startswith("recorded"):  # What is made once is not counted.
+            begun(num)()
+        counts = watch.counted(begun(num))
+        print(num, counts)
+        more = OPERATORS_A_SESSION.get(case, 0) * num
+        allowed = (num_reads, num_sends, num_operators + more)
+        assert all(map(int.__le__, counts, allowed)), counts
+
+
+def questions(num: int) -> list[Question]:
+    """Of sessions of all rules and parameters, in turns; some with a tree."""
+    rows = torch.zeros(num, 4, VOCAB, device=CUDA).unbind()
+    asked = []
+    for index, logits in enumerate(rows):
+        rule = [*Rule][index % len(Rule)]
+        sampling = GREEDY if rule is Rule.GREEDY else (WARM, FILTERED, BIASED)[index // 4 % 3]
+        is_tree = index // 4 % 4 == 1 and not (rule.needs_q or sampling.penalised)
+        sealed = proposal(rule, TREE if is_tree else (), DRAFTED)
+        noise = RoundNoise(index, rule, 9)
+        asked.append(Question(logits, sampling, NO_HISTORY, sealed.open(), noise))
+    return asked
+
+
+def test_verdicts_of_all_rules_are_one_call(watch: DeviceWatch) -> None:
+    """One read, two sends and three kernels, however many sessions there are."""
+    few, many = questions(12), questions(96)
+    assert watch.counted(lambda: verdicts_from_logits(few)) == (1, 2, 6)
+    assert watch.counted(lambda: verdicts_from_logits(many)) == (1, 2, 6)
+
+
+@pytest.mark.parametrize("num", [4, 64])
+def test_draws_within_a_recording(watch: DeviceWatch, num: int) -> None:
+    """Of all rules, with filters: nothing is read or sent, and no session has operators of its
+    own."""
+    drawings = [
+        Drawing(FILTERED, rule, RoundNoise(index, rule, 9))
+        for index, rule in enumerate([*Rule] * (num // len(Rule)))
+    ]
+    draws = DeviceDraws(drawings, 2, 64)
+    words = torch.from_numpy(draws.words(num)).to(CUDA)
+    logits = torch.zeros(num, VOCAB, device=CUDA)
+    num_reads, num_sends, num_operators = watch.counted(lambda: draws.draw(logits, words, 1))
+    assert (num_reads, num_sends) == (0, 0)
+    assert num_operators <= 33
