@@ -219,7 +219,7 @@ class Draws(Protocol):
         ...
 
     def draw(self, logits: Tensor, words: Tensor, depth: int) -> Tensor:
-        """Draws token `depth` of every row [S, V]: int64 [S, any], beginning with the token."""
+        """Draws token `depth` of every row [S, V]: [S, any], beginning with the token."""
         ...
 
 

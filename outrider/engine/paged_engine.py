@@ -342,7 +342,7 @@ class PagedEngine(PagedSequences):
         if drawn is None:
             self._undo(held)
             return None
-        for each, token_ids in zip(sequences, drawn[:, :, 0].unbind(1), strict=True):
+        for each, token_ids in zip(sequences, drawn[:, :, 0].long().unbind(1), strict=True):
             self._pool.name(each.step.sequence_id, token_ids[: each.num_tokens - 1].tolist())
         self._pool.written(steps)
         array: npt.NDArray[Any] = drawn.numpy()

@@ -233,17 +233,23 @@ def _host_levels(mass: RealArray) -> RealArray:
     return count_levels(mass)
 
 
-def place_of(levels: Any, uniform: Any) -> Any:
-    """Where in each row of `levels` [R, M] a number of `uniform` [R, 1] in (0, 1) falls: [R].
-    On arrays, or on tensors of any device."""
-    return (levels <= uniform * COUNT_TOTAL // 1).sum(1)
+def place_of(levels: Any, count: Any) -> Any:
+    """Where in each row of `levels` [R, M] a count of `count` [R, 1] falls: [R]. On arrays, or on
+    tensors of any device."""
+    return (levels <= count).sum(1)
+
+
+def _drawn_counts(keys: RowKeys) -> RealArray:
+    """Of each row one of the counts of its distribution: [R, 1]."""
+    uniform: Any = uniforms(token_keys(keys), np.zeros((1, 1), dtype=np.int64))
+    counts: RealArray = uniform * COUNT_TOTAL // 1
+    return counts
 
 
 def draw_quantised(token_ids: IntArray, levels: RealArray, keys: RowKeys) -> IntArray:
     """One token of each of R distributions, by the rows' keys: [R]. `token_ids` [R, M], and what
     `count_levels` gives of them."""
-    uniform = uniforms(token_keys(keys), np.zeros((1, 1), dtype=np.int64))
-    drawn: IntArray = token_ids[np.arange(len(levels)), place_of(levels, uniform)]
+    drawn: IntArray = token_ids[np.arange(len(levels)), place_of(levels, _drawn_counts(keys))]
     return drawn
 
 
@@ -352,14 +358,12 @@ def _check_entries(entries_max: int) -> None:
 
 
 _Ints = npt.NDArray[np.int64]
-_KIND = 6
-"""Of the words of a row. Before it stand those that `weigh_rows` reads; behind it, for each depth,
-those that `settle_rows` reads and the bits of a uniform, in eights."""
 _DEPTH_WORDS = 8
-_LIKELIEST, _COUPLED, _QUANTISED = range(3)
-_TOKEN, _LARGEST, _SUPPORT = range(3)
-"""Words of what was drawn: the token, the bits of the row's largest logit, and, where any row is
-quantised, the ids of its support and their counts."""
+"""Words of a row come in eights: six that `weigh_rows` reads, whether it is coupled, and whether it
+is quantised; then, for each depth, those that `settle_rows` reads and, of the latter, the count
+that is drawn as a float64. What is drawn of a row is the token, the largest logit, and, where any
+row is quantised, the ids of its support and their `count_levels`."""
+_LIKELIEST, _COUPLED, _QUANTISED = 0, 6, 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,47 +427,44 @@ class DeviceDraws:
     def draw(self, logits: Tensor, words: Tensor, depth: int) -> Tensor:
         """Implements `Draws.draw`."""
         rows = words.view(len(logits), -1)
-        kinds = rows[:, _KIND]
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        maxima = logits.amax(dim=1, keepdim=True)
-        token = self._token_ids(logits.argmax(dim=1))
-        drawn = [token, maxima[:, 0].double().view(torch.int64)]
-        if self._any_coupled or self._any_quantised:
-            first = _DEPTH_WORDS * (1 + depth)
-            if self._any_coupled or self._any_filter:
-                weights = torch.empty_like(logits, dtype=torch.float32)
-                found = logits.new_empty((FOUND, len(logits)), dtype=torch.float64)
-                weigh(weights, found, logits, rows)
+        reals, flags = rows.view(torch.float64), rows.view(torch.bool)
+        maxima, columns = logits.max(dim=1, keepdim=True)
+        token = self._token_ids(columns)
+        maxima = maxima.double()
+        drawn = [token, maxima]
+        first = _DEPTH_WORDS * (1 + depth)
+        if self._any_coupled or self._any_filter:
+            weights = torch.empty_like(logits, dtype=torch.float32)
+            found = torch.empty((FOUND, len(rows)), dtype=torch.float64, device=logits.device)
+            weigh(weights, found, logits, rows)
+            if self._any_quantised and self._any_filter:
                 logits = logits.masked_fill(weights == 0, float("-inf"))
-            if self._any_coupled:
-                if self._vocabulary is not None:
-                    table = self._vocabulary.table(logits.device)
-                    wide = weights.new_zeros((len(rows), int(self._vocabulary.token_ids[-1]) + 1))
-                    weights = wide.index_copy_(1, table, weights)
-                settle(weights, found, rows, words[first:], rows.stride(0))
-                token = torch.where(kinds == _COUPLED, found[-1].long(), token)
-            if self._any_quantised:
-                temperature, uniform = (
-                    rows[:, at : at + 1].contiguous().view(torch.float64) for at in (0, first + 6)
-                )
-                values, columns = largest(logits, self._entries_max)
-                values = ((values - maxima).double() / temperature).exp()
-                ids, levels = self._token_ids(columns), count_levels(values)
-                zeros = levels.new_zeros((len(levels), 1))
-                winner = ids.gather(1, place_of(levels, uniform)[:, None])[:, 0]
-                token = torch.where(kinds == _QUANTISED, winner, token)
-                drawn += [*ids.unbind(1), *levels.diff(prepend=zeros, dim=1).long().unbind(1)]
-        drawn[_TOKEN] = token
-        return torch.stack(drawn, dim=1)
+        if self._any_coupled:
+            if self._vocabulary is not None:
+                table = self._vocabulary.table(logits.device)
+                wide = weights.new_zeros((len(rows), int(self._vocabulary.token_ids[-1]) + 1))
+                weights = wide.index_copy_(1, table, weights)
+            settle(weights, found, rows, words[first:], rows.stride(0))
+            token = torch.where(flags[:, _COUPLED * 8, None], found[-1, :, None], token)
+        if self._any_quantised:
+            values, columns = largest(logits, self._entries_max)
+            mass = ((values - maxima) / reals[:, :1]).exp()
+            ids, levels = self._token_ids(columns), count_levels(mass)
+            winner = ids.gather(1, place_of(levels, reals[:, first + 6, None])[:, None])
+            token = torch.where(flags[:, _QUANTISED * 8, None], winner, token)
+            drawn += [ids, levels]
+        drawn[0] = token
+        return torch.cat(drawn, dim=1)
 
-    def read(self, drawn: _Ints, session: int) -> DraftedToken:
+    def read(self, drawn: npt.NDArray[Any], session: int) -> DraftedToken:
         """One row of what `draw` gave, for session `session`. Raises `InvariantError` for logits
         that are no numbers to draw from."""
-        check_maxima(drawn[_LARGEST : _LARGEST + 1].view(np.float64).tolist())
-        token_id = int(drawn[_TOKEN])
+        check_maxima(drawn[1:2].tolist())
+        token_id = int(drawn[0])
         if self._drawings[session].kind != _QUANTISED:
             return token_id, None
-        ids, counts = np.split(drawn[_SUPPORT:], 2)
+        ids, levels = np.split(drawn[2:].astype(np.int64), 2)
+        counts = np.diff(levels, prepend=0)
         kept = counts > 0
         if kept.sum() == 1:
             return token_id, None
@@ -480,9 +481,9 @@ def _row(drawing: Drawing, num_depths: int) -> _Ints:
     row = np.full((1 + num_depths, _DEPTH_WORDS), -1, dtype=np.int64)
     *reals, top_k = filters(sampling)
     row[0, :3] = np.array(reals).view(np.int64)
-    row[0, 3:] = int(top_k), -1, 0, drawing.kind, 0
+    row[0, 3:] = int(top_k), -1, 0, drawing.kind == _COUPLED, drawing.kind == _QUANTISED
     places = [noise.place(depth) for depth in range(num_depths)]
     keys = row_keys(noise.seed, places, [noise.draft_stream] * num_depths)
     row[1:, :5] = keys.view(np.int64)
-    row[1:, 6] = uniforms(token_keys(keys), np.zeros((1, 1), dtype=np.int64))[:, 0].view(np.int64)
+    row[1:, 6] = _drawn_counts(keys)[:, 0].view(np.int64)
     return row.ravel()
