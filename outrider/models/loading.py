@@ -92,12 +92,26 @@ _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def refusing(what: str) -> Iterator[None]:
-    """Within, what the library raises for broken or unknown files is a `ConfigError`."""
+def refusing(what: str, quantization: str = "") -> Iterator[None]:
+    """Within, what the library raises for broken or unknown files is a `ConfigError`, which says
+    what may run weights of that `quantization`."""
     try:
         yield
     except _LOADING_ERRORS as error:
-        raise ConfigError(f"{what} cannot be loaded: {error}") from error
+        raise ConfigError(f"{what} cannot be loaded: {error}{_hint_of(quantization)}") from error
+
+
+def quantization_of(config: Any) -> str:
+    """How a checkpoint's weights are quantised, by its configuration; empty where they are not."""
+    stated = getattr(config, "quantization_config", None) or {}
+    stated = stated if isinstance(stated, dict) else stated.to_dict()
+    return str(stated.get("quant_method", "unnamed")) if stated else ""
+
+
+def _hint_of(quantization: str) -> str:
+    if not quantization:
+        return ""
+    return f"; its weights are quantised ({quantization}), `--engine vllm` may run it"
 
 
 class LoadOptions(TypedDict, total=False):
@@ -127,20 +141,30 @@ def load_model(path: Path, **options: Unpack[LoadOptions]) -> tuple[nn.Module, M
     transformers_logging.disable_progress_bar()
     _log.info("loading %s on %s", name, where)
     module: Any
-    with refusing(f"model {name}:"):
+    remote = options.get("trust_remote_code", False)
+    quantization = quantization_of(_config(path, remote))
+    with refusing(f"model {name}:", quantization):
         module, loading = AutoModelForCausalLM.from_pretrained(
             str(path),
             dtype=resolve_dtype(options.get("dtype", "auto")),
             attn_implementation=_ATTENTION,
             use_safetensors=True,
             local_files_only=True,
-            trust_remote_code=options.get("trust_remote_code", False),
+            trust_remote_code=remote,
             output_loading_info=True,
+            # Layers for quantised weights are chosen by the device, and some cannot move to it.
+            **({"device_map": {"": str(where)}} if quantization and where.type != "cpu" else {}),
         )
+    wrong = ""
     if loading["missing_keys"]:  # the library would go on with random numbers
-        first = min(loading["missing_keys"])
-        raise ConfigError(f"model {name}: its files lack the weights {first}")
-    module = module.requires_grad_(False).to(where).eval()
+        wrong = f"its files lack the weights {min(loading['missing_keys'])}"
+    elif quantization_of(module.config) and getattr(module, "hf_quantizer", None) is None:
+        # It would take the stored numbers as they are.
+        wrong = "the library does not know how its weights are stored"
+    if wrong:
+        raise ConfigError(f"model {name}: {wrong}{_hint_of(quantization)}")
+    module = module.requires_grad_(False).eval()
+    module = module if quantization else module.to(where)
     return module, describe(module, path, **options)
 
 
@@ -309,6 +333,11 @@ def empty_model(path: Path, **options: Unpack[LoadOptions]) -> Any:
     name, remote = options.get("name", str(path)), options.get("trust_remote_code", False)
     with refusing(f"model {name}:"):
         config = _config(path, remote)
+        if quantization := quantization_of(config):
+            raise ConfigError(
+                f"model {name}: its weights are quantised ({quantization}), which several ranks "
+                "share with `--engine vllm` alone, and a drafter made for a target cannot have"
+            )
         with parameters_on_meta():
             module = AutoModelForCausalLM.from_config(
                 config,
@@ -318,11 +347,6 @@ def empty_model(path: Path, **options: Unpack[LoadOptions]) -> Any:
             )
         if (path / "generation_config.json").is_file():
             module.generation_config = GenerationConfig.from_pretrained(str(path))
-    if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(
-            f"model {name}: its configuration has a quantization_config, which no model that "
-            "several ranks share, nor a drafter that was made for a target, may have"
-        )
     return module
 
 

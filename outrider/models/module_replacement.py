@@ -349,18 +349,23 @@ def _linear_weight(layer: Any) -> Tensor | None:
     """The weight [out, in] of a linear layer of the library or of torch; None for other modules."""
     if type(layer) is Conv1D:
         return layer.weight.t()  # type: ignore[no-any-return]
-    return layer.weight if type(layer) is nn.Linear else None
+    return layer.weight if _is_plain(layer) else None
 
 
 def _joinable(*linears: nn.Module) -> bool:
     """Whether these can become one layer: plain, of the same input, all or none with a bias."""
     return all(
-        type(linear) is nn.Linear
+        _is_plain(linear)
         and not _is_hooked(linear)
         and linear.in_features == linears[0].in_features
         and (linear.bias is None) == (linears[0].bias is None)
         for linear in linears
     )
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether it is torch's own linear layer, with a weight that is not quantised."""
+    return type(module) is nn.Linear and type(module.weight) is nn.Parameter
 
 
 def _is_hooked(module: nn.Module) -> bool:

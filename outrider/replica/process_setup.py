@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -171,6 +171,7 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
     from outrider.engine.paged_engine import PagedEngine
     from outrider.engine.tensor_parallel.sharding import least
     from outrider.kv_cache.storage import memory_budget
+    from outrider.models.loading import quantization_of, refusing
     from outrider.models.module_replacement import speed_up
 
     module, info = _load(config, num_threads, ranks)
@@ -199,7 +200,9 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
     # A target's small steps leave a core to other processes while these use it.
     is_set = config.num_threads > 0 or config.deterministic
     spares = config.role == "target" and device.type == "cpu" and ranks is None and not is_set
-    with by_its_keys(type(config)):
+    quantization = quantization_of(module.config)
+    trying = refusing(f"model {config.model}:", quantization) if quantization else nullcontext()
+    with by_its_keys(type(config)), trying:
         engine = PagedEngine(
             module,
             info,

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from cuda_threads import cuda_of
+from halves import halve
 from models import byte_level_tokenizer, save_tiny_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_engine import PagedEngine
@@ -133,6 +135,27 @@ def test_a_cuda_device_has_an_index_and_is_the_threads_own(
     assert found == [(threading.get_ident(), where)]
     with pytest.raises(ConfigError, match=f"counts the {num_visible} that it is given"):
         loading.use_device(device=f"cuda:{num_visible}")
+
+
+@pytest.mark.parametrize(("quantised", "expected"), [(True, {"": "cuda:1"}), (False, None)])
+def test_quantised_weights_are_loaded_where_they_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantised: bool, expected: object
+) -> None:
+    """Their layers are chosen by the device; others need no further package for that."""
+    directory = save_tiny_model(tmp_path)
+    if quantised:
+        halve(directory)
+    cuda_of(monkeypatch)
+    found: list[object] = []
+
+    def load(*_: object, **options: object) -> None:
+        found.append(options.get("device_map"))
+        raise ValueError("enough")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+    with pytest.raises(ConfigError, match="enough"):
+        load_model(directory, device="cuda:1")
+    assert found == [expected]
 
 
 def test_weights_fingerprints_tell_models_apart(tiny: Path, tmp_path: Path) -> None:

@@ -193,3 +193,16 @@ def test_norms_of_rows_of_any_size(dtype: torch.dtype, offset: float) -> None:
     assert actual.dtype == dtype
     bound = 2 * torch.finfo(dtype).eps if dtype == torch.float32 else 0.51 * torch.finfo(dtype).eps
     assert ((actual.double() - expected).abs() <= bound * expected.abs()).all()
+
+
+def test_weights_of_a_kind_of_their_own_are_left_alone() -> None:
+    """Quantised ones are parameters of another class, which cannot be joined nor put in order."""
+
+    class Rounded(nn.Parameter):
+        pass
+
+    module = tiny_module(tiny_config("llama"))
+    for linear in (found for found in module.modules() if isinstance(found, nn.Linear)):
+        linear.weight = Rounded(linear.weight)
+    speed_up(module)
+    assert {type(one) for one in module.modules() if hasattr(one, "in_features")} == {nn.Linear}

@@ -11,16 +11,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import halves
 import pytest
 import torch
 from cuda_threads import cuda_of
 from models import byte_level_tokenizer, save_tiny_model
+from thread_ranks import thread_ranks
 
 from outrider.config import DraftConfig, TargetConfig
 from outrider.engine.interface import SequenceStep
 from outrider.engine.tensor_parallel import group, parallel_engine, rank_process
 from outrider.engine.tensor_parallel.rank_rpc import LOOPBACK, Rendezvous
-from outrider.errors import BadRequest, SettingError
+from outrider.errors import BadRequest, ConfigError, SettingError
 from outrider.grammar.constraint import Constraint
 from outrider.models import linear_layers
 from outrider.replica.host import ReplicaHost
@@ -168,3 +170,26 @@ def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     leader.engine(TargetConfig(device="cuda"), 1)
     leader.close()
     assert found[2:] == ["cuda:0", "cuda"]
+
+
+def test_a_quantised_checkpoint_that_the_library_loads_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its own layers, if its answers on pages are its own. What the library does not know, what
+    cannot run on this device, and ranks are refused by the method's name, with what may run it."""
+    directory = save_tiny_model(tmp_path)
+    config = TargetConfig(directory=str(directory), model="tiny", device="cpu")
+    step = SequenceStep("s", (1, 2, 3), 3)
+    [plain] = build_engine(config, 1).forward([step])
+    halves.halve(directory)
+    [found] = build_engine(config, 1).forward([step])
+    assert 0 < (found - plain).norm() < 1e-2 * plain.norm()
+    advice = r"quantised \({}\).*--engine vllm"
+    monkeypatch.setattr(halves, "lacks_kernel", True)
+    with pytest.raises(ConfigError, match="model tiny.*no kernel.*" + advice.format("halves")):
+        build_engine(config, 1)
+    with pytest.raises(ConfigError, match=advice.format("halves")):
+        build_engine(config, 1, thread_ranks(2)[0])
+    halves.halve(directory, "quarters")
+    with pytest.raises(ConfigError, match="does not know.*" + advice.format("quarters")):
+        build_engine(config, 1)
