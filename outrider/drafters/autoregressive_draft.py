@@ -171,7 +171,10 @@ class DraftSampler:
         if any(draft.request.allowed is not None for draft in drafts):
             drafts, rows = self._masked(drafts, rows)
         lengths = [len(draft.token_ids) for draft in drafts]
-        for indices in _alike(drafts):
+        groups = _alike(drafts)
+        if len(groups) > 1 and rows[0].device.type != "cpu":  # One wait for the device, for all.
+            rows = torch.split(joined_rows(rows).cpu(), 1)
+        for indices in groups:
             self._draw([drafts[index] for index in indices], [rows[index] for index in indices])
         before = zip(drafts, lengths, strict=True)
         return [draft for draft, length in before if len(draft.token_ids) > length]
