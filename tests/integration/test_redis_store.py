@@ -116,6 +116,14 @@ class StoreMachine(RuleBasedStateMachine):
         except OutriderError as error:
             return type(error)
 
+    def writer(self, data: st.DataObject, session_id: str) -> tuple[int, str]:
+        """Epoch and owner of a write, mostly such that it is let in."""
+        found = self.model.snapshot().get(session_id)
+        kept = [] if found is None else [found.record] * 5
+        epochs = [*(one.epoch for one in kept), 1, 2, 3]
+        names = [*(one.owner for one in kept), *OWNERS]
+        return data.draw(st.sampled_from(epochs)), data.draw(st.sampled_from(names))
+
     @rule(session_id=ids, owner=owners, prompt=st.sampled_from([(1,), (7, 2**32 - 1)]))
     def open(self, session_id: str, owner: str, prompt: tuple[int, ...]) -> None:
         new = new_session(session_id, owner, prompt)
@@ -130,12 +138,12 @@ class StoreMachine(RuleBasedStateMachine):
             if s is not None and s.rewrite:
                 stored = data.draw(st.sampled_from([stored, s.pending, s.pending]))
             lengths = st.sampled_from([len(stored), len(stored), 0, max(len(stored) - 1, 0), 9])
-            epochs = st.sampled_from([s.record.epoch] * 2 + [1, 2, 3] if s is not None else [1])
+            epoch, owner = self.writer(data, session_id)
             new = data.draw(tokens)
             expected = data.draw(lengths)
             appends.append(
                 Append(
-                    session_id, data.draw(epochs), data.draw(owners), expected, new,
+                    session_id, epoch, owner, expected, new,
                     digest((*stored[:expected], *new)), data.draw(caches), data.draw(caches),
                     data.draw(counts), data.draw(st.sampled_from(["", '{"é\u2028": 1}\n'])),
                     data.draw(st.booleans()),
@@ -160,8 +168,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.run(self.store.end_lease(owner))
         self.run(self.model.end_lease(owner))
 
-    @rule(session_id=ids, epoch=st.integers(1, 3), owner=owners)
-    def release(self, session_id: str, epoch: int, owner: str) -> None:
+    @rule(session_id=ids, data=st.data())
+    def release(self, session_id: str, data: st.DataObject) -> None:
+        epoch, owner = self.writer(data, session_id)
         found = self.outcome(self.store.release(session_id, epoch, owner))
         assert found == self.outcome(self.model.release(session_id, epoch, owner))
 
@@ -181,19 +190,20 @@ class StoreMachine(RuleBasedStateMachine):
         if isinstance(found, SessionRecord):
             self.seen.append(found)
 
-    @rule(
-        finish=st.builds(
-            Finish,
-            ids, st.integers(1, 3), owners, st.none() | st.integers(1, 9),
-            st.sampled_from(FinishReason), counts,
-        )
-    )  # fmt: skip
-    def finish(self, finish: Finish) -> None:
+    @rule(session_id=ids, data=st.data(), reason=st.sampled_from(FinishReason), counters=counts)
+    def finish(
+        self, session_id: str, data: st.DataObject, reason: FinishReason, counters: Counters
+    ) -> None:
         """Beside the model's, the rules that hold of every end that is recorded."""
-        before = self.outcome(self.store.load(finish.session_id))
+        epoch, owner = self.writer(data, session_id)
+        stored = self.model.snapshot().get(session_id)
+        lengths = [None, 1, 9] if stored is None else [None, stored.length, stored.length + 1]
+        length = data.draw(st.sampled_from(lengths))
+        finish = Finish(session_id, epoch, owner, length, reason, counters)
+        before = self.outcome(self.store.load(session_id))
         found = self.outcome(self.store.finish(finish))
         assert found == self.outcome(self.model.finish(finish))
-        after = self.outcome(self.store.load(finish.session_id))
+        after = self.outcome(self.store.load(session_id))
         if found is StaleEpoch:
             assert after == before
         elif isinstance(before, SessionRecord) and isinstance(after, SessionRecord):

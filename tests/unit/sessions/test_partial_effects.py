@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from session_model import IDS, OWNERS, end_of, new_session, next_append
 
-from outrider.errors import NotFound, OutriderError, StoreUnavailable
+from outrider.errors import NotFound, OutriderError, StoreUnavailable, Unavailable
+from outrider.sessions import state
 from outrider.sessions.redis_scripts import Call, Script
 from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.state import Session
@@ -222,6 +223,7 @@ async def test_an_end_with_more_tokens_than_are_stored_is_not_recorded() -> None
 async def test_an_append_of_a_higher_epoch_reopens_what_has_finished_a_release_does_not() -> None:
     bench = Bench()
     await (await finishing(bench))(bench.store)
+    assert {bench.data.ttl_ms(key) for key in KEYS} == {bench.store.finished_ttl_ms}
     ended = await bench.store.load(IDS[0])
     await bench.store.release(IDS[0], 2, OWNERS[1])
     assert await bench.store.load(IDS[0]) == ended
@@ -230,3 +232,40 @@ async def test_an_append_of_a_higher_epoch_reopens_what_has_finished_a_release_d
     assert await send(bench.store, session) == 0
     found = await bench.store.load(IDS[0])
     assert (found.epoch, found.owner, found.finish_reason) == (2, OWNERS[1], None)
+
+
+async def test_tokens_that_are_sent_again_in_parts_are_read_once_all_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One owner begins to, under a take-over that the store has lost; the next one does."""
+    bench = Bench()
+    work = await appending(bench)
+    opened = await bench.store.load(IDS[0])
+    await work(bench.store)
+    before = await bench.store.load(IDS[0])
+    monkeypatch.setattr(state, "APPEND_TOKENS_MAX", 1)
+    for epoch, num_parts in ((2, 2), (3, 3)):
+        session = Session(replace(opened, epoch=epoch, owner=OWNERS[1]))
+        written(session, 9)
+        for num_stored in range(num_parts + 1):
+            assert seen(await bench.read()) == seen(before)
+            assert await send(bench.store, session) == num_stored
+            session.acknowledge(num_stored)
+    assert (await bench.store.load(IDS[0])).token_ids == opened.token_ids
+
+
+async def test_an_owner_with_a_lease_is_told_once_that_another_asked() -> None:
+    bench = Bench()
+    await (await opening(bench))(bench.store)
+    await bench.store.hold_lease(OWNERS[0])
+    with pytest.raises(Unavailable):
+        await bench.store.take_over(await bench.store.load(IDS[0]), OWNERS[1])
+    assert [await bench.store.hold_lease(OWNERS[0]) for _ in range(2)] == [[IDS[0]], []]
+
+
+async def test_a_session_of_another_owner_under_the_same_epoch_is_not_taken_over() -> None:
+    bench = Bench()
+    await (await opening(bench))(bench.store)
+    found = await bench.store.take_over(await bench.store.load(IDS[0]), OWNERS[0])
+    with pytest.raises(Unavailable):
+        await bench.store.take_over(replace(found, owner=OWNERS[1]), "carl")
