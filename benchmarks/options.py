@@ -90,8 +90,8 @@ class PromptOptions(Options):
 class DecodingOptions(PromptOptions):
     """Prompts, and how they are decoded."""
 
-    rule: Literal["token", "block", "coupled"] = "token"
-    """How drafts are accepted at a temperature above 0."""
+    rule: Literal["token", "block", "coupled"] = "block"
+    """How drafts are accepted at a temperature above 0; only token and coupled use trees."""
     num_draft_tokens: DraftTokens | None = None
     """Draft tokens a round; unset = the deployment's own."""
 

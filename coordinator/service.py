@@ -117,8 +117,7 @@ class CoordinatorService:
             Rule.TOKEN if has_trees else Rule.BLOCK,
         )
         self._prompts = PromptEncoder(text)
-        self.draw_seed = random_seed
-        """Gives the seed of a request that names none."""
+        self._random_seed = random_seed
         self._sessions = OwnedSessions(
             store, owner, self.targets, random_bits, config.resume_grace_ms / 1e3
         )
@@ -448,13 +447,14 @@ class CoordinatorService:
 
     async def _resolve(self, request: GenerateRequest, tenant: str) -> GenerationParameters:
         field, prompt_ids = await self._prompts.encode(request.prompt, self.model.max_model_len)
-        seed = self.draw_seed()
         if request.constraint is not None:
             ends = self.model.eos_token_ids
             await self._prompts.check_constraint(request.constraint, ends, tenant)
         # Of a session that begins without a target nobody could say with whose weights it goes on.
         target = await self.targets.wait_for_one(self._config.target_gone_ms / 1e3)
-        parameters = resolve(request, field, prompt_ids, self.model, self.defaults, seed)
+        parameters = resolve(
+            request, field, prompt_ids, self.model, self.defaults, self._random_seed()
+        )
         return replace(parameters, weights=target.weights)
 
     def _begin(self, context: SessionContext, arrived: float, replayed: Replayed) -> SessionRun:

@@ -38,9 +38,6 @@ class ToldCoordinator:
     def tenants(self) -> list[str]:
         return [call[1] for call in self.calls]
 
-    def draw_seed(self) -> int:
-        return 5
-
     async def trouble(self) -> str:
         return ""
 

@@ -378,7 +378,7 @@ def _add_generation(
     app: FastAPI, service: CoordinatorService, access: AccessControl, closing: asyncio.Event
 ) -> None:
     def answered(request: Request, body: ChatBody | CompletionBody, kind: type[Answer]) -> Response:
-        asked = body.translate(service.draw_seed)
+        asked = body.translate()
         bound = service.defaults.num_draft_tokens
         answer = kind(asked, service.text, bound, int(time.time()))
         return Generated(_generated(service, access, request, asked), closing, answer)
@@ -400,7 +400,7 @@ def _add_generation(
         """Goes on with a conversation or a prompt, and tells of every round."""
         if "stream" in body.model_fields_set and not body.stream:
             raise BadRequest("stream", "must be true, or be left out: events are always a stream")
-        asked = body.translate(service.draw_seed)
+        asked = body.translate()
         if len(asked.requests) != 1:
             field = "n" if body.n > 1 else "prompt"
             raise BadRequest(field, f"asks for {len(asked.requests)} answers; allowed: 1")

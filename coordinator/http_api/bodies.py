@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -208,12 +208,11 @@ class GenerationBody(Body):
     def _translated(
         self,
         prompts: Sequence[Prompt],
-        draw_seed: Callable[[], int],
         names: Mapping[str, str],
         **own: Any,
     ) -> TranslatedBody:
         """Of `prompts`, with what each kind of body calls differently: fields of the requests, and
-        the body's `names` for them. `draw_seed` is for a body that names no seed."""
+        the body's `names` for them."""
         least = (
             self.min_tokens
         )  # They are sure to come where nothing but max_tokens ends an answer.
@@ -239,8 +238,7 @@ class GenerationBody(Body):
             sampling=self._sampling(),
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
             ignore_eos=self.ignore_eos,
-            # A seed that is drawn here is none that the caller asked for.
-            rule=speculation.rule or (Rule.TOKEN if self.seed is None else None),
+            rule=speculation.rule,
             num_draft_tokens=speculation.num_draft_tokens if speculation.enabled else 0,
             deadline_ms=self.deadline_ms,
             include_rounds=speculation.histograms,
@@ -248,11 +246,11 @@ class GenerationBody(Body):
             constraint=found[0][1] if found else None,
             **own,
         )
+        seeds: list[int | None] = [None] * self.n
+        if self.seed is not None:
+            seeds = [choice_seed(self.seed % 2**SEED_BITS, choice) for choice in range(self.n)]
         requests = tuple(
-            replace(request, prompt=prompt, seed=choice_seed(seed, choice))
-            for prompt in prompts
-            for seed in (draw_seed() if self.seed is None else self.seed % 2**SEED_BITS,)
-            for choice in range(self.n)
+            replace(request, prompt=prompt, seed=seed) for prompt in prompts for seed in seeds
         )
         more = {"stop[0]": "stop"} if isinstance(self.stop, str) else {}
         more |= {constraint.kind.value: field for field, constraint in found}
@@ -386,9 +384,9 @@ class ChatBody(GenerationBody):
                 raise ValueError(f"have more than {CHAT_PARTS_MAX} parts in all")
         return messages
 
-    def translate(self, draw_seed: Callable[[], int]) -> TranslatedBody:
-        """Raises `BadRequest` for fields that contradict each other. `draw_seed` is for a body that
-        names no seed. OpenAI has two names for the most tokens."""
+    def translate(self) -> TranslatedBody:
+        """Raises `BadRequest` for fields that contradict each other. OpenAI has two
+        names for the most tokens."""
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
             raise BadRequest("max_completion_tokens", f"{new} is not the {old} of max_tokens")
@@ -399,7 +397,6 @@ class ChatBody(GenerationBody):
             names["max_tokens"] = "max_completion_tokens"
         return self._translated(
             [tuple(message.turn() for message in self.messages)],
-            draw_seed,
             names,
             max_tokens=old if new is None else new,
             logprobs=self.top_logprobs if self.logprobs else None,
@@ -427,7 +424,7 @@ class CompletionBody(GenerationBody):
     ]
     logprobs: int | None = None
 
-    def translate(self, draw_seed: Callable[[], int]) -> TranslatedBody:
+    def translate(self) -> TranslatedBody:
         """As `ChatBody.translate`."""
         given = self.prompt
         prompts: list[Any] = (
@@ -435,7 +432,6 @@ class CompletionBody(GenerationBody):
         )
         return self._translated(
             [one if isinstance(one, str) else tuple(one) for one in prompts],
-            draw_seed,
             {"text": "prompt", "token_ids": "prompt"},
             max_tokens=self.max_tokens,
             logprobs=self.logprobs,

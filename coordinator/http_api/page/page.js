@@ -81,7 +81,7 @@ function asked() {
   const greedy = temperature !== undefined && temperature < GREEDY_BELOW;
   // A seed that is drawn here is none that was asked for: alone it would choose another rule.
   const drawn = of("seed").value === "" ? crypto.getRandomValues(new Uint32Array(1))[0] : null;
-  const rule = of("rule").value || (drawn === null || greedy ? undefined : "token");
+  const rule = of("rule").value || (drawn === null || greedy ? undefined : "block");
   return {
     ...(kind === "chat" ? { messages: [{ role: "user", content: prompt }] } : {}),
     ...(kind === "raw" ? { prompt } : {}),

@@ -40,9 +40,9 @@ Indexed = Sequence[tuple[int, Event]]
 def begun(chat: bool = True, text: Any = TEXT, **fields: Any) -> Answer:
     if chat:
         fields = {"messages": [{"role": "user", "content": "hi"}]} | fields
-        return ChatAnswer(ChatBody.model_validate(fields).translate(lambda: 1), text, 4, 99)
+        return ChatAnswer(ChatBody.model_validate(fields).translate(), text, 4, 99)
     fields = {"prompt": "x"} | fields
-    return CompletionAnswer(CompletionBody.model_validate(fields).translate(lambda: 1), text, 4, 99)
+    return CompletionAnswer(CompletionBody.model_validate(fields).translate(), text, 4, 99)
 
 
 def started(number: int = 1) -> Started:

@@ -35,6 +35,7 @@ from outrider.limits import (
 from outrider.request import ChatMessage, GenerateRequest
 from outrider.speculation.random_streams import choice_seed
 from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.transport.request_codec import request_from_proto, request_to_proto
 
 USER = {"role": "user", "content": "hi"}
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
@@ -44,11 +45,11 @@ CHAT, COMPLETIONS, NATIVE = "/v1/chat/completions", "/v1/completions", "/api/gen
 
 
 def chat(**fields: Any) -> TranslatedBody:
-    return ChatBody.model_validate({"messages": [USER]} | fields).translate(lambda: 7)
+    return ChatBody.model_validate({"messages": [USER]} | fields).translate()
 
 
 def completion(**fields: Any) -> TranslatedBody:
-    return CompletionBody.model_validate({"prompt": "x"} | fields).translate(lambda: 7)
+    return CompletionBody.model_validate({"prompt": "x"} | fields).translate()
 
 
 def only(asked: TranslatedBody) -> GenerateRequest:
@@ -68,13 +69,11 @@ def refused(body: Callable[..., TranslatedBody], fields: Any) -> BadRequest:
 
 
 def test_silence_is_the_coordinators_default() -> None:
-    """So is null. Without a seed the rule is what a request without one has, though a seed is drawn
-    here."""
+    """So is null. The coordinator chooses rule and seed, as it does for gRPC."""
     request = only(chat())
-    assert request == GenerateRequest((ChatMessage("user", "hi"),), seed=7, rule=Rule.TOKEN)
-    assert only(completion()) == GenerateRequest(
-        "x", seed=7, rule=Rule.TOKEN, default_max_tokens=16
-    )
+    assert request == GenerateRequest((ChatMessage("user", "hi"),))
+    assert request == request_from_proto(request_to_proto(request))
+    assert only(completion()) == GenerateRequest("x", default_max_tokens=16)
     assert only(chat(seed=3)).rule is None
     assert only(chat(**dict.fromkeys(ChatBody.model_fields.keys() - {"messages"}))) == request
 
@@ -114,15 +113,13 @@ def test_choices_have_seeds_of_their_own(seed: int, n: int, num_prompts: int) ->
     assert len(asked.requests) == n * num_prompts
 
 
-def test_seeds_of_64_bits_and_of_their_own() -> None:
-    """A negative one is the one with the same bits; prompts without one have different ones."""
+def test_seeds_of_64_bits() -> None:
+    """A negative one is the one with the same bits; without one the coordinator draws each."""
     for seed, same in ((-1, 2**64 - 1), (-(2**63), 2**63), (2**64 - 1, 2**64 - 1), (0, 0)):
         assert only(chat(seed=seed)).seed == same
     assert {refused(chat, {"seed": seed}).field for seed in (-(2**63) - 1, 2**64)} == {"seed"}
-    seeds = iter((3, 4))
-    body = CompletionBody.model_validate({"prompt": ["a", "a"], "n": 2})
-    drawn = [request.seed for request in body.translate(lambda: next(seeds)).requests]
-    assert drawn == [3, choice_seed(3, 1), 4, choice_seed(4, 1)]
+    drawn = [(one.prompt, one.seed) for one in completion(prompt=["a", "b"], n=2).requests]
+    assert drawn == [("a", None), ("a", None), ("b", None), ("b", None)]
 
 
 @pytest.mark.parametrize(
