@@ -89,20 +89,20 @@ def measure_step_costs(
 ) -> StepCosts:
     """Runs steps of up to `max_rows` tokens and `max_sessions` sequences on an engine that is not
     in use yet, on the thread that its steps will run on, and leaves no sequence behind. `clock`
-    gives seconds. What is not measured after `limit_s` is left out, or taken to cost nothing. An
-    engine that states its time is believed."""
+    gives seconds. What is not measured after `limit_s`, first runs on a device apart, is left out,
+    or taken to cost nothing. An engine that states its time is believed."""
     bench = _Bench(engine, clock, limit_s * TRIES_SHARE)
     bench.least([_step(0, 1)])  # The first step of all warms up: it does not count.
-    until = clock() + limit_s
+    until = bench.clock() + limit_s
     fitting = min(max_rows, engine.info.max_model_len)
     rows = sorted({*(num for num in MEASURED_ROWS if num < fitting), fitting})
     few = [num for num in rows if num <= MANY_ROWS]
     seconds = bench.rows(few, until)
     costs = _costs(rows, seconds)
     context = min(MEASURED_CONTEXT, engine.info.max_model_len - CONTEXT_ROWS)
-    if context > SHORT_CONTEXT and clock() < until:
+    if context > SHORT_CONTEXT and bench.clock() < until:
         num = min(MEASURED_SESSIONS, max_sessions)
-        costs = bench.contexts(costs, num, context, clock() + limit_s * CONTEXTS_SHARE)
+        costs = bench.contexts(costs, num, context, bench.clock() + limit_s * CONTEXTS_SHARE)
     # What takes longest comes last, where it may be left out.
     if len(seconds) == len(few):
         seconds += bench.rows(rows[len(few) :], until)
@@ -126,7 +126,13 @@ class _Bench:
         self._try_s = try_s
         self._first_is_slow = False
         """On a device a step's first run of its shape compiles and records what the next ones use:
-        it does not count, and nor does its time."""
+        it does not count, and nor does its time ..."""
+        self._excused_s = 0.0
+        """... which is this for all of them."""
+
+    def clock(self) -> float:
+        """Seconds that have been measured in."""
+        return self._clock() - self._excused_s
 
     def rows(self, counts: Sequence[int], until: float) -> list[float]:
         """The least times, s, of steps of so many tokens of one session without a context, as many
@@ -134,7 +140,7 @@ class _Bench:
         found: list[float] = []
         for num in counts:
             step = [_step(0, num)]
-            if self._clock() >= until or not self._engine.can_hold(step):
+            if self.clock() >= until or not self._engine.can_hold(step):
                 break
             found.append(self.least(step))
         return found
@@ -147,7 +153,9 @@ class _Bench:
             [_step(index, context + CONTEXT_ROWS, 0) for index in range(num)]
         ):
             num -= 1
-        while begun < num and (not begun or self._clock() < until):
+        if num:
+            self._warm_up([_step(0, context, 0)], 0)
+        while begun < num and (not begun or self.clock() < until):
             self._seconds([_step(begun, context, 0)])
             begun += 1
         if not begun:
@@ -171,15 +179,20 @@ class _Bench:
     def least(self, steps: Sequence[SequenceStep], length: int = 0) -> float:
         """The least time, s, of such a step of sequences that hold so many slots each; one that
         holds none is released."""
-        if self._first_is_slow:
-            self._seconds(steps)
-            self._cut(steps, length)
+        self._warm_up(steps, length)
         times: list[float] = []
         enough = self._clock() + self._try_s
         while not times or (len(times) < TRIES and self._clock() < enough):
             times.append(self._seconds(steps))
             self._cut(steps, length)
         return min(times)
+
+    def _warm_up(self, steps: Sequence[SequenceStep], length: int) -> None:
+        if self._first_is_slow:
+            start = self._clock()
+            self._seconds(steps)
+            self._cut(steps, length)
+            self._excused_s += self._clock() - start
 
     def _cut(self, steps: Sequence[SequenceStep], length: int) -> None:
         for step in steps:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -68,3 +70,36 @@ def test_a_slow_engine_is_not_measured_for_long() -> None:
     costs = measure_step_costs(engine, 512, 64, lambda: engine.now, limit_s=0.1)
     assert costs.rows == (1, 2, 4, 8, 16, 32, 64)
     assert 0.1 < engine.now < 0.2
+
+
+def test_what_a_device_compiles_and_records_first_is_neither_counted_nor_timed() -> None:
+    """2 s for the first step of each shape would be all of the limit after two of them."""
+
+    class Compiling(Clocked):
+        def __init__(self) -> None:
+            super().__init__(EmulatedSpec(vocab_size=50, support=4, verify_ms=0.0), "target")
+            self.known: set[object] = set()
+
+        def forward(self, steps: list[SequenceStep]) -> list[Any]:  # type: ignore[override]
+            shape = tuple((len(step.token_ids), self.length(step.sequence_id)) for step in steps)
+            if shape not in self.known:
+                self.known.add(shape)
+                self.now += 2.0
+            return [_OnDevice(logits) for logits in super().forward(steps)]
+
+    engine = Compiling()
+    costs = measure_step_costs(engine, 200, 64, lambda: engine.now)
+    assert costs.rows == (1, 2, 4, 8, 16, 32, 64, 128, 200)
+    assert costs.seconds == pytest.approx([num * 1e-3 for num in costs.rows])
+
+
+class _OnDevice:
+    """Logits as far as they are looked at."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self._logits = logits
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        return self._logits[rows]
