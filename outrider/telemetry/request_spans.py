@@ -65,6 +65,7 @@ class ObservedRequests(Observation):
             name: ObservedCounter(meter, name, *told) for name, told in REQUEST_COUNTERS.items()
         }
         self.times = {name: times(meter, name, about) for name, about in REQUEST_TIMES.items()}
+        self.phases = {phase: self.times[f"outrider.round_{phase}_seconds"] for phase in PHASES}
 
     def samples(self, index: int) -> bool:
         """Whether the round at this place has spans."""
@@ -201,13 +202,14 @@ class ObservedRequest(RequestObserver):
     def decided(self, num_draft_tokens: int, num_accepted: int, num_tokens: int) -> None:
         """The round has an outcome: so many of its draft tokens were accepted, and so many tokens
         added."""
-        self.count("num_rounds")
+        counters = self._shared.counters
+        counters["num_rounds"].add(1)
         if num_draft_tokens:
-            self.count("spec_decode_num_drafts")
-            self.count("spec_decode_num_draft_tokens", amount=num_draft_tokens)
-            self.count("spec_decode_num_accepted_tokens", amount=num_accepted)
+            counters["spec_decode_num_drafts"].add(1)
+            counters["spec_decode_num_draft_tokens"].add(num_draft_tokens)
+            counters["spec_decode_num_accepted_tokens"].add(num_accepted)
             for position in _POSITIONS[:num_accepted]:
-                self.count("spec_decode_num_accepted_tokens_per_pos", position)
+                counters["spec_decode_num_accepted_tokens_per_pos"].add(1, position)
         if (span := self._rounds.get(self._index)) is not None:
             span.set_attributes({
                 "outrider.num_draft_tokens": num_draft_tokens,
@@ -220,7 +222,7 @@ class ObservedRequest(RequestObserver):
         now = time.monotonic()
         self._times.append(("commit", commit_seconds))
         self._record_times()
-        self.count("generation_tokens", amount=num_tokens)
+        self._shared.counters["generation_tokens"].add(num_tokens)
         if self._first_token_at is None:
             self._first_token_at = now
             self._record("outrider.time_to_first_token_seconds", now - self._arrived)
@@ -275,9 +277,10 @@ class ObservedRequest(RequestObserver):
 
     def _record_times(self) -> None:
         """Not when they are known: the next round is under way, and nothing waits for this."""
+        totals, phases = self._seconds, self._shared.phases
         for phase, seconds in self._times:
-            self._seconds[phase] += seconds
-            self._record(f"outrider.round_{phase}_seconds", seconds)
+            totals[phase] += seconds
+            phases[phase].record(seconds)
         self._times.clear()
 
     def _end(self, reason: FinishReason | None = None) -> None:
