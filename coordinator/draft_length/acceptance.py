@@ -103,29 +103,31 @@ class DepthAverages(_Averages):
 
     def prospects(self, num_asked: int) -> Prospects:
         """What to expect of a proposal for which so many tokens are asked."""
-        goes_on, accepted, proposed = self._rates(num_asked)
+        rates = np.array(self._rates(num_asked)).reshape(num_asked, 3)
+        goes_on, accepted, proposed = rates.T
         committed = np.cumprod(goes_on * accepted)
         offered = np.concatenate(([1.0], committed[:-1]))[:num_asked] * goes_on
         return Prospects(committed, np.cumprod(proposed), offered - committed)
 
-    def _rates(self, num_depths: int) -> Array:
-        """[3, depths]: of each depth, given the depth before, the chance that a proposal goes on
-        where all before was accepted, that its next token is accepted then, and that it goes on at
-        all."""
-        asked, offered, accepted, wanted, proposed = self._sums[:, :num_depths]
-        pull, rates = self._pull, np.ones((3, num_depths))
-        if self._prior is not None:
-            rates = self._prior._rates(num_depths)
-        likely = [] if self._prior is None else rates[1].tolist()
-        rates[0] = (offered + pull * rates[0]) / (asked + pull)
-        rates[2] = (proposed + pull * rates[2]) / (wanted + pull)
-        rate = FIRST_ACCEPTED
-        for depth, (good, all_) in enumerate(zip(accepted.tolist(), offered.tolist(), strict=True)):
-            if likely and (depth == 0 or likely[depth - 1] <= 0):
-                rate = likely[depth]
-            elif likely:  # As much higher or lower as the session's own is at the depth before.
-                rate = min(1.0, rate * likely[depth] / likely[depth - 1])
-            rates[1, depth] = rate = (good + pull * rate) / (all_ + pull)
+    def _rates(self, num_depths: int) -> list[tuple[float, float, float]]:
+        """Of each depth, given the depth before, the chance that a proposal goes on where all
+        before was accepted, that its next token is accepted then, and that it goes on at all."""
+        pull, rate, before = self._pull, FIRST_ACCEPTED, 0.0
+        prior = None if self._prior is None else self._prior._rates(num_depths)
+        rates = []
+        sums = self._sums[:, :num_depths].T.tolist()
+        for depth, (asked, offered, accepted, wanted, proposed) in enumerate(sums):
+            goes_on = goes_on_at_all = 1.0
+            if prior is not None:
+                goes_on, likely, goes_on_at_all = prior[depth]
+                # As much higher or lower as the session's own is at the depth before.
+                rate = min(1.0, rate * likely / before) if before > 0 else likely
+                before = likely
+            rate = (accepted + pull * rate) / (offered + pull)
+            rates.append((
+                (offered + pull * goes_on) / (asked + pull), rate,
+                (proposed + pull * goes_on_at_all) / (wanted + pull),
+            ))  # fmt: skip
         return rates
 
 

@@ -199,7 +199,7 @@ class RoundCosts:
 
     def note_plain(self, round_s: float, context: int) -> None:
         """A round of plain decoding behind another one, of a session with so many tokens."""
-        self.plain.note(self._load(0, context), self._bounded(round_s))
+        self.plain.note(self._load(0, context, self._others()), self._bounded(round_s))
         self._draft.fade(FORGOTTEN)
         self._target.fade(FORGOTTEN)
 
@@ -220,7 +220,8 @@ class RoundCosts:
         if others > 0 and step_s > 0:
             self._wait.note(min(1.0, played.queue_s / step_s / min(1.0, others)))
         num_rows = num_proposed + played.num_siblings
-        self._target.note(self._load(num_rows, played.context), self._bounded(step_s))
+        load = self._load(num_rows, played.context, others)
+        self._target.note(load, self._bounded(step_s))
         self.plain.fade(FORGOTTEN)
 
     def note_late(self, num_asked: int, waited_s: float) -> None:
@@ -231,8 +232,9 @@ class RoundCosts:
         """The costs of up to so many draft tokens, and siblings beside them, of a session with so
         many tokens."""
         num_rows = num_draft_tokens + num_siblings
-        loads = np.array([self._load(num, context) for num in range(num_rows + 1)])
-        others, pace, verify_s = self._others(), self._pace(), float(self._target.at(loads[0]))
+        others, pace = self._others(), self._pace()
+        loads = np.array([self._load(num, context, others) for num in range(num_rows + 1)])
+        verify_s = float(self._target.at(loads[0]))
         row_s = self._target.slope() * np.diff(loads)
         row_lost = others * pace * row_s
         works = np.arange(num_draft_tokens + 1.0) * self._draft_token
@@ -276,10 +278,9 @@ class RoundCosts:
         mean = self._round.value
         return min(seconds, OUTLIER * mean) if mean > 0 else seconds
 
-    def _load(self, num_proposed: int, context: int) -> float:
+    def _load(self, num_proposed: int, context: int, others: float) -> float:
         """The target's share of a round, s by its table, with all that others have in the step;
         without a table, all rows."""
-        others = self._others()
         rows = 1 + num_proposed + others * self._rows.value
         if self._table is None:
             return rows
