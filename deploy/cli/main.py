@@ -81,6 +81,8 @@ def parse(words: Sequence[str]) -> Arguments:
         path = "outrider" if error.ctx is None else error.ctx.command_path
         _complain(f"{message.rstrip('.')} (see {path} --help)")
         sys.exit(2)
+    except click.Abort:  # Ctrl-C, while the command's modules are imported.
+        sys.exit(128 + signal.SIGINT)
     if not isinstance(found, Arguments):
         sys.exit(found)  # Help was asked for.
     return found

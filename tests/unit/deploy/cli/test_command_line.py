@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli.main import main, parse
+from deploy.cli.command import Command
+from deploy.cli.main import main, outrider, parse
 from deploy.cli.options import error_line, own_config
 from outrider.config import CoordinatorConfig, deployment_settings
 from outrider.errors import BadRequest, SettingError, Unauthenticated
@@ -54,6 +55,19 @@ def test_a_bad_argument_is_named(
     assert err.startswith("outrider: error: ")
     assert err.count("\n") == 1
     assert names in err
+
+
+def test_an_interrupt_while_a_command_is_loaded_is_silent(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(name: str) -> Command:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(outrider, "_load", interrupted)
+    with pytest.raises(SystemExit) as stopped:
+        main(["status"])
+    assert stopped.value.code == 130
+    assert "".join(capsys.readouterr()).strip() == ""
 
 
 def test_what_is_wrong_is_called_what_it_was_set_by(
