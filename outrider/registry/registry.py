@@ -90,8 +90,7 @@ class ReplicaRecord:
     leaving: bool = False
     """Whether it ends soon, and gets no more sessions."""
     load: _Number = 0
-    """Of a coordinator the sessions that it runs; of others the items that they were sent since
-    they began."""
+    """Sessions that it runs."""
     figures: Figures = NO_FIGURES
 
     def to_json(self) -> str:

@@ -79,6 +79,10 @@ class SteppedService(StepScheduler):
     def describe(self) -> ReplicaDescription:
         return self._description
 
+    @property
+    def num_sessions(self) -> int:
+        return len(self._tracker)
+
     def release(self, session_id: str, epoch: int) -> None:
         if self._filter.release(session_id, epoch):
             self._forget(session_id)
@@ -211,6 +215,9 @@ class SessionTracker:
 
     def __init__(self) -> None:
         self._heard: OrderedDict[str, tuple[AnswerSender, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._heard)
 
     def hear(self, session_id: str, sender: AnswerSender, now: float) -> None:
         """An item of the session has come."""
