@@ -174,21 +174,13 @@ async def _two_tenants(arguments: Arguments, raw: bool) -> AsyncIterator[tuple[S
 
 
 def _subject(connection: Connection, client: Client, raw: bool) -> Subject:
-    """Says where drafts may repeat what was answered before. The target once more is on as many
-    threads as the services have in all, which take turns."""
+    """The target once more is on as many threads as the services have in all, which take turns."""
     from benchmarks.clients import GrpcClient
     from benchmarks.speedup import Subject
 
     settings = connection.settings
     target, draft = build(TargetConfig, settings), build(DraftConfig, settings)
-    rooms = draft.suffix_tokens_per_tenant, draft.suffix_tokens_total
-    copies = draft.drafter.lookup is LookupKind.SUFFIX and all(rooms)
-    if (copies or not settings) and not (connection.is_own or progress.quiet):
-        note(
-            "note: drafts may copy from earlier answers: a prompt that this deployment was "
-            "asked before is not measured as a new one is. A deployment that the command starts, "
-            "where none runs, has nothing to copy"
-        )
+    _note_copies(connection, draft)
     num_draft_tokens = settings.get("num_draft_tokens") or CoordinatorConfig().num_draft_tokens
     num_threads = max(target.num_threads or available_cores(), draft.num_threads)
     directory = connection.target_directory
@@ -202,6 +194,17 @@ def _subject(connection: Connection, client: Client, raw: bool) -> Subject:
         http_url=connection.http_address and f"http://{connection.http_address}",
         api_key=connection.api_key,
     )
+
+
+def _note_copies(connection: Connection, draft: DraftConfig) -> None:
+    """Says where drafts may repeat what was answered before."""
+    rooms = draft.suffix_tokens_per_tenant, draft.suffix_tokens_total
+    copies = draft.drafter.lookup is LookupKind.SUFFIX and all(rooms)
+    if (copies or not connection.settings) and not (connection.is_own or progress.quiet):
+        note(
+            "note: drafts may copy from earlier answers: prompts this deployment has seen before "
+            "are drafted better than new ones. Stop it, and the command measures one of its own"
+        )
 
 
 def _serve(options: ServeOptions, arguments: Arguments) -> int:
@@ -235,6 +238,7 @@ async def _send(arguments: Arguments, options: ServeOptions) -> tuple[Report, st
             )
         else:
             connection = await stack.enter_async_context(connected(arguments))
+            _note_copies(connection, build(DraftConfig, connection.settings))
             # What fails is told as it is, and not tried again.
             ours = await stack.enter_async_context(connection.client(tries_again=False))
             client = GrpcClient(ours, raw=options.raw)

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.speedup import Subject
 from deploy.cli.bench import _subject
-from deploy.cli.main import parse
+from deploy.cli.main import main, parse
 from deploy.cli.options import Connection, connected
 from deploy.cli.output import progress
 from outrider.replica.process_setup import available_cores
@@ -56,4 +56,9 @@ async def test_of_a_server_elsewhere_nothing_is_known(capsys: pytest.CaptureFixt
     arguments = parse(["bench", "speedup", "--server", "127.0.0.1:1"])
     async with connected(arguments) as connection, connection.client() as client:
         _subject(connection, client, True)
+    assert "drafts may copy from earlier answers" in capsys.readouterr().err
+
+
+def test_a_load_on_a_server_elsewhere_may_be_copied_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serve", "--server", "127.0.0.1:1"]) == 1
     assert "drafts may copy from earlier answers" in capsys.readouterr().err
