@@ -11,6 +11,8 @@ taken at a time, and `tests/vllm` compares every use with the release after it.
 
 from __future__ import annotations
 
+import os
+import secrets
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -28,10 +30,9 @@ from vllm import __version__
 from vllm.compilation.monitor import set_cudagraph_capturing_enabled
 from vllm.config import CUDAGraphMode, get_layers_from_vllm_config, set_current_vllm_config
 from vllm.distributed.parallel_state import (
-    destroy_model_parallel,
+    ensure_model_parallel_initialized,
     graph_capture,
     init_distributed_environment,
-    initialize_model_parallel,
 )
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import BatchDescriptor, set_forward_context
@@ -73,6 +74,7 @@ from outrider.models.loading import LoadOptions, describe_files, refusing, use_d
 _PAGE_SIZES = {"cpu": 32, "cuda": 16}
 """Tokens of a page, where the model's attention leaves the choice."""
 _PADDING_SLOT = -1
+_NAME_BITS = 62
 
 
 class VllmEngine(PagedSequences):
@@ -154,11 +156,14 @@ class VllmEngine(PagedSequences):
         if not dist.is_initialized():
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        if self._ranks is not None and self._device.type == "cpu":
+            # Names the memory that ranks of one machine share: the same on all of them.
+            name = least(self._ranks, secrets.randbits(_NAME_BITS), self._device)
+            os.environ["VLLM_DIST_IDENT"] = str(name)
         init_batch_invariance()
         index = self._device.index or 0
         init_distributed_environment(size, rank, local_rank=index, backend=dist.get_backend())
-        destroy_model_parallel()  # Those of an earlier model may lack groups that this one needs.
-        initialize_model_parallel(size)
+        ensure_model_parallel_initialized(size, 1)
 
     def _use_caches(self, num_bytes: int, max_num_seqs: int, name: str) -> None:
         """Allocates the caches of all layers. Layers that keep the same of a token are a group to

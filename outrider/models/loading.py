@@ -84,7 +84,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 _ATTENTION = "sdpa"
 """Until an engine replaces it."""
 _LOADING_ERRORS = (
-    ValueError, OSError, ImportError, KeyError, TypeError, RuntimeError, SafetensorError,
+    ValueError, OSError, ImportError, KeyError, TypeError, RuntimeError, AssertionError,
+    SafetensorError,
 )  # fmt: skip
 """What the library raises for files that are broken or that it does not know."""
 

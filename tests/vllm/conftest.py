@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,21 @@ def save(family: str, directory: Path, dtype: torch.dtype = torch.float32) -> An
     module = tiny_module(config_of(family), dtype=dtype)
     module.save_pretrained(directory)
     return module
+
+
+def leave_groups() -> None:
+    """What a process does once in its life: another model may need other groups of ranks."""
+    from vllm.distributed import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    yield
+    leave_groups()
 
 
 MakeEngine = Callable[..., Any]

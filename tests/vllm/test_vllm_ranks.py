@@ -1,0 +1,53 @@
+"""vLLM's tensor parallelism among our ranks, each in a process of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import MAX_MODEL_LEN, config_of, leave_groups
+from models import tiny_module
+from rank_processes import JOIN_S, follow_model, processes
+
+from outrider.config import TargetConfig
+from outrider.engine.interface import SequenceStep
+from outrider.engine.tensor_parallel.rank_process import RankLeader
+
+TOLERANCE = 1e-3
+
+
+@pytest.mark.parametrize(
+    ("family", "size"), [("llama", 2), ("llama", 3), ("gemma3", 2), ("mixtral", 2)]
+)
+def test_ranks_give_the_logits_of_the_library(family: str, size: int, tmp_path: Path) -> None:
+    model: Any = config_of(family)
+    # vLLM shares out vocabularies of a multiple of 64 tokens.
+    model.hidden_size, model.intermediate_size, model.vocab_size = 96, 96, 64 * size
+    model.num_attention_heads = model.num_key_value_heads = 2 * size
+    module = tiny_module(model)
+    module.save_pretrained(tmp_path)
+    config = TargetConfig(
+        engine="vllm", enforce_eager=True, model="tiny", directory=str(tmp_path), dtype="float32",
+        device="cpu", num_threads=1, max_num_seqs=4, max_model_len=MAX_MODEL_LEN,
+        kv_cache_memory_bytes=2**24, tensor_parallel_size=size,
+    )  # fmt: skip
+    ids = tuple(7 * place % 64 for place in range(90))
+    with torch.inference_mode():
+        expected = module(input_ids=torch.tensor([ids])).logits[0]
+    leadership = RankLeader(size, size, JOIN_S)
+    arguments = [(config, leadership.rendezvous, rank) for rank in range(1, size)]
+    with processes(follow_model, arguments):
+        engine: Any = leadership.engine(config, 1)
+        try:
+            engine.forward([SequenceStep("a", ids[:70], 1)])
+            engine.keep("a", 40)
+            engine.fork("a", "b")
+            steps = [SequenceStep("a", ids[40:45], 5), SequenceStep("b", ids[40:], 50)]
+            found = engine.forward(steps)
+        finally:
+            leave_groups()
+            engine.close()
+    assert (found[0] - expected[40:45]).abs().max() <= TOLERANCE
+    assert (found[1] - expected[40:]).abs().max() <= TOLERANCE
