@@ -158,6 +158,8 @@ class Finished:
     finish_reason: FinishReason
     usage: Usage
     metrics: Metrics
+    stop_string: str | None = None
+    """That ended the text; None where something else did."""
 
 
 Event = Started | Tokens | RoundReport | Finished

@@ -49,6 +49,8 @@ class Completion:
         self._stream = text_stream
         self._held = ""
         self.num_tokens = 0
+        self.stop_string: str | None = None
+        """The one that has ended the text."""
 
     @property
     def remaining(self) -> int:
@@ -91,10 +93,11 @@ class Completion:
         if not text:
             return "", False
         text = self._held + text
-        found = [start for stop in self._stop if (start := text.find(stop)) >= 0]
+        found = [(start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
         if found:
             self._held = ""
-            return text[: min(found)], True
+            first, self.stop_string = min(found)
+            return text[:first], True
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False

@@ -161,6 +161,7 @@ class SessionRun:
                 time_to_first_token_ms=(first - self._arrived) * 1e3,
                 tokens_per_second=(num_tokens - self._num_known) / seconds if seconds > 0 else 0.0,
             ),
+            stop_string=self._completion.stop_string,
         )
         self._observer.finished(finished)
         self._is_told = True

@@ -168,7 +168,7 @@ class Answer:
             **content,
             "logprobs": None,
             "finish_reason": "length" if was_cut else reason,  # Clients know `length`.
-            "stop_reason": reason if was_cut else None,
+            "stop_reason": reason if was_cut else finished and finished.stop_string,
         }
         if tokens is not None and self._asked.has_logprobs:
             told["logprobs"] = self.logprobs(tokens.scored)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from coordinator_bench import CONFIG, REQUEST, STEP_S, Bench, SlowText, bench, failing
+from stack import toy_text
 from toy_engine import ToyEngine
 
 from coordinator.service import TROUBLE_S
@@ -262,3 +263,12 @@ async def test_why_it_cannot_serve_is_said() -> None:
         assert "target" in await b.service.trouble()
         assert not await b.service.healthy()
     assert "shutting down" in await b.service.trouble()
+
+
+async def test_the_stop_string_that_ended_an_answer_is_said() -> None:
+    async with bench(text=toy_text()) as b:
+        whole = await b.events(REQUEST)
+        said = "".join(event.text_delta for event in whole if isinstance(event, Tokens))
+        stopped = await b.events(replace(REQUEST, stop=("\0never", said[3:5])))
+    found = [event.stop_string for event in (whole[-1], stopped[-1]) if isinstance(event, Finished)]
+    assert found == [None, said[3:5]]

@@ -50,15 +50,17 @@ def test_max_tokens_ends_the_completion_and_shows_what_was_held_back() -> None:
 
 
 def test_a_stop_string_completed_by_the_last_allowed_token_is_a_stop() -> None:
-    piece = completion(stop=("bc",), max_tokens=3, lag=1).push(ids("abcd"))
+    answer = completion(stop=("cd", "bc"), max_tokens=3, lag=1)
+    piece = answer.push(ids("abcd"))
     assert (piece.num_tokens, piece.text) == (3, "a")
-    assert piece.finish_reason is FinishReason.STOP
+    assert (piece.finish_reason, answer.stop_string) == (FinishReason.STOP, "bc")
 
 
 def test_without_a_tokenizer_there_is_no_text_but_eos_and_length_still_end_it() -> None:
     answer = Completion(max_tokens=4, stop=(), eos_token_ids=(EOS,), text_stream=None)
     assert answer.push([1, 2]).finish_reason is None
     assert answer.push([EOS]).finish_reason is FinishReason.STOP
+    assert answer.stop_string is None
 
 
 @given(

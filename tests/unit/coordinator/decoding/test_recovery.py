@@ -674,6 +674,9 @@ def test_a_finished_session_is_told_again() -> None:
     assert (finished.usage.prompt_tokens, finished.usage.completion_tokens) == (2, 3)
     assert finished.metrics.mean_acceptance_length == 1.5
     assert list(told_again(RECORD, "toy", replay(RECORD, QUIET, completion(), asked(1)))) == []
+    *_, finished = told_again(ENDED, "toy", replay(ENDED, QUIET, completion(("bc",)), asked(1)))
+    assert isinstance(finished, Finished)
+    assert finished.stop_string == "bc"
 
 
 @pytest.mark.parametrize(("characters", "told"), [(2, ["c"]), (3, []), (None, ["c"])])

@@ -53,8 +53,8 @@ def tokens(first: int, ids: Sequence[int], text: str, logprobs: Sequence[Any] = 
     return Tokens(first, tuple(ids), text, (Origin.BONUS,) * len(ids), tuple(logprobs))
 
 
-def finished(reason: FinishReason = FinishReason.STOP) -> Finished:
-    return Finished(reason, Usage(5, 4), Metrics(2, 6, 2, 2.0, 1.0, 1.0))
+def finished(reason: FinishReason = FinishReason.STOP, stop: str | None = None) -> Finished:
+    return Finished(reason, Usage(5, 4), Metrics(2, 6, 2, 2.0, 1.0, 1.0), stop)
 
 
 def whole(events: Indexed, **fields: Any) -> Json:
@@ -147,6 +147,13 @@ def test_choices_of_several_prompts() -> None:
 def test_an_answer_that_was_cut_off_says_by_what(reason: FinishReason) -> None:
     (choice,) = whole([*ONE[:-1], (0, finished(reason))])["choices"]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("length", str(reason))
+
+
+def test_an_answer_that_a_stop_string_ended_names_it() -> None:
+    events = [*ONE[:-1], (0, finished(stop="x"))]
+    (choice,) = whole(events)["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "x")
+    assert streamed(events)[-1]["choices"][0]["stop_reason"] == "x"
 
 
 def test_histograms_where_they_are_asked_for() -> None:
@@ -252,7 +259,7 @@ def test_native_events_have_all_that_happened() -> None:
     assert told(native, finished()) == {
         "type": "finished",
         "finish_reason": "stop",
-        "usage": {"prompt_tokens": 5, "completion_tokens": 4},
+        "usage": {"prompt_tokens": 5, "completion_tokens": 4}, "stop_string": None,
         "metrics": {
             "num_rounds": 2, "num_draft_tokens": 6, "num_accepted_draft_tokens": 2,
             "mean_acceptance_length": 2.0, "time_to_first_token_ms": 1.0,
