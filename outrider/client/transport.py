@@ -311,6 +311,8 @@ def call_error(error: Any, address: str) -> OutriderError:
     answered = any(key == STATUS_DETAILS for key, _ in error.trailing_metadata() or ())
     if answered or not isinstance(meant, Unavailable):
         return meant
+    if "Failed parsing HTTP/2" in meant.message:
+        return StreamBroken(f"{address} is no gRPC port; give the coordinator's, by default 50051")
     reason = _ERROR_NUMBER.sub("", meant.message.rpartition(": ")[2]).rstrip("])")
     return StreamBroken(f"nothing answers at {address} ({reason})")
 

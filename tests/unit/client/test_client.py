@@ -273,6 +273,19 @@ async def test_the_blocking_client_tells_the_same(
     assert (coordinator.cancelled, coordinator.resumed) == ([ID], [(ID, 3)])
 
 
+async def test_an_http_port_is_told_from_a_grpc_port() -> None:
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as http:
+        host, port = http.sockets[0].getsockname()
+        async with Client(f"{host}:{port}") as client:
+            with pytest.raises(Unavailable, match=rf"{port} is no gRPC port; .* 50051$"):
+                await client.describe()
+
+
 async def test_leaving_the_blocking_stream_cancels(
     server: RpcServer, coordinator: ScriptedServicer
 ) -> None:
