@@ -145,10 +145,12 @@ def request_options(max_tokens: int) -> list[Option]:
 
 def request_fields(arguments: Arguments) -> dict[str, Any]:
     """What the options say, as fields of a `GenerateRequest`. Raises `BadRequest` for a number
-    that is none; all other limits are the coordinator's."""
+    that is none and a rule without effect; all other limits are the coordinator's."""
     for name in ("temperature", "top_p", "min_p"):
         if not math.isfinite(getattr(arguments, name)):
             raise BadRequest(name, "must be a finite number")
+    if arguments.rule not in (None, Rule.GREEDY) and arguments.temperature == 0:
+        raise BadRequest("rule", f"{arguments.rule} needs --temperature above 0; at 0 all is greedy")
     given = vars(arguments)
     sampling = {name: given[name] for name in SamplingParams.__dataclass_fields__ if name in given}
     names = ("max_tokens", "stop", "ignore_eos", "seed", "num_draft_tokens", "deadline_ms",

@@ -32,6 +32,7 @@ from outrider.errors import BadRequest, SettingError, Unauthenticated
         (("generate", "--token-ids", "1,-2"), "error: --token-ids: '1,-2' is wrong"),
         (("generate", "--token-ids", f"1,{2**40}"), "error: --token-ids (number 2): "),
         (("generate", "x", "--temperature", "nan"), "error: --temperature: "),
+        (("generate", "x", "--rule", "block"), "error: --rule: block needs --temperature above 0"),
         (("generate", "x", "--system", "y"), "error: --system: needs --chat"),
         (("generate", "x", "--server", "127.0.0.1:1", "--dtype", "auto"), "error: --dtype: "),
         (
