@@ -150,7 +150,9 @@ def request_fields(arguments: Arguments) -> dict[str, Any]:
         if not math.isfinite(getattr(arguments, name)):
             raise BadRequest(name, "must be a finite number")
     if arguments.rule not in (None, Rule.GREEDY) and arguments.temperature == 0:
-        raise BadRequest("rule", f"{arguments.rule} needs --temperature above 0; at 0 all is greedy")
+        raise BadRequest(
+            "rule", f"{arguments.rule} needs --temperature above 0; at 0 all is greedy"
+        )
     given = vars(arguments)
     sampling = {name: given[name] for name in SamplingParams.__dataclass_fields__ if name in given}
     names = ("max_tokens", "stop", "ignore_eos", "seed", "num_draft_tokens", "deadline_ms",
