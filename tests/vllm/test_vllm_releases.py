@@ -1,0 +1,89 @@
+"""What `outrider/engine/vllm_engine.py` imports of vLLM, in the installed release and the next one,
+whose wheel is unpacked (`make test-vllm` does it, into NEXT_VLLM) and not run."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+from outrider.replica.process_setup import VLLM_VERSION, vllm_version
+
+ENGINE = Path(__file__).parents[2] / "outrider/engine/vllm_engine.py"
+CHANGES: dict[str, str] = {}
+"""What must change in the engine for the next release: by the name that it imports."""
+
+
+def imported() -> list[tuple[str, str]]:
+    """(module, name) of every import from vLLM."""
+    return [
+        (node.module, alias.name)
+        for node in ast.walk(ast.parse(ENGINE.read_text("utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("vllm.")
+        for alias in node.names
+    ]
+
+
+def given_to(name: str) -> set[str | None]:
+    """Keywords of the engine's calls of a class."""
+    return {
+        keyword.arg
+        for node in ast.walk(ast.parse(ENGINE.read_text("utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+        for keyword in node.keywords
+    }
+
+
+def signature(root: Path, module: str, name: str) -> str | None:
+    """The parameters of a function, or those fields of a class that the engine gives, as the source
+    in `root` has them; None where it is not defined there."""
+    path = root.joinpath(*module.split(".")[1:])
+    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if not source.is_file():
+        return None
+    for node in ast.parse(source.read_text("utf-8")).body:
+        match node:
+            case ast.FunctionDef() if node.name == name:
+                return ast.unparse(node.args)
+            case ast.ClassDef() if node.name == name:
+                used = given_to(name)
+                return "; ".join(
+                    ast.unparse(part.target) + ": " + ast.unparse(part.annotation)
+                    for part in node.body
+                    if isinstance(part, ast.AnnAssign) and ast.unparse(part.target) in used
+                )
+            case ast.ImportFrom() if any(alias.name == name for alias in node.names):
+                base = module.split(".")
+                base = base[: len(base) - node.level + path.is_dir()] if node.level else []
+                target = ".".join([*base, *filter(None, [node.module])])
+                return signature(root, target, name)
+    return None
+
+
+def test_the_engine_is_written_for_the_release_that_is_installed() -> None:
+    assert (vllm_version() or "").startswith(f"{VLLM_VERSION}.")
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    for module, name in imported():
+        assert signature(Path(spec.origin).parent, module, name) is not None, (module, name)
+
+
+def test_what_the_next_release_changes_is_listed() -> None:
+    root = os.environ.get("NEXT_VLLM")
+    spec = importlib.util.find_spec("vllm")
+    if not root or spec is None or spec.origin is None:
+        pytest.skip("NEXT_VLLM names no unpacked wheel: make test-vllm")
+    found = {}
+    for module, name in imported():
+        now, later = (
+            signature(place, module, name) for place in (Path(spec.origin).parent, Path(root))
+        )
+        if later is None:
+            found[name] = "gone from its module"
+        elif later != now:
+            found[name] = "another signature"
+    assert found == CHANGES
