@@ -29,7 +29,7 @@ from outrider.engine.emulated_spec import SCHEME, EmulatedSpec
 from outrider.errors import ConfigError, SettingError
 from outrider.replica.process_setup import check_vllm
 from outrider.sessions.redis_address import Passwords, without_password
-from outrider.settings import Value, blaming, settings_of
+from outrider.settings import Value, blaming, by_its_keys, settings_of
 
 _log = logging.getLogger(__name__)
 
@@ -41,12 +41,14 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 def check_before_start(config: DeploymentConfig) -> None:
     """For a deployment on this machine. Raises `SettingError` for wrong files of keys or
     certificates, for ports that are not apart, for a model that is certainly not there, for what is
-    no emulated one, and where vLLM is asked for and not installed."""
+    no emulated one, and where vLLM is asked for and cannot be used."""
     check_security_files(config.coordinator)
     listeners(config)
     check_names(config)
-    if VLLM in (config.target.model_engine, config.draft.model_engine):
-        check_vllm()
+    for service in (config.target, config.draft):
+        if service.model_engine == VLLM:
+            with by_its_keys(type(service)):
+                check_vllm(service)
 
 
 def listeners(config: DeploymentConfig) -> list[tuple[str, str, int]]:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from typing import Any, Unpack
 from unittest.mock import patch
 
@@ -67,6 +68,7 @@ from outrider.engine.tensor_parallel.sharding import Ranks, least
 from outrider.errors import ConfigError, SettingError, check
 from outrider.kv_cache.block_pool import BlockPool, Copy
 from outrider.kv_cache.storage import memory_budget
+from outrider.limits import BATCHED_TOKENS_DEFAULT, NUM_DRAFT_TOKENS_MAX
 from outrider.models.compatibility import check_answers, dependent_at, trial_tokens
 from outrider.models.fingerprint import numerics_fingerprint
 from outrider.models.loading import LoadOptions, describe_files, refusing, use_device
@@ -75,6 +77,9 @@ _PAGE_SIZES = {"cpu": 32, "cuda": 16}
 """Tokens of a page, where the model's attention leaves the choice."""
 _PADDING_SLOT = -1
 _NAME_BITS = 62
+_RUNNING = Lock()
+"""vLLM keeps a step's context and its CPU kernels' scratch memory by process, and engines may have
+threads of their own."""
 
 
 class VllmEngine(PagedSequences):
@@ -107,13 +112,16 @@ class VllmEngine(PagedSequences):
         self._deterministic = deterministic
         name, compiles = options.get("name", str(path)), not (enforce_eager or deterministic)
         captures = compiles and self._device.type == "cuda"
+        # Trials have so many tokens, and so many are drafted that a draft reads beside others.
+        most = max_num_batched_tokens + max_num_seqs * (NUM_DRAFT_TOKENS_MAX + 2)
+        most = max(most, BATCHED_TOKENS_DEFAULT)
         with refusing(f"model {name}:"):
             self._config: Any = EngineArgs(
                 model=str(path),
                 dtype=options.get("dtype", "auto"),
                 max_model_len=options.get("max_model_len"),
                 max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
+                max_num_batched_tokens=most,
                 trust_remote_code=options.get("trust_remote_code", False),
                 tensor_parallel_size=1 if ranks is None else ranks.size,
                 enforce_eager=not compiles,
@@ -139,8 +147,7 @@ class VllmEngine(PagedSequences):
         length = min(model.max_model_len, self._pool.num_pages * self._page_size)
         self.info = replace(stated, max_model_len=length)
         self._ids, self._positions = (
-            torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=self._device)
-            for _ in range(2)
+            torch.zeros(most, dtype=torch.int64, device=self._device) for _ in range(2)
         )
         self._sizes: list[int] = []
         """Numbers of tokens that captured steps are padded to, ascending."""
@@ -236,7 +243,7 @@ class VllmEngine(PagedSequences):
         sizes = self._config.compilation_config.cudagraph_capture_sizes
         self._sizes = sorted(size for size in sizes if size <= max_num_tokens)
         set_cudagraph_capturing_enabled(True)
-        with graph_capture(self._device), torch.inference_mode():
+        with _RUNNING, graph_capture(self._device), torch.inference_mode():
             for size in reversed(self._sizes):
                 for _ in range(2):  # The first call runs as it is, the second one is captured.
                     self._hidden_of(None, None, size)
@@ -259,7 +266,8 @@ class VllmEngine(PagedSequences):
         if not steps:
             return []
         check(not any(step.parents for step in steps), "vLLM runs no trees")
-        rows, sizes = self._run(self._step, steps)
+        with _RUNNING:
+            rows, sizes = self._run(self._step, steps)
         self._features = list(torch.split(self._hidden, sizes))
         return list(torch.split(rows.to(torch.float32, copy=True), sizes))
 

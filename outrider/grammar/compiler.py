@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from math import prod
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
@@ -37,9 +38,11 @@ from outrider.shared_calls import SharedCalls
 
 logger = logging.getLogger(__name__)
 
-_SPACES = " "
+_SPACES: Any = {"whitespace_pattern": " "}
 """One space may stand wherever JSON lets any: a model that likes them does not write them for ever.
 A schema's own `x-guidance` goes before this."""
+if version("llguidance").startswith("1.7."):  # There a pattern is repeated.
+    _SPACES = {"whitespace_flexible": False, "item_separator": " ?, ?", "key_separator": " ?: ?"}
 _REASON_CHARS_MAX = 400
 _Key = tuple[str, bytes]
 """A tenant, and the digest of a constraint."""
@@ -335,9 +338,7 @@ def _grammar_text(constraint: Constraint) -> str:
             schema = json.loads(constraint.text)
             _check_strict(schema, constraint.kind)
             check_alternatives(schema, constraint.kind)
-            return LLMatcher.grammar_from_json_schema(
-                constraint.text, defaults={"whitespace_pattern": _SPACES}
-            )
+            return LLMatcher.grammar_from_json_schema(constraint.text, defaults=_SPACES)
 
 
 def _check_strict(schema: dict[str, Any], field: str) -> None:

@@ -234,9 +234,7 @@ def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) ->
     os.environ |= {"VLLM_CONFIGURE_LOGGING": "0", "VLLM_NO_USAGE_STATS": "1"}
     os.environ["VLLM_BATCH_INVARIANT"] = str(int(config.deterministic and config.device != "cpu"))
     with by_its_keys(type(config)):
-        check_vllm()
-        if (lacking := _lacking_on_vllm(config)) is not None:
-            raise SettingError(*lacking)
+        check_vllm(config)
         from outrider.engine.vllm_engine import VllmEngine
 
         engine = VllmEngine(
@@ -263,12 +261,20 @@ def vllm_version() -> str | None:
     return None
 
 
-def check_vllm() -> None:
-    """Raises `SettingError` unless the version of vLLM that Outrider is made for is installed."""
+def check_vllm(config: ReplicaConfig) -> None:
+    """Raises `SettingError`, with a field of the configuration, unless the version of vLLM that
+    Outrider is made for is installed and has what is asked for."""
     found = vllm_version()
     if found is None or not found.startswith(f"{VLLM_VERSION}."):
         what = "is not installed" if found is None else f"{found} is installed"
-        raise SettingError("engine", f"`vllm` is made for vLLM {VLLM_VERSION}; it {what}")
+        reason = f"`vllm` is made for vLLM {VLLM_VERSION}; it {what}"
+        raise SettingError(_engine_field(config), reason)
+    if (lacking := _lacking_on_vllm(config)) is not None:
+        raise SettingError(*lacking)
+
+
+def _engine_field(config: ReplicaConfig) -> str:
+    return "own_engine" if isinstance(config, DraftConfig) and config.own_engine else "engine"
 
 
 def runs_on_vllm(config: ReplicaConfig) -> bool:
@@ -290,7 +296,7 @@ def _lacking_on_vllm(config: ReplicaConfig) -> tuple[str, str] | None:
         own = config.heads and f"{config.heads} drafts with the target's own layers"
         return ("engine", f"{own}, which vllm does not show") if own else None
     if config.target_directory or _bits(config) is not None:
-        return "engine", f"vllm does not run drafters such as {config.model}"
+        return _engine_field(config), f"vllm does not run drafters such as {config.model}"
     return None
 
 

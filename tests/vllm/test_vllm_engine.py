@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,35 @@ def test_deterministic_rows_do_not_depend_on_others(
     for place in range(70):
         [row] = engine.forward([SequenceStep("alone", ids[place : place + 1], 1)])
         assert torch.equal(row[0], together[place])
+
+
+def test_steps_may_have_more_tokens_than_are_batched(
+    tmp_path: Path, make_engine: MakeEngine
+) -> None:
+    """A draft's, which reads what it drafted; and the trials of a deterministic engine."""
+    save("llama", tmp_path)
+    engine = make_engine(tmp_path, max_num_batched_tokens=64, deterministic=True)
+    ids = tuple(7 * place % VOCAB for place in range(18))
+    rows = engine.forward([SequenceStep(f"s{index}", ids, 18) for index in range(16)])
+    assert all(torch.equal(row, rows[0]) for row in rows)
+
+
+def test_engines_of_one_process_step_at_once(tmp_path: Path, make_engine: MakeEngine) -> None:
+    save("llama", tmp_path)
+    engines = [make_engine(tmp_path, deterministic=True) for _ in range(2)]
+
+    def write(engine: Any) -> torch.Tensor:
+        rows = []
+        for place in range(0, 240, 4):
+            ids = tuple(7 * one % VOCAB for one in range(place, place + 4))
+            rows += engine.forward([SequenceStep("a", ids, 4)])
+        engine.release("a")
+        return torch.cat(rows)
+
+    expected = write(engines[0])
+    with ThreadPoolExecutor(2) as pool:
+        for found in pool.map(lambda engine: [write(engine) for _ in range(5)], engines):
+            assert all(torch.equal(one, expected) for one in found)
 
 
 def test_a_compiled_model_gives_the_same_logits(tmp_path: Path, make_engine: MakeEngine) -> None:

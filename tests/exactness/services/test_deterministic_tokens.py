@@ -52,11 +52,14 @@ def tiny_engine(family: str, seed: int) -> PagedEngine:
     return engine_of(module, ModelInfo("tiny", VOCAB, MAX_MODEL_LEN, "bfloat16", (), "", ""))
 
 
-def request(prompt: Prompt, seed: int, k: int, num_tokens: int) -> GenerateRequest:
-    """Temperature 1; coupled is what a request with a seed gets."""
+def request(
+    prompt: Prompt, seed: int, k: int, num_tokens: int, temperature: float = 1.0
+) -> GenerateRequest:
+    """Coupled is what a request with a seed gets."""
     return GenerateRequest(
-        prompt, sampling=SamplingParams(), max_tokens=num_tokens, seed=seed, num_draft_tokens=k
-    )
+        prompt, sampling=SamplingParams(temperature=temperature), max_tokens=num_tokens, seed=seed,
+        num_draft_tokens=k,
+    )  # fmt: skip
 
 
 async def complete(stack: Stack, wanted: GenerateRequest) -> tuple[int, ...]:
@@ -64,19 +67,26 @@ async def complete(stack: Stack, wanted: GenerateRequest) -> tuple[int, ...]:
 
 
 async def check_tokens(
-    stack: Stack, prompts: Sequence[Prompt], num_tokens: int, num_alone: int
+    stack: Stack,
+    prompts: Sequence[Prompt],
+    num_tokens: int,
+    num_alone: int,
+    temperature: float = 1.0,
 ) -> None:
     """K = 0 alone for every prompt, the other K alone for some, then all at once with mixed K."""
     expected = []
-    for seed, prompt in enumerate(prompts):
-        expected.append(await complete(stack, request(prompt, seed, 0, num_tokens)))
+
+    async def text(seed: int, k: int) -> tuple[int, ...]:
+        return await complete(stack, request(prompts[seed], seed, k, num_tokens, temperature))
+
+    for seed in range(len(prompts)):
+        expected.append(await text(seed, 0))
         assert 1 <= len(expected[-1]) <= num_tokens
         for k in NUM_DRAFT_TOKENS[1:] if seed < num_alone else ():
-            assert await complete(stack, request(prompt, seed, k, num_tokens)) == expected[-1]
+            assert await text(seed, k) == expected[-1]
     for first in range(len(NUM_DRAFT_TOKENS)):
         together = [
-            complete(stack, request(prompt, seed, NUM_DRAFT_TOKENS[(first + seed) % 3], num_tokens))
-            for seed, prompt in enumerate(prompts)
+            text(seed, NUM_DRAFT_TOKENS[(first + seed) % 3]) for seed in range(len(prompts))
         ]
         assert await asyncio.gather(*together) == expected
 

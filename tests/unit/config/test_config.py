@@ -111,7 +111,10 @@ def test_only_loopback_without_insecure(kind: type[TargetConfig]) -> None:
     [
         ({"device": "gpu"}, "device"),
         ({"device": "cuda:x"}, "device"),
-        ({"engine": "vllm"}, "engine"),
+        ({"engine": "vlm"}, "engine"),
+        ({"engine": "vllm", "draft_siblings": 1}, "draft_siblings"),
+        ({"engine": "vllm", "draft_model": "medusa:heads"}, "draft_model"),
+        ({"engine": "vllm", "draft_model": "hybrid:suffix,early-exit:head"}, "draft_model"),
         ({"redis_key_prefix": "a{b"}, "redis_key_prefix"),
         ({"deterministic": True, "draft_siblings": 1}, "draft_siblings"),
     ],
@@ -121,6 +124,11 @@ def test_what_is_no_value_or_goes_with_no_other_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=f"^{key}: "):
         load_config(settings, {})
+
+
+def test_trees_run_on_transformers_where_the_engine_is_not_named() -> None:
+    assert load_config({"draft_siblings": 1}, {}).target.engine == "transformers"
+    assert load_config({}, {}).target.engine == "auto"
 
 
 @pytest.mark.parametrize("kind", [DraftConfig, CoordinatorConfig])

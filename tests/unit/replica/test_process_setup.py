@@ -25,6 +25,7 @@ from outrider.engine.tensor_parallel.rank_rpc import LOOPBACK, Rendezvous
 from outrider.errors import BadRequest, ConfigError, SettingError
 from outrider.grammar.constraint import Constraint
 from outrider.models import linear_layers
+from outrider.replica import process_setup
 from outrider.replica.host import ReplicaHost
 from outrider.replica.process_setup import (
     STANDARD_ERROR,
@@ -33,6 +34,7 @@ from outrider.replica.process_setup import (
     build_grammars,
     log_at,
     log_to,
+    runs_on_vllm,
 )
 
 
@@ -193,3 +195,55 @@ def test_a_quantised_checkpoint_that_the_library_loads_is_served(
     halves.halve(directory, "quarters")
     with pytest.raises(ConfigError, match="does not know.*" + advice.format("quarters")):
         build_engine(config, 1)
+
+
+@pytest.mark.parametrize(
+    ("version", "config", "said"),
+    [
+        (None, TargetConfig(engine="vllm"), r"engine: .*vLLM 0\.32; it is not installed"),
+        ("0.33.1", DraftConfig(model="m", own_engine="vllm"), "draft_engine: .*0.33.1 is inst"),
+        ("0.32.0", TargetConfig(engine="vllm", dtype="float64"), "dtype: float64"),
+        ("0.32.0", TargetConfig(engine="vllm", heads="medusa:heads"), "engine: medusa:heads"),
+        ("0.32.0", DraftConfig(engine="vllm", model="quantized:8"), "engine: .*quantized:8"),
+        (
+            "0.32.0", DraftConfig(own_engine="vllm", model="student", target_directory="target"),
+            "draft_engine: .*student",
+        ),
+    ],
+)  # fmt: skip
+def test_what_vllm_cannot_run_is_refused_by_name(
+    version: str | None,
+    config: TargetConfig | DraftConfig,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process_setup, "vllm_version", lambda: version)
+    with pytest.raises(SettingError, match=f"^{said}"):
+        build_engine(config, 1)
+
+
+@pytest.mark.parametrize(
+    ("expected", "version", "has_cuda", "settings"),
+    [
+        (True, "0.32.1", True, {}),
+        (True, "0.32.1", False, {"engine": "vllm"}),
+        (False, None, True, {}),
+        (False, "0.33.0", True, {}),
+        (False, "0.32.1", False, {}),
+        (False, "0.32.1", True, {"device": "cpu"}),
+        (False, "0.32.1", True, {"engine": "transformers"}),
+        (False, "0.32.1", True, {"dtype": "float64"}),
+        (False, "0.32.1", True, {"heads": "early-exit:head"}),
+    ],
+)
+def test_vllm_is_chosen_on_cuda_where_it_is_installed(
+    expected: bool,
+    version: str | None,
+    has_cuda: bool,
+    settings: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And has what is asked for."""
+    monkeypatch.setattr(process_setup, "vllm_version", lambda: version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    assert runs_on_vllm(TargetConfig(**settings)) is expected

@@ -71,12 +71,15 @@ def test_a_length_and_ranks_that_a_model_cannot_have_are_refused(
         ({"draft_model": "hybrid:suffix,Demo-Drafter"}, "draft_model: .*did you mean demo-drafter"),
         ({"draft_model": "emulated"}, "draft_model: .*an emulated target alone"),
         ({"engine": "emulated:size=3"}, "engine: "),
+        ({"engine": "vllm"}, "^engine: .*not installed"),
+        ({"draft_engine": "vllm"}, "^draft_engine: .*not installed"),
     ],
 )
 def test_a_slip_in_a_name_is_told_before_a_start(
-    tiny: Path, settings: dict[str, str], says: str
+    tiny: Path, settings: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What may be a name at the hub is none."""
+    monkeypatch.setattr("outrider.replica.process_setup.vllm_version", lambda: None)
     with pytest.raises(SettingError, match=says):
         check_before_start(load_config({"model": str(tiny)} | settings, {}))
     check_before_start(load_config({"model": str(tiny), "draft_model": "owner/ngrams"}, {}))

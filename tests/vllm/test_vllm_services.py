@@ -1,0 +1,141 @@
+"""The three services with both models on vLLM: the target's law, text that depends on neither
+drafts, look-ahead nor other sessions, and a target that is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import MakeEngine, config_of
+from exactness.services import test_distribution
+from exactness.services.test_deterministic_tokens import Prompt, check_tokens, complete, request
+from exactness.services.test_distribution import POWER, SOON, Cell, measure
+from models import byte_level_tokenizer, tiny_module
+from stack import running_stack
+
+from deploy.fleet.launcher import Deployment
+from outrider.client import Client, GenerateRequest, Tokens
+from outrider.config import load_config
+from outrider.request import RoundReport
+from outrider.speculation.sampling_params import Rule
+
+NUM_TOKENS = 24
+PROMPTS: list[Prompt] = [tuple(range(1, 30)) + tuple(range(1, 3 + 2 * i)) for i in range(8)]
+START_S = 240.0
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell(Rule.TOKEN, 2, "top-k", num_samples=2_400, detects=SOON),
+        Cell(Rule.BLOCK, 3, drafter="eagle", token_ids=(0, 1), num_samples=3_000, detects=SOON),
+    ],
+    ids=str,
+)
+async def test_completions_follow_the_targets_law(
+    cell: Cell, tmp_path: Path, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a draft that looks ahead, and with a head that reads the target's features."""
+
+    def narrow(family: str, vocab_size: int) -> Any:
+        config = config_of(family)
+        config.vocab_size, config.hidden_size = vocab_size, 32
+        return config
+
+    def engine_of(module: Any, _: Any, **options: bool) -> Any:
+        directory = tmp_path / f"model-{id(module)}"
+        module.save_pretrained(directory)
+        return make_engine(directory, max_num_seqs=64)
+
+    monkeypatch.setattr(test_distribution, "tiny_config", narrow)
+    monkeypatch.setattr(test_distribution, "engine_of", engine_of)
+    result, num_accepted = await measure(cell, tmp_path)
+    assert result.power(cell.detects) >= POWER
+    assert not result.rejects
+    assert num_accepted > 0
+
+
+def pair(directory: Path, make_engine: MakeEngine, **changes: Any) -> tuple[Any, Any]:
+    """A target and a draft of other weights, in bfloat16, that are batch-invariant."""
+    engines = []
+    for name, seed in (("target", 1), ("draft", 2)):
+        module = tiny_module(config_of("llama"), seed, torch.bfloat16)
+        module.save_pretrained(directory / name)
+        options = {"dtype": "bfloat16", "deterministic": True} | changes
+        engines.append(make_engine(directory / name, **options))
+    return engines[0], engines[1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "coupled"])
+async def test_tokens_depend_on_neither_k_nor_the_batch(
+    temperature: float, tmp_path: Path, make_engine: MakeEngine
+) -> None:
+    """8 sessions whose prompts share a beginning."""
+    async with running_stack(*pair(tmp_path, make_engine), tmp_path / "redis") as stack:
+        await check_tokens(stack, PROMPTS, NUM_TOKENS, num_alone=2, temperature=temperature)
+
+
+async def test_look_ahead_changes_no_token(tmp_path: Path, make_engine: MakeEngine) -> None:
+    """And some of its outcomes come true."""
+    texts, num_hits = {}, {}
+    for look_ahead in (0, 8):
+        engines = pair(tmp_path, make_engine)
+        num_hits[look_ahead] = 0
+        async with running_stack(*engines, tmp_path / "redis", look_ahead=look_ahead) as stack:
+            texts[look_ahead] = [
+                await complete(stack, request(prompt, seed, 3, NUM_TOKENS))
+                for seed, prompt in enumerate(PROMPTS[:2])
+            ]
+            wanted = GenerateRequest(
+                PROMPTS[0], seed=0, num_draft_tokens=3, max_tokens=100, include_rounds=True
+            )
+            async for event in stack.client.generate(wanted):
+                if isinstance(event, RoundReport):
+                    num_hits[look_ahead] += event.look_ahead_hit
+    assert texts[0] == texts[8]
+    assert num_hits[0] == 0 < num_hits[8]
+
+
+@pytest.mark.timeout(2 * START_S)
+async def test_text_goes_on_at_another_target(tmp_path: Path) -> None:
+    """On Ray. One of two targets is killed while it has half of the sessions."""
+    vocab_size = 320
+    for name, seed in (("target", 1), ("draft", 2)):
+        config = config_of("llama")
+        config.vocab_size = vocab_size
+        tiny_module(config, seed, torch.bfloat16).save_pretrained(tmp_path / name)
+        byte_level_tokenizer(vocab_size).save_pretrained(tmp_path / name)
+    settings = {
+        "model": str(tmp_path / "target"), "draft_model": str(tmp_path / "draft"),
+        "engine": "vllm", "enforce_eager": True, "deterministic": True, "device": "cpu",
+        "kv_cache_memory_bytes": 2**24, "draft_kv_cache_memory_bytes": 2**24,
+        "max_num_seqs": 8, "num_targets": 2, "grpc_port": 0, "http": False, "target_num_threads": 1,
+        "draft_num_threads": 1, "length_control": False, "audit_share": 0,
+    }  # fmt: skip
+    requests = [request(prompt, seed, 3, 150) for seed, prompt in enumerate(PROMPTS[:4])]
+    async with (
+        Deployment(load_config(settings, {}), tmp_path / "fleet") as deployment,
+        Client(deployment.address) as client,
+    ):
+        expected = [(await client.complete(each)).token_ids for each in requests]
+        victim = deployment.overview.of("target")[0]
+        begun = asyncio.Barrier(len(requests) + 1)
+
+        async def text(wanted: GenerateRequest) -> tuple[int, ...]:
+            tokens: list[int] = []
+            async for event in client.generate(wanted):
+                if isinstance(event, Tokens):
+                    tokens += event.token_ids
+                    if event.first_index == 0:
+                        await begun.wait()
+            return tuple(tokens)
+
+        texts = asyncio.gather(*map(text, requests))
+        await begun.wait()
+        os.kill(victim.places[0].pid, signal.SIGKILL)
+        assert await texts == expected
