@@ -71,8 +71,8 @@ class PromptOptions(Options):
     """JSONL of `prompt` and, if wanted, `category`, `max_tokens` and `response_format`; unset =
     the built-in prompts."""
     num_prompts: NumPrompts = None
-    """Take so many prompts in all, the same number of first ones of each category; of fewer than
-    there are categories, one of each of the first ones."""
+    """Number of prompts, divided evenly among the categories; with fewer than there are categories,
+    one prompt of each of the first N."""
     max_tokens: MaxTokens = 256
     """Tokens of a completion."""
     raw: bool = False

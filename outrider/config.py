@@ -202,7 +202,7 @@ class ModelServerConfig(ServerConfig):
     trust_remote_code: bool = False
     """Run Python code that comes with a model's files."""
     dtype: Dtype = "auto"
-    """Of the model's weights."""
+    """Data type of the weights."""
     max_model_len: Annotated[int, Field(ge=0, le=MODEL_LEN_MAX)] = 0
     """Tokens of prompt and completion; 0 = what the model allows and the memory for keys and values
     holds."""
@@ -454,7 +454,7 @@ class CoordinatorConfig(ServerConfig):
     trace_first_rounds: Annotated[int, Field(ge=0, le=TRACE_ROUNDS_MAX)] = 2
     """Rounds at a request's beginning that have spans of their own."""
     trace_every_rounds: Annotated[int, Field(ge=0, le=TRACE_ROUNDS_MAX)] = 64
-    """After those, each so manieth round has; 0 = none. All count in the request's totals."""
+    """After those, one span in every N rounds; 0 = none. All count in the request's totals."""
     trace_prompts: bool = False
     """Record the text of prompts in traces."""
     tokenizer_directory: Internal[str] = ""

@@ -139,13 +139,14 @@ class Chat:
             broken = f" and {self._num_broken_off} broken off" if self._num_broken_off else ""
             if self._answers:
                 said = figures(self._answers, self._seconds)
-                _say(f"{len(self._answers)} answers{broken}: {said}")
+                num = len(self._answers)
+                _say(f"{num} answer{'s' * (num > 1)}{broken}: {said}")
             else:
                 _say(f"no whole answers{broken}")
             _say(f"the conversation has {len(self._turns)} messages")
         else:
             if command != "/help":
-                _say(f"{command}: there is no such command; a message that begins so takes //")
+                _say(f"{command}: no such command; to send a message that starts with /, type //")
             for name, purpose in COMMANDS.items():
                 _say(f"{name:8}{purpose}")
 

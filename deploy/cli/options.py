@@ -316,7 +316,7 @@ def caller_options() -> list[Option]:
 
 def trust_options() -> list[Option]:
     """How a coordinator is known by TLS."""
-    tls = "it has TLS, by an authority that gRPC knows"
+    tls = "use TLS with the system's certificate authorities"
     found = [option("--tls", is_flag=True, rare=True, help=tls)]
     for name, words in TRUST_OPTIONS.items():
         flag, variable = "--" + name.replace("_", "-"), f"OUTRIDER_{name.upper()}"

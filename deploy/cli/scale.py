@@ -120,8 +120,9 @@ def _by_role(words: Sequence[str], value: str) -> Iterator[tuple[str, Role, str]
         name, has_value, text = word.partition("=")
         role = next((role for role in ROLES if role == name), None)
         if role is None or not has_value:
+            wrong = f"must be ROLE={value}" if role else "unknown role"
             allowed = f"{', '.join(ROLES[:-1])} or {ROLES[-1]}"
-            raise ConfigError(f"{word}: is wrong; it must be ROLE={value}, and ROLE {allowed}")
+            raise ConfigError(f"{word}: {wrong}; use {allowed}")
         if role in seen:
             raise ConfigError(f"{word}: {role} is given twice")
         seen.add(role)
@@ -132,7 +133,8 @@ def _by_role(words: Sequence[str], value: str) -> Iterator[tuple[str, Role, str]
     "autoscale",
     argument(
         "bounds", "target=1:4, draft=0:8 or coordinator=1:2; ROLE=off leaves a role's number to "
-        "`outrider scale`; nothing shows what holds", metavar="ROLE=LEAST:MOST", nargs=-1,
+        "`outrider scale`; without arguments, show the current bounds",
+        metavar="[ROLE=LEAST:MOST]...", nargs=-1,
     ),
     json_option(),
     *place_options(),

@@ -53,8 +53,8 @@ NEEDED = ("coordinator", "target")
 """Roles that every request needs."""
 HEALTH = {"serving": "green", "not serving": "red", "leaving": "yellow"}
 FIGURES = {
-    "tokens_per_second": "{:.0f} tokens/s", "busy": "{:.0%} busy", "fill": "{:.0%} places",
-    "kv_usage": "{:.0%} pages", "acceptance": "{:.0%} accepted", "look_ahead_hits": "{:.0%} ahead",
+    "tokens_per_second": "{:.0f} tokens/s", "busy": "{:.0%} busy", "fill": "{:.0%} slots",
+    "kv_usage": "{:.0%} KV cache", "acceptance": "{:.0%} accepted", "look_ahead_hits": "{:.0%} ahead",
     "draft_waits": "{:.0%} wait for drafts", "queue_steps": "queue {:.1f} steps",
 }  # fmt: skip
 PRINTS = {
@@ -221,7 +221,7 @@ def status_table(found: Facts) -> RenderableType:
         models = f"{deployment['served_model_name']}, drafted by {deployment['draft_model']}"
         parts.append(Text(f"{models}: pid {deployment['pid']}, since {deployment['started_at']}"))
     table = Table(box=None, pad_edge=False)
-    for title in ("replica", "address", "health", "runs, on, does"):
+    for title in ("replica", "address", "health", "details"):
         table.add_column(title, overflow="fold")
     parts.append(table)
     for role in ROLES:
@@ -235,7 +235,7 @@ def status_table(found: Facts) -> RenderableType:
             )  # fmt: skip
         wanted = deployment.get("wanted", {}).get(role, len(replicas))
         if len(replicas) != wanted:
-            table.add_row(role, "", "", f"{len(replicas)} of {wanted} that are wanted")
+            table.add_row(role, "", "", f"{len(replicas)} of {wanted} running")
     if error := found.get("registry_error"):
         parts.append(Text(f"what replicas do is not known: {error}", style="yellow"))
     if address := deployment.get("http_address"):
@@ -250,15 +250,14 @@ def _lines(facts: Facts) -> Iterator[str]:
     if facts["error"] is not None:
         yield facts["error"]
     elif "num_running" in facts:
-        yield (
-            f"{facts['model']}, {facts['num_running']} sessions running, "
-            f"{facts['max_model_len']} tokens at most"
-        )
+        num = facts["num_running"]
+        running = f"{num} session{'s' * (num != 1)} running"
+        yield f"{facts['model']}, {running}, {facts['max_model_len']} tokens at most"
     else:
         prints = [f"{name} {facts[key][:12]}" for key, name in PRINTS.items() if facts[key]]
         yield ", ".join(filter(None, (facts["model"], facts["dtype"], *prints)))
     if "lease_age_s" in facts:
-        age = f"heard of {facts['lease_age_s']:.1f} s ago"
+        age = f"last seen {facts['lease_age_s']:.1f} s ago"
         on = (facts["host"], f"pid {facts['pid']}", facts["device"], age)
         yield ", ".join(filter(None, on))
         figures = {key: facts["figures"][key] for key in FIGURES}

@@ -26,8 +26,9 @@ class DistillOptions:
     """The drafter's directory; it must not exist, be empty, or hold a drafter alone, which is
     replaced."""
     kind: Literal["student", "medusa", "early-exit", "eagle"] = "student"
-    """A small model of its own, heads on the target that draft from what its own head reads, one
-    behind its first layers, or one in the draft service that is sent what its own head reads."""
+    """`student`: a small model of its own; `medusa`: heads on the target; `early-exit`: a head
+    behind the target's first layers; `eagle`: a layer in the draft service that reads the target's
+    hidden states."""
     minutes: Annotated[float, Field(ge=0.01, le=7 * 24 * 60)] = 30.0
     """To write, to read and to train, on a CPU or on a GPU, earlier parts of the same run included;
     measuring comes on top."""

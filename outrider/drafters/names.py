@@ -191,15 +191,15 @@ DRAFTERS = (
     ),
     DrafterDescription(
         "medusa:DIR",
-        "what heads on the target draw from what its own head read, with its verdicts",
+        "what extra heads on the target predict, sent with its verdicts",
         "outrider distill --kind medusa", "its weights", "done", "sparse",
     ),
     DrafterDescription(
-        "early-exit:DIR", "what a head behind the target's first layers draws, with its verdicts",
+        "early-exit:DIR", "what a head behind the target's first layers draws, sent with its verdicts",
         "outrider distill --kind early-exit", "its weights", "done", "sparse",
     ),
     DrafterDescription(
-        "eagle:DIR", "what a head draws from what the target's own head read, and sends",
+        "eagle:DIR", "what one layer draws from the target's hidden states",
         "outrider distill --kind eagle", "its weights, the target's rows, 64 tokens a session",
         "done", "sparse",
     ),

@@ -33,6 +33,7 @@ KINDS = ("http", "grpc", "bytes", "raw")
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--least", type=int, default=0, help="requests of each kind, at least")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--only", choices=(*KINDS, "seeds"))
     parser.add_argument("--batch", type=int, default=0, help="the first of each kind")
@@ -48,7 +49,7 @@ def main() -> int:
 
 
 def _fuzzed(started: Started, arguments: argparse.Namespace, seed: int) -> int:
-    ledger = Ledger(seed, math.inf, arguments.batch)
+    ledger = Ledger(seed, math.inf, arguments.batch, 0 if arguments.only else arguments.least)
     control = Control(started, ledger)
     grpc, http = GrpcFeed(started, ledger), HttpFeed(started, ledger)
     raw = SocketFeed(started, ledger)

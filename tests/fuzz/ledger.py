@@ -28,6 +28,8 @@ class Ledger:
     seed: int
     ends_at: float
     first_batch: int = 0
+    least: int = 0
+    """Requests of each kind that are sent whatever the time."""
     counts: Counter[str] = field(default_factory=Counter)
     statuses: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
@@ -35,7 +37,9 @@ class Ledger:
 
     @property
     def is_over(self) -> bool:
-        return time.monotonic() >= self.ends_at or len(self.failures) >= FAILURES_MAX
+        is_late = time.monotonic() >= self.ends_at
+        is_enough = all(self.counts[kind] >= self.least for kind in ("http", "grpc", "raw"))
+        return (is_late and is_enough) or len(self.failures) >= FAILURES_MAX
 
     def count(self, kind: str, status: object) -> None:
         with self._lock:

@@ -197,7 +197,7 @@ async def test_a_terminal_shows_origins_and_asks_on(stack: Stack) -> None:
     await terminal.shows("error: .*not part of the conversation")
     await terminal.shows("> ")
     terminal.type("/stats\n")
-    await terminal.shows("1 answers: 12 tokens")
+    await terminal.shows("1 answer: 12 tokens")
     await terminal.shows("the conversation has 2 messages")
     await terminal.shows("> ")
     terminal.type("\x04")

@@ -119,11 +119,11 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["scale", "drafts=4"], "drafts=4: is wrong; it must be ROLE=N, and ROLE coordinator, "),
+        (["scale", "drafts=4"], "drafts=4: unknown role; use coordinator, target or draft"),
         (["scale", "target=0"], "error: target=0: '0' is wrong; it must be 1 to 1024"),
         (["scale", "draft=1", "--wait", "-1"], "--wait: -1.0 is wrong; it must be from 0 to 86400"),
         (["autoscale", "target=0:2"], "target=0:2: it must be within 1:1024, or off"),
-        (["autoscale", "nobody=1:2"], "it must be ROLE=LEAST:MOST, and ROLE coordinator, target o"),
+        (["autoscale", "nobody=1:2"], "nobody=1:2: unknown role; use coordinator, target or draft"),
         (["upgrade", "--num-targets", "3"], "--num-targets: cannot be another one while a deploym"),
         (["upgrade", "--internal-tls-dir", "tls"], "--internal-tls-dir: cannot be turned on or of"),
         (["upgrade", "--api-key", "k" * 20], "--api-key: cannot change while a deployment runs: a"),
