@@ -54,9 +54,10 @@ def collect() -> dict[str, Facts]:
         redis = f"none: {error}"
     machine: Facts = get_env_info()._asdict()  # type: ignore[no-untyped-call]
     del machine["pip_packages"]
+    machine["cpu_info"] = (machine["cpu_info"] or "").splitlines()
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
-        "packages": {one.name: one.version for one in metadata.distributions()},
+        "packages": dict(sorted((one.name, one.version) for one in metadata.distributions())),
         "machine": {
             "available_cores": available_cores(),
             "memory_gib": round(memory / 2**30, 2),
@@ -77,7 +78,8 @@ def drafters(arguments: Arguments) -> int:
         return 0
     from rich.table import Table
 
-    table = Table(show_lines=True)
+    about = "q: what is sent of the draft's distribution; one-hot: nothing, sparse: likely tokens"
+    table = Table(show_lines=True, caption=about)
     for name in found[0]:
         is_name = name == "draft_model"
         table.add_column(

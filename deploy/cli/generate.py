@@ -174,7 +174,9 @@ def figures(completions: Sequence[Completion], seconds: float) -> str:
     rounds = sum(one.metrics.num_rounds for one in completions)
     proposed = sum(one.metrics.num_draft_tokens for one in completions)
     accepted = sum(one.metrics.num_accepted_draft_tokens for one in completions)
-    drafted = f"acceptance {accepted / proposed:.0%} of {proposed}" if proposed else "no drafts proposed"
+    drafted = (
+        f"acceptance {accepted / proposed:.0%} of {proposed}" if proposed else "no drafts proposed"
+    )
     return (
         f"{tokens} tokens, {tokens / seconds:.1f} tokens/s, {rounds} rounds, "
         f"{drafted}, {tokens / max(1, rounds):.2f} tokens per round"

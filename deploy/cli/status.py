@@ -54,7 +54,8 @@ NEEDED = ("coordinator", "target")
 HEALTH = {"serving": "green", "not serving": "red", "leaving": "yellow"}
 FIGURES = {
     "tokens_per_second": "{:.0f} tokens/s", "busy": "{:.0%} busy", "fill": "{:.0%} slots",
-    "kv_usage": "{:.0%} KV cache", "acceptance": "{:.0%} accepted", "look_ahead_hits": "{:.0%} ahead",
+    "kv_usage": "{:.0%} KV cache", "acceptance": "{:.0%} accepted",
+    "look_ahead_hits": "{:.0%} ahead",
     "draft_waits": "{:.0%} wait for drafts", "queue_steps": "queue {:.1f} steps",
 }  # fmt: skip
 PRINTS = {

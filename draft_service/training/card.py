@@ -44,7 +44,7 @@ one of them. Texts by others were not searched.
 """
     return f"""# A drafter for {description.target}
 
-Made by `outrider distill` for speculative decoding of the target {description.target} with weights
+Made by `outrider distill` for speculative decoding of the target {description.target} with tensors
 `{description.target_fingerprint}`, and for no other: its embeddings and head are the target's and
 are not stored here. Serve it with `outrider serve {description.target} --draft-model \
 {draft_model(options.kind, "DIR")}`.

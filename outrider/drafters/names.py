@@ -183,7 +183,7 @@ DRAFTERS = (
     ),
     DrafterDescription(
         "PATH_OR_ID", "what a model of the target's tokenizer draws",
-        "the model's", "its weights, keys and values", "done", "sparse",
+        "the model's", "its weights, keys and values", "none", "sparse",
     ),
     DrafterDescription(
         "quantized:BITS", "what the target's own weights draw, rounded to 8 or 4 bits",
@@ -192,16 +192,17 @@ DRAFTERS = (
     DrafterDescription(
         "medusa:DIR",
         "what extra heads on the target predict, sent with its verdicts",
-        "outrider distill --kind medusa", "its weights", "done", "sparse",
+        "outrider distill --kind medusa", "its weights", "needed", "sparse",
     ),
     DrafterDescription(
-        "early-exit:DIR", "what a head behind the target's first layers draws, sent with its verdicts",
-        "outrider distill --kind early-exit", "its weights", "done", "sparse",
+        "early-exit:DIR",
+        "what a head behind the target's first layers draws, sent with its verdicts",
+        "outrider distill --kind early-exit", "its weights", "needed", "sparse",
     ),
     DrafterDescription(
         "eagle:DIR", "what one layer draws from the target's hidden states",
         "outrider distill --kind eagle", "its weights, the target's rows, 64 tokens a session",
-        "done", "sparse",
+        "needed", "sparse",
     ),
     DrafterDescription(
         "hybrid:LOOKUP,MODEL",

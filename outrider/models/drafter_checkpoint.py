@@ -130,9 +130,9 @@ def check_target(directory: Path, kind: TrainedKind, **whose: Unpack[Whose]) -> 
     found = tensors_fingerprint(whose["target_directory"])
     if description.target_fingerprint != found:
         raise ConfigError(
-            f"drafter {name} was made for the target {description.target} with weights "
+            f"drafter {name} was made for the target {description.target} with tensors "
             f"{description.target_fingerprint}, and takes embeddings and head from there; {target} "
-            f"has weights {found}. Make one for it: outrider distill {target} --kind {kind} "
+            f"has tensors {found}. Make one for it: outrider distill {target} --kind {kind} "
             "--out DIR"
         )
     return description

@@ -212,13 +212,14 @@ def in_use(stack: Stack) -> dict[str, int]:
 
 
 async def grown(stack: Stack, before: dict[str, int]) -> dict[str, int]:
-    """What is still in use beyond what was before, once nothing changes that any more."""
-    loop = asyncio.get_running_loop()
-    give_up_at = loop.time() + SETTLED_S
+    """What is still in use beyond what was before, once nothing has changed that for a while."""
+    loop, last, changed_at = asyncio.get_running_loop(), None, 0.0
     while True:
         now = in_use(stack)
         more = {name: n - before.get(name, 0) for name, n in now.items() if n > before.get(name, 0)}
-        if not more or loop.time() > give_up_at:
+        if more != last:
+            last, changed_at = more, loop.time()
+        if not more or loop.time() > changed_at + SETTLED_S:
             return more
         await asyncio.sleep(0.2)
 
