@@ -434,7 +434,9 @@ class CoordinatorService:
     def _check(self, request: GenerateRequest) -> None:
         self._check_open()
         if request.model not in ("", self.model.name):
-            raise NotFound(f"model: {request.model!r} is not served; {self.model.name!r} is")
+            raise NotFound(
+                f"model {request.model!r} does not exist; this server serves {self.model.name!r}"
+            )
         if request.stop and self.text is None:
             raise BadRequest("stop", "the model has no tokenizer, so there is no text to stop at")
         check_fields(request, self.model)

@@ -437,7 +437,9 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics |
     async def get_model(name: str) -> Response:
         """The same by its name."""
         if name != service.model.name:
-            raise NotFound(f"model: {name[:256]!r} is not served; {service.model.name!r} is")
+            raise NotFound(
+                f"model {name[:256]!r} does not exist; this server serves {service.model.name!r}"
+            )
         return json_response(model_body())
 
     @app.head("/health", include_in_schema=False)

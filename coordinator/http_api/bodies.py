@@ -308,7 +308,7 @@ def _constraint(field: str, kind: str, value: Any) -> Constraint:
             raise BadRequest(field, f"got {value!r}; allowed: true, false")
         case "choice", _:
             raise BadRequest(field, "is no list of texts")
-    raise BadRequest(field, "is not served; allowed: one of json, json_object, regex, choice")
+    raise BadRequest(field, "is not supported; allowed: one of json, json_object, regex, choice")
 
 
 class TextPart(Body):
@@ -334,7 +334,7 @@ class Message(Body):
     @classmethod
     def _known(cls, role: str) -> str:
         if role in ("tool", "function"):
-            raise ValueError(f"{role!r} is not served")
+            raise ValueError(f"{role!r} is not supported")
         return "system" if role == "developer" else role
 
     @field_validator("content")
@@ -473,7 +473,7 @@ def unserved_reason(name: str) -> str:
     for kind in (ChatBody, CompletionBody, Message):
         if name in kind.unserved:
             allowed = " or ".join(json.dumps(value) for value in kind.unserved[name])
-            return "is not served; leave it out" + (allowed and f", or give {allowed}")
+            return "is not supported; leave it out" + (allowed and f", or give {allowed}")
     return "there is no such field"
 
 

@@ -137,7 +137,10 @@ def add_error_handlers(app: FastAPI) -> None:
         elif isinstance(error, HTTPException):
             status = error.status_code
             code = _CODES.get(status, "bad_request")
-            body = _body(str(error.detail), "invalid_request_error", None, code)
+            said = str(error.detail)
+            if said == "Not Found":
+                said = f"there is no {request.method} {request.url.path}; see GET /openapi.json"
+            body = _body(said, "invalid_request_error", None, code)
             return json_response(body, status, error.headers)
         return error_response(error)
 

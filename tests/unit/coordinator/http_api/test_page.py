@@ -53,6 +53,8 @@ async def test_every_file_is_packaged_and_served() -> None:
             assert (await http.head(path)).status_code == 200
         for path in ("/page", "/page/", "/page/x.js", "/page/../app.py", "/page/%2e%2e/app.py"):
             assert (await http.get(path)).json()["error"]["code"] == "not_found", path
+        error = (await http.post("/v1/embeddings", json={})).json()["error"]
+        assert error["message"] == "there is no POST /v1/embeddings; see GET /openapi.json"
     assert {"".join(one) for one in named} | {"index.html"} == lying.keys()
 
 
