@@ -59,7 +59,10 @@ def option(*names: str, choices: Iterable[str] = (), **attributes: Any) -> Optio
 
 def argument(name: str, help: str, metavar: str = "", **attributes: Any) -> click.Argument:  # noqa: A002
     """What a command takes without a flag; NAME in the help, unless there is a `metavar`."""
-    return click.Argument([name], help=help, metavar=metavar or name.upper(), **attributes)
+    shown = metavar or name.upper()
+    if not attributes.get("required", True):
+        shown = f"[{shown}]"
+    return click.Argument([name], help=help, metavar=shown, **attributes)
 
 
 def json_option() -> Option:
@@ -179,7 +182,7 @@ class Group(click.Group):
         self._load = load
         super().__init__(
             name, params=[*params, _help_option()], add_help_option=False,
-            no_args_is_help=False, **attributes,
+            no_args_is_help=True, **attributes,
         )  # fmt: skip
 
     def list_commands(self, ctx: click.Context) -> list[str]:

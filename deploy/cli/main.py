@@ -74,6 +74,9 @@ def parse(words: Sequence[str]) -> Arguments:
     """What these words say. Exits with code 2 where they are wrong."""
     try:
         found = outrider.main(list(map(str, words)), prog_name="outrider", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        sys.exit(2)
     except click.UsageError as error:
         message = error.format_message()
         if isinstance(error, click.BadParameter) and error.param and error.message:

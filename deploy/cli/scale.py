@@ -61,8 +61,8 @@ async def _overview(
 @command(
     "scale",
     argument(
-        "counts", "draft=4, target=2 or coordinator=2; several at once", metavar="ROLE=N",
-        nargs=-1, required=True,
+        "counts", "draft=4, target=2 or coordinator=2; several at once; without arguments, show "
+        "how many are wanted", metavar="ROLE=N...", nargs=-1, required=False,
     ),
     _wait_option("there are as many"),
     json_option(),
@@ -82,8 +82,10 @@ def scale(arguments: Arguments) -> int:
     async def ask() -> tuple[AutoscaleConfig, Overview]:
         progress("asking the deployment", at_once=False)
         async with connect_reconciler(where) as reconciler:
-            scaling: AutoscaleConfig = await reconciler.call("want", counts)
-            progress("starting and ending replicas", at_once=False)
+            scaling = AutoscaleConfig()
+            if counts:
+                scaling = await reconciler.call("want", counts)
+                progress("starting and ending replicas", at_once=False)
             return scaling, await _overview(reconciler, arguments.wait, left)
 
     scaling, overview = asyncio.run(ask())
@@ -134,7 +136,7 @@ def _by_role(words: Sequence[str], value: str) -> Iterator[tuple[str, Role, str]
     argument(
         "bounds", "target=1:4, draft=0:8 or coordinator=1:2; ROLE=off leaves a role's number to "
         "`outrider scale`; without arguments, show the current bounds",
-        metavar="[ROLE=LEAST:MOST]...", nargs=-1,
+        metavar="ROLE=LEAST:MOST...", nargs=-1, required=False,
     ),
     json_option(),
     *place_options(),
@@ -174,8 +176,7 @@ def parsed_bounds(words: Sequence[str]) -> dict[str, Value]:
 @command(
     "upgrade",
     argument(
-        "target", "another target model, with the same tokenizer; the same as --model",
-        required=False,
+        "target", "another target model, with the same tokenizer", required=False,
     ),
     _wait_option("all replicas are new ones"),
     json_option(),

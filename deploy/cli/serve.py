@@ -48,7 +48,7 @@ _POLL_S = 0.05
 
 @command(
     "serve",
-    argument("target", "the target model; the same as --model", required=False),
+    argument("target", "the target model", required=False),
     option(
         "--detach", is_flag=True,
         help="go on in the background after this command and its shell have ended",

@@ -20,7 +20,6 @@ from outrider.errors import BadRequest, SettingError, Unauthenticated
 @pytest.mark.parametrize(
     ("words", "names"),
     [
-        ((), "Missing command (see outrider --help)"),
         (("servr",), "Did you mean 'serve'? (see outrider --help)"),
         (("bench", "speedpu"), "Did you mean 'speedup'? (see outrider bench --help)"),
         (("generate", "--max-token", "hi", "x"), "'--max-tokens'"),
@@ -56,6 +55,25 @@ def test_a_bad_argument_is_named(
     assert err.startswith("outrider: error: ")
     assert err.count("\n") == 1
     assert names in err
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ((), "Usage: outrider "),
+        (("bench",), "Usage: outrider bench "),
+        (("serve", "--help"), "Usage: outrider serve [OPTIONS] [TARGET]\n"),
+        (("scale", "--help"), "Usage: outrider scale [OPTIONS] [ROLE=N...]\n"),
+    ],
+)
+def test_help_is_shown_where_it_is_asked_for_or_a_command_is_missing(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], shown: str
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    out, err = capsys.readouterr()
+    assert stopped.value.code == (0 if "--help" in words else 2)
+    assert (out or err).startswith(shown)
 
 
 def test_an_interrupt_while_a_command_is_loaded_is_silent(
