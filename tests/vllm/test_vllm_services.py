@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,19 @@ from conftest import MakeEngine, config_of
 from exactness.services import test_distribution
 from exactness.services.test_deterministic_tokens import Prompt, check_tokens, complete, request
 from exactness.services.test_distribution import POWER, SOON, Cell, measure
-from models import byte_level_tokenizer, tiny_module
+from models import byte_level_tokenizer, depth_cut, tiny_module
 from stack import running_stack
 
 from deploy.fleet.launcher import Deployment
 from outrider.client import Client, GenerateRequest, Tokens
 from outrider.config import load_config
+from outrider.models.sources import resolve_model
 from outrider.request import RoundReport
 from outrider.speculation.sampling_params import Rule
 
-NUM_TOKENS = 24
+NUM_TOKENS, NUM_LONG = 24, 200
 PROMPTS: list[Prompt] = [tuple(range(1, 30)) + tuple(range(1, 3 + 2 * i)) for i in range(8)]
-START_S = 240.0
+START_S, STEP_S = 240.0, 0.03
 
 
 @pytest.mark.parametrize(
@@ -71,22 +73,34 @@ def pair(directory: Path, make_engine: MakeEngine, **changes: Any) -> tuple[Any,
     return engines[0], engines[1]
 
 
+@pytest.mark.real_model
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "coupled"])
 async def test_tokens_depend_on_neither_k_nor_the_batch(
     temperature: float, tmp_path: Path, make_engine: MakeEngine
 ) -> None:
-    """8 sessions whose prompts share a beginning."""
-    async with running_stack(*pair(tmp_path, make_engine), tmp_path / "redis") as stack:
-        await check_tokens(stack, PROMPTS, NUM_TOKENS, num_alone=2, temperature=temperature)
+    """The demo target, 4 layers of it as draft, and sessions whose prompts share a beginning."""
+    demo = resolve_model("demo")
+    engines = [
+        make_engine(path, dtype="bfloat16", deterministic=True, kv_cache_memory_bytes=2**27)
+        for path in (demo, depth_cut(demo, tmp_path / "cut", 4))
+    ]
+    async with running_stack(engines[0], engines[1], tmp_path / "redis") as stack:
+        await check_tokens(stack, PROMPTS[:4], 32, num_alone=2, temperature=temperature)
 
 
 async def test_look_ahead_changes_no_token(tmp_path: Path, make_engine: MakeEngine) -> None:
-    """And some of its outcomes come true."""
+    """And some of its outcomes come true, where the target's steps give it the time."""
     texts, num_hits = {}, {}
     for look_ahead in (0, 8):
-        engines = pair(tmp_path, make_engine)
+        target, draft = pair(tmp_path, make_engine)
+
+        def slow(steps: Any, forward: Any = target.forward) -> Any:
+            time.sleep(STEP_S)
+            return forward(steps)
+
+        target.forward = slow
         num_hits[look_ahead] = 0
-        async with running_stack(*engines, tmp_path / "redis", look_ahead=look_ahead) as stack:
+        async with running_stack(target, draft, tmp_path / "redis", look_ahead=look_ahead) as stack:
             texts[look_ahead] = [
                 await complete(stack, request(prompt, seed, 3, NUM_TOKENS))
                 for seed, prompt in enumerate(PROMPTS[:2])
@@ -98,6 +112,7 @@ async def test_look_ahead_changes_no_token(tmp_path: Path, make_engine: MakeEngi
                 if isinstance(event, RoundReport):
                     num_hits[look_ahead] += event.look_ahead_hit
     assert texts[0] == texts[8]
+    print(f"{num_hits[8]} hits")
     assert num_hits[0] == 0 < num_hits[8]
 
 
@@ -117,25 +132,26 @@ async def test_text_goes_on_at_another_target(tmp_path: Path) -> None:
         "max_num_seqs": 8, "num_targets": 2, "grpc_port": 0, "http": False, "target_num_threads": 1,
         "draft_num_threads": 1, "length_control": False, "audit_share": 0,
     }  # fmt: skip
-    requests = [request(prompt, seed, 3, 150) for seed, prompt in enumerate(PROMPTS[:4])]
+    requests = [request(prompt, seed, 3, NUM_LONG) for seed, prompt in enumerate(PROMPTS[:4])]
     async with (
         Deployment(load_config(settings, {}), tmp_path / "fleet") as deployment,
         Client(deployment.address) as client,
     ):
         expected = [(await client.complete(each)).token_ids for each in requests]
         victim = deployment.overview.of("target")[0]
-        begun = asyncio.Barrier(len(requests) + 1)
+        progress = [0] * len(requests)
 
-        async def text(wanted: GenerateRequest) -> tuple[int, ...]:
+        async def text(index: int) -> tuple[int, ...]:
             tokens: list[int] = []
-            async for event in client.generate(wanted):
+            async for event in client.generate(requests[index]):
                 if isinstance(event, Tokens):
                     tokens += event.token_ids
-                    if event.first_index == 0:
-                        await begun.wait()
+                    progress[index] = len(tokens)
             return tuple(tokens)
 
-        texts = asyncio.gather(*map(text, requests))
-        await begun.wait()
+        texts = asyncio.gather(*map(text, range(len(requests))))
+        while not all(progress):
+            await asyncio.sleep(0.001)
         os.kill(victim.places[0].pid, signal.SIGKILL)
+        assert max(progress) < NUM_LONG // 2
         assert await texts == expected
