@@ -246,9 +246,10 @@ class GenerationBody(Body):
             constraint=found[0][1] if found else None,
             **own,
         )
-        seeds: list[int | None] = [None] * self.n
-        if self.seed is not None:
-            seeds = [choice_seed(self.seed % 2**SEED_BITS, choice) for choice in range(self.n)]
+        seeds = [
+            None if self.seed is None else choice_seed(self.seed % 2**SEED_BITS, choice)
+            for choice in range(self.n)
+        ]
         requests = tuple(
             replace(request, prompt=prompt, seed=seed) for prompt in prompts for seed in seeds
         )

@@ -54,7 +54,7 @@ def collect() -> dict[str, Facts]:
         redis = f"none: {error}"
     machine: Facts = get_env_info()._asdict()  # type: ignore[no-untyped-call]
     del machine["pip_packages"]
-    machine["cpu_info"] = (machine["cpu_info"] or "").splitlines()
+    machine["cpu_info"] = str(machine["cpu_info"]).splitlines()
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "packages": dict(sorted((one.name, one.version) for one in metadata.distributions())),

@@ -193,7 +193,7 @@ class ReplicaHost(PlacedActor):
                 weights=runs.weights,
                 device=config.device,
                 leaving=self._engagement.leaving,
-                load=service.num_sessions,
+                load=len(service.sessions),
                 figures=service.figures,
             )
 

@@ -62,7 +62,7 @@ class SteppedService(StepScheduler):
         self.num_items = 0
         """That its streams have received."""
         self._filter = StaleRoundFilter()
-        self._tracker = SessionTracker()
+        self.sessions = SessionTracker()
         self._grammars = worker.grammars
         self._compiling: set[asyncio.Task[None]] = set()
 
@@ -71,7 +71,7 @@ class SteppedService(StepScheduler):
         def note_and_send(answers: Sequence[Any]) -> None:
             now = asyncio.get_running_loop().time()
             for answer in answers:
-                self._tracker.answer(answer.key.session_id, now)
+                self.sessions.answer(answer.key.session_id, now)
             send(answers)
 
         return _Connection(self, note_and_send)
@@ -79,14 +79,10 @@ class SteppedService(StepScheduler):
     def describe(self) -> ReplicaDescription:
         return self._description
 
-    @property
-    def num_sessions(self) -> int:
-        return len(self._tracker)
-
     def release(self, session_id: str, epoch: int) -> None:
         if self._filter.release(session_id, epoch):
             self._forget(session_id)
-            self._tracker.forget(session_id)
+            self.sessions.forget(session_id)
             super().release(session_id, epoch)
 
     async def drain(self) -> None:
@@ -111,7 +107,7 @@ class SteppedService(StepScheduler):
         if self._is_stale(work):
             return
         loop = asyncio.get_running_loop()
-        self._tracker.hear(item.head.session_id, sender, loop.time())
+        self.sessions.hear(item.head.session_id, sender, loop.time())
         if work.deadline is not None:
             work.timer = loop.call_at(work.deadline.ends_at, self._tell_undrawn, work)
         constraint = item.head.constraint
@@ -156,13 +152,13 @@ class SteppedService(StepScheduler):
             self.submit(work.compiled(compiled))
 
     def leave(self, sender: AnswerSender) -> None:
-        self.park(self._tracker.leave(sender))
+        self.park(self.sessions.leave(sender))
 
     def _starved(self, waiting: Collection[str]) -> None:
         """Parks sessions whose coordinator has long said nothing although it was answered: it may
         have gone, and its release been lost."""
         since = asyncio.get_running_loop().time() - SILENT_SESSION_MS / 1e3
-        self.park(self._tracker.fall_silent(since, waiting))
+        self.park(self.sessions.fall_silent(since, waiting))
 
     def _forget(self, session_id: str) -> None:
         """A session ends: drops what a role keeps of it on this side of the worker; here nothing

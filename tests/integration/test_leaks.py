@@ -199,7 +199,7 @@ def in_use(stack: Stack) -> dict[str, int]:
         used = counts.num_pages - counts.num_free - counts.num_evictable
         found |= {
             f"sessions of the {role}": len(table),
-            f"sessions that the {role} hears of": len(service._tracker._heard),
+            f"sessions that the {role} hears of": len(service.sessions),
             f"sequences of the {role}": len(engine._pool._sequences),
             f"pages of the {role}": used,
             f"items that wait for the {role}": len(service._queue),

@@ -71,7 +71,7 @@ class Node:
         return ReplicaRecord(
             role=self.role, name=self.name, address=address, host="host", pid=1,
             model=runs.model, weights=runs.weights, leaving=self._engagement.leaving,
-            load=self.service.num_sessions,
+            load=len(self.service.sessions),
         )  # fmt: skip
 
     async def engagement(self) -> Engagement:

@@ -71,9 +71,9 @@ async def test_a_verdict_is_the_pure_function_of_its_item(
     )
     assert reply.cached_length == len(PROMPT) + len(proposal)
     assert setting.engine.length(session_name(1)) == reply.cached_length
-    assert (setting.service.num_items, setting.service.num_sessions) == (1, 1)
+    assert (setting.service.num_items, len(setting.service.sessions)) == (1, 1)
     setting.service.release(head.session_id, head.epoch)
-    assert (setting.service.num_items, setting.service.num_sessions) == (1, 0)
+    assert (setting.service.num_items, len(setting.service.sessions)) == (1, 0)
 
 
 async def test_logprobs_are_of_the_raw_logits(setting: Replica) -> None:
