@@ -61,8 +61,8 @@ async def _overview(
 @command(
     "scale",
     argument(
-        "counts", "draft=4, target=2 or coordinator=2; several at once; without arguments, show "
-        "how many are wanted", metavar="ROLE=N...", nargs=-1, required=False,
+        "counts", "draft=4, target=2 or coordinator=2; several at once", metavar="ROLE=N...",
+        nargs=-1, required=True,
     ),
     _wait_option("there are as many"),
     json_option(),
@@ -82,10 +82,8 @@ def scale(arguments: Arguments) -> int:
     async def ask() -> tuple[AutoscaleConfig, Overview]:
         progress("asking the deployment", at_once=False)
         async with connect_reconciler(where) as reconciler:
-            scaling = AutoscaleConfig()
-            if counts:
-                scaling = await reconciler.call("want", counts)
-                progress("starting and ending replicas", at_once=False)
+            scaling: AutoscaleConfig = await reconciler.call("want", counts)
+            progress("starting and ending replicas", at_once=False)
             return scaling, await _overview(reconciler, arguments.wait, left)
 
     scaling, overview = asyncio.run(ask())

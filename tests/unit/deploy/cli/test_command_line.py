@@ -63,7 +63,7 @@ def test_a_bad_argument_is_named(
         ((), "Usage: outrider "),
         (("bench",), "Usage: outrider bench "),
         (("serve", "--help"), "Usage: outrider serve [OPTIONS] [TARGET]\n"),
-        (("scale", "--help"), "Usage: outrider scale [OPTIONS] [ROLE=N...]\n"),
+        (("scale", "--help"), "Usage: outrider scale [OPTIONS] ROLE=N...\n"),
     ],
 )
 def test_help_is_shown_where_it_is_asked_for_or_a_command_is_missing(

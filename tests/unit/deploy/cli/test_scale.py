@@ -116,14 +116,6 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
     return made
 
 
-def test_scale_without_counts_says_what_is_wanted(
-    capsys: pytest.CaptureFixture[str], fleet: Fleet
-) -> None:
-    assert main(["scale"]) == 0
-    assert capsys.readouterr().out == "wanted: coordinator=1, target=1, draft=1\n"
-    assert fleet.wants == []
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
