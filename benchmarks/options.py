@@ -18,7 +18,7 @@ from outrider.limits import (
     TEMPERATURE_MAX,
 )
 from outrider.settings import CHECKED, Internal, Setting, settings_of
-from outrider.speculation.sampling_params import Rule, SamplingParams, resolve_rule
+from outrider.speculation.sampling_params import Rule
 
 from .measurement import Decoding
 from .prompts import PROMPTS_MAX, BenchPrompt, read_prompts, select_prompts
@@ -103,11 +103,10 @@ class DecodingOptions(PromptOptions):
             raise SettingError(
                 "num_draft_tokens", "0 is plain decoding; there is nothing to compare"
             )
-        sampling = SamplingParams(temperature=temperature)
         return Decoding(
             max_tokens=self.max_tokens,
             temperature=temperature,
-            rule=resolve_rule(sampling, Rule(self.rule), seeded=True),
+            rule=Rule(self.rule) if temperature else Rule.GREEDY,
             seed=self.seed,
             num_draft_tokens=bound,
         )
