@@ -29,7 +29,7 @@ from outrider.speculation.logits_processing import NO_HISTORY, DraftVocabulary, 
 from outrider.speculation.outcome_prediction import RANKS_MAX
 from outrider.speculation.proposal import COUNT_TOTAL, EMPTY_PROPOSAL, DraftDistribution
 from outrider.speculation.random_streams import RoundNoise
-from outrider.speculation.sampling_params import Rule, SamplingParams, resolve_rule
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.text_acceptance import conditional_acceptance
 from outrider.speculation.verification import Question, verdicts_from_logits
 from outrider.tokenizer import TokenizerText
@@ -168,7 +168,7 @@ class LookupReader:
         # at one temperature is no history of another one.
         self._num_read += 1
         name = f"{_SEQUENCE}-{self._num_read}"
-        rule = resolve_rule(params, Rule.TOKEN, seeded=True)
+        rule = Rule.GREEDY if params.greedy else Rule.TOKEN
         found: list[DraftDistribution | None] = []
         for length in range(first, len(token_ids)):
             noise = RoundNoise(self._num_read, rule, length)
@@ -219,7 +219,7 @@ def write(
     engine: Any, asked: Sequence[Answer], params: SamplingParams
 ) -> list[tuple[list[int], list[torch.Tensor]]]:
     """The engine's own answers, and p [V] of each of their tokens."""
-    rule = resolve_rule(params, Rule.COUPLED, seeded=True)
+    rule = Rule.GREEDY if params.greedy else Rule.COUPLED
     written: list[tuple[list[int], list[torch.Tensor]]] = [([], []) for _ in asked]
     for i, token_id, logits in decode(engine, asked, params, rule, engine.info.eos_token_ids):
         written[i][0].append(token_id)

@@ -17,7 +17,7 @@ from outrider.errors import NO_TOKENIZER, BadRequest, DataLoss
 from outrider.grammar.constraint import Constraint
 from outrider.request import ChatMessage, GenerateRequest, Prompt
 from outrider.shared_calls import SharedCalls
-from outrider.speculation.sampling_params import Rule, check_sampling, resolve_rule
+from outrider.speculation.sampling_params import Rule, check_sampling
 
 if TYPE_CHECKING:
     from outrider.tokenizer import TokenizerText
@@ -131,9 +131,10 @@ def resolve(
             f"model's length of {model.max_model_len}; at most {room} are left",
         )
     known |= {"prompt": prompt_ids, "model": "", "default_max_tokens": limits.MAX_TOKENS_DEFAULT}
-    known["rule"] = resolve_rule(
-        request.sampling, request.rule, request.seed is not None, defaults.unseeded_rule
-    )
+    if request.sampling.greedy:
+        known["rule"] = Rule.GREEDY
+    elif request.rule is None:  # With a seed, tokens shall not depend on the drafter.
+        known["rule"] = defaults.unseeded_rule if request.seed is None else Rule.COUPLED
     return GenerationParameters(**known)
 
 

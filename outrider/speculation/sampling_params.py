@@ -80,18 +80,6 @@ class SamplingParams:
         return int.from_bytes(hashlib.blake2b(named.encode(), digest_size=8).digest(), "little")
 
 
-def resolve_rule(
-    params: SamplingParams, rule: Rule | None, seeded: bool, unseeded: Rule = Rule.TOKEN
-) -> Rule:
-    """The rule a request gets: greedy at temperature 0, else the one asked for, else coupled
-    where the caller gave a seed (its tokens then do not depend on the drafter), else `unseeded`."""
-    if params.greedy:
-        return Rule.GREEDY
-    if rule is not None and rule is not Rule.GREEDY:
-        return rule
-    return Rule.COUPLED if seeded else unseeded
-
-
 _FLOATS = (
     "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"
 )  # fmt: skip
