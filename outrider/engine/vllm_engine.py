@@ -76,6 +76,8 @@ from outrider.models.loading import LoadOptions, describe_files, refusing, use_d
 _PAGE_SIZES = {"cpu": 32, "cuda": 16}
 """Tokens of a page, where the model's attention leaves the choice."""
 _PADDING_SLOT = -1
+_CAPTURED_MAX = 512
+"""Tokens of a captured step; a longer one takes its time in its kernels."""
 _NAME_BITS = 62
 _RUNNING = Lock()
 """vLLM keeps a step's context and its CPU kernels' scratch memory by process, and engines may have
@@ -125,7 +127,10 @@ class VllmEngine(PagedSequences):
                 trust_remote_code=options.get("trust_remote_code", False),
                 tensor_parallel_size=1 if ranks is None else ranks.size,
                 enforce_eager=not compiles,
-                compilation_config={"cudagraph_mode": "PIECEWISE" if captures else "NONE"},
+                compilation_config={
+                    "cudagraph_mode": "PIECEWISE" if captures else "NONE",
+                    "max_cudagraph_capture_size": min(_CAPTURED_MAX, most) if captures else None,
+                },
                 block_size=_PAGE_SIZES[self._device.type],
                 skip_tokenizer_init=True,
                 enable_prefix_caching=False,
@@ -245,8 +250,8 @@ class VllmEngine(PagedSequences):
         set_cudagraph_capturing_enabled(True)
         with _RUNNING, graph_capture(self._device), torch.inference_mode():
             for size in reversed(self._sizes):
-                for _ in range(2):  # The first call runs as it is, the second one is captured.
-                    self._hidden_of(None, None, size)
+                for is_captured in (False, True):
+                    self._hidden_of(None, None, size, is_captured)
         set_cudagraph_capturing_enabled(False)
 
     def _check_rows(self, max_num_seqs: int) -> None:
@@ -306,7 +311,8 @@ class VllmEngine(PagedSequences):
             positions=positions_,
         )  # fmt: skip
         mapping = build_slot_mappings_by_layer([slots_] * num_groups, self._caches)
-        self._hidden = self._hidden_of(attention, mapping, size).index_select(0, wanted_)
+        hidden = self._hidden_of(attention, mapping, size, size in self._sizes)
+        self._hidden = hidden.index_select(0, wanted_)
         logits: Tensor | None = self._model.compute_logits(self._hidden)
         # Of the ranks that share a model, only the leader has logits.
         return self._hidden.new_empty((len(wanted), 0)) if logits is None else logits
@@ -315,9 +321,8 @@ class VllmEngine(PagedSequences):
         place = bisect_left(self._sizes, num_tokens)
         return num_tokens if place == len(self._sizes) else self._sizes[place]
 
-    def _hidden_of(self, attention: Any, mapping: Any, size: int) -> Tensor:
+    def _hidden_of(self, attention: Any, mapping: Any, size: int, is_captured: bool) -> Tensor:
         """What the head reads [size, D] of the tokens in the first places of the buffers."""
-        is_captured = size in self._sizes
         context = set_forward_context(
             attention, self._config, num_tokens=size, slot_mapping=mapping,
             cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE if is_captured else CUDAGraphMode.NONE,
