@@ -23,7 +23,7 @@ from .round_times import Line, Option, ServiceTimes
 from .rounds import Attempt, replay
 
 SHARES = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)
-"""Draft devices for each target that are looked at; 0 = the draft runs on the target's."""
+"""Drafts for each target that are looked at; 0 = the draft runs on the target's devices."""
 PRESETS = {"h200-8b": "", "h200-70b-fp8": "target=70.6/80/327.7/4,head=2.81/1/4.1/4,"}
 Share = Annotated[float, Field(ge=0, le=1)]
 Parts = BeforeValidator(lambda text: text.split("/"))
@@ -94,16 +94,19 @@ def compare(text: str, round_trip_s: float) -> Report:
         raise SettingError("devices", f"{name!r} is wrong; it begins with {' or '.join(PRESETS)}")
     found = parse_numbers(_Devices, PRESETS[name] + numbers, "--devices")
     ways = [
-        ("no draft", found.head, 0.0, 0.0),
+        ("decoding without drafts", found.target, 0.0, 0.0),
         ("a head", found.head, found.head_acceptance, 0.0),
         *(("a draft", found.draft, found.acceptance, share) for share in SHARES),
     ]
+    if found.seats(found.target) < 1:
+        raise SettingError("devices", f"memory_gb: {found.context} tokens do not fit")
     rows: list[dict[str, Any]] = []
     for way, model, acceptance, share in ways:
         seats = found.seats(found.target), found.seats(model) * (share or 1)
         sessions = int(min(found.sessions, *seats))
-        if sessions < 1:
-            raise SettingError("devices", f"memory_gb: {found.context} tokens do not fit")
+        if sessions < 1 or (not share and model.devices > found.target.devices):
+            continue
+        draft_devices = share * model.devices
         times = ServiceTimes(
             target=found.costs(found.target), draft=found.costs(model),
             plain=Line(found.plain_ms / 1e3), round_trip_s=round_trip_s * (share > 0),
@@ -125,16 +128,17 @@ def compare(text: str, round_trip_s: float) -> Report:
         rate, k, ahead = max(tried)
         rows.append(
             {
-                "way": way, "draft_devices": share, "sessions": sessions, "num_draft_tokens": k,
+                "way": way, "draft_devices": draft_devices, "sessions": sessions, "num_draft_tokens": k,
                 "look_ahead": ahead, "session_tokens_per_second": rate / sessions,
-                "device_tokens_per_second": rate / (found.target.devices + share),
+                "device_tokens_per_second": rate / (found.target.devices + draft_devices),
             }
         )  # fmt: skip
     most = max(rows, key=lambda row: row["device_tokens_per_second"])
     use = "Use" if most["draft_devices"] else "Do not use"
+    devices = f" ({most['draft_devices']:g} draft devices for each target)"
     advice = (
         f"{use} a separate draft here: {most['way']} brings the most, "
-        f"{most['device_tokens_per_second']:.0f} tokens/s a device "
-        f"({most['draft_devices']:g} draft devices for each target)."
+        f"{most['device_tokens_per_second']:.0f} tokens/s a device"
+        f"{devices * (most['way'] == 'a draft')}."
     )
     return Report({"devices": rows, "advice": advice}, [table(text, rows), advice])

@@ -89,6 +89,21 @@ def test_a_row_has_the_sessions_that_fit() -> None:
     assert numbers == [25, 14, 25]
 
 
+def test_a_draft_of_several_devices_counts_as_several() -> None:
+    """A head and a draft on the target's device have no more than the target."""
+    rows = _rows("h200-8b,draft=2.47/16/32.8/2,head=0.85/1/4.1/2")
+    assert [row["draft_devices"] for row in rows] == [0, 0.25, 0.5, 1, 2]
+    for row in rows:
+        occupied = 1 + row["draft_devices"]
+        assert row[RATE] == pytest.approx(row["session_tokens_per_second"] / occupied)
+
+
+def test_a_way_that_does_not_fit_is_left_out() -> None:
+    """17.2 GB of keys and values fit beside the 8B four times, so not for eight targets."""
+    rows = _rows("h200-70b-fp8,context=131072,draft=16.06/32/131.1")
+    assert [row["draft_devices"] for row in rows] == [0, 0, 0, 0.25, 0.5, 1]
+
+
 def test_a_link_makes_the_rounds_of_draft_devices_longer() -> None:
     near, far = _rows("h200-70b-fp8"), _rows("h200-70b-fp8", 0.005)
     assert [one[RATE] for one in near[:EIGHTH]] == [one[RATE] for one in far[:EIGHTH]]
@@ -103,7 +118,7 @@ def test_a_link_makes_the_rounds_of_draft_devices_longer() -> None:
         ("h200-8b,head_acceptance=0", "Do not use a separate draft here: a draft brings the most"),
         (
             "h200-8b,head_acceptance=0,acceptance=0.1",
-            "Do not use a separate draft here: no draft brings the most, 138",
+            "Do not use a separate draft here: decoding without drafts brings the most, 138",
         ),
         ("h200-70b-fp8,head_acceptance=0", "Use a separate draft here: a draft brings the most"),
         (
@@ -119,7 +134,8 @@ def test_a_separate_draft_is_advised_where_its_device_brings_the_most(
     shown = json.loads(capsys.readouterr().out)
     assert shown["advice"].startswith(advice)
     most = max(shown["devices"], key=lambda row: row[RATE])
-    assert f"({most['draft_devices']:g} draft devices for each target)" in shown["advice"]
+    devices = f"({most['draft_devices']:g} draft devices for each target)"
+    assert (devices in shown["advice"]) == (most["way"] == "a draft")
 
 
 def test_people_read_the_advice_below_the_table(capsys: pytest.CaptureFixture[str]) -> None:
