@@ -126,8 +126,10 @@ def validation_tables(found: Mapping[str, Any] | None) -> Iterator[RenderableTyp
 
 def _advice(plan: TemperaturePlan) -> Iterator[str]:
     """Where the devices of drafts would bring more as further targets."""
-    rate = max(one.tokens_per_second / (1 + one.draft_replicas) for one in plan.options)
     plain = plan.plain.tokens_per_second
+    drafted = (one for one in plan.options if one.draft_replicas)
+    rates = (one.tokens_per_second / (1 + one.draft_replicas) for one in drafted)
+    rate = max(rates, default=plain)
     if rate < plain and not plan.times.shares_device:
         yield (
             "Do not use a separate draft here where its device could run another target: it brings "

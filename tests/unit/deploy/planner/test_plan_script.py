@@ -220,7 +220,7 @@ def test_a_plan_says_how_to_deploy_it() -> None:
 @pytest.mark.parametrize(
     ("rate", "draft_replicas", "shares_device", "is_advised"),
     [(199.0, 1, False, True), (201.0, 1, False, False), (299.0, 2, False, True),
-     (199.0, 1, True, False), (101.0, 0, False, False)],
+     (199.0, 1, True, False), (101.0, 0, False, False), (99.0, 0, False, False)],
 )  # fmt: skip
 def test_a_plan_says_where_a_further_target_brings_more_than_a_draft(
     rate: float, draft_replicas: int, shares_device: bool, is_advised: bool
