@@ -199,6 +199,8 @@ def plan(arguments: Arguments) -> int:
         from deploy.planner.devices import compare
 
         exclusive(arguments, "devices", "simulate")
+        for key in (*arguments.settings, *arguments.given & {"config"}):
+            raise SettingError(key, "is for models, and none is run")
         return tell(compare(options.devices, options.round_trip_ms / 1e3), arguments.json)
     if simulation.from_report is not None or simulation.from_numbers is not None:
         pair = _known_pair(simulation, options, config)

@@ -44,6 +44,8 @@ NUMBERS = ("--simulate", "--from-numbers")
         (("--devices", "h100"), "error: --devices: 'h100' is wrong; it begins with h200-8b"),
         (("--devices", "h200-8b,speed=1"), "error: --devices: speed='1'"),
         (("--devices", "h200-8b", "--concurrency", "2"), "error: --concurrency: is for models"),
+        (("--devices", "h200-8b", "--dtype", "float32"), "error: --dtype: is for models"),
+        (("--devices", "h200-8b", "--config", "/dev/null"), "error: --config: is for models"),
         (("--devices", "h200-8b", "--simulate"), "error: --simulate: cannot go with --devices"),
     ],
 )
