@@ -201,9 +201,10 @@ def _note_copies(connection: Connection, draft: DraftConfig) -> None:
     rooms = draft.suffix_tokens_per_tenant, draft.suffix_tokens_total
     copies = draft.drafter.lookup is LookupKind.SUFFIX and all(rooms)
     if (copies or not connection.settings) and not (connection.is_own or progress.quiet):
+        own = ". Stop it, and the command measures one of its own" if connection.settings else ""
         note(
             "note: drafts may copy from earlier answers: prompts this deployment has seen before "
-            "are drafted better than new ones. Stop it, and the command measures one of its own"
+            f"are drafted better than new ones{own}"
         )
 
 

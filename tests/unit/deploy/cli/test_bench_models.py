@@ -47,7 +47,9 @@ def test_suffix_decoding_keeps_answers(
     capsys: pytest.CaptureFixture[str], settings: dict[str, Any], copies: bool
 ) -> None:
     subject(**settings)
-    assert ("drafts may copy from earlier answers" in capsys.readouterr().err) == copies
+    shown = capsys.readouterr().err
+    assert ("drafts may copy from earlier answers" in shown) == copies
+    assert ("Stop it, and the command measures one of its own" in shown) == copies
 
 
 async def test_of_a_server_elsewhere_nothing_is_known(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,7 +58,9 @@ async def test_of_a_server_elsewhere_nothing_is_known(capsys: pytest.CaptureFixt
     arguments = parse(["bench", "speedup", "--server", "127.0.0.1:1"])
     async with connected(arguments) as connection, connection.client() as client:
         _subject(connection, client, True)
-    assert "drafts may copy from earlier answers" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "drafts may copy from earlier answers" in shown
+    assert "Stop it" not in shown
 
 
 def test_a_load_on_a_server_elsewhere_may_be_copied_too(capsys: pytest.CaptureFixture[str]) -> None:
