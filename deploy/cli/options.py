@@ -138,7 +138,7 @@ def request_options(max_tokens: int) -> list[Option]:
         option("--ignore-eos", is_flag=True, rare=True, help="go on past the model's own end"),
         option(
             "--rule", choices=[rule.value for rule in Rule], help="acceptance rule; by default "
-            "greedy at temperature 0, coupled with a seed, else block",
+            "greedy at temperature 0, coupled with a seed, else block (token with draft siblings)",
         ),
     ])  # fmt: skip
 
