@@ -128,8 +128,9 @@ def compare(text: str, round_trip_s: float) -> Report:
         rate, k, ahead = max(tried)
         rows.append(
             {
-                "way": way, "draft_devices": draft_devices, "sessions": sessions, "num_draft_tokens": k,
-                "look_ahead": ahead, "session_tokens_per_second": rate / sessions,
+                "way": way, "draft_devices": draft_devices, "sessions": sessions,
+                "num_draft_tokens": k, "look_ahead": ahead,
+                "session_tokens_per_second": rate / sessions,
                 "device_tokens_per_second": rate / (found.target.devices + draft_devices),
             }
         )  # fmt: skip
