@@ -113,8 +113,7 @@ class Fleet:
         self._registry = registry
         self.wanted: dict[Role, int] = dict(spec.counts)
         self._replicas: dict[str, Replica] = {}
-        self._num_started = self._num_noted = 0
-        """Replicas, and as many as the registry was told of."""
+        self._num_started = 0
         self._troubles = {role: Trouble() for role in ROLES}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """What starts and watches each replica, or ends it, by name."""
@@ -350,15 +349,12 @@ class Fleet:
 
     async def _hear_wanted(self) -> None:
         """What is wanted now. A registry that does not know, at first or because it has lost
-        everything, is told; and so it is of what has been started."""
+        everything, is told. It is told each time how many were started: it may lose the latest."""
         try:
             wanted = await self._registry.wanted()
             if wanted.keys() != self.wanted.keys():
-                self._num_noted = -1
                 await self._registry.want(self.wanted | wanted)
-            if self._num_noted != self._num_started:
-                await self._registry.note_started(self._num_started)
-                self._num_noted = self._num_started
+            await self._registry.note_started(self._num_started)
         except OutriderError as error:
             _log.info("what was wanted still is: %s", error)
             return
