@@ -113,7 +113,7 @@ class Setting:
     def allowed(self) -> str:
         """What its values may be, in words."""
         if self.choices:
-            return "one of " + ", ".join(self.choices)
+            return "one of " + ", ".join(choice or "(empty)" for choice in self.choices)
         words, bounds = _KIND_NAMES[self.schema["type"]], self.schema
         if "maximum" in bounds:
             words += f" from {bounds['minimum']} to {bounds['maximum']}"

@@ -120,9 +120,8 @@ def _by_role(words: Sequence[str], value: str) -> Iterator[tuple[str, Role, str]
         name, has_value, text = word.partition("=")
         role = next((role for role in ROLES if role == name), None)
         if role is None or not has_value:
-            wrong = f"must be ROLE={value}" if role else "unknown role"
-            allowed = f"{', '.join(ROLES[:-1])} or {ROLES[-1]}"
-            raise ConfigError(f"{word}: {wrong}; use {allowed}")
+            unknown = f"unknown role; use {', '.join(ROLES[:-1])} or {ROLES[-1]}"
+            raise ConfigError(f"{word}: {f'must be {role}={value}' if role else unknown}")
         if role in seen:
             raise ConfigError(f"{word}: {role} is given twice")
         seen.add(role)

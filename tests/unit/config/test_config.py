@@ -55,6 +55,7 @@ def test_a_later_layer_wins(tmp_path: Path) -> None:
     [
         ("max_num_seq: 3", "settings.yaml: max_num_seq: there is no such setting; did you mean"),
         ("dtype: int8", "settings.yaml: dtype: 'int8' is wrong; it must be one of auto"),
+        ("draft_engine: x", "draft_engine: 'x' is wrong; it must be one of (empty), auto"),
         ("max_num_seqs: '3'\nmax-num-seqs: 4", "max_num_seqs: is set twice"),
         ("insecure: 1", "settings.yaml: insecure: 1 is wrong; it must be true or false"),
         ("a: [", "is not YAML"),

@@ -120,6 +120,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
     ("words", "said"),
     [
         (["scale", "drafts=4"], "drafts=4: unknown role; use coordinator, target or draft"),
+        (["scale", "draft"], "error: draft: must be draft=N\n"),
         (["scale", "target=0"], "error: target=0: '0' is wrong; it must be 1 to 1024"),
         (["scale", "draft=1", "--wait", "-1"], "--wait: -1.0 is wrong; it must be from 0 to 86400"),
         (["autoscale", "target=0:2"], "target=0:2: it must be within 1:1024, or off"),
