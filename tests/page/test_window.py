@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -196,6 +198,36 @@ async def test_the_same_without_drafts(window: Browser, stack: Stack) -> None:
     assert await window.text("#speed") == "as fast as without drafts"
     assert await window.text("#verdict") == "Both wrote the same tokens."
     assert len(await window.run(IDS)) == 40
+
+
+@pytest.mark.parametrize(
+    ("rule", "siblings", "used"), [("", 3, "token"), ("", 0, "block"), ("coupled", 0, "coupled")]
+)
+async def test_what_the_coordinator_chose_is_shown_and_repeated(
+    window: Browser, tokenizer: TokenizerText, tmp_path: Path, rule: str, siblings: int, used: str
+) -> None:
+    """A rule and a seed that are left empty, the seed with all of its 64 bits."""
+    async with opened(window, tmp_path, text=tokenizer, draft_siblings=siblings):
+        await window.run(
+            """window.asked = []; const real = window.fetch;
+            window.fetch = (url, options) => {
+                if (options.body) window.asked.push(options.body);
+                return real(url, options)}"""
+        )
+        more = {"temperature": 1, "max_tokens": 30, "rule": rule, "compare": True}
+        await generate(window, prompt="a b", seed="", **more)
+        await window.until("return document.getElementById('ratio').textContent.endsWith('×')")
+        await window.until(IDLE)
+        status = await window.text("#status")
+        shown = re.search(r"\(rule (\w+), seed (\d+)\)", status)
+        assert shown is not None, status
+        first, again = map(json.loads, await window.run("return window.asked"))
+        assert "seed" not in first
+        assert first["speculation"].get("rule", "") == rule
+        assert shown[1] == again["speculation"]["rule"] == used
+        assert int(shown[2]) == again["seed"]
+        if used == "coupled":
+            assert await window.text("#verdict") == "Both wrote the same tokens."
 
 
 async def test_speed_is_told_without_the_first_token(window: Browser, stack: Stack) -> None:

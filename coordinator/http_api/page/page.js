@@ -9,7 +9,6 @@ import { Writing } from "./writing.js";
 
 const of = (id) => document.getElementById(id);
 const form = of("form");
-const GREEDY_BELOW = 1e-5;
 const REPLAY_MS = 420;
 const VISIBLE_ASCII = /^[!-~]+$/;
 const EXAMPLES = [
@@ -77,19 +76,16 @@ const number = (id) => (of(id).value === "" ? undefined : Number(of(id).value));
 function asked() {
   const kind = form.elements.kind.value;
   const prompt = of("prompt").value;
-  const temperature = number("temperature");
-  const greedy = temperature !== undefined && temperature < GREEDY_BELOW;
-  // A seed that is drawn here is none that was asked for: alone it would choose another rule.
-  const drawn = of("seed").value === "" ? crypto.getRandomValues(new Uint32Array(1))[0] : null;
-  const rule = of("rule").value || (drawn === null || greedy ? undefined : "block");
   return {
     ...(kind === "chat" ? { messages: [{ role: "user", content: prompt }] } : {}),
     ...(kind === "raw" ? { prompt } : {}),
     ...(kind === "ids" ? { prompt: prompt.split(/[\s,]+/).filter(Boolean).map(Number) } : {}),
-    temperature,
-    seed: drawn ?? number("seed"),
+    temperature: number("temperature"),
+    seed: of("seed").value || undefined,
     max_tokens: number("max_tokens"),
-    speculation: { rule, num_draft_tokens: number("num_draft_tokens") },
+    speculation: {
+      rule: of("rule").value || undefined, num_draft_tokens: number("num_draft_tokens"),
+    },
   };
 }
 
@@ -133,7 +129,7 @@ async function runDrafts() {
   const body = asked();
   const events = [];
   const tally = new figures.Tally();
-  last = { body, events, tally, rule: "" };
+  last = { body, events, tally, rule: "", seed: "" };
   plain = null;
   clear();
   timeline.reset();
@@ -148,7 +144,7 @@ async function runDrafts() {
   };
   const whole = await run("drafts", body, (event) => {
     events.push(event);
-    if (event.type === "started") last.rule = event.rule;
+    if (event.type === "started") ({ rule: last.rule, seed: last.seed } = event);
     if (event.type === "tokens") {
       if (!tally.tokenIds.length) say("writing");
       tally.write(event);
@@ -173,7 +169,7 @@ function ending(event) {
   const { completion_tokens: count } = event.usage;
   const why = { stop: "the model came to its end", length: "as many as were allowed",
     deadline: "the deadline has passed", cancelled: "it was cancelled" }[event.finish_reason];
-  return `${count} tokens: ${why} (rule ${last.rule}, seed ${last.body.seed})`;
+  return `${count} tokens: ${why} (rule ${last.rule}, seed ${last.seed})`;
 }
 
 /** The same again, by the target alone. */
@@ -181,7 +177,7 @@ async function runPlain() {
   const ended = of("status").textContent;
   say("now the same without drafts");
   const tally = new figures.Tally();
-  const { rule } = last;
+  const { rule, seed } = last;
   plain = { tally };
   const speculation = { rule, num_draft_tokens: 0 };
   const same = rule === "greedy" || rule === "coupled";
@@ -190,7 +186,7 @@ async function runPlain() {
     due = false;
     figures.race(last.tally, tally, same);
   };
-  const whole = await run("plain", { ...last.body, speculation }, (event) => {
+  const whole = await run("plain", { ...last.body, seed, speculation }, (event) => {
     if (event.type === "tokens") tally.write(event);
     if (event.type === "finished") tally.end(event);
     if (!due) requestAnimationFrame(refresh);

@@ -44,14 +44,16 @@ export async function fleet() {
   return (await call("api/fleet")).json();
 }
 
-/** Runs a request; `take(event)` hears each event. Aborting `signal` cancels the session. */
+/** Runs a request; `take(event)` hears each event. Aborting `signal` cancels the session.
+    Seeds are text here: a number would lose digits of their 64 bits. */
 export async function generate(body, signal, take) {
   const response = await call("api/generate", {
-    method: "POST", body: JSON.stringify(body), signal,
+    method: "POST", signal,
+    body: JSON.stringify(body).replace(/"seed":"(-?)0*(\d+)"/, '"seed":$1$2'),
   });
   for await (const data of events(response.body)) {
     if (data === "[DONE]") return;
-    const event = JSON.parse(data);
+    const event = JSON.parse(data.replace(/"seed":(\d+)/, '"seed":"$1"'));
     if (event.error) throw new Refused(response.status, event.error);
     take(event);
   }
