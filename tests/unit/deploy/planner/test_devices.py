@@ -99,7 +99,7 @@ def test_a_draft_of_several_devices_counts_as_several() -> None:
 
 
 def test_a_way_that_does_not_fit_is_left_out() -> None:
-    """17.2 GB of keys and values fit beside the 8B four times, so not for eight targets."""
+    """17.2 GB of keys and values fit beside an 8B draft six times, so not for eight targets."""
     rows = _rows("h200-70b-fp8,context=131072,draft=16.06/32/131.1")
     assert [row["draft_devices"] for row in rows] == [0, 0, 0, 0.25, 0.5, 1]
 
