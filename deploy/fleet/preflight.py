@@ -46,7 +46,7 @@ def check_before_start(config: DeploymentConfig) -> None:
     listeners(config)
     check_names(config)
     for service in (config.target, config.draft):
-        if service.model_engine == VLLM:
+        if service.emulated is None and service.model_engine == VLLM:
             with by_its_keys(type(service)):
                 check_vllm(service)
 

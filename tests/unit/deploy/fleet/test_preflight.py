@@ -78,11 +78,12 @@ def test_a_length_and_ranks_that_a_model_cannot_have_are_refused(
 def test_a_slip_in_a_name_is_told_before_a_start(
     tiny: Path, settings: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What may be a name at the hub is none."""
+    """What may be a name at the hub is none; vLLM runs no model beside an emulated target."""
     monkeypatch.setattr("outrider.replica.process_setup.vllm_version", lambda: None)
     with pytest.raises(SettingError, match=says):
         check_before_start(load_config({"model": str(tiny)} | settings, {}))
     check_before_start(load_config({"model": str(tiny), "draft_model": "owner/ngrams"}, {}))
+    check_before_start(load_config({"engine": "emulated:", "draft_engine": "vllm"}, {}))
 
 
 def test_coordinators_are_told_of_a_look_up_and_nothing_of_draft_replicas(tiny: Path) -> None:
