@@ -172,13 +172,13 @@ class Deployment:
         self._is_own = True  # From now on it is this one's to end.
 
     async def _go_on(self) -> None:
-        await self._hear()
+        await self._hear()  # Without `seen`: a reconciler of an older build takes nothing.
         self._following = [asyncio.create_task(self._follow())]
         if self.redis is not None:
             self._following.append(asyncio.create_task(_keep_running(self.redis)))
 
-    async def _hear(self) -> None:
-        found: Overview = await self.reconciler.call("overview", self.overview)
+    async def _hear(self, *seen: Overview) -> None:
+        found: Overview = await self.reconciler.call("overview", *seen)
         if found != self.overview:
             spec: FleetSpec = await self.reconciler.call("spec")
             self.config, self.overview = spec.config, found
@@ -189,7 +189,7 @@ class Deployment:
         have been replaced by another one."""
         while True:
             try:
-                await self._hear()
+                await self._hear(self.overview)
             except Exception as error:  # noqa: BLE001 (whatever Ray has to say, it is asked again)
                 known = isinstance(error, Unavailable)
                 _log.warning("the reconciler is away: %s", error, exc_info=not known)
