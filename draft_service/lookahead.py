@@ -322,7 +322,11 @@ class LookAhead:
         if not parts:
             return
         rows, noise = LikelyTokens.joined(parts), now.item.head.noise
-        now.guesses = guess_outcomes(rows, now.sampling, noise, now.drafted, RANKS_MAX)
+        try:
+            now.guesses = guess_outcomes(rows, now.sampling, noise, now.drafted, RANKS_MAX)
+        except OutriderError as error:
+            _log.debug("the outcomes of a round cannot be guessed: %s", error)
+            return
         corrections = now.guesses.corrections
         now.chances = {
             (*now.drafted[: one.num_accepted], corrections[one.num_accepted][one.rank]): one.chance

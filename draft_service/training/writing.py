@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from outrider.engine.interface import Engine, SequenceStep
-from outrider.limits import PAGE_SIZE
 from outrider.speculation.random_streams import RoundNoise, choice_seed
 from outrider.speculation.sampling_params import Rule
 
@@ -98,7 +97,7 @@ class WrittenCorpus:
     def write(self, engine: Engine, num_together: int, progress: Callable[[float], None]) -> None:
         """Lets the target write what is wanted, so many conversations side by side, or as many as
         its pages hold. What has not ended when the time is over is used as far as it came."""
-        room = engine.page_counts().num_pages * PAGE_SIZE // self.tokens_max
+        room = engine.page_counts().num_slots // self.tokens_max
         num_together = max(1, min(num_together, room))
         end = len(self._prompts) if self._tokens is self._seconds is None else None
         eos = frozenset(engine.info.eos_token_ids)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from outrider.errors import BadRequest, check
+from outrider.limits import PAGE_SIZE
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,6 +61,13 @@ class PageCounts:
     """Tokens of the sequences that were attached ..."""
     prefix_hits: int
     """... and those of them that were there."""
+    page_size: int = PAGE_SIZE
+    """Tokens of a page."""
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that all pages hold."""
+        return self.num_pages * self.page_size
 
     @property
     def usage(self) -> float:

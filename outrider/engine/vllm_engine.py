@@ -62,10 +62,11 @@ from vllm.v1.worker.gpu.attn_utils import (
 from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
 from outrider.engine.batch import HeldSequence, rows_of
+from outrider.engine.cuda.backend import RECORDED_BYTES_MAX
 from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_sequences import PagedSequences
 from outrider.engine.tensor_parallel.sharding import Ranks, least
-from outrider.errors import ConfigError, SettingError, check
+from outrider.errors import ConfigError, SettingError, Unavailable, check
 from outrider.kv_cache.block_pool import BlockPool, Copy
 from outrider.kv_cache.storage import memory_budget
 from outrider.limits import BATCHED_TOKENS_DEFAULT, NUM_DRAFT_TOKENS_MAX
@@ -141,8 +142,9 @@ class VllmEngine(PagedSequences):
                 self._model: Any = get_model(vllm_config=self._config).eval()
                 if ranks is not None:
                     ranks.wait_for_all()
+                reserve = RECORDED_BYTES_MAX if captures else 0
                 num_bytes = kv_cache_memory_bytes or memory_budget(
-                    self._device, gpu_memory_utilization, num_gpus
+                    self._device, gpu_memory_utilization, num_gpus, reserve
                 )
                 self._use_caches(num_bytes, max_num_seqs, name)
         model = self._config.model_config
@@ -156,9 +158,10 @@ class VllmEngine(PagedSequences):
         )
         self._sizes: list[int] = []
         """Numbers of tokens that captured steps are padded to, ascending."""
-        self._warm_up()
-        if captures:
-            self._capture(max_num_batched_tokens)
+        with refusing(f"model {name}:"):
+            self._warm_up()
+            if captures:
+                self._capture(max_num_batched_tokens)
         if deterministic:
             self._check_rows(max_num_seqs)
 
@@ -174,8 +177,11 @@ class VllmEngine(PagedSequences):
             os.environ["VLLM_DIST_IDENT"] = str(name)
         init_batch_invariance()
         index = self._device.index or 0
-        init_distributed_environment(size, rank, local_rank=index, backend=dist.get_backend())
-        ensure_model_parallel_initialized(size, 1)
+        try:
+            init_distributed_environment(size, rank, local_rank=index, backend=dist.get_backend())
+            ensure_model_parallel_initialized(size, 1)
+        except RuntimeError as error:
+            raise Unavailable(f"the ranks of a model do not find each other: {error}") from error
 
     def _use_caches(self, num_bytes: int, max_num_seqs: int, name: str) -> None:
         """Allocates the caches of all layers. Layers that keep the same of a token are a group to
@@ -211,7 +217,7 @@ class VllmEngine(PagedSequences):
             )
             tensors.append(
                 KVCacheTensor(
-                    size=num_blocks * page_bytes, layers=names, layer_stride=layer_stride,
+                    size=num_blocks * page_bytes, layers=[*names], layer_stride=layer_stride,
                     block_stride=block_stride, offset=offset,
                 )
             )  # fmt: skip
@@ -263,7 +269,11 @@ class VllmEngine(PagedSequences):
                 f"model {self.info.name}: with vLLM on this machine the logits of a token depend "
                 f"on how many others are in a step (they differ at {num_rows})",
             )
-        kinds = (self._config.model_config.dtype, __version__, self._page_size)
+        kinds = (
+            self._config.model_config.dtype, __version__, self._page_size, torch.get_num_threads(),
+            1 if self._ranks is None else self._ranks.size,
+            sorted({one.backend.get_name() for group in self._groups for one in group}),
+        )  # fmt: skip
         self.info = replace(self.info, numerics=numerics_fingerprint(self._device, *kinds))
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
@@ -343,7 +353,8 @@ class _Blocks:
 
     @property
     def num_bytes(self) -> int:
-        return sum(cache.nbytes for cache in self._caches)
+        # Layers may share theirs.
+        return sum({cache.data_ptr(): cache.nbytes for cache in self._caches}.values())
 
     def copy_pages(self, copies: Sequence[Copy]) -> None:
         copy_kv_cache_blocks_inplace(

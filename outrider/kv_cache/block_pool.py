@@ -87,6 +87,7 @@ class BlockPool:
             num_evictable=self._num_pages - len(self._free) - self._num_busy_pages,
             prefix_queries=self._prefix_queries,
             prefix_hits=self._prefix_hits,
+            page_size=self._page_size,
         )
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:

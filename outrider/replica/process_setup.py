@@ -166,7 +166,12 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
             EmulatedSpec.parse(config.emulated), config.role, config.step_sessions
         )
     if runs_on_vllm(config):
-        return _build_vllm(config, num_threads, ranks)
+        try:
+            return _build_vllm(config, num_threads, ranks)
+        except ConfigError as error:
+            if config.model_engine == VLLM or ranks is not None:  # ranks would disagree
+                raise
+            logging.getLogger(__name__).warning("transformers in place of vLLM: %s", error)
     from outrider.engine.cuda.backend import find_backend
     from outrider.engine.paged_engine import PagedEngine
     from outrider.engine.tensor_parallel.sharding import least
@@ -230,9 +235,12 @@ def _check_length(engine: Engine, config: ReplicaConfig) -> None:
 
 
 def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) -> Engine:
+    from outrider.models.loading import resolve_device
+
     # Read while vLLM is imported. Its lines go where ours do.
     os.environ |= {"VLLM_CONFIGURE_LOGGING": "0", "VLLM_NO_USAGE_STATS": "1"}
-    os.environ["VLLM_BATCH_INVARIANT"] = str(int(config.deterministic and config.device != "cpu"))
+    is_cuda = resolve_device(config.device).type == "cuda"
+    os.environ["VLLM_BATCH_INVARIANT"] = str(int(config.deterministic and is_cuda))
     with by_its_keys(type(config)):
         check_vllm(config)
         from outrider.engine.vllm_engine import VllmEngine
@@ -261,11 +269,15 @@ def vllm_version() -> str | None:
     return None
 
 
+def _has_vllm() -> bool:
+    return (vllm_version() or "").startswith(f"{VLLM_VERSION}.")
+
+
 def check_vllm(config: ReplicaConfig) -> None:
     """Raises `SettingError`, with a field of the configuration, unless the version of vLLM that
     Outrider is made for is installed and has what is asked for."""
-    found = vllm_version()
-    if found is None or not found.startswith(f"{VLLM_VERSION}."):
+    if not _has_vllm():
+        found = vllm_version()
         what = "is not installed" if found is None else f"{found} is installed"
         reason = f"`vllm` is made for vLLM {VLLM_VERSION}; it {what}"
         raise SettingError(_engine_field(config), reason)
@@ -281,7 +293,7 @@ def runs_on_vllm(config: ReplicaConfig) -> bool:
     """Whether vLLM runs a replica's model, on the machine that asks."""
     if config.model_engine != AUTO_ENGINE:
         return config.model_engine == VLLM
-    if (vllm_version() or "").rpartition(".")[0] != VLLM_VERSION or _lacking_on_vllm(config):
+    if not _has_vllm() or _lacking_on_vllm(config):
         return False
     import torch
 

@@ -23,7 +23,6 @@ from outrider.grammar.compiler import Grammars
 from outrider.grammar.matcher import Matchers
 from outrider.grammar.token_mask import Allowed
 from outrider.kv_cache.session_table import Aligned, SessionTable
-from outrider.limits import PAGE_SIZE
 from outrider.messages import Resync, RoundHead
 from outrider.replica.step_request import StepFigures, Unfinished, refusal
 from outrider.replica.token_budget import TokenBudget, TokenDemand
@@ -79,7 +78,7 @@ class Admissions:
         self._give_way = give_way
         self._table = table
         self._budget = budget
-        self._num_slots = engine.page_counts().num_pages * PAGE_SIZE
+        self._num_slots = engine.page_counts().num_slots
         self.figures = StepFigures()
 
     def admit(self, demands: Sequence[SlotDemand]) -> list[Admission]:
