@@ -118,25 +118,20 @@ class VllmEngine(PagedSequences):
         # Trials have so many tokens, and so many are drafted that a draft reads beside others.
         most = max_num_batched_tokens + max_num_seqs * (NUM_DRAFT_TOKENS_MAX + 2)
         most = max(most, BATCHED_TOKENS_DEFAULT)
+        compilation: dict[str, Any] = {"cudagraph_mode": "NONE"}
+        if captures:
+            size = min(_CAPTURED_MAX, most)
+            compilation = {"cudagraph_mode": "PIECEWISE", "max_cudagraph_capture_size": size}
         with refusing(f"model {name}:"):
             self._config: Any = EngineArgs(
-                model=str(path),
-                dtype=options.get("dtype", "auto"),
-                max_model_len=options.get("max_model_len"),
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=most,
+                model=str(path), dtype=options.get("dtype", "auto"),
+                max_model_len=options.get("max_model_len"), max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=most, compilation_config=compilation,
                 trust_remote_code=options.get("trust_remote_code", False),
                 tensor_parallel_size=1 if ranks is None else ranks.size,
-                enforce_eager=not compiles,
-                compilation_config={
-                    "cudagraph_mode": "PIECEWISE" if captures else "NONE",
-                    "max_cudagraph_capture_size": min(_CAPTURED_MAX, most) if captures else None,
-                },
-                block_size=_PAGE_SIZES[self._device.type],
-                skip_tokenizer_init=True,
-                enable_prefix_caching=False,
-                async_scheduling=False,
-            ).create_engine_config()
+                enforce_eager=not compiles, block_size=_PAGE_SIZES[self._device.type],
+                skip_tokenizer_init=True, enable_prefix_caching=False, async_scheduling=False,
+            ).create_engine_config()  # fmt: skip
             with set_current_vllm_config(self._config), _without_accelerator(self._device):
                 self._join_groups()
                 self._model: Any = get_model(vllm_config=self._config).eval()

@@ -72,7 +72,7 @@ class ReplicaHost(PlacedActor):
         `ConfigError`."""
         role = config.role
         num_threads = threads_of_a_rank(config, cores_for(role), self.leadership)
-        use_threads(num_threads)
+        use_threads(num_threads, config.model_engine)
         log_to(log_directory, config.log_name, config.log_level)
         exports = engine = None
         if config.telemetry:

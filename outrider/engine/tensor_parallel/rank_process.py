@@ -119,7 +119,7 @@ class RankHost(PlacedActor):
         """Joins, loads this rank's share and follows; returns once it is ready for steps. Raises
         `ConfigError`, and `Unavailable` where the leader does not answer within `timeout_s`."""
         num_threads = threads_of_a_rank(config, cores_for(config.role), assignment)
-        use_threads(num_threads)
+        use_threads(num_threads, config.model_engine)
         log_to(log_directory, f"{config.log_name}-rank-{assignment.rank}", config.log_level)
         try:
             engine = await on_passing_thread(self._join, config, num_threads, assignment, timeout_s)

@@ -247,3 +247,21 @@ def test_vllm_is_chosen_on_cuda_where_it_is_installed(
     monkeypatch.setattr(process_setup, "vllm_version", lambda: version)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
     assert runs_on_vllm(TargetConfig(**settings)) is expected
+
+
+@pytest.mark.parametrize("engine", ["auto", "vllm"])
+def test_a_model_that_vllm_refuses_runs_on_transformers_unless_it_was_asked_for(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ConfigError("vLLM does not load it")
+
+    monkeypatch.setattr(process_setup, "runs_on_vllm", lambda _: True)
+    monkeypatch.setattr(process_setup, "_build_vllm", refuse)
+    directory = str(save_tiny_model(tmp_path))
+    config = TargetConfig(engine=engine, model="tiny", directory=directory, device="cpu")
+    if engine == "vllm":
+        with pytest.raises(ConfigError, match="does not load"):
+            build_engine(config, 1)
+    else:
+        assert build_engine(config, 1).info.name == "tiny"
