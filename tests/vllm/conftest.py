@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ import pytest
 import torch
 from models import tiny_config, tiny_module
 from transformers import DeepseekV2Config, MixtralConfig
+
+from outrider.replica.process_setup import vllm_version
 
 HEAD_WIDTH = 32
 """The least that vLLM's attention for CPUs takes."""
@@ -22,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     own = [item for item in items if Path(__file__).parent in item.path.parents]
     for item in own:
         item.add_marker(pytest.mark.filterwarnings("default"))
-        if importlib.util.find_spec("vllm") is None:
+        if vllm_version() is None:
             item.add_marker(pytest.mark.skip("vLLM is not installed: make test-vllm"))
 
 
