@@ -639,10 +639,10 @@ class DeploymentConfig:
             )
         if siblings and self.target.engine == AUTO_ENGINE:
             object.__setattr__(self, "target", replace(self.target, engine=TRANSFORMERS))
-        if self.target.deterministic and self.coordinator.draft_siblings:
+        if self.target.deterministic and siblings:
             raise SettingError(
                 "draft_siblings",
-                f"{self.coordinator.draft_siblings} given, but with `deterministic` there are no "
+                f"{siblings} given, but with `deterministic` there are no "
                 "trees: their logits may differ in the last bit from those of a chain",
             )
 

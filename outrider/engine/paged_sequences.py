@@ -13,7 +13,6 @@ from torch import Tensor
 from outrider.engine.batch import HeldSequence
 from outrider.engine.interface import ModelInfo, SequenceStep, check_steps
 from outrider.kv_cache.block_pool import BlockPool, Copy
-from outrider.limits import PAGE_SIZE
 
 
 class PageStore(Protocol):
@@ -93,7 +92,8 @@ class PagedSequences:
             self._cache.copy_pages([(source, target) for target, source in copies.items()])
             self._cache.move_slots([(source, target) for target, source in moves.items()])
         except BaseException:
-            self._pool.forget({*copies, *(target // PAGE_SIZE for target in moves)})
+            size = self.page_counts().page_size
+            self._pool.forget({*copies, *(target // size for target in moves)})
             raise
 
     def take_step_seconds(self) -> float:
