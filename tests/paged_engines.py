@@ -12,7 +12,7 @@ from models import MAX_MODEL_LEN
 from pages import check_pages
 from reference_kernels import ReferenceKernels
 
-from outrider.engine import paged_engine, paged_sequences
+from outrider.engine import paged_engine
 from outrider.engine.cuda.backend import DeviceBackend
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
@@ -90,7 +90,7 @@ def checked_engines(fused: bool = False) -> Iterator[EngineMaker]:
 
 def shorten_pages(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """A few new tokens then need more of them."""
-    for module in (paged_engine, paged_sequences, storage):
+    for module in (paged_engine, storage):
         monkeypatch.setattr(module, "PAGE_SIZE", size)
 
 
