@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from outrider.request import RoundReport, Tokens
 
 WARM_UP_TOKENS_MAX = 32
+WARM_UP_REPETITIONS = 5
 
 Progress = Callable[[str], None]
 """Is told what happens, one line at a time."""
@@ -145,11 +146,8 @@ class Contestant:
         """What came of the prompts whose indices are in the block."""
         jobs = [(prompts[index], self.decoding.for_prompt(index)) for index in block]
         found = await self.client.generate_all(jobs, self.concurrency)
-        seconds = sum(one.seconds for one in found)
-        if self.concurrency > 1:
-            end = max(one.started_s + one.seconds for one in found)
-            seconds = end - min(one.started_s for one in found)
-        return SideResult(tuple(found), seconds)
+        end = max(one.started_s + one.seconds for one in found)
+        return SideResult(tuple(found), end - min(one.started_s for one in found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,12 +229,11 @@ def medians_ms(
     works: Sequence[Callable[[int], object]],
     repetitions: int,
     undo: Callable[[], object] = lambda: None,
-    warm_up: int = 5,
 ) -> list[float]:
     """The median time of each, ms. They take turns, are told which one it is, and what each has
     done is undone."""
     times: list[list[float]] = [[] for _ in works]
-    for index in range(-warm_up, repetitions):
+    for index in range(-WARM_UP_REPETITIONS, repetitions):
         for work, own in zip(works, times, strict=True):
             started = time.perf_counter()
             work(index)

@@ -1,11 +1,12 @@
 """The order in which sides take turns, and what is kept of it."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from bench_sides import ScriptedSide
 
-from benchmarks.measurement import Contestant, Decoding, measure
+from benchmarks.measurement import Completion, Contestant, Decoding, Job, measure
 from benchmarks.prompts import WARM_UP_PROMPTS, BenchPrompt
 from outrider.errors import OutriderError, Unavailable
 from outrider.limits import SEED_MAX
@@ -57,6 +58,22 @@ async def test_several_at_a_time_are_bounded_keep_their_order_and_share_wall_tim
     log = [(text, kind) for text, kind in side.log if text[0] == "p"]
     assert [kind for _, kind in log] == ["plain"] * 3 + ["drafted"] * 5 + ["plain"] * 2
     assert [text for text, _ in log] == ["p0", "p2", "p4"] * 2 + ["p1", "p3"] * 2
+
+
+async def test_a_library_that_takes_all_prompts_of_a_turn_is_timed_by_the_last() -> None:
+    """It decodes them one after the other, and each of its times is from the first one's start."""
+
+    class Library(ScriptedSide):
+        async def generate_all(self, jobs: Sequence[Job], concurrency: int) -> list[Completion]:
+            return [Completion((1,), 0.0, 2.0 * place) for place, _ in enumerate(jobs, start=1)]
+
+    def script(prompt: BenchPrompt, decoding: Decoding) -> tuple[int, float]:
+        return 1, 1.0
+
+    sides = pair(ScriptedSide(script), concurrency=2)
+    library = Contestant("library", Library(script), sides[0].decoding, 1)
+    results = await measure(PROMPTS, [*sides, library], silent)
+    assert results["library"].seconds == 2.0 * len(PROMPTS)
 
 
 @pytest.mark.parametrize("failing", [WARM_UPS[1], "p2"])
