@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import takewhile
+from itertools import accumulate, takewhile
+from operator import mul
 
 from outrider.errors import check
 from outrider.speculation.proposal import ROOT, DraftTree, draft_tree
@@ -55,18 +56,10 @@ def count_accepted(rule: Rule, passes: Iterable[bool]) -> int:
 def survival(rule: Rule, accept_probability: Sequence[float]) -> tuple[float, ...]:
     """The chance, for n = 1..K, that n draft tokens or more are accepted, by the tests' own chances
     [K]: of the tokens that were drafted, those behind the first refused one included."""
-    chances: list[float] = []
     if rule is Rule.BLOCK:
-        none_passes = 1.0
-        for chance in reversed(accept_probability):
-            none_passes *= 1.0 - chance
-            chances.append(1.0 - none_passes)
-        return tuple(reversed(chances))
-    all_pass = 1.0
-    for chance in accept_probability:
-        all_pass *= chance
-        chances.append(all_pass)
-    return tuple(chances)
+        refusals = [1.0 - chance for chance in reversed(accept_probability)]
+        return tuple(1.0 - none_passes for none_passes in accumulate(refusals, mul))[::-1]
+    return tuple(accumulate(accept_probability, mul))
 
 
 def decide(

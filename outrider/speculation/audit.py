@@ -42,14 +42,14 @@ def audit(
     params: SamplingParams,
     history: TokenHistory = NO_HISTORY,
 ) -> AuditSums:
-    """Of tokens in a chain, each from its row of `logits` [N, V], which are of any float type on
-    any device, unchanged. Row i counts the history and its `drafted_ids[:i]`, as in a
+    """Of tokens in a chain, each from its row of `logits` [N, V], which are of any float type,
+    on the CPU, unchanged. Row i counts the history and its `drafted_ids[:i]`, as in a
     verification. Raises `InvariantError` for rows that `target_probabilities` refuses."""
     num, vocab_size = logits.shape
     check(len(token_ids) == num, f"{len(token_ids)} tokens and {num} rows")
     inside = [index for index in range(num) if token_ids[index] < vocab_size]
     p = target_probabilities(logits, params, history)
-    chosen = torch.tensor([token_ids[index] for index in inside], device=p.device)
+    chosen = torch.tensor([token_ids[index] for index in inside])
     if params.greedy:
         rows = adjusted_logits(logits, params, history).double()[inside]
         found, largest = rows.gather(1, chosen[:, None])[:, 0], rows.amax(dim=1)
@@ -62,7 +62,7 @@ def audit(
             int((is_other & ~is_impossible & ~is_tie).sum()),
             int((is_other & is_tie).sum()),
         )
-    at = torch.zeros(num, dtype=torch.float64, device=p.device)
+    at = torch.zeros(num, dtype=torch.float64)
     at[inside] = p[inside, chosen]
     possible = at > 0
     terms = torch.special.entr(p)  # -p log p, 0 of p = 0, in one pass: V is large.

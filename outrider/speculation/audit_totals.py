@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +22,3 @@ class AuditSums:
     """... and of what it is expected to be; both 0 of greedy tokens."""
     variance: float = 0.0
     """Sum of the variances of -log p(x) under p, nats squared."""
-
-    def __add__(self, other: AuditSums) -> AuditSums:
-        return AuditSums(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
-
-NOTHING_AUDITED = AuditSums()

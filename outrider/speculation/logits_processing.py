@@ -85,7 +85,8 @@ def write_weights(
         weights /= params.temperature
     torch.softmax(weights, dim=1, out=weights)
     if params.filtered:
-        keep_likely(weights, params.min_p, max(params.top_k, 0), params.top_p)
+        for row in weights:
+            _keep_likely(row, params.min_p, params.top_k, params.top_p)
 
 
 def row_sums(weights: Tensor) -> Tensor:
@@ -202,17 +203,20 @@ def raw_logprobs(
     exact = logits.double()
     normaliser = exact.logsumexp(dim=1, keepdim=True)
     tops: dict[int, tuple[tuple[int, float], ...]] = {}
-    entries = []
-    for row, token_id in zip(rows, chosen, strict=True):
-        if row not in tops:
-            ids = largest_ids(exact[row], num_top).tolist()
-            values = (exact[row, ids] - normaliser[row]).tolist()
-            ranked = sorted(zip(ids, values, strict=True), key=lambda entry: (-entry[1], entry[0]))
-            tops[row] = tuple(ranked)
-        inside = token_id < logits.shape[1]
-        logprob = float(exact[row, token_id] - normaliser[row]) if inside else float("-inf")
-        entries.append((logprob, tops[row]))
-    return tuple(entries)
+    for row in set(rows):
+        ids = largest_ids(exact[row], num_top).tolist()
+        values = (exact[row, ids] - normaliser[row]).tolist()
+        ranked = zip(ids, values, strict=True)
+        tops[row] = tuple(sorted(ranked, key=lambda entry: (-entry[1], entry[0])))
+    return tuple(
+        (
+            float(exact[row, token_id] - normaliser[row])
+            if token_id < logits.shape[1]
+            else float("-inf"),
+            tops[row],
+        )
+        for row, token_id in zip(rows, chosen, strict=True)
+    )
 
 
 def largest_ids(values: Tensor, count: int) -> Tensor:
@@ -253,16 +257,10 @@ def _check_rows(logits: Tensor) -> None:
     check_maxima(logits.amax(dim=1).tolist())
 
 
-def keep_likely(weights: Tensor, min_p: float, top_k: int, top_p: float) -> None:
-    """Sets to 0 what the filters drop of `weights` [R, V], which are at most 1. Of several equal
-    ones at the end of what is kept the lowest ids stay."""
-    for row in weights:
-        _keep_likely_of_row(row, min_p, top_k, top_p)
-
-
-def _keep_likely_of_row(row: Tensor, min_p: float, top_k: int, top_p: float) -> None:
-    """Sorts nothing but the first few of `row` [V] and, where top-p keeps more than these, the few
-    around the end of what it keeps."""
+def _keep_likely(row: Tensor, min_p: float, top_k: int, top_p: float) -> None:
+    """Sets to 0 what the filters drop of `row` [V], whose weights are at most 1. Of several equal
+    ones at the end of what is kept the lowest ids stay. Sorts nothing but the first few and, where
+    top-p keeps more than these, the few around the end of what it keeps."""
     if min_p > 0.0:
         _keep_from(row, float(row.amax() * min_p))
     is_cut = 0 < top_k < len(row)

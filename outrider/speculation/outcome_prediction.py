@@ -20,10 +20,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -34,15 +32,14 @@ from outrider.limits import (
     NUM_DRAFT_TOKENS_MAX,
 )
 from outrider.speculation.draft_sampling import LikelyTokens, arrival_order, likely_tokens
+from outrider.speculation.gumbel_max import IntArray, RealArray
 from outrider.speculation.logits_processing import DraftVocabulary
 from outrider.speculation.proposal import draft_tree
-from outrider.speculation.random_streams import RoundNoise, RowKeys
+from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 EVIDENCE_MAX = 16.0
 """Of a draft token's acceptance: e^-16 is as good as never."""
-_Scores: TypeAlias = npt.NDArray[np.float64]
-_Ids: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,10 +50,10 @@ class OutcomeGuesses:
     corrections: list[list[int]]
     """For n = 0..K accepted tokens what the correction may be, the best guess first; never the
     draft token that must have been refused. The last of them, the bonus, may be lacking."""
-    scores: _Scores
+    scores: RealArray
     """[K + 1, R], or [K, R]: of each guess log q + g up to a number for each row, or under greedy
     the logit; falling, and -inf behind the last of them."""
-    evidence: _Scores
+    evidence: RealArray
     """[K]: how much speaks for each draft token: under coupled and greedy its score less that of
     the best guess beside it, under token and block -log u; at most `EVIDENCE_MAX` either way."""
 
@@ -100,33 +97,21 @@ def guess_outcomes(
     tokens. Without the last one the bonus is not guessed."""
     check(len(rows) in (len(drafted), len(drafted) + 1), "one row for each outcome")
     if params.greedy:
-        ids, scores = rows.ids[:, : count + 1], rows.mass[:, : count + 1]
+        ids, scores = rows.ids, rows.mass
     else:
         keys = noise.tree_keys(draft_tree((), len(drafted)))
-        ids, scores = _by_arrival(rows, keys[: len(rows)], count + 1)
-    own, ids, scores = _apart(drafted, ids, scores)
+        ids, scores = arrival_order(rows, keys[: len(rows)])
+    own, ids, scores = _apart(drafted, ids[:, : count + 1], scores[:, : count + 1])
     evidence = _evidence(noise, drafted, own, scores[: len(drafted), 0])
-    return OutcomeGuesses(_listed(ids, scores, count), scores[:, :count], evidence)
+    scores = scores[:, :count]
+    sizes = np.isfinite(scores).sum(axis=1).tolist()
+    corrections = [row[:size] for row, size in zip(ids.tolist(), sizes, strict=True)]
+    return OutcomeGuesses(corrections, scores, evidence)
 
 
-def _listed(ids: _Ids, scores: _Scores, count: int) -> list[list[int]]:
-    """The first `count` of the ids of each row that has so many."""
-    sizes = np.isfinite(scores[:, :count]).sum(axis=1).tolist()
-    return [row[:size] for row, size in zip(ids.tolist(), sizes, strict=True)]
-
-
-def _by_arrival(rows: LikelyTokens, keys: RowKeys, count: int) -> tuple[_Ids, _Scores]:
-    """The first tokens of each row in the order in which they would win the round's race, and
-    their log q + g, up to a number for each row; -1 and -inf behind the last: [R, count]."""
-    found_ids, found = arrival_order(rows, keys)
-    ids = np.full((len(rows), count), -1, dtype=np.int64)
-    scores = np.full((len(rows), count), -np.inf)
-    ids[:, : found.shape[1]] = found_ids[:, :count]
-    scores[:, : found.shape[1]] = found[:, :count]
-    return ids, scores
-
-
-def _apart(drafted: Sequence[int], ids: _Ids, scores: _Scores) -> tuple[_Scores, _Ids, _Scores]:
+def _apart(
+    drafted: Sequence[int], ids: IntArray, scores: RealArray
+) -> tuple[RealArray, IntArray, RealArray]:
     """Takes the draft tokens out of their rows, the first K: their scores [K], -inf where they are
     not listed, and the rows without them."""
     num_drafted = len(drafted)
@@ -138,7 +123,9 @@ def _apart(drafted: Sequence[int], ids: _Ids, scores: _Scores) -> tuple[_Scores,
     return own, np.take_along_axis(ids, order, 1), np.take_along_axis(scores, order, 1)
 
 
-def _evidence(noise: RoundNoise, drafted: Sequence[int], own: _Scores, others: _Scores) -> _Scores:
+def _evidence(
+    noise: RoundNoise, drafted: Sequence[int], own: RealArray, others: RealArray
+) -> RealArray:
     """`own` [K] are the draft tokens' scores, -inf where they are not among the first, and `others`
     those of the best guesses beside them."""
     if not noise.rule.absolute_noise:
@@ -164,7 +151,6 @@ _STEP_MAX = 0.5
 """Of one outcome, which alone says little."""
 RANKS_MAX = 16
 """Guesses of one correction."""
-_Chances = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,17 +182,17 @@ class _Coefficient:
 class _Corrections(_Coefficient):
     """The chance of each guess of a correction, by its score."""
 
-    def chances(self, scores: _Chances) -> _Chances:
+    def chances(self, scores: RealArray) -> RealArray:
         """Of the guesses of each row [N, R], which fall; rows without a guess are all 0."""
         known = np.isfinite(scores)
         best = np.where(known[:, :1], scores[:, :1], 0.0)
         behind = np.where(known, scores - best, 0.0)
-        weights: _Chances = np.exp(self.value * behind)
+        weights: RealArray = np.exp(self.value * behind)
         weights[~known] = 0.0
         weights /= np.maximum(weights.sum(axis=1, keepdims=True), 1.0)
         return weights
 
-    def note(self, scores: _Chances, rank: int) -> None:
+    def note(self, scores: RealArray, rank: int) -> None:
         """The guess of this rank was right; `scores` [R]."""
         known = scores[np.isfinite(scores)]
         known = known - known[0]

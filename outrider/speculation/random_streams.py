@@ -107,7 +107,7 @@ class RoundNoise:
             places = map(self.place, tree.depths, tree.ranks)
         else:
             places = map(self.place, range(num_draft_tokens))
-        counters = ((0, place.a, place.b, int(Stream.ACCEPT)) for place in places)
+        counters = ((0, *place, int(Stream.ACCEPT)) for place in places)
         return (uniform(philox4x32(counter, key)[0]) for counter in counters)
 
     def tree_keys(self, tree: DraftTree) -> RowKeys:

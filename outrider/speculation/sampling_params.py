@@ -74,15 +74,12 @@ class SamplingParams:
 
     def hash(self) -> int:
         """A 64-bit name for these parameters, the same in every process, and for 1 as for 1.0."""
-        floats: dict[str, Any] = {name: float(getattr(self, name)) for name in _FLOATS}
+        floats: dict[str, Any] = {name: float(getattr(self, name)) for name, *_ in _RANGES}
         biases = tuple(sorted((int(v), float(bias)) for v, bias in self.logit_bias))
         named = repr(replace(self, top_k=int(self.top_k), logit_bias=biases, **floats))
         return int.from_bytes(hashlib.blake2b(named.encode(), digest_size=8).digest(), "little")
 
 
-_FLOATS = (
-    "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"
-)  # fmt: skip
 _RANGES = (
     ("temperature", 0.0, TEMPERATURE_MAX, True),
     ("min_p", 0.0, 1.0, True),
@@ -91,7 +88,7 @@ _RANGES = (
     ("top_p", 0.0, 1.0, False),
     ("repetition_penalty", 0.0, REPETITION_PENALTY_MAX, False),
 )
-"""What each may be, the least of them included or not."""
+"""What each number that need not be whole may be, the least of them included or not."""
 
 
 def check_sampling(

@@ -29,7 +29,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 import torch
@@ -108,23 +108,19 @@ def verdicts_from_logits(questions: Sequence[Question]) -> list[Verdict]:
     and where `target_probabilities` does."""
     for question in questions:
         question.check()
-    by_kernels = [index for index, question in enumerate(questions) if _suits_kernels(question)]
-    if by_kernels and not has_kernels(questions[0].logits.device):
-        by_kernels = []
-    if len(by_kernels) == len(questions) > 0:
-        return _verdicts_on_device(questions)
-    on_host = [index for index in range(len(questions)) if index not in by_kernels]
     verdicts: dict[int, Verdict] = {}
-    for indices, way in ((by_kernels, _verdicts_on_device), (on_host, _verdicts_on_host)):
-        if indices:
+    suits = [_suits_kernels(question) for question in questions]
+    for way, suited in ((_verdicts_on_device, True), (_verdicts_on_host, False)):
+        if indices := [index for index, found in enumerate(suits) if found is suited]:
             verdicts |= zip(indices, way([questions[index] for index in indices]), strict=True)
     return [verdicts[index] for index in range(len(questions))]
 
 
 def _suits_kernels(question: Question) -> bool:
-    """They know no trees of q, and no float64."""
-    is_tree = question.proposal.parents and question.noise.rule.needs_q
-    return not is_tree and question.logits.dtype != torch.float64
+    """They are for a device, and know no trees of q, and no float64."""
+    is_tree = bool(question.proposal.parents) and question.noise.rule.needs_q
+    is_double = question.logits.dtype == torch.float64
+    return has_kernels(question.logits.device) and not is_tree and not is_double
 
 
 def try_kernels(logits: Tensor) -> None:
@@ -188,8 +184,7 @@ def _verdicts_on_device(questions: Sequence[Question]) -> list[Verdict]:
     ]  # fmt: skip
     rows = joined_rows([each.logits for each in questions])
     judge = RowJudge(rows, transforms, sizes, drafted)
-    has_trees = any(proposal.parents for proposal in proposals)
-    if has_trees:
+    if any(proposal.parents for proposal in proposals):
         keys = np.concatenate(
             [noise.tree_keys(each.tree) for noise, each in zip(noises, proposals, strict=True)]
         )
@@ -214,12 +209,12 @@ def _verdicts_on_device(questions: Sequence[Question]) -> list[Verdict]:
         is_inner = is_block[:-1] & is_judged[:-1] & is_judged[1:]
         np.copyto(accept[:-1], block[:-1], where=is_inner)
     accepted, drawn = accept.tolist(), found.drawn.tolist()
-    verdicts = [Verdict(tuple(accepted[a : b - 1]), tuple(drawn[a:b])) for a, b in spans]
-    if has_trees:
-        for index, ((start, end), each) in enumerate(zip(spans, proposals, strict=True)):
-            if each.parents:
-                verdicts[index] = _own_tokens(drawn[start:end], each)
-    return verdicts
+    return [
+        _own_tokens(drawn[a:b], proposal)
+        if proposal.parents
+        else Verdict(tuple(accepted[a : b - 1]), tuple(drawn[a:b]))
+        for (a, b), proposal in zip(spans, proposals, strict=True)
+    ]
 
 
 def check_parts(rows: Tensor, proposal: Proposal, rule: Rule) -> None:
@@ -257,31 +252,27 @@ def verdicts_from_weights(
 ) -> list[Verdict]:
     """From the rows of all proposals, one after another; `weights` and `sums` change."""
     accept: dict[int, tuple[float, ...]] = {}
-    chains: dict[tuple[Rule, int], list[tuple[int, int]]] = {}
-    starts: list[int] = []
-    start = 0
+    chains: dict[tuple[Rule, int], list[int]] = {}
+    ends = [*accumulate(len(proposal) + 1 for proposal, _ in entries)]
+    spans = [*pairwise([0, *ends])]
     for index, (proposal, noise) in enumerate(entries):
-        starts.append(start)
         if noise.rule is Rule.TOKEN and proposal.parents:
-            end = start + len(proposal) + 1
-            accept[index] = tree_law(weights[start:end], sums[start:end], proposal)
+            own_rows = slice(*spans[index])
+            accept[index] = tree_law(weights[own_rows], sums[own_rows], proposal)
         elif noise.rule.needs_q:
-            chains.setdefault((noise.rule, len(proposal)), []).append((index, start))
-        start += len(proposal) + 1
-    for (rule, num_draft_tokens), places in chains.items():
-        drafts = _drafts([entries[index][0] for index, _ in places])
-        rows = np.array([[at] for _, at in places]) + np.arange(num_draft_tokens)
-        law = chain_law(rule, weights, sums, rows, drafts)
-        for (index, _), row in zip(places, law.tolist(), strict=True):
-            accept[index] = tuple(row)
+            chains.setdefault((noise.rule, len(proposal)), []).append(index)
+    for (rule, num_draft_tokens), indices in chains.items():
+        drafts = _drafts([entries[index][0] for index in indices])
+        rows = np.array([[spans[index][0]] for index in indices]) + np.arange(num_draft_tokens)
+        law = chain_law(rule, weights, sums, rows, drafts).tolist()
+        accept |= zip(indices, map(tuple, law), strict=True)
     keys = [noise.tree_keys(proposal.tree) for proposal, noise in entries]
     drawn = race(weights, np.concatenate(keys)).tolist()
     verdicts = []
-    for index, (at, (proposal, noise)) in enumerate(zip(starts, entries, strict=True)):
-        end = at + len(proposal) + 1
-        own = drawn[at:end]
+    for index, ((start, end), (proposal, noise)) in enumerate(zip(spans, entries, strict=True)):
+        own = drawn[start:end]
         if noise.rule is Rule.GREEDY:
-            own = weights[at:end].argmax(dim=1).tolist()
+            own = weights[start:end].argmax(dim=1).tolist()
         if noise.rule.needs_q:
             verdicts.append(Verdict(accept[index], tuple(own)))
         else:
@@ -314,7 +305,7 @@ def tree_law(weights: Tensor, sums: RealArray, proposal: Proposal) -> tuple[floa
                 left = {token_id: 1}
             support = np.array([[list(left)]], dtype=np.int64)
             mass = np.array([[list(left.values())]], dtype=np.float64) / sum(left.values())
-            places = _Places.of(weights, row, np.array([[token_id]]), support, mass)
+            places = _Places.of(weights, row, DraftRows(np.array([[token_id]]), support, mass))
             accept[index] = min(1.0, float(places.p[0, 0] / sums[row[0, 0]] / places.q[0, 0]))
             left_over = places.subtract(weights, sums, row, sums[row])
             sums[row] = np.where(left_over > 0, left_over, sums[row])
@@ -338,21 +329,14 @@ class _Places:
     """... and its q."""
 
     @classmethod
-    def of(
-        cls,
-        weights: Tensor,
-        rows: IntArray,
-        token_ids: IntArray,
-        support: IntArray,
-        mass: RealArray,
-    ) -> _Places:
-        """Of draft tokens [B, K] and their q [B, K, M] in `rows` [B, K] of `weights` [R, V]."""
-        width = weights.shape[1]
+    def of(cls, weights: Tensor, rows: IntArray, drafts: DraftRows) -> _Places:
+        """Of the draft tokens and their q in `rows` [B, K] of `weights` [R, V]."""
+        width, support, mass = weights.shape[1], drafts.support, drafts.mass
         inside = support < width
         flat = torch.from_numpy((rows[..., None] * width + np.where(inside, support, 0)).ravel())
         found = weights.view(-1).take(flat).double().numpy().reshape(support.shape)
         before = np.where(inside, found, 0.0)
-        is_drafted = (support == token_ids[..., None]) & (mass > 0)
+        is_drafted = (support == drafts.token_ids[..., None]) & (mass > 0)
         p, q = (before * is_drafted).sum(axis=2), (mass * is_drafted).sum(axis=2)
         check_drafted(bool((q > 0).all()))
         return cls(flat, before, np.where(inside, mass, 0.0), p, q)
@@ -386,7 +370,7 @@ def chain_law(
 ) -> RealArray:
     """Acceptance [B, K] of B chains, whose draft token i is judged by row `rows[b, i]` of `weights`
     [R, V] with their `sums` [R]; these rows become the weights of the corrections."""
-    places = _Places.of(weights, rows, drafts.token_ids, drafts.support, drafts.mass)
+    places = _Places.of(weights, rows, drafts)
     totals = sums[rows]
     p, q = places.p / totals, places.q
     if rule is Rule.TOKEN:

@@ -6,8 +6,9 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from outrider.limits import AUDITS_CHOSEN_MAX, NUM_DRAFT_TOKENS_MAX
 from outrider.replica.scheduler import InlineExecutor
 from outrider.request import GenerateRequest, Tokens
 from outrider.speculation.accept_reject import Verdict
-from outrider.speculation.audit_totals import NOTHING_AUDITED, AuditSums
+from outrider.speculation.audit_totals import AuditSums
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verification import Question, verdicts_from_logits
 from outrider.telemetry.observer import AuditOutcome, Observation
@@ -50,7 +51,8 @@ class Heard(Observation):
         self.outcomes: list[AuditOutcome] = []
 
     def audited(self, rule: str, sums: AuditSums) -> None:
-        self.sums[rule] = self.sums.get(rule, NOTHING_AUDITED) + sums
+        before = self.sums.get(rule, AuditSums())
+        self.sums[rule] = AuditSums(*map(add, astuple(before), astuple(sums)))
 
     def audit_ended(self, outcome: AuditOutcome) -> None:
         self.outcomes.append(outcome)
