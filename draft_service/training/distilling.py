@@ -160,7 +160,7 @@ class _Run:
         }
         description = TrainedDescription(
             format=FORMAT,
-            kind=options.kind,
+            kind=learner.kind,
             target=self._target.name,
             target_fingerprint=fingerprint,
             vocab_size=self._vocab_size,

@@ -137,7 +137,8 @@ class Learner:
 
     def save(self, directory: Path, description: TrainedDescription) -> None:
         """Writes its files, but for the card."""
-        save_head(directory, self.module, torch.from_numpy(self.token_ids), description)
+        token_ids = torch.from_numpy(self.token_ids)
+        save_head(directory, self.module, token_ids, description, self.layer or 0)
 
     def _load(self, start: Path, target: Target, names: Any) -> LoadedHead[Any]:
         raise NotImplementedError
@@ -264,10 +265,6 @@ class EarlyExit(Learner):
 
     def draft(self, batch: Batch) -> list[Depth]:
         return _next_tokens(self.module(batch.features.to(self.head.dtype)))
-
-    def save(self, directory: Path, description: TrainedDescription) -> None:
-        token_ids = torch.from_numpy(self.token_ids)
-        save_head(directory, self.module, token_ids, description, self.layer)
 
     def _load(self, start: Path, target: Target, names: Any) -> LoadedHead[Any]:
         loaded = load_exit(start, self._target, **names)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -89,14 +88,8 @@ class DrafterChoice:
         return reads or self.on_target is not None
 
 
-_DIRECTORIES: dict[str, tuple[str, Callable[[str], DrafterChoice]]] = {
-    _MEDUSA: ("the heads", lambda path: DrafterChoice(None, None, path)),
-    _EARLY_EXIT: ("the exit head", lambda path: DrafterChoice(None, None, early_exit=path)),
-    _EAGLE: (
-        "the head", lambda path: DrafterChoice(None, DraftModel(path, reads_features=True))
-    ),
-}  # fmt: skip
-"""Kinds that a directory follows: what it holds, and the drafter."""
+_DIRECTORIES = {_MEDUSA: "the heads", _EARLY_EXIT: "the exit head", _EAGLE: "the head"}
+"""Kinds that a directory follows, and what it holds."""
 
 
 def parse_drafter(name: str) -> DrafterChoice:
@@ -109,10 +102,12 @@ def parse_drafter(name: str) -> DrafterChoice:
     if form == _HYBRID:
         return _parse_hybrid(name, rest)
     if form in _DIRECTORIES:
-        what, choose = _DIRECTORIES[form]
         if not rest:
-            raise _wrong(name, f"the directory of {what} is missing")
-        return choose(rest)
+            raise _wrong(name, f"the directory of {_DIRECTORIES[form]} is missing")
+        if form == _EAGLE:
+            return DrafterChoice(None, DraftModel(rest, reads_features=True))
+        on_target = {"heads" if form == _MEDUSA else "early_exit": rest}
+        return DrafterChoice(None, None, **on_target)
     if form == _QUANTIZED:
         if rest not in map(str, QUANTIZED_BITS):
             allowed = " or ".join(map(str, QUANTIZED_BITS))

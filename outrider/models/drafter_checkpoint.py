@@ -11,12 +11,12 @@ file                what it holds
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
-from typing import Generic, TypedDict, TypeVar, Unpack
+from typing import Final, Generic, Literal, TypedDict, TypeVar, Unpack
 
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -30,7 +30,7 @@ from outrider.models.loading import read_weights, refusing
 CONFIG_FILE = "config.json"
 DESCRIPTION_FILE = "drafter.json"
 WEIGHTS_FILE = "model.safetensors"
-FORMAT = 3
+FORMAT: Final = 3
 TOKEN_IDS = "draft_token_ids"  # noqa: S105 (a tensor's name)
 _NUM_LAYERS = "num_layers"
 _DOWN = "down.weight"
@@ -59,10 +59,9 @@ class TrainedKind(StrEnum):
 class TrainedDescription:
     """Whose drafter it is."""
 
-    format: int
-    """Of the directory; `FORMAT`."""
-    kind: str
-    """Of the drafter; a `TrainedKind`."""
+    format: Literal[3]
+    """Of the directory; `FORMAT`, the only one that is read here."""
+    kind: TrainedKind
     target: str
     """What the target was called; for people."""
     target_fingerprint: str
@@ -104,11 +103,6 @@ def read_description(directory: Path, name: str) -> TrainedDescription:
         ) from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{wrong} cannot be read: {error}") from error
-    if description.format != FORMAT:
-        raise ConfigError(f"{wrong} is not of format {FORMAT}, which is read here")
-    if description.kind not in list(TrainedKind):
-        allowed = ", ".join(f"`{kind}`" for kind in TrainedKind)
-        raise ConfigError(f"{wrong}: kind is {description.kind!r}; {allowed} are known")
     if not 0 < description.draft_vocab_size <= description.vocab_size:
         raise ConfigError(
             f"{wrong}: draft_vocab_size is {description.draft_vocab_size}; 1 to vocab_size, "
@@ -138,29 +132,26 @@ def check_target(directory: Path, kind: TrainedKind, **whose: Unpack[Whose]) -> 
     return description
 
 
-def save_files(
-    directory: Path, tensors: Mapping[str, Tensor], description: TrainedDescription
-) -> None:
-    """Writes the description and the weights, as they are to be stored."""
-    save_file(dict(tensors), str(directory / WEIGHTS_FILE), metadata={"format": "pt"})
-    (directory / WEIGHTS_FILE).chmod(0o644)  # The library lets nobody else read it.
-    text = json.dumps(asdict(description), indent=2)
-    (directory / DESCRIPTION_FILE).write_text(text + "\n", encoding="utf-8")
-
-
 def save_head(
     directory: Path,
     module: nn.Module,
     token_ids: Tensor,
     description: TrainedDescription,
     num_layers: int = 0,
+    shared: Collection[str] = _OF_TARGET,
 ) -> None:
-    """Writes the description and what is not the target's of a head, behind so many layers of the
-    target, whose logits are of `token_ids` [N]."""
+    """Writes the description and the weights of a drafter, behind so many layers of the target,
+    whose logits are of `token_ids` [N]. The `shared` ones are its target's, and left out."""
     tensors = {TOKEN_IDS: token_ids.to(torch.int32)}
     if num_layers:
         tensors[_NUM_LAYERS] = torch.tensor([num_layers], dtype=torch.int32)
-    save_files(directory, tensors | stored_weights(module, own_names(module)), description)
+    for name, weight in module.named_parameters():
+        if name not in shared:
+            tensors |= stored(name, weight.detach().cpu())
+    save_file(tensors, str(directory / WEIGHTS_FILE), metadata={"format": "pt"})
+    (directory / WEIGHTS_FILE).chmod(0o644)  # The library lets nobody else read it.
+    text = json.dumps(asdict(description), indent=2)
+    (directory / DESCRIPTION_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 class TargetHead(nn.Module):
@@ -217,7 +208,8 @@ def load_head(
             raise ConfigError(f"drafter {name}: {_NUM_LAYERS} is no whole number")
         downs = [values for key, values in tensors.items() if key.endswith(_DOWN)]
         module = make(head_of(rows, token_ids), downs[0].shape[-1] if downs else 1, len(downs))
-        put_weights(module, own_names(module), tensors, rows.device, name)
+        own = [key for key, _ in module.named_parameters() if key not in _OF_TARGET]
+        put_weights(module, own, tensors, rows.device, name)
     return LoadedHead(
         module.requires_grad_(False).eval(), tuple(token_ids.tolist()), int(num_layers)
     )
@@ -242,14 +234,6 @@ def stored(name: str, values: Tensor) -> dict[str, Tensor]:
     return {name: (rows / scales[:, None]).round_().to(torch.int8), name + _SCALE: scales}
 
 
-def stored_weights(module: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """What these parameters of a module are in a drafter's file."""
-    tensors: dict[str, Tensor] = {}
-    for name in names:
-        tensors |= stored(name, module.get_parameter(name).detach().cpu())
-    return tensors
-
-
 def restored(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
     """A weight of a drafter's file. Raises `ValueError` unless each row has its scale."""
     values = tensors[name]
@@ -272,11 +256,6 @@ def checked_token_ids(tensors: Mapping[str, Tensor], description: TrainedDescrip
     return token_ids.long()
 
 
-def own_names(module: nn.Module) -> list[str]:
-    """The weights of a head that are not its target's."""
-    return [name for name, _ in module.named_parameters() if name not in _OF_TARGET]
-
-
 def put_weights(
     module: nn.Module,
     names: Iterable[str],
@@ -286,15 +265,13 @@ def put_weights(
 ) -> None:
     """Puts these weights of a module on the device, from a drafter's file. Raises `ConfigError` for
     such as are missing, misfit, or not finite."""
-    names = list(names)
+    found: dict[str, Tensor] = {}
     for name in names:
         if name not in tensors:
             raise ConfigError(f"drafter {drafter}: its files lack the weights {name}")
-    for name in names:
         parameter = module.get_parameter(name)
         values = restored(name, tensors)
         if values.shape != parameter.shape or not values.isfinite().all():
             raise ConfigError(f"drafter {drafter}: {name} does not fit, or is not finite")
-        owner, _, attribute = name.rpartition(".")
-        new = nn.Parameter(values.to(device, parameter.dtype), requires_grad=False)
-        setattr(module.get_submodule(owner), attribute, new)
+        found[name] = values.to(device, parameter.dtype)
+    module.load_state_dict(found, strict=False, assign=True)

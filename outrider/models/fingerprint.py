@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from functools import partial
 from importlib.metadata import version
 from operator import itemgetter
 from pathlib import Path
@@ -20,7 +21,7 @@ _BLOCKS_PER_FILE = 64
 _BLOCKS_PER_TENSOR = 4
 _HEADER_BYTES_MAX = 100 * 2**20
 """The safetensors format's own bound on a header."""
-_DIGEST_BYTES = 16
+_digest = partial(hashlib.blake2b, digest_size=16)
 _COUNTS = frozenset({"cpu_name", "num_logical_cores", "num_physical_cores", "num_sockets"})
 """What torch says of a processor beside its instructions and caches."""
 _VOLATILE_CONFIG_KEYS = frozenset(
@@ -41,13 +42,13 @@ def numerics_fingerprint(device: torch.device, *details: object) -> str:
         machine = sorted((name, found[name]) for name in found.keys() - _COUNTS)
     versions = (torch.__version__, version("transformers"), version("outrider"))
     text = repr((versions, machine, details))
-    return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
+    return _digest(text.encode()).hexdigest()
 
 
 def file_fingerprint(path: Path) -> str:
     """Of a file's size and blocks spread evenly over it: quick for files of any size, and tells
     apart files that anyone would meet, but not ones made to deceive it."""
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    digest = _digest()
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         digest.update(size.to_bytes(8, "little"))
@@ -60,7 +61,7 @@ def weights_fingerprint(directory: Path) -> str:
     config = json.loads((directory / "config.json").read_text("utf-8"))
     essentials = {k: v for k, v in config.items() if k not in _VOLATILE_CONFIG_KEYS}
     text = json.dumps(essentials, sort_keys=True) + tensors_fingerprint(directory)
-    return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
+    return _digest(text.encode()).hexdigest()
 
 
 def tensors_fingerprint(directory: Path) -> str:
@@ -77,11 +78,11 @@ def tensors_fingerprint(directory: Path) -> str:
             for name, entry in header.items():
                 if name != "__metadata__":
                     begin, end = entry["data_offsets"]
-                    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+                    digest = _digest()
                     digest.update(json.dumps([name, entry["dtype"], entry["shape"]]).encode())
                     _add_range(digest, file, start + begin, start + end, _BLOCKS_PER_TENSOR)
                     entries[name] = digest.digest()
-    whole = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    whole = _digest()
     for name in sorted(entries):
         whole.update(entries[name])
     return whole.hexdigest()
@@ -123,7 +124,7 @@ def tokenizer_fingerprint(tokenizer: Any | None) -> str:
     if tokenizer is None:
         return ""
     content = json.dumps([*tokenizer_table(tokenizer).items()])
-    return hashlib.blake2b(content.encode(), digest_size=_DIGEST_BYTES).hexdigest()
+    return _digest(content.encode()).hexdigest()
 
 
 def compare_tokenizers(

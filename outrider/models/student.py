@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
-import torch
 from torch import Tensor, nn
 
 from outrider.engine.interface import ModelInfo
@@ -21,14 +20,12 @@ from outrider.errors import ConfigError, check
 from outrider.models.drafter_checkpoint import (
     CONFIG_FILE,
     DESCRIPTION_FILE,
-    TOKEN_IDS,
     TrainedDescription,
     TrainedKind,
     check_target,
     checked_token_ids,
     put_weights,
-    save_files,
-    stored_weights,
+    save_head,
 )
 from outrider.models.fingerprint import tokenizer_fingerprint
 from outrider.models.loading import (
@@ -97,11 +94,8 @@ def save_drafter(
 ) -> None:
     """Writes configuration, description and weights of a drafter whose head has the target's rows
     of `token_ids` [N]; its embeddings and its head are left out."""
-    shared = _shared_with_target(module)
-    own = [name for name, _ in module.named_parameters() if name not in shared]
-    tensors = {TOKEN_IDS: token_ids.to(torch.int32), **stored_weights(module, own)}
     module.config.save_pretrained(directory)
-    save_files(directory, tensors, description)
+    save_head(directory, module, token_ids, description, shared=_shared_with_target(module))
 
 
 def target_weights(module: Any, target_directory: Path, name: str) -> tuple[Tensor, Tensor]:
