@@ -286,19 +286,19 @@ async def fastest_settings(
             return {name: Setting(**found) for name, found in kept["settings"].items()}
     found: dict[str, Setting] = {}
     for mode, settings in ((PLAIN, library.bindings), (library.speculative, library.drafting)):
-        rates: list[float] = []
-        tried = [found.get(PLAIN, Setting()) | setting for setting in settings]
-        for setting in tried:
+        by_rate: dict[float, Setting] = {}
+        for each in settings:
+            setting = found.get(PLAIN, Setting()) | each
             try:
-                rates.append(await _rate(library, setting, inputs))
+                rate = await _rate(library, setting, inputs)
             except (ConfigError, Unavailable) as error:
-                rates.append(0.0)
                 failure = f"{mode} does not work: {error.message}"
                 progress(f"{library.name} {failure}")
             else:
-                progress(f"{library.name} {mode}: {rates[-1]:.1f} tokens/s with {setting}")
-        if any(rates):
-            found[mode] = tried[rates.index(max(rates))]
+                by_rate[rate] = setting
+                progress(f"{library.name} {mode}: {rate:.1f} tokens/s with {setting}")
+        if by_rate:
+            found[mode] = by_rate[max(by_rate)]
         elif mode == PLAIN:
             raise Unavailable(failure)
     settings_of = {name: asdict(setting) for name, setting in found.items()}

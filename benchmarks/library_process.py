@@ -31,6 +31,11 @@ class Decoder:
     def __init__(self, setup: dict[str, Any]) -> None:
         """`setup` is that of `libraries.LibraryProcess`."""
         self.setup = setup
+        self.load(setup)
+
+    def load(self, setup: dict[str, Any]) -> None:
+        """Loads the model."""
+        raise NotImplementedError
 
     def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
         """Decodes all prompts, `concurrency` of the request at a time. Temperature 0 is greedy;
@@ -41,8 +46,7 @@ class Decoder:
 class Vllm(Decoder):
     """vLLM on CPUs, alone or with a plug-in."""
 
-    def __init__(self, setup: dict[str, Any]) -> None:
-        super().__init__(setup)
+    def load(self, setup: dict[str, Any]) -> None:
         from vllm import LLM
 
         self._engine = LLM(
@@ -81,8 +85,7 @@ class Vllm(Decoder):
 class OpenVino(Decoder):
     """OpenVINO GenAI's pipeline with continuous batching, from a GGUF file."""
 
-    def __init__(self, setup: dict[str, Any]) -> None:
-        super().__init__(setup)
+    def load(self, setup: dict[str, Any]) -> None:
         import openvino_genai as genai
 
         options = dict(setup["options"])
@@ -132,8 +135,7 @@ class OpenVino(Decoder):
 class LlamaCpp(Decoder):
     """llama.cpp by xllamacpp: its server's engine, called in this process."""
 
-    def __init__(self, setup: dict[str, Any]) -> None:
-        super().__init__(setup)
+    def load(self, setup: dict[str, Any]) -> None:
         import xllamacpp as llama
 
         params = llama.CommonParams()
@@ -208,8 +210,7 @@ class Streamer:
 class Transformers(Decoder):
     """The library's own `generate`, one prompt after the other."""
 
-    def __init__(self, setup: dict[str, Any]) -> None:
-        super().__init__(setup)
+    def load(self, setup: dict[str, Any]) -> None:
         from outrider.models.loading import load_model
 
         self._module: Any = load_model(Path(setup["directory"]), **setup["target"])[0]
@@ -241,8 +242,7 @@ class Transformers(Decoder):
 class Engine(Decoder):
     """Plain decoding as a target replica does it, without the replica."""
 
-    def __init__(self, setup: dict[str, Any]) -> None:
-        super().__init__(setup)
+    def load(self, setup: dict[str, Any]) -> None:
         from outrider.config import TargetConfig
         from outrider.replica.process_setup import build_engine
 

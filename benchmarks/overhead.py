@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import random
 import tempfile
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -61,7 +60,6 @@ from .processes import Process, Replicas, Role, embedded_redis, service_process
 from .prompts import BenchPrompt
 from .report import Report, percentile
 
-PARTS = ("rounds", "capacity", "transports")
 NUM_DRAFT_TOKENS = 8
 PROMPT_TOKENS = 64
 ACCEPT_PROBABILITY = 0.7
@@ -106,12 +104,10 @@ class OverheadOptions(Options):
 
 async def run(options: OverheadOptions, progress: Progress) -> Report:
     """Measures. Raises `Unavailable` where a process breaks off."""
-    measures = (measure_rounds, measure_capacity, measure_transports)
-    figures = {
-        part: await measure(options, progress)
-        for part, measure in zip(PARTS, measures, strict=True)
-        if part in options.parts
-    }
+    measures = {
+        "rounds": measure_rounds, "capacity": measure_capacity, "transports": measure_transports,
+    }  # fmt: skip
+    figures = {part: await measures[part](options, progress) for part in options.parts}
     return Report.of("overhead beside the models", figures.pop("rounds", {}) | figures)
 
 
@@ -164,9 +160,6 @@ def round_figures(reports: Sequence[RoundReport]) -> dict[str, Any]:
     whole = [sum(times) for times in zip(*parts.values(), strict=True)]
     return {
         "num_rounds": len(reports),
-        "num_draft_tokens": NUM_DRAFT_TOKENS,
-        "vocab_size": CANNED.vocab_size,
-        "q_entries": Q_ENTRIES,
         "round_ms_p50": percentile(whole, 50),
         "round_ms_p99": percentile(whole, 99),
         "round_parts_ms": {name[:-3]: percentile(times, 50) for name, times in parts.items()},
@@ -204,7 +197,6 @@ async def measure_capacity(options: OverheadOptions, progress: Progress) -> dict
         raise Unavailable("no round was played")
     return {
         "sessions": options.sessions,
-        "num_draft_tokens": NUM_DRAFT_TOKENS,
         "rounds_per_second": num_rounds / elapsed_s,
         "coordinator_ms_per_round": 1e3 * cpu_s / num_rounds,
     }
@@ -330,25 +322,16 @@ class CannedReplica:
 
 @cache
 def canned_proposal(size: int) -> SealedProposal:
-    """Always the same; the counts of q fall off as those of a language model do."""
-    numbers = random.Random(size)  # noqa: S311 (data, not secrecy)
-    q = []
-    for _ in range(size):
-        ids = numbers.sample(range(CANNED.vocab_size), Q_ENTRIES)
-        counts = [COUNT_TOTAL // (2 * Q_ENTRIES * (1 + rank)) + 1 for rank in range(Q_ENTRIES)]
-        counts[0] += COUNT_TOTAL - sum(counts)
-        token_ids, own = zip(*sorted(zip(ids, counts, strict=True)), strict=True)
-        q.append(DraftDistribution(token_ids, own))
-    likeliest = (each.token_ids[each.counts.index(max(each.counts))] for each in q)
-    return SealedProposal.of(Proposal(tuple(likeliest), tuple(q)))
+    """Of the last tokens of the vocabulary, whose ids are as long as any."""
+    token_ids = tuple(range(CANNED.vocab_size - Q_ENTRIES, CANNED.vocab_size))
+    q = DraftDistribution(token_ids, (COUNT_TOTAL // Q_ENTRIES,) * Q_ENTRIES)
+    return SealedProposal.of(Proposal(token_ids[:size], (q,) * size))
 
 
 @cache
 def canned_verdict(size: int) -> Verdict:
     """Likewise."""
-    numbers = random.Random(size)  # noqa: S311
-    corrections = (numbers.randrange(CANNED.vocab_size) for _ in range(size + 1))
-    return Verdict((ACCEPT_PROBABILITY,) * size, tuple(corrections))
+    return Verdict((ACCEPT_PROBABILITY,) * size, (CANNED.vocab_size - 1,) * (size + 1))
 
 
 def propose(item: DraftItem) -> ProposalReply:

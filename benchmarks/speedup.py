@@ -118,23 +118,21 @@ def compared(
     several a category's wall time is the sum over its requests, since categories run side by
     side."""
     plain, fast = results[PLAIN], results[SPECULATIVE]
-    places: dict[str, list[int]] = {}
-    for index, prompt in enumerate(prompts):
-        places.setdefault(prompt.category, []).append(index)
     found = _compare(plain, fast, several)
     found["categories"] = {
-        name: _compare(_part(plain, chosen), _part(fast, chosen), several)
-        for name, chosen in places.items()
+        name: _compare(_part(plain, prompts, name), _part(fast, prompts, name), several)
+        for name in dict.fromkeys(prompt.category for prompt in prompts)
     }
     for name, key, _ in REFERENCES:
         found[key] = results[name].tokens_per_second if name in results else None
     return found
 
 
-def _part(result: SideResult, chosen: Sequence[int]) -> SideResult:
-    """What a side did of the chosen prompts alone; its time is the sum over them."""
-    completions = tuple(result.completions[index] for index in chosen)
-    return SideResult(completions, sum(completion.seconds for completion in completions))
+def _part(result: SideResult, prompts: Sequence[BenchPrompt], category: str) -> SideResult:
+    """What a side did of one category's prompts; its time is the sum over them."""
+    pairs = zip(prompts, result.completions, strict=True)
+    done = tuple(one for prompt, one in pairs if prompt.category == category)
+    return SideResult(done, sum(one.seconds for one in done))
 
 
 def _compare(plain: SideResult, fast: SideResult, several: bool) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,14 +50,9 @@ WARM_UP_PROMPTS = (
 
 def built_in_prompts() -> tuple[BenchPrompt, ...]:
     """All built-in prompts, category by category."""
-    directory = files(__name__)
+    directory = Path(__file__).parent
     return tuple(
-        prompt
-        for category in CATEGORIES
-        for prompt in parse_prompts(
-            directory.joinpath(f"{category}.jsonl").read_text(encoding="utf-8"),
-            f"{category}.jsonl",
-        )
+        prompt for name in CATEGORIES for prompt in read_prompts(directory / f"{name}.jsonl")
     )
 
 

@@ -67,7 +67,7 @@ _Table = Annotated[StepCosts, BeforeValidator(_table)]
 
 
 class _Numbers(BaseModel, extra="forbid", validate_default=True):
-    """What `--from-numbers` says; by default about what `bench emulate --scenario 70b-1b` does."""
+    """What `--from-numbers` says; by default about what `bench emulate` does."""
 
     verify_ms: _Table = "1:18.3/16:18.3/32:36.6"  # type: ignore[assignment]
     draft_ms: _Table = "1:1.3/64:1.3/128:2.6"  # type: ignore[assignment]

@@ -117,7 +117,7 @@ def filled(out: Path) -> Iterator[Path]:
     `SettingError`."""
     try:
         with _beside(out) as work:
-            new, before = work / "new", work / "before"
+            new, before = Path(work, "new"), Path(work, "before")
             new.mkdir()
             yield new
             check_out(out)
@@ -133,7 +133,5 @@ def filled(out: Path) -> Iterator[Path]:
         raise SettingError("out", f"{out}: no drafter could be written there: {error}") from error
 
 
-@contextmanager
-def _beside(out: Path) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as work:
-        yield Path(work)
+def _beside(out: Path) -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent)

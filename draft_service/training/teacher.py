@@ -169,8 +169,8 @@ def _fingerprint(documents: Sequence[Document]) -> str:
 
 
 def _joined(parts: Iterable[dict[str, Array]]) -> dict[str, Array]:
-    first, *others = parts
-    return {name: np.concatenate([first[name], *(part[name] for part in others)]) for name in first}
+    found = [*parts]
+    return {name: np.concatenate([part[name] for part in found]) for name in found[0]}
 
 
 def ask(module: Any, documents: Sequence[Document], layer: int | None) -> dict[str, Array]:
