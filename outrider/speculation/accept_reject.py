@@ -123,13 +123,10 @@ def _walk(tree: DraftTree, passes: Sequence[bool]) -> tuple[tuple[int, ...], boo
     """The path that is accepted, and whether nothing follows its end."""
     path: list[int] = []
     siblings = tree.children[0]
-    while siblings:
-        accepted = next((index for index in siblings if passes[index]), None)
-        if accepted is None:
-            return tuple(path), False
+    while (accepted := next((index for index in siblings if passes[index]), None)) is not None:
         path.append(accepted)
         siblings = tree.children[accepted + 1]
-    return tuple(path), True
+    return tuple(path), not siblings
 
 
 def _passes(probabilities: Sequence[float], uniforms: Iterable[float]) -> Iterator[bool]:

@@ -1,6 +1,6 @@
 """Noise for each token of a row, and sampling with it.
 
-A row's place and stream give four Philox words (`philox.py`), hence two 64-bit keys. Number i of
+A row's place and stream give four Philox words (`random_streams.py`), hence two 64-bit keys. Number i of
 the row is 64 bits from its keys by the finaliser of SplitMix64 (Steele, Lea, Flood: Fast Splittable
 Pseudorandom Number Generators, OOPSLA 2014), with the second key xored in between its products.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -429,10 +430,8 @@ def row_masks(allowed: Allowed, proposal: Proposal) -> RowMasks:
         before = masks[parent + 1]
         mask = None
         if before is not None and before.has(token_id):
-            try:
+            with suppress(Incompatible):
                 mask = allowed.after(path)
-            except Incompatible:
-                mask = None
             if mask is None:
                 untold.add(index + 1)
         masks.append(mask)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -153,8 +154,7 @@ RANKS_MAX = 16
 """Guesses of one correction."""
 
 
-@dataclass(frozen=True, slots=True)
-class LikelyOutcome:
+class LikelyOutcome(NamedTuple):
     """An outcome: so many draft tokens accepted, and which guess of the correction is right."""
 
     num_accepted: int

@@ -102,13 +102,9 @@ class RoundNoise:
         if self.rule.absolute_noise:
             return repeat(NO_ACCEPT_NOISE, num_draft_tokens)
         key = _key(self.seed)
-        if parents:
-            tree = draft_tree(parents, num_draft_tokens)
-            places = map(self.place, tree.depths, tree.ranks)
-        else:
-            places = map(self.place, range(num_draft_tokens))
-        counters = ((0, *place, int(Stream.ACCEPT)) for place in places)
-        return (uniform(philox4x32(counter, key)[0]) for counter in counters)
+        tree = draft_tree(parents, num_draft_tokens)
+        places = map(self.place, tree.depths, tree.ranks)
+        return (uniform(rounds(0, *place, int(Stream.ACCEPT), *key)[0]) for place in places)
 
     def tree_keys(self, tree: DraftTree) -> RowKeys:
         """Of what follows the last committed token and each draft token of a tree: [N + 1] rows.
@@ -147,7 +143,7 @@ def choice_seed(seed: int, choice: int) -> int:
     check(0 <= choice <= WORD_MASK, f"choice {choice} is not a 32-bit number")
     if choice == 0:
         return seed
-    low, high, _, _ = philox4x32((choice, 0, 0, int(Stream.CHOICE)), _key(seed))
+    low, high, _, _ = rounds(choice, 0, 0, int(Stream.CHOICE), *_key(seed))
     return high << 32 | low
 
 
@@ -201,12 +197,6 @@ def row_words(keys: RowKeys) -> tuple[WordArray, ...]:
     return tuple(np.array(drawn, dtype=np.uint64).reshape(-1, 4).T)
 
 
-def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, ...]:
-    """The four words of one counter under one key; all of them in 0..2^32-1."""
-    check(all(0 <= word <= WORD_MASK for word in (*counter, *key)), "a word is 32 bits")
-    return rounds(*counter, *key)
-
-
 def uniform(word: float) -> float:
     """The number in (0, 1) that a word stands for."""
     return (word + 0.5) * _WORD_SCALE
@@ -215,7 +205,8 @@ def uniform(word: float) -> float:
 def rounds(
     c0: _Words, c1: _Words, c2: _Words, c3: _Words, key_low: _Words, key_high: _Words
 ) -> tuple[_Words, _Words, _Words, _Words]:
-    """Ten rounds, on numbers or on arrays that broadcast against each other.
+    """Philox4x32-10: the four words of one counter under one key, all of 32 bits; on numbers or on
+    arrays that broadcast against each other.
 
     The low half of a product is left unmasked: it is only ever xored into a word that is masked
     afterwards."""
