@@ -1,8 +1,9 @@
 """Noise for each token of a row, and sampling with it.
 
-A row's place and stream give four Philox words (`random_streams.py`), hence two 64-bit keys. Number i of
-the row is 64 bits from its keys by the finaliser of SplitMix64 (Steele, Lea, Flood: Fast Splittable
-Pseudorandom Number Generators, OOPSLA 2014), with the second key xored in between its products.
+A row's place and stream give four Philox words (`random_streams.py`), hence two 64-bit keys. Number
+i of the row is 64 bits from its keys by the finaliser of SplitMix64 (Steele, Lea, Flood: Fast
+Splittable Pseudorandom Number Generators, OOPSLA 2014), with the second key xored in between its
+products.
 
 Race: argmax over v of w_v / t_v, where the waits t_v are independent Exp(1), is v with probability
 w_v / sum w, for any weights that need not be normalised (equivalently Gumbel-argmax over log w).
