@@ -3,7 +3,6 @@
 | file | what it has | needs |
 | --- | --- | --- |
 | `constraint.py` | the value that a request, the wire and the store have | nothing |
-| `ambiguity.py` | the alternatives of a schema, counted | nothing |
 | `token_mask.py` | which tokens may follow: masks, and who knows them | numpy |
 | `compiler.py` | compiled constraints, kept by tenant and digest | llguidance |
 | `matcher.py` | what the tokens so far allow | llguidance |

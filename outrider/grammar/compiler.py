@@ -21,7 +21,7 @@ from weakref import WeakSet, WeakValueDictionary
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from outrider.errors import BadRequest, ConfigError, InvariantError, OutriderError, Overloaded
-from outrider.grammar.constraint import Constraint, ConstraintKind
+from outrider.grammar.constraint import Constraint, ConstraintKind, containers_in
 from outrider.limits import (
     ALTERNATIVES_MAX,
     COMPILATIONS_MAX,
@@ -91,12 +91,7 @@ class _Refusal:
 class GrammarTokenizer:
     """A tokenizer as grammars need it: the bytes of each token, and which ones end a text."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        eos_token_ids: tuple[int, ...],
-        lexer_states_max: int = LEXER_STATES_MAX,
-    ) -> None:
+    def __init__(self, tokenizer: Any, eos_token_ids: tuple[int, ...]) -> None:
         """`tokenizer` is a fast one of Hugging Face, or the JSON of its backend. Takes about a
         second. Raises `ConfigError` for another one, and where nothing ends a text."""
         if not eos_token_ids:
@@ -106,7 +101,7 @@ class GrammarTokenizer:
             self.tokens = LLTokenizer(text, eos_token=list(eos_token_ids))
         except Exception as error:
             raise ConfigError(f"the model's tokenizer tells no masks: {error}") from error
-        self._limits = LLParserLimits(max_lexer_states=lexer_states_max, verbose_errors=False)
+        self._limits = LLParserLimits(max_lexer_states=LEXER_STATES_MAX, verbose_errors=False)
         self.eos_token_ids = frozenset(eos_token_ids)
         words = bytearray(-(-self.tokens.vocab_size // 8))
         for token_id in self.eos_token_ids:
@@ -153,24 +148,15 @@ class Grammars:
     holds. Compiles off the event loop; the results, failures included, may be asked for on any
     thread. Each tenant has its own, so that none learns by times or refusals what others ask."""
 
-    def __init__(
-        self,
-        load: Callable[[], GrammarTokenizer],
-        *,
-        grammars_max: int = GRAMMARS_MAX,
-        clock: Callable[[], float] = time.thread_time,
-        now: Callable[[], float] = time.monotonic,
-        wait_s_max: float = COMPILE_WAIT_S_MAX,
-    ) -> None:
-        """`load` is called with the first constraint; where it raises `ConfigError`, none is
-        served. `clock` tells what a compilation takes of its thread, s, and `now` the time, s."""
+    def __init__(self, load: Callable[[], GrammarTokenizer]) -> None:
+        """`load` is called with the first constraint; one for which it raises `ConfigError` is not
+        served."""
         self._load = load
-        self.clock = clock
+        self.clock: Callable[[], float] = time.thread_time
         """What a thread has worked, s."""
-        self._now = now
-        self._wait_s_max = wait_s_max
-        self._grammars_max = grammars_max
-        self._tokenizer: GrammarTokenizer | ConfigError | None = None
+        self.now: Callable[[], float] = time.monotonic
+        """The time, s."""
+        self._tokenizer: GrammarTokenizer | None = None
         self._loading = threading.Lock()
         self._lock = threading.Lock()
         self._found: OrderedDict[_Key, Grammar | _Refusal] = OrderedDict()
@@ -178,8 +164,9 @@ class Grammars:
         """Those of them that are grammars, and others that had to make room."""
         self._slow: WeakSet[Grammar] = WeakSet()
         """Those that have once taken too long to follow."""
-        self._slow_ahead: WeakSet[Grammar] = WeakSet()
-        """Those that have behind draft tokens."""
+        self.slow_ahead: WeakSet[Grammar] = WeakSet()
+        """Those that have behind draft tokens, and are followed behind none any more. For the
+        thread of steps."""
         self._calls: SharedCalls[_Key, Grammar | _Refusal] = SharedCalls(COMPILE_THREADS, "grammar")
 
     def find(self, digest: bytes, tenant: str = "") -> Grammar | OutriderError | None:
@@ -201,20 +188,11 @@ class Grammars:
             if len(self._calls) >= COMPILATIONS_MAX and key not in self._calls:
                 raise Overloaded(f"{COMPILATIONS_MAX} constraints wait to be compiled; try later")
             try:
-                async with asyncio.timeout(self._wait_s_max):
+                async with asyncio.timeout(COMPILE_WAIT_S_MAX):
                     found = await self._calls.result(key, lambda: self._compile(constraint, tenant))
             except TimeoutError:
                 raise Overloaded("other constraints are being compiled; try later") from None
         return _grammar_of(found)
-
-    def allowed(self, compiled: Grammar | OutriderError) -> Grammar:
-        """The grammar. Raises what is there in its place, or has been found against it since."""
-        if isinstance(compiled, OutriderError):
-            raise compiled
-        found = self.find(compiled.digest, compiled.tenant)
-        if isinstance(found, OutriderError):
-            raise found
-        return compiled
 
     def renewed(self, used_up: Grammar) -> Grammar:
         """A grammar in place of one that is used up: another, where somebody has compiled it
@@ -232,24 +210,13 @@ class Grammars:
     def note_slow(self, grammar: Grammar) -> None:
         """A step was held up for too long by this grammar. Raises `BadRequest` where that was not
         the first time; it is then refused for a while."""
-        with self._lock:
-            if grammar not in self._slow:
-                self._slow.add(grammar)
-                return
+        if grammar not in self._slow:
+            self._slow.add(grammar)
+            return
         reason = f"takes more than {MASK_S_MAX:g} s a token; simplify it"
         refusal = self._too_slow(grammar.constraint, reason)
         self._keep(grammar.key, refusal)
         raise refusal.error
-
-    def note_slow_ahead(self, grammar: Grammar) -> None:
-        """A step was held up for too long behind draft tokens, which may be refused: the grammar is
-        followed behind none from now on, and no session ends."""
-        with self._lock:
-            self._slow_ahead.add(grammar)
-
-    def is_slow_ahead(self, grammar: Grammar) -> bool:
-        """Whether the grammar is followed behind no draft tokens."""
-        return grammar in self._slow_ahead
 
     def close(self) -> None:
         """Begins no more; one that is being compiled is not waited for."""
@@ -258,7 +225,7 @@ class Grammars:
     def _look_up(self, key: _Key) -> Grammar | _Refusal | None:
         with self._lock:
             found = self._known(key)
-            if isinstance(found, _Refusal) and found.until_s <= self._now():
+            if isinstance(found, _Refusal) and found.until_s <= self.now():
                 self._drop(key)
                 return None
             if found is not None:
@@ -280,7 +247,7 @@ class Grammars:
         except Exception:
             logger.exception("a constraint could not be compiled")
             ours = InvariantError(f"{constraint.kind}: could not be compiled, by a fault of ours")
-            found = _Refusal(ours, self._now() + TOO_SLOW_S)
+            found = _Refusal(ours, self.now() + TOO_SLOW_S)
         if isinstance(found, Grammar) and found.compile_s > COMPILE_S_MAX:
             reason = f"takes more than {COMPILE_S_MAX:g} s to compile; simplify it"
             found = self._too_slow(constraint, reason)
@@ -288,7 +255,7 @@ class Grammars:
         return found
 
     def _too_slow(self, constraint: Constraint, reason: str) -> _Refusal:
-        return _Refusal(BadRequest(constraint.kind, reason), self._now() + TOO_SLOW_S)
+        return _Refusal(BadRequest(constraint.kind, reason), self.now() + TOO_SLOW_S)
 
     def _keep(self, key: _Key, found: Grammar | _Refusal) -> None:
         with self._lock:
@@ -303,7 +270,7 @@ class Grammars:
     def _put(self, key: _Key, found: Grammar | _Refusal) -> None:
         self._found[key] = found
         self._found.move_to_end(key)
-        if len(self._found) > self._grammars_max:
+        if len(self._found) > GRAMMARS_MAX:
             self._found.popitem(last=False)
 
     def _drop(self, key: _Key) -> None:
@@ -313,12 +280,7 @@ class Grammars:
     def _tokens(self) -> GrammarTokenizer:
         with self._loading:
             if self._tokenizer is None:
-                try:
-                    self._tokenizer = self._load()
-                except ConfigError as error:
-                    self._tokenizer = error
-            if isinstance(self._tokenizer, ConfigError):
-                raise self._tokenizer
+                self._tokenizer = self._load()
             return self._tokenizer
 
 
@@ -405,7 +367,7 @@ class _Document:
         waiting: list[Any] = [self._schema]
         while waiting:
             part = waiting.pop()
-            waiting += _inner(part)
+            waiting += containers_in(part)
             if isinstance(part, dict):
                 yield part
 
@@ -438,7 +400,7 @@ class _Document:
         types = entry.get("type")
         kinds = {str(kind) for kind in (types if isinstance(types, list) else [types])}
         values = [entry["const"]] if "const" in entry else entry.get("enum")
-        is_plain = isinstance(values, list) and not _inner(values)
+        is_plain = isinstance(values, list) and not containers_in(values)
         if is_plain or (kinds and kinds <= _SCALARS):
             return 0
         return 1 if kinds and kinds <= {"object", *_SCALARS} else LIST_ALTERNATIVE
@@ -449,7 +411,7 @@ class _Document:
         patterns = schema.get("patternProperties")
         at_once = [
             *_list_at(schema, "allOf"),
-            *_inner(patterns if isinstance(patterns, dict) else ()),
+            *containers_in(patterns if isinstance(patterns, dict) else ()),
         ]
         parts = [self._reach(part) for part in at_once]
         parts.append(self._reach_by(schema.get("$ref")))
@@ -468,7 +430,7 @@ class _Document:
         if known is not None:
             return known
         self._reached[id(value)] = self._all_listed  # Where it leads back to itself.
-        found = sum(map(self._reach, _inner(value)))
+        found = sum(map(self._reach, containers_in(value)))
         if isinstance(value, dict):
             found += self._own(value) + self._reach_by(value.get("$ref"))
         self._reached[id(value)] = found = min(found, _MANY)
@@ -490,12 +452,6 @@ class _Document:
             name = step.replace("~1", "/").replace("~0", "~")
             found = found.get(name) if isinstance(found, dict) else None
         return found
-
-
-def _inner(value: Any) -> list[Any]:
-    """The objects and lists that stand directly in a value."""
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [part for part in parts if isinstance(part, dict | list)]
 
 
 def _list_at(schema: dict[str, Any], key: str) -> list[Any]:

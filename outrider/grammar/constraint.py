@@ -153,13 +153,13 @@ def _check_depth(value: Any, field: str) -> None:
     """Containers within containers, level by level."""
     level: list[Any] = [value]
     for _ in range(SCHEMA_DEPTH_MAX):
-        level = [inner for outer in level for inner in _inner(outer)]
+        level = [inner for outer in level for inner in containers_in(outer)]
         if not level:
             return
     raise BadRequest(field, f"is nested more than {SCHEMA_DEPTH_MAX} deep")
 
 
-def _inner(value: Any) -> list[Any]:
+def containers_in(value: Any) -> list[Any]:
     """The containers that stand directly in a container."""
     parts: Iterable[Any] = ()
     if isinstance(value, Mapping):

@@ -46,7 +46,7 @@ class PrefixMatcher:
         """Says whether what is asked next is about draft tokens: their time ends no session. Raises
         `Incompatible` if it is, and the grammar has been too slow for that."""
         self._is_ahead = is_ahead
-        if is_ahead and self._grammars is not None and self._grammars.is_slow_ahead(self.grammar):
+        if is_ahead and self._grammars is not None and self.grammar in self._grammars.slow_ahead:
             raise Incompatible(f"{self.grammar.constraint.kind}: is too slow behind draft tokens")
 
     def stand(self, length: int, token_ids: Sequence[int]) -> int:
@@ -159,7 +159,7 @@ class PrefixMatcher:
         if self._grammars is None or self._time() - began <= allowed:
             return
         if self._is_ahead:
-            self._grammars.note_slow_ahead(self.grammar)
+            self._grammars.slow_ahead.add(self.grammar)  # They may be refused: no session ends.
             return
         try:
             self._grammars.note_slow(self.grammar)
@@ -207,12 +207,11 @@ class Followed:
 
 
 class Matchers:
-    """The matchers of a replica's sessions, for the thread of its steps. Of `sessions_max` sessions
+    """The matchers of a replica's sessions, for the thread of its steps. Of `MATCHERS_MAX` sessions
     they are kept; another one's is made anew."""
 
-    def __init__(self, grammars: Grammars, sessions_max: int = MATCHERS_MAX) -> None:
+    def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
-        self._sessions_max = sessions_max
         self._matchers: OrderedDict[str, PrefixMatcher] = OrderedDict()
 
     def __len__(self) -> int:
@@ -225,19 +224,20 @@ class Matchers:
         `compiled` is its constraint's grammar, or why there is none. Raises `Incompatible` for the
         latter, for what has been refused since, and for what the completion does not meet."""
         matcher = self._matchers.pop(session_id, None)
-        try:
-            grammar = self._grammars.allowed(compiled)
-        except OutriderError as error:
-            raise Incompatible(error.message) from error
-        if matcher is None or matcher.grammar.key != grammar.key:
-            matcher = PrefixMatcher(grammar, self._grammars)
+        if isinstance(compiled, OutriderError):
+            raise Incompatible(compiled.message) from compiled
+        refused = self._grammars.find(compiled.digest, compiled.tenant)
+        if isinstance(refused, OutriderError):
+            raise Incompatible(refused.message) from refused
+        if matcher is None or matcher.grammar.key != compiled.key:
+            matcher = PrefixMatcher(compiled, self._grammars)
         matcher.ask_ahead(False)
         num_legal = matcher.stand(0, completion)
         if num_legal < len(completion):
-            kind = grammar.constraint.kind
+            kind = compiled.constraint.kind
             raise Incompatible(f"{kind}: token {num_legal} of the completion does not meet it here")
         self._matchers[session_id] = matcher
-        if len(self._matchers) > self._sessions_max:
+        if len(self._matchers) > MATCHERS_MAX:
             self._matchers.popitem(last=False)
         return Followed(matcher, len(completion))
 

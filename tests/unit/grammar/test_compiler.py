@@ -12,6 +12,7 @@ import pytest
 from constrained import CONSTRAINTS, SCHEMA, grammars, hf_tokenizer, tokens
 
 from outrider.errors import BadRequest, ConfigError, Incompatible, Overloaded
+from outrider.grammar import compiler
 from outrider.grammar.compiler import Grammar, Grammars, GrammarTokenizer, check_alternatives
 from outrider.grammar.constraint import Constraint
 from outrider.grammar.matcher import Matchers, PrefixMatcher
@@ -108,9 +109,12 @@ async def test_a_constraint_is_compiled_once_for_all_that_wait() -> None:
     known.close()
 
 
-async def test_a_grammar_that_somebody_holds_is_found_however_many_came_since() -> None:
+async def test_a_grammar_that_somebody_holds_is_found_however_many_came_since(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """By an item that waits for a step, or by a session that has begun."""
-    known = Grammars(tokens, grammars_max=2)
+    monkeypatch.setattr(compiler, "GRAMMARS_MAX", 2)
+    known = grammars()
     held = await known.prepare(CONSTRAINTS["regex"])
     matchers = Matchers(known)
     matchers.follow("a", await known.prepare(CONSTRAINTS["schema"]), ())
@@ -136,14 +140,15 @@ async def test_tenants_share_neither_grammars_nor_refusals() -> None:
     with pytest.raises(BadRequest, match="takes more than"):
         known.note_slow(first)
     assert isinstance(known.find(regex.digest(), "a"), BadRequest)
-    assert known.find(regex.digest(), "b") is known.allowed(second) is second
+    assert known.find(regex.digest(), "b") is second
     known.close()
 
 
 async def test_what_takes_too_long_is_refused_and_tried_again_after_a_while() -> None:
     """It may have been slow by chance."""
     times, now = iter([0.0, 2.5, 3.0, 3.1]), [0.0]
-    known = Grammars(tokens, clock=lambda: next(times), now=lambda: now[0])
+    known = grammars()
+    known.clock, known.now = lambda: next(times), lambda: now[0]
     for _ in range(2):
         with pytest.raises(BadRequest, match="regex: takes more than 2 s to compile"):
             await known.prepare(CONSTRAINTS["regex"])
@@ -167,20 +172,18 @@ async def test_no_more_wait_than_may() -> None:
     known.close()
 
 
-def held(free: threading.Event, **options: Any) -> Grammars:
-    """Whose compilations do not end before that."""
+async def test_nobody_waits_for_the_compilations_of_others_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compiler, "COMPILE_WAIT_S_MAX", 0.3)
+    free = threading.Event()
 
     class Held(GrammarTokenizer):
         def compile(self, constraint: Constraint) -> Grammar:
             free.wait(10)
             return super().compile(constraint)
 
-    return Grammars(lambda: Held(hf_tokenizer(), (0,)), **options)
-
-
-async def test_nobody_waits_for_the_compilations_of_others_for_ever() -> None:
-    free = threading.Event()
-    known = held(free, wait_s_max=0.3)
+    known = Grammars(lambda: Held(hf_tokenizer(), (0,)))
     for name in ("regex", "choice", "schema"):
         with pytest.raises(Overloaded, match="other constraints are being compiled; try later"):
             await known.prepare(CONSTRAINTS[name])

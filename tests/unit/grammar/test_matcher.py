@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 from constrained import (
@@ -86,8 +85,11 @@ def test_the_end_of_text_may_stand_where_the_text_is_whole_and_nothing_else_foll
     assert not matcher.mask().is_over
 
 
-def test_sessions_are_followed_anew_after_their_matcher_was_dropped() -> None:
-    matchers, schema = Matchers(grammars(), sessions_max=1), grammar("schema")
+def test_sessions_are_followed_anew_after_their_matcher_was_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("outrider.grammar.matcher.MATCHERS_MAX", 1)
+    matchers, schema = Matchers(grammars()), grammar("schema")
     ids = hf_tokenizer().encode('{"name":"x","tags":["bb"')
     first = matchers.follow("a", schema, ids[:5])
     drafted = ids[5:8]
@@ -123,9 +125,11 @@ def test_a_constraint_that_a_replica_cannot_compile_is_refused_by_name() -> None
 MANY_STATES = Constraint.of_regex("[a-d]*a[a-d]{15}")
 
 
-def with_states(lexer_states_max: int, **more: Any) -> Grammars:
-    limited = GrammarTokenizer(hf_tokenizer(), (eos(),), lexer_states_max)
-    return Grammars(lambda: limited, **more)
+def with_states(lexer_states_max: int) -> Grammars:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("outrider.grammar.compiler.LEXER_STATES_MAX", lexer_states_max)
+        limited = GrammarTokenizer(hf_tokenizer(), (eos(),))
+    return Grammars(lambda: limited)
 
 
 def test_sessions_that_use_a_grammar_up_go_on_with_the_next() -> None:
@@ -166,7 +170,8 @@ def test_a_completion_too_hard_for_any_grammar_is_refused_and_hurts_no_other() -
 def test_a_grammar_that_is_slow_twice_is_refused_for_a_while(num_tokens: int) -> None:
     """By the time that it takes to say what follows, or to follow so many tokens."""
     seconds = [0.0, 0.0]
-    known = Grammars(tokens, clock=lambda: seconds[0], now=lambda: seconds[1])
+    known = grammars()
+    known.clock, known.now = lambda: seconds[0], lambda: seconds[1]
     constraint = Constraint.of_regex("[a-z]+")
     letters = hf_tokenizer().encode("a")[:1] * num_tokens
     compiled = known.get(constraint)
