@@ -6,13 +6,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 
 from coordinator.decoding.committer import Committer
 from coordinator.decoding.recovery import Replayed, write_logprobs
-from coordinator.draft_length.acceptance import NO_SIBLINGS, fitting, sibling_chances
+from coordinator.draft_length.acceptance import fitting, sibling_chances
 from coordinator.draft_length.policy import LengthPolicy, PlayedRound, RoundLength
 from coordinator.routing.drafts import NOTHING_WANTED, Drafted, Drafts, LookupProbe
 from coordinator.routing.replica_pool import SessionContext
@@ -240,7 +240,7 @@ class SessionRun:
 
     async def _rounds(self) -> FinishReason:
         if self._draft is not None and self._reads_beside and not self._lengths.begins_plain:
-            self._draft.prefill(0, self.parameters.num_draft_tokens)
+            self._draft.prefill(self.parameters.num_draft_tokens)
         reason, index = None, 0
         while reason is None:
             await self._committer.room(self.session, self.parameters.num_draft_tokens + 1)
@@ -317,9 +317,7 @@ class SessionRun:
             ended_at=asyncio.get_running_loop().time(),
             queue_s=reply.queue_ms / 1e3,
             num_siblings=len(accept) - len(tree.spine),
-            siblings=(
-                sibling_chances(tree, accept, drafted.siblings) if drafted.siblings else NO_SIBLINGS
-            ),
+            siblings=sibling_chances(tree, accept, drafted.siblings),
             beside=drafted.beside,
             next_draft_s=reply.next_draft_ms / 1e3,
             work_s=drafted.work_ms / 1e3,
@@ -485,8 +483,8 @@ that had begun when it was asked for."""
 class RoundMeter:
     """Hears of every round."""
 
-    def __init__(self, clock: Callable[[], float] | None = None) -> None:
-        self._clock = clock or asyncio.get_running_loop().time
+    def __init__(self) -> None:
+        self._clock = asyncio.get_running_loop().time
         self._sums = DecayedSums(WINDOW_S, self._clock())
 
     def decided(self, drafted: Drafted, num_accepted: int, num_tokens: int) -> None:

@@ -57,7 +57,7 @@ class Replayed:
 def check_weights(session_id: str, weights: str, targets: ReplicaPool) -> None:
     """Raises `Unavailable` or `Incompatible` where no target has the weights of a session."""
     if targets.newest(weights) is None:
-        if not targets.names:
+        if not targets.replicas:
             raise Unavailable("no target is known")
         raise Incompatible(
             f"session_id: {session_id} was decoded by a target with other weights "

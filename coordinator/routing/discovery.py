@@ -92,16 +92,16 @@ class Discovery:
         role fits."""
         loop = asyncio.get_running_loop()
         until = loop.time() + LEASE_S
-        while not self._pools["target"].names and loop.time() < until:
+        while not self._pools["target"].replicas and loop.time() < until:
             await self.look()
             await asyncio.gather(*self._tasks.values())
-            if not self._pools["target"].names:
+            if not self._pools["target"].replicas:
                 await asyncio.sleep(READ_PERIOD_S)
         await self.look()
         await asyncio.gather(*self._tasks.values())
         for role, pool in self._pools.items():
             error = self._refused.get(role)
-            if isinstance(error, Incompatible) and not pool.names:
+            if isinstance(error, Incompatible) and not pool.replicas:
                 raise error
 
     async def run(self) -> None:
@@ -136,7 +136,8 @@ class Discovery:
             self._records[role] = {record.name: record for record in records}
             if role != "coordinator":
                 self._follow(self._pools[role], records, now)
-        known = set[str]().union(*self._records.values(), *(p.names for p in self._pools.values()))
+        in_pools = (pool.replicas for pool in self._pools.values())
+        known = set[str]().union(*self._records.values(), *in_pools)
         for notes in (self._heard, self._not_before):
             for name in notes.keys() - known:
                 del notes[name]
@@ -144,7 +145,7 @@ class Discovery:
     def _follow(self, pool: ReplicaPool, records: Sequence[ReplicaRecord], now: float) -> None:
         for record in records:
             self._heard[record.name] = now, record.address
-            is_known = record.name in pool.names
+            is_known = record.name in pool.replicas
             if record.leaving and (is_known or (record.weights and pool.newest(record.weights))):
                 pool.retire(record.name)
             elif (
@@ -155,7 +156,7 @@ class Discovery:
             ):
                 self._begin(record.name, self._join(pool, record))
         taken = {record.address for record in records}
-        for name in pool.names:
+        for name in pool.replicas:
             at, address = self._heard.setdefault(name, (now, ""))
             if now - at > LEASE_S:
                 self._begin(name, self._doubt(pool, name, address in taken))
@@ -210,26 +211,26 @@ class Discovery:
             role="coordinator", name=self._own_name, model=model, node=socket.gethostname(),
             device="", load=load, state="serving", here=True, figures=figures,
         )  # fmt: skip
-        roles = [[own, *(_seen(one, "serving") for one in self.peers)]]
+        seen = [own, *(_seen(one, "serving") for one in self.peers)]
         for role, pool in self._pools.items():
-            records, replicas = self._records[role], pool.replicas
-            seen = [
+            records = self._records[role]
+            seen += (
                 _seen(one, "joining", load=0)
                 for name, one in records.items()
-                if name not in replicas
-            ]
-            for name, replica in replicas.items():
-                record = records.get(name) or ReplicaRecord(
-                    role=role, name=name, address="", host="", pid=0
+                if name not in pool.replicas
+            )
+            for name, replica in pool.replicas.items():
+                unknown = ReplicaRecord(role=role, name=name, address="", host="", pid=0)
+                seen.append(
+                    _seen(
+                        records.get(name, unknown),
+                        "away" if replica.away else "serving",
+                        model=replica.description.model,
+                        load=len(replica.routes),
+                        leaving=replica.leaving,
+                    )
                 )
-                state: State = "away" if replica.away else "serving"
-                of_pool = {
-                    "model": replica.description.model, "load": len(replica.routes),
-                    "leaving": replica.leaving,
-                }  # fmt: skip
-                seen.append(_seen(record, state, **of_pool))
-            roles.append(seen)
-        return [one for seen in roles for one in sorted(seen, key=lambda one: one.name)]
+        return sorted(seen, key=lambda one: (ROLES.index(one.role), one.name))
 
 
 def _seen(record: ReplicaRecord, state: State, **better_known: Any) -> SeenReplica:

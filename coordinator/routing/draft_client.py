@@ -168,8 +168,6 @@ class DraftClient(_ModelDrafts):
         self._pushed = PushedProposals(self._bytes_max)
         self._asked: tuple[int, int] | None = None
         """The round whose proposal is waited for, and its K."""
-        self._is_rejected = False
-        """Whether the replica is broken, and there was no other."""
         self._is_late = False
         """Whether the round's proposal did not come in time."""
         self._held: ProposalReply | None = None
@@ -181,10 +179,10 @@ class DraftClient(_ModelDrafts):
     def cache_state(self) -> CacheState | None:
         return self._route.cache_state
 
-    def prefill(self, round_index: int, num_draft_tokens: int) -> None:
+    def prefill(self, num_draft_tokens: int) -> None:
         """Lets the draft read the prompt while the target does, and look ahead of a round without
         a proposal, for so many tokens."""
-        number = self._route.begin(round_index)
+        number = self._route.begin(0)
         self._looked_for = min(num_draft_tokens, self._model_tokens)
         self._try_send(number, self._looked_for if self._look_ahead else 0, ())
         # Messages of a session are worked off in order; where this one is lost, a resync follows.
@@ -197,7 +195,7 @@ class DraftClient(_ModelDrafts):
         if self._is_hybrid:
             guess, score = self.lookup.guess(num_wanted, noise)
             if score >= self._confident:
-                if self._look_ahead > 0 and not self._is_rejected:
+                if self._look_ahead > 0:
                     number = self._route.begin(round_index)
                     self._pushed.begin(number, self._session.tokens)
                     self._looked_for = min(num_wanted, self._model_tokens)
@@ -227,10 +225,8 @@ class DraftClient(_ModelDrafts):
         on its tokens."""
         num_wanted = length.num_draft_tokens
         self._is_late = False
-        if (self._route.is_left or self._is_rejected) and self._move():
-            self._is_rejected = False
-        if self._is_rejected:
-            return None
+        if self._route.is_left:
+            self._move()
         number = self._route.begin(round_index)
         looked_for, self._looked_for = self._looked_for, num_wanted
         was_looked_for = self._look_ahead > 0 and looked_for > 0 and self._pushed.expects(number)
@@ -317,7 +313,7 @@ class DraftClient(_ModelDrafts):
         self._held = None
         self._pushed = PushedProposals(self._bytes_max)
         self._route.reject()
-        self._is_rejected = not self._move()
+        self._move()
 
     def close(self) -> None:
         super().close()
@@ -326,8 +322,6 @@ class DraftClient(_ModelDrafts):
     def _take_pushed(self, reply: ProposalReply) -> None:
         """A proposal that assumes something has come: for the next round, or for the one that
         waits for just this."""
-        if self._is_rejected:
-            return
         if self._asked is None or reply.key.round != self._asked[0]:
             self._pushed.put(reply)
             return

@@ -110,9 +110,9 @@ class Drafts:
         """What the store is told of the draft's side; None where no replica drafts."""
         return None
 
-    def prefill(self, round_index: int, num_draft_tokens: int) -> None:
-        """The prompt is being read, for a round without a proposal; the next one may want up to so
-        many tokens. Waits for nothing."""
+    def prefill(self, num_draft_tokens: int) -> None:
+        """The prompt is being read, for a first round without a proposal; the next one may want up
+        to so many tokens. Waits for nothing."""
 
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
         """A proposal of at most the tokens, and the siblings beside each, of a round's length,
@@ -143,10 +143,8 @@ class Drafts:
         self.lookup.close()
 
 
-WATCH_ROUNDS_MIN = 8
-"""Rounds from one look-up to the next at least: each takes up to 0.1 ms of the coordinator ..."""
-WATCH_ROUNDS_MAX = 64
-"""... and at most: the number doubles with each look-up of which no token followed."""
+WATCH_ROUNDS = 16
+"""Rounds from one look-up to the next: each takes up to 0.1 ms of the coordinator."""
 
 
 class LookupProbe:
@@ -162,9 +160,7 @@ class LookupProbe:
         self._num_followed = 0
         """Tokens of it that were committed since."""
         self._rounds_left = 0
-        """Until the next look-up ..."""
-        self._interval = WATCH_ROUNDS_MIN
-        """... which comes so many rounds after the last one."""
+        """Until the next look-up."""
 
     def note(self, num_asked: int, noise: RoundNoise, token_id: int) -> None:
         """A round brought tokens of which this is the first, and which the session does not have
@@ -178,7 +174,7 @@ class LookupProbe:
             if self._rounds_left > 0:
                 return
             self._guess = self._lookup.propose(self._num_draft_tokens, noise).token_ids
-            self._num_followed, self._rounds_left = 0, self._interval
+            self._num_followed, self._rounds_left = 0, WATCH_ROUNDS
         num_drafted = len(self._guess)
         if self._num_followed < num_drafted and self._guess[self._num_followed] == token_id:
             self._num_followed += 1
@@ -186,7 +182,4 @@ class LookupProbe:
                 return
         survival = tuple(float(depth < self._num_followed) for depth in range(num_drafted))
         self._guess = None
-        self._interval = min(2 * self._interval, WATCH_ROUNDS_MAX)
-        if self._num_followed > 0:
-            self._interval = WATCH_ROUNDS_MIN
         self._lengths.note_watched(self._num_draft_tokens, survival)

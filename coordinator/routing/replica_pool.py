@@ -125,7 +125,8 @@ class ReplicaPool:
         self.first: ReplicaDescription | None = None
         """What the replica ran that joined first of all: the others must go with it."""
         self._targets = targets
-        self._replicas: dict[str, ReplicaConnection] = {}
+        self.replicas: dict[str, ReplicaConnection] = {}
+        """Those that are known, by name, in the order in which they joined."""
         self._left = LinkBytes()
         """Of replicas that are known no more."""
         self.num_stale = 0
@@ -137,16 +138,6 @@ class ReplicaPool:
         """Set, and made anew, when one is there that was not."""
 
     @property
-    def names(self) -> list[str]:
-        """Of the replicas that are known, in the order in which they joined."""
-        return list(self._replicas)
-
-    @property
-    def replicas(self) -> Mapping[str, ReplicaConnection]:
-        """The replicas that are known, by name, as they are now; to be looked at."""
-        return dict(self._replicas)
-
-    @property
     def may_join(self) -> bool:
         """Whether it is known already what a replica must fit."""
         return self._targets is None or self._targets.first is not None
@@ -154,21 +145,21 @@ class ReplicaPool:
     @property
     def num_present(self) -> int:
         """Replicas that can be reached, as far as is known, and are not to be left."""
-        return sum(replica.is_open for replica in self._replicas.values())
+        return sum(replica.is_open for replica in self.replicas.values())
 
     @property
     def is_full(self) -> bool:
         """Whether all that are present have as many sessions as share a step of theirs."""
         return all(
             len(replica.routes) >= replica.description.max_num_seqs
-            for replica in self._replicas.values()
+            for replica in self.replicas.values()
             if replica.is_open
         )
 
     @property
     def num_bytes(self) -> LinkBytes:
         """To and from all replicas so far; may be read on any thread."""
-        found = [replica.link.num_bytes for replica in list(self._replicas.values())] + [self._left]
+        found = [replica.link.num_bytes for replica in list(self.replicas.values())] + [self._left]
         return LinkBytes(sum(one.sent for one in found), sum(one.received for one in found))
 
     def newest(self, weights: str = "") -> ReplicaDescription | None:
@@ -176,7 +167,7 @@ class ReplicaPool:
         where none is known. Only of those with these `weights` (`ReplicaDescription.weights`);
         empty = any."""
         replicas = [
-            replica for replica in self._replicas.values()
+            replica for replica in self.replicas.values()
             if weights in ("", replica.description.weights)
         ]  # fmt: skip
         found = [replica for replica in replicas if replica.is_open] or replicas
@@ -186,7 +177,7 @@ class ReplicaPool:
         """Takes a replica in, whose link is the pool's from now on. Raises `Unavailable` where it
         does not say what it runs, `Incompatible` where that does not fit; then it is not taken
         in."""
-        check(name not in self._replicas, f"{name} has joined already")
+        check(name not in self.replicas, f"{name} has joined already")
         try:
             description = await link.describe(DESCRIBE_TIMEOUT_S)
             self._check(description)
@@ -204,24 +195,24 @@ class ReplicaPool:
         errors = {name: error for name, error in zip(links, found, strict=True) if error}
         for name, error in errors.items():
             _log.warning("the %s %s cannot join: %s", self.role, name, error)
-        if errors and not self._replicas:
+        if errors and not self.replicas:
             raise next(iter(errors.values()))
 
     def admit(self, name: str, link: AnyLink, description: ReplicaDescription) -> None:
         """As `join`, for a replica of which it is known what it runs, and that it fits."""
         self.first = self.first or description
-        self._replicas[name] = ReplicaConnection(self, link, name, description)
+        self.replicas[name] = ReplicaConnection(self, link, name, description)
         self._tell_found()
 
     def retire(self, name: str) -> None:
         """A replica is to be left: it gets no more sessions, and those that it has move at the
         beginning of their next round, where there is another."""
-        if name in self._replicas:
-            self._replicas[name].leaving = True
+        if name in self.replicas:
+            self.replicas[name].leaving = True
 
     async def leave(self, name: str) -> None:
         """A replica is gone: its sessions hear that it is lost, and move."""
-        replica = self._replicas.pop(name, None)
+        replica = self.replicas.pop(name, None)
         if replica is not None:
             left, one = self._left, replica.link.num_bytes
             self._left = LinkBytes(left.sent + one.sent, left.received + one.received)
@@ -243,19 +234,19 @@ class ReplicaPool:
         text goes on as it would have, to the last token."""
         fitting = [
             replica
-            for replica in self._replicas.values()
+            for replica in self.replicas.values()
             if replica not in without and weights in ("", replica.description.weights)
         ]
         found = [replica for replica in fitting if replica.is_open]
         if not found and not without:
             found = fitting
         if preferred in (one.name for one in found):
-            return self._replicas[preferred]
+            return self.replicas[preferred]
         if numerics:
             found = [one for one in found if one.description.numerics == numerics] or found
         seats = min((one.description.max_num_seqs for one in found), default=0)
         name = choose(affinity, {one.name: len(one.routes) for one in found}, seats)
-        return None if name is None else self._replicas[name]
+        return None if name is None else self.replicas[name]
 
     async def watch(self) -> None:
         """Looks for replicas that are away, at once and then now and then, until it is cancelled;
@@ -267,7 +258,7 @@ class ReplicaPool:
             await asyncio.sleep(due - loop.time())
             self.lost.clear()
             due = loop.time() + PROBE_PERIOD_S
-            away = [replica for replica in self._replicas.values() if replica.away]
+            away = [replica for replica in self.replicas.values() if replica.away]
             await asyncio.gather(*(self._probe(replica) for replica in away))
             if any(replica.away for replica in away):
                 self.lost.set()
@@ -293,7 +284,7 @@ class ReplicaPool:
     async def healthy(self, timeout_s: float) -> bool:
         """Whether a replica answers, after no more than twice `timeout_s`: one that should is asked
         first, and where it does not all others at once."""
-        replicas = sorted(self._replicas.values(), key=lambda replica: not replica.is_open)
+        replicas = sorted(self.replicas.values(), key=lambda replica: not replica.is_open)
         for some in (replicas[:1], replicas[1:]):
             if any(await asyncio.gather(*(replica.answers(timeout_s) for replica in some))):
                 return True
@@ -301,12 +292,12 @@ class ReplicaPool:
 
     async def close(self) -> None:
         """Closes the links."""
-        await asyncio.gather(*(replica.link.close() for replica in self._replicas.values()))
+        await asyncio.gather(*(replica.link.close() for replica in self.replicas.values()))
 
     def check_integrity(self, sessions: set[str], *, every: bool = True) -> None:
         """Raises `InvariantError` unless these sessions, `every` one or some, and no others have a
         route, and to one replica."""
-        routed = [name for replica in self._replicas.values() for name in replica.routes]
+        routed = [name for replica in self.replicas.values() for name in replica.routes]
         check(len(routed) == len(set(routed)), "a session with two routes")
         check(set(routed) <= sessions, "a route without a session")
         check(not every or set(routed) == sessions, "a session without a route")
@@ -589,9 +580,10 @@ class SessionRoute(Generic[Item, Answer]):
             self._replica.miss()
 
     def reject(self) -> None:
-        """What the replica answers is wrong: a session that leaves it does not come back."""
+        """What the replica answers is wrong: it is left, and the session does not come back."""
         if self._replica is not None:
             self._rejected.append(self._replica)
+            self._leave()
 
     def move(self) -> bool:
         """Goes to another replica with the same weights that can be reached, and that was not
@@ -604,9 +596,7 @@ class SessionRoute(Generic[Item, Answer]):
             return False
         session_id = self.context.session.session_id
         _log.debug("session %s moves: %s, %s", session_id, self.replica, found.name)
-        if before is not None:
-            del before.routes[session_id]
-            self._left[before.name] = before
+        self._leave()
         self._num_moves += 1
         self._enter(found)
         self.cached_length = 0
@@ -617,12 +607,16 @@ class SessionRoute(Generic[Item, Answer]):
         """The session ends: all replicas that it has been with may forget it, and hear no more of
         this epoch."""
         session = self.context.session
-        if self._replica is not None:
-            self._left[self._replica.name] = self._replica
+        self._leave()
         for replica in self._left.values():
-            replica.routes.pop(session.session_id, None)
             replica.link.release(session.session_id, session.epoch)
-        self._replica, self._left = None, {}
+        self._left = {}
+
+    def _leave(self) -> None:
+        if self._replica is not None:
+            del self._replica.routes[self.context.session.session_id]
+            self._left[self._replica.name] = self._replica
+            self._replica = None
 
     def _enter(self, replica: ReplicaConnection | None) -> None:
         if replica is not None:

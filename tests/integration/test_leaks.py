@@ -186,7 +186,7 @@ def in_use(stack: Stack) -> dict[str, int]:
         "runs that end": len(stack.coordinator._sessions._ending),
     }
     for pool in (stack.coordinator.targets, stack.coordinator.drafts):
-        offices: Any = pool._replicas.values()
+        offices: Any = pool.replicas.values()
         found[f"mailboxes of the {pool.role}"] = sum(len(one.routes) for one in offices)
         for office in offices:
             for stream in office.link._streams.values():

@@ -367,7 +367,7 @@ class CoordinatorNode(Node):
         if self.service is None:
             return False
         pools = (self.service.targets, self.service.drafts)
-        return any(replica in pool._replicas and pool._replicas[replica].routes for pool in pools)
+        return any(replica in pool.replicas and pool.replicas[replica].routes for pool in pools)
 
     def knows(self, role: Role) -> set[str]:
         """The replicas of a role that it may use."""

@@ -52,7 +52,7 @@ async def test_a_draft_that_is_away_stops_nobody_who_hears_of_others() -> None:
     away = ScriptedLink()
     away.away_until = math.inf
     async with started(follows=True, draft=away) as service:
-        assert (service.targets.names, service.drafts.names) == (["t"], [])
+        assert (list(service.targets.replicas), list(service.drafts.replicas)) == (["t"], [])
     with pytest.raises(Unavailable, match="away"):
         async with started(follows=False, draft=away):
             pass

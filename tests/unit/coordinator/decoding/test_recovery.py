@@ -186,7 +186,7 @@ async def test_it_goes_on_with_the_same_weights_alone() -> None:
     said its name again."""
     async with opened() as made:
         broken = await left(made)
-        replica = made.service.targets._replicas["t"]
+        replica = made.service.targets.replicas["t"]
         replica.description = replace(replica.description, dtype="bfloat16")
         with pytest.raises(Incompatible, match="other weights"):
             await broken.goes_on(made)
@@ -200,18 +200,18 @@ async def test_a_session_begins_once_there_is_a_target_and_stays_with_its_weight
     """So it can be resumed, also where none was known when it was asked for."""
     async with opened() as made:
         targets = made.service.targets
-        replica = targets._replicas.pop("t")
+        replica = targets.replicas.pop("t")
         events = made.service.generate(SEEDED)
         first = asyncio.create_task(anext(events))
         await asyncio.sleep(1.0)
         assert not first.done()
-        targets._replicas["t"] = replica
+        targets.replicas["t"] = replica
         targets._tell_found()
         broken = Broken([await first])
         await drained(events)
         parameters = json.loads((await broken.record(made)).parameters)
         assert parameters["weights"] == replica.description.weights != ""
-        targets._replicas.clear()
+        targets.replicas.clear()
         with pytest.raises(Unavailable, match="no target is known"):
             await drained(made.service.generate(SEEDED))
 

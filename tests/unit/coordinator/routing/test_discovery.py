@@ -123,12 +123,12 @@ async def test_what_other_coordinators_run_is_known(world: World) -> None:
 async def test_who_is_announced_joins_at_its_address_and_stays(world: World) -> None:
     world.live("a")
     await asyncio.sleep(SOON_S)
-    assert world.pool.names == ["a"]
+    assert list(world.pool.replicas) == ["a"]
     world.live("b")
     await asyncio.sleep(SOON_S)
-    assert world.pool.names == ["a", "b"]
+    assert list(world.pool.replicas) == ["a", "b"]
     await asyncio.sleep(10 * LEASE_S)
-    assert world.pool.names == ["a", "b"]
+    assert list(world.pool.replicas) == ["a", "b"]
     assert world.addresses == ["a:1", "b:1"]
 
 
@@ -141,11 +141,11 @@ async def test_one_that_says_that_it_leaves_gets_no_more_sessions(world: World) 
     await world.registry.announce(record("a", leaving=True))
     await asyncio.sleep(SOON_S)
     assert world.pool.num_present == 0
-    assert world.pool.names == ["a"]
+    assert list(world.pool.replicas) == ["a"]
     await world.registry.withdraw("target", "a")
     world.links[0][1].away_until = math.inf
     await asyncio.sleep(LEASE_S + 2 * SOON_S)
-    assert world.pool.names == []
+    assert list(world.pool.replicas) == []
 
 
 @played
@@ -161,7 +161,7 @@ async def test_one_that_leaves_and_has_weights_of_its_own_joins_to_be_left(world
     known = world.prepared["b:1"].description.weights
     await world.registry.announce(record("c", leaving=True, weights=known))
     await asyncio.sleep(SOON_S)
-    assert world.pool.names == ["b", "a"]
+    assert list(world.pool.replicas) == ["b", "a"]
     assert world.pool.num_present == 1
     assert world.pool.newest(TOY.weights)
     found = world.pool.find(b"", TOY.weights)
@@ -176,9 +176,9 @@ async def test_silence_as_long_as_a_lease_takes_a_replica_out(world: World) -> N
     await asyncio.sleep(10 + SOON_S)
     world.die("a")  # Its last word was at 10, the registry's of it at 12.5.
     await asyncio.sleep(LEASE_S + 1.5)
-    assert world.pool.names == ["a", "b"]
+    assert list(world.pool.replicas) == ["a", "b"]
     await asyncio.sleep(1.5)
-    assert world.pool.names == ["b"]
+    assert list(world.pool.replicas) == ["b"]
     assert [link.is_closed for _, link in world.links] == [True, False]
 
 
@@ -189,10 +189,10 @@ async def test_one_that_only_the_registry_does_not_hear_stays(world: World) -> N
     await asyncio.sleep(SOON_S)
     world.fall_silent("a")
     await asyncio.sleep(5 * LEASE_S)
-    assert world.pool.names == ["a"]
+    assert list(world.pool.replicas) == ["a"]
     world.links[0][1].away_until = math.inf
     await asyncio.sleep(LEASE_S + SOON_S)
-    assert world.pool.names == []
+    assert list(world.pool.replicas) == []
 
 
 @played
@@ -206,9 +206,9 @@ async def test_one_whose_address_another_one_has_is_gone_though_that_one_answers
     world.live("b")
     world.says["b"] = replace(record("b"), address="a:1")
     await asyncio.sleep(2 * LEASE_S)
-    assert world.pool.names == ["b"]
+    assert list(world.pool.replicas) == ["b"]
     await asyncio.sleep(2 * LEASE_S)
-    assert world.pool.names == ["b"]
+    assert list(world.pool.replicas) == ["b"]
 
 
 @played
@@ -219,9 +219,9 @@ async def test_one_that_was_there_from_the_beginning_is_followed_too(world: Worl
     gone.away_until = math.inf
     world.live("a")
     await asyncio.sleep(LEASE_S)
-    assert world.pool.names == ["a", "b"]
+    assert list(world.pool.replicas) == ["a", "b"]
     await asyncio.sleep(2 * SOON_S)
-    assert world.pool.names == ["a"]
+    assert list(world.pool.replicas) == ["a"]
     assert world.links == []
 
 
@@ -234,10 +234,10 @@ async def test_one_that_cannot_join_is_asked_again_after_a_while(world: World) -
     world.prepared.clear()
     await asyncio.sleep(REFUSED_S - 0.2)
     assert world.addresses == ["a:1"]
-    assert world.pool.names == []
+    assert list(world.pool.replicas) == []
     await asyncio.sleep(SOON_S)
     assert world.addresses == ["a:1", "a:1"]
-    assert world.pool.names == ["a"]
+    assert list(world.pool.replicas) == ["a"]
 
 
 @played
@@ -264,10 +264,10 @@ async def test_a_registry_that_comes_back_empty_takes_nobody_out_at_once(world: 
     await asyncio.sleep(10 * LEASE_S)
     world.registry.failure = None
     await asyncio.sleep(LEASE_S - SOON_S)
-    assert world.pool.names == ["a", "b"]
+    assert list(world.pool.replicas) == ["a", "b"]
     world.live("b")
     await asyncio.sleep(3 * SOON_S)
-    assert world.pool.names == ["b"]
+    assert list(world.pool.replicas) == ["b"]
 
 
 @played
@@ -276,11 +276,11 @@ async def test_a_coordinator_begins_once_a_target_can_have_said_its_name(world: 
     loop = asyncio.get_running_loop()
     world.following.cancel()
     await world.fleet.begin()
-    assert (loop.time(), world.pool.names) == (pytest.approx(LEASE_S), [])
+    assert (loop.time(), list(world.pool.replicas)) == (pytest.approx(LEASE_S), [])
     loop.call_later(RENEWAL_S, world.live, "a")
     await world.fleet.begin()
     assert LEASE_S + RENEWAL_S <= loop.time() <= LEASE_S + RENEWAL_S + READ_PERIOD_S
-    assert world.pool.names == ["a"]
+    assert list(world.pool.replicas) == ["a"]
 
 
 @played
@@ -294,7 +294,7 @@ async def test_what_leaves_is_no_measure_for_what_comes(world: World) -> None:
     await world.registry.announce(record("a", leaving=True, weights=TOY.weights))
     await world.registry.announce(record("b", weights=new.weights))
     await world.fleet.begin()
-    assert (world.pool.names, world.pool.first) == (["b"], new)
+    assert (list(world.pool.replicas), world.pool.first) == (["b"], new)
 
 
 @played
@@ -308,7 +308,7 @@ async def test_a_coordinator_does_not_begin_without_a_draft_because_none_fits(
     misfit = replace(TOY, reads_features=True)
     world.prepared = {"d:1": described(misfit), "e:1": ScriptedLink()}
     await world.fleet.begin()
-    assert world.drafts.names == ["e"]
+    assert list(world.drafts.replicas) == ["e"]
     await world.drafts.leave("e")
     world.prepared["e:1"] = described(misfit)
     with pytest.raises(Incompatible, match="does not show"):

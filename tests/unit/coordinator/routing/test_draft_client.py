@@ -52,7 +52,7 @@ async def test_a_draft_reads_the_prompt_once() -> None:
     link = ScriptedLink(proposal, proposal)
     one = session()
     draft = draft_of(link, one=one)
-    draft.prefill(0, 3)
+    draft.prefill(3)
     one.decide((9,), Counters())
     drafted = await draft.propose(1, asked(3), NOISE)
     assert drafted.source != "fallback"
@@ -341,7 +341,7 @@ async def test_a_hit_waits_for_nothing_and_tells_the_draft_afterwards() -> None:
     link = ScriptedLink()
     one = session()
     draft = draft_of(link, one=one, config=replace(CONFIG, look_ahead=6))
-    draft.prefill(0, 3)
+    draft.prefill(3)
     link.on_answer(pushed(1, 4, (9,)))
     one.decide((9,), Counters())
     drafted = await draft.propose(1, asked(2), NOISE)
@@ -371,7 +371,7 @@ async def test_a_push_that_crosses_the_question_answers_it() -> None:
     link = ScriptedLink()
     one = session()
     draft = draft_of(link, one=one, config=replace(CONFIG, look_ahead=6))
-    draft.prefill(0, 3)
+    draft.prefill(3)
     one.decide((9,), Counters())
     loop = asyncio.get_running_loop()
     loop.call_later(0.1, link.on_answer, pushed(1, 4, (8,), tokens=(5, 5, 5)))
@@ -419,7 +419,7 @@ async def test_rounds_learn_from_the_k_that_a_proposal_was_drafted_for(
 
     link, one = ScriptedLink(None, answer), session()
     draft = draft_of(link, one=one, config=replace(CONFIG, look_ahead=look_ahead))
-    draft.prefill(0, 2)
+    draft.prefill(2)
     if pushes:
         link.on_answer(pushed(1, 4, (9,), tokens=(1, 2)))
     one.decide((9,), Counters())

@@ -201,7 +201,7 @@ async def test_a_target_that_is_taken_out_is_left_within_the_round() -> None:
     await asyncio.sleep(0.1)
     await pool.leave("r0")
     await verifying
-    assert pool.names == ["r1"]
+    assert list(pool.replicas) == ["r1"]
     assert target.cache_state.replica == "r1"
 
 
@@ -265,17 +265,17 @@ async def test_only_replicas_that_fit_join(
     away = {"a": described(away_until=1.0)}
     with pytest.raises(Unavailable, match="away"):
         await pool.join_all(away)
-    assert (pool.names, pool.first) == ([], None)
+    assert (list(pool.replicas), pool.first) == ([], None)
     links = {"a": described(away_until=1.0), "b": described(first), "c": described(other)}
     await pool.join_all(links)
-    assert (pool.names, pool.num_present) == (["b"], 1)
+    assert (list(pool.replicas), pool.num_present) == (["b"], 1)
     assert [link.is_closed for link in links.values()] == [True, False, True]
     with pytest.raises(Incompatible, match=reason):
         await pool.join("d", described(other))
     with pytest.raises(InvariantError, match="joined already"):
         await pool.join("b", described(first))
     await pool.join_all({"d": described(other)})  # There is one already.
-    assert pool.names == ["b"]
+    assert list(pool.replicas) == ["b"]
 
 
 async def test_sessions_are_shared_out_evenly_and_alike_ones_meet() -> None:
