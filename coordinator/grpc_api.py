@@ -102,11 +102,11 @@ class CoordinatorServicer:
         self, request: types_pb2.DescribeRequest, context: Context
     ) -> pb.CoordinatorDescription:
         """What is served, and how busy the coordinator is."""
-        model = self._service.model
+        served = self._service.served
         return pb.CoordinatorDescription(
-            model=model.name,
-            vocab_size=model.vocab_size,
-            max_model_len=model.max_model_len,
+            model=served.model,
+            vocab_size=served.vocab_size,
+            max_model_len=served.max_model_len,
             num_running=self._service.num_running,
         )
 

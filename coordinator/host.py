@@ -199,7 +199,7 @@ async def report_health(
     """Keeps the server's health true; stops both once nothing can be served any more."""
     serving = True
     while not service.failed:
-        healthy = await service.healthy() and not (http is not None and http.failed)
+        healthy = not (await service.trouble() or (http is not None and http.failed))
         if healthy != serving:
             _log.warning("the coordinator %s", "serves again" if healthy else "cannot serve")
             await server.set_serving(healthy)
@@ -226,7 +226,7 @@ def _record(service: CoordinatorService, name: str, address: str) -> ReplicaReco
         address=address,
         host=socket.gethostname(),
         pid=os.getpid(),
-        model=service.model.name,
+        model=service.served.model,
         load=service.num_running,
         figures=service.figures,
     )

@@ -22,7 +22,6 @@ from coordinator.requests.validation import (
     GenerationParameters,
     PromptEncoder,
     RequestDefaults,
-    ServedModel,
     check_fields,
     resolve,
 )
@@ -41,6 +40,7 @@ from outrider.errors import (
     Unavailable,
 )
 from outrider.limits import SEED_BITS
+from outrider.messages import ReplicaDescription
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import ROLES, Figures, Role
 from outrider.request import Event, GenerateRequest, ResumeRequest
@@ -125,7 +125,7 @@ class CoordinatorService:
         self._commit_task: asyncio.Task[None] | None = None
         self._num_admitted = 0
         self._watching: list[asyncio.Task[None]] = []
-        self._model: ServedModel | None = None
+        self._served: ReplicaDescription | None = None
         self._lengths: LengthControls | None = None
         self._meter = RoundMeter()
         self._observation = observation
@@ -156,12 +156,7 @@ class CoordinatorService:
                 target, self.drafts.first, config.run_ahead_rounds,
                 delays=config.drafting_delays, watches=self._looks_up,
             )  # fmt: skip
-        self._model = ServedModel(
-            name=config.served_model_name or target.model,
-            vocab_size=target.vocab_size,
-            max_model_len=target.max_model_len,
-            eos_token_ids=target.eos_token_ids,
-        )
+        self._served = replace(target, model=config.served_model_name or target.model)
         self._commit_task = asyncio.create_task(self._committer.run())
         watching = [self.targets.watch(), self.drafts.watch()]
         if self._follows:
@@ -171,15 +166,13 @@ class CoordinatorService:
         self._watching = [asyncio.create_task(one) for one in watching]
 
     @property
-    def model(self) -> ServedModel:
-        """What is served, as long as the newest target takes it. Raises `Unavailable` before
-        `start`."""
-        if self._model is None:
+    def served(self) -> ReplicaDescription:
+        """The first target, under the name that its model is served by, and as long as the newest
+        target takes it. Raises `Unavailable` before `start`."""
+        if self._served is None:
             raise Unavailable("the coordinator is starting")
-        newest = self.targets.newest()
-        if newest is None:
-            return self._model
-        return replace(self._model, max_model_len=newest.max_model_len)
+        newest = self.targets.newest() or self._served
+        return replace(self._served, max_model_len=newest.max_model_len)
 
     @property
     def num_running(self) -> int:
@@ -203,13 +196,13 @@ class CoordinatorService:
         token), `Unavailable`, and what the session's store ended it with (`StaleEpoch`,
         `DataLoss`). `traceparent` is the caller's, if it has one."""
         arrived = asyncio.get_running_loop().time()
-        served = "" if self._model is None else self._model.name
+        served = "" if self._served is None else self._served.model
         observer = self._observation.begin(request, served, traceparent)
         with _observing(observer), self._admitted():
             self._check(request)
             run = await self._open(request, tenant, arrived, observer)
             with self._serving(run, resumable):
-                yield run.started(self.model.name)
+                yield run.started(self.served.model)
                 while events := await run.next_events():
                     for event in events:
                         yield event
@@ -279,10 +272,10 @@ class CoordinatorService:
                     record, lambda: replay(record, parameters, completion, request)
                 )
                 taking_over.close()  # A client may read as slowly as it likes.
-                for event in told_again(record, self.model.name, replayed):
+                for event in told_again(record, self.served.model, replayed):
                     yield event
                 return
-            observer = self._observation.begin(parameters, self.model.name, traceparent)
+            observer = self._observation.begin(parameters, self.served.model, traceparent)
             with _observing(observer):
                 try:
                     session, replayed = await self._sessions.replay(
@@ -299,7 +292,7 @@ class CoordinatorService:
                     raise
                 taking_over.close()
                 with self._serving(run):
-                    yield run.started(self.model.name)
+                    yield run.started(self.served.model)
                     while events := await run.next_events():
                         for event in events:
                             yield event
@@ -351,10 +344,6 @@ class CoordinatorService:
         for task in self._watching:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
-
-    async def healthy(self) -> bool:
-        """Whether a request that comes now can make progress."""
-        return not await self.trouble()
 
     async def trouble(self) -> str:
         """Why a request that comes now cannot make progress; empty where commits go on, and the
@@ -433,13 +422,13 @@ class CoordinatorService:
 
     def _check(self, request: GenerateRequest) -> None:
         self._check_open()
-        if request.model not in ("", self.model.name):
+        if request.model not in ("", self.served.model):
             raise NotFound(
-                f"model {request.model!r} does not exist; this server serves {self.model.name!r}"
+                f"model {request.model!r} does not exist; this server serves {self.served.model!r}"
             )
         if request.stop and self.text is None:
             raise BadRequest("stop", "the model has no tokenizer, so there is no text to stop at")
-        check_fields(request, self.model)
+        check_fields(request, self.served)
 
     def _check_open(self) -> None:
         if self._committer.closing:
@@ -448,14 +437,14 @@ class CoordinatorService:
             raise Overloaded(f"{self._config.max_sessions} sessions run already; try again later")
 
     async def _resolve(self, request: GenerateRequest, tenant: str) -> GenerationParameters:
-        field, prompt_ids = await self._prompts.encode(request.prompt, self.model.max_model_len)
+        field, prompt_ids = await self._prompts.encode(request.prompt, self.served.max_model_len)
         if request.constraint is not None:
-            ends = self.model.eos_token_ids
+            ends = self.served.eos_token_ids
             await self._prompts.check_constraint(request.constraint, ends, tenant)
         # Of a session that begins without a target nobody could say with whose weights it goes on.
         target = await self.targets.wait_for_one(self._config.target_gone_ms / 1e3)
         parameters = resolve(
-            request, field, prompt_ids, self.model, self.defaults, self._random_seed()
+            request, field, prompt_ids, self.served, self.defaults, self._random_seed()
         )
         return replace(parameters, weights=target.weights)
 
@@ -476,7 +465,7 @@ class CoordinatorService:
                 draft,
                 committer=self._committer,
                 lengths=self._length_policy(context, drafts=draft is not None),
-                length_max=(self.targets.newest(parameters.weights) or self.model).max_model_len,
+                length_max=(self.targets.newest(parameters.weights) or self.served).max_model_len,
                 meter=self._meter,
                 arrived=arrived,
                 reads_beside=not self._config.drafting_delays,
@@ -491,7 +480,7 @@ class CoordinatorService:
         return Completion(
             max_tokens=parameters.max_tokens,
             stop=parameters.stop,
-            eos_token_ids=() if parameters.ignore_eos else self.model.eos_token_ids,
+            eos_token_ids=() if parameters.ignore_eos else self.served.eos_token_ids,
             text_stream=None if self.text is None else self.text.stream(),
         )
 

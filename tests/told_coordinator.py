@@ -7,9 +7,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from types import SimpleNamespace
 
-from coordinator.requests.validation import RequestDefaults, ServedModel
+from coordinator.requests.validation import RequestDefaults
 from outrider.api_keys import Caller
 from outrider.errors import Overloaded, StoreUnavailable
+from outrider.messages import ReplicaDescription
 from outrider.registry.registry import NO_FIGURES
 from outrider.request import Event, Finished, GenerateRequest, Metrics, Started, Tokens, Usage
 from outrider.sessions.store import FinishReason
@@ -26,7 +27,7 @@ class ToldCoordinator:
 
     text = None
     defaults = RequestDefaults(num_draft_tokens=4, deadline_ms=1000)
-    model = ServedModel("m", 100, 64, ())
+    served = ReplicaDescription("m", "", "", 100, "float32", 64, (), 1)
     fleet = SimpleNamespace(replicas=lambda *_: [], heard_ms_ago=None)
     num_running, figures = 0, NO_FIGURES
 

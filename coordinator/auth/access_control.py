@@ -135,8 +135,6 @@ class AccessControl:
         self._store = slots
         self._held: dict[str, Counter[str]] = defaultdict(Counter)
         """Slots by caller's name; one twice where a session is resumed beside its old stream."""
-        self._free: dict[str, set[str]] = defaultdict(set)
-        """Such as the store still has."""
         self._empty_until: dict[Caller, float] = {}
         """Buckets that the store has called empty, by the event loop's clock."""
         self._work: set[asyncio.Task[None]] = set()
@@ -210,8 +208,7 @@ class AccessControl:
                 self._empty_until[caller] = asked + error.retry_after_ms / 1e3
             elif not isinstance(error, Overloaded) and not resumes:
                 # Perhaps they are taken, and nobody else knows them.
-                self._free[caller.name].update(names)
-                self._in_background(caller)
+                self._in_background(caller, names)
             raise
         self._hold(caller, names)
 
@@ -220,31 +217,29 @@ class AccessControl:
     ) -> asyncio.Task[None]:
         """Frees slots, and holds others in their place, as soon as the store has heard of it."""
         held = self._held[caller.name]
-        for name in old:
-            held[name] -= 1
-            if held[name] <= 0:
-                del held[name]
-                self._free[caller.name].add(name)
+        held.subtract(old)
+        freed = [name for name in old if held[name] <= 0]
+        for name in freed:
+            held.pop(name, None)
         self._hold(caller, new)
         if not held:
             del self._held[caller.name]
-        return self._in_background(caller)
+        return self._in_background(caller, freed)
 
     async def close(self) -> None:
         """Frees what is held, as far as the store answers, and closes it."""
         if self._renewing is not None:
             self._renewing.cancel()
             await asyncio.gather(self._renewing, return_exceptions=True)
-        for name, slots in self._held.items():
-            self._free[name].update(slots)
+        freed = dict(self._held)
         self._held.clear()
         await asyncio.gather(*self._work, return_exceptions=True)
-        await self._tell(list(self._free))
+        await self._tell(freed)
         if self._store is not None:
             await self._store.close()
 
-    def _in_background(self, caller: Caller) -> asyncio.Task[None]:
-        task = asyncio.create_task(self._tell([caller.name]))
+    def _in_background(self, caller: Caller, freed: Collection[str]) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._tell({caller.name: freed}))
         self._work.add(task)
         task.add_done_callback(self._work.discard)
         return task
@@ -253,19 +248,22 @@ class AccessControl:
         if not names:
             return
         self._held[caller.name].update(names)
-        self._free[caller.name].difference_update(names)
         if self._renewing is None or self._renewing.done():
             self._renewing = asyncio.create_task(self._renew())
 
     async def _renew(self) -> None:
         while self._held:
             await asyncio.sleep(SLOT_RENEWAL_MS / 1e3)
-            await self._tell([*self._held])
+            await self._tell(dict.fromkeys(self._held, ()))
 
-    async def _tell(self, names: Collection[str]) -> None:
-        slots = {name: ([*self._held.get(name, ())], [*self._free.pop(name, ())]) for name in names}
-        told = {name: both for name, both in slots.items() if any(both)}
-        if not told or self._store is None:
+    async def _tell(self, freed: Mapping[str, Collection[str]]) -> None:
+        """Renews the slots of these callers, and frees some that were theirs, unless they are held
+        again by now."""
+        told = {}
+        for name, slots in freed.items():
+            held = [*self._held.get(name, ())]
+            told[name] = held, [one for one in slots if one not in held]
+        if self._store is None:
             return
         try:
             await self._store.keep(told)

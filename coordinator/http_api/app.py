@@ -419,13 +419,13 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics |
 
     def model_body() -> dict[str, Any]:
         return {
-            "id": service.model.name,
+            "id": service.served.model,
             "object": "model",
             "created": created,
             "owned_by": "outrider",
-            "root": service.model.name,
+            "root": service.served.model,
             "parent": None,
-            "max_model_len": service.model.max_model_len,
+            "max_model_len": service.served.max_model_len,
         }
 
     @app.get("/v1/models")
@@ -436,9 +436,9 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics |
     @app.get("/v1/models/{name:path}")
     async def get_model(name: str) -> Response:
         """The same by its name."""
-        if name != service.model.name:
+        if name != service.served.model:
             raise NotFound(
-                f"model {name[:256]!r} does not exist; this server serves {service.model.name!r}"
+                f"model {name[:256]!r} does not exist; this server serves {service.served.model!r}"
             )
         return json_response(model_body())
 
@@ -474,5 +474,5 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics |
     async def tell_fleet() -> Fleet:
         """The replicas, as this coordinator knows them."""
         fleet = service.fleet
-        seen = fleet.replicas(service.model.name, service.num_running, service.figures)
+        seen = fleet.replicas(service.served.model, service.num_running, service.figures)
         return Fleet(replicas=list(seen), heard_ms_ago=fleet.heard_ms_ago)

@@ -11,7 +11,7 @@ import json
 import logging
 import signal
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -49,45 +49,31 @@ class FairQueue:
     turns; within a tenant the first comes first."""
 
     def __init__(self) -> None:
-        self._num_free = COMPILE_THREADS
-        self._waiting: dict[str, list[asyncio.Future[None]]] = {}
-        """By tenant; the one whose turn is longest ago comes first."""
+        self._places = asyncio.Semaphore(COMPILE_THREADS)
+        """First come, first served: of each tenant one waits here, the others for their turn."""
+        self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._num_waiting: Counter[str] = Counter()
 
     async def take(self, tenant: str) -> None:
         """Waits for a place, which the tenant holds until it is given back. Raises `Overloaded`
         where too many wait already."""
-        if self._num_free:
-            self._num_free -= 1
-            return
-        if len(self._waiting.get(tenant, ())) >= COMPILATIONS_PER_TENANT_MAX:
+        if self._num_waiting[tenant] >= COMPILATIONS_PER_TENANT_MAX:
             most = f"{COMPILATIONS_PER_TENANT_MAX} constraints of yours"
             raise Overloaded(f"{most} wait already; try again later")
-        if sum(map(len, self._waiting.values())) >= COMPILATIONS_MAX:
+        if self._num_waiting.total() >= COMPILATIONS_MAX:
             raise Overloaded(f"{COMPILATIONS_MAX} constraints wait already; try again later")
-        future = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, []).append(future)
+        self._num_waiting[tenant] += 1
         try:
-            await future
-        except asyncio.CancelledError:
-            if not future.cancelled():  # It was given a place just now.
-                self.give_back()
-            elif future in (own := self._waiting.get(tenant, [])):
-                own.remove(future)
-                if not own:
-                    del self._waiting[tenant]
-            raise
+            async with self._turns[tenant]:
+                await self._places.acquire()
+        finally:
+            self._num_waiting[tenant] -= 1
+            if not self._num_waiting[tenant]:
+                del self._num_waiting[tenant], self._turns[tenant]
 
     def give_back(self) -> None:
         """The place goes to the next that waits for one."""
-        self._num_free += 1
-        while self._num_free and self._waiting:
-            tenant = next(iter(self._waiting))
-            future, *own = self._waiting.pop(tenant)
-            if own:
-                self._waiting[tenant] = own
-            if not future.done():
-                self._num_free -= 1
-                future.set_result(None)
+        self._places.release()
 
 
 class ConstraintChecks:

@@ -15,6 +15,7 @@ from coordinator.requests.grammar_check import ConstraintChecks
 from outrider import limits
 from outrider.errors import NO_TOKENIZER, BadRequest, DataLoss
 from outrider.grammar.constraint import Constraint
+from outrider.messages import ReplicaDescription
 from outrider.request import ChatMessage, GenerateRequest, Prompt
 from outrider.shared_calls import SharedCalls
 from outrider.speculation.sampling_params import Rule, check_sampling
@@ -62,16 +63,6 @@ def _adapter() -> TypeAdapter[GenerationParameters]:
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
-    """What the limits of a request depend on."""
-
-    name: str
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class RequestDefaults:
     """What a coordinator fills in where a request is silent."""
 
@@ -81,7 +72,7 @@ class RequestDefaults:
     """Of a request at a temperature that names neither rule nor seed."""
 
 
-def check_fields(request: GenerateRequest, model: ServedModel) -> None:
+def check_fields(request: GenerateRequest, model: ReplicaDescription) -> None:
     """Checks every field that can be checked without tokenizing the prompt. Raises `BadRequest`
     for the first one that is out of its limits (`outrider.limits`)."""
     check_sampling(request.sampling, vocab_size=model.vocab_size)
@@ -107,7 +98,7 @@ def resolve(
     request: GenerateRequest,
     prompt_field: str,
     prompt_ids: tuple[int, ...],
-    model: ServedModel,
+    model: ReplicaDescription,
     defaults: RequestDefaults,
     random_seed: int,
 ) -> GenerationParameters:
@@ -138,7 +129,7 @@ def resolve(
     return GenerationParameters(**known)
 
 
-def check_prompt_ids(prompt_ids: tuple[int, ...], field: str, model: ServedModel) -> None:
+def check_prompt_ids(prompt_ids: tuple[int, ...], field: str, model: ReplicaDescription) -> None:
     """Raises `BadRequest` for an empty or overlong prompt, or an id outside the vocabulary."""
     if not prompt_ids:
         raise BadRequest(field, "the prompt is empty; at least one token is needed")

@@ -113,7 +113,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
                     return _checked(answer, proposal)
                 if isinstance(answer, Resync):
                     self.resync(answer)
-                elif _is_about_q(answer):
+                elif _is_about_q(refused := error_from_code(answer.code, answer.message)):
                     readable = self._readable(proposal)
                     ask = proposal != readable  # Else the answer is about what was sent before ...
                     num_refusals = 0 if ask else num_refusals + 1
@@ -128,7 +128,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
                     proposal = readable
                     continue
                 else:
-                    await self._take_refusal(_error_of(answer), num_retries)
+                    await self._take_refusal(_refusal(answer, refused), num_retries)
                     num_retries += 1
             number, ask = self.begin(round_index), True
 
@@ -182,20 +182,18 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         await asyncio.sleep(self._rest_s(num_retries))
 
 
-def _error_of(answer: Refused) -> OutriderError:
+def _refusal(answer: Refused, error: OutriderError) -> OutriderError:
     if answer.code == CANCELLED_CODE:
         # Nobody ends a round that is asked for, but a store that has lost that an epoch was
         # given gives it a second time.
         return DataLoss(f"the target has seen the session's epoch end: {answer.message}")
-    error = error_from_code(answer.code, answer.message)
     if isinstance(error, BadRequest):
         # The user's fields were checked before: what is wrong with a message is our doing.
         return InvariantError(f"the target refuses a message: {error.message}")
     return error
 
 
-def _is_about_q(answer: Refused) -> bool:
-    error = error_from_code(answer.code, answer.message)
+def _is_about_q(error: OutriderError) -> bool:
     return isinstance(error, BadRequest) and error.field == "proposal.q"
 
 

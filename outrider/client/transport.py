@@ -385,12 +385,12 @@ class InProcessTransport(Transport):
                     found = await service.session(session_id_from_wire(session_id), self._tenant)
                     return from_proto(session_to_proto(found), SessionView)
                 case "describe":
-                    model, num_running = service.model, service.num_running
+                    served, num_running = service.served, service.num_running
                     return CoordinatorDescription(
-                        model.name, model.vocab_size, model.max_model_len, num_running
+                        served.model, served.vocab_size, served.max_model_len, num_running
                     )
                 case _:
-                    return await service.healthy()
+                    return not await service.trouble()
 
     async def close(self) -> None:
         """Cancels what runs on this transport; the service goes on."""

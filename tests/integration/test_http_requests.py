@@ -341,20 +341,3 @@ async def test_events_are_those_of_grpc(
     assert sum(len(one["proposed_token_ids"]) for one in rounds) == metrics["num_draft_tokens"]
     accepted = sum(one["num_accepted"] for one in rounds)
     assert 0 < accepted == metrics["num_accepted_draft_tokens"] < metrics["num_draft_tokens"]
-
-
-async def test_the_fleet(erring: Stack, http: httpx.AsyncClient) -> None:
-    """Without a registry: this coordinator and its replicas, and how many sessions each has."""
-    told = (await http.get("/api/fleet")).json()
-    assert told["heard_ms_ago"] is None
-    seen = [(one["role"], one["name"], one["state"], one["load"]) for one in told["replicas"]]
-    assert seen == [
-        ("coordinator", "coordinator-under-test", "serving", 0),
-        ("target", "t", "serving", 0),
-        ("draft", "d", "serving", 0),
-    ]
-    assert [one["here"] for one in told["replicas"]] == [True, False, False]
-    assert told["replicas"][1]["model"] == "emulated"
-    erring.coordinator.drafts.retire("d")
-    told = (await http.get("/api/fleet")).json()
-    assert told["replicas"][2]["state"] == "leaving"

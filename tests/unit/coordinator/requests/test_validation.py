@@ -11,7 +11,6 @@ from coordinator.requests.validation import (
     GenerationParameters,
     PromptEncoder,
     RequestDefaults,
-    ServedModel,
     check_fields,
     check_roles,
     resolve,
@@ -19,10 +18,11 @@ from coordinator.requests.validation import (
 from outrider import limits
 from outrider.errors import BadRequest, DataLoss
 from outrider.grammar.constraint import Constraint
+from outrider.messages import ReplicaDescription
 from outrider.request import ChatMessage, GenerateRequest
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
-MODEL = ServedModel("toy", vocab_size=100, max_model_len=50, eos_token_ids=())
+MODEL = ReplicaDescription("toy", "", "", 100, "float32", 50, (), 8)
 PROMPT = tuple(range(10))
 
 
@@ -30,7 +30,7 @@ DEFAULTS = RequestDefaults(num_draft_tokens=5, deadline_ms=60_000)
 
 
 def checked(
-    prompt: tuple[int, ...] = PROMPT, model: ServedModel = MODEL, **fields: Any
+    prompt: tuple[int, ...] = PROMPT, model: ReplicaDescription = MODEL, **fields: Any
 ) -> GenerationParameters:
     request = GenerateRequest(prompt=prompt, **fields)
     check_fields(request, model)
