@@ -328,12 +328,6 @@ def canned_proposal(size: int) -> SealedProposal:
     return SealedProposal.of(Proposal(token_ids[:size], (q,) * size))
 
 
-@cache
-def canned_verdict(size: int) -> Verdict:
-    """Likewise."""
-    return Verdict((ACCEPT_PROBABILITY,) * size, (CANNED.vocab_size - 1,) * (size + 1))
-
-
 def propose(item: DraftItem) -> ProposalReply:
     """A draft whose proposals are ready."""
     length, size = item.head.committed_length, item.num_draft_tokens
@@ -343,7 +337,8 @@ def propose(item: DraftItem) -> ProposalReply:
 def verify(item: VerifyItem) -> VerdictReply:
     """A target whose verdicts are ready."""
     size = len(item.proposal)
-    return VerdictReply(item.head.key, canned_verdict(size), item.head.committed_length + size)
+    verdict = Verdict((ACCEPT_PROBABILITY,) * size, (CANNED.vocab_size - 1,) * (size + 1))
+    return VerdictReply(item.head.key, verdict, item.head.committed_length + size)
 
 
 @asynccontextmanager

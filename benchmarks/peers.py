@@ -179,19 +179,19 @@ def level_of(temperature: float, concurrency: int, results: Mapping[str, SideRes
         }
 
     sides = {name: figures(found) for name, found in results.items()}
-    theirs = {name: one for name, one in sides.items() if not name.startswith("outrider ")}
-    plain = {name: one for name, one in theirs.items() if name.endswith(f" {PLAIN}")}
+    names = [name for name in sides if not name.startswith("outrider ")]
+    plain = [name for name in names if name.endswith(f" {PLAIN}")]
 
-    def ratio(side: str, key: str, others: Mapping[str, Any], best: Any) -> float | None:
-        known = [one[key] for one in others.values() if one[key]]
+    def ratio(side: str, key: str, others: Sequence[str], best: Any) -> float | None:
+        known = [sides[name][key] for name in others if sides[name][key]]
         return sides[side][key] / best(known) if known and sides[side][key] else None
 
     return {
         "temperature": temperature,
         "concurrency": concurrency,
         "plain_ratio": ratio(OURS_PLAIN, "tokens_per_second", plain, max),
-        "speculative_ratio": ratio(OURS_SPECULATIVE, "tokens_per_second", theirs, max),
-        "first_token_ratio": ratio(OURS_PLAIN, "time_to_first_token_ms", theirs, min),
+        "speculative_ratio": ratio(OURS_SPECULATIVE, "tokens_per_second", names, max),
+        "first_token_ratio": ratio(OURS_PLAIN, "time_to_first_token_ms", names, min),
         "sides": sides,
     }
 

@@ -104,9 +104,7 @@ class SuffixDrafter(LookupDrafter):
         """`seeds_max`: seeds of which it remembers who had them first."""
         super().__init__(_SessionText)
         self._config = config or SuffixConfig()
-        self._history = History(
-            MATCH_IN_HISTORY_MIN, self._config.tokens_per_tenant, self._config.tokens_total
-        )
+        self._history = History(self._config.tokens_per_tenant, self._config.tokens_total)
         self._seeds_max = seeds_max
         self._first_of_seed: OrderedDict[tuple[str, int], str | None] = OrderedDict()
         """Tenant and seed, the oldest first -> its first session; None once that has ended."""
@@ -195,8 +193,8 @@ END = -1
 
 
 class _TenantHistory(TextIndex):
-    def __init__(self, gram_length: int) -> None:
-        super().__init__(gram_length)
+    def __init__(self) -> None:
+        super().__init__(MATCH_IN_HISTORY_MIN)
         self.lengths: OrderedDict[int, int] = OrderedDict()
         """Of each output, its `END` included, by its seed; the oldest first."""
 
@@ -207,8 +205,7 @@ class History:
     Adding an output costs O(1) for each of its tokens, and for each that makes room for it.
     """
 
-    def __init__(self, gram_length: int, tokens_per_tenant: int, tokens_total: int) -> None:
-        self._gram_length = gram_length
+    def __init__(self, tokens_per_tenant: int, tokens_total: int) -> None:
         self._tokens_per_tenant = min(tokens_per_tenant, tokens_total)
         self._tokens_total = tokens_total
         self._tenants: OrderedDict[str, _TenantHistory] = OrderedDict()
@@ -231,7 +228,7 @@ class History:
         if room < 1:
             return
         added = [*token_ids[-room:], END]
-        history = self._tenants.setdefault(tenant, _TenantHistory(self._gram_length))
+        history = self._tenants.setdefault(tenant, _TenantHistory())
         self._tenants.move_to_end(tenant)
         check(seed not in history.lengths, f"tenant {tenant!r} has an output of seed {seed}")
         history.extend(added)

@@ -175,7 +175,7 @@ def test_a_history_holds_the_latest_answers_within_its_bounds(
 ) -> None:
     """Of each tenant an end of what it was answered; nothing of a gram that was cut off is found,
     and everything of those that were not."""
-    history = History(2, per_tenant, total)
+    history = History(per_tenant, total)
     everything: dict[str, list[int]] = {}
     for seed, (tenant, token_ids) in enumerate(added):
         history.add(tenant, seed, token_ids)
