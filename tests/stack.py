@@ -26,9 +26,10 @@ from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.interface import Engine, ModelInfo
 from outrider.grammar.compiler import Grammars
 from outrider.registry.redis_registry import RedisRegistry
-from outrider.replica.scheduler import StepExecutor, ThreadExecutor
+from outrider.replica.executors import StepExecutor, ThreadExecutor
 from outrider.replica.service import describe_model
 from outrider.sessions.embedded import EmbeddedRedis
+from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_store import RedisStore
 from outrider.telemetry.observer import UNOBSERVED, Observation
 from outrider.telemetry.step_spans import ObservedSteps
@@ -155,7 +156,7 @@ async def running_stack(
                 service.observe(observer)
         target_server = await _serve(stack, ReplicaServicer(target, VERIFY).grpc_service)
         draft_server = await _serve(stack, ReplicaServicer(draft, DRAFT).grpc_service)
-        store = await RedisStore.connect(redis.url)
+        store = await RedisStore.connect(RedisAddress(url=redis.url))
         vars(store).update(lifetimes or {})
         settings["look_ahead"] = 0 if draft_siblings else look_ahead
         coordinator = CoordinatorService(

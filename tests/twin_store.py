@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from outrider.errors import OutriderError
+from outrider.errors import DataLoss, InvariantError, OutriderError, StaleEpoch, Unavailable
 from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.store import (
     Append,
@@ -15,12 +15,8 @@ from outrider.sessions.store import (
     SessionRecord,
     SessionStore,
     contended,
-    leased,
-    missing,
     not_found,
     released,
-    stale,
-    taken,
     verified,
 )
 
@@ -72,7 +68,7 @@ class TwinStore(SessionStore):
         if kept is not None:
             old = kept.record
             if _request(old) != _request(session):
-                raise taken(session.session_id)
+                raise InvariantError(f"another session has the id {session.session_id}")
             return
         expires_ms = self._now_ms() + self.session_ttl_ms
         self._sessions[session.session_id] = StoredSession(session, expires_ms)
@@ -117,7 +113,7 @@ class TwinStore(SessionStore):
             left_ms = ends_ms - self._now_ms()
             if left_ms > 0:
                 wanted.add(session_id)
-                raise leased(session_id, int(left_ms))
+                raise Unavailable("has an owner", retry_after_ms=max(int(left_ms), 1))
         on_sent()
         kept = self._find(session_id)
         if kept is None:
@@ -168,10 +164,10 @@ class TwinStore(SessionStore):
         again under a higher epoch, if the write `reopens` it. Raises `StaleEpoch`, `DataLoss`."""
         kept = self._find(session_id)
         if kept is None:
-            raise missing(session_id)
+            raise DataLoss(f"session {session_id} is not stored any more")
         record = kept.record
         if is_stale(epoch, owner, record):
-            raise stale(session_id, epoch, record.epoch)
+            raise StaleEpoch(f"session {session_id} is at epoch {record.epoch}")
         is_raised = epoch > record.epoch and (reopens or record.finish_reason is None)
         return _raised(kept, epoch, owner) if is_raised else kept
 

@@ -102,7 +102,7 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """What `RedisStore.connect` takes; never changes."""
+        """That of its `RedisAddress`; never changes."""
         return f"unix://{self._socket}"
 
     @property

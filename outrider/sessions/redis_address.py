@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
-from collections.abc import Mapping
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
@@ -96,12 +95,9 @@ def without_password(address: RedisAddress) -> tuple[RedisAddress, Passwords]:
     ), Passwords(password, address.sentinel_password)  # fmt: skip
 
 
-def with_password(
-    address: RedisAddress, environment: Mapping[str, str] | None = None, *, by_ray: bool = True
-) -> RedisAddress:
+def with_password(address: RedisAddress, *, by_ray: bool = True) -> RedisAddress:
     """The address as this process connects to it, which Ray has started (`by_ray`) or a user.
     Raises `SettingError` where a password is not to be had on this machine."""
-    environment = os.environ if environment is None else environment
     changed: dict[str, Any] = {}
     for kind, variable in (("password", VARIABLE), ("sentinel_password", SENTINEL_VARIABLE)):
         file, key = getattr(address, f"{kind}_file"), f"redis_{kind}"
@@ -112,12 +108,12 @@ def with_password(
             key = "redis_password_file" if kind == "password" else key
             changed[kind] = read_password(Path(file), key)
         else:
-            changed[kind] = _read_variable(key, variable, environment, by_ray)
+            changed[kind] = _read_variable(key, variable, by_ray)
     return replace(address, **changed)
 
 
-def _read_variable(key: str, variable: str, environment: Mapping[str, str], by_ray: bool) -> str:
-    password = environment.get(variable, "")
+def _read_variable(key: str, variable: str, by_ray: bool) -> str:
+    password = os.environ.get(variable, "")
     if not password:
         advice = f"; set {variable} for this command"
         if by_ray:

@@ -27,12 +27,20 @@ import asyncio
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Self
 
 import redis.asyncio
 from pydantic import TypeAdapter
 
-from outrider.errors import DataLoss, InvariantError, OutriderError, StoreUnavailable
+from outrider.errors import (
+    DataLoss,
+    InvariantError,
+    OutriderError,
+    StaleEpoch,
+    StoreUnavailable,
+    Unavailable,
+)
 from outrider.limits import (
     FINISHED_TTL_S,
     LOAD_TRIES_MAX,
@@ -54,12 +62,8 @@ from outrider.sessions.store import (
     SessionRecord,
     SessionStore,
     contended,
-    leased,
-    missing,
     not_found,
     released,
-    stale,
-    taken,
     verified,
 )
 from outrider.speculation.sampling_params import Rule
@@ -98,20 +102,12 @@ class RedisStore(SessionStore):
         """Decodes long records and hashes their tokens."""
 
     @classmethod
-    async def connect(
-        cls,
-        server: RedisAddress | str,
-        *,
-        wait_replicas: int = 0,
-        **parts: Any,
-    ) -> Self:
-        """Connects and makes sure that the server can keep sessions. With a URL alone, `parts` are
-        other fields of its address.
+    async def connect(cls, address: RedisAddress, *, wait_replicas: int = 0) -> Self:
+        """Connects and makes sure that the server can keep sessions.
 
         With `wait_replicas` a change counts, and what is read is given, only once so many replicas
         have it; where they do not within `REDIS_WAIT_MS`, the method raises `StoreUnavailable`.
         Renewed leases do not wait. Raises `ConfigError`, in one line, with the password masked."""
-        address = RedisAddress(url=server, **parts) if isinstance(server, str) else server
         client = new_client(address)
         try:
             await check_server(client, address.url)
@@ -132,7 +128,7 @@ class RedisStore(SessionStore):
             "opened", _OPENED.dump_json(opened), *_progress(session),
         )  # fmt: skip
         if answer == 0:
-            raise taken(session.session_id)
+            raise InvariantError(f"another session has the id {session.session_id}")
 
     async def append(self, appends: Sequence[Append]) -> list[int | OutriderError]:
         calls: list[Call] = [
@@ -170,7 +166,10 @@ class RedisStore(SessionStore):
             asked = (self._lease(seen.owner), (session_id, self.lease_ms))
             left_ms = await self._scripts.run(_READ_LEASE, asked)
             if left_ms >= 0:
-                raise leased(session_id, left_ms)
+                raise Unavailable(
+                    f"session {session_id} has an owner for another {left_ms} ms; try again then",
+                    retry_after_ms=max(left_ms, 1),
+                )
         on_sent()
         ttl_ms = self.session_ttl_ms
         answer = await self._run(_TAKE_OVER, session_id, seen.epoch, seen.owner, owner, ttl_ms)
@@ -246,11 +245,10 @@ class RedisStore(SessionStore):
                     return None
                 parts.append(part[-1])
             found.append(b"".join(parts))
+        decode = partial(decode_record, session_id, fields, *found)
         if sum(map(len, found)) <= RECORD_INLINE_BYTES:
-            return verified(decode_record(session_id, fields, *found))
-        return await asyncio.get_running_loop().run_in_executor(
-            self._threads, lambda: verified(decode_record(session_id, fields, *found))
-        )
+            return decode()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, decode)
 
     def _keys(self, session_id: str) -> tuple[str, str, str]:
         key = f"{self._key_prefix}session:{{{session_id}}}"
@@ -263,9 +261,12 @@ def _outcome(session_id: str, epoch: int, answer: Any) -> int | OutriderError:
         case int() | OutriderError():
             return answer
         case [b"missing", _]:
-            return missing(session_id)
+            return DataLoss(f"session {session_id} is not stored any more; it cannot be continued")
         case [b"stale", int(stored_epoch)]:
-            return stale(session_id, epoch, stored_epoch)
+            return StaleEpoch(
+                f"session {session_id} has a new owner: it is at epoch {stored_epoch}, "
+                f"this was {epoch}"
+            )
     return InvariantError(f"Redis gave an unknown answer for session {session_id}")
 
 
@@ -295,14 +296,14 @@ def encode_tokens(token_ids: Sequence[int]) -> bytes:
 def decode_record(
     session_id: str, fields: Mapping[bytes, bytes], tokens: bytes, logprobs: bytes
 ) -> SessionRecord:
-    """The session of a hash, its tokens and log-probabilities. Raises `DataLoss` if they are not
-    what this module writes."""
+    """The session of a hash, its tokens and log-probabilities, `verified`. Raises `DataLoss`, also
+    if they are not what this module writes."""
     try:
         tenant, seed, rule, parameters, prompt_length = _OPENED.validate_json(fields[b"opened"])
         token_ids = struct.unpack(f"<{len(tokens) // TOKEN_BYTES}I", tokens)
         draft, target = _CACHES.validate_json(fields[b"caches"])
         reason = fields[b"finish_reason"].decode()
-        return SessionRecord(
+        record = SessionRecord(
             session_id, tenant, fields[b"owner"].decode(), seed, rule, parameters, prompt_length,
             token_ids, int(fields[b"prefix_digest"]), int(fields[b"epoch"]), draft, target,
             _COUNTERS.validate_json(fields[b"counters"]), logprobs.decode(),
@@ -310,3 +311,4 @@ def decode_record(
         )  # fmt: skip
     except (KeyError, ValueError, struct.error) as error:
         raise DataLoss(f"session {session_id} is stored in an unknown form: {error}") from error
+    return verified(record)

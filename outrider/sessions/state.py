@@ -103,8 +103,8 @@ class Session:
         self.tokens.extend(token_ids)
         self.logprobs.extend(logprobs)
         self.counters = counters
-        self.draft = self.draft if draft is None else draft
-        self.target = self.target if target is None else target
+        self.draft = draft or self.draft
+        self.target = target or self.target
 
     def next_append(self) -> Append | None:
         """What the store lacks, up to `APPEND_TOKENS_MAX` tokens; None if it lacks nothing or the

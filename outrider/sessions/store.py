@@ -7,14 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from outrider.errors import (
-    DataLoss,
-    InvariantError,
-    NotFound,
-    OutriderError,
-    StaleEpoch,
-    Unavailable,
-)
+from outrider.errors import DataLoss, NotFound, OutriderError, Unavailable
 from outrider.limits import TAKE_OVER_RETRY_MS
 from outrider.speculation.sampling_params import Rule
 from outrider.tokens import TokenSequence
@@ -152,7 +145,6 @@ class SessionStore(Protocol):
     async def open(self, session: SessionRecord) -> None:
         """Creates a `SessionRecord.new`. Repeating it with the same owner changes nothing;
         raises `InvariantError` if another session has the id."""
-        ...
 
     async def append(self, appends: Sequence[Append]) -> list[int | OutriderError]:
         """One round trip for many sessions. Per append: the stored length afterwards, or why not.
@@ -160,23 +152,19 @@ class SessionStore(Protocol):
         appended: a shorter store lost its tail (the owner sends it again from there), a longer
         one has them already. `StaleEpoch`: see above. `DataLoss`: there is no such session. An
         append of nothing asks for the stored length."""
-        ...
 
     async def hold_lease(self, owner: str) -> Sequence[str]:
         """For a while from now on, no session of this owner is taken over by others. One call
         for all of its sessions. Returns the ids of those that others asked for in vain since the
         last call: the owner gives up those that it does not run, whose release was lost."""
-        ...
 
     async def end_lease(self, owner: str) -> None:
         """Others may take this owner's sessions over at once."""
-        ...
 
     async def release(self, session_id: str, epoch: int, owner: str) -> None:
         """Gives a session up that does not run any more: under the same epoch its owner becomes
         `released(owner)`, which has no lease. A finished session stays as it is, also under a lower
         epoch. Raises `StaleEpoch` (also if it is released already) and `DataLoss`."""
-        ...
 
     async def take_over(
         self, seen: SessionRecord, owner: str, on_sent: Callable[[], None] = lambda: None
@@ -192,7 +180,6 @@ class SessionStore(Protocol):
         `Unavailable` itself leave open whether the session was taken over: the caller has to
         `release` it under epoch + 1 unless it goes on with it. That also keeps a take-over that is
         still on its way from being carried out."""
-        ...
 
     async def finish(self, finish: Finish) -> int:
         """Marks the session finished if its stored length is `finish.length`, and returns the
@@ -200,40 +187,17 @@ class SessionStore(Protocol):
         again, so no answer is recorded as finished that lacks its tail. Without a length it is
         finished with what is read of it. A finished session stays as it is and expires. Raises
         `StaleEpoch` (see above), `DataLoss`."""
-        ...
 
     async def load(self, session_id: str) -> SessionRecord:
         """Reads a session. Raises `NotFound`."""
-        ...
 
     async def close(self) -> None:
         """Closes connections; what is stored stays."""
-        ...
-
-
-def missing(session_id: str) -> DataLoss:
-    """The owner of a session wrote to it, and it is not stored."""
-    return DataLoss(f"session {session_id} is not stored any more; it cannot be continued")
-
-
-def stale(session_id: str, epoch: int, stored_epoch: int) -> StaleEpoch:
-    """Another coordinator owns the session."""
-    return StaleEpoch(
-        f"session {session_id} has a new owner: it is at epoch {stored_epoch}, this was {epoch}"
-    )
 
 
 def not_found(session_id: str) -> NotFound:
     """The session never was, or its time to live is over."""
     return NotFound(f"there is no session {session_id}")
-
-
-def leased(session_id: str, left_ms: int) -> Unavailable:
-    """The session's owner may be alive; `left_ms` is the rest of its lease."""
-    return Unavailable(
-        f"session {session_id} has an owner for another {left_ms} ms; try again then",
-        retry_after_ms=max(left_ms, 1),
-    )
 
 
 def contended(session_id: str) -> Unavailable:
@@ -242,11 +206,6 @@ def contended(session_id: str) -> Unavailable:
         f"session {session_id} was taken over meanwhile; try again",
         retry_after_ms=TAKE_OVER_RETRY_MS,
     )
-
-
-def taken(session_id: str) -> InvariantError:
-    """An id was drawn twice."""
-    return InvariantError(f"another session has the id {session_id}")
 
 
 def verified(record: SessionRecord) -> SessionRecord:

@@ -88,11 +88,12 @@ class LogFile(RotatingFileHandler):
                 os.dup2(self.stream.fileno(), descriptor)
 
 
-def make_room(directory: Path, bytes_max: int = LOG_DIRECTORY_BYTES_MAX) -> None:
-    """Removes log files of a directory until the rest have at most so many bytes together with a
-    new one: each replica that comes has files of its own. Older files (`.1` and so on) go first,
-    then those of processes that have ended; of each kind those that were written to least recently.
-    The file that a running process writes to stays, even where there is too much."""
+def make_room(directory: Path) -> None:
+    """Removes log files of a directory until the rest have `LOG_DIRECTORY_BYTES_MAX` bytes at most
+    together with a new one: each replica that comes has files of its own. Older files (`.1` and so
+    on) go first, then those of processes that have ended; of each kind those that were written to
+    least recently. The file that a running process writes to stays, even where there is too much.
+    """
     found = []
     for path in directory.glob("*.log*"):
         with suppress(FileNotFoundError):
@@ -100,7 +101,7 @@ def make_room(directory: Path, bytes_max: int = LOG_DIRECTORY_BYTES_MAX) -> None
             found.append((path.suffix == ".log", status.st_mtime, status.st_size, path))
     num_bytes = LOG_BYTES_MAX * (1 + LOG_FILES_KEPT) + sum(size for _, _, size, _ in found)
     for is_current, _, size, path in sorted(found):
-        if num_bytes <= bytes_max:
+        if num_bytes <= LOG_DIRECTORY_BYTES_MAX:
             return
         if not (is_current and _is_open(path)):
             path.unlink(missing_ok=True)
@@ -119,9 +120,9 @@ def _is_open(path: Path) -> bool:
     return False
 
 
-def rotate(path: Path, bytes_max: int = LOG_BYTES_MAX) -> None:
-    """Moves a file aside that has grown beyond this, over the one that was moved before; for a
-    program that opens its log anew for each line, as Redis does."""
+def rotate(path: Path) -> None:
+    """Moves a file aside that has grown beyond `LOG_BYTES_MAX`, over the one that was moved before;
+    for a program that opens its log anew for each line, as Redis does."""
     with suppress(FileNotFoundError):
-        if path.stat().st_size > bytes_max:
+        if path.stat().st_size > LOG_BYTES_MAX:
             path.replace(path.with_name(f"{path.name}.1"))

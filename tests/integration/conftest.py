@@ -11,6 +11,7 @@ import redis
 from stack import Stack, slow_stack, toy_stack
 
 from outrider.sessions.embedded import EmbeddedRedis
+from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_store import RedisStore
 
 
@@ -28,7 +29,7 @@ def admin(server: EmbeddedRedis) -> Iterator[redis.Redis]:
 
 @pytest.fixture
 async def store(server: EmbeddedRedis) -> AsyncIterator[RedisStore]:
-    made = await RedisStore.connect(server.url, key_prefix=f"{uuid.uuid4()}:")
+    made = await RedisStore.connect(RedisAddress(url=server.url, key_prefix=f"{uuid.uuid4()}:"))
     yield made
     await made.close()
 

@@ -209,9 +209,9 @@ async def test_a_primary_that_is_cut_off_acknowledges_nothing(tmp_path: Path) ->
     async with RedisServers(tmp_path / "servers", forward=proxy.forward) as servers:
         before = servers.primary_address
         url = f"redis://{servers.primary.address}/0"
-        careful = await RedisStore.connect(url, wait_replicas=1)
-        careless = await RedisStore.connect(url)
-        elsewhere = await RedisStore.connect(servers.url)
+        careful = await RedisStore.connect(RedisAddress(url=url), wait_replicas=1)
+        careless = await RedisStore.connect(RedisAddress(url=url))
+        elsewhere = await RedisStore.connect(RedisAddress(url=servers.url))
         new = new_session("1" * 32)
         await careful.open(new)
         session = Session(new)
@@ -286,7 +286,7 @@ async def test_a_start_waits_for_a_sentinel_that_is_slow_to_answer(servers: Redi
     pid = servers.sentinel.pid
     os.kill(pid, signal.SIGSTOP)
     try:
-        connecting = asyncio.create_task(RedisStore.connect(servers.url))
+        connecting = asyncio.create_task(RedisStore.connect(RedisAddress(url=servers.url)))
         await asyncio.sleep(5 * REDIS_SENTINEL_TIMEOUT_MS / 1000)
         assert not connecting.done()
     finally:

@@ -43,6 +43,7 @@ from outrider.errors import (
 from outrider.limits import CALLS_PER_PIPELINE_MAX, REDIS_CONNECTIONS_MAX, SOCKET_PATH_BYTES_MAX
 from outrider.sessions import redis_store
 from outrider.sessions.embedded import EmbeddedRedis
+from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_store import RedisStore, encode_tokens
 from outrider.sessions.state import Session
 from outrider.sessions.store import (
@@ -58,6 +59,10 @@ pytestmark = pytest.mark.xdist_group("redis")
 
 
 NO_COUNTS = Counters()
+
+
+async def connected(url: str, **address: str) -> RedisStore:
+    return await RedisStore.connect(RedisAddress(url=url, **address))
 
 
 async def appended(store: RedisStore, session: Session, *token_ids: int) -> Any:
@@ -98,7 +103,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.model.lease_ms, self.model.session_ttl_ms = LEASE_MS, 10**12
         self.model.finished_ttl_ms = 10**12
         self.prefix = f"{uuid.uuid4()}:"
-        self.store = self.run(RedisStore.connect(self.server.url, key_prefix=self.prefix))
+        self.store = self.run(connected(self.server.url, key_prefix=self.prefix))
         self.store.lease_ms = self.store.session_ttl_ms = self.store.finished_ttl_ms = 10**9
         self.admin = redis.Redis.from_url(self.server.url, protocol=2)
 
@@ -258,7 +263,7 @@ def test_redis_answers_as_the_memory_store(server: EmbeddedRedis) -> None:
 
 async def test_sessions_expire(server: EmbeddedRedis, admin: redis.Redis) -> None:
     """An orphan and a finished session are gone after their times; its owner hears of data loss."""
-    store = await RedisStore.connect(server.url, key_prefix="ttl:")
+    store = await connected(server.url, key_prefix="ttl:")
     store.lease_ms, store.session_ttl_ms, store.finished_ttl_ms = 1, 200, 100
     for session_id in IDS[:2]:
         await store.open(new_session(session_id))
@@ -275,7 +280,7 @@ async def test_sessions_expire(server: EmbeddedRedis, admin: redis.Redis) -> Non
 async def test_redis_counts_a_lease_down(server: EmbeddedRedis, admin: redis.Redis) -> None:
     """Renewed for longer than it lasts, then left alone until the store says that it is over. No
     point in time is stored, of whatever clock."""
-    store = await RedisStore.connect(server.url, key_prefix="lease:")
+    store = await connected(server.url, key_prefix="lease:")
     store.lease_ms = 300
     await store.hold_lease(OWNERS[0])
     await store.open(new_session())
@@ -393,7 +398,7 @@ async def test_a_long_record_is_read_in_parts(
 
 async def test_an_unreachable_server_is_one_clear_line() -> None:
     with pytest.raises(ConfigError, match=r"cannot be reached.*--redis-url") as refused:
-        await RedisStore.connect("redis://:hush@127.0.0.1:1/0")
+        await connected("redis://:hush@127.0.0.1:1/0")
     message = str(refused.value)
     assert "redis://:***@127.0.0.1:1/0" in message
     assert "hush" not in message
@@ -405,10 +410,10 @@ async def test_passwords(server: EmbeddedRedis, admin: redis.Redis) -> None:
     try:
         for password in ("", "wrong"):
             with pytest.raises(ConfigError) as refused:
-                await RedisStore.connect(server.url, password=password)
+                await connected(server.url, password=password)
             assert "wrong" not in str(refused.value)
-        await (await RedisStore.connect(server.url, password="hu" + "sh")).close()
-        await (await RedisStore.connect(f"{server.url}?password=hush")).close()
+        await (await connected(server.url, password="hu" + "sh")).close()
+        await (await connected(f"{server.url}?password=hush")).close()
     finally:
         admin.config_set("requirepass", "")
 
@@ -417,7 +422,7 @@ async def test_a_dead_server_is_noticed_and_comes_back_with_its_sessions(tmp_pat
     """SIGKILL: what was stored a while ago is there again after a restart."""
     server = EmbeddedRedis(tmp_path)
     with server:
-        store = await RedisStore.connect(server.url)
+        store = await connected(server.url)
         await store.open(new_session())
         session = Session(new_session())
         assert await appended(store, session, 1) == 4
@@ -439,7 +444,7 @@ async def test_a_hanging_server_is_noticed_within_a_second(tmp_path: Path) -> No
     """A stopped process accepts connections but never answers. The bound is wider than a second
     only because the machine may be busy."""
     with EmbeddedRedis(tmp_path) as server:
-        store = await RedisStore.connect(server.url)
+        store = await connected(server.url)
         await store.open(new_session())
         os.kill(server.pid, signal.SIGSTOP)
         try:
@@ -539,13 +544,13 @@ async def test_tls_is_checked_against_the_given_authority(
 
     async with await asyncio.start_server(forward, "127.0.0.1", 0, ssl=context) as proxy:
         url = f"rediss://localhost:{proxy.sockets[0].getsockname()[1]}/0"
-        store = await RedisStore.connect(url, ca_file=str(made.file))
+        store = await connected(url, ca_file=str(made.file))
         await store.open(new_session("e" * 32))
         await store.close()
         with pytest.raises(ConfigError, match="cannot be reached"):
-            await RedisStore.connect(url)
+            await connected(url)
         with pytest.raises(ConfigError, match="cannot be reached"):
-            await RedisStore.connect(
+            await connected(
                 url.replace("localhost", "127.0.0.1"),
                 ca_file=str(made.file),
             )

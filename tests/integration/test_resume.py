@@ -19,6 +19,7 @@ from outrider.drafters.lookup import NgramDrafter
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.limits import SESSION_LEASE_MS
+from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.store import FinishReason
 from outrider.speculation.sampling_params import Rule
@@ -43,7 +44,7 @@ async def another_coordinator(exits: AsyncExitStack, stack: Stack) -> RpcServer:
     service = CoordinatorService(
         CONFIG,
         "another",
-        store=await RedisStore.connect(stack.redis.url),
+        store=await RedisStore.connect(RedisAddress(url=stack.redis.url)),
         targets={"t": target_link(stack.target_server.address)},
         drafts={"d": draft_link(stack.draft_server.address)},
         fallback=NgramDrafter(),

@@ -27,12 +27,7 @@ from outrider.sessions.redis_store import (
     decode_record,
     encode_tokens,
 )
-from outrider.sessions.store import (
-    FinishReason,
-    SessionRecord,
-    not_found,
-    verified,
-)
+from outrider.sessions.store import FinishReason, SessionRecord, not_found
 from tests.simulation.network import Network
 from tests.simulation.processes import Process, current, wall_clock_s
 from tests.simulation.redis_data import RedisData, Reply, ReplyError, Snapshot, Status
@@ -392,7 +387,7 @@ class Redis:
             for one, extent in zip(keys[1:], extents, strict=True)
         ]
         fields = dict(zip(pairs[::2], pairs[1::2], strict=True))
-        return verified(decode_record(session_id, fields, *strings))
+        return decode_record(session_id, fields, *strings)
 
     def store(self) -> RedisStore:
         client = RedisRegistry(ADDRESS, DEPLOYMENT)._client

@@ -269,11 +269,14 @@ def test_passwords_in_other_places_are_refused(tmp_path: Path) -> None:
         without_password(address("redis://[h:1"))
 
 
-def test_the_password_is_read_from_its_file(tmp_path: Path) -> None:
+def test_the_password_is_read_from_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "another")
     path = tmp_path / "password"
     of_file = address(password_file=str(path))
     path.write_text(SECRET + "\r\n")
-    assert with_password(of_file, {VARIABLE: "another"}).password == SECRET
+    assert with_password(of_file).password == SECRET
     for text in (b"\n", b"\xff\xfe", b"x" * (PASSWORD_BYTES_MAX + 1)):
         path.write_bytes(text)
         with pytest.raises(SettingError, match=f"redis_password_file: .*{path}"):
@@ -283,24 +286,27 @@ def test_the_password_is_read_from_its_file(tmp_path: Path) -> None:
         with_password(of_file)
 
 
-def test_elsewhere_it_is_a_variable_of_the_process() -> None:
+def test_elsewhere_it_is_a_variable_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """And no variable is looked for where there is no password."""
     sealed, _ = without_password(address("redis://:x@h:1"))
-    assert with_password(sealed, {VARIABLE: SECRET}).password == SECRET
     with pytest.raises(SettingError, match=f"passwords do not travel through Ray.*{VARIABLE}"):
-        with_password(sealed, {})
+        with_password(sealed)
+    monkeypatch.setenv(VARIABLE, SECRET)
+    assert with_password(sealed).password == SECRET
     open_one, _ = without_password(address())
-    assert with_password(open_one, {VARIABLE: SECRET}) == open_one
+    assert with_password(open_one) == open_one
 
 
-def test_sentinels_have_a_password_of_their_own() -> None:
+def test_sentinels_have_a_password_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     sealed, secrets = without_password(
         address("redis+sentinel://me:x@h:1,i:2/sessions", sentinel_password=SECRET)
     )
     assert (sealed.url, sealed.sentinel_password) == ("redis+sentinel://h:1,i:2/sessions", "")
     assert (secrets.redis, secrets.sentinel) == ("x", SECRET)
     assert SECRET not in repr(secrets)
-    found = with_password(sealed, {VARIABLE: "x", SENTINEL_VARIABLE: SECRET})
-    assert (found.password, found.sentinel_password) == ("x", SECRET)
+    monkeypatch.setenv(VARIABLE, "x")
     with pytest.raises(SettingError, match=f"redis_sentinel_password: .*{SENTINEL_VARIABLE}"):
-        with_password(sealed, {VARIABLE: "x"})
+        with_password(sealed)
+    monkeypatch.setenv(SENTINEL_VARIABLE, SECRET)
+    found = with_password(sealed)
+    assert (found.password, found.sentinel_password) == ("x", SECRET)

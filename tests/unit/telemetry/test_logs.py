@@ -49,19 +49,24 @@ def test_the_log_of_a_replica_is_bounded(tmp_path: Path, small: None) -> None:
     assert "line 399" in (tmp_path / "target-0.log").read_text().splitlines()[-1]
 
 
-def test_replicas_that_have_gone_leave_no_more_than_a_bound(tmp_path: Path, small: None) -> None:
+def test_replicas_that_have_gone_leave_no_more_than_a_bound(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rotated files go first, then the oldest; what is no log stays."""
     (tmp_path / "notes.txt").write_bytes(bytes(SMALL))
     for age in range(1, 10):
         path = tmp_path / f"draft-{age}.log{'.1' if age % 2 else ''}"
         path.write_bytes(bytes(SMALL))
         os.utime(path, (age, age))
-    log_files.make_room(tmp_path, bytes_max=SMALL * (1 + LOG_FILES_KEPT + 3))
+    monkeypatch.setattr(log_files, "LOG_DIRECTORY_BYTES_MAX", SMALL * (1 + LOG_FILES_KEPT + 3))
+    log_files.make_room(tmp_path)
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["draft-4.log", "draft-6.log", "draft-8.log", "notes.txt"]
 
 
-def test_the_log_of_a_running_replica_stays(tmp_path: Path, small: None) -> None:
+def test_the_log_of_a_running_replica_stays(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However long it has been quiet; once it has ended its log may go."""
     code = (
         "import logging, sys; from outrider.replica.process_setup import log_to\n"
@@ -69,16 +74,17 @@ def test_the_log_of_a_running_replica_stays(tmp_path: Path, small: None) -> None
         "logging.getLogger().warning('quiet'); print(flush=True); input()\n"
     )
     quiet = tmp_path / "target-0.log"
+    monkeypatch.setattr(log_files, "LOG_DIRECTORY_BYTES_MAX", 1)
     with subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as running:
         assert running.stdout is not None
         running.stdout.readline()
         os.utime(quiet, (1, 1))
-        log_files.make_room(tmp_path, bytes_max=1)
+        log_files.make_room(tmp_path)
         assert list(tmp_path.iterdir()) == [quiet]
         running.communicate()
-    log_files.make_room(tmp_path, bytes_max=1)
+    log_files.make_room(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -107,7 +113,7 @@ def test_the_log_of_a_detached_process_is_bounded(tmp_path: Path) -> None:
 
 def test_redis_fills_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its log is put aside while it runs, over the one that was before; its data are bounded."""
-    monkeypatch.setattr(log_files.rotate, "__defaults__", (SMALL,))
+    monkeypatch.setattr(log_files, "LOG_BYTES_MAX", SMALL)
     with EmbeddedRedis(tmp_path) as server, redis.Redis.from_url(server.url) as client:
         assert client.config_get("maxmemory") == {"maxmemory": str(EMBEDDED_REDIS_BYTES_MAX)}
         assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
