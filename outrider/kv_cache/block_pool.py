@@ -17,7 +17,6 @@ from __future__ import annotations
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 
 from outrider.engine.interface import FoundPrefix, PageCounts, SequenceStep, check_kept
 from outrider.errors import InvariantError, OutOfPages, check
@@ -35,8 +34,9 @@ class BlockPool:
     Depends on its calls alone, and takes time in proportion to the pages that a call touches.
     """
 
-    def __init__(self, num_pages: int, page_size: int = 16) -> None:
-        self._num_pages = num_pages
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.num_pages = num_pages
+        """Free or not; constant."""
         self._page_size = page_size
         self._free = list(range(num_pages - 1, -1, -1))
         """The page that became free last is taken first."""
@@ -54,11 +54,6 @@ class BlockPool:
         """Other idle sequences, and remembered pages; those unused for longest first."""
         self._prefix_queries = 0
         self._prefix_hits = 0
-
-    @property
-    def num_pages(self) -> int:
-        """Pages, free or not; constant."""
-        return self._num_pages
 
     def length(self, sequence_id: str) -> int:
         """Slots the sequence holds; 0 for an unknown one."""
@@ -82,9 +77,9 @@ class BlockPool:
     def counts(self) -> PageCounts:
         """How the pages are used now."""
         return PageCounts(
-            num_pages=self._num_pages,
+            num_pages=self.num_pages,
             num_free=len(self._free),
-            num_evictable=self._num_pages - len(self._free) - self._num_busy_pages,
+            num_evictable=self.num_pages - len(self._free) - self._num_busy_pages,
             prefix_queries=self._prefix_queries,
             prefix_hits=self._prefix_hits,
             page_size=self._page_size,
@@ -135,7 +130,7 @@ class BlockPool:
     ) -> bool:
         """Whether `append` would find pages for these steps, as `Engine.can_hold` says; changes
         nothing."""
-        return self._is_roomy(steps) or self._num_missing(steps, without, begun or {}) <= 0
+        return self._is_roomy(steps) or self._num_missing(steps, without, begun) <= 0
 
     def append(self, steps: Sequence[SequenceStep], whole: bool = True) -> list[Copy]:
         """Takes slots for the tokens of each step, at most one a sequence, and makes it busy. An
@@ -244,12 +239,12 @@ class BlockPool:
         self,
         steps: Sequence[SequenceStep],
         without: Iterable[str] = (),
-        begun: Mapping[str, FoundPrefix] = MappingProxyType({}),
+        begun: Mapping[str, FoundPrefix] | None = None,
     ) -> int:
         """Pages that the steps lack even when all that is idle beside them is evicted, the
         sequences of `without` are gone, and those of `begun` hold theirs; negative if some would be
         left."""
-        busy = self._busy_holders
+        busy, begun = self._busy_holders, begun or {}
         names = [step.sequence_id for step in steps]
         joining = Counter(p for name in names if name in begun for p in begun[name].pages)
         waking = joining + Counter(p for name in names for p in self._pages_of(name, busy=False))
@@ -259,7 +254,7 @@ class BlockPool:
         needed = self._num_needed(
             steps, lambda page: busy[page] - leaving[page] + waking[page], joining
         )
-        return needed + pinned + self._num_busy_pages - freed - self._num_pages
+        return needed + pinned + self._num_busy_pages - freed - self.num_pages
 
     def _pages_of(self, sequence_id: str, busy: bool) -> Sequence[int]:
         """The sequence's pages, if it is as busy as that."""
@@ -270,7 +265,7 @@ class BlockPool:
         self,
         steps: Sequence[SequenceStep],
         num_holders: Callable[[int], int],
-        joining: Mapping[int, int] = MappingProxyType({}),
+        joining: Mapping[int, int],
     ) -> int:
         """Pages that the steps take, where so many of those that hold a page are left to hold it,
         the steps' own among them; so many of `joining` do not hold it yet."""
@@ -292,7 +287,7 @@ class BlockPool:
 
     def _make_room(self, steps: Sequence[SequenceStep]) -> None:
         """Frees as many pages as the steps take, or raises `OutOfPages`."""
-        needed = self._num_needed(steps, self._holders.__getitem__)
+        needed = self._num_needed(steps, self._holders.__getitem__, {})
         if needed <= len(self._free):
             return
         _require_pages(self._num_missing(steps))
@@ -305,7 +300,7 @@ class BlockPool:
     def _make_room_beside(self, sequence_id: str, sequence: PagedSequence, num_free: int) -> None:
         """Frees so many pages, but none of the sequence; or raises `OutOfPages`."""
         pinned = sum(not self._busy_holders[page] for page in sequence.pages)
-        _require_pages(num_free + pinned + self._num_busy_pages - self._num_pages)
+        _require_pages(num_free + pinned + self._num_busy_pages - self.num_pages)
         was_idle = not sequence.busy
         if was_idle:
             self._wake(sequence_id, sequence)

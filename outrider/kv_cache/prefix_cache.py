@@ -75,11 +75,6 @@ class PrefixIndex:
 class PagedSequence:
     """One sequence of slots."""
 
-    __slots__ = (
-        "busy", "chain_length", "is_branch", "length", "num_shallow", "pages", "prefixes", "salt",
-        "tree",
-    )  # fmt: skip
-
     def __init__(self, salt: str, is_branch: bool = False) -> None:
         self.salt = salt
         self.is_branch = is_branch

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from outrider.engine.interface import Engine
 from outrider.errors import BadRequest, InvariantError, check
@@ -23,8 +23,7 @@ from outrider.messages import Resync, RoundHead
 from outrider.tokens import EMPTY_DIGEST, TokenSequence
 
 
-@dataclass(frozen=True, slots=True)
-class Aligned:
+class Aligned(NamedTuple):
     """A session that stands where its coordinator says, and what must be run next."""
 
     sequence: TokenSequence
@@ -40,8 +39,6 @@ class Aligned:
 
 class _Entry:
     """One session: its tokens, and how many tokens a coordinator vouched for."""
-
-    __slots__ = ("age_rank", "confirmed_length", "parked", "sequence")
 
     def __init__(self, age_rank: int) -> None:
         self.age_rank = age_rank
@@ -59,20 +56,15 @@ class SessionTable:
     Not for more than one thread at a time.
     """
 
-    def __init__(
-        self, engine: Engine | None = None, sequences_max: int = SEQUENCES_PER_REPLICA_MAX
-    ) -> None:
-        check(sequences_max > 0, "sequences_max must be positive")
+    sequences_max = SEQUENCES_PER_REPLICA_MAX
+
+    def __init__(self, engine: Engine | None = None) -> None:
         self._engine = engine
-        self._sequences_max = sequences_max
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._num_seen = 0
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    def __contains__(self, session_id: str) -> bool:
-        return session_id in self._entries
 
     def align(self, head: RoundHead) -> Aligned | Resync:
         """Cuts the session back to what it holds of the committed tokens that `head` states: the
@@ -189,7 +181,7 @@ class SessionTable:
 
     def check_integrity(self) -> None:
         """Raises `InvariantError` unless tokens and slots agree for every session."""
-        check(len(self._entries) <= self._sequences_max, "the table has outgrown its limit")
+        check(len(self._entries) <= self.sequences_max, "the table has outgrown its limit")
         for session_id, entry in self._entries.items():
             if self._engine is not None:
                 slots, tokens = self._engine.length(session_id), len(entry.sequence)
@@ -204,7 +196,7 @@ class SessionTable:
     def _entry(self, head: RoundHead) -> _Entry:
         entry = self._entries.get(head.session_id)
         if entry is None:
-            while len(self._entries) >= self._sequences_max:
+            while len(self._entries) >= self.sequences_max:
                 self.release(next(iter(self._entries)))
             self._num_seen += 1
             entry = self._entries[head.session_id] = _Entry(self._num_seen)

@@ -156,16 +156,16 @@ class KVCache:
         is_blocked: bool = False,
     ) -> None:
         """`is_blocked`: layers are `BlockedKeysAndValues`."""
-        stacks: dict[LayerShape, Any] = {
-            shape: BlockedKeysAndValues(shape, num_pages, num_layers)
-            if is_blocked
-            else KeysAndValues(shape, num_pages * PAGE_SIZE, num_layers)
-            for shape, num_layers in Counter(shapes).items()
-        }
-        self._stacks = [*stacks.values()]
+        self._stacks: list[Any] = []
         """Of layers of one shape, which are copied at once."""
-        layers = {shape: _layers_of(stacks[shape], num) for shape, num in Counter(shapes).items()}
-        self.layers: list[Any] = [next(layers[shape]) for shape in shapes]
+        layers: dict[LayerShape, Iterator[Any]] = {}
+        for shape, num in Counter(shapes).items():
+            if is_blocked:
+                self._stacks.append(BlockedKeysAndValues(shape, num_pages, num))
+            else:
+                self._stacks.append(KeysAndValues(shape, num_pages * PAGE_SIZE, num))
+            layers[shape] = _layers_of(self._stacks[-1], num)
+        self.layers = [next(layers[shape]) for shape in shapes]
         slot_bytes = sum(shape.slot_bytes for shape in shapes)
         check(
             self.num_bytes == num_pages * PAGE_SIZE * slot_bytes,

@@ -55,7 +55,8 @@ class Replica:
     ) -> None:
         spec = SPEC.model_copy(update={"num_pages": num_pages})
         self.engine = EmulatedEngine(spec, "target") if with_engine else None
-        self.table = SessionTable(self.engine, sequences_max)
+        self.table = SessionTable(self.engine)
+        self.table.sequences_max = sequences_max
 
     def answer(self, at: RoundHead, guesses: tuple[int, ...] = ()) -> int | Resync:
         """The length held after running the new tokens and some guesses."""
