@@ -232,7 +232,7 @@ def _record(service: CoordinatorService, name: str, address: str) -> ReplicaReco
     )
 
 
-def _links_by(config: CoordinatorConfig) -> Callable[[Role, str], Link[Any, Any]]:
+def _links_by(config: CoordinatorConfig) -> Callable[[Role, str], Link]:
     """What leads to a target or a draft at an address."""
     links: dict[Role, Any] = {"target": target_link, "draft": draft_link}
     if config.internal_tls_dir:

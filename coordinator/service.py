@@ -27,7 +27,7 @@ from coordinator.requests.validation import (
 )
 from coordinator.routing.discovery import Discovery
 from coordinator.routing.draft_client import open_drafts
-from coordinator.routing.replica_pool import AnyLink, ReplicaPool, SessionContext
+from coordinator.routing.replica_pool import ReplicaPool, SessionContext
 from coordinator.routing.target_client import TargetClient
 from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import LookupDrafter
@@ -48,6 +48,7 @@ from outrider.sessions.state import Session
 from outrider.sessions.store import SessionRecord, SessionStore, not_found
 from outrider.speculation.sampling_params import Rule
 from outrider.telemetry.observer import UNOBSERVED, Observation, RequestObserver
+from outrider.transport.link import Link
 
 from .audit import Auditor
 
@@ -79,15 +80,15 @@ class CoordinatorService:
         owner: str,
         *,
         store: SessionStore,
-        targets: Mapping[str, AnyLink] | None = None,
-        drafts: Mapping[str, AnyLink] | None = None,
+        targets: Mapping[str, Link] | None = None,
+        drafts: Mapping[str, Link] | None = None,
         fallback: LookupDrafter,
         text: TokenizerText | None = None,
         random_bits: Callable[[int], int] = secrets.randbits,
         random_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
         observation: Observation = UNOBSERVED,
         registry: RedisRegistry | None = None,
-        link: Callable[[Role, str], AnyLink] | None = None,
+        link: Callable[[Role, str], Link] | None = None,
     ) -> None:
         """`owner` is its name in the session store: of this process alone, also of those before it.
         `targets` and `drafts` are there from the start, by name. With `link(role, address)` the
@@ -100,7 +101,7 @@ class CoordinatorService:
         has_trees = config.draft_siblings > 0 and not (config.look_ahead or self._looks_up)
         self._siblings = config.draft_siblings if has_trees else 0
         self._store = store
-        self._links: dict[Role, Mapping[str, AnyLink]]
+        self._links: dict[Role, Mapping[str, Link]]
         self._links = {"target": targets or {}, "draft": drafts or {}}
         self._follows = registry is not None and link is not None
         self.targets = ReplicaPool("target")

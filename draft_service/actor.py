@@ -11,7 +11,7 @@ from outrider.replica.process_setup import build_eagle, build_grammars, build_lo
 
 if TYPE_CHECKING:
     from outrider.engine.step_costs import StepCosts
-    from outrider.replica.scheduler import ThreadExecutor
+    from outrider.replica.executors import ThreadExecutor
 
     from .service import DraftService
 

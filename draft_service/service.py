@@ -14,7 +14,7 @@ from outrider.engine.step_costs import StepCosts
 from outrider.grammar.compiler import Grammars
 from outrider.limits import BATCHED_TOKENS_DEFAULT, DRAFT_SUPPORT_ENTRIES
 from outrider.messages import DraftItem, ReplicaDescription
-from outrider.replica.scheduler import StepExecutor
+from outrider.replica.executors import StepExecutor
 from outrider.replica.service import SteppedService, describe_model
 from outrider.replica.step_request import AnswerSender, StepRequest
 from outrider.replica.token_budget import TokenBudget

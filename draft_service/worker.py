@@ -13,7 +13,7 @@ from outrider.drafters.drafter import NO_DEADLINE, DraftRequest
 from outrider.errors import BadRequest, Incompatible, OutriderError
 from outrider.grammar.compiler import Grammars
 from outrider.messages import DraftItem, ProposalReply
-from outrider.replica.step_request import Answers, Unfinished, refusal, undrawn
+from outrider.replica.step_request import Answers, Unfinished, undrawn
 from outrider.replica.token_budget import TokenBudget
 from outrider.replica.worker import Admitted, SlotDemand, StepWorker, Work, draft_request
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
@@ -37,6 +37,14 @@ class _Drafting(Work):
     """Of the request's tokens those that are not held."""
     is_whole: bool
     """Whether a proposal follows; else a part of the prefix is run."""
+
+    @property
+    def demand(self) -> SlotDemand:
+        """The last token of a proposal is drawn, and run only to look ahead."""
+        item = self.item
+        if item.held is not None:
+            return SlotDemand(item.head, len(item.held), len(item.held) + 1)
+        return SlotDemand(item.head, max(0, item.num_draft_tokens - (item.look_ahead == 0)))
 
 
 _Found = Proposal | OutriderError | AutoregressiveDraft
@@ -108,15 +116,8 @@ class Proposer(StepWorker):
 
     def _begin(self, works: Sequence[_Drafting]) -> None:
         new = [work for work in works if not hasattr(work, "request")]
+        self._admit(new)
         for work in new:
-            try:
-                work.sampling = _checked(work.item)
-            except BadRequest as error:
-                work.answer = refusal(work.head.key, error)
-        valid = [work for work in new if work.answer is None]
-        for work, admitted in self._admit(valid, [_demand(work.item) for work in valid]):
-            self._prepare(work, admitted)
-        for work in valid:
             if work.answer is Unfinished.WAITS:
                 held = self._table.length(work.head.session_id)
                 length = work.head.committed_length
@@ -144,6 +145,17 @@ class Proposer(StepWorker):
     def _give_way(self) -> None:
         if self._look_ahead is not None:
             self._look_ahead.give_way()
+
+    def _validate(self, work: _Drafting) -> None:
+        item = work.item
+        work.sampling = item.head.params()
+        if any(item.siblings):
+            if item.head.rule is Rule.BLOCK:
+                raise BadRequest("siblings", "block verification has no tree")
+            if work.sampling.penalised:
+                raise BadRequest("siblings", "penalties count the tokens of a chain")
+            if item.look_ahead > 0:
+                raise BadRequest("siblings", "a draft that looks ahead proposes chains")
 
     def _prepare(self, work: _Drafting, admitted: Admitted) -> None:
         item, aligned, is_whole = work.item, admitted.aligned, admitted.is_whole
@@ -208,23 +220,3 @@ class Proposer(StepWorker):
         if work.draft is not None:  # Some of it is noted, if it was not evicted.
             run = (*work.request.token_ids, *drafted)[self._table.length(name) :]
         return self._table.record(name, run)
-
-
-def _demand(item: DraftItem) -> SlotDemand:
-    """What it needs; the last token of a proposal is drawn, and run only to look ahead."""
-    if item.held is not None:
-        return SlotDemand(item.head, len(item.held), len(item.held) + 1)
-    return SlotDemand(item.head, max(0, item.num_draft_tokens - (item.look_ahead == 0)))
-
-
-def _checked(item: DraftItem) -> SamplingParams:
-    """Raises `BadRequest` for an item that cannot be answered; nothing has changed then."""
-    sampling = item.head.params()
-    if any(item.siblings):
-        if item.head.rule is Rule.BLOCK:
-            raise BadRequest("siblings", "block verification has no tree")
-        if sampling.penalised:
-            raise BadRequest("siblings", "penalties count the tokens of a chain")
-        if item.look_ahead > 0:
-            raise BadRequest("siblings", "a draft that looks ahead proposes chains")
-    return sampling

@@ -11,7 +11,7 @@ from outrider.replica.process_setup import build_grammars
 if TYPE_CHECKING:
     from outrider.engine.interface import Engine
     from outrider.engine.step_costs import StepCosts
-    from outrider.replica.scheduler import ThreadExecutor
+    from outrider.replica.executors import ThreadExecutor
 
     from .self_drafting import SelfDrafter
     from .service import TargetService

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft, DraftSampler
 from outrider.drafters.drafter import DraftRequest
-from outrider.engine.interface import Engine, SequenceStep, ShallowEngine
-from outrider.errors import InvariantError
-from outrider.limits import DRAFT_SUPPORT_ENTRIES
+from outrider.engine.interface import SequenceStep, ShallowEngine
 from outrider.models.early_exit import LoadedExit
 from outrider.models.medusa import LoadedHeads
 from outrider.speculation.logits_processing import DraftVocabulary
@@ -28,7 +26,7 @@ class HeadDrafter:
     reads_features: Final = True
     """Whether it looks at the target's hidden states."""
 
-    def __init__(self, heads: LoadedHeads, entries_max: int = DRAFT_SUPPORT_ENTRIES) -> None:
+    def __init__(self, heads: LoadedHeads, entries_max: int) -> None:
         self._heads = heads.module
         self._sampler = DraftSampler(DraftVocabulary.of(heads.token_ids), entries_max)
 
@@ -68,12 +66,8 @@ class ExitDrafter:
 
     reads_features: Final = False
 
-    def __init__(
-        self, exit_head: LoadedExit, engine: Engine, entries_max: int = DRAFT_SUPPORT_ENTRIES
-    ) -> None:
+    def __init__(self, exit_head: LoadedExit, engine: ShallowEngine, entries_max: int) -> None:
         """`engine` is the target's; `entries_max` bounds the support of each draft distribution."""
-        if not isinstance(engine, ShallowEngine):
-            raise InvariantError("a target that drafts with its first layers runs them alone")
         self._head = exit_head.module
         self._engine = engine
         self._sampler = DraftSampler(DraftVocabulary.of(exit_head.token_ids), entries_max)

@@ -6,6 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from outrider.engine.interface import Engine
 from outrider.engine.step_costs import StepCosts
@@ -14,13 +15,13 @@ from outrider.grammar.compiler import Grammars
 from outrider.limits import BATCHED_TOKENS_DEFAULT, SEQUENCES_PER_REPLICA_MAX
 from outrider.messages import VerdictReply, VerifyAnswer, VerifyItem
 from outrider.replica.batching_delay import BatchingDelay
-from outrider.replica.scheduler import StepExecutor
+from outrider.replica.executors import StepExecutor
 from outrider.replica.service import SteppedService, describe_model
 from outrider.replica.step_request import AnswerSender, StepRequest
 from outrider.replica.token_budget import TokenBudget
 from outrider.tokens import extend_digest
 from target_service.self_drafting import SelfDrafter
-from target_service.verifier import Verifier, shown_by
+from target_service.verifier import Verifier
 
 
 class TargetService(SteppedService):
@@ -45,13 +46,13 @@ class TargetService(SteppedService):
         `self_drafter` it needs a `FeatureEngine` or a `ShallowEngine`; what it takes is told by
         `clock`, in seconds. Without `grammars`, those of the engine's tokenizer, sessions with a
         constraint are refused."""
+        budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
+        verifier = Verifier(engine, budget, self_drafter, clock, grammars)
         description = replace(
             describe_model(engine.info, max_num_seqs, costs),
             drafts_itself=self_drafter is not None,
-            shows_features=shown_by(engine) is not None,
+            shows_features=verifier.shown is not None,
         )
-        budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
-        verifier = Verifier(engine, budget, self_drafter, clock, grammars)
         batching_delay = None
         if delays_batches and costs is not None:
             batching_delay = BatchingDelay(costs.step_seconds, max_num_seqs)
@@ -86,7 +87,7 @@ class TargetService(SteppedService):
             return
         work = self._work(item, ahead.sender)
         work.may_wait = bool(ahead.replies)
-        work.on_done = lambda work, answer: self._on_round_done(session_id, ahead, work, answer)
+        work.on_done = partial(self._on_round_done, session_id, ahead)
         ahead.running = work
         super().submit(work)
 

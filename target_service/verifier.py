@@ -7,7 +7,6 @@ Refused      Resync           Unfinished    append + proposal      next to the l
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -19,12 +18,12 @@ from torch import Tensor
 from outrider.drafters.drafter import DraftDeadline, DraftRequest
 from outrider.engine.interface import Engine, FeatureEngine, SequenceStep
 from outrider.engine.threads import on_threads
-from outrider.errors import BadRequest, InvariantError, OutriderError
+from outrider.errors import BadRequest, OutriderError
 from outrider.grammar.compiler import Grammars
 from outrider.grammar.token_mask import Allowed, TokenMask
 from outrider.hidden_states import BYTES_OF_A_NUMBER, Features
 from outrider.messages import PositionLogprobs, VerdictReply, VerifyAnswer, VerifyItem
-from outrider.replica.step_request import Unfinished, refusal
+from outrider.replica.step_request import Unfinished
 from outrider.replica.token_budget import TokenBudget
 from outrider.replica.worker import Admitted, SlotDemand, StepWorker, Work, draft_request
 from outrider.speculation.accept_reject import Outcome, Verdict, decide, ending_at
@@ -114,36 +113,29 @@ class Verifier(StepWorker):
         self,
         engine: Engine,
         budget: TokenBudget,
-        self_drafter: SelfDrafter | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-        grammars: Grammars | None = None,
+        self_drafter: SelfDrafter | None,
+        clock: Callable[[], float],
+        grammars: Grammars | None,
     ) -> None:
         """A `self_drafter` reads what the engine shows of its own, and takes the time of this
         clock, in seconds. Without `grammars` sessions with a constraint are refused."""
         super().__init__(engine, budget, grammars)
         self._clock = clock
-        self._shown = shown_by(engine)
+        self.shown: FeatureEngine | None = None
+        """The engine, where it shows what its head reads."""
+        if isinstance(engine, FeatureEngine) and engine.shows_features:
+            self.shown = engine
         self._self_drafter = self_drafter
-        if self_drafter is not None and self_drafter.reads_features and self._shown is None:
-            raise InvariantError("a target whose heads draft shows its hidden states")
 
     def step(self, items: Sequence[VerifyItem]) -> list[VerifyAnswer | Unfinished]:
         rounds = [_Round(item) for item in items]
-        for one in rounds:
-            try:
-                self._validate(one)
-            except OutriderError as error:
-                one.answer = refusal(one.head.key, error)
-        valid = [one for one in rounds if one.answer is None]
-        for one, admitted in self._admit(valid, [one.demand for one in valid]):
-            self._prepare(one, admitted)
+        self._admit(rounds)
         with torch.inference_mode():
-            self._run([one for one in valid if one.answer is None])
+            self._run([one for one in rounds if one.answer is None])
         self._note_figures()
         return [one.answer for one in rounds]
 
     def _validate(self, one: _Round) -> None:
-        """Raises `BadRequest` for what this model cannot do; nothing has changed then."""
         info, item, head = self._engine.info, one.item, one.head
         one.sampling, size = head.params(), info.vocab_size
         biased = [token_id for token_id, _ in one.sampling.logit_bias]
@@ -168,7 +160,6 @@ class Verifier(StepWorker):
         one.proposal = item.proposal.open()
 
     def _prepare(self, one: _Round, admitted: Admitted) -> None:
-        """Gives a round its share of the pass, if its constraint can be held to."""
         head, proposal, aligned = one.head, one.proposal, admitted.aligned
         new_tokens = aligned.new_tokens
         if not admitted.is_whole:
@@ -203,8 +194,8 @@ class Verifier(StepWorker):
         # Operators on a few rows gain little by threads, and wait for cores that others use.
         with on_threads(1):
             self._judge(rounds, logits)
-        if self._shown is not None:
-            for one, rows in zip(rounds, self._shown.features(), strict=True):
+        if self.shown is not None:
+            for one, rows in zip(rounds, self.shown.features(), strict=True):
                 one.shown = rows
             self._add_features(rounds)
         if self._self_drafter is not None:
@@ -275,11 +266,11 @@ class Verifier(StepWorker):
         features: list[Tensor] = []
         try:
             for one in _answered(rounds):
-                outcome = (
-                    one.outcome(one.answer.verdict) if one.item.num_next_draft_tokens else None
-                )
-                request = None if outcome is None else self._next_request(one, outcome)
-                if outcome is None or request is None:
+                if not one.item.num_next_draft_tokens:
+                    continue
+                outcome = one.outcome(one.answer.verdict)
+                request = self._next_request(one, outcome)
+                if request is None:
                     continue
                 held = self._table.keep(request.session_id, request.noise.committed_length - 1)
                 one.answer = replace(one.answer, cached_length=held)
@@ -355,10 +346,6 @@ def _logprobs(
         rows=(*(parent + 1 for parent in proposal.tree.parents), *range(len(proposal) + 1)),
     )
     return tuple(PositionLogprobs(logprob, top) for logprob, top in entries)
-
-
-def shown_by(engine: Engine) -> FeatureEngine | None:
-    return engine if isinstance(engine, FeatureEngine) and engine.shows_features else None
 
 
 def sealed_features(

@@ -18,7 +18,7 @@ from draft_service.service import DraftService
 from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import StoreUnavailable
-from outrider.replica.scheduler import InlineExecutor
+from outrider.replica.executors import InlineExecutor
 from outrider.request import (
     Event,
     GenerateRequest,

@@ -19,13 +19,13 @@ from outrider.messages import (
     VerdictReply,
     VerifyItem,
 )
-from outrider.replica.scheduler import InlineExecutor
+from outrider.replica.executors import InlineExecutor
 from outrider.speculation.accept_reject import decide
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokens import TokenSequence
-from outrider.transport.link import Answer, Item, Link, MemoryLink, ReplicaService, deliver_soon
+from outrider.transport.link import Link, MemoryLink, ReplicaService, deliver_soon
 from target_service.service import TargetService
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -85,12 +85,12 @@ def make_head(
     )
 
 
-class SeverableLink(MemoryLink[Item, Answer]):
+class SeverableLink(MemoryLink):
     """A stream in one process that can be broken."""
 
     def __init__(
         self,
-        service: ReplicaService[Item, Answer],
+        service: ReplicaService,
         deliver: Callable[[Callable[[], None]], None] = deliver_soon,
     ) -> None:
         super().__init__(service, deliver)
@@ -124,7 +124,7 @@ class SeverableLink(MemoryLink[Item, Answer]):
 class Listener:
     """Collects what a link hears, and waits for it."""
 
-    def __init__(self, link: Link[Any, Any]) -> None:
+    def __init__(self, link: Link) -> None:
         self.answers: list[Any] = []
         self.lost: list[Exception] = []
         self._news = asyncio.Event()
@@ -154,7 +154,7 @@ class Listener:
                 await self._news.wait()
 
 
-async def ask(link: Link[Any, Any], listener: Listener, item: Any) -> Any:
+async def ask(link: Link, listener: Listener, item: Any) -> Any:
     """Sends one item and waits for one answer."""
     before = len(listener.answers)
     link.send(item)
@@ -173,8 +173,8 @@ class Replica:
         )
         self.link, self.listener = self.connect()
 
-    def connect(self) -> tuple[SeverableLink[Any, Any], Listener]:
-        link: SeverableLink[Any, Any] = SeverableLink(self.service)
+    def connect(self) -> tuple[SeverableLink, Listener]:
+        link = SeverableLink(self.service)
         return link, Listener(link)
 
     async def ask(self, item: Any) -> Any:
@@ -202,8 +202,8 @@ class Player:
     prompt: tuple[int, ...]
     rule: Rule
     sampling: SamplingParams
-    target: tuple[Link[Any, Any], Listener]
-    draft: tuple[Link[Any, Any], Listener] | None = None
+    target: tuple[Link, Listener]
+    draft: tuple[Link, Listener] | None = None
     session: int = 1
     epoch: int = 1
     seed: int = 7

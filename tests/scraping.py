@@ -17,11 +17,11 @@ from toy_engine import ToyEngine
 
 from coordinator.service import LOOK_PERIOD_S
 from outrider.config import CoordinatorConfig
+from outrider.registry.registry import ROLES
 from outrider.telemetry.request_spans import ObservedRequests
 from outrider.telemetry.setup import Exports, start_exports
 from outrider.telemetry.step_spans import ObservedSteps
 
-ROLES = ("coordinator", "target", "draft")
 VOCAB = 64
 
 

@@ -65,7 +65,7 @@ class Discovery:
         targets: ReplicaPool,
         drafts: ReplicaPool,
         registry: RedisRegistry | None = None,
-        link: Callable[[Role, str], Link[Any, Any]] | None = None,
+        link: Callable[[Role, str], Link] | None = None,
     ) -> None:
         """`own_name` is what the coordinator is called in the registry. `link(role, address)` leads
         to a replica; nothing is sent before it is asked something."""

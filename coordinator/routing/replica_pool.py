@@ -53,7 +53,6 @@ these cannot be shared out evenly; but not for it more than share a step."""
 _KEY_PAGES = 2
 """Pages that sessions on one replica share at least, where their prompts are as long as that."""
 
-AnyLink = Link[Any, Any]
 Item = TypeVar("Item")
 Answer = TypeVar("Answer", bound=VerdictReply | ProposalReply | Resync | Refused)
 
@@ -64,7 +63,7 @@ class ReplicaConnection:
     def __init__(
         self,
         pool: ReplicaPool,
-        link: AnyLink,
+        link: Link,
         name: str,
         description: ReplicaDescription,
     ) -> None:
@@ -173,7 +172,7 @@ class ReplicaPool:
         found = [replica for replica in replicas if replica.is_open] or replicas
         return found[-1].description if found else None
 
-    async def join(self, name: str, link: AnyLink) -> None:
+    async def join(self, name: str, link: Link) -> None:
         """Takes a replica in, whose link is the pool's from now on. Raises `Unavailable` where it
         does not say what it runs, `Incompatible` where that does not fit; then it is not taken
         in."""
@@ -186,7 +185,7 @@ class ReplicaPool:
             raise
         self.admit(name, link, description)
 
-    async def join_all(self, links: Mapping[str, AnyLink]) -> None:
+    async def join_all(self, links: Mapping[str, Link]) -> None:
         """Takes replicas in, of which some may be gone or not fit. Raises what `join` raises where
         none of them can be taken in."""
         found = await asyncio.gather(
@@ -198,7 +197,7 @@ class ReplicaPool:
         if errors and not self.replicas:
             raise next(iter(errors.values()))
 
-    def admit(self, name: str, link: AnyLink, description: ReplicaDescription) -> None:
+    def admit(self, name: str, link: Link, description: ReplicaDescription) -> None:
         """As `join`, for a replica of which it is known what it runs, and that it fits."""
         self.first = self.first or description
         self.replicas[name] = ReplicaConnection(self, link, name, description)

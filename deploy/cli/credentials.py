@@ -16,10 +16,10 @@ from pathlib import Path
 from outrider.api_keys import Caller, add_key, check_key_name, read_key_file, remove_key
 from outrider.errors import ConfigError
 from outrider.limits import KEY_CONCURRENCY_MAX, REQUESTS_PER_MINUTE_MAX
+from outrider.registry.registry import ROLES
 from outrider.settings import check_range
 from outrider.transport.tls import (
     AUTHORITY,
-    INTERNAL_ROLES,
     ROLE_DAYS,
     RoleFiles,
     days_left,
@@ -145,7 +145,7 @@ def certs(arguments: Arguments) -> int:
             raise ConfigError(f"cannot write {directory}: {error.strerror}") from error
     now = datetime.datetime.now(datetime.UTC)
     left = {AUTHORITY: days_left(directory / f"{AUTHORITY}.pem", now)}
-    for role in INTERNAL_ROLES:
+    for role in ROLES:
         files = RoleFiles.of(directory, role)
         files.check()
         left[role] = days_left(files.certificate, now)
@@ -158,7 +158,7 @@ def certs(arguments: Arguments) -> int:
 
 
 def _make_certificates(directory: Path, arguments: Arguments) -> None:
-    names = [f"{name}{end}.pem" for name in (AUTHORITY, *INTERNAL_ROLES) for end in ("", "-key")]
+    names = [f"{name}{end}.pem" for name in (AUTHORITY, *ROLES) for end in ("", "-key")]
     found = [name for name in names if (directory / name).exists()]
     if found and not (arguments.renew or arguments.force):
         raise ConfigError(
@@ -169,6 +169,6 @@ def _make_certificates(directory: Path, arguments: Arguments) -> None:
     if not arguments.renew:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         make_authority(directory, now)
-    for role in INTERNAL_ROLES:
+    for role in ROLES:
         make_role(directory, role, now, arguments.days)
     note(f"keep {directory / f'{AUTHORITY}-key.pem'} secret: it makes certificates of any role")

@@ -27,6 +27,7 @@ from outrider.config import (
 from outrider.drafters.names import check_model_name
 from outrider.engine.emulated_spec import SCHEME, EmulatedSpec
 from outrider.errors import ConfigError, SettingError
+from outrider.registry.registry import ROLES
 from outrider.replica.process_setup import check_vllm
 from outrider.sessions.redis_address import Passwords, without_password
 from outrider.settings import Value, blaming, by_its_keys, settings_of
@@ -289,14 +290,14 @@ def whole_paths(values: Mapping[str, Value]) -> dict[str, Any]:
 def check_security_files(config: CoordinatorConfig) -> None:
     """Reads the files of keys and certificates, as the replicas of this machine will. Raises
     `SettingError`."""
-    from outrider.transport.tls import INTERNAL_ROLES, RoleFiles, check_pair
+    from outrider.transport.tls import RoleFiles, check_pair
 
     if config.ssl_certfile:
         with blaming("ssl_certfile"):
             check_pair(Path(config.ssl_certfile), Path(config.ssl_keyfile))
     if config.internal_tls_dir:
         with blaming("internal_tls_dir"):
-            for role in INTERNAL_ROLES:
+            for role in ROLES:
                 RoleFiles.of(Path(config.internal_tls_dir), role).check()
     if config.api_key_file:
         with blaming("api_key_file"):

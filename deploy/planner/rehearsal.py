@@ -119,7 +119,7 @@ async def rehearse(
 
 async def _tables(replicas: Replicas) -> tuple[StepCosts | None, StepCosts | None]:
     """Of the target and of the draft's model, if there is one."""
-    links: list[Link[Any, Any]] = [target_link(replicas.target_address)]
+    links: list[Link] = [target_link(replicas.target_address)]
     if replicas.draft_address:
         links.append(draft_link(replicas.draft_address))
     try:

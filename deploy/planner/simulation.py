@@ -33,7 +33,7 @@ from outrider.engine.step_costs import StepCosts
 from outrider.errors import OutriderError
 from outrider.limits import DEADLINE_MS_MAX, PAGE_SIZE, SEED_BITS
 from outrider.registry.registry import Role
-from outrider.replica.scheduler import InlineExecutor
+from outrider.replica.executors import InlineExecutor
 from outrider.request import GenerateRequest, RoundReport, Tokens
 from outrider.sessions.memory_store import MemoryStore
 from outrider.speculation.sampling_params import Rule, SamplingParams

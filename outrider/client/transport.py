@@ -175,22 +175,18 @@ class Transport(Protocol):
     @property
     def address(self) -> str:
         """Names the coordinator for people: HOST:PORT, where there is one."""
-        ...
 
     def events(
         self, request: GenerateRequest | ResumeRequest, timeout_s: float
     ) -> AsyncGenerator[Event]:
         """The events of one generation, or of one whose stream broke from `Started` on, without the
         tokens that had come; closing the iterator early cancels its session."""
-        ...
 
     async def call(self, method: Method, timeout_s: float, session_id: str = "") -> Any:
         """What a method of `Client` returns that is about no stream."""
-        ...
 
     async def close(self) -> None:
         """Ends what runs on this transport. Idempotent."""
-        ...
 
 
 STATUS_DETAILS = "grpc-status-details-bin"

@@ -12,10 +12,10 @@ A session is expected as long after its last answer as it has lately taken to co
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
+from outrider.newest import Newest
 
 GAIN = 0.9
 """A step waits where that makes the cycle shorter than so much of it."""
@@ -51,7 +51,8 @@ class BatchingDelay:
         most."""
         self._step_seconds = step_seconds
         self._max_batch = max_batch
-        self._rhythms: OrderedDict[str, _Rhythm] = OrderedDict()
+        self._rhythms: Newest[str, _Rhythm] = Newest(SEQUENCES_PER_REPLICA_MAX)
+        """The one that was answered last is the last one."""
         self._typical = _Rhythm(1)
         """Of a session that has not come back yet."""
         self._num_gaps = 0
@@ -81,13 +82,11 @@ class BatchingDelay:
 
     def answered(self, session_id: str, rows: int, now: float) -> None:
         """What it waited for has been sent, an answer to an item of so many rows."""
-        rhythm = self._rhythms.pop(session_id, None)
+        rhythm = self._rhythms.get(session_id)
         if rhythm is None:
             rhythm = _Rhythm(rows, self._typical.gap_s, self._typical.deviation_s)
-            if len(self._rhythms) >= SEQUENCES_PER_REPLICA_MAX:
-                self._rhythms.popitem(last=False)
         rhythm.rows, rhythm.answered_at = rows, now
-        self._rhythms[session_id] = rhythm  # The one that was answered last is the last one.
+        self._rhythms[session_id] = rhythm
 
     def forget(self, session_id: str) -> None:
         """It has ended."""

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from outrider.engine.step_costs import StepCosts
     from outrider.engine.tensor_parallel.rank_rpc import Rendezvous
     from outrider.registry.redis_registry import Lease
-    from outrider.replica.scheduler import ThreadExecutor
+    from outrider.replica.executors import ThreadExecutor
     from outrider.replica.service import SteppedService
     from outrider.transport.server import RpcServer
 
@@ -95,7 +95,7 @@ class ReplicaHost(PlacedActor):
     def _build(self, engine: Engine | None, config: ReplicaConfig) -> SteppedService:
         from outrider.engine.threads import start_workers
         from outrider.models.loading import use_device
-        from outrider.replica.scheduler import ThreadExecutor
+        from outrider.replica.executors import ThreadExecutor
 
         take_seconds = (lambda: 0.0) if engine is None else engine.take_step_seconds
         executor = ThreadExecutor(f"{config.role}-step", take_seconds)
@@ -156,7 +156,7 @@ class ReplicaHost(PlacedActor):
             guard = role_guard("coordinator")
             options = replace(options, reflection=False, guard=guard, credentials=credentials)
         self._service = service
-        codec: Any = VERIFY if config.role == "target" else DRAFT
+        codec = VERIFY if config.role == "target" else DRAFT
         servicer = ReplicaServicer(service, codec)
         self._server = server = RpcServer([servicer.grpc_service], options)
         self._open.push_async_callback(service.close)

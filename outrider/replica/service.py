@@ -1,44 +1,77 @@
-"""A replica service whose work is done in steps: what draft and target share."""
+"""A replica's service, which draft and target share: one step at a time over everything that waits.
+
+    event loop                                          executor (a thread, or inline)
+    take, release, form a batch, send answers           the worker's step, release, park
+
+A worker's state belongs to the executor's side and is touched nowhere else. While a step runs, what
+arrives is queued for the next one, so batches grow with load and no item waits for a timer.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeVar
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+from outrider.decayed_average import DecayedSums
 from outrider.engine.interface import ModelInfo
 from outrider.engine.step_costs import StepCosts
-from outrider.errors import OutriderError, Overloaded, StaleEpoch
+from outrider.errors import (
+    DeadlineExceeded,
+    EngineLost,
+    OutriderError,
+    Overloaded,
+    StaleEpoch,
+    Unavailable,
+    check,
+)
 from outrider.grammar.compiler import Grammar, Grammars
 from outrider.grammar.constraint import Constraint
 from outrider.limits import (
     RELEASES_REMEMBERED_MAX,
     SEQUENCES_PER_REPLICA_MAX,
     SILENT_SESSION_MS,
+    STEP_CRASHES_UNHEALTHY,
+    STEP_S_MAX,
 )
-from outrider.messages import Refused, ReplicaDescription, RoundHead, RoundItem
+from outrider.messages import ProposalReply, Refused, ReplicaDescription, RoundHead, VerdictReply
+from outrider.newest import Newest
+from outrider.registry.registry import NO_FIGURES, WINDOW_S, Figures
 from outrider.replica.batching_delay import BatchingDelay
-from outrider.replica.scheduler import StepExecutor, StepScheduler
+from outrider.replica.executors import StepExecutor
 from outrider.replica.step_request import (
     CANCELLED_CODE,
+    Answers,
     AnswerSender,
+    RequestQueue,
+    StepFigures,
     StepRequest,
+    Unfinished,
     refusal,
+    undrawn,
 )
 from outrider.replica.worker import StepWorker
+from outrider.telemetry.logs import about
 from outrider.transport.link import Connection
 
+if TYPE_CHECKING:
+    from outrider.telemetry.step_spans import ObservedSteps
+
 logger = logging.getLogger(__name__)
-Item = TypeVar("Item", bound=RoundItem)
-Answer = TypeVar("Answer")
+
+STARVED_REST_S = 0.1
+"""After a step in which nothing found pages, the next one follows when something has changed, but
+no later than this: a deadline may have passed, or a session fallen silent."""
 
 
-class SteppedService(StepScheduler):
-    """Serves any number of streams with one worker. Every method is for the event loop's thread;
-    the worker is touched on the executor alone.
+class SteppedService:
+    """Serves any number of streams with one worker: queues items, forms batches of distinct
+    sessions in order of arrival, runs them, and sends each connection its answers of a step in one
+    call. Every method is for the event loop's thread; the worker is touched on the executor alone.
 
     A role that does more than queue its items overrides `submit` and `_forget`.
     """
@@ -51,22 +84,43 @@ class SteppedService(StepScheduler):
         note_seconds: Callable[[float], None] | None = None,
         batching_delay: BatchingDelay | None = None,
     ) -> None:
-        """`description.max_num_seqs` sessions share a step at most. An item whose constraint is new
-        waits until it is among the worker's grammars; it then has the grammar with it, so that no
-        step compiles one."""
-        super().__init__(
-            executor, worker, max_batch=description.max_num_seqs,
-            note_seconds=note_seconds, batching_delay=batching_delay,
-        )  # fmt: skip
+        """`description.max_num_seqs` sessions share a step at most. `note_seconds` gets, between
+        steps, how long the last one took that ran items. With `batching_delay` a step may wait for
+        sessions that will soon want it too. An item whose constraint is new waits until it is among
+        the worker's grammars; it then has the grammar with it, so that no step compiles one."""
+        self._worker = worker
+        self._executor = executor
         self._description = description
+        self._note_seconds = note_seconds
+        self._batching_delay = batching_delay
+        self._observer: ObservedSteps | None = None
         self.num_items = 0
         """That its streams have received."""
-        self._filter = StaleRoundFilter()
         self.sessions = SessionTracker()
+        self._filter = StaleRoundFilter()
         self._grammars = worker.grammars
         self._compiling: set[asyncio.Task[None]] = set()
+        self._queue = RequestQueue(description.max_num_seqs)
+        self._load: StepLoad | None = None
+        self._releases: dict[str, int] = {}
+        """session -> the newest epoch of it that is to be forgotten before the next step."""
+        self._parked: dict[str, None] = {}
+        """Sessions without a waiting connection, for `StepWorker.park` before the next step."""
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._closing = False
+        self.lost: EngineLost | None = None
+        """Why no step can follow any more; None while one can."""
+        self._crashes = 0
+        self.health_changed = asyncio.Event()
+        """Set where `healthy` or `lost` may have changed; cleared by its one reader."""
+        self._num_starved = 0
+        """As the worker's figures were behind the last step."""
+        self._idle = asyncio.Event()
+        self._idle.set()
 
-    def connect(self, send: Callable[[Sequence[Any]], None]) -> Connection[Any]:
+    def connect(self, send: Callable[[Sequence[Any]], None]) -> Connection:
+        """See `ReplicaService.connect`."""
 
         def note_and_send(answers: Sequence[Any]) -> None:
             now = asyncio.get_running_loop().time()
@@ -77,28 +131,26 @@ class SteppedService(StepScheduler):
         return _Connection(self, note_and_send)
 
     def describe(self) -> ReplicaDescription:
+        """See `ReplicaService.describe`."""
         return self._description
 
-    def release(self, session_id: str, epoch: int) -> None:
-        if self._filter.release(session_id, epoch):
-            self._forget(session_id)
-            self.sessions.forget(session_id)
-            super().release(session_id, epoch)
+    @property
+    def healthy(self) -> bool:
+        """False once `STEP_CRASHES_UNHEALTHY` steps in a row have crashed, or none can follow."""
+        stopped = self._over or (self._task is not None and self._task.done())
+        return self._crashes < STEP_CRASHES_UNHEALTHY and not stopped
 
-    async def drain(self) -> None:
-        while self._compiling:
-            await asyncio.wait(self._compiling)
-        await super().drain()
+    @property
+    def figures(self) -> Figures:
+        """Of the last `WINDOW_S`."""
+        if self._load is None:
+            return NO_FIGURES
+        return self._load.figures(asyncio.get_running_loop().time(), self._worker.figures)
 
-    async def close(self) -> None:
-        for task in self._compiling:
-            task.cancel()
-        if self._grammars is not None:
-            self._grammars.close()
-        await super().close()
-
-    def check_integrity(self) -> None:
-        self._worker.check_integrity()
+    def observe(self, observer: ObservedSteps) -> None:
+        """Tells it what the steps do from now on."""
+        self._observer = observer
+        observer.watch(lambda: len(self._queue), lambda: self._worker.figures)
 
     def take(self, item: Any, sender: AnswerSender) -> None:
         """Takes an item of a stream, or refuses it where its round is over; never waits."""
@@ -151,14 +203,295 @@ class SteppedService(StepScheduler):
         if not self._is_stale(work) and work.wanted:
             self.submit(work.compiled(compiled))
 
-    def leave(self, sender: AnswerSender) -> None:
-        self.park(self.sessions.leave(sender))
+    def submit(self, work: StepRequest) -> None:
+        """Queues work; see `RequestQueue.add`. Refuses it when the queue is full, once closed, and
+        where no step can follow."""
+        if self._over:
+            self._refuse(work, self.lost or Unavailable("this replica is stopping"))
+            return
+        try:
+            is_new = self._queue.add(work)
+        except Overloaded as error:
+            self._refuse(work, error)
+            return
+        if not is_new and work.timer is not None:
+            work.timer.cancel()
+        if self._batching_delay is not None:
+            now = asyncio.get_running_loop().time()
+            self._batching_delay.arrived(work.session_id, now)
+        self._start()
 
-    def _starved(self, waiting: Collection[str]) -> None:
-        """Parks sessions whose coordinator has long said nothing although it was answered: it may
-        have gone, and its release been lost."""
-        since = asyncio.get_running_loop().time() - SILENT_SESSION_MS / 1e3
-        self.park(self.sessions.fall_silent(since, waiting))
+    def release(self, session_id: str, epoch: int) -> None:
+        """Drops the session's queued work and forgets it before the next step, unless a newer epoch
+        of it was seen. At most `SEQUENCES_PER_REPLICA_MAX` sessions wait to be forgotten; the
+        oldest of more is left to be evicted."""
+        if not self._filter.release(session_id, epoch):
+            return
+        self._forget(session_id)
+        self.sessions.forget(session_id)
+        if epoch <= self._releases.get(session_id, 0):
+            return  # Nothing has come since the last one.
+        for work in self._queue.of_session(session_id, epoch):
+            self._cancel(work)
+        self._releases[session_id] = epoch
+        if self._batching_delay is not None:
+            self._batching_delay.forget(session_id)
+        if len(self._releases) > SEQUENCES_PER_REPLICA_MAX:
+            del self._releases[next(iter(self._releases))]
+        self._start()
+
+    def park(self, session_ids: Sequence[str]) -> None:
+        """No connection waits for these sessions any more: from the next step on their pages may be
+        taken."""
+        if session_ids:
+            self._parked.update(dict.fromkeys(session_ids))
+            self._start()
+
+    async def drain(self) -> None:
+        """Returns when nothing waits and nothing runs: before a stop that loses no answer."""
+        while self._compiling:
+            await asyncio.wait(self._compiling)
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        """Waits for the running step, unless it may hang, drops what waits, and closes the
+        executor."""
+        for task in self._compiling:
+            task.cancel()
+        if self._grammars is not None:
+            self._grammars.close()
+        self._closing = True
+        self._wake.set()
+        if self._task is not None:
+            await self._task
+        self._executor.close(wait=self.lost is None)
+
+    def check_integrity(self) -> None:
+        """See `StepWorker.check_integrity`."""
+        self._worker.check_integrity()
+
+    @property
+    def _over(self) -> bool:
+        return self._closing or self.lost is not None
+
+    def _start(self) -> None:
+        if self._over:
+            return
+        self._idle.clear()
+        self._wake.set()
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="steps")
+            self._task.add_done_callback(self._ended)
+
+    async def _run(self) -> None:
+        try:
+            while not self._over:
+                await self._wake.wait()
+                self._wake.clear()
+                while not self._over and (self._queue or self._releases or self._parked):
+                    if self._batching_delay is not None:
+                        await self._gather(self._batching_delay)
+                    if await self._step(self._take()):
+                        # The answers leave before the next step claims the interpreter.
+                        await asyncio.sleep(0)
+                    else:
+                        await self._rest()
+                self._idle.set()
+        finally:
+            self._idle.set()
+
+    async def _gather(self, batching_delay: BatchingDelay) -> None:
+        """Until the next step should begin."""
+        until = batching_delay.hold(asyncio.get_running_loop().time(), self._queue.rows)
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                while batching_delay.awaited and not self._over:
+                    await self._wake.wait()
+                    self._wake.clear()
+
+    async def _rest(self) -> None:
+        """Until something has changed for those that wait for pages."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STARVED_REST_S):
+                await self._wake.wait()
+                self._wake.clear()
+
+    def _take(self) -> list[StepRequest]:
+        batch, unwanted, late = self._queue.take(asyncio.get_running_loop().time())
+        for work in unwanted:
+            self._done(work, None)
+        for work in late:
+            self._refuse(work, DeadlineExceeded("the deadline passed before a step was free"))
+            self._parked[work.session_id] = None
+        return batch
+
+    async def _step(self, batch: list[StepRequest]) -> bool:
+        """Runs a step; False if it came to nothing for want of pages."""
+        releases, self._releases = self._releases, {}
+        parked, self._parked = list(self._parked), {}
+        if not batch and not releases and not parked:
+            return True
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        items = [work.item for work in batch]
+        try:
+            answers = await self._run_on_executor(releases, parked, items)
+        except EngineLost as lost:
+            self._give_up(lost, batch)
+            return True
+        except Exception:
+            sessions = [item.head.session_id for item in items]
+            logger.exception(
+                "a step of %d items crashed", len(batch), extra=about(session_ids=sessions)
+            )
+            self._crashes += 1
+            self.health_changed.set()
+            if self._observer is not None:
+                self._observer.crashed()
+            crash = OutriderError("the step crashed; the replica's log has the traceback")
+            for work in batch:
+                self._refuse(work, crash)
+            return True
+        end = loop.time()
+        if batch:
+            if self._crashes:
+                self._crashes = 0
+                self.health_changed.set()
+            if self._note_seconds is not None:
+                self._note_seconds(end - start)
+        self._answer(batch, answers, start, end)
+        unfinished = [work for work in batch if work.unfinished is not None]
+        for work in unfinished:
+            if work.item.head.epoch <= self._releases.get(work.session_id, 0):
+                self._cancel(work)  # Its session was released meanwhile.
+        self._queue.put_back(unfinished)
+        num_starved, self._num_starved = self._num_starved, self._worker.figures.num_starved
+        if self._num_starved > num_starved:
+            # A coordinator that has long said nothing, although it was answered, may have gone, and
+            # its release been lost.
+            since = loop.time() - SILENT_SESSION_MS / 1e3
+            self.park(self.sessions.fall_silent(since, self._queue.sessions))
+        return not batch or any(answer is not Unfinished.WAITS for answer in answers)
+
+    def _give_up(self, lost: EngineLost, batch: Sequence[StepRequest]) -> None:
+        """Refuses the batch, and all that waits."""
+        logger.critical("no step can follow: %s", lost)
+        self.lost = lost
+        self.health_changed.set()
+        waiting = list(batch)
+        while waiting:
+            for work in waiting:
+                self._refuse(work, lost)
+            waiting = self._take()
+
+    async def _run_on_executor(
+        self, releases: dict[str, int], parked: list[str], items: list[Any]
+    ) -> Sequence[Any]:
+        """Raises what the step does, and `EngineLost` for one that hangs."""
+        try:
+            async with asyncio.timeout(STEP_S_MAX) as limit:
+                return await self._executor.run(lambda: self._on_executor(releases, parked, items))
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise EngineLost(f"a step has not ended in {STEP_S_MAX} s") from None
+
+    def _on_executor(
+        self, releases: dict[str, int], parked: list[str], items: list[Any]
+    ) -> Sequence[Any]:
+        for session_id in releases:
+            self._worker.release(session_id)
+        if parked:
+            self._worker.park(parked)
+        if not items:
+            return []
+        try:
+            answers = self._worker.step(items)
+            has_news = self._queue or self._releases or self._parked
+            if not has_news and all(map(_is_ahead, answers)):
+                # To hand a step over takes as long as a good part of a quick pass. More than two
+                # would keep waiting who comes in an engine that states its time afterwards.
+                answers = self._worker.step(items)
+            check(len(answers) == len(items), f"{len(answers)} answers to {len(items)} items")
+        except Exception:
+            for item in items:  # What the step has left of its sessions cannot be trusted.
+                self._worker.release(item.head.session_id)
+            raise
+        return answers
+
+    def _answer(
+        self,
+        batch: list[StepRequest],
+        answers: Sequence[Any],
+        start: float,
+        end: float,
+    ) -> None:
+        frames: dict[tuple[AnswerSender, bool], list[Any]] = {}
+        stamped: list[Any] = []
+        num_sharing = sum(answer is not Unfinished.WAITS for answer in answers)
+        for work, answer in zip(batch, answers, strict=True):
+            if work.started_at is None and answer is not Unfinished.WAITS:
+                work.started_at = start
+            parts: tuple[Any, ...] = ()
+            work.unfinished = None
+            if isinstance(answer, Answers):
+                parts, work.answered = answer.answers, not answer.waited_for
+                work.unfinished = Unfinished.CONTINUES if answer.more else None
+            else:
+                work.answered = work.answered or work.item.gives_way
+                if isinstance(answer, Unfinished):
+                    work.unfinished = answer
+                else:
+                    parts = (answer,)
+            timed = [_timed(part, work, end, num_sharing) for part in parts]
+            stamped.append(timed[-1] if timed else Unfinished.CONTINUES)
+            for sender in work.senders:
+                frames.setdefault((sender, work.may_wait), []).extend(timed)
+        for (sender, may_wait), frame in frames.items():
+            (sender.hold if may_wait else sender.send)(frame)
+        delay = self._batching_delay
+        for work, answer in zip(batch, stamped, strict=True):
+            if work.unfinished is None:
+                self._done(work, None if answer is Unfinished.CONTINUES else answer)
+                if delay is not None and isinstance(answer, VerdictReply | ProposalReply):
+                    delay.answered(work.session_id, work.item.num_rows, end)
+        if not batch:
+            return
+        if self._load is None:
+            self._load = StepLoad(self._description.max_num_seqs, start)
+        self._load.stepped(batch, start, end)
+        if delay is not None:
+            delay.took(end - start, sum(work.item.num_rows for work in batch), len(batch))
+        if self._observer is not None:
+            self._observer.stepped(batch, stamped, start, end)
+
+    def _tell_undrawn(self, work: StepRequest) -> None:
+        """The time of work is over. If nothing was drawn for it, those who wait are told so, and no
+        draw follows; the prefix is still run, and an empty proposal then says so."""
+        if work.cancelled or work.deadline is None or not work.deadline.close_undrawn():
+            return
+        work.answered = True
+        work.tell(undrawn(work.key))
+
+    def _cancel(self, work: StepRequest) -> None:
+        work.cancelled = True
+        work.tell(Refused(work.key, CANCELLED_CODE, "the session was released"))
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            logger.critical("the step scheduler has stopped", exc_info=task.exception())
+        self.health_changed.set()
+
+    def _refuse(self, work: StepRequest, error: OutriderError) -> None:
+        answer = refusal(work.key, error)
+        work.tell(answer)
+        self._done(work, answer)
+
+    def _done(self, work: StepRequest, answer: Any) -> None:
+        if work.timer is not None:
+            work.timer.cancel()
+        if work.on_done is not None:
+            work.on_done(work, answer)
 
     def _forget(self, session_id: str) -> None:
         """A session ends: drops what a role keeps of it on this side of the worker; here nothing
@@ -167,6 +500,60 @@ class SteppedService(StepScheduler):
     def _work(self, item: Any, sender: AnswerSender) -> StepRequest:
         now, left_ms = asyncio.get_running_loop().time(), item.head.deadline_ms
         return StepRequest(item, [sender], now, now + left_ms / 1e3 if left_ms else math.inf)
+
+
+def _is_ahead(answer: Any) -> bool:
+    """Whether an item goes on, and nobody waits for what it has come to."""
+    calm = isinstance(answer, Answers) and not answer.answers and not answer.waited_for
+    return calm and answer.more
+
+
+def _timed(answer: Any, work: StepRequest, end: float, num_sharing: int) -> Any:
+    """A verdict or proposal with its times: until the first step that did something for it, and
+    from then; so many shared the last of its steps."""
+    if not isinstance(answer, VerdictReply | ProposalReply):
+        return answer
+    started_at = end if work.started_at is None else work.started_at
+    queue_ms = max(0.0, started_at - work.arrived_at) * 1000
+    compute_ms = (end - started_at) * 1000
+    timed = replace(answer, queue_ms=queue_ms, compute_ms=compute_ms)
+    if isinstance(timed, ProposalReply):
+        timed = replace(timed, work_ms=compute_ms / num_sharing)
+    return timed
+
+
+class StepLoad:
+    """Hears of every step of a replica."""
+
+    def __init__(self, max_batch: int, now: float) -> None:
+        """`max_batch` items share a step at most; `now` and later times are the loop's."""
+        self._max_batch = max_batch
+        self._sums = DecayedSums(WINDOW_S, now)
+
+    def stepped(self, works: Sequence[StepRequest], start: float, end: float) -> None:
+        began = [work.started_at - work.arrived_at for work in works if work.started_at == start]
+        self._sums.add(
+            end,
+            {
+                "steps": 1.0,
+                "seconds": end - start,
+                "places": min(1.0, len(works) / self._max_batch),
+                "began": len(began),
+                "waited": sum(began),
+            },
+        )
+
+    def figures(self, now: float, step_figures: StepFigures) -> Figures:
+        sums, pages = self._sums, step_figures.pages
+        step_s = sums.mean(now, "seconds", "steps")
+        waited_s = sums.mean(now, "waited", "began")
+        return Figures(
+            busy=min(1.0, sums.rate(now, "seconds")),
+            fill=sums.mean(now, "places", "steps"),
+            step_ms=None if step_s is None else step_s * 1e3,
+            queue_steps=waited_s / step_s if waited_s is not None and step_s else None,
+            kv_usage=None if pages is None else pages.usage,
+        )
 
 
 class _Connection(AnswerSender):
@@ -182,7 +569,7 @@ class _Connection(AnswerSender):
         """What waits for this stream alone is dropped before its step, and its sessions' pages are
         there for others until they come back on another stream."""
         self.closed = True
-        self._service.leave(self)
+        self._service.park(self._service.sessions.leave(self))
 
 
 def describe_model(
@@ -210,7 +597,7 @@ class SessionTracker:
     """
 
     def __init__(self) -> None:
-        self._heard: OrderedDict[str, tuple[AnswerSender, float]] = OrderedDict()
+        self._heard: Newest[str, tuple[AnswerSender, float]] = Newest(SEQUENCES_PER_REPLICA_MAX)
 
     def __len__(self) -> int:
         return len(self._heard)
@@ -218,15 +605,11 @@ class SessionTracker:
     def hear(self, session_id: str, sender: AnswerSender, now: float) -> None:
         """An item of the session has come."""
         self._heard[session_id] = (sender, now)
-        self._heard.move_to_end(session_id)
-        if len(self._heard) > SEQUENCES_PER_REPLICA_MAX:
-            self._heard.popitem(last=False)
 
     def answer(self, session_id: str, now: float) -> None:
         """The session has been answered: its silence begins now. Unknown ones are ignored."""
         if session_id in self._heard:
             self._heard[session_id] = (self._heard[session_id][0], now)
-            self._heard.move_to_end(session_id)
 
     def forget(self, session_id: str) -> None:
         """The session has ended; unknown ones are ignored."""
@@ -267,7 +650,7 @@ class StaleRoundFilter:
     """
 
     def __init__(self) -> None:
-        self._asked: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        self._asked: Newest[str, tuple[int, int]] = Newest(RELEASES_REMEMBERED_MAX)
 
     def admit(self, head: RoundHead) -> Refused | None:
         """Notes the round; or returns why it is refused: ABORTED for an epoch that is over,
@@ -281,7 +664,7 @@ class StaleRoundFilter:
             if head.epoch == epoch and head.round < latest:
                 over_by = "it was released" if latest == _RELEASED else f"{latest} was asked for"
                 return Refused(head.key, CANCELLED_CODE, f"round {head.round} is over, {over_by}")
-        self._note(head.session_id, head.epoch, head.round)
+        self._asked[head.session_id] = (head.epoch, head.round)
         return None
 
     def release(self, session_id: str, epoch: int) -> bool:
@@ -290,11 +673,5 @@ class StaleRoundFilter:
         asked = self._asked.get(session_id)
         if asked is not None and asked[0] > epoch:
             return False
-        self._note(session_id, epoch, _RELEASED)
+        self._asked[session_id] = (epoch, _RELEASED)
         return True
-
-    def _note(self, session_id: str, epoch: int, latest: int) -> None:
-        self._asked[session_id] = (epoch, latest)
-        self._asked.move_to_end(session_id)
-        if len(self._asked) > RELEASES_REMEMBERED_MAX:
-            self._asked.popitem(last=False)

@@ -6,10 +6,10 @@ import asyncio
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outrider.errors import DeadlineExceeded, OutriderError, Overloaded
 from outrider.limits import ANSWERS_HELD_MS, STREAM_QUEUE_ITEMS_MAX
@@ -36,8 +36,7 @@ class Unfinished(Enum):
     """Its sequence finds no pages until another one gives some back."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answers:
+class Answers(NamedTuple):
     """Any number of answers to one item, none included."""
 
     answers: tuple[Any, ...]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from outrider.engine.step_costs import StepCosts
 from outrider.limits import NUM_DRAFT_TOKENS_MAX, TREE_TOKENS_MAX
@@ -37,8 +37,7 @@ ROUND_REST_STEPS = 4
 """Steps without a round after which rounds are thought to have ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenDemand:
+class TokenDemand(NamedTuple):
     """What an item would run, if it were alone."""
 
     num_tokens: int
@@ -54,8 +53,7 @@ class TokenDemand:
         return self.num_tokens <= ROUND_TOKENS_MAX
 
 
-@dataclass(frozen=True, slots=True)
-class _Load:
+class _Load(NamedTuple):
     """What a step runs."""
 
     rows: int = 0

@@ -12,9 +12,8 @@ Only younger sessions make room, so the oldest always goes on, and every one bec
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import Engine, FoundPrefix, SequenceStep
@@ -33,8 +32,7 @@ _ANY_TOKEN = 0
 """Stands for a token of which only the slot matters."""
 
 
-@dataclass(frozen=True, slots=True)
-class SlotDemand:
+class SlotDemand(NamedTuple):
     """What an item needs."""
 
     head: RoundHead
@@ -44,8 +42,7 @@ class SlotDemand:
     """The last committed token, and those of the extra ones that are run in one pass with it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Admitted:
+class Admitted(NamedTuple):
     """A session that goes on."""
 
     aligned: Aligned
@@ -184,7 +181,7 @@ class Admissions:
 
 
 class Work:
-    """An item on its way through a step."""
+    """An item on its way through a step. Its `demand` is a `SlotDemand`."""
 
     answer: Any = None
     """None until it is known."""
@@ -237,11 +234,6 @@ class StepWorker:
         if self._matchers is not None:
             self._matchers.release(session_id)
 
-    def recover(self, items: Sequence[Any]) -> None:
-        """After `step` raised: brings the items' sessions into a sane state by forgetting them."""
-        for item in items:
-            self.release(item.head.session_id)
-
     def check_integrity(self) -> None:
         """For tests, while no step runs: raises `InvariantError` if tokens and slots disagree."""
         self._table.check_integrity()
@@ -253,10 +245,15 @@ class StepWorker:
         if self._engine is not None:
             self.figures.pages = self._engine.page_counts()
 
-    def _admit(
-        self, works: Sequence[Any], demands: Sequence[SlotDemand]
-    ) -> Iterator[tuple[Any, Admitted]]:
-        """Those that go on, and how far; the others are answered."""
+    def _admit(self, works: Sequence[Any]) -> None:
+        """Prepares those that go on; the others are answered."""
+        for work in works:
+            try:
+                self._validate(work)
+            except OutriderError as error:
+                work.answer = refusal(work.head.key, error)
+        valid = [work for work in works if work.answer is None]
+        demands = [work.demand for work in valid]
         admissions: Sequence[Admission]
         if self._admissions is None:
             aligned = [_align(self._table, demand.head) for demand in demands]
@@ -266,13 +263,21 @@ class StepWorker:
             ]
         else:
             admissions = self._admissions.admit(demands)
-        for work, admission in zip(works, admissions, strict=True):
+        for work, admission in zip(valid, admissions, strict=True):
             if isinstance(admission, Admitted):
-                yield work, admission
+                self._prepare(work, admission)
             elif isinstance(admission, OutriderError):
                 work.answer = refusal(work.head.key, admission)
             else:
                 work.answer = admission
+
+    def _validate(self, work: Any) -> None:
+        """Reads an item's parameters. Raises what it is refused for; nothing has changed then."""
+        raise NotImplementedError
+
+    def _prepare(self, work: Any, admitted: Admitted) -> None:
+        """Gives work that goes on its share of the pass, or its answer."""
+        raise NotImplementedError
 
     def _allowed(self, head: RoundHead, aligned: Aligned) -> Allowed | None:
         """What may follow the committed tokens; None = anything. Raises `Incompatible` for a

@@ -6,9 +6,8 @@ import re
 from dataclasses import dataclass
 
 from outrider.errors import SettingError
+from outrider.registry.registry import ROLES, Role
 
-ROLES = ("coordinator", "target", "draft")
-"""Each process of a deployment serves Prometheus on a port of its own, in this order."""
 _LAST = 65_535 - len(ROLES) + 1
 _PART = re.compile(
     r"otlp=https?://(?:[^\s@]*@)?(?:\[[\da-fA-F:]+\]|[\w.-]+):\d+(?:/\S*)?|prometheus=[0-9]{1,5}"
@@ -23,8 +22,8 @@ class Destination:
     otlp_endpoint: str = ""
     """`http://HOST:PORT`, or https, of a collector that takes OTLP over gRPC; empty = none."""
     prometheus_port: int | None = None
-    """Where the coordinator serves its metrics; 0 = any port. The target takes the next port, the
-    draft the one after it. None = nowhere."""
+    """Where the coordinator serves its metrics; 0 = any port. The other roles take the next ports,
+    in the order of `ROLES`. None = nowhere."""
 
     @classmethod
     def parse(cls, text: str) -> Destination:
@@ -42,12 +41,7 @@ class Destination:
         port = found.get("prometheus")
         return cls(found.get("otlp", ""), None if port is None else int(port))
 
-    @property
-    def nowhere(self) -> bool:
-        """Whether telemetry is off."""
-        return not self.otlp_endpoint and self.prometheus_port is None
-
-    def port(self, role: str, slot: int = 0) -> int | None:
+    def port(self, role: Role, slot: int = 0) -> int | None:
         """The port on which the process of a role serves its metrics. `slot` is its place among
         those of its role on one machine: each next one's ports begin behind those of the one
         before."""

@@ -22,6 +22,7 @@ from opentelemetry.trace import NoOpTracer, Span, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from outrider.errors import SettingError
+from outrider.registry.registry import Role
 from outrider.telemetry.destination import Destination
 
 EXPORT_TIMEOUT_S = 3.0
@@ -119,24 +120,24 @@ class Exports:
 
 
 def start_exports(
-    telemetry: str, role: str, host: str, slot: int = 0, *, scraped: bool = False
+    telemetry: str, role: Role, host: str, slot: int = 0, *, scraped: bool = False
 ) -> Exports | None:
     """What the `telemetry` setting asks of the process of a role; None where it is off, unless the
     process serves its `Exports.scrape` itself (`scraped`). Prometheus is served on `host`; `slot`
     as for `Destination.port`. Raises `SettingError` where its port is taken."""
     destination = Destination.parse(telemetry)
-    if destination.nowhere and not scraped:
+    endpoint, port = destination.otlp_endpoint, destination.port(role, slot)
+    if not endpoint and port is None and not scraped:
         return None
     span_processor: SpanProcessor | None = None
     readers: list[MetricReader] = []
-    if endpoint := destination.otlp_endpoint:
+    if endpoint:
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
         told: Any = {"insecure": endpoint.startswith("http://"), "timeout": EXPORT_TIMEOUT_S}
         span_processor = BatchSpanProcessor(OTLPSpanExporter(endpoint, **told))
         readers.append(PeriodicExportingMetricReader(OTLPMetricExporter(endpoint, **told)))
-    port = destination.port(role, slot)
     scrape = None if port is None and not scraped else Scrape()
     if scrape is not None:
         readers.append(scrape.reader)

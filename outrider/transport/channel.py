@@ -21,7 +21,7 @@ from outrider.limits import (
     LINK_BACKOFF_MS_MIN,
 )
 
-_BOTH_ENDS: tuple[tuple[str, int], ...] = (
+_BOTH_ENDS = (
     ("grpc.max_receive_message_length", GRPC_MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", GRPC_MESSAGE_BYTES_MAX),
     # Both bounds equal: between a soft and a hard bound gRPC refuses at random.
@@ -52,17 +52,16 @@ def server_options(*, shares_port: bool = False) -> list[tuple[str, int]]:
     ]
 
 
-def channel_options() -> list[tuple[str, int]]:
-    return [
-        *_BOTH_ENDS,
-        ("grpc.initial_reconnect_backoff_ms", 2 * LINK_BACKOFF_MS_MIN),
-        ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
-        ("grpc.max_reconnect_backoff_ms", LINK_BACKOFF_MS_MAX),
-        # Links to one address fail and recover on their own.
-        ("grpc.use_local_subchannel_pool", 1),
-        # A retry inside gRPC would repeat a stream that the link above reopens with its own state.
-        ("grpc.enable_retries", 0),
-    ]
+_CHANNEL = (
+    *_BOTH_ENDS,
+    ("grpc.initial_reconnect_backoff_ms", 2 * LINK_BACKOFF_MS_MIN),
+    ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
+    ("grpc.max_reconnect_backoff_ms", LINK_BACKOFF_MS_MAX),
+    # Links to one address fail and recover on their own.
+    ("grpc.use_local_subchannel_pool", 1),
+    # A retry inside gRPC would repeat a stream that the link above reopens with its own state.
+    ("grpc.enable_retries", 0),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ PLAIN = Trust()
 def open_channel(address: str, trust: Trust = PLAIN, *, blocking: bool = False) -> Any:
     """A channel to host:port, for an event loop or for a program without; connects with the first
     call."""
-    options: list[tuple[str, int | str]] = [*channel_options()]
+    options: list[tuple[str, int | str]] = [*_CHANNEL]
     if trust.server_name:
         options.append(("grpc.ssl_target_name_override", trust.server_name))
     kind: Any = grpc if blocking else grpc.aio

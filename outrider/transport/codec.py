@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache, cached_property, partial
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor, ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
@@ -372,14 +372,8 @@ def _head_to_proto(head: RoundHead, hashed: bool) -> dict[str, Any]:
         return fields_to_proto(head, types_pb2.RoundHead, constraint=None, constraint_hash=digest)
     if head.sampling is None:
         raise BadRequest("head.sampling", "the first item of a stream needs the parameters")
-    sampling = sampling_to_proto(head.sampling)
-    return fields_to_proto(
-        head,
-        types_pb2.RoundHead,
-        sampling_params=sampling,
-        sampling_hash=None,
-        constraint_hash=None,
-    )
+    given: Any = {"sampling_params": sampling_to_proto(head.sampling), "sampling_hash": None}
+    return fields_to_proto(head, types_pb2.RoundHead, **given, constraint_hash=None)
 
 
 def head_from_proto(message: types_pb2.RoundHead, known: RoundHead | None = None) -> RoundHead:
@@ -438,11 +432,6 @@ _ANSWERS: Mapping[str, Any] = {
 _ANSWER_FIELDS = {kind: name for name, kind in _ANSWERS.items()}
 
 
-def key_from_proto(message: Any) -> ReplyKey:
-    """The key of an answer, or the one that the answer to an item with this head must carry."""
-    return ReplyKey(session_id_from_wire(message.session_id), message.epoch, message.round)
-
-
 def _verdict_from_proto(message: target_pb2.Verdict) -> Verdict:
     accept, correction = tuple(message.accept_probability), tuple(message.correction)
     if len(accept) > TREE_TOKENS_MAX or len(correction) != len(accept) + 1:
@@ -473,17 +462,13 @@ def _kind_of(message: Any, field: str) -> Any:
     return GetMessageClass(message.DESCRIPTOR.fields_by_name[field].message_type)
 
 
-Item = TypeVar("Item", bound=RoundItem)
-Answer = TypeVar("Answer", bound=VerifyAnswer | DraftAnswer)
-
-
 @dataclass(frozen=True)
-class Codec(Generic[Item, Answer]):
+class Codec:
     """Names and conversions of one kind of replica. Protobuf messages are `Any` here."""
 
     service: ServiceDescriptor
     stream_method: str
-    item: type[Item]
+    item: type[RoundItem]
 
     def path(self, method: str) -> str:
         """The path of a method of the service."""
@@ -499,18 +484,18 @@ class Codec(Generic[Item, Answer]):
         """A frame of answers."""
         return GetMessageClass(self.service.methods_by_name[self.stream_method].output_type)
 
-    def item_to_proto(self, item: Item, hashed: bool = False) -> Any:
+    def item_to_proto(self, item: RoundItem, hashed: bool = False) -> Any:
         """With hashes in the place of parameters and constraint, or not."""
         kind = _kind_of(self.request, "items")
         return to_proto(item, kind, head=_head_to_proto(item.head, hashed))
 
-    def item_from_proto(self, message: Any, known: RoundHead | None = None) -> Item:
+    def item_from_proto(self, message: Any, known: RoundHead | None = None) -> RoundItem:
         """By what was sent before with a `known` head. Raises `BadRequest`."""
         item = from_proto(message, self.item, head=head_from_proto(message.head, known))
         _check_tree(item)
         return item
 
-    def answer_to_proto(self, answer: Answer) -> Any:
+    def answer_to_proto(self, answer: VerifyAnswer | DraftAnswer) -> Any:
         """With its key."""
         name, kind = _ANSWER_FIELDS[type(answer)], _kind_of(self.reply, "items")
         more: dict[str, Any] = {}
@@ -524,28 +509,25 @@ class Codec(Generic[Item, Answer]):
         part = fields_to_proto(answer, _kind_of(kind, name), **more)
         return to_proto(answer.key, kind, **{name: part})
 
-    def answer_from_proto(self, message: Any) -> Answer:
+    def answer_from_proto(self, message: Any) -> VerifyAnswer | DraftAnswer:
         """Raises `BadRequest`."""
         name = message.WhichOneof("answer")
         if name is None:
             raise BadRequest("answer", "is empty")
         part = getattr(message, name)
-        more: dict[str, Any] = {"key": key_from_proto(message)}
+        key = ReplyKey(session_id_from_wire(message.session_id), message.epoch, message.round)
+        more: dict[str, Any] = {"key": key}
         if name == "verdict":
             more["verdict"] = _verdict_from_proto(part)
         elif name == "proposal":
             more["proposal"] = _proposal_from_proto(part.proposal)
-        answer = from_proto(part, _ANSWERS[name], name, **more)
+        answer: Any = from_proto(part, _ANSWERS[name], name, **more)
         if name == "verdict" and answer.audit is not None:
             _check_audit(answer.audit, len(part.accept_probability))
-        return cast(Answer, answer)
+        return answer  # type: ignore[no-any-return]
 
 
-VERIFY: Codec[VerifyItem, VerifyAnswer] = Codec(
-    target_pb2.DESCRIPTOR.services_by_name["Target"], "Verify", VerifyItem
-)
+VERIFY = Codec(target_pb2.DESCRIPTOR.services_by_name["Target"], "Verify", VerifyItem)
 """The stream between a coordinator and a target."""
-DRAFT: Codec[DraftItem, DraftAnswer] = Codec(
-    draft_pb2.DESCRIPTOR.services_by_name["Draft"], "Propose", DraftItem
-)
+DRAFT = Codec(draft_pb2.DESCRIPTOR.services_by_name["Draft"], "Propose", DraftItem)
 """The stream between a coordinator and a draft."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from random import random
-from typing import Any, Generic, cast
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -27,23 +27,9 @@ from outrider.limits import (
     RELEASES_IN_FLIGHT_MAX,
     STREAM_QUEUE_ITEMS_MAX,
 )
-from outrider.messages import (
-    DraftAnswer,
-    DraftItem,
-    ReplicaDescription,
-    Resync,
-    VerifyAnswer,
-    VerifyItem,
-)
+from outrider.messages import ReplicaDescription, Resync, RoundItem
 from outrider.transport.channel import PLAIN, Trust, open_channel
-from outrider.transport.codec import (
-    DRAFT,
-    VERIFY,
-    Answer,
-    Codec,
-    Item,
-    from_proto,
-)
+from outrider.transport.codec import DRAFT, VERIFY, Codec, from_proto
 from outrider.transport.link import Link
 from outrider.transport.status import status_to_error
 from outrider.transport.stream_server import SendQueue
@@ -58,39 +44,39 @@ _ITEM_BYTES_MAX = GRPC_MESSAGE_BYTES_MAX - (GRPC_MESSAGE_BYTES_MAX - FRAME_BYTES
 """Leaves room for the frame around an item that travels alone."""
 
 
-def target_link(address: str, trust: Trust = PLAIN) -> GrpcLink[VerifyItem, VerifyAnswer]:
+def target_link(address: str, trust: Trust = PLAIN) -> GrpcLink:
     """A link to the target at host:port. Call it on the event loop that will use it."""
     return GrpcLink(open_channel(address, trust), VERIFY, address)
 
 
-def draft_link(address: str, trust: Trust = PLAIN) -> GrpcLink[DraftItem, DraftAnswer]:
+def draft_link(address: str, trust: Trust = PLAIN) -> GrpcLink:
     """A link to the draft at host:port. Call it on the event loop that will use it."""
     return GrpcLink(open_channel(address, trust), DRAFT, address)
 
 
-class GrpcLink(Link[Item, Answer]):
+class GrpcLink(Link):
     """`outrider.transport.link.Link` over a channel, which it owns and closes.
 
     After a break `send` raises `LinkLost` for a while that doubles with every failed attempt, from
     `LINK_BACKOFF_MS_MIN` to `LINK_BACKOFF_MS_MAX`; the first `send` after it opens a new stream.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, codec: Codec[Item, Answer], address: str) -> None:
+    def __init__(self, channel: Any, codec: Codec, address: str) -> None:
         super().__init__()
-        self._channel = cast(Any, channel)
+        self._channel = channel
         self._codec = codec
         self._address = address
         self._open_call = self._channel.stream_stream(codec.path(codec.stream_method))
         self._describe = self._channel.unary_unary(codec.path("Describe"))
         self._release = self._channel.unary_unary(codec.path("Release"))
-        self._streams: dict[str, _Stream[Item, Answer]] = {}
+        self._streams: dict[str, _Stream] = {}
         """The open ones: "normal" for ordinary items, "bulk" for those over `BULK_ITEM_BYTES`."""
         self._failures = 0
         self._down_until = 0.0
         self._background: set[asyncio.Task[None]] = set()
         self._num_releases = 0
 
-    def send(self, item: Item) -> None:
+    def send(self, item: Any) -> None:
         """See `Link.send`. Raises `BadRequest` for an item that no message can hold."""
         check(self._on_answer is not None, "listen before the first send")
         self._check_reachable()
@@ -150,7 +136,7 @@ class GrpcLink(Link[Item, Answer]):
                 round(missing_s * 1000) + 1,
             )
 
-    def _stream(self, name: str) -> _Stream[Item, Answer]:
+    def _stream(self, name: str) -> _Stream:
         stream = self._streams.get(name)
         if stream is None:
             stream = self._streams[name] = _Stream(self, self._codec, self._open_call())
@@ -181,14 +167,13 @@ class GrpcLink(Link[Item, Answer]):
         finally:
             self._num_releases -= 1
 
-    def heard(self, answer: Answer) -> None:
+    def heard(self, answer: Any) -> None:
         self._failures = 0
         if isinstance(answer, Resync):
             self._forget(answer.key.session_id)
-        if self._on_answer is not None:
-            self._on_answer(answer)
+        self._on_answer(answer)
 
-    def lost(self, stream: _Stream[Item, Answer], reason: str) -> None:
+    def lost(self, stream: _Stream, reason: str) -> None:
         """One stream broke: both are given up, and the listener hears of it once."""
         if self._closed or stream not in self._streams.values():
             return
@@ -198,14 +183,13 @@ class GrpcLink(Link[Item, Answer]):
         self._down_until = asyncio.get_running_loop().time() + delay_ms / 1000
         error = LinkLost(f"the stream to {self._address} broke: {reason}", round(delay_ms))
         logger.info("%s", error.message)
-        if self._on_lost is not None:
-            self._on_lost(error)
+        self._on_lost(error)
 
 
-class _Stream(Generic[Item, Answer]):
+class _Stream:
     """One bidirectional call: a writer that sends all that waits in one frame, and a reader."""
 
-    def __init__(self, link: GrpcLink[Item, Answer], codec: Codec[Item, Answer], call: Any) -> None:
+    def __init__(self, link: GrpcLink, codec: Codec, call: Any) -> None:
         self._link = link
         self._codec = codec
         self._call = call
@@ -214,13 +198,13 @@ class _Stream(Generic[Item, Answer]):
         """session -> hashes of the parameters and the constraint that the replica has"""
         self._stopped = False
 
-    def encode(self, item: Item) -> Any:
+    def encode(self, item: RoundItem) -> Any:
         """The item as a message: parameters and a constraint that were sent before become their
         hashes."""
         head = item.head
         return self._codec.item_to_proto(item, self._sent.get(head.session_id) == head.given_hashes)
 
-    def put(self, item: Item, message: Any) -> None:
+    def put(self, item: RoundItem, message: Any) -> None:
         if not self._outbox.put(message):
             waiting = f"{STREAM_QUEUE_ITEMS_MAX} items wait on this stream"
             raise Overloaded(waiting, LINK_BACKOFF_MS_MIN)

@@ -9,17 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 from outrider.errors import LinkLost, Unavailable, check
 from outrider.messages import ReplicaDescription
-
-Item_contra = TypeVar("Item_contra", contravariant=True)
-Answer_co = TypeVar("Answer_co", covariant=True)
-
-
-Item = TypeVar("Item")
-Answer = TypeVar("Answer")
 
 
 class LinkBytes:
@@ -29,25 +22,26 @@ class LinkBytes:
         self.sent, self.received = sent, received
 
 
-class Link(Generic[Item, Answer]):
-    """The coordinator's end. Every method is for the event loop's thread."""
+class Link:
+    """The coordinator's end. Every method is for the event loop's thread. Items and answers are
+    those of one kind of replica, see `outrider.messages`."""
 
     def __init__(self) -> None:
         self.num_bytes = LinkBytes()
         """Of what it has sent and heard; 0 where nothing is made bytes of."""
-        self._on_answer: Callable[[Answer], None] | None = None
-        self._on_lost: Callable[[Exception], None] | None = None
+        self._on_answer: Any = None
+        self._on_lost: Any = None
         self._closed = False
 
     def listen(
-        self, on_answer: Callable[[Answer], None], on_lost: Callable[[Exception], None]
+        self, on_answer: Callable[[Any], None], on_lost: Callable[[Exception], None]
     ) -> None:
         """Registers callbacks for answers, and for a broken stream: every item without an
         answer is then unanswered for good. Call it once, before the first `send`."""
         check(self._on_answer is None, "a link has one listener")
         self._on_answer, self._on_lost = on_answer, on_lost
 
-    def send(self, item: Item) -> None:
+    def send(self, item: Any) -> None:
         """Queues an item; never waits. A broken stream is opened anew by the next `send`.
         Raises `Overloaded` when `STREAM_QUEUE_ITEMS_MAX` items wait, `LinkLost` when the replica
         cannot be reached at present."""
@@ -66,33 +60,28 @@ class Link(Generic[Item, Answer]):
         raise NotImplementedError
 
 
-class Connection(Protocol, Generic[Item_contra]):
+class Connection(Protocol):
     """The replica's end of one stream."""
 
-    def receive(self, items: Sequence[Item_contra]) -> None:
+    def receive(self, items: Sequence[Any]) -> None:
         """Takes items of one frame; answers come through the `send` given to `connect`. Never
         waits; an item that cannot be taken is answered `Refused`."""
-        ...
 
     def close(self) -> None:
         """The stream ended: work that only it waited for may be dropped."""
-        ...
 
 
-class ReplicaService(Protocol, Generic[Item_contra, Answer_co]):
+class ReplicaService(Protocol):
     """What serves such streams: a draft or a target, without gRPC, without Ray."""
 
-    def connect(self, send: Callable[[Sequence[Answer_co]], None]) -> Connection[Item_contra]:
+    def connect(self, send: Callable[[Sequence[Any]], None]) -> Connection:
         """A new stream. `send` takes the answers of one step in one call, on the loop's thread."""
-        ...
 
     def describe(self) -> ReplicaDescription:
         """What runs here."""
-        ...
 
     def release(self, session_id: str, epoch: int) -> None:
         """Forgets a session unless a newer epoch of it is known."""
-        ...
 
 
 def deliver_soon(message: Callable[[], None]) -> None:
@@ -100,18 +89,18 @@ def deliver_soon(message: Callable[[], None]) -> None:
     asyncio.get_running_loop().call_soon(message)
 
 
-class MemoryLink(Link[Item, Answer]):
+class MemoryLink(Link):
     """The coordinator's end of a stream to a service in the same event loop."""
 
     def __init__(
         self,
-        service: ReplicaService[Item, Answer],
+        service: ReplicaService,
         deliver: Callable[[Callable[[], None]], None] = deliver_soon,
     ) -> None:
         super().__init__()
         self._service = service
         self._deliver = deliver
-        self._connection: Connection[Item] | None = None
+        self._connection: Connection | None = None
         self._number = 0
         """Of the connection; grows when one begins or ends. What another one sent is lost."""
 
@@ -119,7 +108,7 @@ class MemoryLink(Link[Item, Answer]):
         """Why the replica cannot be reached; empty where it can."""
         return "the link is closed" if self._closed else ""
 
-    def send(self, item: Item) -> None:
+    def send(self, item: Any) -> None:
         """See `Link.send`; never `Overloaded`, as what is on its way is `deliver`'s to bound."""
         if trouble := self.trouble():
             raise LinkLost(f"the replica cannot be reached: {trouble}")
@@ -152,14 +141,14 @@ class MemoryLink(Link[Item, Answer]):
             self._connection.close()
             self._connection = None
 
-    def _receive(self, number: int, item: Item) -> None:
+    def _receive(self, number: int, item: Any) -> None:
         if number == self._number and self._connection is not None:
             self._connection.receive([item])
 
-    def _answered(self, number: int, answers: Sequence[Answer]) -> None:
+    def _answered(self, number: int, answers: Sequence[Any]) -> None:
         for answer in answers:
             self._deliver(partial(self._heard, number, answer))
 
-    def _heard(self, number: int, answer: Answer) -> None:
-        if number == self._number and self._on_answer is not None:
+    def _heard(self, number: int, answer: Any) -> None:
+        if number == self._number:
             self._on_answer(answer)

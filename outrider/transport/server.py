@@ -65,8 +65,6 @@ class ServerOptions:
     """0 = any free port."""
     reflection: bool = True
     """Whether the server describes its services by reflection."""
-    max_concurrent_calls: int = 2 * SESSIONS_PER_COORDINATOR_MAX
-    """Calls beyond it are refused with RESOURCE_EXHAUSTED."""
     credentials: grpc.ServerCredentials | None = None
     """TLS; None = plain text."""
     shares_port: bool = False
@@ -93,7 +91,8 @@ class RpcServer:
             served.append(Service(_REFLECTION, reflection.ReflectionServicer(names)))
         self._server = grpc.aio.server(
             options=server_options(shares_port=self._options.shares_port),
-            maximum_concurrent_rpcs=self._options.max_concurrent_calls,
+            # Calls beyond it are refused with RESOURCE_EXHAUSTED.
+            maximum_concurrent_rpcs=2 * SESSIONS_PER_COORDINATOR_MAX,
         )
         self._server.add_generic_rpc_handlers((_Methods(served, self._options.guard),))
         self._port = 0
@@ -265,15 +264,13 @@ def is_taken(host: str, port: int) -> bool:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError:
         return False
-    return any(_in_use(family, address) for family, *_, address in found)
-
-
-def _in_use(family: int, address: Any) -> bool:
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # Connections that have just ended do not count, as for the server itself.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        return error.errno == errno.EADDRINUSE
+    for family, *_, address in found:
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                # Connections that have just ended do not count, as for the server itself.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return True
     return False

@@ -8,10 +8,10 @@ dropped.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any, Generic
+from typing import Any
 
 from outrider.errors import BadRequest, Overloaded, Unavailable
 from outrider.limits import (
@@ -20,9 +20,10 @@ from outrider.limits import (
     STREAM_QUEUE_ITEMS_MAX,
     STUCK_WRITE_MS,
 )
-from outrider.messages import Refused, ReplyKey, Resync, RoundHead
+from outrider.messages import Refused, ReplyKey, Resync, RoundHead, RoundItem
+from outrider.newest import Newest
 from outrider.tokens import EMPTY_DIGEST
-from outrider.transport.codec import Answer, Codec, Item, session_id_from_wire, to_proto
+from outrider.transport.codec import Codec, session_id_from_wire, to_proto
 from outrider.transport.link import Connection, ReplicaService
 from outrider.transport.server import Service
 from outrider.v1 import types_pb2
@@ -30,10 +31,10 @@ from outrider.v1 import types_pb2
 _ECHOED_SESSION_ID_CHARS = 64
 
 
-class ReplicaServicer(Generic[Item, Answer]):
+class ReplicaServicer:
     """Answers the gRPC calls of one `ReplicaService`."""
 
-    def __init__(self, service: ReplicaService[Item, Answer], codec: Codec[Item, Answer]) -> None:
+    def __init__(self, service: ReplicaService, codec: Codec) -> None:
         self._service = service
         self._codec = codec
         self._readers: dict[asyncio.Task[None], SendQueue] = {}
@@ -49,7 +50,7 @@ class ReplicaServicer(Generic[Item, Answer]):
         """Frames of items in, frames of answers out, until the caller ends the stream. Raises
         `Overloaded` when the caller does not read its answers, and what `frames` raises; where a
         write stays stuck on such a caller, the task that iterates is cancelled."""
-        stream: _Stream[Item, Answer] = _Stream(self._codec, asyncio.current_task())
+        stream = _Stream(self._codec, asyncio.current_task())
         stream.connection = self._service.connect(stream.answer)
         reader = asyncio.create_task(stream.read(frames), name="stream reader")
         reader.add_done_callback(lambda _: stream.outbox.wake())
@@ -93,6 +94,7 @@ class ReplicaServicer(Generic[Item, Answer]):
     async def describe(
         self, request: types_pb2.DescribeRequest, context: Any
     ) -> types_pb2.ReplicaDescription:
+        """What runs here."""
         return to_proto(self._service.describe(), types_pb2.ReplicaDescription)
 
     async def release(
@@ -103,12 +105,12 @@ class ReplicaServicer(Generic[Item, Answer]):
         return types_pb2.ReleaseReply()
 
 
-class _Stream(Generic[Item, Answer]):
+class _Stream:
     """One stream: its outbox, what its sessions' parameters are, its unanswered items."""
 
-    connection: Connection[Item]
+    connection: Connection
 
-    def __init__(self, codec: Codec[Item, Answer], task: asyncio.Task[Any] | None) -> None:
+    def __init__(self, codec: Codec, task: asyncio.Task[Any] | None) -> None:
         self._codec = codec
         self._task = task
         self.writing = False
@@ -116,16 +118,16 @@ class _Stream(Generic[Item, Answer]):
         self.outbox = SendQueue()
         self.failure: Exception | None = None
         """Why the stream must end, once it must."""
-        self.unanswered: OrderedDict[str, ReplyKey] = OrderedDict()
+        self.unanswered: Newest[str, ReplyKey] = Newest(SESSIONS_PER_COORDINATOR_MAX)
         """Of each session the newest round that was asked for, until it is answered: an older one
         need not be, nor the same one twice. A target may answer rounds beyond."""
-        self._known: OrderedDict[str, RoundHead] = OrderedDict()
+        self._known: Newest[str, RoundHead] = Newest(SESSIONS_PER_COORDINATOR_MAX)
         """session -> the head with which its parameters came in full"""
 
     async def read(self, frames: AsyncIterator[Any]) -> None:
         """Hands items of each frame to the service, in one call."""
         async for frame in frames:
-            items: list[Item] = []
+            items: list[RoundItem] = []
             for message in frame.items:
                 item = self._decode(message)
                 if item is not None:
@@ -156,9 +158,6 @@ class _Stream(Generic[Item, Answer]):
         if known is not None and (key.epoch, key.round) < (known.epoch, known.round):
             return  # It is refused as over.
         self.unanswered[key.session_id] = key
-        self.unanswered.move_to_end(key.session_id)
-        if len(self.unanswered) > SESSIONS_PER_COORDINATOR_MAX:
-            self.unanswered.popitem(last=False)
 
     def _fail(self, error: Exception) -> None:
         if self.failure is not None:
@@ -172,7 +171,7 @@ class _Stream(Generic[Item, Answer]):
         if self.writing and self._task is not None:
             self._task.cancel()
 
-    def _decode(self, message: Any) -> Item | None:
+    def _decode(self, message: Any) -> RoundItem | None:
         """The item, with its sampling parameters and constraint; or None, where it has been
         answered here."""
         known = self._known.get(message.head.session_id)
@@ -190,9 +189,6 @@ class _Stream(Generic[Item, Answer]):
             return None
         if known is None or head.sampling is not known.sampling:
             self._known[head.session_id] = replace(head, append=())
-            self._known.move_to_end(head.session_id)
-            if len(self._known) > SESSIONS_PER_COORDINATOR_MAX:
-                self._known.popitem(last=False)
         return item
 
 

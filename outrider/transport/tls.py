@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import datetime
 import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from cryptography import x509
@@ -33,6 +32,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from outrider.errors import ConfigError, PermissionDenied
 from outrider.files import FileWatch, read_file, write_whole
+from outrider.registry.registry import Role
 from outrider.transport.channel import Trust
 
 if TYPE_CHECKING:
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-InternalRole = Literal["coordinator", "target", "draft"]
-INTERNAL_ROLES: tuple[InternalRole, ...] = ("coordinator", "target", "draft")
 AUTHORITY = "ca"
 DOMAIN = "outrider.internal"
 AUTHORITY_DAYS = 3650
@@ -63,7 +61,7 @@ class RoleFiles:
     key: Path
 
     @classmethod
-    def of(cls, directory: Path, role: InternalRole) -> RoleFiles:
+    def of(cls, directory: Path, role: Role) -> RoleFiles:
         """As `outrider certs` names them."""
         return cls(
             directory / f"{AUTHORITY}.pem", directory / f"{role}.pem", directory / f"{role}-key.pem"
@@ -76,7 +74,7 @@ class RoleFiles:
         check_authority(self.authority, self.certificate)
 
 
-def name_of(role: InternalRole) -> str:
+def name_of(role: Role) -> str:
     """The DNS name that the certificates of a role have."""
     return f"{role}.{DOMAIN}"
 
@@ -86,9 +84,7 @@ def make_authority(directory: Path, now: datetime.datetime) -> None:
     _make(directory, AUTHORITY, "internal authority", now, AUTHORITY_DAYS)
 
 
-def make_role(
-    directory: Path, role: InternalRole, now: datetime.datetime, days: int = ROLE_DAYS
-) -> None:
+def make_role(directory: Path, role: Role, now: datetime.datetime, days: int = ROLE_DAYS) -> None:
     """A new key and certificate of a role, by the authority in the directory. Raises `ConfigError`
     where that cannot make one."""
     files = RoleFiles.of(directory, role)
@@ -175,6 +171,7 @@ def _make(
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"Outrider {title}")])
     is_ca = issuer is None
     extensions: list[x509.ExtensionType] = [
+        x509.BasicConstraints(is_ca, 0 if is_ca else None),
         x509.KeyUsage(not is_ca, False, False, False, False, is_ca, is_ca, False, False),
         x509.SubjectKeyIdentifier.from_public_key(key.public_key()),
     ]
@@ -194,10 +191,10 @@ def _make(
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - _BACKDATED)
         .not_valid_after(now + datetime.timedelta(days=days))
-        .add_extension(x509.BasicConstraints(is_ca, 0 if is_ca else None), critical=True)
     )
     for extension in extensions:
-        builder = builder.add_extension(extension, isinstance(extension, x509.KeyUsage))
+        is_critical = isinstance(extension, x509.BasicConstraints | x509.KeyUsage)
+        builder = builder.add_extension(extension, is_critical)
     certificate = builder.sign(signer or key, hashes.SHA256())
     pem, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
     private = key.private_bytes(pem, form, serialization.NoEncryption())
@@ -207,10 +204,7 @@ def _make(
 
 
 def server_credentials(
-    certificate: Path,
-    key: Path,
-    authority: Path | None = None,
-    clock: Callable[[], float] = time.monotonic,
+    certificate: Path, key: Path, authority: Path | None = None
 ) -> grpc.ServerCredentials:
     """Of a server with this certificate, and those of its authorities in between behind it. With
     an `authority` callers must have certificates by it. Raises `ConfigError`."""
@@ -222,7 +216,7 @@ def server_credentials(
             [(read_file(key), read_file(certificate))], root_certificates=root
         )
 
-    watch = FileWatch([certificate, key, authority], read, clock)
+    watch = FileWatch([certificate, key, authority], read)
     return grpc.dynamic_ssl_server_credentials(
         watch.current(), watch.current, require_client_authentication=authority is not None
     )
@@ -258,19 +252,19 @@ def pinned_trust(server: Path, certificate: Path | None = None, key: Path | None
     return caller_trust(server, certificate, key, server_name=name)
 
 
-def internal_server_credentials(directory: Path, role: InternalRole) -> grpc.ServerCredentials:
+def internal_server_credentials(directory: Path, role: Role) -> grpc.ServerCredentials:
     """Of a service that others of the deployment call. Raises `ConfigError`."""
     files = _checked(directory, role)
     return server_credentials(files.certificate, files.key, files.authority)
 
 
-def internal_trust(directory: Path, role: InternalRole, peer: InternalRole) -> Trust:
+def internal_trust(directory: Path, role: Role, peer: Role) -> Trust:
     """Of a service that calls one of another role. Raises `ConfigError`."""
     files = _checked(directory, role)
     return caller_trust(files.authority, files.certificate, files.key, name_of(peer))
 
 
-def role_guard(*roles: InternalRole) -> Guard:
+def role_guard(*roles: Role) -> Guard:
     """Lets in callers whose certificate names one of these roles; that it is one of ours TLS has
     checked."""
     names = frozenset(name_of(role).encode() for role in roles)
@@ -284,7 +278,7 @@ def role_guard(*roles: InternalRole) -> Guard:
     return check_role
 
 
-def _checked(directory: Path, role: InternalRole) -> RoleFiles:
+def _checked(directory: Path, role: Role) -> RoleFiles:
     files = RoleFiles.of(directory, role)
     files.check()
     left = days_left(files.certificate, datetime.datetime.now(datetime.UTC))

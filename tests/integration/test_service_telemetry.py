@@ -22,6 +22,7 @@ from opentelemetry.trace import SpanKind
 from stack import Stack, toy_stack
 
 from outrider.config import CoordinatorConfig
+from outrider.registry.registry import ROLES
 from outrider.request import GenerateRequest
 from outrider.speculation.sampling_params import SamplingParams
 from outrider.telemetry.request_spans import ObservedRequests
@@ -35,7 +36,6 @@ PROMPT = "a secret that nobody may record"
 REQUEST = GenerateRequest(
     PROMPT, sampling=SamplingParams(temperature=0.0), max_tokens=24, num_draft_tokens=3
 )
-ROLES = ("coordinator", "target", "draft")
 GENAI_ATTRIBUTES = {"gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model"}
 
 

@@ -20,14 +20,13 @@ from outrider.config import DraftConfig, TargetConfig
 from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import SettingError, Unavailable
 from outrider.messages import VerifyItem
+from outrider.registry.registry import ROLES, Role
+from outrider.replica.executors import ThreadExecutor
 from outrider.replica.host import ReplicaHost
-from outrider.replica.scheduler import ThreadExecutor
 from outrider.transport.channel import PLAIN, Trust, open_channel
 from outrider.transport.codec import DRAFT, VERIFY
 from outrider.transport.grpc_link import target_link
 from outrider.transport.tls import (
-    INTERNAL_ROLES,
-    InternalRole,
     caller_trust,
     internal_trust,
     make_authority,
@@ -37,8 +36,6 @@ from outrider.transport.tls import (
 from target_service.service import TargetService
 
 NOW = datetime.datetime.now(datetime.UTC)
-ROLES: tuple[InternalRole, ...] = ("target", "draft")
-
 NO_CONNECTION = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 """The other one is how a stream of requests ends that finds none."""
 
@@ -46,7 +43,7 @@ NO_CONNECTION = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 def make_all(directory: Path) -> Path:
     directory.mkdir()
     make_authority(directory, NOW)
-    for role in INTERNAL_ROLES:
+    for role in ROLES:
         make_role(directory, role, NOW)
     return directory
 
@@ -63,7 +60,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def hosted(role: InternalRole, directory: Path) -> AsyncIterator[str]:
+async def hosted(role: Role, directory: Path) -> AsyncIterator[str]:
     """The address of a replica as its actor serves it."""
     host: ReplicaHost = ReplicaHost()
     tls = str(directory)
@@ -95,15 +92,15 @@ async def code_of(address: str, trust: Trust, path: str) -> grpc.StatusCode:
         return grpc.StatusCode.OK
 
 
-@pytest.mark.parametrize("role", ROLES)
-async def test_only_a_coordinator_is_answered(role: InternalRole, ours: Path, theirs: Path) -> None:
+@pytest.mark.parametrize("role", ["target", "draft"])
+async def test_only_a_coordinator_is_answered(role: Role, ours: Path, theirs: Path) -> None:
     """Without a certificate, in plain text, and with one of another authority no method answers,
     health neither; with that of another role it is PERMISSION_DENIED; a coordinator's is let in.
     There is no reflection."""
     codec = VERIFY if role == "target" else DRAFT
     methods = [codec.path(method.name) for method in codec.service.methods]
     methods += [f"/{health.SERVICE_NAME}/{name}" for name in ("Check", "Watch")]
-    certified = {peer: internal_trust(ours, peer, role) for peer in INTERNAL_ROLES}
+    certified = {peer: internal_trust(ours, peer, role) for peer in ROLES}
     nothing = {
         "no certificate": caller_trust(ours / "ca.pem", server_name=name_of(role)),
         "plain text": PLAIN,

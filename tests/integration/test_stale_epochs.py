@@ -14,7 +14,7 @@ from toy_engine import ToyEngine
 from draft_service.service import DraftService
 from outrider.errors import StaleEpoch
 from outrider.messages import DraftItem, Refused, VerifyItem
-from outrider.replica.scheduler import InlineExecutor
+from outrider.replica.executors import InlineExecutor
 from outrider.speculation.proposal import Proposal, SealedProposal
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.codec import DRAFT, VERIFY
@@ -39,8 +39,8 @@ class Pair:
 
     target: TargetService
     draft: DraftService
-    owned: tuple[Link[Any, Any], Link[Any, Any]]
-    late: tuple[Link[Any, Any], Link[Any, Any]]
+    owned: tuple[Link, Link]
+    late: tuple[Link, Link]
 
     def held(self) -> dict[str, Any]:
         """What either has of the sessions."""

@@ -20,7 +20,7 @@ from outrider.errors import LinkLost, Unavailable
 from outrider.grammar.constraint import Constraint
 from outrider.limits import BULK_ITEM_BYTES, GRPC_MESSAGE_BYTES_MAX
 from outrider.messages import Refused, Resync, VerdictReply, VerifyItem
-from outrider.replica.scheduler import ThreadExecutor
+from outrider.replica.executors import ThreadExecutor
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.channel import open_channel
 from outrider.transport.codec import DRAFT, VERIFY

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from rounds import SeverableLink
 
@@ -22,8 +22,6 @@ from outrider.transport.link import ReplicaService
 from tests.simulation.processes import Process, current, deliver
 
 T = TypeVar("T")
-Item = TypeVar("Item")
-Answer = TypeVar("Answer")
 Message = Callable[[], object]
 MESSAGE_BYTES = 60
 TRAVEL_S = 0.0002
@@ -206,7 +204,7 @@ class Network:
             loop.call_later(travel_s, deliver, message, context=receiver.context)
 
 
-class Wire(SeverableLink[Item, Answer], Generic[Item, Answer]):
+class Wire(SeverableLink):
     """A coordinator's link to whoever serves at an address."""
 
     def __init__(self, network: Network, coordinator: Process, address: str) -> None:
@@ -220,7 +218,7 @@ class Wire(SeverableLink[Item, Answer], Generic[Item, Answer]):
         super().__init__(nobody, self._post)
         self._unreachable = LinkLost("nobody is there")
 
-    def lead(self, replica: Process, service: ReplicaService[Item, Answer]) -> None:
+    def lead(self, replica: Process, service: ReplicaService) -> None:
         """This one serves there now, or can be reached again."""
         if replica is self.replica:
             self.restore()
@@ -232,7 +230,7 @@ class Wire(SeverableLink[Item, Answer], Generic[Item, Answer]):
         )
         self.restore(remote)
 
-    def send(self, item: Item) -> None:
+    def send(self, item: Any) -> None:
         self._payload = item
         super().send(item)
         self._payload = None
@@ -240,7 +238,7 @@ class Wire(SeverableLink[Item, Answer], Generic[Item, Answer]):
     def connect_to(self, replica: Process, connect: Any, send: Any) -> Any:
         """A connection to a replica's service, of whose answers the sizes are known, too."""
 
-        def told(answers: Sequence[Answer]) -> None:
+        def told(answers: Sequence[Any]) -> None:
             self._payload = answers
             send(answers)
             self._payload = None

@@ -21,8 +21,8 @@ from outrider.errors import InvariantError, OutriderError, StreamBroken, Unavail
 from outrider.messages import ProposalReply
 from outrider.registry.redis_registry import Lease
 from outrider.registry.registry import Engagement, ReplicaRecord, Role
+from outrider.replica.executors import InlineExecutor
 from outrider.replica.process_setup import Place
-from outrider.replica.scheduler import InlineExecutor
 from outrider.request import Event, GenerateRequest, ResumeRequest
 from target_service.service import TargetService
 from tests.simulation.network import Network

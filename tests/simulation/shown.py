@@ -16,6 +16,7 @@ from outrider.drafters.lookup import NgramDrafter
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.interface import SequenceStep, check_steps
 from outrider.errors import check
+from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.models.eagle import EagleHead, LoadedEagle
 from outrider.models.early_exit import LoadedExit
 from outrider.speculation.draft_sampling import draw_from_logits
@@ -92,7 +93,8 @@ class EmulatedExit(torch.nn.Module):
 
 def exit_drafter(spec: EmulatedSpec, engine: ShallowEngine) -> ExitDrafter:
     module: Any = EmulatedExit(spec)
-    return ExitDrafter(LoadedExit(module, tuple(range(spec.vocab_size)), 1), engine)
+    exit_head = LoadedExit(module, tuple(range(spec.vocab_size)), 1)
+    return ExitDrafter(exit_head, engine, DRAFT_SUPPORT_ENTRIES)
 
 
 class CheckedEagle(EagleDrafter):

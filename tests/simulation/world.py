@@ -103,7 +103,7 @@ class World:
         self._settings = replace(
             nodes.HASTY_SETTINGS if is_hasty else nodes.PATIENT_SETTINGS, **shape
         )
-        self._wires: list[Wire[Any, Any]] = []
+        self._wires: list[Wire] = []
         self._serving: dict[str, Node] = {}
         self.machines = Machines(self, self._built)
         self._server = Process("server")
@@ -161,14 +161,14 @@ class World:
             if wire.address == address:
                 loop.call_soon(self._lead, wire, context=wire.coordinator.context)
 
-    def link(self, coordinator: Process, address: str) -> Wire[Any, Any]:
+    def link(self, coordinator: Process, address: str) -> Wire:
         """A coordinator's way to whoever serves at an address."""
-        wire: Wire[Any, Any] = Wire(self.network, coordinator, address)
+        wire = Wire(self.network, coordinator, address)
         self._wires.append(wire)
         self._lead(wire)
         return wire
 
-    def _lead(self, wire: Wire[Any, Any]) -> None:
+    def _lead(self, wire: Wire) -> None:
         node = self._serving.get(wire.address)
         if node is not None and not wire.coordinator.is_dead:
             wire.lead(node.process, node.service)
@@ -206,7 +206,7 @@ class World:
         for wire in self._between(a, b):
             loop.call_soon(self._lead, wire, context=wire.coordinator.context)
 
-    def _between(self, a: Process, b: Process) -> list[Wire[Any, Any]]:
+    def _between(self, a: Process, b: Process) -> list[Wire]:
         return [wire for wire in self._wires if {wire.coordinator, wire.replica} == {a, b}]
 
     def bury(self, node: Node) -> None:

@@ -24,7 +24,7 @@ from draft_service.service import DraftService
 from outrider.clock import run_virtually
 from outrider.drafters.lookup import NgramDrafter
 from outrider.limits import AUDITS_CHOSEN_MAX, NUM_DRAFT_TOKENS_MAX
-from outrider.replica.scheduler import InlineExecutor
+from outrider.replica.executors import InlineExecutor
 from outrider.request import GenerateRequest, Tokens
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.audit_totals import AuditSums

@@ -33,7 +33,7 @@ from outrider.errors import LinkLost, Overloaded
 from outrider.grammar.token_mask import TokenMask
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, ReplicaDescription
-from outrider.replica.scheduler import InlineExecutor
+from outrider.replica.executors import InlineExecutor
 from outrider.replica.token_budget import TokenBudget
 from outrider.speculation.accept_reject import decide
 from outrider.speculation.logits_processing import (
@@ -94,7 +94,7 @@ class LookUp:
         pass
 
 
-class LossyLink(MemoryLink[DraftItem, DraftAnswer]):
+class LossyLink(MemoryLink):
     """Each third question has no proposal for an answer, whatever would have been drawn."""
 
     def __init__(self, how: str, service: DraftService) -> None:
@@ -112,7 +112,7 @@ class LossyLink(MemoryLink[DraftItem, DraftAnswer]):
             asyncio.get_running_loop().call_soon(self._heard, refused)
 
 
-class SelectingLink(MemoryLink[DraftItem, DraftAnswer]):
+class SelectingLink(MemoryLink):
     """Loses proposals for the token that they begin with."""
 
     def listen(self, on_answer: Any, on_lost: Any) -> None:
@@ -141,7 +141,7 @@ class Bench:
         self,
         pass_s: float = PASS_S,
         fallback: LookUp | None = None,
-        link: Callable[[DraftService], MemoryLink[DraftItem, DraftAnswer]] = MemoryLink,
+        link: Callable[[DraftService], MemoryLink] = MemoryLink,
         proposer: type[Proposer] = GrammarProposer,
     ) -> None:
         engine = ToyEngine(vocab_size=VOCAB, salt=DRAFT_SALT, pass_s=pass_s)

@@ -24,7 +24,7 @@ from outrider.errors import (
     Unavailable,
 )
 from outrider.messages import ProposalReply
-from outrider.replica.scheduler import InlineExecutor
+from outrider.replica.executors import InlineExecutor
 from outrider.request import (
     Finished,
     GenerateRequest,
@@ -40,7 +40,7 @@ from target_service.service import TargetService
 pytestmark = pytest.mark.virtual
 
 
-class BrokenDraft(MemoryLink[Any, Any]):
+class BrokenDraft(MemoryLink):
     """Its proposals hold q of other tokens."""
 
     num_proposals = 0

@@ -14,7 +14,7 @@ from toy_engine import ToyEngine
 from draft_service.service import DraftService
 from outrider.clock import run_virtually
 from outrider.messages import DraftItem, ProposalReply, Refused
-from outrider.replica.scheduler import InlineExecutor
+from outrider.replica.executors import InlineExecutor
 from outrider.speculation.proposal import NOTHING_SEALED
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.link import MemoryLink
@@ -50,7 +50,7 @@ def answers_to(
         engine = ToyEngine(salt=2, max_model_len=256, pass_s=PASS_S)
         executor = InlineExecutor(engine.take_step_seconds)
         service = DraftService.with_model(engine, executor, max_num_seqs=4, **options)
-        link: MemoryLink[Any, Any] = MemoryLink(service)
+        link = MemoryLink(service)
         heard: list[Heard] = []
         link.listen(lambda answer: heard.append(Heard(answer, loop.time())), lambda error: None)
         for at, one in sent:

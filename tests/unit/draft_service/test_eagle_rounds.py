@@ -22,7 +22,7 @@ from outrider.hidden_states import Features
 from outrider.limits import FEATURES_MAX
 from outrider.messages import DraftItem, ProposalReply, Refused, Resync, VerdictReply, VerifyItem
 from outrider.models.eagle import LoadedEagle
-from outrider.replica.scheduler import InlineExecutor
+from outrider.replica.executors import InlineExecutor
 from outrider.speculation.accept_reject import decide
 from outrider.speculation.draft_sampling import draw_from_logits
 from outrider.speculation.logits_processing import DraftVocabulary, TokenHistory
@@ -49,8 +49,8 @@ class Pair:
 
     module: Any
     eagle: LoadedEagle
-    target: MemoryLink[Any, Any]
-    draft: MemoryLink[Any, Any]
+    target: MemoryLink
+    draft: MemoryLink
     verdicts: Listener
     proposals: Listener
 
@@ -123,7 +123,7 @@ async def running() -> AsyncIterator[Pair]:
     draft = DraftService.with_eagle(
         drafter, replace(info, name="eagle"), InlineExecutor(lambda: 0.0), max_num_seqs=8
     )
-    links: tuple[MemoryLink[Any, Any], ...] = (MemoryLink(target), MemoryLink(draft))
+    links: tuple[MemoryLink, ...] = (MemoryLink(target), MemoryLink(draft))
     yield Pair(original, eagle, *links, *map(Listener, links))
     target.check_integrity()
     for link in links:

@@ -74,7 +74,7 @@ async def test_helpers_of_a_step_are_nicer_than_its_own_thread() -> None:
     """In a process of its own, since the threads of a numeric library stay."""
     code = (
         "import os, threading, torch; torch.set_num_threads(3)\n"
-        "from outrider.replica.scheduler import ThreadExecutor\n"
+        "from outrider.replica.executors import ThreadExecutor\n"
         "from outrider.engine.threads import start_workers\n"
         "import asyncio\n"
         "found = []\n"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import count
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from draft_service.model_drafter import ModelDrafter
 from draft_service.worker import Proposer
 from outrider.drafters.lookup import LookupDrafter
 from outrider.hidden_states import Features
+from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.messages import DraftItem, ProposalReply, RoundHead, VerdictReply, VerifyItem
 from outrider.replica.step_request import Answers
 from outrider.replica.token_budget import TokenBudget
@@ -59,10 +61,11 @@ def verifier(kind: str = "") -> Verifier:
     options = {"heads": {"draft_heads": head}, "exit": {"exit_head": head}}.get(kind, {})
     engine = fake_engine(to_device(module), EAGER, **options)
     drafters: Any = {
-        "heads": lambda: HeadDrafter(head), "exit": lambda: ExitDrafter(head, engine)
-    }  # fmt: skip
+        "heads": lambda: HeadDrafter(head, DRAFT_SUPPORT_ENTRIES),
+        "exit": lambda: ExitDrafter(head, engine, DRAFT_SUPPORT_ENTRIES),
+    }
     drafter = drafters[kind]() if kind else None
-    return Verifier(engine, TokenBudget(2**20, 1024), drafter, grammars=grammars())
+    return Verifier(engine, TokenBudget(2**20, 1024), drafter, perf_counter, grammars())
 
 
 @cache

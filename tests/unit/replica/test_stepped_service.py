@@ -11,8 +11,7 @@ from rounds import make_head, session_name
 from outrider.engine.interface import PageCounts
 from outrider.limits import RELEASES_REMEMBERED_MAX
 from outrider.registry.registry import WINDOW_S
-from outrider.replica.scheduler import StepLoad
-from outrider.replica.service import SessionTracker, StaleRoundFilter
+from outrider.replica.service import SessionTracker, StaleRoundFilter, StepLoad
 from outrider.replica.step_request import AnswerSender, StepFigures
 
 

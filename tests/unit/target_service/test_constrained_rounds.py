@@ -23,7 +23,7 @@ from outrider.grammar.constraint import Constraint
 from outrider.grammar.matcher import PrefixMatcher
 from outrider.limits import GRAMMARS_MAX
 from outrider.messages import DraftItem, ProposalReply, Refused, RoundHead, VerdictReply, VerifyItem
-from outrider.replica.scheduler import InlineExecutor
+from outrider.replica.executors import InlineExecutor
 from outrider.speculation.accept_reject import decide
 from outrider.speculation.logits_processing import TokenHistory
 from outrider.speculation.proposal import (
@@ -295,7 +295,7 @@ async def test_a_step_compiles_nothing_however_many_constraints_are_in_flight() 
 
     known = Grammars(lambda: Noting(hf_tokenizer(), (eos(),)))
     target = TargetService(engine(1), Held(lambda: 0.0), max_num_seqs=8, grammars=known)
-    link = MemoryLink[Any, Any](target)
+    link = MemoryLink(target)
     listener = Listener(link)
     number = GRAMMARS_MAX + 6
     heads = [

@@ -16,8 +16,9 @@ from opentelemetry.trace import get_current_span
 
 from outrider.config import CoordinatorConfig
 from outrider.errors import ConfigError, Unavailable
+from outrider.registry.registry import ROLES
 from outrider.request import ChatMessage, GenerateRequest
-from outrider.telemetry.destination import ROLES, Destination
+from outrider.telemetry.destination import Destination
 from outrider.telemetry.logs import JsonLines, about, identify
 from outrider.telemetry.observer import RequestObserver
 from outrider.telemetry.request_spans import ObservedRequests
@@ -35,11 +36,10 @@ REQUEST = GenerateRequest((1, 2, 3))
 
 
 def test_one_setting_says_where_telemetry_goes() -> None:
-    assert Destination.parse("").nowhere
+    assert Destination.parse("") == Destination()
     both = Destination.parse("otlp=http://collector:4317, prometheus=9464")
     assert both == Destination("http://collector:4317", 9464)
     anywhere = Destination.parse("prometheus=0")
-    assert not anywhere.nowhere
     assert anywhere.port("draft", 2) == 0
     ports = [both.port(role, slot) for slot in range(3) for role in ROLES]
     assert ports == list(range(9464, 9473)), "those of a slot stand together"
@@ -207,7 +207,7 @@ def test_off_is_off() -> None:
     assert start_exports("", "target", "127.0.0.1") is None
     code = (
         "import sys, coordinator.actor, target_service.actor, draft_service.actor\n"
-        "import coordinator.decoding.sessions, outrider.replica.scheduler\n"
+        "import coordinator.decoding.sessions, outrider.replica.service\n"
         "sys.exit([name for name in sys.modules if name.startswith('opentelemetry')] or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -13,8 +13,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from deploy.cli.main import main
 from outrider.errors import ConfigError
+from outrider.registry.registry import ROLES
 from outrider.transport.tls import (
-    INTERNAL_ROLES,
     RoleFiles,
     certificate_names,
     check_authority,
@@ -28,7 +28,7 @@ from outrider.transport.tls import (
 )
 
 NOW = datetime.datetime.now(datetime.UTC)
-FILES = {f"{name}{end}.pem" for name in ("ca", *INTERNAL_ROLES) for end in ("", "-key")}
+FILES = {f"{name}{end}.pem" for name in ("ca", *ROLES) for end in ("", "-key")}
 
 
 def first_certificate(path: Path) -> x509.Certificate:
@@ -43,7 +43,7 @@ def test_every_role_has_a_certificate_of_its_own(tmp_path: Path) -> None:
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     authority = first_certificate(directory / "ca.pem")
     serials = {authority.serial_number}
-    for role in INTERNAL_ROLES:
+    for role in ROLES:
         files = RoleFiles.of(directory, role)
         files.check()
         assert stat.S_IMODE(files.key.stat().st_mode) == 0o600
@@ -88,7 +88,7 @@ def test_files_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     for directory in (one, two):
         directory.mkdir()
         make_authority(directory, NOW)
-        for role in INTERNAL_ROLES:
+        for role in ROLES:
             make_role(directory, role, NOW)
     files = RoleFiles.of(one, "target")
     with pytest.raises(ConfigError, match=r"draft-key\.pem: is not the key of .*target\.pem"):

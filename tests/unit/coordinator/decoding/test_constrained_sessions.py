@@ -16,7 +16,7 @@ from twin_store import TwinStore
 from coordinator.service import CoordinatorService
 from draft_service.service import DraftService
 from outrider.drafters.lookup import NgramDrafter
-from outrider.replica.scheduler import InlineExecutor
+from outrider.replica.executors import InlineExecutor
 from outrider.request import GenerateRequest
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokenizer import TokenizerText

@@ -21,7 +21,7 @@ from outrider.drafters.lookup import Guess, NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.step_costs import StepCosts
 from outrider.messages import VerdictReply
-from outrider.replica.scheduler import InlineExecutor
+from outrider.replica.executors import InlineExecutor
 from outrider.request import Finished, GenerateRequest
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.telemetry.observer import Observation, RequestObserver
@@ -56,7 +56,7 @@ class Played(RequestObserver, Observation):
         self.num_resyncs += name == "resyncs"
 
 
-class Overheard(MemoryLink[Any, Any]):
+class Overheard(MemoryLink):
     """Messages take a while; `on_send` hears of those to a replica, `on_answer` of its answers."""
 
     def __init__(self, service: Any, on_send: Any, on_answer: Any = None) -> None:

@@ -1,9 +1,10 @@
-"""The step scheduler: batches of distinct sessions, duplicates, deadlines, and lost listeners."""
+"""Steps of a service: batches of distinct sessions, duplicates, deadlines, lost listeners."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from outrider.clock import run_virtually
 from outrider.errors import EngineLost, Overloaded, Unavailable
 from outrider.limits import STEP_S_MAX
 from outrider.messages import DraftItem, ProposalReply, Refused
-from outrider.replica.scheduler import STARVED_REST_S, InlineExecutor, StepScheduler
+from outrider.replica.executors import InlineExecutor
+from outrider.replica.service import STARVED_REST_S, SteppedService
 from outrider.replica.step_request import (
     CANCELLED_CODE,
     AnswerSender,
@@ -45,6 +47,8 @@ class GatedExecutor:
 class Worker:
     """Answers each item after as many steps as its session has left, unless it waits for pages; and
     notes what it was given."""
+
+    grammars = None
 
     def __init__(self) -> None:
         self.steps: list[list[tuple[str, int]]] = []
@@ -79,18 +83,16 @@ class Worker:
     def release(self, session_id: str) -> None:
         self.heard.append(("release", session_id))
 
-    def recover(self, items: Sequence[DraftItem]) -> None:
-        self.heard += [("recover", item.head.session_id) for item in items]
-
 
 class Desk:
-    """A scheduler, and a connection that keeps what it hears. Steps wait for a gate, or take so
+    """A service, and a connection that keeps what it hears. Steps wait for a gate, or take so
     long."""
 
     def __init__(self, max_batch: int = 8, step_s: float | None = None) -> None:
         self.gated, self.worker = GatedExecutor(), Worker()
         executor = self.gated if step_s is None else InlineExecutor(lambda: step_s)
-        self.scheduler: StepScheduler = StepScheduler(executor, self.worker, max_batch=max_batch)
+        description: Any = SimpleNamespace(max_num_seqs=max_batch)
+        self.service = SteppedService(self.worker, executor, description)  # type: ignore[arg-type]
         self.frames: list[list[Any]] = []
         self.outlet: AnswerSender = AnswerSender(lambda answers: self.frames.append(list(answers)))
 
@@ -100,20 +102,20 @@ class Desk:
         now, left_ms = asyncio.get_running_loop().time(), head.deadline_ms
         expires_at = now + left_ms / 1e3 if left_ms else float("inf")
         work = StepRequest(DraftItem(head, 2), [outlet], now, expires_at)
-        self.scheduler.submit(work)
+        self.service.submit(work)
         return work
 
     async def finish(self) -> list[Any]:
         """Opens the gate until nothing is left; all answers."""
         self.gated.gate.set()
         async with asyncio.timeout(PATIENCE_S):
-            await self.scheduler.drain()
+            await self.service.drain()
         return [answer for frame in self.frames for answer in frame]
 
     async def answered(self) -> dict[int, Any]:
         """Answers by session, once nothing waits; then it closes."""
         answers = await self.finish()
-        await self.scheduler.close()
+        await self.service.close()
         return {int(answer.key.session_id, 16): answer for answer in answers}
 
 
@@ -128,7 +130,7 @@ async def test_a_step_takes_one_item_a_session_in_order_of_arrival() -> None:
     assert names == [[(1, 0), (2, 0), (3, 0)], [(1, 1), (4, 0)]]
     assert len(answers) == 5
     assert [len(frame) for frame in desk.frames] == [3, 2]
-    await desk.scheduler.close()
+    await desk.service.close()
 
 
 async def test_the_same_item_twice_is_computed_once_and_answered_to_both() -> None:
@@ -142,7 +144,7 @@ async def test_the_same_item_twice_is_computed_once_and_answered_to_both() -> No
     assert [len(step) for step in desk.worker.steps] == [1, 1]
     assert [len(frame) for frame in desk.frames] == [1, 1]
     assert [len(frame) for frame in other.frames] == [1]
-    await desk.scheduler.close()
+    await desk.service.close()
 
 
 async def test_expired_work_is_refused_without_a_step() -> None:
@@ -157,7 +159,7 @@ async def test_expired_work_is_refused_without_a_step() -> None:
     assert answers[2].code == 4
     assert isinstance(answers[3], ProposalReply)
     assert [len(step) for step in desk.worker.steps] == [1, 1]
-    await desk.scheduler.close()
+    await desk.service.close()
 
 
 async def test_work_of_a_closed_connection_is_dropped_unless_another_wants_it() -> None:
@@ -175,7 +177,7 @@ async def test_work_of_a_closed_connection_is_dropped_unless_another_wants_it() 
     assert told == [None]
     assert desk.frames == []
     assert len(other.frames) == 1
-    await desk.scheduler.close()
+    await desk.service.close()
 
 
 async def test_a_full_queue_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +191,7 @@ async def test_a_full_queue_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     await desk.finish()
     desk.submit(3)
     assert len(await desk.finish()) == 3
-    await desk.scheduler.close()
+    await desk.service.close()
 
 
 async def test_a_release_drops_queued_work_and_reaches_the_worker_before_the_next_step() -> None:
@@ -198,14 +200,14 @@ async def test_a_release_drops_queued_work_and_reaches_the_worker_before_the_nex
     await desk.gated.entered.wait()
     desk.submit(2)
     desk.submit(2, 1, epoch=2)
-    desk.scheduler.release(session_name(2), 1)
-    desk.scheduler.release(session_name(2), 1)
+    desk.service.release(session_name(2), 1)
+    desk.service.release(session_name(2), 1)
     [[dropped]] = desk.frames
     assert (dropped.key.epoch, dropped.code) == (1, CANCELLED_CODE)
     await desk.finish()
     assert desk.worker.heard == [("release", session_name(2))]
     assert desk.worker.steps[1:] == [[(session_name(2), 1)]]
-    await desk.scheduler.close()
+    await desk.service.close()
 
 
 async def test_a_crash_is_answered_recovered_from_and_forgotten() -> None:
@@ -216,12 +218,12 @@ async def test_a_crash_is_answered_recovered_from_and_forgotten() -> None:
     desk.submit(2)
     answers = await desk.finish()
     assert [answer.code for answer in answers] == [13, 13]
-    assert desk.worker.heard == [("recover", session_name(one)) for one in (1, 2)]
+    assert desk.worker.heard == [("release", session_name(one)) for one in (1, 2)]
     desk.worker.crash = None
     desk.submit(1)
     assert isinstance((await desk.finish())[-1], ProposalReply)
-    assert desk.scheduler.healthy
-    await desk.scheduler.close()
+    assert desk.service.healthy
+    await desk.service.close()
 
 
 async def test_a_lost_engine_ends_the_steps_and_all_that_waits() -> None:
@@ -234,16 +236,16 @@ async def test_a_lost_engine_ends_the_steps_and_all_that_waits() -> None:
     answers = await desk.finish()
     assert [(answer.code, answer.message) for answer in answers] == [(14, "rank 1 is gone")] * 5
     assert len(desk.worker.steps) == 1
-    assert desk.scheduler.health_changed.is_set()
-    assert str(desk.scheduler.lost) == "rank 1 is gone"
+    assert desk.service.health_changed.is_set()
+    assert str(desk.service.lost) == "rank 1 is gone"
     desk.submit(5)
     assert desk.frames[-1][0].message == "rank 1 is gone"
-    desk.scheduler.park([session_name(1)])
-    desk.scheduler.release(session_name(1), 1)
+    desk.service.park([session_name(1)])
+    desk.service.release(session_name(1), 1)
     async with asyncio.timeout(PATIENCE_S):
-        await desk.scheduler.drain()
-        await desk.scheduler.close()
-    assert desk.worker.heard == [("recover", session_name(one)) for one in (1, 2)]
+        await desk.service.drain()
+        await desk.service.close()
+    assert desk.worker.heard == [("release", session_name(one)) for one in (1, 2)]
 
 
 def test_a_step_that_never_ends_is_a_lost_engine() -> None:
@@ -253,14 +255,14 @@ def test_a_step_that_never_ends_is_a_lost_engine() -> None:
         desk = Desk()
         desk.submit(1)
         await asyncio.sleep(STEP_S_MAX - 1)
-        assert desk.scheduler.healthy
+        assert desk.service.healthy
         desk.submit(2)
         await asyncio.sleep(1.1)
         answers = [answer for frame in desk.frames for answer in frame]
         assert [answer.code for answer in answers] == [14, 14]
-        assert desk.scheduler.lost is not None
-        assert not desk.scheduler.healthy
-        await desk.scheduler.close()
+        assert desk.service.lost is not None
+        assert not desk.service.healthy
+        await desk.service.close()
         assert desk.gated.closed
         assert not desk.gated.waited
 
@@ -271,14 +273,14 @@ async def test_close_waits_for_the_step_and_takes_no_more() -> None:
     desk = Desk()
     desk.submit(1)
     await desk.gated.entered.wait()
-    closing = asyncio.create_task(desk.scheduler.close())
+    closing = asyncio.create_task(desk.service.close())
     await asyncio.sleep(0)
     assert not desk.gated.closed
     desk.gated.gate.set()
     await closing
     assert desk.gated.closed
     assert len(desk.frames) == 1
-    assert not desk.scheduler.healthy
+    assert not desk.service.healthy
     desk.submit(2)
     assert desk.frames[-1][0].code == Unavailable.grpc_code
 
@@ -291,7 +293,7 @@ async def test_a_step_that_finds_no_pages_is_not_tried_again_at_once() -> None:
     desk.submit(1)
     await asyncio.sleep(2.5 * STARVED_REST_S)
     assert 2 <= len(desk.worker.steps) <= 4
-    desk.scheduler.park([session_name(9)])
+    desk.service.park([session_name(9)])
     answer = (await desk.answered())[1]
     assert answer.queue_ms > 2000 * STARVED_REST_S
     assert answer.compute_ms < 100

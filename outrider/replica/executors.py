@@ -1,0 +1,61 @@
+"""What runs a replica's steps, one after another, away from the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class ThreadExecutor:
+    """One thread. A step lasts at least as long as `step_seconds` says afterwards."""
+
+    def __init__(self, name: str, step_seconds: Callable[[], float]) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._step_seconds = step_seconds
+
+    def call(self, task: Callable[[], T]) -> T:
+        """Runs `task` on the thread and waits for it: for what comes before all steps."""
+        return self._pool.submit(task).result()
+
+    async def run(self, step: Callable[[], T]) -> T:
+        """Runs `step` to its end on the thread, even if the caller is cancelled meanwhile; raises
+        its errors."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._timed, step)
+
+    def _timed(self, step: Callable[[], T]) -> T:
+        start = time.perf_counter()
+        result = step()
+        missing = self._step_seconds() - (time.perf_counter() - start)
+        if missing > 0:
+            time.sleep(missing)
+        return result
+
+    def close(self, *, wait: bool = True) -> None:
+        """Takes no more, and waits for the running step, or leaves it to the process's end."""
+        self._pool.shutdown(wait=wait)
+
+
+class InlineExecutor:
+    """On the event loop itself, whose clock then passes by what the engine states: for
+    simulation, where that clock is virtual."""
+
+    def __init__(self, step_seconds: Callable[[], float]) -> None:
+        self._step_seconds = step_seconds
+
+    async def run(self, step: Callable[[], T]) -> T:
+        """Runs `step` at once, then waits its stated time."""
+        result = step()
+        await asyncio.sleep(self._step_seconds())
+        return result
+
+    def close(self, *, wait: bool = True) -> None:
+        """Nothing runs."""
+
+
+StepExecutor = ThreadExecutor | InlineExecutor
+"""Runs steps one after another, away from the event loop."""
