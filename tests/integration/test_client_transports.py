@@ -142,9 +142,9 @@ class StuckCoordinator:
     async def session(self, session_id: str, tenant: str = "") -> Any:
         await asyncio.Event().wait()
 
-    async def healthy(self) -> bool:
+    async def trouble(self) -> str:
         await asyncio.Event().wait()
-        return True
+        return ""
 
 
 async def test_a_stuck_coordinator_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
