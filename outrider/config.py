@@ -631,11 +631,11 @@ class DeploymentConfig:
             raise SettingError(
                 "draft_siblings", f"{siblings} given, but vllm runs no trees; give 0"
             )
-        if self.target.engine == VLLM and self.draft.drafter.on_target is not None:
+        if self.target.engine == VLLM and self.draft.drafter.early_exit is not None:
             raise SettingError(
                 "draft_model",
-                f"{self.draft.model} drafts with the target's own layers, which vllm does not "
-                "show; give --engine transformers or another drafter",
+                f"{self.draft.model} drafts with the target's first layers, which vllm does not "
+                "run alone; give --engine transformers or another drafter",
             )
         if siblings and self.target.engine == AUTO_ENGINE:
             object.__setattr__(self, "target", replace(self.target, engine=TRANSFORMERS))

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 
 from outrider.engine.interface import ModelInfo
-from outrider.errors import check
 from outrider.limits import FEATURES_MAX
 from outrider.models.drafter_checkpoint import (
     LoadedHead,
@@ -38,14 +37,8 @@ from outrider.models.drafter_checkpoint import (
     load_head,
 )
 from outrider.models.fingerprint import tensors_fingerprint
-from outrider.models.loading import (
-    LoadOptions,
-    describe,
-    empty_model,
-    refusing,
-    use_device,
-)
-from outrider.models.student import target_weights
+from outrider.models.loading import LoadOptions, describe, refusing
+from outrider.models.student import target_ends
 
 _EPS = 1e-6
 """Under the root of the mean square."""
@@ -186,18 +179,12 @@ def load_eagle(
     """The head in `path`, with embeddings and head of the target in `target_directory`, and what
     it is. Raises `ConfigError`, also for a target that it was not made for."""
     name = options.get("name", str(path))
-    where = use_device(**options)
     named: LoadOptions = {**options, "name": target}
-    empty = empty_model(target_directory, **named)
-    check(empty.get_output_embeddings().bias is None, "drafters are made for heads without a bias")
+    empty, embeddings, rows = target_ends(target_directory, drafter=name, **named)
     info = describe(empty, target_directory, **options)
     with refusing(f"drafter {name}:"):
-        embeddings, rows = (
-            values.to(where, empty.dtype)
-            for values in target_weights(empty, target_directory, name)
-        )
         loaded = load_eagle_on(
-            path, nn.Parameter(embeddings, requires_grad=False), rows,
+            path, embeddings, rows,
             name=name, target_directory=target_directory, target_name=target,
         )  # fmt: skip
         fingerprint = tensors_fingerprint(path)

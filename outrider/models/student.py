@@ -98,6 +98,21 @@ def save_drafter(
     save_head(directory, module, token_ids, description, shared=_shared_with_target(module))
 
 
+def target_ends(
+    directory: Path, *, drafter: str, **options: Unpack[LoadOptions]
+) -> tuple[Any, nn.Parameter, Tensor]:
+    """The model in `directory` without values, and its embeddings and head rows, both [V, D], for a
+    drafter that is called `drafter`. Raises `ConfigError`."""
+    where = use_device(**options)
+    empty = empty_model(directory, **options)
+    check(empty.get_output_embeddings().bias is None, "drafters are made for heads without a bias")
+    with refusing(f"drafter {drafter}:"):
+        embeddings, rows = (
+            values.to(where, empty.dtype) for values in target_weights(empty, directory, drafter)
+        )
+    return empty, nn.Parameter(embeddings, requires_grad=False), rows
+
+
 def target_weights(module: Any, target_directory: Path, name: str) -> tuple[Tensor, Tensor]:
     """Embeddings [V, D] and head [V, D] as the target's files have them; `module` is the target's
     or a drafter's of its architecture, with or without values. Raises `ConfigError`."""

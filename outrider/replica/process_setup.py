@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from outrider.engine.step_costs import StepCosts
     from outrider.engine.tensor_parallel.sharding import Ranks
     from outrider.grammar.compiler import Grammars
+    from outrider.models.drafter_checkpoint import Whose
     from outrider.models.eagle import LoadedEagle
 
 T = TypeVar("T")
@@ -263,6 +264,14 @@ def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) ->
             **_loading(config, num_threads),
         )
         _check_length(engine, config)
+    if isinstance(config, TargetConfig) and config.heads_kind:
+        from outrider.models.medusa import load_heads_apart
+
+        with blaming("draft_model"):
+            engine.draft_heads = load_heads_apart(
+                Path(config.heads_directory), Path(config.directory), target=config.model,
+                **{**_loading(config), "name": config.heads},
+            )  # fmt: skip
     return engine
 
 
@@ -310,8 +319,10 @@ def _lacking_on_vllm(config: ReplicaConfig) -> tuple[str, str] | None:
     if config.dtype == "float64":
         return "dtype", "float64 given, which vllm does not run"
     if isinstance(config, TargetConfig):
-        own = config.heads and f"{config.heads} drafts with the target's own layers"
-        return ("engine", f"{own}, which vllm does not show") if own else None
+        if config.heads_kind != "early-exit":
+            return None
+        own = f"{config.heads} drafts with the target's first layers"
+        return "engine", f"{own}, which vllm does not run alone"
     if config.target_directory or _bits(config) is not None:
         return _engine_field(config), f"vllm does not run drafters such as {config.model}"
     return None
@@ -384,13 +395,18 @@ def _own_drafter(config: ReplicaConfig, module: torch.nn.Module) -> dict[str, An
     from outrider.models.early_exit import load_exit
     from outrider.models.medusa import load_heads
 
-    is_medusa = config.heads_kind == "medusa"
+    path = Path(config.heads_directory)
+    whose: Whose = {
+        "name": config.heads,
+        "target_directory": Path(config.directory),
+        "target_name": config.model,
+    }
     with blaming("draft_model"):
-        own = (load_heads if is_medusa else load_exit)(
-            Path(config.heads_directory), module, name=config.heads,
-            target_directory=Path(config.directory), target_name=config.model,
-        )  # fmt: skip
-    return {"draft_heads" if is_medusa else "exit_head": own}
+        if config.heads_kind == "early-exit":
+            return {"exit_head": load_exit(path, module, **whose)}
+        target: Any = module
+        embeddings, head = target.get_input_embeddings(), target.get_output_embeddings()
+        return {"draft_heads": load_heads(path, embeddings.weight, head.weight, **whose)}
 
 
 def _bits(config: ReplicaConfig) -> int | None:

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import MAX_MODEL_LEN, VOCAB, MakeEngine, save
+from models import save_tiny_heads
 from pages import check_pages
 
+from outrider.config import TargetConfig
 from outrider.engine.interface import SequenceStep
 from outrider.errors import ConfigError, InvariantError
+from outrider.replica.process_setup import build_engine
 
 TOLERANCE = 1e-3
 """Of a logit in float32."""
@@ -179,3 +182,19 @@ def test_wrong_settings_are_refused(
     save("llama", tmp_path)
     with pytest.raises(ConfigError, match=words):
         make_engine(tmp_path, **changes)
+
+
+def test_heads_are_loaded_beside_it(tmp_path: Path) -> None:
+    """With rows of its own head, in its dtype."""
+    target = save("llama", tmp_path / "model")
+    heads = save_tiny_heads(tmp_path / "heads", tmp_path / "model", (1, 4, 5))
+    config = TargetConfig(
+        model="tiny", directory=str(tmp_path / "model"), engine="vllm", device="cpu",
+        dtype="bfloat16", max_model_len=MAX_MODEL_LEN, kv_cache_memory_bytes=2**24,
+        enforce_eager=True, heads="medusa:heads", heads_kind="medusa", heads_directory=str(heads),
+    )  # fmt: skip
+    loaded = build_engine(config, 1).draft_heads
+    assert loaded is not None
+    assert loaded.token_ids == (1, 4, 5)
+    rows = target.get_output_embeddings().weight[[1, 4, 5]]
+    assert torch.equal(loaded.module.head.weight, rows.bfloat16())

@@ -36,23 +36,27 @@ START_S, STEP_S = 240.0, 0.03
     [
         Cell(Rule.TOKEN, 2, "top-k", num_samples=2_400, detects=SOON),
         Cell(Rule.BLOCK, 3, drafter="eagle", token_ids=(0, 1), num_samples=3_000, detects=SOON),
+        Cell(Rule.BLOCK, 3, drafter="heads", token_ids=(0, 1), num_samples=3_000, detects=SOON),
     ],
     ids=str,
 )
 async def test_completions_follow_the_targets_law(
     cell: Cell, tmp_path: Path, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a draft that looks ahead, and with a head that reads the target's features."""
+    """With a draft that looks ahead, and with heads that read the target's features, apart from it
+    and on it."""
 
     def narrow(family: str, vocab_size: int) -> Any:
         config = config_of(family)
         config.vocab_size, config.hidden_size = vocab_size, 32
         return config
 
-    def engine_of(module: Any, _: Any, **options: bool) -> Any:
+    def engine_of(module: Any, _: Any, draft_heads: Any = None, **options: bool) -> Any:
         directory = tmp_path / f"model-{id(module)}"
         module.save_pretrained(directory)
-        return make_engine(directory, max_num_seqs=64)
+        engine = make_engine(directory, max_num_seqs=64)
+        engine.draft_heads = draft_heads
+        return engine
 
     monkeypatch.setattr(test_distribution, "tiny_config", narrow)
     monkeypatch.setattr(test_distribution, "engine_of", engine_of)

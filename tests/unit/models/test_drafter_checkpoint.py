@@ -31,7 +31,7 @@ from outrider.models.drafter_checkpoint import DESCRIPTION_FILE, WEIGHTS_FILE
 from outrider.models.eagle import load_eagle
 from outrider.models.early_exit import load_exit
 from outrider.models.loading import load_model
-from outrider.models.medusa import load_heads
+from outrider.models.medusa import load_heads_apart
 from outrider.models.module_replacement import speed_up
 
 HEAD_IDS = (1, 4, 5, 9, 20)
@@ -49,9 +49,11 @@ class Case:
         target = target or self.target
         if self.kind == "eagle":
             return load_eagle(self.saved, target, name="head", target="tiny")[0]
-        load = load_heads if self.kind == "medusa" else load_exit
+        if self.kind == "medusa":
+            return load_heads_apart(self.saved, target, name="head", target="tiny")
         module, _ = load_model(target)
-        return load(self.saved, module, name="head", target_directory=target, target_name="tiny")
+        whose: Any = {"name": "head", "target_directory": target, "target_name": "tiny"}
+        return load_exit(self.saved, module, **whose)
 
     def answers(self, module: Any, rows: torch.Tensor) -> torch.Tensor:
         """Of features [3, D] before tokens."""

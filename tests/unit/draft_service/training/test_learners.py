@@ -294,7 +294,12 @@ def loaded(kind: str, out: Path, target: Target) -> tuple[Any, Any]:
         load: Any = load_drafter if kind == "student" else load_eagle
         found, info = load(out, target.directory, name="out", target="tiny")
         return getattr(found, "module", found), info.logit_token_ids
-    found = (load_heads if kind == "medusa" else load_exit)(out, target.load()[0], **names)
+    module: Any = target.load()[0]
+    if kind == "medusa":
+        ends = (module.get_input_embeddings(), module.get_output_embeddings())
+        found: Any = load_heads(out, *(end.weight for end in ends), **names)
+    else:
+        found = load_exit(out, module, **names)
     return found.module, found.token_ids
 
 
