@@ -17,7 +17,7 @@ def record(**others: Any) -> DeploymentRecord:
     """With one replica of each role."""
     known: dict[str, Any] = {
         "pid": os.getpid(), "started_at": "2026-11-20T00:00:00+00:00",
-        "model": "m", "draft_model": "ngram", "served_model_name": "m", "grpc_address": "h:1",
+        "draft_model": "ngram", "served_model_name": "m", "grpc_address": "h:1",
         "target_addresses": ["h:2"], "draft_addresses": ["h:3"], "target_directory": "",
         "tokenizer_directory": "", "deployment": "d",
         "redis": {"url": "unix:///own.sock", "key_prefix": "ours:"},

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
+import click
+
+from benchmarks.report import Report
 from deploy.fleet.local_state import DeploymentLocation
 from deploy.fleet.preflight import whole_paths
-from deploy.fleet.reconciler import CHANGE_S, FIXED, connect_reconciler
-from outrider.config import LEAST, WAIT_S_MAX, AutoscaleConfig, parse_bounds
+from deploy.fleet.reconciler import CHANGE_S, FIXED, ReconcilerClient, connect_reconciler
+from deploy.fleet.replica_set import Overview
+from deploy.fleet.spec import FleetSpec
+from outrider.config import WAIT_S_MAX, AutoscaleConfig
 from outrider.errors import ConfigError, SettingError
-from outrider.limits import REPLICAS_MAX
 from outrider.registry.registry import ROLES, Role
-from outrider.settings import Value, check_range
+from outrider.settings import Value
 
 from .command import Arguments, Option, argument, command, json_option, option
 from .options import (
@@ -27,12 +29,7 @@ from .options import (
     place_options,
     setting_options,
 )
-from .output import progress
-
-if TYPE_CHECKING:
-    from deploy.fleet.reconciler import ReconcilerClient
-    from deploy.fleet.replica import Overview
-    from deploy.fleet.spec import FleetSpec
+from .output import progress, tell
 
 OFF = "off"
 _POLL_S = 0.2
@@ -40,7 +37,7 @@ _POLL_S = 0.2
 
 def _wait_option(until: str) -> Option:
     return option(
-        "--wait", type=float, default=0.0, metavar="S",
+        "--wait", type=click.FloatRange(0, WAIT_S_MAX), default=0.0, metavar="S",
         help=f"wait at most this long until {until}, s",
     )  # fmt: skip
 
@@ -71,7 +68,6 @@ async def _overview(
 def scale(arguments: Arguments) -> int:
     """Says what is wanted; the deployment does it."""
     counts = parsed_counts(arguments.counts)
-    check_range("wait", arguments.wait, 0, WAIT_S_MAX)
     where = find_deployment(arguments)
 
     def left(overview: Overview) -> str:
@@ -92,23 +88,19 @@ def scale(arguments: Arguments) -> int:
         note = f"note: {role} is autoscaled, {least} to {most}, which may change this; first"
         print(f"{note} `outrider autoscale {role}=off` keeps a number", file=sys.stderr)
     wanted = {**overview.wanted, **counts}
-    if arguments.json:
-        print(json.dumps({"wanted": wanted}))
-    else:
-        print("wanted: " + ", ".join(f"{role}={wanted.get(role, 0)}" for role in ROLES))
+    said = ", ".join(f"{role}={wanted.get(role, 0)}" for role in ROLES)
+    code = tell(Report({"wanted": wanted}, [f"wanted: {said}"]), arguments.json)
     if arguments.wait and left(overview):
         raise overview.late("there", arguments.wait)
-    return 0
+    return code
 
 
 def parsed_counts(words: Sequence[str]) -> dict[Role, int]:
     """Of `ROLE=N`. Raises `ConfigError`."""
     counts: dict[Role, int] = {}
     for word, role, text in _by_role(words, "N"):
-        least = LEAST[role]
-        is_count = text.isascii() and text.isdecimal()
-        if not (is_count and least <= int(text) <= REPLICAS_MAX):
-            raise ConfigError(f"{word}: {text!r} is wrong; it must be {least} to {REPLICAS_MAX}")
+        if not (text.isascii() and text.isdecimal()):
+            raise ConfigError(f"{word}: {text!r} is wrong; it must be a whole number")
         counts[role] = int(text)
     return counts
 
@@ -149,25 +141,14 @@ def autoscale(arguments: Arguments) -> int:
             return found
 
     bounds = asyncio.run(ask()).bounds
-    if arguments.json:
-        print(json.dumps({"bounds": bounds}))
-        return 0
-    for role in ROLES:
-        print(f"{role}: {'{} to {}'.format(*bounds[role]) if role in bounds else OFF}")
-    return 0
+    said = [f"{r}: {'{} to {}'.format(*bounds[r]) if r in bounds else OFF}" for r in ROLES]
+    return tell(Report({"bounds": bounds}, said), arguments.json)
 
 
 def parsed_bounds(words: Sequence[str]) -> dict[str, Value]:
     """The settings that `ROLE=LEAST:MOST` and `ROLE=off` stand for. Raises `ConfigError`."""
-    found: dict[str, Value] = {}
-    for word, role, text in _by_role(words, "LEAST:MOST"):
-        try:
-            found[f"autoscale_{role}s"] = "" if text == OFF else text
-            if text != OFF:
-                parse_bounds(text, role)
-        except ValueError as error:
-            raise ConfigError(f"{word}: {error}, or {OFF}") from None
-    return found
+    given = _by_role(words, "LEAST:MOST")
+    return {f"autoscale_{role}s": "" if text == OFF else text for _, role, text in given}
 
 
 @command(
@@ -183,7 +164,6 @@ def upgrade(arguments: Arguments) -> int:
     """Says what is to be; the deployment does it."""
     if arguments.target is not None:
         arguments.settings["model"] = arguments.target
-    check_range("wait", arguments.wait, 0, WAIT_S_MAX)
     for key in SECRETS:  # What runs does not tell them, so they cannot be compared.
         if key in arguments.settings:
             raise SettingError(key, f"cannot change while a deployment runs: {FIXED[key]}")
@@ -191,16 +171,15 @@ def upgrade(arguments: Arguments) -> int:
     where = find_deployment(arguments)
     changes, runs, overview = asyncio.run(_upgrade(where, values, arguments.wait))
     num_stale = overview.num_stale
-    if arguments.json:
-        print(json.dumps({"changes": changes, "replicas_to_replace": num_stale}))
-    elif not runs:
-        print("nothing changes")
-    else:
+    said = "nothing changes"
+    if runs:
         what = ", ".join(sorted(changes)) or "the upgrade that runs already"
-        print(f"{what}: {f'replicas still to be replaced: {num_stale}' if num_stale else 'done'}")
+        said = f"{what}: {f'replicas still to be replaced: {num_stale}' if num_stale else 'done'}"
+    values = {"changes": changes, "replicas_to_replace": num_stale}
+    code = tell(Report(values, [said]), arguments.json)
     if arguments.wait and num_stale:
         raise overview.late("done", arguments.wait)
-    return 0
+    return code
 
 
 async def _upgrade(
@@ -212,12 +191,11 @@ async def _upgrade(
     progress("asking the deployment", at_once=False)
     async with connect_reconciler(where) as reconciler:
         spec: FleetSpec = await reconciler.call("spec")
-        given = spec.given.values()
+        runs_with = spec.given.values()
+        place = runs_with | {"address": where.address, "deployment_name": where.deployment}
         changes = {
             key: value for key, value in values.items()
-            if key not in SECRETS and given[key] != value
-            and not (key == "address" and value == where.address)
-            and not (key == "deployment_name" and value == where.deployment)
+            if key not in SECRETS and value not in (runs_with[key], place[key])
         }  # fmt: skip
         runs = bool(changes) or (await reconciler.call("overview")).num_stale > 0
         if changes:

@@ -38,10 +38,9 @@ from .preflight import (
     warnings,
     without_secrets,
 )
-from .ray_cluster import Cluster, resources
-from .ray_connection import RayConnection, SecretFiles, check_asks_for_token
+from .ray_cluster import Cluster, RayConnection, SecretFiles, check_asks_for_token, resources
 from .reconciler import CHANGE_S, FIXED, ReconcilerClient, find_reconciler, start_reconciler
-from .replica import Overview, close_timeout_s, raise_first
+from .replica_set import Overview, close_timeout_s, raise_first
 from .spec import FleetSpec, plan_fleet
 
 _log = logging.getLogger(__name__)
@@ -62,7 +61,7 @@ class Deployment:
         self,
         config: DeploymentConfig,
         state: Path,
-        report: Callable[[str], None] | None = None,
+        report: Callable[[str], None] = _log.info,
     ) -> None:
         """`state` is a directory that is the deployment's own: its logs and the embedded Redis's
         data go there. `report` gets a line for each step of a start-up."""
@@ -72,7 +71,7 @@ class Deployment:
         """In Redis, where several deployments may be."""
         self._state = state
         self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
-        self._report = report or _log.info
+        self._report = report
         self._secret_files = SecretFiles(state / "secrets")
         self.ray = RayConnection(config.address, namespace_of(self.name), self._secret_files)
         self.reconciler = ReconcilerClient(self.ray.namespace)
@@ -104,7 +103,7 @@ class Deployment:
         config, overview = self.config, self.overview
         redis = replace(config.coordinator.redis, password="", sentinel_password="")
         return DeploymentRecord(
-            pid=os.getpid(), started_at=self._started_at, model=config.target_name,
+            pid=os.getpid(), started_at=self._started_at,
             draft_model=config.draft.model, served_model_name=config.served_model_name,
             grpc_address=self.address,
             http_address=",".join(overview.addresses("coordinator", http=True)),
@@ -219,21 +218,18 @@ class Deployment:
             )
         if self.ray.local:
             check_ports(self.config)  # After what is wrong in itself: another port may be free.
+        config: DeploymentConfig
         _, redis_url, config = await _all(
             self._connect(),
             asyncio.to_thread(self._start_redis),
             asyncio.to_thread(resolve_models, self.config),
         )
-        found: DeploymentConfig = config
-        redis = replace(found.coordinator.redis, url=redis_url)
-        files: dict[str, Any] = {}
-        for field, name, password in (
-            ("password_file", "redis.password", self._passwords.redis),
-            ("sentinel_password_file", "sentinel.password", self._passwords.sentinel),
-        ):
-            if password and self.ray.local:
-                files[field] = str(self._secret_files.hide(name, password))
-        return replace(found, coordinator=found.coordinator.reaching(replace(redis, **files)))
+        redis, hide = replace(config.coordinator.redis, url=redis_url), self._secret_files.hide
+        if self.ray.local and (password := self._passwords.redis):
+            redis = replace(redis, password_file=str(hide("redis.password", password)))
+        if self.ray.local and (password := self._passwords.sentinel):
+            redis = replace(redis, sentinel_password_file=str(hide("sentinel.password", password)))
+        return replace(config, coordinator=config.coordinator.reaching(redis))
 
     async def _connect(self) -> None:
         """Raises `ConfigError`, also for a cluster elsewhere that asks for no token."""
@@ -242,8 +238,8 @@ class Deployment:
             await asyncio.to_thread(check_asks_for_token, self.ray.found)
 
     def _start_redis(self) -> str:
-        if self.config.coordinator.redis.url:
-            return self.config.coordinator.redis.url
+        if url := self.config.coordinator.redis.url:
+            return url
         if not self.ray.local:
             raise SettingError(
                 "redis_url",

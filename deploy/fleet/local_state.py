@@ -12,17 +12,13 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from outrider.errors import ConfigError
 from outrider.files import write_whole
-
-if TYPE_CHECKING:
-    from outrider.registry.registry import Role
-    from outrider.settings import Value
 
 FILE_NAME = "deployment.json"
 KEY_NAME = "cli.key"
@@ -36,7 +32,7 @@ _LOCK_PERIOD_S = 0.02
 """Between two of them: who looks at the lock holds it for a moment."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True)
 class DeploymentRecord:
     """A running deployment, as others on this machine find it."""
 
@@ -44,7 +40,6 @@ class DeploymentRecord:
     """Of the process that started it and will stop it."""
     started_at: str
     """ISO 8601, UTC."""
-    model: str
     draft_model: str
     served_model_name: str
     grpc_address: str
@@ -67,13 +62,13 @@ class DeploymentRecord:
     """... and the file of its token; empty where that is a cluster elsewhere."""
     asks_for_keys: bool = False
     """Whether its callers need a key."""
-    wanted: dict[Role, int] = field(default_factory=dict)
+    wanted: dict[Any, int] = field(default_factory=dict)
     """How many replicas of each role there should be."""
-    settings: dict[str, Value] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
     """Every setting by key, but for those that hold secrets."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DeploymentLocation:
     """Which deployment, and how its cluster is reached."""
 
@@ -184,21 +179,20 @@ def exclusive(directory: Path) -> Iterator[None]:
     `ConfigError` while another process holds it. The kernel frees it when this process ends,
     however it ends."""
     with (directory / LOCK_NAME).open("a", encoding="ascii") as file:
-        for attempt in range(_LOCK_ATTEMPTS):
-            try:
+        for _ in range(_LOCK_ATTEMPTS):
+            with suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except BlockingIOError:
-                if attempt + 1 == _LOCK_ATTEMPTS:
-                    record = running_deployment(directory)
-                    where = ", and is starting"
-                    if record is not None:
-                        where = f" (pid {record.pid}, {record.grpc_address})"
-                    raise ConfigError(
-                        f"a deployment runs already{where}; `outrider stop` stops it, "
-                        "OUTRIDER_STATE_DIR names another place"
-                    ) from None
-                time.sleep(_LOCK_PERIOD_S)
+            time.sleep(_LOCK_PERIOD_S)
+        else:
+            record = running_deployment(directory)
+            where = ", and is starting"
+            if record is not None:
+                where = f" (pid {record.pid}, {record.grpc_address})"
+            raise ConfigError(
+                f"a deployment runs already{where}; `outrider stop` stops it, "
+                "OUTRIDER_STATE_DIR names another place"
+            )
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()

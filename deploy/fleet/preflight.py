@@ -30,7 +30,7 @@ from outrider.errors import ConfigError, SettingError
 from outrider.registry.registry import ROLES
 from outrider.replica.process_setup import check_vllm
 from outrider.sessions.redis_address import Passwords, without_password
-from outrider.settings import Value, blaming, by_its_keys, settings_of
+from outrider.settings import Value, blaming, by_its_keys
 
 _log = logging.getLogger(__name__)
 
@@ -229,23 +229,23 @@ def _check_size(
 ) -> None:
     """Raises `SettingError` for a length that a model does not take, and for ranks that it cannot
     be shared out among."""
-    keys = {name: one.key for name, one in settings_of(type(service)).items()}
-    if service.max_model_len:
-        from outrider.models.loading import stated_length
+    with by_its_keys(type(service)):
+        if service.max_model_len:
+            from outrider.models.loading import stated_length
 
-        stated = stated_length(directory, trust_remote_code=trust)
-        if stated is not None and service.max_model_len > stated:
-            raise SettingError(
-                keys["max_model_len"],
-                f"{service.max_model_len} is wrong; the model takes at most {stated} tokens",
-            )
-    key, num_ranks = keys["tensor_parallel_size"], service.tensor_parallel_size
-    if num_ranks > 1 and service.model_engine != VLLM:
-        if isinstance(service, DraftConfig) and service.target_directory:
-            raise SettingError(key, "a drafter that was made for a target runs on one rank")
-        from outrider.engine.tensor_parallel.sharding import check_shares
+            stated = stated_length(directory, trust_remote_code=trust)
+            if stated is not None and service.max_model_len > stated:
+                raise SettingError(
+                    "max_model_len",
+                    f"{service.max_model_len} is wrong; the model takes at most {stated} tokens",
+                )
+        key, num_ranks = "tensor_parallel_size", service.tensor_parallel_size
+        if num_ranks > 1 and service.model_engine != VLLM:
+            if isinstance(service, DraftConfig) and service.target_directory:
+                raise SettingError(key, "a drafter that was made for a target runs on one rank")
+            from outrider.engine.tensor_parallel.sharding import check_shares
 
-        check_shares(directory, num_ranks, key=key, name=name, trust_remote_code=trust)
+            check_shares(directory, num_ranks, key=key, name=name, trust_remote_code=trust)
 
 
 def warnings(config: DeploymentConfig) -> Iterator[str]:

@@ -39,14 +39,13 @@ from .ray_cluster import (
     RECONCILER,
     Actor,
     Cluster,
+    RayConnection,
     asking_head,
     resources,
     retried,
     run_task,
 )
-from .ray_connection import RayConnection
-from .replica import Overview
-from .replica_set import FIRST_REST_S, Fleet
+from .replica_set import FIRST_REST_S, Fleet, Overview
 from .spec import FleetSpec, plan_fleet
 
 _SAME_REDIS = "sessions stay in their Redis"

@@ -24,7 +24,7 @@ from outrider.errors import ConfigError, SettingError
 from outrider.limits import LOOK_AHEAD_DEFAULT, REPLICAS_MAX
 from outrider.registry.registry import ROLES, Membership, Role
 from outrider.replica.process_setup import available_cores
-from outrider.settings import settings_of
+from outrider.settings import by_its_keys
 from outrider.telemetry.destination import Destination
 from target_service.actor import TargetActor
 
@@ -35,7 +35,7 @@ ACTORS: Mapping[Role, type] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True)
 class FleetSpec:
     """What each replica is to have, from those that all of its role have."""
 
@@ -114,8 +114,8 @@ class FleetSpec:
         for key in keys:
             port = getattr(own, key) and getattr(own, key) + slot
             if port > PORT_MAX:
-                name = settings_of(type(own))[key].key
-                raise SettingError(name, f"{port} is wrong; the last port is {PORT_MAX}")
+                with by_its_keys(type(own)):
+                    raise SettingError(key, f"{port} is wrong; the last port is {PORT_MAX}")
             changes[key] = port
         return replace(own, **changes)
 

@@ -30,7 +30,7 @@ from benchmarks.report import percentile
 from deploy.fleet.launcher import Deployment
 from deploy.fleet.ray_cluster import RECONCILER
 from deploy.fleet.reconciler import find_reconciler
-from deploy.fleet.replica import Overview, ReplicaView
+from deploy.fleet.replica_set import Overview, ReplicaView
 from outrider.errors import Unavailable
 from outrider.registry.registry import ROLES, Role
 from tests.chaos.load import Load

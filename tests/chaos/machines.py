@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import psutil
 
-from deploy.fleet.ray_connection import (
+from deploy.fleet.ray_cluster import (
     ENVIRONMENT,
     OBJECT_STORE_BYTES,
     use_token,

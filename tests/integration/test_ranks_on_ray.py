@@ -14,8 +14,7 @@ import pytest
 import pytest_asyncio
 import ray
 
-from deploy.fleet.ray_cluster import Actor, Cluster, Demand
-from deploy.fleet.ray_connection import RayConnection, SecretFiles
+from deploy.fleet.ray_cluster import Actor, Cluster, Demand, RayConnection, SecretFiles
 from outrider.errors import ConfigError
 from outrider.replica.process_setup import Place
 

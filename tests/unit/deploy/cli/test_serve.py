@@ -31,7 +31,7 @@ from deploy.fleet.local_state import (
     state_directory,
     withdraw,
 )
-from deploy.fleet.replica import Overview, ReplicaView
+from deploy.fleet.replica_set import Overview, ReplicaView
 from outrider.config import load_config
 from outrider.errors import Unavailable
 from outrider.registry.registry import Role

@@ -15,9 +15,8 @@ import ray
 from deploy.fleet import launcher
 from deploy.fleet import reconciler as asking
 from deploy.fleet.launcher import Deployment
-from deploy.fleet.ray_cluster import Cluster
-from deploy.fleet.ray_connection import RayConnection
-from deploy.fleet.replica import Overview
+from deploy.fleet.ray_cluster import Cluster, RayConnection
+from deploy.fleet.replica_set import Overview
 from outrider.config import load_config
 from outrider.errors import SettingError, Unavailable
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -14,8 +13,7 @@ from fleet_world import World, play
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.fleet.replica import ReplicaView, role_and_age
-from deploy.fleet.replica_set import HOPELESS_AFTER, next_steps
+from deploy.fleet.replica_set import HOPELESS_AFTER, ReplicaView, next_steps, role_and_age
 from outrider.errors import ConfigError, EngineLost, StoreUnavailable, Unavailable
 from outrider.registry.registry import ROLES, Role
 
@@ -332,12 +330,3 @@ def test_the_last_that_is_there_does_not_leave_for_one_that_may_never_come() -> 
     roles: tuple[Role, ...] = ("target",)
     assert next_steps({"target": 2}, [last], (), roles, roles) == (["target"], [])
     assert next_steps({"target": 1}, [last], (), roles, roles) == ([], ["target-0"])
-
-
-@pytest.mark.parametrize("serving", [*product((False, True), repeat=3)])
-def test_those_that_serve_stay_before_others_and_then_the_oldest(serving: Sequence[bool]) -> None:
-    fleet = [view("draft", age, serves) for age, serves in enumerate(serving)]
-    ranked = [one.name for one in sorted(fleet, key=lambda one: not one.address)]
-    for wanted in (0, 1, 2):
-        starts, leaves = next_steps({"draft": wanted}, fleet)
-        assert (starts, {*leaves}) == ([], {*ranked[wanted:]})
