@@ -99,51 +99,47 @@ def _load(name: str) -> Command:
         if hasattr(asked, "load_prompts"):
             asked.load_prompts()  # What is wrong with them shows before anything is started.
         if name in _CALLERS:
-            return _CALLERS[name](asked, arguments)
-        given = [asked, _model_config(arguments)] if keys else [asked]
-        report = importlib.import_module(f"benchmarks.{name}").run(*given, progress)
+            report = _CALLERS[name](asked, arguments)
+        else:
+            given = [asked, found_models(deployment_config(arguments))] if keys else [asked]
+            report = importlib.import_module(f"benchmarks.{name}").run(*given, progress)
         return tell(asyncio.run(report) if inspect.iscoroutine(report) else report, arguments.json)
 
     return Command(name, params=params, callback=run)
 
 
-def _speedup(options: SpeedupOptions, arguments: Arguments) -> int:
+async def _speedup(options: SpeedupOptions, arguments: Arguments) -> Report:
     from benchmarks import speedup
 
     # A deployment that the command starts is for one concurrency: the next one's prompts are the
     # same, and answered ones are not measured as new ones are.
-    levels = [_measured(speedup.run, level, arguments) for level in options.levels()]
-    return tell(speedup.report(levels), arguments.json)
+    levels = [await _measured(speedup.run, level, arguments) for level in options.levels()]
+    return speedup.report(levels)
 
 
-def _identity(options: IdentityOptions, arguments: Arguments) -> int:
+async def _identity(options: IdentityOptions, arguments: Arguments) -> Report:
     from benchmarks import identity
 
-    return tell(_measured(identity.run, options, arguments), arguments.json)
+    report: Report = await _measured(identity.run, options, arguments)
+    return report
 
 
-def _measured(run: Callable[..., Any], options: PromptOptions, arguments: Arguments) -> Any:
+async def _measured(run: Callable[..., Any], options: PromptOptions, arguments: Arguments) -> Any:
     """What comes of a measurement of one deployment."""
-
-    async def measure() -> Any:
-        async with connected(arguments) as connection, connection.client() as client:
-            return await run(options, _subject(connection, client, options.raw), progress)
-
-    return asyncio.run(measure())
+    async with connected(arguments) as connection, connection.client() as client:
+        return await run(options, _subject(connection, client, options.raw), progress)
 
 
-def _peers(options: PeersOptions, arguments: Arguments) -> int:
+async def _peers(options: PeersOptions, arguments: Arguments) -> Report:
     from benchmarks import peers
 
     if options.servers:
         arguments = with_settings(arguments, http="true", port="0")
-    start = partial(_two_tenants, arguments, options.raw)
-    return tell(asyncio.run(peers.run(options, start, progress)), arguments.json)
+    return await peers.run(options, partial(_two_tenants, arguments, options.raw), progress)
 
 
-def _model_config(arguments: Arguments) -> DeploymentConfig:
-    """The models of a measurement in this process, with their files. Raises `ConfigError`."""
-    config = deployment_config(arguments)
+def found_models(config: DeploymentConfig) -> DeploymentConfig:
+    """With the files of models that this process is to measure. Raises `ConfigError`."""
     if config.target.emulated is not None:
         raise SettingError("engine", "an emulated one is no model; this measures models")
     use_threads(config.target.num_threads or available_cores())  # Before torch is imported.
@@ -208,25 +204,17 @@ def _note_copies(connection: Connection, draft: DraftConfig) -> None:
         )
 
 
-def _serve(options: ServeOptions, arguments: Arguments) -> int:
-    """Measures and reports; 1 where requests failed."""
+async def _serve(options: ServeOptions, arguments: Arguments) -> Report:
+    """Measures and, where it is wanted, writes the page."""
+    from benchmarks import serve
+    from benchmarks.clients import GrpcClient, HttpClient
+
     if options.base_url is not None:
         own = {"server": arguments.server, "num_draft_tokens": options.num_draft_tokens}
         given = [name for name, value in own.items() if value is not None]
         given += arguments.settings.keys() - {"model", "api_key"}
         if given:
             raise SettingError(min(given), "is for a deployment of ours, not for --base-url")
-    report, page = asyncio.run(_send(arguments, options))
-    if options.report is not None:
-        options.report.write_text(page, encoding="utf-8")
-    return tell(report, arguments.json)
-
-
-async def _send(arguments: Arguments, options: ServeOptions) -> tuple[Report, str]:
-    """The report and, where it is wanted, the page."""
-    from benchmarks import serve
-    from benchmarks.clients import GrpcClient, HttpClient
-
     async with AsyncExitStack() as stack:
         client: BenchClient
         if options.base_url is not None:
@@ -251,10 +239,12 @@ async def _send(arguments: Arguments, options: ServeOptions) -> tuple[Report, st
         load = await serve.measure(options, client, progress.update)
         progress.rest()
     report = serve.report(options, settings, load)
-    return report, serve.page(report, load) if options.report else ""
+    if options.report is not None:
+        options.report.write_text(serve.page(report, load), encoding="utf-8")
+    return report
 
 
-_CALLERS: Mapping[str, Callable[[Any, Arguments], int]] = {
+_CALLERS: Mapping[str, Callable[[Any, Arguments], Any]] = {
     "speedup": _speedup, "identity": _identity, "peers": _peers, "serve": _serve,
 }  # fmt: skip
 bench = Group("bench", PURPOSES, _load, subcommand_metavar="WHAT")

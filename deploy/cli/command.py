@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterable, Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,8 @@ from outrider.errors import ConfigError
 if TYPE_CHECKING:
     from outrider.settings import Setting
 
-_NUMBER = re.compile(r"-\d*\.?\d+$")
+_TEXT = re.compile(r"-(\d*\.?\d+$|.* )", re.DOTALL)
+"""A word that begins like an option, and may be a prompt."""
 _ALL = "outrider.all"
 
 
@@ -29,7 +29,7 @@ class Arguments(argparse.Namespace):
     run: Callable[[Arguments], int]
     settings: dict[str, object]
     given: frozenset[str]
-    config: Path | None
+    config: Path | None = None
 
 
 class Option(click.Option):
@@ -100,31 +100,24 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Repeats an option of several words before each of them, as click knows it. A word that
-        begins with a dash and is a number or has spaces may be no option, but a text; unless it is
-        the value of one."""
+        begins with a dash and is a number or has spaces is no option, but a text; unless it is the
+        value of one, or `--` says which words are texts."""
         options = [one for one in self.params if isinstance(one, Option)]
         several = {name for one in options if one.several for name in one.opts}
-        valued = {name for one in options if not (one.is_flag or one.count) for name in one.opts}
-        words: list[str] = []
-        repeated = ""
+        valued = {name for one in options if not one.is_flag for name in one.opts}
+        words, texts, repeated, before = list[str](), list[str](), "", ""
         for word in args:
+            is_value = before in valued or word.partition("=")[0] in valued
+            if _TEXT.match(word) and not is_value and "--" not in args:
+                texts.append(word)
+                continue
             if word.startswith("-"):
                 repeated = word if word in several else ""
-            elif repeated and words[-1] != repeated:
+            elif repeated and before != repeated:
                 words.append(repeated)
             words.append(word)
-        try:
-            return super().parse_args(ctx, [*words])
-        except click.NoSuchOption:
-            texts: list[str] = []
-            others: list[str] = []
-            for before, word in pairwise(["", *words]):
-                is_text = _NUMBER.match(word) or (word[:1] == "-" and " " in word)
-                is_value = before in valued or word.partition("=")[0] in valued
-                (texts if is_text and not is_value else others).append(word)
-            if not texts or "--" in words:
-                raise
-            return super().parse_args(ctx, [*others, "--", *texts])
+            before = word
+        return super().parse_args(ctx, [*words, *(["--"] if texts else []), *texts])
 
     def invoke(self, ctx: click.Context) -> Arguments:
         """Its arguments, with those of the group that it is in."""
@@ -132,18 +125,14 @@ class Command(click.Command):
             name for name in ctx.params
             if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
         )  # fmt: skip
-        own, settings = {}, {}
+        own = dict(ctx.params if ctx.parent is None else ctx.parent.params | ctx.params)
+        settings = {}
         for one in self.params:
-            name, value = str(one.name), ctx.params.get(str(one.name))
-            if not isinstance(one, Option) or one.setting is None:
-                own[name] = value
-            elif name in given:
-                settings[name] = ",".join(value) if isinstance(value, tuple) else value
-        of_group = {} if ctx.parent is None else ctx.parent.params
-        return Arguments(
-            **{"config": None, **of_group, **own}, run=self.callback, settings=settings,
-            given=given,
-        )  # fmt: skip
+            if isinstance(one, Option) and one.setting is not None:
+                value = own.pop(one.name)
+                if one.name in given:
+                    settings[one.name] = ",".join(value) if isinstance(value, tuple) else value
+        return Arguments(**own, run=self.callback, settings=settings, given=given)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """By group; without rare ones, unless all are asked for."""
@@ -178,31 +167,26 @@ class Group(click.Group):
         params: Iterable[click.Parameter] = (),
         **attributes: Any,
     ) -> None:
-        self._purposes = purposes
         self._load = load
         super().__init__(
-            name, params=[*params, _help_option()], add_help_option=False,
-            no_args_is_help=True, **attributes,
+            name, params=[*params, _help_option()], add_help_option=False, no_args_is_help=True,
+            commands=[click.Command(one, short_help=words) for one, words in purposes.items()],
+            **attributes,
         )  # fmt: skip
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """In the order of the help."""
-        return list(self._purposes)
+        return list(self.commands)
 
-    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        """The command of this name, loaded now."""
-        if name.startswith("-"):
-            return None
-        if name not in self._purposes:
-            raise click.NoSuchCommand(name, possibilities=self._purposes, ctx=ctx)
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """The command that runs, loaded now."""
+        name, named, left = super().resolve_command(ctx, args)
+        if name is None or named is None:
+            return name, named, left
         found = self._load(name)
-        found.help = f"{self._purposes[name][0].upper()}{self._purposes[name][1:]}."
-        return found
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Each with its purpose."""
-        with formatter.section("Commands"):
-            formatter.write_dl(list(self._purposes.items()))
+        purpose = named.get_short_help_str()
+        found.help = f"{purpose[0].upper()}{purpose[1:]}."
+        return name, found, left
 
 
 def command(name: str, *params: click.Parameter, **attributes: Any) -> Callable[[Any], Command]:
@@ -210,9 +194,14 @@ def command(name: str, *params: click.Parameter, **attributes: Any) -> Callable[
     return lambda run: Command(name, params=params, callback=run, **attributes)
 
 
+def flag_of(key: str) -> str:
+    """What an option is called on the command line."""
+    return "--" + key.replace("_", "-")
+
+
 def exclusive(arguments: Arguments, *names: str) -> None:
     """Raises `ConfigError` where more than one of these options was given."""
-    given = [f"--{name.replace('_', '-')}" for name in names if name in arguments.given]
+    given = [flag_of(name) for name in names if name in arguments.given]
     if len(given) > 1:
         raise ConfigError(f"{given[1]}: cannot go with {given[0]}")
 

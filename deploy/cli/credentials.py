@@ -9,15 +9,16 @@ runs; `ca-key.pem` is needed to make others only, and is best kept elsewhere.
 from __future__ import annotations
 
 import datetime
-import json
 from dataclasses import asdict
 from pathlib import Path
 
+import click
+
+from benchmarks.report import Report
 from outrider.api_keys import Caller, add_key, check_key_name, read_key_file, remove_key
 from outrider.errors import ConfigError
 from outrider.limits import KEY_CONCURRENCY_MAX, REQUESTS_PER_MINUTE_MAX
 from outrider.registry.registry import ROLES
-from outrider.settings import check_range
 from outrider.transport.tls import (
     AUTHORITY,
     ROLE_DAYS,
@@ -28,7 +29,7 @@ from outrider.transport.tls import (
 )
 
 from .command import Arguments, Group, argument, command, exclusive, json_option, option
-from .output import note, show
+from .output import note, tell
 
 FILE_VARIABLE = "OUTRIDER_API_KEY_FILE"
 DAYS_MAX = 3650
@@ -38,14 +39,22 @@ DAYS_MAX = 3650
     "new",
     argument("name", "of the key"),
     option("--tenant", help="whose sessions and cached prefixes it reaches [NAME]"),
-    option("--requests-per-minute", type=int, help="that it may begin [any number]"),
-    option("--concurrency", type=int, help="generations that may run at a time [any number]"),
+    option(
+        "--requests-per-minute",
+        type=click.IntRange(1, REQUESTS_PER_MINUTE_MAX),
+        metavar="N",
+        help="that it may begin [any number]",
+    ),
+    option(
+        "--concurrency",
+        type=click.IntRange(1, KEY_CONCURRENCY_MAX),
+        metavar="N",
+        help="generations that may run at a time [any number]",
+    ),
     option("--admin", is_flag=True, help="may read and cancel sessions of every tenant"),
 )
 def new(arguments: Arguments) -> int:
     path = _key_file(arguments)
-    check_range("requests_per_minute", arguments.requests_per_minute, 1, REQUESTS_PER_MINUTE_MAX)
-    check_range("concurrency", arguments.concurrency, 1, KEY_CONCURRENCY_MAX)
     tenant = arguments.tenant or arguments.name
     for label, text in (("NAME", arguments.name), ("--tenant", tenant)):
         try:
@@ -64,26 +73,21 @@ def new(arguments: Arguments) -> int:
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     note(f"{path} has the hash of the key, which is shown only now:")
-    print(json.dumps({"name": caller.name, "key": key}) if arguments.json else key, flush=True)
-    return 0
+    return tell(Report({"name": caller.name, "key": key}, [key]), arguments.json)
 
 
 @command("list")
 def list_keys(arguments: Arguments) -> int:
-    callers = [asdict(entry.caller) for entry in read_key_file(_key_file(arguments))]
-    if arguments.json:
-        print(json.dumps({"keys": callers}))
-        return 0
     from rich.table import Table
 
+    callers = [asdict(entry.caller) for entry in read_key_file(_key_file(arguments))]
     table = Table("key", "tenant", "requests a minute", "at a time", "admin", box=None)
     for one in callers:
         table.add_row(
             one["name"], one["tenant"], str(one["requests_per_minute"] or "any"),
             str(one["concurrency"] or "any"), "yes" if one["admin"] else "",
         )  # fmt: skip
-    show(table, highlight=False)
-    return 0
+    return tell(Report({"keys": callers}, [table]), arguments.json)
 
 
 @command("revoke", argument("name", "of the key"))
@@ -122,7 +126,10 @@ keys = Group(
 @command(
     "certs",
     argument("directory", "where they are, or are made", metavar="DIR", type=Path),
-    option("--days", type=int, default=ROLE_DAYS, help="how long those of roles last"),
+    option(
+        "--days", type=click.IntRange(1, DAYS_MAX), default=ROLE_DAYS,
+        help="how long those of roles last",
+    ),
     option(
         "--renew", is_flag=True, help="make those of roles anew, by the authority that is there"
     ),
@@ -136,7 +143,6 @@ keys = Group(
 def certs(arguments: Arguments) -> int:
     """Makes them, or looks at them."""
     exclusive(arguments, "renew", "force", "check")
-    check_range("days", arguments.days, 1, DAYS_MAX)
     directory: Path = arguments.directory.expanduser()
     if not arguments.check:
         try:
@@ -149,12 +155,8 @@ def certs(arguments: Arguments) -> int:
         files = RoleFiles.of(directory, role)
         files.check()
         left[role] = days_left(files.certificate, now)
-    if arguments.json:
-        print(json.dumps({"directory": str(directory), "days_left": left}))
-    else:
-        for name, days in left.items():
-            print(f"{directory / f'{name}.pem'}: {days} days")
-    return 0
+    said = [f"{directory / f'{name}.pem'}: {days} days" for name, days in left.items()]
+    return tell(Report({"directory": str(directory), "days_left": left}, said), arguments.json)
 
 
 def _make_certificates(directory: Path, arguments: Arguments) -> None:

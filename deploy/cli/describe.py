@@ -14,13 +14,14 @@ from typing import Any
 
 import yaml
 
+from benchmarks.report import Report
 from outrider.drafters.names import DRAFTERS
 from outrider.errors import OutriderError
 from outrider.replica.process_setup import available_cores
 
 from .command import Arguments, command, json_option
 from .masking import masked_environment
-from .output import show
+from .output import tell
 
 MIN_WIDTHS = {"proposes": 10, "files": 10}
 """Of columns of drafters: a narrow terminal cuts no word of these."""
@@ -32,9 +33,8 @@ Facts = dict[str, Any]
 def collect_env(arguments: Arguments) -> int:
     """Collects and prints."""
     found = collect()
-    text = json.dumps(found)
-    print(text if arguments.json else yaml.safe_dump(json.loads(text), sort_keys=False).rstrip())
-    return 0
+    text = yaml.safe_dump(json.loads(json.dumps(found)), sort_keys=False).rstrip()
+    return tell(Report(found, [text]), arguments.json)
 
 
 def collect() -> dict[str, Facts]:
@@ -72,12 +72,9 @@ def collect() -> dict[str, Facts]:
 @command("drafters", json_option())
 def drafters(arguments: Arguments) -> int:
     """Prints them all."""
-    found = [asdict(drafter) for drafter in DRAFTERS]
-    if arguments.json:
-        print(json.dumps({"drafters": found}))
-        return 0
     from rich.table import Table
 
+    found = [asdict(drafter) for drafter in DRAFTERS]
     about = "q: what is sent of the draft's distribution; one-hot: nothing, sparse: likely tokens"
     table = Table(show_lines=True, caption=about)
     for name in found[0]:
@@ -87,5 +84,4 @@ def drafters(arguments: Arguments) -> int:
         )
     for one in found:
         table.add_row(*one.values())
-    show(table)
-    return 0
+    return tell(Report({"drafters": found}, [table]), arguments.json)

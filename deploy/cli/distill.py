@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from contextlib import suppress
 from dataclasses import replace
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.prompts import read_prompts
+from benchmarks.report import Report
 from draft_service.training.options import STUDENT, DistillOptions, draft_model
 from outrider.config import TargetConfig, deployment_settings
 from outrider.drafters.names import (
@@ -26,7 +26,7 @@ from outrider.settings import blaming, build, settings_of
 
 from .command import Arguments, argument, command, json_option, option
 from .options import setting_option
-from .output import program, progress
+from .output import program, progress, tell
 
 if TYPE_CHECKING:
     from draft_service.training.documents import Template
@@ -107,16 +107,15 @@ def distill(arguments: Arguments) -> int:
     )
     found = make(options, target, cache_dir(), _report)
     progress.rest()
-    if arguments.json:
-        of_prompts = None if found.of_prompts is None else _acceptance(found.of_prompts)
-        summary = {"out": str(found.out), "steps": found.num_steps}
-        summary |= {"seconds": round(found.seconds, 1), **_acceptance(found.measured)}
-        print(json.dumps(summary | {"of_prompts": of_prompts}))
-        return 0
-    print(f"{found.out}: {found.num_steps} steps in {found.seconds / 60:.1f} minutes")
+    values = {
+        "out": str(found.out), "steps": found.num_steps, "seconds": round(found.seconds, 1),
+        **_acceptance(found.measured),
+        "of_prompts": found.of_prompts and _acceptance(found.of_prompts),
+    }  # fmt: skip
+    said = [f"{found.out}: {found.num_steps} steps in {found.seconds / 60:.1f} minutes"]
     for name, measured in (("held-out texts", found.measured), ("--measure", found.of_prompts)):
         if measured is not None:
-            print(
+            said.append(
                 f"acceptance, {name}: {measured.greedy:.3f} at temperature 0, "
                 f"{measured.sampled:.3f} at 1"
             )
@@ -124,8 +123,8 @@ def distill(arguments: Arguments) -> int:
     served = draft_model(options.kind, found.out)
     if options.kind == STUDENT:
         served = f"hybrid:{LookupKind.SUFFIX},{served}"
-    print(shlex.join([program(), "serve", arguments.target, "--draft-model", served]))
-    return 0
+    said.append(shlex.join([program(), "serve", arguments.target, "--draft-model", served]))
+    return tell(Report(values, said), arguments.json)
 
 
 def _check_start(name: str) -> None:

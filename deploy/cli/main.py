@@ -20,7 +20,6 @@ from deploy.fleet.local_state import ERROR_PREFIX
 from outrider.errors import BadRequest, ConfigError, OutriderError
 
 from .command import Arguments, Command, Group
-from .masking import hide_words
 from .output import progress
 
 COMMANDS = {
@@ -42,8 +41,9 @@ COMMANDS = {
 }
 """What each command is for."""
 _MODULES = {
-    "stop": "serve", "autoscale": "scale", "upgrade": "scale", "keys": "credentials",
-    "certs": "credentials", "drafters": "describe", "collect-env": "describe",
+    "stop": "serve", "status": "serve", "chat": "generate", "autoscale": "scale",
+    "upgrade": "scale", "keys": "credentials", "certs": "credentials", "drafters": "describe",
+    "collect-env": "describe",
 }  # fmt: skip
 """Where a command is, if not in a module of its own name."""
 
@@ -66,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command, by default this process's own; returns the exit code."""
     parsed = parse(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:
+        from .masking import hide_words
+
         hide_words()
     return _run(parsed)
 

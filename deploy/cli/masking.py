@@ -10,10 +10,10 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from outrider.settings import Setting
+from outrider.config import deployment_settings
+from outrider.settings import ENVIRONMENT_PREFIX, NOT_SETTINGS
 
 MASK = "***"
 SHOWN_VARIABLES = re.compile(
@@ -31,16 +31,9 @@ _KEY = re.compile(r"\bor-[0-9a-f]{16}-[A-Za-z0-9_-]{43}|(?i:\bbearer)\s+[!-~]+")
 _END_OF_FLAGS = "--"
 
 
-def _settings() -> list[Setting]:
-    """Imported here: `outrider --help` has no need of them."""
-    from outrider.config import deployment_settings
-
-    return list(deployment_settings().values())
-
-
 def without_secrets(words: Sequence[str]) -> list[str]:
     """A command's words without secret flags and their values."""
-    flags = {one.flag for one in _settings() if one.secret}
+    flags = {one.flag for one in deployment_settings().values() if one.secret}
     others: list[str] = []
     left = iter(words)
     for word in left:
@@ -66,7 +59,7 @@ def hide_words() -> None:
 
 def masked_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by key without secrets, and without those in the texts of others."""
-    secrets = {one.key for one in _settings() if one.secret}
+    secrets = {one.key for one in deployment_settings().values() if one.secret}
     return {
         key: _without_secrets(value) if isinstance(value, str) else value
         for key, value in settings.items()
@@ -80,9 +73,7 @@ def _without_secrets(text: str) -> str:
 
 def masked_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that change what Outrider and its libraries do, without secrets."""
-    from outrider.settings import ENVIRONMENT_PREFIX, NOT_SETTINGS
-
-    settings = {one.variable: one for one in _settings()}
+    settings = {one.variable: one for one in deployment_settings().values()}
     found = {}
     for name in sorted(filter(SHOWN_VARIABLES.fullmatch, environment)):
         value = environment[name]

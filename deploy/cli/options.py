@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import re
 import signal
@@ -33,9 +32,9 @@ from outrider.errors import (
     Unavailable,
 )
 from outrider.settings import Setting, Value, layers
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.sampling_params import Rule, SamplingParams, check_sampling
 
-from .command import Arguments, Option, grouped, option
+from .command import Arguments, Option, flag_of, grouped, option
 from .output import progress
 
 if TYPE_CHECKING:
@@ -144,24 +143,21 @@ def request_options(max_tokens: int) -> list[Option]:
 
 
 def request_fields(arguments: Arguments) -> dict[str, Any]:
-    """What the options say, as fields of a `GenerateRequest`. Raises `BadRequest` for a number
-    that is none and a rule without effect; all other limits are the coordinator's."""
-    for name in ("temperature", "top_p", "min_p"):
-        if not math.isfinite(getattr(arguments, name)):
-            raise BadRequest(name, "must be a finite number")
+    """What the options say, as fields of a `GenerateRequest`. Raises `BadRequest` for sampling
+    parameters outside their limits and a rule without effect; other limits are the
+    coordinator's."""
+    from outrider.request import GenerateRequest
+
     if arguments.rule not in (None, Rule.GREEDY) and arguments.temperature == 0:
         raise BadRequest(
             "rule", f"{arguments.rule} needs --temperature above 0; at 0 all is greedy"
         )
     given = vars(arguments)
-    sampling = {name: given[name] for name in SamplingParams.__dataclass_fields__ if name in given}
-    names = ("max_tokens", "stop", "ignore_eos", "seed", "num_draft_tokens", "deadline_ms",
-             "draft_deadline_ms")  # fmt: skip
-    return {
-        "sampling": SamplingParams(**sampling),
-        "rule": None if arguments.rule is None else Rule(arguments.rule),
-        **{name: given[name] for name in names},
-    }
+    names = SamplingParams.__dataclass_fields__.keys() & given.keys()
+    sampling = SamplingParams(**{name: given[name] for name in names})
+    check_sampling(sampling)
+    fields = {name: given[name] for name in GenerateRequest.__dataclass_fields__ if name in given}
+    return fields | {"sampling": sampling, "rule": given["rule"] and Rule(given["rule"])}
 
 
 def given_settings(arguments: Arguments) -> dict[str, Value]:
@@ -187,21 +183,21 @@ def flags_again(arguments: Arguments, without: Collection[str]) -> tuple[str, ..
         if key in SECRETS or key in without:
             continue
         if isinstance(value, bool):
-            words.append(_flag(key if value else f"no_{key}"))
+            words.append(flag_of(key if value else f"no_{key}"))
         else:
-            words += [_flag(key), str(value)]
+            words += [flag_of(key), str(value)]
     return tuple(words)
 
 
 def refuse_other_settings(arguments: Arguments, record: DeploymentRecord) -> None:
     """Raises `ConfigError` where a flag asks for another deployment than the one that runs."""
     for key, raw in arguments.settings.items():
-        asked = deployment_settings()[key].parse(raw, _flag(key))
+        asked = deployment_settings()[key].parse(raw, flag_of(key))
         if key in OF_CALLERS or (key not in SECRETS and record.settings.get(key) == asked):
             continue
         runs = "" if key in SECRETS else f" with {record.settings.get(key)!r}"
         raise ConfigError(
-            f"{_flag(key)}: {asked if key not in SECRETS else '***'} was asked for, but a "
+            f"{flag_of(key)}: {asked if key not in SECRETS else '***'} was asked for, but a "
             f"deployment runs already{runs} ({record.grpc_address}); stop it first (outrider stop),"
             " or leave the flag out"
         )
@@ -229,7 +225,7 @@ def error_message(error: OutriderError) -> str:
 
 def _setting_name(key: str, arguments: Arguments) -> str:
     if key in arguments.given:
-        return _flag(key)
+        return flag_of(key)
     if key == "model" and getattr(arguments, "target", None):
         return "TARGET"
     given = layers(deployment_settings(), arguments.config, os.environ, arguments.settings)
@@ -246,11 +242,7 @@ def _field_name(field: str, arguments: Arguments) -> str:
         return "PROMPT"
     index = re.search(r"\[(\d+)\]", field)
     number = f" (number {int(index[1]) + 1})" if index else ""
-    return next((_flag(name) + number for name in names if name in arguments.given), field)
-
-
-def _flag(key: str) -> str:
-    return "--" + key.replace("_", "-")
+    return next((flag_of(name) + number for name in names if name in arguments.given), field)
 
 
 TRUST_OPTIONS = {
@@ -260,7 +252,7 @@ TRUST_OPTIONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Connection:
     """Where to call, and what is known of what answers there."""
 
@@ -319,11 +311,10 @@ def trust_options() -> list[Option]:
     tls = "use TLS with the system's certificate authorities"
     found = [option("--tls", is_flag=True, rare=True, help=tls)]
     for name, words in TRUST_OPTIONS.items():
-        flag, variable = "--" + name.replace("_", "-"), f"OUTRIDER_{name.upper()}"
-        text = f"{words} [${variable}]"
+        variable = f"OUTRIDER_{name.upper()}"
         found.append(option(
-            flag, type=lambda text: Path(text).expanduser(), metavar="FILE", envvar=variable,
-            rare=True, help=text,
+            flag_of(name), type=lambda text: Path(text).expanduser(), metavar="FILE",
+            envvar=variable, rare=True, help=f"{words} [${variable}]",
         ))  # fmt: skip
     return found
 

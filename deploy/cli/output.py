@@ -113,9 +113,11 @@ def show(
 def tell(report: Report, as_json: bool) -> int:
     """Prints a report, and its warnings on standard error. The exit status of the command."""
     if as_json:
-        print(to_json(report.values))
-    else:
-        for part in report.shown:
+        print(to_json(report.values), flush=True)
+    for part in () if as_json else report.shown:
+        if isinstance(part, str):
+            print(part, flush=True)
+        else:
             show(part)
     for warning in report.warnings:
         progress(warning)

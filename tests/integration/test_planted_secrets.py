@@ -18,9 +18,9 @@ import pytest
 import pytest_asyncio
 import redis
 
-from deploy.cli.status import ask_registry
+from deploy.cli.serve import ask_registry
 from deploy.fleet.launcher import Deployment
-from deploy.fleet.ray_connection import check_asks_for_token
+from deploy.fleet.ray_cluster import check_asks_for_token
 from outrider.config import load_config
 from outrider.sessions.embedded import find_server
 

@@ -40,6 +40,7 @@ from outrider.errors import BadRequest, SettingError, Unauthenticated
         ),
         (("generate", "\ud800", "--server", "127.0.0.1:1"), "error: PROMPT: "),
         (("bench", "speedup", "--num-prompts", "0"), "error: --num-prompts: "),
+        (("keys", "new", "c", "--concurrency", "0"), "error: --concurrency: 0 is not in the range"),
     ],
 )
 def test_a_bad_argument_is_named(
