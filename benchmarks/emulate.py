@@ -18,14 +18,11 @@ from collections.abc import Sequence
 from statistics import mean, median
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import Field
-from pydantic.dataclasses import dataclass
-
 from outrider.client import Client
 from outrider.config import EMULATED, CoordinatorConfig, DraftConfig, TargetConfig
 from outrider.limits import DEADLINE_MS_MAX, LOOK_AHEAD_DEFAULT
 from outrider.request import GenerateRequest
-from outrider.settings import CHECKED
+from outrider.settings import between, checked
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 from .clients import complete
@@ -77,11 +74,11 @@ def expected_tokens(rule: Rule, num_draft_tokens: int) -> float:
     return sum(ACCEPTANCE[rule] ** depth for depth in range(num_draft_tokens + 1))
 
 
-@dataclass(frozen=True, kw_only=True, config=CHECKED)
+@checked()
 class EmulateOptions(Options):
     """What `bench emulate` is asked for."""
 
-    tokens: Annotated[int, Field(ge=32, le=TOKENS_MAX)] = 4_000
+    tokens: Annotated[int, between(32, TOKENS_MAX)] = 4_000
     """Tokens of each mode's session."""
 
 

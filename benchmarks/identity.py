@@ -13,9 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from pydantic.dataclasses import dataclass
-
-from outrider.settings import CHECKED
+from outrider.settings import checked
 from outrider.speculation.sampling_params import Rule
 
 from .measurement import BenchClient, Completion, Decoding, Progress
@@ -30,7 +28,7 @@ CONTEXT = 214 * ("The lighthouse keeper wrote down the wind, the tide and the sh
 """Some 4,000 tokens."""
 
 
-@dataclass(frozen=True, kw_only=True, config=CHECKED)
+@checked()
 class IdentityOptions(PromptOptions):
     """What is asked for."""
 

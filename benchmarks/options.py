@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import click
-from pydantic import Field
-from pydantic.dataclasses import dataclass
 
 from outrider.errors import ConfigError, SettingError
 from outrider.limits import (
@@ -17,7 +15,7 @@ from outrider.limits import (
     SESSIONS_PER_COORDINATOR_MAX,
     TEMPERATURE_MAX,
 )
-from outrider.settings import CHECKED, Internal, Setting, settings_of
+from outrider.settings import Internal, Setting, between, checked, settings_of
 from outrider.speculation.sampling_params import Rule
 
 from .measurement import Decoding
@@ -27,11 +25,11 @@ Kind = TypeVar("Kind", bound=click.Option)
 RANDOM_MODELS = ("random-1b", "random-7b")
 """For `bench device`: a Llama of 6.7 billion random parameters, made on the device."""
 
-Concurrency = Annotated[int, Field(ge=1, le=SESSIONS_PER_COORDINATOR_MAX)]
-DraftTokens = Annotated[int, Field(ge=1, le=NUM_DRAFT_TOKENS_MAX)]
-MaxTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS_DEFAULT)]
-NumPrompts = Annotated[int | None, Field(ge=1, le=PROMPTS_MAX)]
-Temperature = Annotated[float, Field(ge=0, le=TEMPERATURE_MAX)]
+Concurrency = Annotated[int, between(1, SESSIONS_PER_COORDINATOR_MAX)]
+DraftTokens = Annotated[int, between(1, NUM_DRAFT_TOKENS_MAX)]
+MaxTokens = Annotated[int, between(1, MAX_TOKENS_DEFAULT)]
+NumPrompts = Annotated[int | None, between(1, PROMPTS_MAX)]
+Temperature = Annotated[float, between(0, TEMPERATURE_MAX)]
 
 
 def _option(kind: Callable[..., Kind], setting: Setting) -> Kind:
@@ -47,7 +45,7 @@ def _option(kind: Callable[..., Kind], setting: Setting) -> Kind:
     return kind([setting.flag], default=setting.default, help=setting.doc, **attributes)
 
 
-@dataclass(frozen=True, kw_only=True, config=CHECKED)
+@checked()
 class Options:
     """The base of all."""
 
@@ -63,7 +61,7 @@ class Options:
         return cls(**{name: given[name] for name in cls.__dataclass_fields__ if name in given})
 
 
-@dataclass(frozen=True, kw_only=True, config=CHECKED)
+@checked()
 class PromptOptions(Options):
     """Prompts, and the lengths of their completions."""
 
@@ -86,7 +84,7 @@ class PromptOptions(Options):
         return prompts if self.num_prompts is None else select_prompts(prompts, self.num_prompts)
 
 
-@dataclass(frozen=True, kw_only=True, config=CHECKED)
+@checked()
 class DecodingOptions(PromptOptions):
     """Prompts, and how they are decoded."""
 
@@ -112,7 +110,7 @@ class DecodingOptions(PromptOptions):
         )
 
 
-@dataclass(frozen=True, kw_only=True, config=CHECKED)
+@checked()
 class AcceptanceOptions(PromptOptions):
     """What `bench acceptance` is asked for."""
 
@@ -123,17 +121,17 @@ class AcceptanceOptions(PromptOptions):
     """Draft tokens of a round, with `--hits`."""
 
 
-@dataclass(frozen=True, kw_only=True, config=CHECKED)
+@checked()
 class EngineOptions(Options):
     """What `bench engine` is asked for."""
 
-    repetitions: Annotated[int, Field(ge=1, le=100)] = 3
+    repetitions: Annotated[int, between(1, 100)] = 3
     """Rounds, of which medians are taken."""
     parts: tuple[Literal["sessions", "waits", "steps"], ...] = ("sessions", "waits", "steps")
     """What to measure."""
 
 
-@dataclass(frozen=True, kw_only=True, config=CHECKED)
+@checked()
 class DeviceOptions(Options):
     """What `bench device` is asked for."""
 
@@ -143,7 +141,7 @@ class DeviceOptions(Options):
     """`auto`, `cpu` or `cuda[:N]`."""
     dtype: str = "bfloat16"
     """Of weights and keys and values."""
-    context_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = 256
+    context_tokens: Annotated[int, between(1, 1_000_000)] = 256
     """Tokens before the steps."""
     num_draft_tokens: DraftTokens = 8
     """Tokens of a draft and a verification."""

@@ -25,9 +25,6 @@ from string import ascii_lowercase
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
-from pydantic.dataclasses import dataclass
-
 from outrider.client import Client
 from outrider.config import EMULATED, TargetConfig
 from outrider.errors import Unavailable
@@ -40,7 +37,7 @@ from outrider.messages import (
     VerifyItem,
 )
 from outrider.request import Event, GenerateRequest, RoundReport, Tokens
-from outrider.settings import CHECKED
+from outrider.settings import between, checked
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.proposal import (
     COUNT_TOTAL,
@@ -88,17 +85,17 @@ DECODING = Decoding(32, temperature=0.0, num_draft_tokens=0, ignore_eos=True)
 PROMPT = BenchPrompt("".join(f" {word}" for word in _WORDS[:PROMPT_TOKENS]), "")
 
 
-@dataclass(frozen=True, kw_only=True, config=CHECKED)
+@checked()
 class OverheadOptions(Options):
     """What `bench overhead` is asked for."""
 
     parts: tuple[Literal["rounds", "capacity", "transports"], ...] = ("rounds",)
     """What to measure."""
-    rounds: Annotated[int, Field(ge=1, le=100_000)] = 2_000
+    rounds: Annotated[int, between(1, 100_000)] = 2_000
     """Rounds to measure."""
     sessions: Concurrency = 500
     """Capacity: sessions at a time."""
-    seconds: Annotated[float, Field(ge=1, le=600)] = 10.0
+    seconds: Annotated[float, between(1, 600)] = 10.0
     """Capacity: time of the measurement."""
 
 

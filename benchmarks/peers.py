@@ -11,11 +11,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, get_args
 
-from pydantic.dataclasses import dataclass
-
 from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
 from outrider.models.sources import cache_dir, gguf_file
-from outrider.settings import CHECKED
+from outrider.settings import checked
 
 from .clients import HttpClient
 from .libraries import (
@@ -48,7 +46,7 @@ Level = Mapping[str, Any]
 """The figures at one temperature and number of requests at a time, by names in JSON."""
 
 
-@dataclass(frozen=True, kw_only=True, config=CHECKED)
+@checked()
 class PeersOptions(DecodingOptions):
     """What `bench peers` is asked for."""
 

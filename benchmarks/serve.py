@@ -33,11 +33,10 @@ from typing import Annotated, Any
 import click
 import numpy as np
 from pydantic import Field
-from pydantic.dataclasses import dataclass as checked
 
 from outrider.errors import ConfigError, OutriderError, SettingError
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
-from outrider.settings import CHECKED, Internal
+from outrider.settings import Internal, between, checked
 
 from .measurement import BenchClient, Completion, Decoding, Progress
 from .options import Kind, MaxTokens, PromptOptions, Temperature
@@ -71,22 +70,22 @@ def goal(text: str) -> tuple[str, float]:
     raise click.BadParameter(f"{text!r} is wrong; it must be NAME:MS, a name of {', '.join(GOALS)}")
 
 
-@checked(frozen=True, kw_only=True, config=CHECKED)
+@checked()
 class ServeOptions(PromptOptions):
     """What `bench serve` is asked for."""
 
     base_url: str | None = None
     """A server with OpenAI's interface, such as http://127.0.0.1:8000; unset = a deployment of
     ours, by gRPC."""
-    num_prompts: Annotated[int | None, Field(ge=1, le=REQUESTS_MAX)] = None
+    num_prompts: Annotated[int | None, between(1, REQUESTS_MAX)] = None
     """Requests in all; prompts are repeated where there are fewer; unset = one for each prompt."""
     request_rate: Annotated[float, Field(ge=1e-3)] = math.inf
     """Requests a second, at random times; inf = all at once."""
     burstiness: Annotated[float, Field(ge=1e-3)] = 1.0
     """Of the gaps' Gamma law: 1 = Poisson, less = bursts, inf = even."""
-    max_concurrency: Annotated[int | None, Field(ge=1, le=4_096)] = None
+    max_concurrency: Annotated[int | None, between(1, 4_096)] = None
     """Requests at a time; more wait in this client; unset = no bound."""
-    duration: Annotated[float | None, Field(ge=1, le=86_400)] = None
+    duration: Annotated[float | None, between(1, 86_400)] = None
     """Send requests for so many seconds, then wait for those that run."""
     max_tokens: MaxTokens = 128
     """Tokens of an answer whose prompt does not say."""
@@ -94,7 +93,7 @@ class ServeOptions(PromptOptions):
     """0 = always the likeliest token."""
     ignore_eos: bool = False
     """Go on past the model's own end (not of OpenAI's)."""
-    num_draft_tokens: Annotated[int | None, Field(ge=0, le=NUM_DRAFT_TOKENS_MAX)] = None
+    num_draft_tokens: Annotated[int | None, between(0, NUM_DRAFT_TOKENS_MAX)] = None
     """By gRPC: draft tokens a round; 0 = plain decoding; unset = the deployment's own."""
     goodput: Internal[tuple[tuple[str, float], ...]] = ()
     report: Path | None = None

@@ -8,10 +8,8 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from pydantic.dataclasses import dataclass as checked
-
 from outrider.config import TargetConfig
-from outrider.settings import CHECKED
+from outrider.settings import checked
 
 from .libraries import ENGINE, TRANSFORMERS, LibraryProcess, TargetInputs
 from .measurement import BenchClient, Contestant, Decoding, Progress, SideResult, measure
@@ -30,7 +28,7 @@ PLAIN_SHARE_MIN = 0.9
 is not a speed-up."""
 
 
-@checked(frozen=True, kw_only=True, config=CHECKED)
+@checked()
 class SpeedupOptions(DecodingOptions):
     """What `bench speedup` is asked for."""
 

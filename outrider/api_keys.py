@@ -33,7 +33,7 @@ from outrider.limits import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Caller:
     """Who a request comes from, as its key says. Its text has no secret."""
 
@@ -71,7 +71,7 @@ _GIVEN = re.compile(r"[!-+\--~]+")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KeyHash:
     """What is kept of a key: enough to know it again, and not to use it."""
 
@@ -101,7 +101,7 @@ class KeyHash:
         return f"{SCHEME}:{salt}{self.digest.hex()}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KeyEntry:
     """A key that is accepted, and who has it."""
 

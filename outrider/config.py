@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field
-from pydantic.dataclasses import dataclass
 
 from outrider.api_keys import given_keys
 from outrider.drafters.names import AUTO, DrafterChoice, LookupKind, parse_drafter
@@ -42,14 +41,14 @@ from outrider.limits import (
 from outrider.registry.registry import Membership, Role
 from outrider.sessions.redis_address import RedisAddress
 from outrider.settings import (
-    CHECKED,
     Internal,
     Setting,
     Value,
+    between,
     blaming,
     build,
+    checked,
     layers,
-    named_with,
     settings_of,
 )
 from outrider.telemetry.destination import Destination
@@ -63,8 +62,8 @@ PATHS = (
 )  # fmt: skip
 """Settings that are paths of files that replicas read."""
 
-Port = Annotated[int, Field(ge=0, le=PORT_MAX)]
-Cpus = Annotated[float, Field(ge=0, le=THREADS_MAX)]
+Port = Annotated[int, between(0, PORT_MAX)]
+Cpus = Annotated[float, between(0, THREADS_MAX)]
 Server = TypeVar("Server", bound="ServerConfig")
 
 
@@ -84,7 +83,7 @@ def without_security(config: Server) -> Server:
     return replace(config, **changes)
 
 
-@dataclass(frozen=True, kw_only=True, config=CHECKED)
+@checked()
 class ServerConfig:
     """Settings of every service."""
 
@@ -157,11 +156,11 @@ SUFFIX_TOKENS_MAX = 2**26
 Dtype = Literal["auto", "bfloat16", "float16", "float32", "float64"]
 NgramMin = Annotated[
     int,
-    Field(ge=1, le=NGRAM_MAX, description="Tokens that prompt lookup must match, at least."),
+    between(1, NGRAM_MAX, description="Tokens that prompt lookup must match, at least."),
 ]
 NgramMax = Annotated[
     int,
-    Field(ge=1, le=NGRAM_MAX, description="Tokens beyond which a longer match is no better."),
+    between(1, NGRAM_MAX, description="Tokens beyond which a longer match is no better."),
 ]
 
 
@@ -171,7 +170,7 @@ def _check_ngrams(config: DraftConfig | CoordinatorConfig) -> None:
         raise SettingError("ngram_min", reason)
 
 
-@dataclass(frozen=True, kw_only=True, config=CHECKED)
+@checked()
 class ModelServerConfig(ServerConfig):
     """Settings of targets and drafts."""
 
@@ -183,12 +182,12 @@ class ModelServerConfig(ServerConfig):
     """Run vLLM's models without compiling them and without CUDA graphs."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
-    max_num_seqs: Annotated[int, Field(ge=1, le=NUM_SEQS_MAX)] = 64
+    max_num_seqs: Annotated[int, between(1, NUM_SEQS_MAX)] = 64
     """Sessions that share a step of a target, and of a draft that is not given its own number."""
-    gpu_memory_utilization: Annotated[float, Field(ge=0.01, le=1)] = 0.9
+    gpu_memory_utilization: Annotated[float, between(0.01, 1)] = 0.9
     """Part of a replica's share of its GPU's memory that it takes: its weights, and the rest for
     keys and values."""
-    max_num_batched_tokens: Annotated[int, Field(ge=BATCHED_TOKENS_MIN, le=BATCHED_TOKENS_MAX)] = (
+    max_num_batched_tokens: Annotated[int, between(BATCHED_TOKENS_MIN, BATCHED_TOKENS_MAX)] = (
         BATCHED_TOKENS_DEFAULT
     )
     """Tokens of a step; a longer prompt is run in parts beside others."""
@@ -203,10 +202,10 @@ class ModelServerConfig(ServerConfig):
     """Run Python code that comes with a model's files."""
     dtype: Dtype = "auto"
     """Data type of the weights."""
-    max_model_len: Annotated[int, Field(ge=0, le=MODEL_LEN_MAX)] = 0
+    max_model_len: Annotated[int, between(0, MODEL_LEN_MAX)] = 0
     """Tokens of prompt and completion; 0 = what the model allows and the memory for keys and values
     holds."""
-    kv_cache_memory_bytes: Annotated[int, Field(ge=0, le=MEMORY_BYTES_MAX)] = 0
+    kv_cache_memory_bytes: Annotated[int, between(0, MEMORY_BYTES_MAX)] = 0
     """Bytes for keys and values, on each rank; 0 = 1 GiB on CPU, on a GPU what
     `gpu_memory_utilization` leaves. No more is taken than `max_num_seqs` sequences of full length
     fill."""
@@ -214,13 +213,13 @@ class ModelServerConfig(ServerConfig):
     """The replica's gRPC port; 0 = any."""
     num_cpus: Cpus = 0.5
     """CPUs that Ray reserves for a replica."""
-    num_gpus: Annotated[float | None, Field(ge=0, le=THREADS_MAX)] = None
+    num_gpus: Annotated[float | None, between(0, THREADS_MAX)] = None
     """GPUs, or a fraction of one, that Ray reserves for a replica; unset = a share of one where the
     cluster has any and the replica runs a model."""
-    num_threads: Annotated[int, Field(ge=0, le=THREADS_MAX)] = 0
+    num_threads: Annotated[int, between(0, THREADS_MAX)] = 0
     """Threads of a replica's steps; 0 = for a draft a share of the cores, for a target all of them,
     and all but one in steps of a few tokens while other processes use the cores."""
-    tensor_parallel_size: Annotated[int, Field(ge=1, le=TENSOR_PARALLEL_SIZE_MAX)] = 1
+    tensor_parallel_size: Annotated[int, between(1, TENSOR_PARALLEL_SIZE_MAX)] = 1
     """Ranks that share the model out, each with CPUs, GPUs and threads as above."""
     directory: Internal[str] = ""
     """Where the model's files are, once its name is resolved; empty without a model."""
@@ -262,7 +261,7 @@ _OF_MODELS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True, config=named_with("target_", _OF_REPLICAS))
+@checked("target_", _OF_REPLICAS)
 class TargetConfig(ModelServerConfig):
     """Settings of targets."""
 
@@ -285,7 +284,7 @@ class TargetConfig(ModelServerConfig):
     """Whether a draft is to read what its head reads."""
 
 
-@dataclass(frozen=True, kw_only=True, config=named_with("draft_", _OF_REPLICAS + _OF_MODELS))
+@checked("draft_", _OF_REPLICAS + _OF_MODELS)
 class DraftConfig(ModelServerConfig):
     """Settings of drafts."""
 
@@ -294,7 +293,7 @@ class DraftConfig(ModelServerConfig):
     model: str = AUTO
     """The draft: `auto` (`suffix`), a model as for the target, or what else `outrider drafters`
     lists."""
-    own_max_num_seqs: Annotated[int, Field(alias="draft_max_num_seqs", ge=0, le=NUM_SEQS_MAX)] = 0
+    own_max_num_seqs: Annotated[int, between(0, NUM_SEQS_MAX, alias="draft_max_num_seqs")] = 0
     """Sessions that share a step of the draft, and outcomes that it looks ahead to beside them; 0 =
     as many as of the target."""
     own_engine: Annotated[
@@ -302,26 +301,26 @@ class DraftConfig(ModelServerConfig):
     ] = ""
     """What runs the draft, as `engine`; empty = what runs the target."""
     num_cpus: Cpus = 0.25
-    support_entries: Annotated[int, Field(alias="draft_support_entries", ge=2, le=4096)] = (
+    support_entries: Annotated[int, between(2, 4096, alias="draft_support_entries")] = (
         DRAFT_SUPPORT_ENTRIES
     )
     """Tokens that a draft distribution may keep on the wire."""
     ngram_min: NgramMin = 1
     ngram_max: NgramMax = 16
-    suffix_depth: Annotated[int, Field(ge=2, le=SUFFIX_DEPTH_MAX)] = 16
+    suffix_depth: Annotated[int, between(2, SUFFIX_DEPTH_MAX)] = 16
     """Tokens beyond which a longer match is no better in suffix decoding."""
-    suffix_min_score: Annotated[float, Field(ge=0.01, le=1)] = 0.1
+    suffix_min_score: Annotated[float, between(0.01, 1)] = 0.1
     """Suffix decoding drafts a token while the product of its and the earlier ones' shares is at
     least this."""
-    suffix_tokens_per_tenant: Annotated[int, Field(ge=0, le=SUFFIX_TOKENS_MAX)] = 2**17
+    suffix_tokens_per_tenant: Annotated[int, between(0, SUFFIX_TOKENS_MAX)] = 2**17
     """Tokens of earlier outputs that suffix decoding keeps of a tenant, some 200 bytes each; 0 =
     none."""
-    suffix_tokens_total: Annotated[int, Field(ge=0, le=SUFFIX_TOKENS_MAX)] = 2**19
+    suffix_tokens_total: Annotated[int, between(0, SUFFIX_TOKENS_MAX)] = 2**19
     """Tokens of earlier outputs that it keeps of all tenants together."""
-    hybrid_min_score: Annotated[float, Field(ge=0.1, le=NUM_DRAFT_TOKENS_MAX)] = HYBRID_SCORE_MIN
+    hybrid_min_score: Annotated[float, between(0.1, NUM_DRAFT_TOKENS_MAX)] = HYBRID_SCORE_MIN
     """Tokens that a hybrid's look-up must expect to be accepted before it answers in the model's
     place."""
-    hybrid_model_tokens: Annotated[int, Field(ge=1, le=NUM_DRAFT_TOKENS_MAX)] = HYBRID_MODEL_TOKENS
+    hybrid_model_tokens: Annotated[int, between(1, NUM_DRAFT_TOKENS_MAX)] = HYBRID_MODEL_TOKENS
     """Draft tokens that a hybrid's model, heads or early exit draw in a round, at most; its look-up
     may propose all that are asked for."""
     target: Internal[str] = ""
@@ -343,13 +342,12 @@ class DraftConfig(ModelServerConfig):
         super().__post_init__()
         _check_ngrams(self)
         model = self.drafter.model
-        bits = None if model is None else model.bits
-        reads_target = self.drafter.reads_target
-        if (bits is not None or reads_target) and self.emulated is not None:
+        has_weights = self.drafter.reads_target or (model is not None and model.bits is not None)
+        if has_weights and self.emulated is not None:
             raise SettingError(
                 "draft_model", f"{self.model} needs a target with weights; an emulated one has none"
             )
-        if (bits is not None or reads_target) and self.tensor_parallel_size > 1:
+        if has_weights and self.tensor_parallel_size > 1:
             raise SettingError(
                 "draft_tensor_parallel_size",
                 f"{self.tensor_parallel_size} is wrong; {self.model} runs on one rank",
@@ -366,10 +364,10 @@ ReplicaConfig = TargetConfig | DraftConfig
 TRACE_ROUNDS_MAX = 2**20
 WAIT_MS_MAX = 600_000
 
-WaitMs = Annotated[int, Field(ge=1, le=WAIT_MS_MAX)]
+WaitMs = Annotated[int, between(1, WAIT_MS_MAX)]
 
 
-@dataclass(frozen=True, kw_only=True, config=CHECKED)
+@checked()
 class CoordinatorConfig(ServerConfig):
     """Settings of coordinators."""
 
@@ -399,35 +397,35 @@ class CoordinatorConfig(ServerConfig):
     """Answer OpenAI's clients by HTTP, too."""
     port: Port = 8_000
     """The coordinator's HTTP port; 0 = any."""
-    redis: Internal[RedisAddress] = Field(default_factory=lambda: RedisAddress())
+    redis: Internal[RedisAddress] = RedisAddress()
     """The session store."""
-    redis_wait_replicas: Annotated[int, Field(ge=0, le=REDIS_WAIT_REPLICAS_MAX)] = 0
+    redis_wait_replicas: Annotated[int, between(0, REDIS_WAIT_REPLICAS_MAX)] = 0
     """Replicas of Redis that must have tokens before they are shown; 0 = the primary alone. No
     failover loses what all replicas have."""
-    num_draft_tokens: Annotated[int, Field(ge=0, le=NUM_DRAFT_TOKENS_MAX)] = 8
+    num_draft_tokens: Annotated[int, between(0, NUM_DRAFT_TOKENS_MAX)] = 8
     """Draft tokens a round where a request does not say, or the most of them with `length_control`;
     0 = plain decoding."""
     length_control: bool = True
     """Choose the draft tokens of each round by what they are expected to bring and cost, none
     included; a request's number is then the most of them."""
-    look_ahead: Annotated[int | None, Field(ge=0, le=LOOK_AHEAD_MAX)] = None
+    look_ahead: Annotated[int | None, between(0, LOOK_AHEAD_MAX)] = None
     """Outcomes of a round that the draft works out while the target verifies; 0 = none, unset =
     some where draft and target share neither cores nor a device."""
     look_ahead_bytes_max: Annotated[int, Field(ge=0)] = LOOK_AHEAD_BYTES_MAX
     """Bytes of proposals that are kept for the outcomes of one round of a session."""
-    draft_siblings: Annotated[int, Field(ge=0, le=SIBLINGS_MAX)] = 0
+    draft_siblings: Annotated[int, between(0, SIBLINGS_MAX)] = 0
     """Candidates that a model's proposal may have beside each of its tokens, in a tree; without
     `length_control` just so many, as far as a tree may be large. 0 = chains. None with
     `look_ahead`, asked for or chosen, `deterministic`, penalties or the rule block."""
-    run_ahead_rounds: Annotated[int, Field(ge=0, le=RUN_AHEAD_ROUNDS_MAX)] = 8
+    run_ahead_rounds: Annotated[int, between(0, RUN_AHEAD_ROUNDS_MAX)] = 8
     """Rounds of plain decoding that the target may run before it hears back."""
-    max_sessions: Annotated[int, Field(ge=1, le=SESSIONS_PER_COORDINATOR_MAX)] = (
+    max_sessions: Annotated[int, between(1, SESSIONS_PER_COORDINATOR_MAX)] = (
         SESSIONS_PER_COORDINATOR_MAX
     )
     """Sessions that may run at once; more are refused."""
-    deadline_ms: Annotated[int, Field(ge=1, le=DEADLINE_MS_MAX)] = DEADLINE_MS_DEFAULT
+    deadline_ms: Annotated[int, between(1, DEADLINE_MS_MAX)] = DEADLINE_MS_DEFAULT
     """Deadline of a request that names none, ms."""
-    resume_grace_ms: Annotated[int, Field(ge=0, le=WAIT_MS_MAX)] = 10_000
+    resume_grace_ms: Annotated[int, between(0, WAIT_MS_MAX)] = 10_000
     """Wait for a client whose stream broke to resume its session, which then counts as cancelled,
     ms. Nothing is decoded meanwhile."""
     draft_timeout_ms: WaitMs = 1_000
@@ -443,17 +441,17 @@ class CoordinatorConfig(ServerConfig):
     """A target that cannot be reached for so long ends the request, ms."""
     ngram_min: NgramMin = 1
     ngram_max: NgramMax = 16
-    seed: Annotated[int | None, Field(ge=0, le=SEED_MAX)] = None
+    seed: Annotated[int | None, between(0, SEED_MAX)] = None
     """Seeds the stream that requests without a seed take theirs from; unset = the operating
     system's randomness."""
     num_cpus: Annotated[Cpus, Field(alias="coordinator_num_cpus")] = 0.25
     """CPUs that Ray reserves for the coordinator."""
-    audit_share: Annotated[float, Field(ge=0, le=1)] = 0.001
+    audit_share: Annotated[float, between(0, 1)] = 0.001
     """Share of the sessions whose tokens the target scores once more when they are over, one at a
     time, to be held against its law in metrics; 0 = none. None without `telemetry`."""
-    trace_first_rounds: Annotated[int, Field(ge=0, le=TRACE_ROUNDS_MAX)] = 2
+    trace_first_rounds: Annotated[int, between(0, TRACE_ROUNDS_MAX)] = 2
     """Rounds at a request's beginning that have spans of their own."""
-    trace_every_rounds: Annotated[int, Field(ge=0, le=TRACE_ROUNDS_MAX)] = 64
+    trace_every_rounds: Annotated[int, between(0, TRACE_ROUNDS_MAX)] = 64
     """After those, one span in every N rounds; 0 = none. All count in the request's totals."""
     trace_prompts: bool = False
     """Record the text of prompts in traces."""
@@ -503,13 +501,12 @@ class CoordinatorConfig(ServerConfig):
             raise SettingError("redis_key_prefix", "braces are not allowed in it")
         if self.redis.password and self.redis.password_file:
             raise SettingError("redis_password_file", "cannot go with redis_password")
-        if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
-            given, missing = "ssl_certfile", "ssl_keyfile"
-            if self.ssl_keyfile:
-                given, missing = missing, given
-            raise SettingError(given, f"needs {missing}, too: a certificate goes with its key")
-        if self.ssl_ca_certs and not self.ssl_certfile:
-            raise SettingError("ssl_ca_certs", "needs --ssl-certfile and --ssl-keyfile, too")
+        for key, needed in (
+            ("ssl_certfile", "ssl_keyfile"), ("ssl_keyfile", "ssl_certfile"),
+            ("ssl_ca_certs", "ssl_certfile"),
+        ):  # fmt: skip
+            if getattr(self, key) and not getattr(self, needed):
+                raise SettingError(key, f"needs {needed}, too")
         with blaming("api_key"):
             given_keys(self.api_key)
 
@@ -520,24 +517,11 @@ LEAST: dict[Role, int] = {"coordinator": 1, "target": 1, "draft": 0}
 """Replicas without which a role cannot do."""
 
 
-Bounds = tuple[int, int]
-"""The least and the largest number of replicas."""
 BOUND_SETTINGS = tuple(f"autoscale_{role}s" for role in LEAST)
+_BOUNDS = re.compile("([0-9]{1,9}):([0-9]{1,9})")
 
 
-def parse_bounds(text: str, role: Role) -> Bounds:
-    """Of `LEAST:MOST`. Raises `ValueError` that says what is allowed."""
-    words = text.split(":")
-    counts = [int(word) for word in words if word.isascii() and word.isdecimal()]
-    if len(words) != 2 or len(counts) != 2 or counts != sorted(counts):
-        raise ValueError("it must be LEAST:MOST, the lesser first")
-    least, most = counts
-    if least < LEAST[role] or most > REPLICAS_MAX:
-        raise ValueError(f"it must be within {LEAST[role]}:{REPLICAS_MAX}")
-    return least, most
-
-
-@dataclass(frozen=True, kw_only=True, config=CHECKED)
+@checked()
 class AutoscaleConfig:
     """Settings of autoscaling."""
 
@@ -547,46 +531,49 @@ class AutoscaleConfig:
     """The same for drafts."""
     autoscale_coordinators: str = ""
     """The same for coordinators."""
-    autoscale_queue_steps: Annotated[float, Field(ge=0.1, le=1000)] = 1.5
+    autoscale_queue_steps: Annotated[float, between(0.1, 1000)] = 1.5
     """More targets where items wait longer for a step than so many steps last."""
-    autoscale_draft_waits: Annotated[float, Field(ge=0.01, le=1)] = 0.25
+    autoscale_draft_waits: Annotated[float, between(0.01, 1)] = 0.25
     """More drafts where a larger share of the rounds waits for a draft's turn."""
-    autoscale_sessions: Annotated[int, Field(ge=1, le=100_000)] = 1024
+    autoscale_sessions: Annotated[int, between(1, 100_000)] = 1024
     """More coordinators where each runs more sessions."""
-    autoscale_cooldown_s: Annotated[float, Field(ge=1, le=WAIT_S_MAX)] = 15.0
+    autoscale_cooldown_s: Annotated[float, between(1, WAIT_S_MAX)] = 15.0
     """Between two changes of a role's number, s."""
-    autoscale_calm_s: Annotated[float, Field(ge=1, le=WAIT_S_MAX)] = 120.0
+    autoscale_calm_s: Annotated[float, between(1, WAIT_S_MAX)] = 120.0
     """One fewer once that would have been enough for so long, s."""
 
     def __post_init__(self) -> None:
         self.bounds  # noqa: B018 (raises)
 
     @property
-    def bounds(self) -> dict[Role, Bounds]:
-        """Of the roles whose number the load decides. Raises `SettingError`."""
-        found: dict[Role, Bounds] = {}
+    def bounds(self) -> dict[Role, tuple[int, int]]:
+        """The least and the largest number of replicas, of the roles whose number the load decides.
+        Raises `SettingError`."""
+        found: dict[Role, tuple[int, int]] = {}
         for role, key in zip(LEAST, BOUND_SETTINGS, strict=True):
-            if text := getattr(self, key):
-                try:
-                    found[role] = parse_bounds(text, role)
-                except ValueError as error:
-                    raise SettingError(key, f"{text!r} is wrong; {error}") from None
+            if not (text := getattr(self, key)):
+                continue
+            match = _BOUNDS.fullmatch(text)
+            if match is None or not LEAST[role] <= int(match[1]) <= int(match[2]) <= REPLICAS_MAX:
+                allowed = f"LEAST:MOST within {LEAST[role]}:{REPLICAS_MAX}, the lesser first"
+                raise SettingError(key, f"{text!r} is wrong; it must be {allowed}")
+            found[role] = int(match[1]), int(match[2])
         return found
 
 
-@dataclass(frozen=True, kw_only=True, config=CHECKED)
+@checked()
 class DeploymentConfig:
     """Settings of the deployment."""
 
-    target: Internal[TargetConfig] = Field(default_factory=lambda: TargetConfig())
-    draft: Internal[DraftConfig] = Field(default_factory=lambda: DraftConfig())
-    coordinator: Internal[CoordinatorConfig] = Field(default_factory=lambda: CoordinatorConfig())
-    autoscale: Internal[AutoscaleConfig] = Field(default_factory=lambda: AutoscaleConfig())
-    num_targets: Annotated[int, Field(ge=1, le=REPLICAS_MAX)] = 1
+    target: Internal[TargetConfig] = TargetConfig()
+    draft: Internal[DraftConfig] = DraftConfig()
+    coordinator: Internal[CoordinatorConfig] = CoordinatorConfig()
+    autoscale: Internal[AutoscaleConfig] = AutoscaleConfig()
+    num_targets: Annotated[int, between(1, REPLICAS_MAX)] = 1
     """Target replicas at first; `outrider scale` changes how many there are."""
-    num_drafts: Annotated[int, Field(ge=0, le=REPLICAS_MAX)] = 1
+    num_drafts: Annotated[int, between(0, REPLICAS_MAX)] = 1
     """Draft replicas at first; none where the target drafts for itself, or a look-up alone."""
-    num_coordinators: Annotated[int, Field(ge=1, le=REPLICAS_MAX)] = 1
+    num_coordinators: Annotated[int, between(1, REPLICAS_MAX)] = 1
     """Coordinators at first. On one machine each next one has the next port."""
     target_resources: str = ""
     """Ray resources that each rank of a target asks for beside CPUs and GPUs, as NAME=AMOUNT with
@@ -600,11 +587,11 @@ class DeploymentConfig:
     deployment_name: str = ""
     """Name of the deployment. On a cluster elsewhere one of this name that runs there is taken
     over, and upgraded to what is asked for now. Empty = another one each time."""
-    startup_timeout_s: Annotated[float, Field(ge=0.1, le=WAIT_S_MAX)] = 20.0
+    startup_timeout_s: Annotated[float, between(0.1, WAIT_S_MAX)] = 20.0
     """Wait for Ray to find a place for every actor, s."""
-    model_timeout_s: Annotated[float, Field(ge=0.1, le=WAIT_S_MAX)] = 900.0
+    model_timeout_s: Annotated[float, between(0.1, WAIT_S_MAX)] = 900.0
     """Wait for the models to load, s."""
-    stop_timeout_s: Annotated[float, Field(ge=0, le=WAIT_S_MAX)] = 10.0
+    stop_timeout_s: Annotated[float, between(0, WAIT_S_MAX)] = 10.0
     """Wait for running requests to end when stopping, s."""
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
 """Settings: typed values with a name, a unit, bounds, and four places they may come from.
 
-A configuration is a pydantic dataclass (`CHECKED`). Its fields are settings, unless they are
+A configuration is a pydantic dataclass (`checked`). Its fields are settings, unless they are
 `Internal`. Defaults < YAML file < `OUTRIDER_*` environment < flag. Each layer is checked by itself,
 so that an error names what set the bad value.
 """
@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast, dataclass_transform
 
+import pydantic.dataclasses
 from pydantic import ConfigDict, Field, TypeAdapter
 
 from outrider.errors import ConfigError, SettingError, did_you_mean
@@ -23,17 +24,23 @@ Value = str | int | float | bool | None
 Config = TypeVar("Config")
 T = TypeVar("T")
 
-CHECKED = ConfigDict(
-    strict=True, extra="forbid", use_attribute_docstrings=True,
-    validate_by_name=True, validate_by_alias=False, hide_input_in_errors=True,
-)  # fmt: skip
-"""Of a dataclass of settings. An alias is the setting's key, where that is not the field's name."""
 
-
-def named_with(prefix: str, fields: Collection[str]) -> ConfigDict:
-    """As `CHECKED`, of a dataclass of which the settings of these fields have a prefix."""
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(Field,))
+def checked(prefix: str = "", fields: Collection[str] = ()) -> Any:
+    """Makes a frozen dataclass of settings, which checks their values. An alias is the setting's
+    key, where that is not the field's name: the settings of these `fields` have a prefix."""
     names = {name: prefix + name for name in fields}
-    return CHECKED | ConfigDict(alias_generator=lambda name: names.get(name, name))
+    config = ConfigDict(
+        strict=True, extra="forbid", use_attribute_docstrings=True,
+        validate_by_name=True, validate_by_alias=False, hide_input_in_errors=True,
+        alias_generator=lambda name: names.get(name, name),
+    )  # fmt: skip
+    return pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=config)
+
+
+def between(least: float, most: float, **more: Any) -> Any:
+    """The bounds of a setting's values, for its `Annotated` type."""
+    return Field(ge=least, le=most, **more)
 
 
 Internal = Annotated[T, Field(exclude=True)]
@@ -89,8 +96,7 @@ class Setting:
     @property
     def choices(self) -> Sequence[str]:
         """The only values, where there are few."""
-        one = [self.schema["const"]] if "const" in self.schema else []
-        found: Sequence[str] = self.schema.get("enum", one)
+        found: Sequence[str] = self.schema.get("enum", ())
         return found
 
     @property
@@ -145,28 +151,20 @@ class Setting:
 
 def settings_of(config: type[Any]) -> Mapping[str, Setting]:
     """The settings of a configuration by field name."""
-    docs: dict[str, str] = {}
-    groups: dict[str, str] = {}
-    for base in reversed(type.mro(config)):
-        for name, one in getattr(base, "__pydantic_fields__", {}).items():
-            docs[name] = one.description or docs.get(name, "")
-            groups.setdefault(name, (base.__doc__ or "").rstrip("."))
     found = {}
     for name, one in config.__pydantic_fields__.items():
         if one.exclude:
             continue
+        bases: list[Any] = [
+            base for base in type.mro(config) if name in getattr(base, "__pydantic_fields__", {})
+        ]
+        docs = filter(None, (base.__pydantic_fields__[name].description for base in bases))
         found[name] = Setting(
-            key=one.alias or name, doc=" ".join(docs[name].split()), group=groups[name],
-            default=one.default, secret=not one.repr,
+            key=one.alias or name, doc=" ".join(next(docs, "").split()),
+            group=(bases[-1].__doc__ or "").rstrip("."), default=one.default, secret=not one.repr,
             annotation=Annotated[one.annotation, Field(), *one.metadata],
         )  # fmt: skip
     return found
-
-
-def check_range(key: str, value: float | None, lowest: float, highest: float) -> None:
-    """Raises `SettingError` unless an option of a command is in these bounds, or not given."""
-    if value is not None and not lowest <= value <= highest:
-        raise SettingError(key, f"{value} is wrong; it must be from {lowest} to {highest}")
 
 
 @contextmanager
@@ -225,10 +223,10 @@ def layers(
 
 def _known(settings: Mapping[str, Setting], key: str, source: str) -> Setting:
     if key not in settings:
-        names = {one.key: one for one in settings.values()}
+        hint = did_you_mean(key, settings)
         if source == ENVIRONMENT_PREFIX + key.upper():
-            key, names = source, {one.variable: one for one in settings.values()}
-        raise ConfigError(f"{source}: there is no such setting{did_you_mean(key, names)}")
+            hint = did_you_mean(source, [one.variable for one in settings.values()])
+        raise ConfigError(f"{source}: there is no such setting{hint}")
     return settings[key]
 
 

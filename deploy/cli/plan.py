@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
-from pydantic.dataclasses import dataclass
 
 from benchmarks.options import Concurrency, MaxTokens, Options, PromptOptions, Temperature
 from benchmarks.report import Report
@@ -29,7 +28,7 @@ from outrider.config import DeploymentConfig
 from outrider.errors import ConfigError, SettingError
 from outrider.limits import REPLICAS_MAX
 from outrider.replica.process_setup import available_cores, use_threads
-from outrider.settings import CHECKED
+from outrider.settings import between, checked
 
 from .command import Arguments, Option, command, exclusive, grouped, json_option, option
 from .options import deployment_config, flags_again, setting_options
@@ -53,14 +52,14 @@ RUNS_MAX = 64
 ROLES = ("target", "draft", "coordinator")
 
 
-@dataclass(frozen=True, kw_only=True, config=CHECKED)
+@checked()
 class PlanOptions(PromptOptions):
     """What is planned for."""
 
     max_tokens: MaxTokens = 96
     temperature: tuple[Temperature, ...] = (0.0, 1.0)
     """Temperatures to plan for; the first is validated."""
-    round_trip_ms: Annotated[float, Field(ge=0, le=10_000)] = 0.0
+    round_trip_ms: Annotated[float, between(0, 10_000)] = 0.0
     """Of the link between coordinator and draft, beside what messages take on one machine."""
     concurrency: Concurrency = 1
     """Sessions that a target replica decodes at a time."""
@@ -85,10 +84,10 @@ class PlanOptions(PromptOptions):
         return super().load_prompts()
 
 
-Count = Annotated[int, Field(ge=1, le=REPLICAS_MAX)] | Literal["auto"]
+Count = Annotated[int, between(1, REPLICAS_MAX)] | Literal["auto"]
 
 
-@dataclass(frozen=True, kw_only=True, config=CHECKED)
+@checked()
 class SimulationOptions(Options):
     """What is simulated."""
 
@@ -99,11 +98,11 @@ class SimulationOptions(Options):
     [verify_ms=1:18.3/16:18.3/32:36.6,draft_ms=1:1.3/64:1.3/128:2.6,acceptance=0.8,
     num_draft_tokens=6,look_ahead=0,hit_rate=0,rest_ms=0]; a time is MS or a table,
     ROWS:MS/ROWS:MS, the acceptance may be one by position, A/A/.."""
-    sessions: tuple[Annotated[int, Field(ge=1, le=10_000)], ...] = ()
+    sessions: tuple[Annotated[int, between(1, 10_000)], ...] = ()
     """Sessions at a time: where one ends the next begins."""
-    rate: tuple[Annotated[float, Field(ge=0.001, le=10_000)], ...] = ()
+    rate: tuple[Annotated[float, between(0.001, 10_000)], ...] = ()
     """Requests a second instead."""
-    prompt_tokens: Annotated[int, Field(ge=1, le=2**17)] = 256
+    prompt_tokens: Annotated[int, between(1, 2**17)] = 256
     """Tokens of a prompt."""
     answer_tokens: MaxTokens = 256
     """Tokens of an answer, mean."""
@@ -113,11 +112,11 @@ class SimulationOptions(Options):
     """Drafts to look at; auto = the fewest that keep `--tpot-ms`."""
     coordinators: tuple[Count, ...] = ("auto",)
     """Coordinators to look at; auto = the fewest that keep `--tpot-ms`."""
-    tpot_ms: Annotated[float | None, Field(ge=0.001, le=60_000)] = None
+    tpot_ms: Annotated[float | None, between(0.001, 60_000)] = None
     """Time per token that 99 % of the tokens are to keep."""
-    simulated_seconds: Annotated[float, Field(ge=1, le=3_600)] = 10.0
+    simulated_seconds: Annotated[float, between(1, 3_600)] = 10.0
     """Seconds that are measured."""
-    coordinator_ms: Annotated[float, Field(ge=0, le=1_000)] = 0.29
+    coordinator_ms: Annotated[float, between(0, 1_000)] = 0.29
     """Of a coordinator's one thread for a round; see `bench overhead`."""
 
     def check(self, has_drafts: bool) -> None:

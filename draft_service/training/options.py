@@ -5,12 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
-from pydantic.dataclasses import dataclass
-
 from outrider.errors import SettingError
 from outrider.limits import SEED_MAX
-from outrider.settings import CHECKED, Internal
+from outrider.settings import Internal, between, checked
 
 HEADS = 4
 LAYERS = 5
@@ -18,7 +15,7 @@ DRAFT_VOCAB = 8192
 STUDENT = "student"
 
 
-@dataclass(frozen=True, kw_only=True, config=CHECKED)
+@checked()
 class DistillOptions:
     """The drafter."""
 
@@ -29,15 +26,15 @@ class DistillOptions:
     """`student`: a small model of its own; `medusa`: heads on the target; `early-exit`: a head
     behind the target's first layers; `eagle`: a layer in the draft service that reads the target's
     hidden states."""
-    minutes: Annotated[float, Field(ge=0.01, le=7 * 24 * 60)] = 30.0
+    minutes: Annotated[float, between(0.01, 7 * 24 * 60)] = 30.0
     """To write, to read and to train, on a CPU or on a GPU, earlier parts of the same run included;
     measuring comes on top."""
-    layers: Annotated[int | None, Field(ge=1, le=256)] = None
+    layers: Annotated[int | None, between(1, 256)] = None
     """Of a student: the target's first ones, two that copy, and its last; unset = 5. Of `--kind
     early-exit`: the first ones, which draft; unset = a fifth of the target's."""
-    heads: Annotated[int | None, Field(ge=1, le=8)] = None
+    heads: Annotated[int | None, between(1, 8)] = None
     """Of `--kind medusa`: tokens of a draft; unset = 4."""
-    draft_vocab: Annotated[int | None, Field(ge=2, le=2**20)] = None
+    draft_vocab: Annotated[int | None, between(2, 2**20)] = None
     """Tokens that the drafter can propose; unset = 8192."""
     start_from: Internal[Path | None] = None
     """A drafter of this target and kind that learns on, in place of a new one, which has its own
@@ -51,13 +48,13 @@ class DistillOptions:
     the card says what is accepted of the answers to these."""
     corpus: Internal[Path | None] = None
     """Folder of texts, and of conversations that the target wrote before."""
-    seed: Annotated[int, Field(ge=0, le=SEED_MAX)] = 0
+    seed: Annotated[int, between(0, SEED_MAX)] = 0
     """Of all randomness."""
-    tokens: Annotated[int | None, Field(ge=0, le=2**26)] = None
+    tokens: Annotated[int | None, between(0, 2**26)] = None
     """That the target writes, of which each takes some 260 bytes on disk, and but for a student two
     for each number of the target's width, too; unset = what the minutes allow. With `--steps` and
     without a GPU, a run can be repeated exactly."""
-    steps: Annotated[int | None, Field(ge=1, le=10**7)] = None
+    steps: Annotated[int | None, between(1, 10**7)] = None
     """Of training; unset = what the minutes allow."""
 
     def __post_init__(self) -> None:

@@ -11,18 +11,14 @@ be reached.
 
 from __future__ import annotations
 
-import json
-import logging
-from dataclasses import asdict, dataclass
-from functools import cache
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from outrider.limits import REPLICA_NUMBER_MAX, REPLICA_TEXT_MAX
 from outrider.sessions.redis_address import RedisAddress
-
-_log = logging.getLogger(__name__)
+from outrider.settings import between
 
 Role = Literal["coordinator", "target", "draft"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -35,11 +31,11 @@ FIGURE_MAX = 1e12
 
 _STRICT = ConfigDict(strict=True)
 _Text = Annotated[str, Field(max_length=REPLICA_TEXT_MAX)]
-_Number = Annotated[int, Field(ge=0, le=REPLICA_NUMBER_MAX)]
-_Figure = Annotated[float, Field(ge=0, le=FIGURE_MAX)] | None
+_Number = Annotated[int, between(0, REPLICA_NUMBER_MAX)]
+_Figure = Annotated[float, between(0, FIGURE_MAX)] | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Figures:
     """A replica's load: means over about `WINDOW_S`; None where there is nothing to say, or the
     figure is another role's."""
@@ -68,7 +64,7 @@ class Figures:
 NO_FIGURES = Figures()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ReplicaRecord:
     """What a replica says of itself."""
 
@@ -95,25 +91,23 @@ class ReplicaRecord:
 
     def to_json(self) -> str:
         """One line."""
-        return json.dumps(asdict(self), separators=(",", ":"))
+        return _RECORDS.dump_json(self).decode()
 
     @staticmethod
     def from_json(text: str | bytes) -> ReplicaRecord:
         """Raises `ValueError` for what is no record; keys that are not known are left out, as they
         may be of a later version."""
         try:
-            return _records().validate_json(text)
+            return _RECORDS.validate_json(text)
         except ValidationError as error:
             wrong = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
             raise ValueError(f"not a record: {'; '.join(wrong)}") from None
 
 
-@cache
-def _records() -> TypeAdapter[ReplicaRecord]:
-    return TypeAdapter(ReplicaRecord)
+_RECORDS = TypeAdapter(ReplicaRecord)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Membership:
     """Where a replica is announced, and as what."""
 
@@ -128,7 +122,7 @@ class Membership:
     """Names what it was started by."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Engagement:
     """What a running replica tells a reconciler that takes over its care."""
 

@@ -20,12 +20,11 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from pydantic import Field
-from pydantic.dataclasses import dataclass
 
 from outrider.errors import SettingError
 from outrider.files import read_file
 from outrider.limits import PASSWORD_BYTES_MAX
-from outrider.settings import Internal, blaming, named_with
+from outrider.settings import Internal, blaming, checked
 
 DEFAULT_KEY_PREFIX = "outrider:"
 
@@ -35,7 +34,7 @@ _SETTINGS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True, config=named_with("redis_", _SETTINGS))
+@checked("redis_", _SETTINGS)
 class RedisAddress:
     """Settings of the session store."""
 
