@@ -18,28 +18,27 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
-
 from benchmarks.options import Concurrency, MaxTokens, Options, PromptOptions, Temperature
 from benchmarks.report import Report
-from deploy.fleet.preflight import resolve_models
 from deploy.fleet.spec import are_apart, plan_fleet
 from outrider.config import DeploymentConfig
 from outrider.errors import ConfigError, SettingError
 from outrider.limits import REPLICAS_MAX
-from outrider.replica.process_setup import available_cores, use_threads
+from outrider.replica.process_setup import available_cores
 from outrider.settings import between, checked
 
+from .bench import found_models
 from .command import Arguments, Option, command, exclusive, grouped, json_option, option
 from .options import deployment_config, flags_again, setting_options
 from .output import progress, tell
 
 if TYPE_CHECKING:
-    from benchmarks.acceptance import Sample
+    from rich.console import RenderableType
+
     from benchmarks.prompts import BenchPrompt
-    from deploy.planner.fleets import SimulatedFleet
     from deploy.planner.report import PlanReport
-    from deploy.planner.simulation import Pair
+    from deploy.planner.simulation import Pair, SimulatedFleet
+    from outrider.registry.registry import Role
 
 OWN_FLAGS = ("seed", "num_draft_tokens", "deadline_ms", "length_control", "look_ahead")
 """Settings that the plan is about, or that are a request's."""
@@ -49,7 +48,6 @@ BUILT_IN_PROMPTS = 12
 """Of the built-in ones, where neither a file nor a number is named."""
 RUNS_MAX = 64
 """Loads and fleets that one command looks at."""
-ROLES = ("target", "draft", "coordinator")
 
 
 @checked()
@@ -136,20 +134,21 @@ class SimulationOptions(Options):
 
     def simulate(self, config: DeploymentConfig, pair: Pair) -> list[SimulatedFleet]:
         """Every load on every fleet. What replicas take at a time is the deployment's."""
-        from deploy.planner.fleets import simulated
-        from deploy.planner.simulation import Fleet, Scenario, Workload
+        from deploy.planner.simulation import ROLES, Fleet, Scenario, Workload, simulated
 
         self.check(pair.has_drafts)
         tokens = {"prompt_tokens": self.prompt_tokens, "answer_tokens": self.answer_tokens}
         workloads = [Workload(sessions=number, **tokens) for number in self.sessions]
         workloads += [Workload(rate=rate, **tokens) for rate in self.rate]
-        counts = {role: getattr(self, f"{role}s") for role in ROLES}
+        counts: dict[Role, Any] = {role: getattr(self, f"{role}s") for role in ROLES}
         if not pair.has_drafts:
-            del counts["draft"]
-        free: list[Any] = [role for role, numbers in counts.items() if "auto" in numbers]
-        counts = {"draft": (0,)} | counts | dict.fromkeys(free, (1,))
-        sizes = product(*(counts[role] for role in ROLES))
-        fleets = [Fleet(targets=t, drafts=d, coordinators=c) for t, d, c in sizes]
+            counts["draft"] = (0,)
+        free = [role for role, numbers in counts.items() if "auto" in numbers]
+        counts |= dict.fromkeys(free, (1,))
+        fleets = [
+            Fleet(**{f"{role}s": number for role, number in zip(counts, numbers, strict=True)})
+            for numbers in product(*counts.values())
+        ]
         scenarios = [
             Scenario(
                 pair=pair, fleet=fleet, workload=load, config=config,
@@ -190,7 +189,6 @@ def plan(arguments: Arguments) -> int:
     if not arguments.simulate:
         _refuse(arguments, _SIMULATION, "is for --simulate: without it nothing is simulated")
     config = deployment_config(arguments)
-    found = validation = None
     if arguments.given & {"devices", "from_report", "from_numbers"}:
         others = [one for one in _PLAN if one.name not in ("round_trip_ms", "devices")]
         _refuse(arguments, others, "is for models, and none is run")
@@ -201,25 +199,24 @@ def plan(arguments: Arguments) -> int:
         for key in (*arguments.settings, *arguments.given & {"config"}):
             raise SettingError(key, "is for models, and none is run")
         return tell(compare(options.devices, options.round_trip_ms / 1e3), arguments.json)
+    values: dict[str, Any]
+    shown: list[RenderableType] = []
     if simulation.from_report is not None or simulation.from_numbers is not None:
         pair = _known_pair(simulation, options, config)
+        values = {"pair": asdict(pair)}
     else:
         prompts = options.load_prompts()  # What is wrong with them shows before all else.
         _check(options, config)
         if arguments.simulate:
             simulation.check(config.draft.drafter.model is not None)
-        found, validation = _plan(arguments, options, config, prompts)
-        pair = found.pair
-    from deploy.planner import fleets, report
-
-    values: dict[str, Any] = {"pair": asdict(pair), "validation": validation}
-    shown = list(report.validation_tables(validation))
-    if found is not None:
-        values, shown = found.values() | values, [*found.tables(), *shown]
+        found = _plan(arguments, options, config, prompts)
+        pair, values, shown = found.pair, found.values(), [*found.tables()]
     if arguments.simulate:
+        from deploy.planner.simulation import tables
+
         simulated = simulation.simulate(config, pair)
         values["fleets"] = [asdict(one) for one in simulated]
-        shown += fleets.tables(simulated, pair, arguments.tpot_ms)
+        shown += tables(simulated, pair, arguments.tpot_ms)
     return tell(Report(values, shown), arguments.json)
 
 
@@ -234,7 +231,7 @@ def _known_pair(
     simulation: SimulationOptions, options: PlanOptions, config: DeploymentConfig
 ) -> Pair:
     """Of a report or of numbers."""
-    from deploy.planner.fleets import of_numbers, read_report
+    from deploy.planner.simulation import of_numbers, read_report
 
     if simulation.from_report is not None:
         pair = read_report(simulation.from_report)
@@ -251,8 +248,6 @@ def _check(options: PlanOptions, config: DeploymentConfig) -> None:
     plot, draft = options.plot, config.draft
     if plot is not None and not plot.absolute().parent.is_dir():
         raise SettingError("plot", f"{plot} cannot be written: there is no such folder")
-    if config.target.emulated is not None:
-        raise SettingError("engine", "an emulated one is no model; this measures models")
     if draft.drafter.reads_target:
         raise SettingError(
             "draft_model",
@@ -276,13 +271,12 @@ def _check(options: PlanOptions, config: DeploymentConfig) -> None:
 def _plan(
     arguments: Arguments, options: PlanOptions, config: DeploymentConfig,
     prompts: Sequence[BenchPrompt],
-) -> tuple[PlanReport, dict[str, Any] | None]:  # fmt: skip
+) -> PlanReport:  # fmt: skip
     if options.validate:  # What is measured copies from no earlier answer, either.
         config = replace(config, draft=replace(config.draft, suffix_tokens_per_tenant=0))
-    use_threads(config.target.num_threads or available_cores())  # Before torch is imported.
-    progress("finding the models")
-    config = resolve_models(config)
+    config = found_models(config)
     from benchmarks.acceptance import load_reading
+    from deploy.planner.rehearsal import rehearsed_plans
     from deploy.planner.report import PlanReport
 
     reading = load_reading(config, prompts, options.max_tokens, options.raw, progress)
@@ -290,8 +284,13 @@ def _plan(
     samples = [reading.sample(temperature, progress) for temperature in temperatures]
     del reading
     gc.collect()  # The engines' memory is the services' from here on.
-    plans, validation = asyncio.run(_rehearse(options, config, samples))
+    plans, validation = asyncio.run(rehearsed_plans(
+        config, samples, progress, options.concurrency, validates=options.validate,
+        shares_device=not options.separate_draft and _shares_device(config),
+        round_trip_s=options.round_trip_ms / 1e3,
+    ))  # fmt: skip
     report = PlanReport(
+        validation=validation,
         model=config.target.model,
         draft_model=config.draft.model,
         num_prompts=len(prompts),
@@ -302,38 +301,8 @@ def _plan(
         flags=flags_again(arguments, without=DECIDED),
     )
     if options.plot is not None:
-        options.plot.write_text(report.plot(), encoding="utf-8")
-    return report, validation
-
-
-async def _rehearse(
-    options: PlanOptions, config: DeploymentConfig, samples: Sequence[Sample]
-) -> tuple[tuple[Any, ...], dict[str, Any] | None]:
-    """A plan for each temperature and, if that is asked for, the validation of the first: by rounds
-    that are all of one length, and wait for their drafts."""
-    from deploy.planner import rehearsal
-    from deploy.planner.choosing import SWEEP, Replays, choose
-
-    shares_device = not options.separate_draft and _shares_device(config)
-    replays = [Replays(config.draft, sample) for sample in samples]
-    progress("starting the services for a rehearsal")
-    async with rehearsal.services(config) as replicas:
-        times = await rehearsal.rehearse(
-            replicas, config, samples, progress, shares_device=shares_device,
-            round_trip_s=options.round_trip_ms / 1e3,
-        )  # fmt: skip
-        plans = tuple(
-            choose(options.concurrency, *pair) for pair in zip(replays, times, strict=True)
-        )
-        if not options.validate:
-            return plans, None
-        chosen, counts = plans[0].chosen, (0, *SWEEP)
-        rule = chosen.rule if chosen.num_draft_tokens else replays[0].rules[-1]
-        async with replicas.coordinator(look_ahead=0) as client:
-            played = await rehearsal.play_validation(client, samples[0], rule, counts, progress)
-    predicted = {k: replays[0].rounds[rule, k] for k in counts}
-    k = chosen.num_draft_tokens
-    return plans, rehearsal.validation(played, predicted, times[0], rule, k)
+        report.plot(options.plot)
+    return report
 
 
 def _shares_device(config: DeploymentConfig) -> bool:

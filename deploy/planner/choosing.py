@@ -16,8 +16,7 @@ from outrider.config import DraftConfig
 from outrider.speculation.sampling_params import Rule
 from outrider.speculation.text_acceptance import NUM_DEPTHS
 
-from .round_times import Option, ServiceTimes
-from .rounds import Rounds, scripted, total
+from .rounds import Option, Rounds, ServiceTimes, scripted, total
 
 GAIN_MIN = 0.005
 """What is larger or does more is chosen where it is faster by this share."""
@@ -95,7 +94,7 @@ def best(options: Iterable[Option]) -> Option:
     return first
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Spread:
     """What other prompts of the same kind might have led to."""
 
@@ -135,7 +134,7 @@ def spread(
     return Spread(num, (float(low), float(high)), num_same / RESAMPLES)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TemperaturePlan:
     """What one temperature allows."""
 

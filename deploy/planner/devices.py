@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import BaseModel, BeforeValidator, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from benchmarks.report import Report, table
 from outrider.engine.emulated_spec import parse_numbers
@@ -20,8 +20,7 @@ from outrider.settings import between
 from outrider.speculation.sampling_params import Rule
 
 from .choosing import SWEEP
-from .round_times import Line, Option, ServiceTimes
-from .rounds import Attempt, replay
+from .rounds import Attempt, Line, Option, ServiceTimes, replay
 
 SHARES = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)
 """Drafts for each target that are looked at; 0 = the draft runs on the target's devices."""

@@ -24,8 +24,8 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.grpc_link import draft_link, target_link
 from outrider.transport.link import Link
 
-from .round_times import Option, ServiceTimes, fitted
-from .rounds import Rounds, Script, total
+from .choosing import SWEEP, Replays, TemperaturePlan, choose
+from .rounds import Option, Rounds, Script, ServiceTimes, fitted, total
 
 REHEARSED_K = (0, 1, 8, 2, 4, 16)
 """Every second prompt begins with the last of them."""
@@ -40,7 +40,7 @@ REACHED_MIN = 50
 WARM_UP_TOKENS = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PlayedSession:
     """One whole answer."""
 
@@ -92,6 +92,28 @@ def services(config: DeploymentConfig) -> AbstractAsyncContextManager[Replicas]:
         lookup = replace(coordinator.lookup, suffix_tokens_per_tenant=0)
         coordinator = replace(coordinator, lookup=lookup)
     return running_pair(config.target, config.draft, coordinator)
+
+
+async def rehearsed_plans(
+    config: DeploymentConfig, samples: Sequence[Sample], progress: Progress, sessions: int, *,
+    validates: bool, **link: Any,
+) -> tuple[tuple[TemperaturePlan, ...], dict[str, Any] | None]:  # fmt: skip
+    """A plan for each of `samples`, which are of the same prompts, and, if that is asked for, the
+    validation of the first: by rounds that are all of one length, and wait for their drafts. `link`
+    is what else is known of `ServiceTimes`. Raises `Unavailable`."""
+    replays = [Replays(config.draft, sample) for sample in samples]
+    progress("starting the services for a rehearsal")
+    async with services(config) as replicas:
+        times = await rehearse(replicas, config, samples, progress, **link)
+        plans = tuple(choose(sessions, *pair) for pair in zip(replays, times, strict=True))
+        if not validates:
+            return plans, None
+        chosen, counts = plans[0].chosen, (0, *SWEEP)
+        rule = chosen.rule if chosen.num_draft_tokens else replays[0].rules[-1]
+        async with replicas.coordinator(look_ahead=0) as client:
+            played = await play_validation(client, samples[0], rule, counts, progress)
+    predicted = {k: replays[0].rounds[rule, k] for k in counts}
+    return plans, validation(played, predicted, times[0], rule, chosen.num_draft_tokens)
 
 
 async def rehearse(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
@@ -15,11 +15,11 @@ from benchmarks.report import table
 from outrider.errors import ConfigError
 
 from .choosing import LEVEL, RESAMPLES, TemperaturePlan
-from .round_times import Option
+from .rounds import Option
 from .simulation import Pair
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True)
 class PlanReport:
     """The result of one `outrider plan`."""
 
@@ -30,6 +30,8 @@ class PlanReport:
     concurrency: int
     round_trip_ms: float
     plans: tuple[TemperaturePlan, ...]
+    validation: Mapping[str, Any] | None = None
+    """Predicted beside measured, where that was asked for."""
     flags: tuple[str, ...] = ()
     """Further ones of the deployment that was measured."""
 
@@ -43,7 +45,8 @@ class PlanReport:
         """For JSON."""
         found = asdict(self)
         plans = found.pop("plans")
-        return found | {"temperatures": {f"{plan['temperature']:g}": plan for plan in plans}}
+        by_temperature = {f"{plan['temperature']:g}": plan for plan in plans}
+        return found | {"temperatures": by_temperature, "pair": asdict(self.pair)}
 
     def tables(self) -> Iterator[RenderableType]:
         """The report for people."""
@@ -58,10 +61,14 @@ class PlanReport:
             yield Text(self._sentence(plan.chosen), style="bold")
             yield from _advice(plan)
             yield _certainty(plan)
+        if (measured := self.validation) is not None:
+            rows = [{k: v for k, v in one.items() if k != "positions"} for one in measured["by_k"]]
+            yield table("Predicted and measured, prompts read before", rows)
+            yield table("All K", [{k: v for k, v in measured.items() if k != "by_k"}])
 
-    def plot(self) -> str:
-        """The speed-up over K for every temperature and rule, as an SVG. Raises `ConfigError`
-        without matplotlib."""
+    def plot(self, path: Path) -> None:
+        """Writes the speed-up over K for every temperature and rule there, as an SVG. Raises
+        `ConfigError` without matplotlib."""
         try:
             from matplotlib import rc_context
             from matplotlib.figure import Figure
@@ -79,10 +86,8 @@ class PlanReport:
         title = f"{self.draft_model} for {self.model}"
         axes.set(title=title, xlabel="K", ylabel="speed-up", ylim=(0, None))
         axes.legend()
-        text = io.StringIO()
         with rc_context({"svg.fonttype": "none"}):
-            figure.savefig(text, format="svg")
-        return text.getvalue()
+            figure.savefig(path, format="svg")
 
     def _acceptance(self, plan: TemperaturePlan) -> RenderableType:
         return table(
@@ -114,14 +119,6 @@ class PlanReport:
             f"drafts for each target replica: {expected}, {chosen.speedup:.2f} times plain "
             "decoding."
         )
-
-
-def validation_tables(found: Mapping[str, Any] | None) -> Iterator[RenderableType]:
-    """Predicted and measured, for people, where that was asked for."""
-    if found is not None:
-        rows = [{k: v for k, v in one.items() if k != "positions"} for one in found["by_k"]]
-        yield table("Predicted and measured, prompts read before", rows)
-        yield table("All K", [{k: v for k, v in found.items() if k != "by_k"}])
 
 
 def _advice(plan: TemperaturePlan) -> Iterator[str]:

@@ -1,4 +1,6 @@
-"""A simulated fleet: the real services in one event loop, on a virtual clock.
+"""`outrider plan --simulate`: the pair that is simulated, the smallest fleet, and its tables.
+
+A simulated fleet is the real services in one event loop, on a virtual clock.
 
 Coordinators, targets, drafts and the memory store are the code that is deployed. Two things are
 stated instead of computed: what a step takes, by the cost tables of the plan, and what is accepted,
@@ -9,17 +11,24 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import math
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from itertools import accumulate, pairwise
+from operator import mul
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter
+from rich.console import RenderableType
 
+from benchmarks.report import table
 from coordinator.service import CoordinatorService
 from draft_service.service import DraftService
 from outrider.clock import cancelling_others, run_virtually
@@ -27,11 +36,18 @@ from outrider.config import DeploymentConfig, DraftConfig
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import NO_GUESS, Guess, LookupDrafter
 from outrider.engine.emulated import EmulatedEngine
-from outrider.engine.emulated_spec import PAGES_MAX, EmulatedSpec
+from outrider.engine.emulated_spec import PAGES_MAX, EmulatedSpec, parse_numbers
 from outrider.engine.interface import SequenceStep
 from outrider.engine.step_costs import StepCosts
-from outrider.errors import OutriderError
-from outrider.limits import DEADLINE_MS_MAX, PAGE_SIZE, SEED_BITS
+from outrider.errors import OutriderError, SettingError
+from outrider.limits import (
+    DEADLINE_MS_MAX,
+    LOOK_AHEAD_MAX,
+    NUM_DRAFT_TOKENS_MAX,
+    PAGE_SIZE,
+    REPLICAS_MAX,
+    SEED_BITS,
+)
 from outrider.registry.registry import Role
 from outrider.replica.executors import InlineExecutor
 from outrider.request import GenerateRequest, RoundReport, Tokens
@@ -40,7 +56,8 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.link import MemoryLink
 from target_service.service import TargetService
 
-from .round_times import Line, Option, ServiceTimes
+from .devices import Parts, Share
+from .rounds import Line, Option, ServiceTimes
 
 ANSWER_TOKENS_MAX = 2**17
 """Of an answer that does not end."""
@@ -50,10 +67,20 @@ _DECOY_MASS = 2.0**-15
 """What the draft's law gives a correction that is to be guessed, and each one that is not."""
 ROLES: tuple[Role, ...] = ("target", "draft", "coordinator")
 """In the order in which their numbers are found: those that cost most first."""
+MS_MAX = 60_000.0
+SEARCH_S = 5.0
+"""What is measured of each simulation while the fleet is looked for; half of that comes before."""
+TOLERANCE = 0.02
+"""Share of a number by which it may be larger than the smallest."""
+GENEROUS = 4
+"""How many times as many of a role as it needs at least there are while another one is looked
+for."""
+HOPELESS = 16
+"""More of a role than so many times what it needs at least brings nothing more."""
 ReplicaRole = Literal["target", "draft"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True)
 class Fleet:
     """Replicas of each role; a look-up needs no drafts."""
 
@@ -66,7 +93,7 @@ class Fleet:
         return int(getattr(self, f"{role}s"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True)
 class Workload:
     """What is asked of the fleet; exactly one of `sessions` and `rate`."""
 
@@ -79,15 +106,15 @@ class Workload:
     """Mean; each token may be the last with the same chance. `inf` = nothing ends."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True)
 class Pair:
     """A target and a draft that do not share a device, and how they decode."""
 
-    name: str = ""
     times: ServiceTimes
     way: Option
     survival: tuple[float, ...]
     """[K]: the chance that 1, 2, ... K draft tokens or more are accepted; empty = plain."""
+    name: str = ""
 
     @property
     def has_drafts(self) -> bool:
@@ -116,7 +143,7 @@ def _on_line(costs: StepCosts, line: Line) -> StepCosts:
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True)
 class Scenario:
     """A fleet of a pair, and what is asked of it."""
 
@@ -133,7 +160,7 @@ class Scenario:
     """... for so long."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True)
 class FleetFigures:
     """What was measured. Times of requests are p50 and p99, None where none of them was; busy
     shares are of targets, drafts and coordinators."""
@@ -294,7 +321,6 @@ class _Coordinator:
                 draft_siblings=0,
                 look_ahead=pair.way.look_ahead if pair.has_drafts else 0,
                 lookup=DraftConfig() if looks_up else None,
-                membership=None,
             ),
             f"coordinator-{place}",
             store=store,
@@ -323,11 +349,8 @@ class _Request:
 
     def __init__(self, began_at: float) -> None:
         self.began_at = began_at
-        self.ended_at = math.inf
-        self.failed = False
         self.tokens: list[tuple[float, int]] = []
         """When how many came."""
-        self.rounds: list[tuple[float, RoundReport]] = []
 
     def pace(self, begin: float) -> tuple[float, int] | None:
         """Seconds a token from then on, or from its first tokens on, and of how many tokens."""
@@ -344,6 +367,10 @@ class _Simulation:
         self._rng = np.random.default_rng(0)
         self._tasks: list[asyncio.Task[Any]] = []
         self._requests: list[_Request] = []
+        self._rounds: list[RoundReport] = []
+        """Since the warm-up's end ..."""
+        self._ends: list[bool] = []
+        """... as whether each request that ended was served."""
 
     async def run(self) -> FleetFigures:
         """The whole scenario."""
@@ -378,8 +405,7 @@ class _Simulation:
         for task in self._tasks:
             if task.done():
                 task.result()  # Raises what has failed.
-        done = {role: now - before[role] for role, now in work().items()}
-        return _measured(self._requests, scenario, done)
+        return self._measured({role: now - before[role] for role, now in work().items()})
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> None:
         """Runs to the end of the simulation."""
@@ -421,39 +447,40 @@ class _Simulation:
                 async for event in events:
                     if isinstance(event, Tokens):
                         request.tokens.append((loop.time(), len(event.token_ids)))
-                    elif isinstance(event, RoundReport):
-                        request.rounds.append((loop.time(), event))
+                    elif isinstance(event, RoundReport) and self._is_warm():
+                        self._rounds.append(event)
+            is_served = True
         except OutriderError:
-            request.failed = True
-        request.ended_at = loop.time()
-        return not request.failed
+            is_served = False
+        if self._is_warm():
+            self._ends.append(is_served)
+        return is_served
 
+    def _is_warm(self) -> bool:
+        return asyncio.get_running_loop().time() >= self._scenario.warm_up_s
 
-def _measured(
-    requests: Sequence[_Request], scenario: Scenario, work: dict[Role, Any]
-) -> FleetFigures:
-    """From the warm-up's end on. `work` is as `_Simulation.run` counts it."""
-    begin, seconds = scenario.warm_up_s, scenario.seconds
-    rounds = [report for one in requests for at, report in one.rounds if at >= begin]
-    drafted = [report for report in rounds if report.proposed_token_ids]
-    ended = [one for one in requests if begin <= one.ended_at <= begin + seconds]
-    total = sum(n for one in requests for at, n in one.tokens if at >= begin)
-    pace = [found for one in requests if (found := one.pace(begin)) is not None]
-    firsts = [(one.tokens[0][0], one.began_at) for one in requests if one.tokens]
-    busy = [float(work[role][0]) / seconds / max(1, scenario.fleet.of(role)) for role in ROLES]
-    return FleetFigures(
-        tokens_per_second=total / seconds,
-        rounds_per_second=len(rounds) / seconds,
-        tokens_per_round=total / max(1, len(rounds)),
-        num_requests=len(ended),
-        num_refused=sum(one.failed for one in ended),
-        tpot_ms=_percentiles_ms(pace),
-        ttft_ms=_percentiles_ms([(at - began, 1) for at, began in firsts if at >= begin]),
-        draft_ms=sum(one.draft_ms for one in drafted) / max(1, len(drafted)),
-        hit_rate=sum(one.look_ahead_hit for one in drafted) / max(1, len(drafted)),
-        busy=(busy[0], busy[1], busy[2]),
-        sessions_per_step=float(work["target"][2] / max(1, work["target"][1])),
-    )
+    def _measured(self, work: dict[Role, Any]) -> FleetFigures:
+        """From the warm-up's end on. `work` is as `run` counts it."""
+        begin, seconds = self._scenario.warm_up_s, self._scenario.seconds
+        fleet, requests, num_rounds = self._scenario.fleet, self._requests, len(self._rounds)
+        drafted = [report for report in self._rounds if report.proposed_token_ids]
+        total = sum(n for one in requests for at, n in one.tokens if at >= begin)
+        pace = [found for one in requests if (found := one.pace(begin)) is not None]
+        firsts = [(one.tokens[0][0], one.began_at) for one in requests if one.tokens]
+        busy = [float(work[role][0]) / seconds / max(1, fleet.of(role)) for role in ROLES]
+        return FleetFigures(
+            tokens_per_second=total / seconds,
+            rounds_per_second=num_rounds / seconds,
+            tokens_per_round=total / max(1, num_rounds),
+            num_requests=len(self._ends),
+            num_refused=self._ends.count(False),
+            tpot_ms=_percentiles_ms(pace),
+            ttft_ms=_percentiles_ms([(at - began, 1) for at, began in firsts if at >= begin]),
+            draft_ms=sum(one.draft_ms for one in drafted) / max(1, len(drafted)),
+            hit_rate=sum(one.look_ahead_hit for one in drafted) / max(1, len(drafted)),
+            busy=(busy[0], busy[1], busy[2]),
+            sessions_per_step=float(work["target"][2] / max(1, work["target"][1])),
+        )
 
 
 def _percentiles_ms(weighted: Sequence[tuple[float, int]]) -> tuple[float, float] | None:
@@ -462,3 +489,203 @@ def _percentiles_ms(weighted: Sequence[tuple[float, int]]) -> tuple[float, float
     seconds, weights = zip(*weighted, strict=True)
     p50, p99 = np.quantile(seconds, (0.5, 0.99), weights=weights, method="inverted_cdf")
     return 1e3 * float(p50), 1e3 * float(p99)
+
+
+def read_report(path: Path) -> Pair:
+    """The pair of what `outrider plan --json` printed. Raises `SettingError`."""
+    try:
+        found = json.loads(path.read_bytes())
+        return TypeAdapter(Pair).validate_python(found["pair"])
+    except OSError as error:
+        raise SettingError("from_report", f"cannot read {path}: {error.strerror}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise SettingError(
+            "from_report",
+            f"{path} is not what this version's `outrider plan --json` prints: {error}",
+        ) from error
+
+
+def _table(value: str) -> StepCosts:
+    points = [part.split(":", 1) for part in value.split("/")]
+    if points == [[value]]:
+        points = [["1", value], ["2", value]]
+    rows, times = zip(*((int(num), float(ms)) for num, ms in points), strict=True)
+    if rows[0] < 1 or list(rows) != sorted(set(rows)) or not all(0 <= ms <= MS_MAX for ms in times):
+        raise ValueError("it must be MS or ROWS:MS/ROWS:MS, whose rows ascend")
+    return StepCosts(rows, tuple(ms / 1e3 for ms in times))
+
+
+_Table = Annotated[StepCosts, BeforeValidator(_table)]
+
+
+class _Numbers(BaseModel, extra="forbid", validate_default=True):
+    """What `--from-numbers` says; by default about what `bench emulate` does."""
+
+    verify_ms: _Table = "1:18.3/16:18.3/32:36.6"  # type: ignore[assignment]
+    draft_ms: _Table = "1:1.3/64:1.3/128:2.6"  # type: ignore[assignment]
+    acceptance: Annotated[
+        tuple[Share, ...], Parts
+    ] = "0.8"  # type: ignore[assignment]  # fmt: skip
+    num_draft_tokens: int = Field(6, ge=0, le=NUM_DRAFT_TOKENS_MAX)
+    look_ahead: int = Field(0, ge=0, le=LOOK_AHEAD_MAX)
+    hit_rate: Share = 0.0
+    rest_ms: float = Field(0.0, ge=0, le=MS_MAX)
+
+
+def of_numbers(text: str, target_seats: int, draft_seats: int) -> Pair:
+    """From `key=value,...` (`_Numbers`). So many sessions share a step of a target, or a draft.
+    Raises `ConfigError` naming what is wrong."""
+    found = parse_numbers(_Numbers, text, "--from-numbers")
+    k, rest_s = found.num_draft_tokens, found.rest_ms / 1e3
+    # The last chance is that of all further positions.
+    chances = (found.acceptance + found.acceptance[-1:] * k)[:k]
+    return Pair(
+        name=text or "70b-1b",
+        times=ServiceTimes(
+            target=found.verify_ms, draft=found.draft_ms, plain=Line(rest_s), rest_s=rest_s,
+            target_max_num_seqs=target_seats, max_num_seqs=draft_seats,
+        ),
+        way=Option(
+            rule=Rule.TOKEN, num_draft_tokens=k, look_ahead=found.look_ahead if k else 0,
+            hit_rate=found.hit_rate, proposed_per_round=k, steps_per_round=k,
+        ),
+        survival=tuple(accumulate(chances, mul)),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SimulatedFleet:
+    """One workload on one fleet."""
+
+    load: Workload
+    fleet: Fleet | None
+    """None where no fleet keeps the time per token."""
+    was_found: bool
+    """Whether a number of its replicas is the smallest that keeps it."""
+    figures: FleetFigures | None
+
+
+def simulated(
+    scenario: Scenario,
+    free: Collection[Role],
+    tpot_ms: float | None,
+    progress: Callable[[str], None],
+) -> SimulatedFleet:
+    """A scenario, whose numbers of the `free` roles are the smallest that keep a time per token."""
+    fleet: Fleet | None = scenario.fleet
+    if free and tpot_ms is not None:
+        fleet = smallest(scenario, tpot_ms, free, progress)
+    figures = None
+    if fleet is not None:
+        progress(f"simulating {in_words(fleet)}")
+        figures = simulate(replace(scenario, fleet=fleet))
+    return SimulatedFleet(scenario.workload, fleet, bool(free), figures)
+
+
+def keeps(figures: FleetFigures, tpot_ms: float) -> bool:
+    """Whether 99 % of the tokens are of requests that take no longer for one, and none is
+    refused."""
+    return figures.tpot_ms is not None and figures.tpot_ms[1] <= tpot_ms and not figures.num_refused
+
+
+def smallest(
+    scenario: Scenario,
+    tpot_ms: float,
+    free: Collection[Role],
+    progress: Callable[[str], None] = lambda line: None,
+) -> Fleet | None:
+    """The fleet with the fewest targets, then drafts, then coordinators (within `TOLERANCE`), that
+    keeps a time per token; the numbers of roles that are not `free` are the
+    scenario's. None where none does.
+    Each role has plenty of those that come later."""
+    workload = scenario.workload
+    tokens = (workload.rate or 0.0) * workload.answer_tokens
+    if workload.sessions is not None:
+        tokens = workload.sessions / (tpot_ms / 1e3)
+    rounds = tokens / (1.0 + sum(scenario.pair.survival))
+    seconds = min(scenario.seconds, SEARCH_S)
+    scenario = replace(scenario, seconds=seconds, warm_up_s=min(scenario.warm_up_s, seconds / 2))
+
+    @cache
+    def is_kept(fleet: Fleet) -> bool:
+        figures = simulate(replace(scenario, fleet=fleet))
+        _, p99 = figures.tpot_ms or (0.0, 0.0)
+        progress(f"{in_words(fleet)}: {p99:.1f} ms a token for 99 % of them")
+        return keeps(figures, tpot_ms)
+
+    needs = {role: rounds * _busy_s(scenario, role) for role in ROLES if role in free}
+    fleet = scenario.fleet
+    for role, need in needs.items():
+        fleet = _with(fleet, role, GENEROUS * need)
+    for role, need in needs.items():
+        enough = lambda number: is_kept(_with(fleet, role, number))  # noqa: B023, E731
+        number = _fewest(enough, math.ceil(need), math.ceil(HOPELESS * need))
+        if number is None:
+            return None
+        fleet = _with(fleet, role, number)
+    return fleet
+
+
+def _busy_s(scenario: Scenario, role: Role) -> float:
+    """How long a round keeps one replica of a role busy at least."""
+    pair = scenario.pair
+    if role == "coordinator":
+        return scenario.coordinator_s
+    costs, seats, rows = pair.costs(role), pair.seats(role), 1.0
+    if role == "target":
+        rows += pair.way.proposed_per_round
+        seats = max(1, min(seats, int(scenario.config.target.max_num_batched_tokens / rows)))
+    step_s = min(costs.step_seconds(rows * n, n) / n for n in (1, seats))
+    return step_s * (len(pair.survival) if role == "draft" else 1)
+
+
+def _fewest(enough: Callable[[int], bool], least: int, most: int) -> int | None:
+    """From `least` on up, and then by halving what lies between; None where not even `most` are
+    enough."""
+    low, high = least - 1, least
+    while not enough(high):
+        if high >= most:
+            return None
+        low, high = high, min(most, math.ceil(high * 1.5))
+    while high - low > max(1.0, TOLERANCE * high):
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
+
+
+def _with(fleet: Fleet, role: Role, number: float) -> Fleet:
+    return replace(fleet, **{f"{role}s": min(REPLICAS_MAX, max(1, math.ceil(number)))})
+
+
+def in_words(fleet: Fleet) -> str:
+    """A fleet's size."""
+    return ", ".join(_counted(fleet.of(role), role) for role in ROLES)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def tables(
+    fleets: Sequence[SimulatedFleet], pair: Pair, tpot_ms: float | None
+) -> Iterator[RenderableType]:
+    """For people. Replicas and their busy shares are targets, drafts, coordinators; times are p50,
+    p99."""
+    rows = []
+    for one in fleets:
+        load = _load(one.load)
+        if one.fleet is None or one.figures is None:
+            yield f"No number of replicas keeps {tpot_ms:g} ms a token for {load}."
+            continue
+        if one.was_found:
+            yield f"For {load}: {in_words(one.fleet)} keep {tpot_ms:g} ms a token."
+        named = {"load": load, "replicas": tuple(asdict(one.fleet).values())}
+        rows.append(named | asdict(one.figures))
+    if rows:
+        yield table(f"Simulated: {pair.name}; K = {len(pair.survival)}", rows)
+
+
+def _load(workload: Workload) -> str:
+    if workload.sessions is not None:
+        return _counted(workload.sessions, "session")
+    return f"{workload.rate:g} requests a second"

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from deploy.cli.main import main
-from deploy.planner.fleets import keeps, of_numbers, smallest
-from deploy.planner.round_times import Line, Option, ServiceTimes
+from deploy.planner.rounds import Line, Option, ServiceTimes
 from deploy.planner.simulation import (
     ROLES,
     Fleet,
@@ -22,7 +21,10 @@ from deploy.planner.simulation import (
     Pair,
     Scenario,
     Workload,
+    keeps,
+    of_numbers,
     simulate,
+    smallest,
 )
 from outrider.engine.step_costs import StepCosts
 from outrider.errors import ConfigError

@@ -21,9 +21,8 @@ from deploy.planner.rehearsal import (
     fit,
     validation,
 )
-from deploy.planner.report import PlanReport, validation_tables
-from deploy.planner.round_times import Option, ServiceTimes
-from deploy.planner.rounds import scripted, total
+from deploy.planner.report import PlanReport
+from deploy.planner.rounds import Option, ServiceTimes, scripted, total
 from draft_service.model_drafter import ModelDrafter
 from outrider.config import DraftConfig, load_config
 from outrider.drafters.drafter import DraftRequest
@@ -269,4 +268,8 @@ def test_predicted_stands_beside_measured() -> None:
     plain, drafted = (one["measured_tokens_per_second"] for one in found["by_k"])
     assert found["chosen_loss"] == pytest.approx(1 - drafted / max(plain, drafted))
     assert found["num_same"] == found["num_answers"] == 8
-    Console(file=io.StringIO()).print(*validation_tables(found))
+    report = PlanReport(
+        model="t", draft_model="d", num_prompts=4, max_tokens=96, concurrency=1,
+        round_trip_ms=0.0, plans=(), validation=found,
+    )  # fmt: skip
+    Console(file=io.StringIO()).print(*report.tables())

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from deploy.planner.choosing import GAIN_MIN, LEVEL, Chooser, Spread, best, spread
-from deploy.planner.round_times import Line, Option, ServiceTimes, fitted
-from deploy.planner.rounds import Attempt, Rounds, replay, total
+from deploy.planner.rounds import Attempt, Line, Option, Rounds, ServiceTimes, fitted, replay, total
 from deploy.planner.simulation import Fleet, Pair, Scenario, Workload, simulate
 from outrider.engine.step_costs import StepCosts
 from outrider.speculation.sampling_params import Rule
