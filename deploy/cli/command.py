@@ -50,10 +50,8 @@ class Option(click.Option):
         super().__init__(names, multiple=several or attributes.pop("multiple", False), **attributes)
 
 
-def option(*names: str, choices: Iterable[str] = (), **attributes: Any) -> Option:
+def option(*names: str, **attributes: Any) -> Option:
     """An option of a command's own."""
-    if choices:
-        attributes["type"] = click.Choice([str(one) for one in choices])
     return Option(list(names), **attributes)
 
 
@@ -217,6 +215,6 @@ def _help_option() -> Option:
 
     return option(
         "--help", "-h", is_flag=False, flag_value="common", metavar="[=all]", is_eager=True,
-        choices=("all", "common"), expose_value=False, callback=show,
+        type=click.Choice(("all", "common")), expose_value=False, callback=show,
         help="this help, or that of all options",
     )  # fmt: skip

@@ -115,7 +115,7 @@ async def _run(arguments: Arguments, request: GenerateRequest) -> None:
         ids = "" if arguments.token_ids is None else ",".join(map(str, completion.token_ids))
         print("" if completion.text else ids, flush=True)
         if completion.logprobs:
-            show(logprob_table(completion, connection.tokenizer_directory), highlight=False)
+            show(logprob_table(completion, connection.tokenizer_directory))
         if not progress.quiet:
             said = f"{figures([completion], seconds)} ({completion.finish_reason})"
             print(said, file=sys.stderr)

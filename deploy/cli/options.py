@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from deploy.fleet.local_state import (
     DeploymentLocation,
     DeploymentRecord,
@@ -136,8 +138,9 @@ def request_options(max_tokens: int) -> list[Option]:
         ),
         option("--ignore-eos", is_flag=True, rare=True, help="go on past the model's own end"),
         option(
-            "--rule", choices=[rule.value for rule in Rule], help="acceptance rule; by default "
-            "greedy at temperature 0, coupled with a seed, else block (token with draft siblings)",
+            "--rule", type=click.Choice([rule.value for rule in Rule]),
+            help="acceptance rule; by default greedy at temperature 0, coupled with a seed, else "
+            "block (token with draft siblings)",
         ),
     ])  # fmt: skip
 

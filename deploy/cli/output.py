@@ -95,14 +95,12 @@ def note(line: str) -> None:
     print(f"{PREFIX}{line}", file=sys.stderr, flush=True)
 
 
-def show(
-    table: RenderableType, *, highlight: bool = True, soft_wrap: bool = False, clear: bool = False
-) -> None:
-    """On standard output. `highlight` colours numbers and the like; with `soft_wrap` lines are
-    left to the terminal to wrap; `clear` empties a terminal first."""
+def show(table: RenderableType, *, soft_wrap: bool = False, clear: bool = False) -> None:
+    """On standard output. With `soft_wrap` lines are left to the terminal to wrap; `clear` empties
+    a terminal first."""
     from rich.console import Console
 
-    console = Console(highlight=highlight)
+    console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _WIDTH
     if clear:

@@ -331,7 +331,7 @@ async def _watch(arguments: Arguments) -> int:
             print(json.dumps(found), flush=True)
         else:
             table = status_table(found)
-            show(table, highlight=False, soft_wrap=not found["running"], clear=watches)
+            show(table, soft_wrap=not found["running"], clear=watches)
         if not watches:
             return 0 if found["serving"] else 1
         await asyncio.sleep(arguments.watch)

@@ -135,11 +135,9 @@ def publish(directory: Path, record: DeploymentRecord) -> None:
 
 
 def publish_key(directory: Path, key: str) -> None:
-    """Writes the key of this machine's commands, for their owner only; an empty one removes it."""
+    """Writes the key of this machine's commands, for their owner only, where there is one."""
     if key:
         write_whole(directory / KEY_NAME, key, 0o600)
-    else:
-        (directory / KEY_NAME).unlink(missing_ok=True)
 
 
 def local_key(directory: Path) -> str:

@@ -43,7 +43,7 @@ class Chooser:
         self._times, self._sessions = times, sessions
         self._first_s = times.first_seconds(prompt_tokens)
         self.plain = Option(rule=rule, num_draft_tokens=0)
-        self.plain = replace(self.timed(self.plain, plain), speedup=1.0)
+        self.plain = self.timed(self.plain, plain)
 
     def timed(self, way: Option, rounds: Rounds) -> Option:
         """A way to decode, over these rounds."""

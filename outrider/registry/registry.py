@@ -35,7 +35,7 @@ _Number = Annotated[int, between(0, REPLICA_NUMBER_MAX)]
 _Figure = Annotated[float, between(0, FIGURE_MAX)] | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Figures:
     """A replica's load: means over about `WINDOW_S`; None where there is nothing to say, or the
     figure is another role's."""
@@ -64,7 +64,7 @@ class Figures:
 NO_FIGURES = Figures()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ReplicaRecord:
     """What a replica says of itself."""
 
@@ -107,7 +107,7 @@ class ReplicaRecord:
 _RECORDS = TypeAdapter(ReplicaRecord)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Membership:
     """Where a replica is announced, and as what."""
 
@@ -122,7 +122,7 @@ class Membership:
     """Names what it was started by."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Engagement:
     """What a running replica tells a reconciler that takes over its care."""
 
