@@ -104,7 +104,20 @@ async def rehearsed_plans(
     replays = [Replays(config.draft, sample) for sample in samples]
     progress("starting the services for a rehearsal")
     async with services(config) as replicas:
-        times = await rehearse(replicas, config, samples, progress, **link)
+        target, draft = await _tables(replicas)
+        if target is None:
+            raise Unavailable("the target does not say what its steps cost")
+        known = ServiceTimes(
+            target=target, draft=draft, target_max_num_seqs=config.target.step_sessions,
+            max_num_seqs=config.draft.step_sessions, **link,
+        )  # fmt: skip
+        times: list[ServiceTimes] = []
+        for sample in samples:
+            async with replicas.coordinator(look_ahead=0) as client:
+                rehearsed = await _rehearsed(client, sample, progress, is_first=not times)
+            found = fit(known, config.draft, sample.temperature, rehearsed)
+            # Whole prompts are read for the first sample alone, at the same cost for the others.
+            times.append(replace(found, first=times[0].first) if times else found)
         plans = tuple(choose(sessions, *pair) for pair in zip(replays, times, strict=True))
         if not validates:
             return plans, None
@@ -114,29 +127,6 @@ async def rehearsed_plans(
             played = await play_validation(client, samples[0], rule, counts, progress)
     predicted = {k: replays[0].rounds[rule, k] for k in counts}
     return plans, validation(played, predicted, times[0], rule, chosen.num_draft_tokens)
-
-
-async def rehearse(
-    replicas: Replicas, config: DeploymentConfig, samples: Sequence[Sample], progress: Progress,
-    **link: Any,
-) -> list[ServiceTimes]:  # fmt: skip
-    """The times of these services, for the temperature of each of `samples`, which are of the same
-    prompts. `link` is what else is known of `ServiceTimes`. Raises `Unavailable`."""
-    target, draft = await _tables(replicas)
-    if target is None:
-        raise Unavailable("the target does not say what its steps cost")
-    known = ServiceTimes(
-        target=target, draft=draft, target_max_num_seqs=config.target.step_sessions,
-        max_num_seqs=config.draft.step_sessions, **link,
-    )  # fmt: skip
-    found: list[ServiceTimes] = []
-    for sample in samples:
-        async with replicas.coordinator(look_ahead=0) as client:
-            played = await _rehearsed(client, sample, progress, is_first=not found)
-        times = fit(known, config.draft, sample.temperature, played)
-        # Whole prompts are read for the first sample alone, at the same cost for the others.
-        found.append(replace(times, first=found[0].first) if found else times)
-    return found
 
 
 async def _tables(replicas: Replicas) -> tuple[StepCosts | None, StepCosts | None]:
