@@ -444,7 +444,7 @@ class SteppedService:
                 else:
                     parts = (answer,)
             timed = [_timed(part, work, end, num_sharing) for part in parts]
-            stamped.append(timed[-1] if timed else Unfinished.CONTINUES)
+            stamped.append(timed[-1] if timed else work.unfinished or Unfinished.CONTINUES)
             for sender in work.senders:
                 frames.setdefault((sender, work.may_wait), []).extend(timed)
         for (sender, may_wait), frame in frames.items():

@@ -56,8 +56,6 @@ from outrider.sessions.store import (
 )
 
 pytestmark = pytest.mark.xdist_group("redis")
-
-
 NO_COUNTS = Counters()
 
 
@@ -72,20 +70,10 @@ async def appended(store: RedisStore, session: Session, *token_ids: int) -> Any:
 
 
 LEASE_MS = 2_000
-
-
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=4).map(tuple)
-
-
 ids = st.sampled_from(IDS)
-
-
 owners = st.sampled_from(OWNERS)
-
-
 caches = st.builds(CacheState, st.sampled_from(["", "r1"]), st.integers(0, 2**40))
-
-
 counts = st.builds(Counters, *[st.integers(0, 2**40)] * 3)
 
 

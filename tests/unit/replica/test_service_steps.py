@@ -287,8 +287,11 @@ async def test_close_waits_for_the_step_and_takes_no_more() -> None:
 
 async def test_a_step_that_finds_no_pages_is_not_tried_again_at_once() -> None:
     """Not before something has changed, here that a session is parked; and the wait is no
-    computing."""
+    computing. Metrics count that it waits."""
     desk = Desk(2, step_s=0.001)
+    told: list[Any] = []
+    observer: Any = SimpleNamespace(stepped=lambda works, answers, start, end: told.extend(answers))
+    desk.service._observer = observer
     desk.worker.starved.add(session_name(1))
     desk.submit(1)
     await asyncio.sleep(2.5 * STARVED_REST_S)
@@ -298,6 +301,7 @@ async def test_a_step_that_finds_no_pages_is_not_tried_again_at_once() -> None:
     assert answer.queue_ms > 2000 * STARVED_REST_S
     assert answer.compute_ms < 100
     assert desk.worker.heard == [("park", session_name(9))]
+    assert set(told[:-1]) == {Unfinished.WAITS}
 
 
 async def test_an_item_that_expires_between_two_parts_is_refused_and_its_session_parked() -> None:

@@ -16,11 +16,7 @@ from outrider.config import WAIT_MS_MAX
 from outrider.errors import DataLoss, InvariantError, StaleEpoch
 from outrider.limits import APPEND_TOKENS_MAX, DEADLINE_MS_MAX, SESSION_TTL_S, TOKEN_ID_MAX
 from outrider.sessions.state import Session
-from outrider.sessions.store import (
-    CacheState,
-    Counters,
-    FinishReason,
-)
+from outrider.sessions.store import CacheState, Counters, FinishReason
 from outrider.tokens import TokenSequence
 
 NO_COUNTS = Counters()

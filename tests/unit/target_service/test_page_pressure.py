@@ -9,12 +9,7 @@ from toy_engine import ToyEngine
 
 from outrider.clock import run_virtually
 from outrider.limits import SILENT_SESSION_MS
-from outrider.messages import (
-    DraftItem,
-    Resync,
-    VerdictReply,
-    VerifyItem,
-)
+from outrider.messages import DraftItem, Resync, VerdictReply, VerifyItem
 from outrider.speculation.proposal import SealedProposal
 
 STEP_S = 0.01

@@ -49,12 +49,7 @@ from outrider.speculation.proposal import SealedProposal
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokens import EMPTY_DIGEST
 from outrider.transport import codec
-from outrider.transport.codec import (
-    DRAFT,
-    VERIFY,
-    from_proto,
-    to_proto,
-)
+from outrider.transport.codec import DRAFT, VERIFY, from_proto, to_proto
 from outrider.transport.request_codec import (
     event_from_proto,
     request_from_proto,
