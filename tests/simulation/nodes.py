@@ -372,7 +372,7 @@ class CoordinatorNode(Node):
     def knows(self, role: Role) -> set[str]:
         """The replicas of a role that it may use."""
         pool = self.service.targets if role == "target" else self.service.drafts
-        return set(pool.names)
+        return set(pool.replicas)
 
     async def stop(self, grace_s: float, world: Any) -> None:
         self._engagement = replace(self._engagement, leaving=True)
