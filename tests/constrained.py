@@ -63,7 +63,7 @@ def allowed_ids(matcher: PrefixMatcher) -> list[int]:
 
 def fresh_mask(name: str, token_ids: Sequence[int]) -> list[int]:
     """What may follow, by a matcher that has seen nothing else."""
-    matcher = PrefixMatcher(grammar(name))
+    matcher = PrefixMatcher(grammar(name), grammars())
     num_taken = matcher.stand(0, token_ids)
     assert num_taken == len(token_ids)
     return allowed_ids(matcher)

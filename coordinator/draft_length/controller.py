@@ -24,7 +24,6 @@ all sessions commit; so what seems hopeless is tried seldom, and what is uncerta
 from __future__ import annotations
 
 import math
-from bisect import bisect
 from dataclasses import dataclass, replace
 
 from coordinator.draft_length.acceptance import DepthAverages, SiblingAverages, observed
@@ -42,8 +41,6 @@ PLAIN_BEGINNINGS = 7
 """One in so many sessions that drafting promises nothing drafts at its beginning anyway ..."""
 BEGINNING_TOKENS = 4.0
 """... where that costs so few tokens; one in twice as many where it costs twice as many."""
-PROMPT_SIZES = (128, 512, 2048)
-"""Tokens from which on a prompt is one of the next size."""
 SIBLINGS_OF_A_ROUND_MAX = 16
 """Siblings of one proposal, together."""
 DRAFT_BUDGET_MIN_S = 0.02
@@ -84,16 +81,11 @@ TUNING = Tuning()
 
 
 class Experience:
-    """What sessions of one rule have shown. A long prompt often has what its answer copies, so
-    acceptance is averaged by the prompt's size, too."""
+    """What sessions of one rule have shown."""
 
     def __init__(self, tuning: Tuning) -> None:
         memory = tuning.shared_memory_rounds
         self.averages = DepthAverages(memory, tuning.shared_prior_rounds)
-        self.by_size = [
-            DepthAverages(memory, tuning.prior_rounds, self.averages)
-            for _ in range(len(PROMPT_SIZES) + 1)
-        ]
         self.siblings = SiblingAverages(memory, tuning.prior_rounds)
         self._tuning = tuning
         self._left = tuning.credit_tokens
@@ -124,7 +116,7 @@ class Experience:
 
 
 class Learned:
-    """What sessions share: round costs for all, acceptance by rule and prompt size.
+    """What sessions share: round costs for all, acceptance by rule.
 
     All of it depends on how many draft tokens were accepted: tokens a round, rows a step and times
     do, too, since contexts and batches grow with the tokens. Under rules whose noise is keyed by
@@ -270,13 +262,11 @@ class LengthControl(LengthPolicy):
         """Reads and adds to `learned`. Gives `seed` back to `controls` in the end."""
         tuning, experience = controls.tuning, learned.by_rule[rule]
         own = tuning.memory_rounds, tuning.prior_rounds
-        of_size = experience.by_size[bisect(PROMPT_SIZES, prompt_length)]
         self._controls = controls
         self._tuning = tuning
         self._costs = learned.costs
         self._experience = experience
-        self._averages = DepthAverages(*own, of_size)
-        self._shared_averages = (of_size, experience.averages)
+        self._averages = DepthAverages(*own, experience.averages)
         self._siblings = SiblingAverages(*own, experience.siblings)
         self._siblings_max = siblings_max
         self._bound = num_draft_tokens
@@ -380,8 +370,8 @@ class LengthControl(LengthPolicy):
     def note_watched(self, num_asked: int, survival: tuple[float, ...]) -> None:
         if self._fixed is None:
             counts = observed(num_asked, survival)
-            for averages in (self._averages, *self._shared_averages):
-                averages.note(counts)
+            self._averages.note(counts)
+            self._experience.averages.note(counts)
 
     def close(self) -> None:
         self._controls.close(self._seed)
@@ -428,8 +418,6 @@ class LengthControl(LengthPolicy):
         each = drafted.seconds * plain.rate - drafted.num_tokens
         num_rounds = tuning.choice_rounds if each > 0 else GAIN_ROUNDS
         lost = num_rounds * each + costs.reading_lost(plain.seconds, self._num_missed)
-        if lost < 0:
-            return True
         if self._controls.watches and costs.num_drafted >= TIMES_KNOWN_ROUNDS:
             return experience.pays(max(lost, min(TIMES_RARITY * lost, CREDIT_TOKENS_MAX)))
         return experience.begins(lost) if begins else experience.pays(lost)

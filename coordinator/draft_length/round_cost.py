@@ -43,8 +43,6 @@ MESSAGES_WORK = 4.0
 """Time that others lose to the messages of a round, over what the round itself waits for them: both
 ends work for it, and a step waits for whichever of its threads has lost its core. On two cores, 3
 to 4 was measured at 8 sessions."""
-PLAIN_PRIOR_ROUNDS = 1.0
-"""Rounds of plain decoding that weigh as much as the guess from the rounds with a draft."""
 SECONDS_MIN = 1e-9
 """Nothing is expected to take less."""
 FORGOTTEN = 1.0 - 1.0 / 512.0
@@ -236,10 +234,8 @@ class RoundCosts:
             work_s = (1.0 + others) * self._draft_work.at(works)
             draft_lost = pace * np.maximum(0.0, work_s - draft_s)
         wait_s = self._wait.value * min(1.0, others) * verify_s
-        known = self.plain.weight
-        plain_s = known * float(self.plain.at(loads[0])) if known else 0.0
         return Forecast(
-            plain_s=(plain_s + PLAIN_PRIOR_ROUNDS * verify_s) / (known + PLAIN_PRIOR_ROUNDS),
+            plain_s=float(self.plain.at(loads[0])) if self.plain.weight else verify_s,
             round_s=float(draft_s[0]) + wait_s + verify_s + self._rest.value,
             # Where the target runs ahead, others pay for messages once for several rounds.
             round_lost=float(draft_lost[0])

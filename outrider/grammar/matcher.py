@@ -26,9 +26,9 @@ class PrefixMatcher:
     """Follows one completion. Ends of text are noted here, and are not the grammar's: it knows only
     whether one may stand, and one that forces its end takes none."""
 
-    def __init__(self, grammar: Grammar, grammars: Grammars | None = None) -> None:
+    def __init__(self, grammar: Grammar, grammars: Grammars) -> None:
         """Where the grammar is used up, the next one is got of the `grammars`; where it is slow,
-        they hear. Alone it has to do as it is."""
+        they hear."""
         self.grammar = grammar
         """The one that it follows now."""
         self._grammars = grammars
@@ -46,7 +46,7 @@ class PrefixMatcher:
         """Says whether what is asked next is about draft tokens: their time ends no session. Raises
         `Incompatible` if it is, and the grammar has been too slow for that."""
         self._is_ahead = is_ahead
-        if is_ahead and self._grammars is not None and self.grammar in self._grammars.slow_ahead:
+        if is_ahead and self.grammar in self._grammars.slow_ahead:
             raise Incompatible(f"{self.grammar.constraint.kind}: is too slow behind draft tokens")
 
     def stand(self, length: int, token_ids: Sequence[int]) -> int:
@@ -74,7 +74,7 @@ class PrefixMatcher:
         if self._num_fed < len(self._tokens):
             ends = np.frombuffer(self.grammar.eos_bits, dtype=np.uint8)
             return TokenMask(ends, is_over=True)
-        began = self._time()
+        began = self._grammars.clock()
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error() and self._mend():
             mask = self._matcher.compute_bitmask()
@@ -112,7 +112,7 @@ class PrefixMatcher:
         """Of them, those that the grammar has consumed."""
         if not words:
             return 0
-        began = self._time()
+        began = self._grammars.clock()
         num_legal = int(self._matcher.try_consume_tokens(list(words)))
         self._check_time(began, len(words))
         return num_legal
@@ -130,7 +130,7 @@ class PrefixMatcher:
     def _mend(self) -> bool:
         """After something that failed: whether it can be tried again, by a grammar that is not used
         up. Raises `Incompatible` where there is none, or the constraint itself is too hard."""
-        if self._grammars is not None and self.grammar.is_used_up():
+        if self.grammar.is_used_up():
             try:
                 self.grammar = self._grammars.renewed(self.grammar)
             except OutriderError as error:
@@ -149,14 +149,10 @@ class PrefixMatcher:
         self._is_broken = self._feed(words) < len(words)
         return not self._is_broken
 
-    def _time(self) -> float:
-        """What this thread has worked, s."""
-        return 0.0 if self._grammars is None else self._grammars.clock()
-
     def _check_time(self, began: float, num_tokens: int) -> None:
         """Bounds the time of a step, which all sessions of a replica share."""
         allowed = MASK_S_MAX * -(-num_tokens // FOLLOWED_AT_ONCE)
-        if self._grammars is None or self._time() - began <= allowed:
+        if self._grammars.clock() - began <= allowed:
             return
         if self._is_ahead:
             self._grammars.slow_ahead.add(self.grammar)  # They may be refused: no session ends.

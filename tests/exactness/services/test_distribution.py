@@ -77,7 +77,8 @@ def grammars() -> Grammars:
 
 def mask_of() -> Callable[[tuple[int, ...]], TokenMask | None]:
     """What may follow a prefix of a completion; behind its end stands `END` alone."""
-    matcher = PrefixMatcher(GrammarTokenizer(letters(), (END,)).compile(CONSTRAINT))
+    known = grammars()
+    matcher = PrefixMatcher(known.get(CONSTRAINT), known)
 
     def mask(prefix: tuple[int, ...]) -> TokenMask | None:
         matcher.stand(0, prefix)

@@ -36,7 +36,7 @@ def alike(count: int, alternative: dict[str, Any]) -> Constraint:
 
 def accepts(constraint: Constraint, text: str) -> bool:
     """Whether the whole text may be written and ended."""
-    matcher = PrefixMatcher(tokens().compile(constraint))
+    matcher = PrefixMatcher(tokens().compile(constraint), grammars())
     ids = [*hf_tokenizer().encode(text), *tokens().eos_token_ids]
     return matcher.stand(0, ids) == len(ids)
 
@@ -226,7 +226,7 @@ def test_the_largest_constraints_take_less_than_what_is_allowed(constraint: Cons
     """Whether they are compiled or refused; and no token is waited for as long."""
     began = time.thread_time()
     with suppress(BadRequest, Incompatible):
-        matcher = PrefixMatcher(tokens().compile(constraint))
+        matcher = PrefixMatcher(tokens().compile(constraint), grammars())
         matcher.mask()
         for text in ("[[[[", '{"a":{"a":{"a":'):
             token_ids = hf_tokenizer().encode(text)

@@ -34,13 +34,13 @@ def test_after_any_extends_and_rollbacks_the_mask_is_that_of_a_fresh_matcher(
     """Extends by legal tokens (ends of text among them) and by wrong ones, in one call each, and
     goes back by any number."""
     chosen = random.Random(seed)
-    matcher, token_ids = PrefixMatcher(grammar(name)), []
+    matcher, token_ids = PrefixMatcher(grammar(name), grammars()), []
     for step in steps:
         if step < 0:
             token_ids = token_ids[: max(0, len(token_ids) + step)]
             assert matcher.stand(0, token_ids) == len(token_ids)
         else:
-            walk = PrefixMatcher(grammar(name))
+            walk = PrefixMatcher(grammar(name), grammars())
             walk.stand(0, token_ids)
             longer = list(token_ids)
             for _ in range(step):
@@ -69,7 +69,7 @@ def test_tokens_are_legal_as_far_as_their_masks_hold_them(name: str) -> None:
 
 
 def test_the_end_of_text_may_stand_where_the_text_is_whole_and_nothing_else_follows() -> None:
-    matcher = PrefixMatcher(grammar("choice"))
+    matcher = PrefixMatcher(grammar("choice"), grammars())
     brown = hf_tokenizer().encode("brown")
     assert eos() not in allowed_ids(matcher)
     assert matcher.stand(0, [*brown[:-1], eos()]) == len(brown) - 1
@@ -144,14 +144,14 @@ def test_sessions_that_use_a_grammar_up_go_on_with_the_next() -> None:
         for session, token_ids in enumerate(written):
             followed = matchers.follow(str(session), first, token_ids)
             mask = followed.after(())
-            alone = PrefixMatcher(roomy)
+            alone = PrefixMatcher(roomy, grammars())
             assert alone.stand(0, token_ids) == len(token_ids)
             assert mask is not None
             assert (mask.bits == alone.mask().bits).all()
             token_ids.append(chosen.choice(letters))
     assert first.is_used_up()
     assert known.get(MANY_STATES) is not first
-    assert PrefixMatcher(known.get(MANY_STATES)).mask().bits.any()
+    assert PrefixMatcher(known.get(MANY_STATES), known).mask().bits.any()
 
 
 def test_a_completion_too_hard_for_any_grammar_is_refused_and_hurts_no_other() -> None:

@@ -91,7 +91,7 @@ async def ended(player: Player, num_draft_tokens: int, siblings: tuple[int, ...]
 
 def check_meets(name: str, completion: Sequence[int]) -> None:
     """Each token stands in the mask of those before it."""
-    matcher = PrefixMatcher(grammar(name))
+    matcher = PrefixMatcher(grammar(name), grammars())
     for index, token_id in enumerate(completion):
         assert token_id in allowed_ids(matcher), hf_tokenizer().decode(completion)
         matcher.stand(index, [token_id])

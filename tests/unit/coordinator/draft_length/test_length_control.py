@@ -188,19 +188,6 @@ def test_sessions_that_accept_more_than_all_others_are_found() -> None:
     assert sum(shares[5:]) / len(shares[5:]) < 0.4
 
 
-def test_long_prompts_and_short_ones_are_told_apart() -> None:
-    """Answers to long prompts copy from them. They are drafted from their first rounds on, and
-    those to short ones, which come as often, are not."""
-    world = World(draft_s=0.2 * 0.016)
-    shares: dict[int, list[float]] = {50: [], 900: []}
-    for seed in range(1, 81):
-        world.prompt_length = 900 if seed % 2 else 50
-        world.acceptance = 0.95 if seed % 2 else 0.05
-        shares[world.prompt_length].append(world.session(seed, 60).plain_share)
-    assert max(shares[900][5:]) < 0.2
-    assert sum(shares[50][-20:]) / 20 > 0.8
-
-
 TIMES = st.sampled_from((0.0, 1e-9, 0.001, 0.02, 5.0, 1e6))
 
 
