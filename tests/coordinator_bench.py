@@ -19,10 +19,7 @@ from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import StoreUnavailable
 from outrider.replica.executors import InlineExecutor
-from outrider.request import (
-    Event,
-    GenerateRequest,
-)
+from outrider.request import Event, GenerateRequest
 from target_service.service import TargetService
 
 CONFIG = CoordinatorConfig(

@@ -12,13 +12,7 @@ from pages import check_pages
 from draft_service.service import DraftService
 from outrider.errors import LinkLost, check
 from outrider.grammar.constraint import Constraint
-from outrider.messages import (
-    DraftItem,
-    ProposalReply,
-    RoundHead,
-    VerdictReply,
-    VerifyItem,
-)
+from outrider.messages import DraftItem, ProposalReply, RoundHead, VerdictReply, VerifyItem
 from outrider.replica.executors import InlineExecutor
 from outrider.speculation.accept_reject import decide
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
@@ -89,9 +83,7 @@ class SeverableLink(MemoryLink):
     """A stream in one process that can be broken."""
 
     def __init__(
-        self,
-        service: ReplicaService,
-        deliver: Callable[[Callable[[], None]], None] = deliver_soon,
+        self, service: ReplicaService, deliver: Callable[[Callable[[], None]], None] = deliver_soon
     ) -> None:
         super().__init__(service, deliver)
         self._unreachable: Exception | None = None

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from outrider.sessions.state import Session
-from outrider.sessions.store import (
-    Append,
-    Finish,
-    FinishReason,
-    SessionRecord,
-)
+from outrider.sessions.store import Append, Finish, FinishReason, SessionRecord
 from outrider.speculation.sampling_params import Rule
 from outrider.tokens import TokenSequence
 

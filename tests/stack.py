@@ -79,11 +79,7 @@ class Stack:
 
 
 def draft_without_model(
-    drafter: Drafter,
-    executor: StepExecutor,
-    *,
-    max_num_seqs: int,
-    grammars: Grammars | None = None,
+    drafter: Drafter, executor: StepExecutor, *, max_num_seqs: int, grammars: Grammars | None = None
 ) -> DraftService:
     """A draft service over a drafter without a model; by `grammars`, its proposals end where a
     session's constraint ends them."""

@@ -131,11 +131,7 @@ class TwinStore(SessionStore):
         kept = self._admit(finish.session_id, finish.epoch, finish.owner)
         fits = finish.length is None or (not kept.rewrite and finish.length == kept.length)
         if fits and kept.record.finish_reason is None:
-            record = replace(
-                kept.record,
-                finish_reason=finish.reason,
-                counters=finish.counters,
-            )
+            record = replace(kept.record, finish_reason=finish.reason, counters=finish.counters)
             expires_ms = self._now_ms() + self.finished_ttl_ms
             kept = replace(kept, record=record, expires_ms=expires_ms)
         self._sessions[finish.session_id] = kept
@@ -195,12 +191,7 @@ def _request(record: SessionRecord) -> tuple[object, ...]:
 
 
 def _raised(kept: StoredSession, epoch: int, owner: str) -> StoredSession:
-    record = replace(
-        kept.record,
-        epoch=epoch,
-        owner=owner,
-        finish_reason=None,
-    )
+    record = replace(kept.record, epoch=epoch, owner=owner, finish_reason=None)
     return StoredSession(record, kept.expires_ms, rewrite=True)
 
 

@@ -43,9 +43,7 @@ from outrider.speculation.verification import (
     verdicts_from_logits,
     verdicts_from_weights,
 )
-from outrider.speculation.verification import (
-    tree_law as tree_law_in_place,
-)
+from outrider.speculation.verification import tree_law as tree_law_in_place
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import psutil
 
-from deploy.fleet.ray_cluster import (
-    ENVIRONMENT,
-    OBJECT_STORE_BYTES,
-    use_token,
-)
+from deploy.fleet.ray_cluster import ENVIRONMENT, OBJECT_STORE_BYTES, use_token
 from outrider.sessions.embedded import find_server
 from tests.chaos.proxy import FaultProxy
 from tests.redis_servers import RedisServers

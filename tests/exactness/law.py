@@ -11,11 +11,7 @@ import numpy as np
 import torch
 from scipy.stats import chi2, ncx2
 
-from outrider.speculation.logits_processing import (
-    TokenHistory,
-    masked_logits,
-    target_probabilities,
-)
+from outrider.speculation.logits_processing import TokenHistory, masked_logits, target_probabilities
 from outrider.speculation.sampling_params import SamplingParams
 
 FALSE_ALARM = 1e-6

@@ -94,11 +94,7 @@ def _gate(stack: Stack, directory: Path, exits: AsyncExitStack) -> AccessControl
 
 
 async def _serve(
-    stack: Stack,
-    place: str,
-    options: HttpOptions,
-    addresses: dict[str, str],
-    exits: AsyncExitStack,
+    stack: Stack, place: str, options: HttpOptions, addresses: dict[str, str], exits: AsyncExitStack
 ) -> None:
     gate = options.access
     http = HttpServer(stack.coordinator, options)

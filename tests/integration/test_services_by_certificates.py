@@ -26,13 +26,7 @@ from outrider.replica.host import ReplicaHost
 from outrider.transport.channel import PLAIN, Trust, open_channel
 from outrider.transport.codec import DRAFT, VERIFY
 from outrider.transport.grpc_link import target_link
-from outrider.transport.tls import (
-    caller_trust,
-    internal_trust,
-    make_authority,
-    make_role,
-    name_of,
-)
+from outrider.transport.tls import caller_trust, internal_trust, make_authority, make_role, name_of
 from target_service.service import TargetService
 
 NOW = datetime.datetime.now(datetime.UTC)

@@ -127,12 +127,7 @@ async def check_figures(window: Browser) -> None:
     ],
 )
 async def test_what_is_shown_is_what_grpc_answers(
-    window: Browser,
-    tokenizer: TokenizerText,
-    tmp_path: Path,
-    kind: str,
-    prompt: str,
-    siblings: int,
+    window: Browser, tokenizer: TokenizerText, tmp_path: Path, kind: str, prompt: str, siblings: int
 ) -> None:
     """The same tokens and text, a bar for each round, and figures that fit them; of trees, and of
     token ids where there is no tokenizer, too."""

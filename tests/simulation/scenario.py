@@ -25,14 +25,7 @@ from unittest.mock import patch
 import torch
 from scipy.stats import chi2
 
-from outrider.errors import (
-    DataLoss,
-    InvariantError,
-    NotFound,
-    StaleEpoch,
-    Unavailable,
-    check,
-)
+from outrider.errors import DataLoss, InvariantError, NotFound, StaleEpoch, Unavailable, check
 from outrider.request import Event, Finished, GenerateRequest, Started, Tokens
 from outrider.sessions.store import FinishReason
 from outrider.speculation.sampling_params import Rule, SamplingParams

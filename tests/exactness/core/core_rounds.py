@@ -127,12 +127,7 @@ def generate(
 
 
 def _draw(
-    pair: ToyPair,
-    noise: NoiseRows,
-    drafter: int,
-    states: torch.Tensor,
-    index: int,
-    broken: Broken,
+    pair: ToyPair, noise: NoiseRows, drafter: int, states: torch.Tensor, index: int, broken: Broken
 ) -> torch.Tensor:
     keys = noise.draft_keys(np.full(len(states), index, dtype=np.uint64))
     if noise.rule is Rule.GREEDY:

@@ -22,15 +22,7 @@ import numpy as np
 import pytest
 import torch
 from exactness.law import Fit, completion_law, fit
-from models import (
-    tiny_config,
-    tiny_drafter,
-    tiny_eagle,
-    tiny_exit,
-    tiny_heads,
-    tiny_module,
-    twin,
-)
+from models import tiny_config, tiny_drafter, tiny_eagle, tiny_exit, tiny_heads, tiny_module, twin
 from stack import HYBRID, RARE, Stack, running_stack
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast

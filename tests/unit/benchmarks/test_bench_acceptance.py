@@ -7,10 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import (
-    byte_level_tokenizer,
-    save_tiny_model,
-)
+from models import byte_level_tokenizer, save_tiny_model
 from toy_engine import ToyEngine, toy_logits
 
 from benchmarks.acceptance import (

@@ -10,14 +10,7 @@ from models import byte_level_tokenizer, save_tiny_model
 from stack import running_stack
 from toy_engine import ToyEngine
 
-from benchmarks.engine import (
-    LONG_TOKENS,
-    OWN_TOKENS,
-    PREFIX_TOKENS,
-    Prompts,
-    _waits,
-    gaps,
-)
+from benchmarks.engine import LONG_TOKENS, OWN_TOKENS, PREFIX_TOKENS, Prompts, _waits, gaps
 from deploy.cli.main import main
 
 

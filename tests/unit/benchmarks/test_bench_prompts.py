@@ -72,11 +72,7 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("categories", "number", "expected"),
-    [
-        ("aabbabcc", 6, "a0 a1 b2 b3 c6 c7"),
-        ("aaab", 3, "a0 a1 b3"),
-        ("aabbcc", 2, "a0 b2"),
-    ],
+    [("aabbabcc", 6, "a0 a1 b2 b3 c6 c7"), ("aaab", 3, "a0 a1 b3"), ("aabbcc", 2, "a0 b2")],
 )
 def test_a_selection_has_as_many_of_each_category(
     categories: str, number: int, expected: str

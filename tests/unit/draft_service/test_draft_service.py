@@ -10,10 +10,7 @@ from toy_engine import ToyEngine, toy_logits
 from verdict_laws import draft_token
 
 from outrider.errors import EngineLost
-from outrider.messages import (
-    DraftItem,
-    ProposalReply,
-)
+from outrider.messages import DraftItem, ProposalReply
 from outrider.speculation.logits_processing import TokenHistory, target_probabilities
 from outrider.speculation.proposal import DraftDistribution
 from outrider.speculation.random_streams import RoundNoise

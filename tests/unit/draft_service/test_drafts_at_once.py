@@ -88,11 +88,7 @@ def pair(
     module = module.to(device, dtype)
     # The stand-in for a CPU takes any dtype.
     at_once, by_step = (
-        make_engine(
-            each,
-            backend=backend_on(device, torch.float32),
-            logit_token_ids=token_ids,
-        )
+        make_engine(each, backend=backend_on(device, torch.float32), logit_token_ids=token_ids)
         for each in (module, twin(module))
     )
     calls: list[str] = []

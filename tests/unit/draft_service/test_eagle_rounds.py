@@ -272,10 +272,7 @@ async def test_who_drafts_says_nothing_of_what_is_drawn(min_score: float | None)
 
 @pytest.mark.parametrize(
     ("features", "field"),
-    [
-        (Features(1, 4, bytes(8)), "features.width"),
-        (Features(6, 32, bytes(64)), "features"),
-    ],
+    [(Features(1, 4, bytes(8)), "features.width"), (Features(6, 32, bytes(64)), "features")],
 )
 async def test_features_that_cannot_be_are_refused(features: Features, field: str) -> None:
     """And harm no other session of the step."""

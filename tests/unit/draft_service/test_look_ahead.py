@@ -246,9 +246,7 @@ async def test_pages_that_are_needed_are_there() -> None:
     await draft.service.close()
 
 
-async def test_a_session_that_loses_its_pages_is_answered_what_it_has(
-    draft: Draft,
-) -> None:
+async def test_a_session_that_loses_its_pages_is_answered_what_it_has(draft: Draft) -> None:
     """As when an older one takes them while its proposal grows."""
     draft.link.send(item(PROMPT, count=6))
     while len(draft.engine.batches) <= 2:

@@ -8,13 +8,7 @@ import pytest
 
 from deploy.cli.main import main
 from outrider.config import DraftConfig
-from outrider.drafters.names import (
-    DRAFTERS,
-    DrafterChoice,
-    DraftModel,
-    LookupKind,
-    parse_drafter,
-)
+from outrider.drafters.names import DRAFTERS, DrafterChoice, DraftModel, LookupKind, parse_drafter
 from outrider.errors import SettingError
 
 

@@ -10,12 +10,7 @@ from typing import Any
 
 import pytest
 
-from draft_service.training.documents import (
-    Document,
-    corpus_files,
-    read_corpus,
-    shuffled,
-)
+from draft_service.training.documents import Document, corpus_files, read_corpus, shuffled
 from outrider.errors import SettingError
 
 
