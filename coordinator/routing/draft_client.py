@@ -247,10 +247,8 @@ class DraftClient(_ModelDrafts):
             self._tell_soon(number, num_wanted, proposal)
         else:
             seconds = asyncio.get_running_loop().time() - start
-        # One of just what was looked ahead for may have been cut short by that, in an answer, too,
-        # where it was still being drafted when it was asked for.
-        is_cut = self._look_ahead > 0 and len(proposal) == looked_for < num_wanted
-        num_asked = looked_for if is_cut else num_wanted
+        # A hit says nothing of tokens that it was not to have.
+        num_asked = min(looked_for, num_wanted) if is_ahead else num_wanted
         if reply.out_of_time and not is_ahead:
             num_asked = proposal.tree.num_depths
         return Drafted(

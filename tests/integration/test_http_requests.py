@@ -101,29 +101,6 @@ async def test_a_seed_gives_the_same_tokens_everywhere(
     assert list(texts.values()) == [one.text for one in expected]
 
 
-async def test_errors_are_those_of_the_clients_and_name_fields(client: AsyncOpenAI) -> None:
-    assert [model.id async for model in client.models.list()] == ["model"]
-    create: Any = client.chat.completions.create
-    with pytest.raises(openai.NotFoundError) as missing:
-        await create(model="another", messages=MESSAGES)
-    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
-    with pytest.raises(openai.NotFoundError):
-        await client.models.retrieve("another/one")
-    for fields, param in (
-        ({"temperature": 3}, "temperature"),
-        ({"max_completion_tokens": 100_000}, "max_completion_tokens"),
-        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
-        ({"stop": ["x" * 300]}, "stop[0]"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"extra_body": {"speculation": {"num_draft_tokens": 17}}}, "speculation.num_draft_tokens"),
-        ({"extra_body": {"top_k": VOCAB + 1}}, "top_k"),
-    ):
-        for stream in (False, True):
-            with pytest.raises(openai.BadRequestError) as bad:
-                await create(model="model", messages=MESSAGES, stream=stream, **fields)
-            assert bad.value.param == param
-
-
 class Shape(BaseModel):
     kind: Literal["round", "square"]
     sides: Literal[0, 4]
