@@ -49,12 +49,13 @@ def try_verdicts(engine: Engine) -> None:
 
 
 def self_drafter_of(engine: Engine, entries_max: int) -> SelfDrafter | None:
+    from outrider.engine.paged_engine import PagedEngine
     from outrider.engine.paged_sequences import PagedSequences
 
     from .self_drafting import ExitDrafter, HeadDrafter
 
-    if not isinstance(engine, PagedSequences):
-        return None
-    if engine.exit_head is not None:
+    if isinstance(engine, PagedEngine) and engine.exit_head is not None:
         return ExitDrafter(engine.exit_head, engine, entries_max)
-    return None if engine.draft_heads is None else HeadDrafter(engine.draft_heads, entries_max)
+    if isinstance(engine, PagedSequences) and engine.draft_heads is not None:
+        return HeadDrafter(engine.draft_heads, entries_max)
+    return None

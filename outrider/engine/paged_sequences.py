@@ -13,7 +13,6 @@ from torch import Tensor
 from outrider.engine.batch import HeldSequence
 from outrider.engine.interface import ModelInfo, SequenceStep, check_steps
 from outrider.kv_cache.block_pool import BlockPool, Copy
-from outrider.models.early_exit import LoadedExit
 from outrider.models.medusa import LoadedHeads
 
 
@@ -40,9 +39,7 @@ class PagedSequences:
     info: ModelInfo
     stated_seconds = 0.0
     draft_heads: LoadedHeads | None = None
-    """Heads that draft for the model ..."""
-    exit_head: LoadedExit | None = None
-    """... or one behind its first layers."""
+    """Heads that draft for the model."""
 
     def _use_pool(self, pool: BlockPool, cache: PageStore, max_num_seqs: int) -> None:
         """Begins anew with the empty pages of a pool."""
