@@ -233,7 +233,16 @@ class _Option:
     seconds: float = 0.0
     siblings: tuple[int, ...] = ()
     """That it has beside its tokens."""
-    draft_budget_s: float = math.inf
+    draft_s: float = math.inf
+    """The wait for its proposal; infinite where that is not known."""
+    plain_s: float = 0.0
+    """A round of plain decoding."""
+
+    @property
+    def draft_budget_s(self) -> float:
+        """How long its proposal is worth drawing for."""
+        worth_s = max(0.0, self.num_tokens - 1.0) * self.plain_s
+        return max(DRAFT_BUDGET_MIN_S, self.draft_s + worth_s)
 
     @property
     def rate(self) -> float:
@@ -461,21 +470,21 @@ class LengthControl(LengthPolicy):
             prospects.proposed.cumsum().tolist(),
         )
         row_s, row_lost = forecast.row_s.tolist(), forecast.row_lost.tolist()
-        taken, options = self._siblings.taken(self._siblings_max), list[_Option]()
-        for k, draft_s in enumerate(forecast.draft_s.tolist(), start=1):
-            best = _best([
+        taken, is_known = self._siblings.taken(self._siblings_max), self._costs.are_known
+        options = [
+            _best([
                 _Option(
                     k,
                     tokens[k - 1] + chance * refused[k - 1] - n * proposed[k - 1] * row_lost[k],
                     seconds[k - 1] + n * proposed[k - 1] * row_s[k],
                     (n,) * k if n else (),
+                    draft_s if is_known else math.inf,
+                    forecast.plain_s,
                 )
                 for n, chance in enumerate(taken[: 1 + SIBLINGS_OF_A_ROUND_MAX // k])
-            ])  # fmt: skip
-            if self._costs.are_known:
-                worth_s = max(0.0, best.num_tokens - 1.0) * forecast.plain_s
-                best = replace(best, draft_budget_s=max(DRAFT_BUDGET_MIN_S, draft_s + worth_s))
-            options.append(best)
+            ])
+            for k, draft_s in enumerate(forecast.draft_s.tolist(), start=1)
+        ]  # fmt: skip
         return options, replace(_PLAIN, seconds=forecast.plain_s)
 
 

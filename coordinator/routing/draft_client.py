@@ -83,9 +83,6 @@ class PushedProposals:
         self._kept: dict[tuple[int, tuple[int, ...]], ProposalReply] = {}
         """By length of the committed prefix, and what is assumed behind it."""
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
     def put(self, reply: ProposalReply) -> None:
         """Keeps a proposal for the round behind the current one, while there is room."""
         place = (reply.base_length, reply.assumed)

@@ -210,9 +210,6 @@ class Matchers:
         self._grammars = grammars
         self._matchers: OrderedDict[str, PrefixMatcher] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._matchers)
-
     def follow(
         self, session_id: str, compiled: Grammar | OutriderError, completion: Sequence[int]
     ) -> Followed:

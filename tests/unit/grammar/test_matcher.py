@@ -96,7 +96,7 @@ def test_sessions_are_followed_anew_after_their_matcher_was_dropped(
     assert first.num_legal([*drafted, eos()]) == 3
     mask = first.after(drafted)
     matchers.follow("b", schema, [])  # makes room of a
-    assert len(matchers) == 1
+    assert len(matchers._matchers) == 1
     again = matchers.follow("a", schema, ids[:7])
     there = again.after(ids[7:8])
     assert mask is not None
@@ -107,7 +107,7 @@ def test_sessions_are_followed_anew_after_their_matcher_was_dropped(
     assert ahead.num_legal([*ids[6:8], eos()]) == 2
     assert ahead.after([eos()]) is None
     matchers.release("a")
-    assert len(matchers) == 0
+    assert len(matchers._matchers) == 0
 
 
 def test_a_completion_that_breaks_its_constraint_is_refused_by_name() -> None:

@@ -309,11 +309,11 @@ def test_the_one_that_comes_true_is_picked() -> None:
     kept = PushedProposals(BYTES)
     for assumed in ((9,), (8, 9), (8, 7)):
         kept.put(pushed(1, 4, assumed))
-    assert len(kept) == 3
+    assert len(kept._kept) == 3
     found = kept.begin(1, TokenSequence((*PROMPT, 8, 9)))
     assert found is not None
     assert found.assumed == (8, 9)
-    assert len(kept) == 0
+    assert len(kept._kept) == 0
     kept.put(pushed(2, 6, (5,)))
     assert kept.begin(2, TokenSequence((*PROMPT, 8, 9, 4))) is None
 
@@ -323,7 +323,7 @@ def test_of_other_rounds_nothing_is_kept(late: int) -> None:
     kept = PushedProposals(BYTES)
     kept.begin(1, TokenSequence(PROMPT))
     kept.put(pushed(late, 4, (9,)))
-    assert len(kept) == 0
+    assert len(kept._kept) == 0
 
 
 def test_what_is_kept_is_bounded_and_the_first_of_equals_stays() -> None:
@@ -331,7 +331,7 @@ def test_what_is_kept_is_bounded_and_the_first_of_equals_stays() -> None:
     kept.put(pushed(1, 4, (9,), q=b"x" * 50))
     kept.put(pushed(1, 4, (9,), tokens=(4,), q=b""))
     kept.put(pushed(1, 4, (8,), q=b"x" * 50))
-    assert len(kept) == 1
+    assert len(kept._kept) == 1
     found = kept.begin(1, TokenSequence((*PROMPT, 9)))
     assert found is not None
     assert found.proposal.token_ids == (1, 2, 3)
