@@ -1,5 +1,5 @@
 """`outrider bench device`, or `python -m benchmarks.device` where neither Ray nor gRPC is: how near
-a step at batch 1 comes to what the device's memory allows, and what CUDA graphs are worth.
+a step at batch 1 comes to what the device's memory allows.
 
 | figure | ms, medians |
 | --- | --- |
@@ -9,10 +9,9 @@ a step at batch 1 comes to what the device's memory allows, and what CUDA graphs
 | `decode_step_ms` | one token of one session, until its likeliest successor is known |
 | `decode_over_ideal` | that over `ideal_step_ms` (goal 1.25) |
 | `verify_step_ms` | K + 1 tokens of one session |
-| `draft_steps_ms` | K draft tokens at temperature 1; with graphs in one replay |
+| `draft_steps_ms` | K draft tokens at temperature 1 |
 | `verdict_ms` | by rule, verdicts of 1, 16 and 64 sessions on 4 draft tokens each |
 
-The four before the last are of `graphs_on`, null where no step is recorded, and of `graphs_off`.
 Verdicts are at temperature 1 and top-p 0.95, of normal logits with deviation 3.
 """
 
@@ -20,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -29,7 +28,7 @@ import torch
 
 from draft_service.model_drafter import ModelDrafter
 from outrider.drafters.drafter import DraftRequest
-from outrider.engine.cuda.backend import DeviceBackend, find_backend
+from outrider.engine.cuda.table_steps import DeviceBackend, find_backend
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError, SettingError
@@ -93,12 +92,7 @@ def measure(
     bytes_per_s = copy_speed(device, min(COPY_BYTES_MAX, weight_bytes))
     ideal_ms = weight_bytes / bytes_per_s * 1e3
     speed_up(module)
-    graphs_on = None
-    if backend is not None and backend.new_recorder is not None:
-        progress("steps that are recorded")
-        graphs_on = _figures(module, info, options, backend, ideal_ms)
-        backend = replace(backend, new_recorder=None)
-    progress("steps that are not")
+    progress("steps")
     values = asdict(options) | {
         "model": info.name,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -107,8 +101,7 @@ def measure(
         "weight_bytes": weight_bytes,
         "copy_gb_per_s": bytes_per_s / 1e9,
         "ideal_step_ms": ideal_ms,
-        "graphs_on": graphs_on,
-        "graphs_off": _figures(module, info, options, backend, ideal_ms),
+        **_figures(module, info, options, backend, ideal_ms),
     }
     progress("verdicts")
     values["verdict_ms"] = verdict_times(device, info.vocab_size, options.repetitions)
@@ -193,8 +186,7 @@ def _figures(
     options: DeviceOptions,
     backend: DeviceBackend | None,
     ideal_ms: float,
-) -> dict[str, float] | None:
-    """None where steps were to be recorded, and this model's cannot be."""
+) -> dict[str, float]:
     engine = PagedEngine(
         module, info, max_num_seqs=2, kv_cache_memory_bytes=_KV_CACHE_BYTES, backend=backend
     )
@@ -219,8 +211,6 @@ def _figures(
     decode, verify, draft = medians_ms(
         works, options.repetitions, partial(engine.keep, _NAME, length)
     )
-    if backend is not None and backend.new_recorder is not None and not engine.records_steps:
-        return None
     return {
         "decode_step_ms": decode,
         "decode_over_ideal": decode / ideal_ms,

@@ -22,7 +22,10 @@ class DraftActor(ReplicaHost):
     def build(
         self, config: DraftConfig, executor: ThreadExecutor, engine: Any, costs: StepCosts | None
     ) -> DraftService:
+        import torch
+
         from outrider.drafters.lookup import NgramDrafter
+        from outrider.speculation.verification import try_kernels
 
         from .eagle_drafter import EagleDrafter
         from .service import DraftService
@@ -36,6 +39,9 @@ class DraftActor(ReplicaHost):
             )  # fmt: skip
         lookup = build_lookup(config)
         eagle, info = build_eagle(config)
+        weight = next(eagle.module.parameters())
+        logits = torch.randn(2, len(eagle.token_ids), device=weight.device)
+        executor.call(lambda: try_kernels(logits))
         drafter = EagleDrafter(
             eagle,
             lookup or NgramDrafter(config.ngram_min, config.ngram_max),

@@ -25,7 +25,6 @@ class TargetActor(ReplicaHost):
     ) -> TargetService:
         from .service import TargetService
 
-        executor.call(lambda: try_verdicts(engine))
         return TargetService(
             engine, executor, max_num_seqs=config.step_sessions, costs=costs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -33,19 +32,6 @@ class TargetActor(ReplicaHost):
             self_drafter=self_drafter_of(engine, config.heads_support_entries),
             grammars=build_grammars(config, engine.info.eos_token_ids),
         )  # fmt: skip
-
-
-def try_verdicts(engine: Engine) -> None:
-    """Compiles what verdicts on a device run on, before the first session waits for it."""
-    import torch
-
-    if torch.cuda.is_available():
-        from outrider.engine.interface import SequenceStep
-        from outrider.speculation.verification import try_kernels
-
-        [logits] = engine.forward([SequenceStep("trial", (0, 0), 2)])
-        try_kernels(logits)
-        engine.release("trial")
 
 
 def self_drafter_of(engine: Engine, entries_max: int) -> SelfDrafter | None:

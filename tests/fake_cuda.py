@@ -17,6 +17,7 @@ from types import FrameType, ModuleType
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
@@ -26,8 +27,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.utils import import_utils
 
 from outrider.engine.attention import LayerPages
-from outrider.engine.cuda.backend import DeviceBackend, Recording, StepRequest
-from outrider.engine.cuda.page_tables import BLOCK_WORDS, TableStep
+from outrider.engine.cuda.table_steps import BLOCK_WORDS, DeviceBackend, TableStep
 from outrider.engine.interface import ModelInfo
 from outrider.engine.paged_engine import PagedEngine
 from outrider.speculation import cuda_verdicts
@@ -52,14 +52,13 @@ class DeviceWatch(TorchDispatchMode):
     operators    kernels and copies, reads and sends included; but for what the library's models
                  start themselves, which depends on its version
 
-    Reads are answered with ones, integers with zeros. Tensors of several devices in one operator,
-    and reads and sends while work is recorded, are `errors`."""
+    Reads are answered with ones, integers with zeros. Tensors of several devices in one operator
+    are `errors`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.errors: list[str] = []
         """What was raised; the product may have caught it."""
-        self._is_recording = False
         self.clear()
 
     def clear(self) -> None:
@@ -79,15 +78,6 @@ class DeviceWatch(TorchDispatchMode):
         for name in ("reads", "sends", "operators"):
             print(name, dict(getattr(self, name)))
         return self.counts
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Within, nothing may be read or sent."""
-        self._is_recording = True
-        try:
-            yield
-        finally:
-            self._is_recording = False
 
     def check(self, condition: bool, what: str) -> None:
         """Notes an error, and raises it, unless the condition holds."""
@@ -167,8 +157,6 @@ class DeviceWatch(TorchDispatchMode):
             self.operators[place] += 1
         if kind is not self.operators:
             kind[place] += 1
-            if self._is_recording:
-                raise RuntimeError(f"{name} between CPU and device while work is recorded")
 
 
 def _answer(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -218,7 +206,9 @@ def fake_device() -> Iterator[DeviceWatch]:
         stack.enter_context(_device_guards())
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        stack.enter_context(patch.dict(sys.modules, {_KERNELS.__name__: _KERNELS}))
+        # Not `patch.dict`: it would forget the modules that are imported within.
+        patched = stack.enter_context(pytest.MonkeyPatch.context())
+        patched.setitem(sys.modules, _KERNELS.__name__, _KERNELS)
         for owner, name, new in (
             (FakeTensor, "data_ptr", lambda tensor: tensor.storage_offset() * tensor.itemsize),
             (FakeTensor, "tolist", lambda tensor: tensor.cpu().tolist()),
@@ -270,7 +260,7 @@ _KERNELS.__getattr__ = _Kernel  # type: ignore[method-assign]
 
 def attend(query: Tensor, layer: LayerPages, step: TableStep) -> Tensor:
     """Implements `TableAttention`: looks at shapes and types."""
-    cache, size = layer.cache, step.size
+    cache = layer.cache
     _, num_heads, num_rows, width = query.shape
     key_heads, num_slots, key_width = cache.keys.shape
     words = (step.token_ids, step.position_ids, step.slots, step.logit_rows, step.blocks)
@@ -278,7 +268,7 @@ def attend(query: Tensor, layer: LayerPages, step: TableStep) -> Tensor:
     WATCH.check(query.dtype == cache.keys.dtype == cache.values.dtype, "dtypes of attention")
     WATCH.check(width == key_width and num_heads % key_heads == 0, "heads of attention")
     WATCH.check(cache.values.shape[:2] == (key_heads, num_slots), "slots of keys and values")
-    sizes = [num_rows] * 3 + [size.num_logits, size.num_blocks * BLOCK_WORDS]
+    sizes = [num_rows] * 3 + [len(step.logit_rows), len(step.blocks) * BLOCK_WORDS]
     WATCH.check([each.numel() for each in words] == sizes, "sizes of a step's tables")
     WATCH.check(all(each.dtype == torch.int64 for each in (*words, step.pages)), "64-bit words")
     if step.ancestors is not None:
@@ -289,20 +279,7 @@ def attend(query: Tensor, layer: LayerPages, step: TableStep) -> Tensor:
     return query.new_empty((1, num_rows, num_heads, cache.values.shape[2]))
 
 
-class FakeRecorder:
-    """Implements `Recorder`: within, nothing is read or sent; a replay is one operator."""
-
-    def record(self, work: StepRequest) -> Recording:
-        with WATCH.recording():
-            output = work()
-        return Recording(output, lambda: WATCH.launch("replay", output))
-
-    def num_bytes(self) -> int:
-        return 0
-
-
-EAGER = DeviceBackend(attend, 264, None)
-RECORDED = DeviceBackend(attend, 264, FakeRecorder)
+BACKEND = DeviceBackend(attend, 264)
 VOCAB = 4_096
 
 

@@ -13,7 +13,7 @@ from pages import check_pages
 from reference_kernels import ReferenceKernels
 
 from outrider.engine import paged_engine
-from outrider.engine.cuda.backend import DeviceBackend
+from outrider.engine.cuda.table_steps import DeviceBackend
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.kv_cache import storage

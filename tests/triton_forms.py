@@ -13,7 +13,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from outrider.engine import paged_engine
-from outrider.engine.cuda.backend import DeviceBackend, attend_tables
+from outrider.engine.cuda.table_steps import DeviceBackend, attend_tables
 from outrider.engine.interface import SequenceStep
 
 _COMPILER = make_backend(GPUTarget("cuda", 90, 32))
@@ -32,7 +32,7 @@ def main() -> None:
     paged_engine.check_answers = lambda *_: None
     config = tiny_config("llama")
     config.head_dim = 16  # What is a multiple of this makes one form, as in any model of use.
-    engine = EngineMaker()(tiny_module(config), backend=DeviceBackend(attend_tables, 64, None))
+    engine = EngineMaker()(tiny_module(config), backend=DeviceBackend(attend_tables, 64))
     tried = set(_forms)
     assert tried, "the trial runs no kernel"
     for num in (1, 2, 3, 7, 16, 17):

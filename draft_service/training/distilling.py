@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from outrider.engine.cuda.backend import find_backend
+from outrider.engine.cuda.table_steps import find_backend
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import SettingError
 from outrider.kv_cache.storage import memory_budget

@@ -4,7 +4,8 @@ drafts with a model and drafts with a head have in common."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -15,7 +16,9 @@ from outrider.grammar.token_mask import TokenMask
 from outrider.speculation.draft_sampling import (
     DraftedGroup,
     LikelyTokens,
+    can_draw_on_device,
     draw_from_logits,
+    draw_on_device,
     draw_siblings,
 )
 from outrider.speculation.logits_processing import (
@@ -32,7 +35,6 @@ from outrider.speculation.proposal import (
     Proposal,
     caterpillar_tree,
 )
-from outrider.speculation.sampling_params import Rule, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -171,11 +173,13 @@ class DraftSampler:
         if any(draft.request.allowed is not None for draft in drafts):
             drafts, rows = self._masked(drafts, rows)
         lengths = [len(draft.token_ids) for draft in drafts]
-        groups = _alike(drafts)
+        together, groups = _alike(drafts, rows)
+        by_index = dict(enumerate(rows))
         if len(groups) > 1 and rows[0].device.type != "cpu":  # One wait for the device, for all.
-            rows = torch.split(joined_rows(rows).cpu(), 1)
-        for indices in groups:
-            self._draw([drafts[index] for index in indices], [rows[index] for index in indices])
+            copied = joined_rows([rows[index] for index in chain(*groups)]).cpu()
+            by_index |= zip(chain(*groups), torch.split(copied, 1), strict=True)
+        for indices in filter(None, (together, *groups)):
+            self._draw([drafts[index] for index in indices], [by_index[index] for index in indices])
         before = zip(drafts, lengths, strict=True)
         return [draft for draft, length in before if len(draft.token_ids) > length]
 
@@ -213,15 +217,15 @@ class DraftSampler:
             for draft, row in zip(drafts, rows, strict=True):
                 self._draw([draft], [row])
             return
-        for place, (draft, (token_ids, q)) in enumerate(zip(drafts, groups, strict=True)):
+        for draft, (token_ids, q), likely in zip(drafts, groups, drawn_from, strict=True):
             draft.add(token_ids, q)
             draft.unseen = token_ids[:1]
-            if drawn_from is not None:
-                draft.rows.append(drawn_from.row(place))
+            if likely is not None:
+                draft.rows.append(likely)
 
     def _drawn(
         self, drafts: Sequence[AutoregressiveDraft], logits: Tensor
-    ) -> tuple[list[DraftedGroup], LikelyTokens | None]:
+    ) -> tuple[list[DraftedGroup], Sequence[LikelyTokens | None]]:
         """A token of each, or candidates for its place; and the rows that single ones were drawn
         from."""
         sampling = drafts[0].request.sampling
@@ -231,19 +235,36 @@ class DraftSampler:
         if max(counts) > 1:
             return draw_siblings(
                 logits, sampling, noises, depths, counts, self.entries_max, self.vocabulary
-            ), None
-        tokens, drawn_from = draw_from_logits(
-            logits, sampling, noises, depths, self.entries_max, drafts[0].history, self.vocabulary
-        )
+            ), [None] * len(drafts)
+        drawn_from: Sequence[LikelyTokens | None]
+        if can_draw_on_device(logits, sampling):
+            params = [draft.request.sampling for draft in drafts]
+            tokens, drawn_from = draw_on_device(
+                logits, params, noises, depths, self.entries_max, self.vocabulary
+            )
+        else:
+            history = drafts[0].history
+            tokens, likely = draw_from_logits(
+                logits, sampling, noises, depths, self.entries_max, history, self.vocabulary
+            )
+            drawn_from = [
+                None if likely is None else likely.row(place) for place in range(len(drafts))
+            ]
         return [((token_id,), q) for token_id, q in tokens], drawn_from
 
 
-def _alike(drafts: Sequence[AutoregressiveDraft]) -> list[list[int]]:
-    """Drafts, by index, in groups of one rule and the same parameters; where these look at the
-    tokens so far, each is a group of its own. Those that want several candidates are apart."""
-    groups: dict[tuple[Rule, SamplingParams, int, bool], list[int]] = {}
-    for index, draft in enumerate(drafts):
-        rule, sampling = draft.request.rule, draft.request.sampling
-        alone = index if sampling.penalised else -1
-        groups.setdefault((rule, sampling, alone, draft.num_candidates > 1), []).append(index)
-    return list(groups.values())
+def _alike(
+    drafts: Sequence[AutoregressiveDraft], rows: Sequence[Tensor]
+) -> tuple[list[int], list[list[int]]]:
+    """Drafts, by index: those that are drawn together on the device of their rows; and the others
+    in groups of one rule and the same parameters, where those that look at the tokens so far are
+    groups of their own. Those that want several candidates are apart."""
+    groups: dict[Hashable, list[int]] = {}
+    for index, (draft, row) in enumerate(zip(drafts, rows, strict=True)):
+        sampling, is_single = draft.request.sampling, draft.num_candidates == 1
+        key: Hashable = None
+        if not (is_single and can_draw_on_device(row, sampling)):
+            alone = index if sampling.penalised else -1
+            key = draft.request.rule, sampling, alone, is_single
+        groups.setdefault(key, []).append(index)
+    return groups.pop(None, []), list(groups.values())

@@ -53,14 +53,6 @@ class DraftDeadline:
             self._has_drawn = self._has_drawn or not self.has_cut
             return not self.has_cut
 
-    def num_draws(self, num_wanted: int, draw_s: float) -> int:
-        """How many of so many tokens there is time for, the first of which is allowed, where each
-        is expected to take `draw_s` seconds."""
-        left = self.ends_at - self._clock()
-        if draw_s <= 0.0 or num_wanted * draw_s <= left:
-            return num_wanted
-        return max(1, int(left / draw_s))
-
     @property
     def is_over(self) -> bool:
         return self._clock() >= self.ends_at

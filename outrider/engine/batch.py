@@ -193,7 +193,7 @@ def plan_step(
     for window in windows:
         view = _View(window, row if fixed_shapes else None, device, dtype)
         groups[window] = [_group(members, view) for members in _alike(segments, view)]
-    token_ids, position_ids, slots_, rows = _shipped(arrays, device)
+    token_ids, position_ids, slots_, rows = shipped(arrays, device)
     return StepPlan(token_ids[None], position_ids[None], slots_, rows, groups)
 
 
@@ -318,13 +318,13 @@ def _group(members: Sequence[_Segment], view: _View) -> Group:
         arrays.append(rows.reshape(-1))
     if view.spare_row is not None:
         arrays.append(np.where(tokens > lasts, view.spare_row, rows).reshape(-1))
-    shipped = _shipped(arrays, view.device)
+    sent = shipped(arrays, view.device)
     return Group(
         num_segments=num,
         num_tokens=num_tokens,
-        rows=slice(first, first + rows.size) if is_run else shipped[1],
-        targets=None if view.spare_row is None else shipped[2],
-        slots=shipped[0],
+        rows=slice(first, first + rows.size) if is_run else sent[1],
+        targets=None if view.spare_row is None else sent[2],
+        slots=sent[0],
         bias=None if sees_all else _bias(members, begins, rows - firsts, width, view),
     )
 
@@ -362,7 +362,7 @@ def _tree_mask(segment: _Segment, tree: Tree, begin: int, width: int, window: in
     return allowed
 
 
-def _shipped(arrays: Sequence[_Ints], device: torch.device) -> list[Tensor]:
+def shipped(arrays: Sequence[_Ints], device: torch.device) -> list[Tensor]:
     """The arrays on the device, brought there in one piece."""
     if len(arrays) == 1:
         return [torch.from_numpy(arrays[0]).to(device)]

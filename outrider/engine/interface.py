@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from outrider.errors import BadRequest, check
 from outrider.limits import PAGE_SIZE
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-    import torch
     from torch import Tensor
 
 
@@ -196,52 +193,6 @@ class ShallowEngine(Engine, Protocol):
         """As `forward`, but per step [num_logits, D]: what the last of the first layers put out, in
         the model's dtype. The slots that it takes are the sequence's own, hold keys and values of
         these layers alone, and are given back by `keep` before the sequence's next `forward`."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class MultiStep:
-    """What one sequence is to run and then to draw."""
-
-    step: SequenceStep
-    """A chain, with one row of logits."""
-    num_tokens: int
-    """To draw, at least one; all but the last are run."""
-
-
-class Draws(Protocol):
-    """Draws tokens of S sequences on the device of their logits, and waits for nothing there."""
-
-    @property
-    def key(self) -> Hashable:
-        """All that `draw` depends on beside its arguments."""
-        ...
-
-    def can_draw_on(self, device: torch.device) -> bool:
-        """Whether `draw` can run there."""
-        ...
-
-    def words(self, num_rows: int) -> npt.NDArray[np.int64]:
-        """What `draw` reads of these sequences, with `num_rows` - S others for padding: as
-        many words for any S."""
-        ...
-
-    def draw(self, logits: Tensor, words: Tensor, depth: int) -> Tensor:
-        """Draws token `depth` of every row [S, V]: [S, any], beginning with the token."""
-        ...
-
-
-@runtime_checkable
-class MultiStepEngine(Protocol):
-    """An engine that can draw several tokens of each sequence in one call."""
-
-    def run_multi_step(
-        self, sequences: Sequence[MultiStep], draws: Draws
-    ) -> npt.NDArray[Any] | None:
-        """Runs each sequence's step, draws its tokens, and runs all but the last: what was drawn,
-        [most tokens, sequences, any]; where fewer are drawn the last ones mean nothing. None where
-        it cannot be done at once; then no sequence has changed. Raises what `Engine.forward`
-        does."""
         ...
 
 

@@ -5,7 +5,7 @@ step in one forward pass, their keys and values in shared pages.
     KVCache    has the tensors                                            storage.py
     Steps      turns steps into index tensors and calls the module        gathered_attention.py
                or calls fused CPU kernels in its place                    cpu/fused_steps.py
-               or, on a CUDA device, into tables and recordings of them   cuda/cuda_runner.py
+               or, on a CUDA device, into tables that a kernel reads       cuda/table_steps.py
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -26,16 +25,9 @@ from outrider.engine.batch import HeldSequence
 from outrider.engine.cpu.decoder import CannotFuse, FusedDecoder
 from outrider.engine.cpu.fused_steps import SPAN_TOKENS_MAX, FusedSteps, find_span_tokens
 from outrider.engine.cpu.kernels import PaceKernels
-from outrider.engine.cuda.backend import DeviceBackend
-from outrider.engine.cuda.cuda_runner import CudaRunner
+from outrider.engine.cuda.table_steps import DeviceBackend, TableSteps
 from outrider.engine.gathered_attention import Forward, GatheredSteps, Steps
-from outrider.engine.interface import (
-    Draws,
-    ModelInfo,
-    MultiStep,
-    SequenceStep,
-    check_steps,
-)
+from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_sequences import PagedSequences
 from outrider.engine.threads import ContendedThreads
 from outrider.errors import ConfigError, InvariantError, SettingError, check
@@ -64,8 +56,8 @@ _log = logging.getLogger(__name__)
 
 
 class PagedEngine(PagedSequences):
-    """A `FeatureEngine`, `ShallowEngine` and `MultiStepEngine`. The module belongs to it from now
-    on: its attention is replaced, and it cannot be called from elsewhere."""
+    """A `FeatureEngine` and `ShallowEngine`. The module belongs to it from now on: its attention is
+    replaced, and it cannot be called from elsewhere."""
 
     def __init__(
         self,
@@ -91,8 +83,7 @@ class PagedEngine(PagedSequences):
         after a prefix that others ran.
         `backend` is what other steps are run with, unless the trial fails with it: of ranks
         that share the model, unless one's does, by `all_agree`. With `draft_heads`, or if it
-        `shows_features`, it has `features`, and `backend` may record no steps: replays show
-        none. With an `exit_head` it has `forward_shallow` for it, whose steps are never recorded.
+        `shows_features`, it has `features`; with an `exit_head` `forward_shallow` for it.
         `kernels` are those that the modules were replaced for (`speed_up`): where they fit the
         whole model, and the trial passes with them, all steps run on them.
 
@@ -113,8 +104,6 @@ class PagedEngine(PagedSequences):
         self.draft_heads, self.exit_head = draft_heads, exit_head
         self.shows_features = shows_features or draft_heads is not None
         self._head = watch_head(module) if self.shows_features else None
-        records = backend is not None and backend.new_recorder is not None
-        check(self._head is None or not records, "recorded steps show no features")
         self.rows_are_equal = False
         """Whether a row's logits are bit-equal whatever else is in its step."""
         self._seen = torch.empty(0)
@@ -140,10 +129,7 @@ class PagedEngine(PagedSequences):
         self.info, self._max_num_seqs = info, TRIAL_SEQUENCES
         self._decoder = self._fused(info)
         self._try(expected)
-        num_pages = min(
-            pages_in(kv_cache_memory_bytes, shapes, self._num_spare_pages),
-            max_num_seqs * pages_of_longest,
-        )
+        num_pages = min(pages_in(kv_cache_memory_bytes, shapes), max_num_seqs * pages_of_longest)
         self._max_num_seqs = max_num_seqs
         if self._deterministic and self._decoder is None:
             self._make_independent(num_pages)
@@ -217,7 +203,7 @@ class PagedEngine(PagedSequences):
         num_pages = TRIAL_SEQUENCES * -(-len(expected[0]) // PAGE_SIZE)
         self._use_pages(num_pages)
         trials: list[Callable[[], None]] = [partial(self._check_trial, *expected)]
-        if isinstance(self._steps, CudaRunner):
+        if isinstance(self._steps, TableSteps):
             trials.insert(0, self._steps.try_kernel)
         elif self._decoder is None:
             self._check_trial(*expected)
@@ -242,26 +228,20 @@ class PagedEngine(PagedSequences):
             return False
         return True
 
-    @property
-    def _num_spare_pages(self) -> int:
-        """Pages beside those of the pool: one where steps are recorded."""
-        return int(self._backend is not None and self._backend.new_recorder is not None)
-
     def _use_pages(self, num_pages: int) -> None:
         """Begins anew with so many empty pages."""
         shapes = [layer.shape for layer in self._layers]
-        cache = KVCache(shapes, num_pages + self._num_spare_pages, self._decoder is not None)
+        cache = KVCache(shapes, num_pages, self._decoder is not None)
         self._caches = cache.layers
         self._use_pool(BlockPool(num_pages, PAGE_SIZE), cache, self._max_num_seqs)
-        self._steps = self._new_steps(len(self._layers), self._call, self._backend)
+        self._steps = self._new_steps(len(self._layers), self._call)
         self._shallow_steps: Steps | None = None
         if self.exit_head is not None:
             num_layers = self.exit_head.num_layers
             call = partial(self._call_shallow, first_layers(self._module, num_layers))
-            unrecorded = self._backend and replace(self._backend, new_recorder=None)
-            self._shallow_steps = self._new_steps(num_layers, call, unrecorded)
+            self._shallow_steps = self._new_steps(num_layers, call)
 
-    def _new_steps(self, num_layers: int, call: Forward, backend: DeviceBackend | None) -> Steps:
+    def _new_steps(self, num_layers: int, call: Forward) -> Steps:
         """Steps of the first layers, which a call runs, on the pages of the pool."""
         layers, caches = self._layers[:num_layers], self._caches[:num_layers]
         if self._decoder is not None:
@@ -271,7 +251,7 @@ class PagedEngine(PagedSequences):
             layer.block: LayerPages(cache, layer.window, layer.scaling, layer.softcap)
             for layer, cache in zip(layers, caches, strict=True)
         }
-        if backend is None:
+        if self._backend is None:
             return GatheredSteps(
                 call, pages, PAGE_SIZE, self._device, self._dtype,
                 fixed_shapes=self._deterministic,
@@ -280,18 +260,12 @@ class PagedEngine(PagedSequences):
             ((layer.query_heads, layer.shape.num_heads) for layer in layers),
             key=lambda numbers: numbers[0] / numbers[1],
         )
-        spare = self._pool.num_pages
-        return CudaRunner(backend, call, pages, heads, PAGE_SIZE, spare, self._device)
+        return TableSteps(self._backend, call, pages, heads, PAGE_SIZE, self._device)
 
     @property
     def kernels_name(self) -> str:
         """The library of fused kernels that steps run on; empty without one."""
         return "" if self._decoder is None else self._decoder.kernels.name
-
-    @property
-    def records_steps(self) -> bool:
-        """Whether steps of usual shapes are recorded and replayed."""
-        return isinstance(self._steps, CudaRunner) and self._steps.records
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
         """See `Engine.forward`. Logits are float64 for a float64 model."""
@@ -317,36 +291,6 @@ class PagedEngine(PagedSequences):
         """See `FeatureEngine.features`."""
         check(self._head is not None, "an engine that shows no features keeps none")
         return self._features
-
-    def run_multi_step(
-        self, sequences: Sequence[MultiStep], draws: Draws
-    ) -> npt.NDArray[Any] | None:
-        """Done where steps are recorded, in one replay for all."""
-        if not isinstance(self._steps, CudaRunner):
-            return None
-        # What will be drawn is not known yet; any token keeps its slot.
-        steps = [
-            replace(each.step, token_ids=each.step.token_ids + (0,) * (each.num_tokens - 1))
-            for each in sequences
-        ]
-        check_steps(steps, self.info, self._max_num_seqs, self.length)
-        if not self._pool.can_hold(steps):
-            return None
-        with self._appended(steps) as held, torch.inference_mode():
-            found = self._steps.run_multi_step(
-                [replace(one, step=each.step) for one, each in zip(held, sequences, strict=True)],
-                [each.num_tokens for each in sequences],
-                draws,
-            )
-            drawn = None if found is None else found[:, : len(sequences)].cpu()
-        if drawn is None:
-            self._undo(held)
-            return None
-        for each, token_ids in zip(sequences, drawn[:, :, 0].long().unbind(1), strict=True):
-            self._pool.name(each.step.sequence_id, token_ids[: each.num_tokens - 1].tolist())
-        self._pool.written(steps)
-        array: npt.NDArray[Any] = drawn.numpy()
-        return array
 
     def _contending(
         self, runner: Steps, steps: Sequence[SequenceStep]

@@ -121,15 +121,11 @@ class PagedSequences:
             self._settle()
             yield held
         except BaseException:
-            self._undo(held)
+            # Before others can share what was not written.
+            for one in held:
+                if self.length(one.step.sequence_id):
+                    self._pool.keep(one.step.sequence_id, one.length)
             raise
-
-    def _undo(self, sequences: Sequence[HeldSequence]) -> None:
-        """Gives back the slots of a step that was not run, before others can share what was not
-        written to them."""
-        for held in sequences:
-            if self.length(held.step.sequence_id):
-                self._pool.keep(held.step.sequence_id, held.length)
 
 
 def _add(pending: dict[int, int], copies: Sequence[Copy]) -> None:

@@ -125,7 +125,7 @@ class _Bench:
         self._clock = clock
         self._try_s = try_s
         self._first_is_slow = False
-        """On a device a step's first run of its shape compiles and records what the next ones use:
+        """On a device a step's first run of its shape compiles what the next ones use:
         it does not count, and nor does its time ..."""
         self._excused_s = 0.0
         """... which is this for all of them."""

@@ -62,7 +62,6 @@ from vllm.v1.worker.gpu.attn_utils import (
 from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
 from outrider.engine.batch import HeldSequence, rows_of
-from outrider.engine.cuda.backend import RECORDED_BYTES_MAX
 from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_sequences import PagedSequences
 from outrider.engine.tensor_parallel.sharding import Ranks, least
@@ -74,6 +73,8 @@ from outrider.models.compatibility import check_answers, dependent_at, trial_tok
 from outrider.models.fingerprint import numerics_fingerprint
 from outrider.models.loading import LoadOptions, describe_files, refusing, use_device
 
+_CAPTURED_BYTES = 2**30
+"""Of a device's memory that is left to captured steps, beside the model and its pages."""
 _PAGE_SIZES = {"cpu": 32, "cuda": 16}
 """Tokens of a page, where the model's attention leaves the choice."""
 _PADDING_SLOT = -1
@@ -137,7 +138,7 @@ class VllmEngine(PagedSequences):
                 self._model: Any = get_model(vllm_config=self._config).eval()
                 if ranks is not None:
                     ranks.wait_for_all()
-                reserve = RECORDED_BYTES_MAX if captures else 0
+                reserve = _CAPTURED_BYTES if captures else 0
                 num_bytes = kv_cache_memory_bytes or memory_budget(
                     self._device, gpu_memory_utilization, num_gpus, reserve
                 )

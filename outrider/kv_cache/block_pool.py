@@ -161,13 +161,6 @@ class BlockPool:
             sequence.grow(len(step.token_ids), step.parents, whole)
         return copies
 
-    def name(self, sequence_id: str, token_ids: Sequence[int]) -> None:
-        """The last slots of a step that was appended, whose tokens were not known then, hold these.
-        `written` follows."""
-        sequence = self._sequences[sequence_id]
-        for place, token_id in enumerate(token_ids, start=sequence.length - len(token_ids)):
-            self._ids[self._slot(sequence.pages, place)] = token_id
-
     def written(self, steps: Sequence[SequenceStep]) -> None:
         """The slots that `append` has taken for these steps hold their tokens: whole pages of them
         may be shared."""

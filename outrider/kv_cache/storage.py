@@ -43,17 +43,15 @@ class LayerShape:
         return self.num_heads * (self.key_width + self.value_width) * self.dtype.itemsize
 
 
-def pages_in(num_bytes: int, shapes: Sequence[LayerShape], num_spare: int = 0) -> int:
-    """Pages for which so many bytes do beside `num_spare` others. Raises `SettingError` if there is
-    not one."""
+def pages_in(num_bytes: int, shapes: Sequence[LayerShape]) -> int:
+    """Pages for which so many bytes do. Raises `SettingError` if there is not one."""
     page_bytes = PAGE_SIZE * sum(shape.slot_bytes for shape in shapes)
-    if num_bytes < (1 + num_spare) * page_bytes:
-        beside = f" beside {num_spare} for padding" if num_spare else ""
+    if num_bytes < page_bytes:
         raise SettingError(
             "kv_cache_memory_bytes",
-            f"{num_bytes} bytes hold no page of keys and values{beside}; one takes {page_bytes}",
+            f"{num_bytes} bytes hold no page of keys and values; one takes {page_bytes}",
         )
-    return num_bytes // page_bytes - num_spare
+    return num_bytes // page_bytes
 
 
 def memory_budget(

@@ -29,6 +29,7 @@ from outrider.replica.process_setup import (
     log_to,
     on_passing_thread,
     step_costs,
+    try_device_kernels,
     use_threads,
 )
 from outrider.settings import blaming
@@ -101,6 +102,8 @@ class ReplicaHost(PlacedActor):
         executor = ThreadExecutor(f"{config.role}-step", take_seconds)
         executor.call(lambda: use_device(device=config.device))
         executor.call(start_workers)
+        if engine is not None:
+            executor.call(lambda: try_device_kernels(engine))
         costs = None if engine is None else executor.call(lambda: step_costs(engine, config))
         return self.build(config, executor, engine, costs)
 

@@ -178,7 +178,7 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
             if config.model_engine == VLLM or ranks is not None:  # ranks would disagree
                 raise
             logging.getLogger(__name__).warning("transformers in place of vLLM: %s", error)
-    from outrider.engine.cuda.backend import find_backend
+    from outrider.engine.cuda.table_steps import find_backend
     from outrider.engine.paged_engine import PagedEngine
     from outrider.engine.tensor_parallel.sharding import least
     from outrider.kv_cache.storage import memory_budget
@@ -188,11 +188,7 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
     module, info = _load(config, num_threads, ranks)
     weight = next(module.parameters())
     device = weight.device
-    # Ranks wait for each other within a step: one that fails to record it would hold up the others.
-    backend = None
-    if not config.deterministic:
-        records = ranks is None and not _shows_features(config)
-        backend = find_backend(device, weight.dtype, graphs=records)
+    backend = None if config.deterministic else find_backend(device, weight.dtype)
     own = _own_drafter(config, module)
     kernels = _kernels(config, device, weight.dtype, ranks)
     with blaming("draft_model"):
@@ -201,9 +197,8 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
         speed_up(drafter.module, kernels=kernels)
     if ranks is not None:
         ranks.wait_for_all()
-    num_recorded = 0 if backend is None else backend.recorded_bytes_max
     num_bytes = config.kv_cache_memory_bytes or memory_budget(
-        device, config.gpu_memory_utilization, config.num_gpus, num_recorded
+        device, config.gpu_memory_utilization, config.num_gpus
     )
     if ranks is not None:  # they hold the same pages
         num_bytes = least(ranks, num_bytes, device)
@@ -381,7 +376,7 @@ def _loading(config: ReplicaConfig, num_threads: int | None = None) -> dict[str,
 
 
 def _shows_features(config: ReplicaConfig) -> bool:
-    """Whether drafting needs the head's inputs, which a replayed step does not show."""
+    """Whether drafting needs the head's inputs."""
     return isinstance(config, TargetConfig) and (
         config.heads_kind == "medusa" or config.shows_features
     )
@@ -466,6 +461,20 @@ def build_grammars(config: ReplicaConfig, eos_token_ids: tuple[int, ...] = ()) -
         return GrammarTokenizer(tokenizer, ends)
 
     return Grammars(load)
+
+
+def try_device_kernels(engine: Engine) -> None:
+    """Compiles what verdicts and draws on a device run on, before the first session waits for it.
+    Where that fails, they do without from then on."""
+    import torch
+
+    if torch.cuda.is_available():
+        from outrider.engine.interface import SequenceStep
+        from outrider.speculation.verification import try_kernels
+
+        [logits] = engine.forward([SequenceStep("trial", (0, 0), 2)])
+        try_kernels(logits)
+        engine.release("trial")
 
 
 def step_costs(engine: Engine, config: ReplicaConfig) -> StepCosts:

@@ -92,11 +92,11 @@ class RowJudge:
         words[:, 3] = kept[:, 3].repeat(sizes)
         words[:, 4] = drafted
         changes = _changes(transforms, sizes, words, width)
-        sent = _sent([words, *changes], device)
+        sent = send([words, *changes], device)
         self._words = sent[: words.nbytes].view(torch.int64).view(words.shape)
         self._weights = torch.empty((num_rows, width), dtype=torch.float32, device=device)
         self._found = torch.empty((FOUND, num_rows), dtype=torch.float64, device=device)
-        with _current(device):
+        with on_device(device):
             if changes:
                 change_rows[(num_rows,)](
                     self._weights, self._found, logits, logits.stride(0), sent, width,
@@ -125,8 +125,8 @@ class RowJudge:
         is_judged = num_before >= 0
         words[is_judged, 7] = words.nbytes + num_bytes.cumsum() - num_bytes
         words[is_judged, 8] = num_bytes // ENTRY_BYTES
-        sent = _sent([words, np.frombuffer(b"".join(packed), dtype=np.uint8)], device)
-        with _current(device):
+        sent = send([words, np.frombuffer(b"".join(packed), dtype=np.uint8)], device)
+        with on_device(device):
             settle(self._weights, self._found, self._words, sent, JUDGED_WORDS)
         maxima, _, _, behind, left, drawn = self._found.cpu().numpy()
         return JudgedRows(maxima, behind, left, drawn.astype(np.int64))
@@ -191,13 +191,13 @@ def _changes(
     return [*tables, bits]
 
 
-def _sent(parts: Sequence[npt.NDArray[Any]], device: torch.device) -> Tensor:
+def send(parts: Sequence[npt.NDArray[Any]], device: torch.device) -> Tensor:
     """The bytes of all parts on a device, in one copy, without a wait for it."""
     words = torch.from_numpy(np.concatenate([part.reshape(-1).view(np.uint8) for part in parts]))
     return words.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else words
 
 
-def _current(device: torch.device) -> AbstractContextManager[object]:
+def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Kernels are started on the device that is current."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 

@@ -9,19 +9,26 @@ what those before it left. A coupled draw is the race that the target runs (`gum
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from outrider.errors import check
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
-from outrider.speculation.cuda_verdicts import FOUND, filters, has_kernels, settle, weigh
+from outrider.speculation.cuda_verdicts import (
+    FOUND,
+    filters,
+    has_kernels,
+    on_device,
+    send,
+    settle,
+    weigh,
+)  # fmt: skip
 from outrider.speculation.gumbel_max import (
     BLOCK,
     IntArray,
@@ -44,7 +51,7 @@ from outrider.speculation.logits_processing import (
     write_weights,
 )
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution
-from outrider.speculation.random_streams import RoundNoise, RowKeys, draft_keys, row_keys
+from outrider.speculation.random_streams import RoundNoise, RowKeys, draft_keys
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 _Reals = TypeVar("_Reals", RealArray, Tensor)
@@ -357,133 +364,103 @@ def _check_entries(entries_max: int) -> None:
     check(1 <= entries_max <= COUNT_TOTAL, f"entries_max {entries_max} is not in 1..{COUNT_TOTAL}")
 
 
-_Ints = npt.NDArray[np.int64]
-_DEPTH_WORDS = 8
-"""Words of a row come in eights: six that `weigh_rows` reads, whether it is coupled, and whether it
-is quantised; then, for each depth, those that `settle_rows` reads and, of the latter, the count
-that is drawn as a float64. What is drawn of a row is the token, the largest logit, and, where any
-row is quantised, the ids of its support and their `count_levels`."""
-_LIKELIEST, _COUPLED, _QUANTISED = 0, 6, 7
+_ROW_WORDS = 16
+"""Of each row: six that `weigh_rows` reads; whether it is coupled, and whether it is quantised; six
+that `settle_rows` reads; and the count that is drawn, as a float64."""
+_COUPLED, _QUANTISED, _KEYS, _COUNT = 6, 7, 8, 14
 
 
-@dataclass(frozen=True, slots=True)
-class Drawing:
-    """How a session's tokens are drawn."""
-
-    sampling: SamplingParams
-    rule: Rule
-    noise: RoundNoise
-
-    @property
-    def kind(self) -> int:
-        if self.sampling.greedy or self.rule is Rule.GREEDY:
-            return _LIKELIEST
-        return _COUPLED if self.rule is Rule.COUPLED else _QUANTISED
+def can_draw_on_device(logits: Tensor, params: SamplingParams) -> bool:
+    """Whether `draw_on_device` may be given such logits: on a device with kernels, where nothing
+    but the logits decides what is drawn."""
+    is_narrow = logits.dtype != torch.float64
+    return is_narrow and has_kernels(logits.device) and not (params.penalised or params.logit_bias)
 
 
-def can_draw(sampling: SamplingParams) -> bool:
-    """Whether nothing but the row's logits decides what is drawn."""
-    return not (sampling.penalised or sampling.logit_bias)
+def draw_on_device(
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    noises: Sequence[RoundNoise],
+    indices: Sequence[int],
+    entries_max: int = DRAFT_SUPPORT_ENTRIES,
+    vocabulary: DraftVocabulary | None = None,
+) -> tuple[list[DraftedToken], list[LikelyTokens | None]]:
+    """As `draw_from_logits`, for sessions of any rules and parameters, with one wait for the device
+    of `logits`; the likely tokens of each row by itself."""
+    is_greedy = np.array(
+        [one.greedy or noise.rule is Rule.GREEDY for one, noise in zip(params, noises, strict=True)]
+    )
+    is_coupled = ~is_greedy & [noise.rule is Rule.COUPLED for noise in noises]
+    if is_greedy.all():
+        parts = _likeliest_columns(logits, vocabulary)
+    else:
+        keys = draft_keys(noises, indices)
+        kept = np.array([filters(one) for one in params])
+        words = np.full((len(logits), _ROW_WORDS), -1, dtype=np.int64)
+        words[:, :3], words[:, 3], words[:, 5] = kept.view(np.int64)[:, :3], kept[:, 3], 0
+        words[:, _COUPLED], words[:, _QUANTISED] = is_coupled, ~(is_greedy | is_coupled)
+        words[:, _KEYS : _KEYS + 5] = keys.view(np.int64)
+        words[:, _COUNT] = _drawn_counts(keys)[:, 0].view(np.int64)
+        rows = send([words], logits.device).view(torch.int64).view(words.shape)
+        any_coupled, any_filtered = bool(is_coupled.any()), any(one.filtered for one in params)
+        with on_device(logits.device):
+            parts = _drawn_columns(logits, rows, entries_max, vocabulary, any_coupled, any_filtered)
+    drawn = torch.cat(parts, dim=1).cpu().numpy()
+    check_maxima(drawn[:, 1].tolist())
+    tokens: list[DraftedToken] = [(int(token_id), None) for token_id in drawn[:, 0]]
+    likely: list[LikelyTokens | None] = [None] * len(tokens)
+    if is_greedy.all():
+        return tokens, likely
+    ends = np.cumsum([2, *(part.shape[1] for part in parts[2:4])])
+    _, ids, mass, levels = np.split(drawn, ends, axis=1)
+    found = LikelyTokens(ids.astype(np.int64), mass)
+    for index in (~is_greedy).nonzero()[0].tolist():
+        likely[index] = found.row(index)
+        if not is_coupled[index]:
+            own = slice(index, index + 1)
+            [q] = _as_distributions(found.ids[own, : levels.shape[1]], levels[own])
+            if len(q.token_ids) > 1:
+                tokens[index] = tokens[index][0], q
+    return tokens, likely
 
 
-class DeviceDraws:
-    """Draws for S sessions at depths 0..`num_depths` - 1; implements the engine's `Draws`."""
-
-    def __init__(
-        self,
-        drawings: Sequence[Drawing],
-        num_depths: int,
-        entries_max: int,
-        vocabulary: DraftVocabulary | None = None,
-    ) -> None:
-        """Of each distribution `entries_max` tokens at most are kept. With a `vocabulary` logits
-        are [S, N], of its columns; tokens, distributions and noise have the target's ids."""
-        self._drawings = drawings
-        self._num_depths = num_depths
-        self._entries_max = entries_max
-        self._vocabulary = vocabulary
-        kinds = {drawing.kind for drawing in drawings}
-        self._any_coupled = _COUPLED in kinds
-        self._any_quantised = _QUANTISED in kinds
-        self._any_filter = any(drawing.sampling.filtered for drawing in drawings)
-
-    def can_draw_on(self, device: torch.device) -> bool:
-        """Implements `Draws.can_draw_on`."""
-        return has_kernels(device) or not (self._any_coupled or self._any_filter)
-
-    @property
-    def key(self) -> Hashable:
-        """See `Draws.key`. It keeps the vocabulary, whose table recorded work reads."""
-        return (
-            "draft", self._num_depths, self._entries_max, self._vocabulary,
-            self._any_coupled, self._any_quantised, self._any_filter,
-        )  # fmt: skip
-
-    def words(self, num_rows: int) -> _Ints:
-        """Implements `Draws.words`."""
-        rows = np.stack([_row(drawing, self._num_depths) for drawing in self._drawings])
-        return np.pad(rows, ((0, num_rows - len(rows)), (0, 0)), mode="edge").reshape(-1)
-
-    def draw(self, logits: Tensor, words: Tensor, depth: int) -> Tensor:
-        """Implements `Draws.draw`."""
-        rows = words.view(len(logits), -1)
-        reals, flags = rows.view(torch.float64), rows.view(torch.bool)
-        maxima, columns = logits.max(dim=1, keepdim=True)
-        token = self._token_ids(columns)
-        maxima = maxima.double()
-        drawn = [token, maxima]
-        first = _DEPTH_WORDS * (1 + depth)
-        if self._any_coupled or self._any_filter:
-            weights = torch.empty_like(logits, dtype=torch.float32)
-            found = torch.empty((FOUND, len(rows)), dtype=torch.float64, device=logits.device)
-            weigh(weights, found, logits, rows)
-            if self._any_quantised and self._any_filter:
-                logits = logits.masked_fill(weights == 0, float("-inf"))
-        if self._any_coupled:
-            if self._vocabulary is not None:
-                table = self._vocabulary.table(logits.device)
-                wide = weights.new_zeros((len(rows), int(self._vocabulary.token_ids[-1]) + 1))
-                weights = wide.index_copy_(1, table, weights)
-            settle(weights, found, rows, words[first:], rows.stride(0))
-            token = torch.where(flags[:, _COUPLED * 8, None], found[-1, :, None], token)
-        if self._any_quantised:
-            values, columns = largest(logits, self._entries_max)
-            mass = ((values - maxima) / reals[:, :1]).exp()
-            ids, levels = self._token_ids(columns), count_levels(mass)
-            winner = ids.gather(1, place_of(levels, reals[:, first + 6, None])[:, None])
-            token = torch.where(flags[:, _QUANTISED * 8, None], winner, token)
-            drawn += [ids, levels]
-        drawn[0] = token
-        return torch.cat(drawn, dim=1)
-
-    def read(self, drawn: npt.NDArray[Any], session: int) -> DraftedToken:
-        """One row of what `draw` gave, for session `session`. Raises `InvariantError` for logits
-        that are no numbers to draw from."""
-        check_maxima(drawn[1:2].tolist())
-        token_id = int(drawn[0])
-        if self._drawings[session].kind != _QUANTISED:
-            return token_id, None
-        ids, levels = np.split(drawn[2:].astype(np.int64), 2)
-        counts = np.diff(levels, prepend=0)
-        kept = counts > 0
-        if kept.sum() == 1:
-            return token_id, None
-        return token_id, DraftDistribution(tuple(ids[kept].tolist()), tuple(counts[kept].tolist()))
-
-    def _token_ids(self, columns: Tensor) -> Tensor:
-        if self._vocabulary is None:
-            return columns
-        return self._vocabulary.table(columns.device)[columns]
+def _likeliest_columns(logits: Tensor, vocabulary: DraftVocabulary | None) -> list[Tensor]:
+    """The likeliest token of each row, and its logit, [R, 1] each."""
+    maxima, columns = logits.max(dim=1, keepdim=True)
+    return [_ids_on_device(columns, vocabulary), maxima.double()]
 
 
-def _row(drawing: Drawing, num_depths: int) -> _Ints:
-    sampling, noise = drawing.sampling, drawing.noise
-    row = np.full((1 + num_depths, _DEPTH_WORDS), -1, dtype=np.int64)
-    *reals, top_k = filters(sampling)
-    row[0, :3] = np.array(reals).view(np.int64)
-    row[0, 3:] = int(top_k), -1, 0, drawing.kind == _COUPLED, drawing.kind == _QUANTISED
-    places = [noise.place(depth) for depth in range(num_depths)]
-    keys = row_keys(noise.seed, places, [noise.draft_stream] * num_depths)
-    row[1:, :5] = keys.view(np.int64)
-    row[1:, 6] = _drawn_counts(keys)[:, 0].view(np.int64)
-    return row.ravel()
+def _drawn_columns(
+    logits: Tensor,
+    rows: Tensor,
+    entries_max: int,
+    vocabulary: DraftVocabulary | None,
+    any_coupled: bool,
+    any_filtered: bool,
+) -> list[Tensor]:
+    """The token of each row and the largest logit, [R, 1] each; its likeliest tokens and their
+    masses; and the `count_levels` of the first `entries_max`. `rows` are the words."""
+    reals, flags = rows.view(torch.float64), rows.view(torch.bool)
+    token, maxima = _likeliest_columns(logits, vocabulary)
+    if any_coupled or any_filtered:
+        weights = torch.empty_like(logits, dtype=torch.float32)
+        found = torch.empty((FOUND, len(rows)), dtype=torch.float64, device=logits.device)
+        weigh(weights, found, logits, rows)
+        if any_filtered:
+            logits = logits.masked_fill(weights == 0, float("-inf"))
+    if any_coupled:
+        if vocabulary is not None:
+            wide = weights.new_zeros((len(rows), int(vocabulary.token_ids[-1]) + 1))
+            weights = wide.index_copy_(1, vocabulary.table(logits.device), weights)
+        settle(weights, found, rows, rows.view(-1)[_KEYS:], rows.stride(0))
+        token = torch.where(flags[:, _COUPLED * 8, None], found[-1, :, None], token)
+    values, columns = largest(logits, max(entries_max, DRAFT_SUPPORT_ENTRIES))
+    ids, mass = _ids_on_device(columns, vocabulary), ((values - maxima) / reals[:, :1]).exp()
+    levels = count_levels(mass[:, :entries_max])
+    winner = ids.gather(1, place_of(levels, reals[:, _COUNT, None])[:, None])
+    token = torch.where(flags[:, _QUANTISED * 8, None], winner, token)
+    return [token, maxima, ids, mass, levels]
+
+
+def _ids_on_device(columns: Tensor, vocabulary: DraftVocabulary | None) -> Tensor:
+    return columns if vocabulary is None else vocabulary.table(columns.device)[columns]

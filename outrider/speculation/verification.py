@@ -125,7 +125,7 @@ def _suits_kernels(question: Question) -> bool:
 
 def try_kernels(logits: Tensor) -> None:
     """Compiles a device's kernels for `logits` [2, V] of a model. Where they fail, or draw other
-    tokens than the CPU, verdicts do without them from now on."""
+    tokens than the CPU, verdicts and draws do without them from now on."""
     if not has_kernels(logits.device):
         return
     params, noise = SamplingParams(top_k=50, top_p=0.9), RoundNoise(0, Rule.TOKEN, 1)
@@ -137,7 +137,9 @@ def try_kernels(logits: Tensor) -> None:
             [expected] = _verdicts_on_host([replace(question, logits=logits.double())])
             check(found.correction == expected.correction, f"{found} in the place of {expected}")
     except Exception:  # noqa: BLE001 (whatever it is, verdicts without kernels show it again)
-        _log.warning("verdicts are made without kernels on %s", logits.device, exc_info=True)
+        _log.warning(
+            "verdicts and draws are made without kernels on %s", logits.device, exc_info=True
+        )
         give_up(logits.device)
 
 

@@ -13,7 +13,7 @@ from models import tiny_module, twin
 from stack import running_stack
 from transformers import LlamaConfig
 
-from outrider.engine.cuda.backend import find_backend
+from outrider.engine.cuda.table_steps import find_backend
 from outrider.engine.interface import ModelInfo
 from outrider.engine.paged_engine import PagedEngine
 from outrider.request import GenerateRequest
@@ -49,9 +49,9 @@ def modules() -> tuple[Any, Any]:
     return target, draft
 
 
-def engine_of(module: Any, graphs: bool) -> PagedEngine:
+def engine_of(module: Any) -> PagedEngine:
     info = ModelInfo("tiny", VOCAB, 1_024, "float32", (), "", "")
-    backend = find_backend(torch.device("cuda"), torch.float32, graphs)
+    backend = find_backend(torch.device("cuda"), torch.float32)
     engine = PagedEngine(
         twin(module), info, max_num_seqs=64, kv_cache_memory_bytes=KEYS, backend=backend
     )
@@ -78,18 +78,11 @@ def asked(seed: int, sampling: SamplingParams, rule: Rule, num_draft: int) -> Ge
     )  # fmt: skip
 
 
-@pytest.fixture(params=[True, False], ids=["recorded", "eager"])
-def graphs(request: pytest.FixtureRequest) -> bool:
-    return request.param
-
-
-async def test_texts_are_those_of_the_library(
-    modules: tuple[Any, Any], graphs: bool, tmp_path: Path
-) -> None:
+async def test_texts_are_those_of_the_library(modules: tuple[Any, Any], tmp_path: Path) -> None:
     """Greedy texts of eight sessions at once with drafts; and sampled ones under `coupled` with
     drafts as without."""
     library = twin(modules[0])
-    target, draft = (engine_of(module, graphs) for module in modules)
+    target, draft = (engine_of(module) for module in modules)
     async with running_stack(target, draft, tmp_path / "redis") as stack:
 
         async def texts(sampling: SamplingParams, rule: Rule, num_draft: int) -> list[Any]:

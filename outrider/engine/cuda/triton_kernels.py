@@ -61,8 +61,6 @@ def attend_blocks(
     """See above; the grid is [B, key heads, splits]."""
     block = blocks + tl.program_id(0) * 6
     num_rows = tl.load(block + 1).to(tl.int32)
-    if num_rows == 0:
-        return
     first_row = tl.load(block).to(tl.int32)
     page_table = pages + tl.load(block + 2)
     end = tl.load(block + 3).to(tl.int32)

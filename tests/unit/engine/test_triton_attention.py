@@ -22,14 +22,7 @@ pytest.importorskip("triton", reason="the compiler of the attention kernel is no
 
 from outrider.engine.attention import LayerPages  # noqa: E402
 from outrider.engine.batch import HeldSequence, plan_step  # noqa: E402
-from outrider.engine.cuda.backend import attend_tables  # noqa: E402
-from outrider.engine.cuda.page_tables import (  # noqa: E402
-    TableStep,
-    ancestors_of,
-    exact_size,
-    page_words,
-    table_words,
-)
+from outrider.engine.cuda.table_steps import TableStep, attend_tables, kernel_form  # noqa: E402
 from outrider.engine.gathered_attention import attend  # noqa: E402
 from outrider.engine.interface import SequenceStep  # noqa: E402
 from outrider.kv_cache.storage import KeysAndValues, LayerShape  # noqa: E402
@@ -104,12 +97,8 @@ def difference(
     unused = [slot for slot in range(NUM_PAGES * PAGE_SIZE) if slot not in used]
     cache.keys[:, unused] = cache.values[:, unused] = math.nan
 
-    size = exact_size(held, num_heads // key_heads, key_heads, num_programs=1)
-    size = replace(size, num_splits=num_splits)
-    page_tables, places = page_words(held)
-    words = torch.from_numpy(table_words(held, places, size, PAGE_SIZE)).to(DEVICE)
-    pages = torch.from_numpy(page_tables).to(DEVICE)
-    step = TableStep.of(words, pages, size, PAGE_SIZE, ancestors_of(held, DEVICE))
+    form = kernel_form(held, num_heads // key_heads, key_heads, num_programs=1)
+    step = TableStep.of(held, replace(form, num_splits=num_splits), PAGE_SIZE, DEVICE)
     actual = attend_tables(query, LayerPages(cache, window, 0.3, softcap), step)
 
     exact = KeysAndValues(LayerShape(key_heads, *widths, torch.float64, DEVICE), 0)

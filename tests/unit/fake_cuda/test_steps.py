@@ -12,13 +12,12 @@ from functools import cache
 from itertools import count
 
 import pytest
-from fake_cuda import EAGER, RECORDED, VOCAB, DeviceWatch, fake_engine, to_device
+from fake_cuda import BACKEND, VOCAB, DeviceWatch, fake_engine, to_device
 from models import tiny_config, tiny_exit, tiny_module
 
 from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 
-BACKENDS = {"gathered": None, "tables": EAGER, "recorded": RECORDED}
 TREE = (-1, 0, 0, 1)
 _names = map(str, count())
 
@@ -29,8 +28,8 @@ def engine(kind: str) -> PagedEngine:
     module = tiny_module(tiny_config("gemma2" if kind == "windows" else "llama", VOCAB))
     exit_head = tiny_exit(module, range(VOCAB))
     to_device(exit_head.module)
-    options = {} if kind == "recorded" else {"shows_features": True}
-    return fake_engine(to_device(module), BACKENDS.get(kind, EAGER), exit_head=exit_head, **options)
+    backend = None if kind == "gathered" else BACKEND
+    return fake_engine(to_device(module), backend, exit_head=exit_head, shows_features=True)
 
 
 def grown(engine: PagedEngine, num: int, length: int = 5) -> list[str]:
@@ -82,23 +81,18 @@ def kept_paths(engine: PagedEngine, names: list[str]) -> None:
 
 
 CASES: dict[str, tuple[Case, dict[str, tuple[int, int, int]]]] = {
-    "plain": (steps(1), {"gathered": (0, 3, 27), "tables": (0, 1, 9), "recorded": (0, 1, 3)}),
-    "prefix": (steps(40), {"tables": (0, 1, 9), "recorded": (0, 1, 8)}),
-    "verify": (steps(4, 4), {"tables": (0, 1, 9), "recorded": (0, 1, 3)}),
-    "ragged": (ragged, {"tables": (0, 1, 9), "recorded": (0, 1, 3), "windows": (0, 1, 9)}),
+    "plain": (steps(1), {"gathered": (0, 3, 27), "tables": (0, 1, 9)}),
+    "prefix": (steps(40), {"tables": (0, 1, 9)}),
+    "verify": (steps(4, 4), {"tables": (0, 1, 9)}),
+    "ragged": (ragged, {"tables": (0, 1, 9), "windows": (0, 1, 9)}),
     "tree": (
         steps(4, 4, TREE),
-        {
-            "gathered": (0, 3, 27),
-            "tables": (0, 2, 10),
-            "recorded": (0, 2, 9),
-            "windows": (0, 2, 10),
-        },
+        {"gathered": (0, 3, 27), "tables": (0, 2, 10), "windows": (0, 2, 10)},
     ),
-    "shallow": (shallow, {"tables": (0, 1, 5), "recorded": (0, 1, 5)}),
+    "shallow": (shallow, {"tables": (0, 1, 5)}),
     "features": (features, {"tables": (0, 1, 9)}),
-    "forks": (forks, {"tables": (0, 2, 14), "recorded": (0, 2, 8)}),
-    "kept path": (kept_paths, {"tables": (0, 4, 24), "recorded": (0, 4, 17)}),
+    "forks": (forks, {"tables": (0, 2, 14)}),
+    "kept path": (kept_paths, {"tables": (0, 4, 24)}),
 }
 """Reads, sends and operators of a model of two layers, beside those of the library's modules, for 1
 and for 16 sessions; and so for any number. Gathered steps have some four operators fewer for one.
@@ -113,8 +107,6 @@ def test_a_step_of_many_sessions_asks_no_more_than_one_of_one(
 ) -> None:
     work, allowed = CASES[case]
     for num in (1, 16):
-        if kind == "recorded":  # Before it is counted.
-            work(engine(kind), grown(engine(kind), num))
         names = grown(engine(kind), num)
         counts = watch.counted(lambda names=names: work(engine(kind), names))
         print(num, counts)

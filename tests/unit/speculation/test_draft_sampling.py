@@ -8,19 +8,17 @@ import math
 import numpy as np
 import pytest
 import torch
+from cuda_substitutes import draw_without_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recorded_work import draw_without_kernels
 from verdict_laws import draft_token, draft_tokens
 
 from outrider.errors import InvariantError
 from outrider.limits import SEED_MAX
 from outrider.speculation.draft_sampling import (
-    DeviceDraws,
-    DraftedToken,
-    Drawing,
-    can_draw,
+    can_draw_on_device,
     draw_from_logits,
+    draw_on_device,
     quantise,
 )
 from outrider.speculation.gumbel_max import token_keys, uniforms
@@ -103,24 +101,6 @@ def _on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     draw_without_kernels(monkeypatch)
 
 
-def draw(
-    logits: torch.Tensor,
-    drawings: list[Drawing],
-    entries_max: int,
-    num_rows: int,
-    vocabulary: DraftVocabulary | None = None,
-) -> list[list[DraftedToken]]:
-    """Of logits [K, S, V] the tokens of each session, drawn beside rows that nobody wants."""
-    draws = DeviceDraws(drawings, len(logits), entries_max, vocabulary)
-    words = torch.from_numpy(draws.words(num_rows)).to(logits.device)
-    padding = logits.new_zeros((num_rows - len(drawings), logits.shape[2]))
-    rows = [
-        draws.draw(torch.cat([each, padding]), words, depth).cpu().numpy()
-        for depth, each in enumerate(logits)
-    ]
-    return [[draws.read(row[i], i) for row in rows] for i in range(len(drawings))]
-
-
 @pytest.mark.parametrize("vocab_size", [50, 3_001])
 @pytest.mark.parametrize("entries_max", [1, 7, 64])
 @pytest.mark.parametrize("is_reduced", [False, True])
@@ -131,51 +111,48 @@ def test_the_same_tokens_and_the_same_q(
     """Every rule under all sampling parameters, in one batch: token ids and q to the count; also
     where the logits are those of every third token. A sum that rounds differently changes a
     count with a probability under 1e-8."""
-    drawings = [
-        Drawing(sampling, rule, RoundNoise(SEED_MAX - 7 * i, rule, 1_000 + i))
+    asked = [
+        (sampling, RoundNoise(SEED_MAX - 7 * i, rule, 1_000 + i))
         for i, (sampling, rule) in enumerate((s, r) for s in SAMPLINGS for r in rules)
     ]
+    samplings, noises = zip(*asked, strict=True)
     generator = torch.Generator().manual_seed(vocab_size)
-    logits = 3 * torch.randn((NUM_DEPTHS, len(drawings), vocab_size), generator=generator)
+    logits = 3 * torch.randn((NUM_DEPTHS, len(asked), vocab_size), generator=generator)
     vocabulary = DraftVocabulary(3 * np.arange(vocab_size) + 2) if is_reduced else None
-    found = draw(logits.to(device), drawings, entries_max, len(drawings) + 3, vocabulary)
-    for index, drawing in enumerate(drawings):
-        for depth in range(NUM_DEPTHS):
-            [expected], _ = draw_from_logits(
-                logits[depth, index][None], drawing.sampling, [drawing.noise], [depth],
-                entries_max, vocabulary=vocabulary,
-            )  # fmt: skip
-            assert found[index][depth] == expected
+    for depth, rows in enumerate(logits):
+        tokens, likely = draw_on_device(
+            rows.to(device), samplings, noises, [depth] * len(asked), entries_max, vocabulary
+        )
+        for index, (sampling, noise) in enumerate(asked):
+            [token], row = draw_from_logits(
+                rows[index][None], sampling, [noise], [depth], entries_max, vocabulary=vocabulary
+            )
+            found = likely[index]
+            assert tokens[index] == token
+            assert (found is None) == (row is None)
+            if found is not None and row is not None:
+                shares = found.mass / found.mass[0, 0]
+                np.testing.assert_allclose(shares, row.mass / row.mass[0, 0], rtol=1e-5)
+                is_possible = row.mass > 0
+                assert (found.ids == row.ids)[is_possible].all()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_logits_that_are_no_numbers(bad: float) -> None:
-    """They are one session's own, and are found when its row is read."""
-    logits = torch.zeros((1, 2, 20))
-    logits[0, 1, 3] = bad
-    drawings = [
-        Drawing(SamplingParams(), Rule.TOKEN, RoundNoise(1, Rule.TOKEN, 5)) for _ in range(2)
-    ]
-    draws = DeviceDraws(drawings, 1, 64)
-    rows = draws.draw(logits[0], torch.from_numpy(draws.words(2)), 0).numpy()
-    assert draws.read(rows[0], 0)[0] < 20
+    logits = torch.zeros((2, 20))
+    logits[1, 3] = bad
+    noise = RoundNoise(1, Rule.TOKEN, 5)
+    draw_on_device(logits[:1], [SamplingParams()], [noise], [0])
     with pytest.raises(InvariantError, match="no numbers to sample from"):
-        draws.read(rows[1], 1)
+        draw_on_device(logits, [SamplingParams()] * 2, [noise] * 2, [0, 0])
 
 
 def test_what_depends_on_more_than_logits_is_not_drawn_so() -> None:
-    assert can_draw(SamplingParams(top_k=3))
-    assert not can_draw(SamplingParams(repetition_penalty=1.1))
-    assert not can_draw(SamplingParams(logit_bias=((1, 2.0),)))
-
-
-def test_what_one_vocabulary_recorded_is_not_replayed_for_another() -> None:
-    """Though they are as wide: its work reads that one's table."""
-    drawings = [Drawing(SamplingParams(), Rule.TOKEN, RoundNoise(1, Rule.TOKEN, 5))]
-    one, other = (DraftVocabulary(np.arange(4) + first) for first in (0, 3))
-    keys = [DeviceDraws(drawings, 1, 64, each).key for each in (one, one, other, None)]
-    assert keys[0] == keys[1]
-    assert len(set(keys)) == 3
+    logits = torch.zeros((1, 20))
+    assert can_draw_on_device(logits, SamplingParams(top_k=3))
+    assert not can_draw_on_device(logits, SamplingParams(repetition_penalty=1.1))
+    assert not can_draw_on_device(logits, SamplingParams(logit_bias=((1, 2.0),)))
+    assert not can_draw_on_device(logits.double(), SamplingParams(top_k=3))
 
 
 VOCAB = 700

@@ -20,9 +20,8 @@ from outrider.errors import InvariantError  # noqa: E402
 from outrider.grammar.token_mask import TokenMask  # noqa: E402
 from outrider.speculation import cuda_verdicts, verification  # noqa: E402
 from outrider.speculation.draft_sampling import (  # noqa: E402
-    DeviceDraws,
-    Drawing,
     draw_from_logits,
+    draw_on_device,
 )
 from outrider.speculation.logits_processing import (  # noqa: E402
     NO_HISTORY,
@@ -209,22 +208,21 @@ def test_a_draft_that_is_the_target_leaves_nothing_to_correct() -> None:
 @pytest.mark.parametrize("is_reduced", [False, True])
 def test_draws_are_those_of_the_cpu(is_reduced: bool) -> None:
     """Tokens of every rule under all sampling parameters, in one batch, and what they are from."""
-    drawings = [
-        Drawing(params, rule, RoundNoise(2**64 - 1 - 7 * index, rule, 1_000 + index))
+    asked = [
+        (params, RoundNoise(2**64 - 1 - 7 * index, rule, 1_000 + index))
         for index, (rule, params) in enumerate(product(Rule, SAMPLINGS[:5]))
     ]
-    logits = 3 * torch.randn((len(drawings), 700), generator=torch.Generator().manual_seed(5))
+    params, noises = zip(*asked, strict=True)
+    logits = 3 * torch.randn((len(asked), 700), generator=torch.Generator().manual_seed(5))
     vocabulary = DraftVocabulary(3 * np.arange(700) + 2) if is_reduced else None
-    draws = DeviceDraws(drawings, 2, 16, vocabulary)
-    words = torch.from_numpy(draws.words(len(drawings))).to(DEVICE)
-    drawn = draws.draw(logits.to(DEVICE), words, 1).cpu().numpy()
-    for index, drawing in enumerate(drawings):
+    places = [1] * len(asked)
+    drawn, _ = draw_on_device(logits.to(DEVICE), params, noises, places, 16, vocabulary)
+    for row, (own, noise), (own_id, own_q) in zip(logits, asked, drawn, strict=True):
         [(token_id, q)], _ = draw_from_logits(
-            logits[index][None], drawing.sampling, [drawing.noise], [1], 16, vocabulary=vocabulary
+            row[None], own, [noise], [1], 16, vocabulary=vocabulary
         )
-        own_id, own = draws.read(drawn[index], index)
         assert own_id == token_id
-        assert (own is None) == (q is None)
-        if q is not None and own is not None:
-            assert own.token_ids == q.token_ids
-            np.testing.assert_allclose(own.counts, q.counts, atol=1)
+        assert (own_q is None) == (q is None)
+        if q is not None and own_q is not None:
+            assert own_q.token_ids == q.token_ids
+            np.testing.assert_allclose(own_q.counts, q.counts, atol=1)

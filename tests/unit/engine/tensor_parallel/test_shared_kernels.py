@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import thread_ranks
 import torch
+from cuda_substitutes import attend_by_tables
 from models import save_tiny_model
-from recorded_work import attend_by_tables
 
 from outrider.config import TargetConfig
-from outrider.engine.cuda import backend
-from outrider.engine.cuda.backend import DeviceBackend
+from outrider.engine.cuda import table_steps
+from outrider.engine.cuda.table_steps import DeviceBackend
 from outrider.engine.interface import SequenceStep
 from outrider.engine.tensor_parallel import sharding
 from outrider.models.loading import load_model
@@ -40,10 +40,10 @@ def _built(
     the whole model does."""
 
     def found(*_: Any, **__: Any) -> DeviceBackend:
-        return DeviceBackend(kernel_of(_HERE.rank), 8, None)
+        return DeviceBackend(kernel_of(_HERE.rank), 8)
 
     monkeypatch.setattr(thread_ranks, "_TIMEOUT_S", 5.0)
-    monkeypatch.setattr(backend, "find_backend", found)
+    monkeypatch.setattr(table_steps, "find_backend", found)
     path = save_tiny_model(directory, dtype=torch.float64)
     config = TargetConfig(directory=str(path), device="cpu", num_threads=1)
     ranks = thread_ranks.thread_ranks(2)

@@ -1,5 +1,5 @@
-"""What stands in for a CUDA device where there is none: work that is replayed by doing it again,
-attention that reads a step's tables by their definition, and the kernels of draws."""
+"""Substitutes for the kernels of a CUDA device where there is none: attention that reads a step's
+tables by their definition, and the kernels of draws."""
 
 from __future__ import annotations
 
@@ -8,34 +8,11 @@ import pytest
 import torch
 
 from outrider.engine.attention import LayerPages
-from outrider.engine.cuda.backend import DeviceBackend, Recording, StepRequest, find_backend
-from outrider.engine.cuda.page_tables import BLOCK_WORDS, TableStep
+from outrider.engine.cuda.table_steps import DeviceBackend, TableStep, find_backend
 from outrider.speculation import draft_sampling
 from outrider.speculation.gumbel_max import race
 from outrider.speculation.logits_processing import NO_HISTORY, write_weights
 from outrider.speculation.sampling_params import SamplingParams
-
-
-class CountingRecorder:
-    """As a graph does, a replay knows nothing but what the work was when it
-    was recorded, and leaves its result where the first one was."""
-
-    def __init__(self) -> None:
-        self.num_recorded = 0
-        self.num_replayed = 0
-
-    def record(self, work: StepRequest) -> Recording:
-        output = work()
-        self.num_recorded += 1
-
-        def replay() -> None:
-            self.num_replayed += 1
-            output.copy_(work())
-
-        return Recording(output, replay)
-
-    def num_bytes(self) -> int:
-        return 0
 
 
 def attend_by_tables(query: torch.Tensor, layer: LayerPages, step: TableStep) -> torch.Tensor:
@@ -44,7 +21,7 @@ def attend_by_tables(query: torch.Tensor, layer: LayerPages, step: TableStep) ->
     shared = query.shape[1] // cache.keys.shape[0]
     output = query.new_full((query.shape[2], query.shape[1], cache.values.shape[2]), torch.nan)
     positions = step.position_ids[0].tolist()
-    for words in step.blocks.view(-1, BLOCK_WORDS).tolist():
+    for words in step.blocks.tolist():
         first, num_rows, table, end, before, tree_row = words
         places = torch.arange(end)
         pages = step.pages[table + places // step.page_size]
@@ -69,7 +46,7 @@ def attend_by_tables(query: torch.Tensor, layer: LayerPages, step: TableStep) ->
 def backend_on(device: str, dtype: torch.dtype) -> DeviceBackend:
     """The device's own; for a CPU its stand-in."""
     found = find_backend(torch.device(device), dtype)
-    return found or DeviceBackend(attend_by_tables, 8, CountingRecorder)
+    return found or DeviceBackend(attend_by_tables, 8)
 
 
 def _weigh(

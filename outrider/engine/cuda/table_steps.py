@@ -1,0 +1,307 @@
+"""Steps on a CUDA device: each is sent there as tables, in one copy, and a kernel attends to the
+pages where they are (`triton_kernels.py`).
+
+New tokens of one sequence are cut into *blocks*, which are what the kernel works on. All tables are
+64-bit words:
+
+    token ids, positions, slots    of each row
+    logit rows                     rows whose logits are wanted
+    blocks                         `BLOCK_WORDS` each, see `_blocks`
+    pages                          the page tables of all sequences, one after another
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from outrider.engine.attention import LayerPages, running
+from outrider.engine.batch import HeldSequence, rows_of, shipped, tree_of
+from outrider.engine.gathered_attention import Forward, Steps
+from outrider.engine.interface import SequenceStep
+
+KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
+BLOCK_WORDS = 6
+BLOCK_ROWS_MAX = 64
+"""Rows that a block of the kernel has at most: its tokens times the query heads of a key head."""
+_BLOCK_ROWS_MIN = 16
+"""Of a product on the device's matrix units."""
+_WIDTH_MIN = 16
+_BLOCK_SLOTS = 64
+_WIDE = 128
+"""Above this width of a head a block of slots is half as long: it must fit beside the others."""
+_SPLITS = (16, 4, 1)
+"""Parts that a context is cut into; few choices, since the kernel is compiled for each."""
+_SPLIT_SLOTS_MIN = 256
+"""Shorter parts cost more to put together than they save."""
+_WARPS = 4
+_STAGES = 2
+"""Blocks of slots that are on their way at a time; with three, wide heads in float32 do not fit."""
+_PROGRAMS_EACH = 2
+"""Programs that a multiprocessor runs side by side; with fewer it waits for memory."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelForm:
+    """What the kernel is compiled for beside a model's sizes."""
+
+    block_tokens: int
+    """A power of two; a block has as many tokens or fewer."""
+    num_splits: int
+    """Parts of a context that are attended to side by side."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableStep:
+    """A step's tables on the device: what a forward pass over R rows reads."""
+
+    form: KernelForm
+    token_ids: Tensor
+    """[1, R]."""
+    position_ids: Tensor
+    """[1, R]."""
+    slots: Tensor
+    """[R]: where keys and values go."""
+    logit_rows: Tensor
+    """[L]."""
+    blocks: Tensor
+    """[B, BLOCK_WORDS]."""
+    pages: Tensor
+    page_size: int
+    ancestors: Tensor | None
+    """Where there are trees [R, W], uint8: whether a row looks at the i-th new token of its tree.
+    Rows of chains are 0 and are not read."""
+
+    @classmethod
+    def of(
+        cls,
+        sequences: Sequence[HeldSequence],
+        form: KernelForm,
+        page_size: int,
+        device: torch.device,
+    ) -> TableStep:
+        """The tables of a step, sent to the device."""
+        page_tables = [np.array(held.pages, dtype=np.int64) for held in sequences]
+        rows = _begins([len(held.step.token_ids) for held in sequences])
+        places = _begins([len(table) for table in page_tables])
+        blocks = [
+            _blocks(held, row, place, form.block_tokens)
+            for held, row, place in zip(sequences, rows, places, strict=False)
+        ]
+        arrays = (*rows_of(sequences, page_size), np.concatenate(blocks))
+        ids, positions, slots, logit_rows, words, pages = shipped(
+            [*arrays, np.concatenate(page_tables)], device
+        )
+        return cls(
+            form, ids[None], positions[None], slots, logit_rows, words.view(-1, BLOCK_WORDS),
+            pages, page_size, _ancestors(sequences, rows, device),
+        )  # fmt: skip
+
+
+def _begins(counts: Sequence[int]) -> list[int]:
+    """Where each of so many begins, one after another, and where the last one ends."""
+    return [0, *accumulate(counts)]
+
+
+def _ancestors(
+    sequences: Sequence[HeldSequence], rows: Sequence[int], device: torch.device
+) -> Tensor | None:
+    """See `TableStep.ancestors`; `rows` says where each sequence's rows begin."""
+    widths = [len(held.step.parents) for held in sequences]
+    if not any(widths):
+        return None
+    ancestors = np.zeros((rows[-1], max(widths)), dtype=np.uint8)
+    for held, width, (first, last) in zip(sequences, widths, pairwise(rows), strict=True):
+        if width:
+            ancestors[first:last, :width] = tree_of(held.step.parents).ancestors
+    return torch.from_numpy(ancestors).to(device)
+
+
+def _blocks(held: HeldSequence, row: int, table: int, block_tokens: int) -> npt.NDArray[np.int64]:
+    """The words of each block of new tokens that begin at `row` of the step:
+
+    0    its first row
+    1    how many rows it has
+    2    where its page table begins
+    3    the slots, from the first on, behind which it sees none
+    4    of a tree: the slots before its new tokens; of a chain as word 3
+    5    the first row of all new tokens
+    """
+    num = len(held.step.token_ids)
+    starts = np.arange(0, num, block_tokens)
+    sizes = np.minimum(block_tokens, num - starts)
+    ends = held.length + (np.full_like(starts, num) if held.step.parents else starts + sizes)
+    before = np.full_like(starts, held.length) if held.step.parents else ends
+    same = np.ones_like(starts)
+    words = (row + starts, sizes, table * same, ends, before, row * same)
+    return np.stack(words, axis=1).reshape(-1)
+
+
+def kernel_form(
+    sequences: Sequence[HeldSequence], shared_heads: int, key_heads: int, num_programs: int
+) -> KernelForm:
+    """The form for a step, where `shared_heads` query heads share one of `key_heads` key heads.
+    `num_programs` is how many programs the device runs side by side."""
+    counts = [len(held.step.token_ids) for held in sequences]
+    block_tokens = min(_padded_power(max(counts)), _block_tokens_max(shared_heads))
+    num_blocks = sum(-(-num // block_tokens) for num in counts)
+    longest = max(held.length + num for held, num in zip(sequences, counts, strict=True))
+    wanted = min(num_programs // (num_blocks * key_heads), longest // _SPLIT_SLOTS_MIN)
+    return KernelForm(block_tokens, next((num for num in _SPLITS if num <= wanted), 1))
+
+
+def _block_tokens_max(shared_heads: int) -> int:
+    return max(1, BLOCK_ROWS_MAX // _padded_power(shared_heads))
+
+
+def _padded_power(number: int) -> int:
+    """The smallest power of two >= `number` >= 1."""
+    return 1 << (number - 1).bit_length()
+
+
+def attend_tables(query: Tensor, layer: LayerPages, step: TableStep) -> Tensor:
+    """Attention output [1, R, query heads, value width] of queries [1, query heads, R, key width],
+    whose keys and values are in the cache. Query head h reads key head h * Hkv // Hq."""
+    from outrider.engine.cuda.triton_kernels import attend_blocks, merge_splits
+
+    cache, softcap = layer.cache, layer.softcap
+    queries = query[0] if query.stride(-1) == 1 else query[0].contiguous()
+    num_heads, num_rows, key_width = queries.shape
+    key_heads, num_slots, _ = cache.keys.shape
+    value_width = cache.values.shape[2]
+    shared = num_heads // key_heads
+    shared_padded = _padded_power(shared)
+    num_splits = step.form.num_splits
+    outputs = (num_rows, num_heads)
+    output = queries.new_empty((*outputs, value_width))
+    parts = maxima = sums = output
+    if num_splits > 1:
+        parts = queries.new_empty((num_splits, *outputs, value_width), dtype=torch.float32)
+        maxima, sums = queries.new_empty((2, num_splits, *outputs), dtype=torch.float32).unbind()
+    ancestors = step.ancestors
+    padded = {
+        "VALUE_WIDTH": value_width,
+        "VALUE_PADDED": max(_WIDTH_MIN, _padded_power(value_width)),
+        "NUM_SPLITS": num_splits,
+    }
+    attend_blocks[(len(step.blocks), key_heads, num_splits)](
+        output, parts, maxima, sums, queries, queries.stride(0), queries.stride(1),
+        cache.keys, cache.values, num_slots, step.position_ids, step.blocks, step.pages,
+        step.blocks if ancestors is None else ancestors,
+        0 if ancestors is None else ancestors.shape[1],
+        num_rows, layer.scaling, softcap or 1.0, layer.window or 0,
+        PAGE_SIZE=step.page_size,
+        KEY_HEADS=key_heads,
+        SHARED=shared,
+        SHARED_PADDED=shared_padded,
+        BLOCK_ROWS=max(_BLOCK_ROWS_MIN, step.form.block_tokens * shared_padded),
+        BLOCK_SLOTS=_BLOCK_SLOTS if max(key_width, value_width) <= _WIDE else _BLOCK_SLOTS // 2,
+        KEY_WIDTH=key_width,
+        KEY_PADDED=max(_WIDTH_MIN, _padded_power(key_width)),
+        HAS_SOFTCAP=softcap is not None,
+        HAS_WINDOW=layer.window is not None,
+        HAS_TREES=ancestors is not None,
+        PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
+        num_warps=_WARPS,
+        num_stages=_STAGES,
+        **padded,
+    )  # fmt: skip
+    if num_splits > 1:
+        merge_splits[(num_rows * num_heads,)](
+            output, parts, maxima, sums, num_rows * num_heads, num_warps=1, **padded
+        )
+    return output[None]
+
+
+TableAttention = Callable[[Tensor, LayerPages, TableStep], Tensor]
+"""`attend_tables`, or what tests put in its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBackend:
+    """How an engine runs its steps, if not by gathering slots."""
+
+    attend: TableAttention
+    num_programs: int
+    """Programs of a kernel that the device runs side by side."""
+
+
+def find_backend(device: torch.device, dtype: torch.dtype) -> DeviceBackend | None:
+    """What the device offers to a model of this dtype; None for nothing."""
+    if device.type != "cuda" or dtype not in KERNEL_DTYPES:
+        return None
+    if importlib.util.find_spec("triton") is None:  # the kernel's compiler
+        _log.warning("triton is not installed: attention gathers its slots")
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceBackend(attend_tables, _PROGRAMS_EACH * int(properties.multi_processor_count))
+
+
+class TableSteps(Steps):
+    """Not for more than one thread at a time."""
+
+    def __init__(
+        self,
+        backend: DeviceBackend,
+        forward: Forward,
+        layers: dict[nn.Module, LayerPages],
+        heads: tuple[int, int],
+        page_size: int,
+        device: torch.device,
+    ) -> None:
+        """`heads`: of queries and of keys, in a layer where the most share one."""
+        self._backend = backend
+        self._forward = forward
+        self._layers = layers
+        self._shared_heads, self._key_heads = heads[0] // heads[1], heads[1]
+        self._page_size = page_size
+        self._device = device
+
+    def run(self, sequences: Sequence[HeldSequence]) -> Tensor:
+        num_programs = self._backend.num_programs
+        form = kernel_form(sequences, self._shared_heads, self._key_heads, num_programs)
+        step = TableStep.of(sequences, form, self._page_size, self._device)
+
+        def attend_layer(query: Tensor, layer: LayerPages) -> Tensor:
+            return self._backend.attend(query, layer, step)
+
+        with running(self._layers, step.slots, attend_layer):
+            return self._forward(step.token_ids, step.position_ids, step.logit_rows)
+
+    def try_kernel(self) -> None:
+        """Runs every form of the kernel on every layer, whatever the steps of a trial need: in
+        chains and trees, blocks of all lengths, splits of all numbers. On page 0, which no
+        sequence may hold. Raises what the first form raised that does not run; by then the pass
+        has ended, so that ranks which wait for each other within it are not left alone."""
+        powers = range(_block_tokens_max(self._shared_heads).bit_length())
+        forms = [KernelForm(1 << power, splits) for power in powers for splits in _SPLITS]
+        rows = [HeldSequence(SequenceStep("", (0,), 1, tree), 0, (0,)) for tree in ((), (-1,))]
+        steps = [
+            TableStep.of([row], form, self._page_size, self._device)
+            for row in rows
+            for form in forms
+        ]
+        failures: list[Exception] = []
+
+        def attend_layer(query: Tensor, layer: LayerPages) -> Tensor:
+            try:
+                for step in steps:
+                    self._backend.attend(query, layer, step)
+            except Exception as error:  # noqa: BLE001 (raised below)
+                failures.append(error)
+            return query.new_zeros((1, 1, query.shape[1], layer.cache.values.shape[2]))
+
+        first = steps[0]
+        with torch.inference_mode(), running(self._layers, first.slots, attend_layer):
+            self._forward(first.token_ids, first.position_ids, first.logit_rows)
+        if failures:
+            raise failures[0]

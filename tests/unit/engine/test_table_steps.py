@@ -1,0 +1,129 @@
+"""An engine whose steps are read from tables, against the model's own forward pass: on a CUDA
+device with its kernel, on a CPU with its substitute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from cuda_substitutes import attend_by_tables, backend_on
+from models import tiny_config, tiny_module, twin
+from paged_engines import VOCAB, EngineMaker, checked_engines, dense, gap, ids, run
+
+from outrider.engine.cuda.table_steps import DeviceBackend
+from outrider.engine.interface import SequenceStep
+from outrider.engine.paged_engine import PagedEngine
+
+FAMILIES = (
+    "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "gpt_neox", "gpt2",
+)  # fmt: skip
+CLOSE = 2e-3
+"""Of logits of about 10 in float32."""
+TREE = (-1, 0, 0, 1, 2, -1, 5, 4)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def make_engine() -> Iterator[EngineMaker]:
+    with checked_engines() as maker:
+        yield maker
+
+
+def tiny(family: str, device: str) -> Any:
+    return tiny_module(tiny_config(family, VOCAB)).to(device)
+
+
+def engine_on(device: str, make_engine: EngineMaker, module: Any, **options: Any) -> PagedEngine:
+    """An engine whose trial has shown that its steps are accelerated."""
+    backend = backend_on(device, torch.float32)
+    engine = make_engine(module, backend=backend, **options)
+    assert engine._backend is backend
+    return engine
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_the_modules_own_forward(family: str, device: str, make_engine: EngineMaker) -> None:
+    """Whatever the steps' sizes, each alone and beside another sequence."""
+    module = tiny(family, device)
+    library = twin(module)
+    engine = engine_on(device, make_engine, module)
+    expected = [dense(library, ids(40, seed)) for seed in (1, 2)]
+    found: list[list[torch.Tensor]] = [[], []]
+    start = 0
+    for size in (13, 1, 4, 1, 9, 12):
+        steps = [SequenceStep(str(i), ids(40, i + 1)[start : start + size], size) for i in range(2)]
+        both = engine.forward(steps) if size != 4 else [engine.forward([s])[0] for s in steps]
+        for own, rows in zip(found, both, strict=True):
+            own.append(rows)
+        start += size
+    for own, rows in zip(found, expected, strict=True):
+        assert gap(torch.cat(own), rows) <= CLOSE
+
+
+def test_a_tree_and_a_rollback(device: str, make_engine: EngineMaker) -> None:
+    """Beside a chain: rows of its paths, and the path that is kept goes on."""
+    module = tiny("mistral", device)
+    library = twin(module)
+    engine = engine_on(device, make_engine, module)
+    prefix, tokens, path = ids(21), ids(8, 2), (0, 2, 4, 7)
+    run(engine, "tree", prefix, 1)
+    run(engine, "chain", prefix, 1)
+    both = engine.forward([SequenceStep("chain", tokens, 8), SequenceStep("tree", tokens, 8, TREE)])
+    assert gap(both[0], dense(library, prefix + tokens)[21:]) <= CLOSE
+    chosen = tuple(tokens[i] for i in path)
+    assert gap(both[1][list(path)], dense(library, prefix + chosen)[21:]) <= CLOSE
+    engine.keep("tree", 21, [21 + i for i in path])
+    engine.keep("chain", 20)
+    rows = engine.forward([SequenceStep(name, ids(3, 5), 3) for name in ("tree", "chain")])
+    assert gap(rows[0], dense(library, prefix + chosen + ids(3, 5))[-3:]) <= CLOSE
+    assert gap(rows[1], dense(library, prefix[:20] + ids(3, 5))[-3:]) <= CLOSE
+
+
+def test_where_the_trial_fails_steps_are_not_accelerated(
+    make_engine: EngineMaker, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A kernel that cannot be compiled, or that is wrong, costs speed and nothing else."""
+
+    def broken(query: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("out of resource: shared memory")
+
+    def wrong(*arguments: Any) -> torch.Tensor:
+        return attend_by_tables(*arguments) * 2
+
+    for attention in (broken, wrong):
+        caplog.clear()
+        module = tiny("llama", "cpu")
+        library = twin(module)
+        engine = make_engine(module, backend=DeviceBackend(attention, 8))
+        assert "its steps are not accelerated" in caplog.text
+        assert gap(run(engine, "a", ids(9), 9), dense(library, ids(9))) <= CLOSE
+
+
+@pytest.mark.parametrize("form", ["64 tokens in a block", "4 splits", "16 splits", "trees"])
+def test_a_form_of_the_kernel_that_does_not_run_is_found_at_start(
+    form: str, make_engine: EngineMaker, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also one that no step of the trial has: else a step that is served would fail with it."""
+
+    def attend(*arguments: Any) -> torch.Tensor:
+        step = arguments[2]
+        forms = {
+            f"{step.form.block_tokens} tokens in a block",
+            f"{step.form.num_splits} splits",
+            "trees" if step.ancestors is not None else "",
+        }
+        if form in forms:
+            raise RuntimeError("out of resource: shared memory")
+        return attend_by_tables(*arguments)
+
+    module = tiny("gpt2", "cpu")
+    library = twin(module)
+    engine = make_engine(module, backend=DeviceBackend(attend, 8))
+    assert "its steps are not accelerated" in caplog.text
+    assert gap(run(engine, "a", ids(9), 9), dense(library, ids(9))) <= CLOSE
