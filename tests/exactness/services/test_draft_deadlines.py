@@ -142,19 +142,16 @@ class Bench:
         pass_s: float = PASS_S,
         fallback: LookUp | None = None,
         link: Callable[[DraftService], MemoryLink] = MemoryLink,
-        proposer: type[Proposer] = GrammarProposer,
     ) -> None:
         engine = ToyEngine(vocab_size=VOCAB, salt=DRAFT_SALT, pass_s=pass_s)
-        worker = proposer(ModelDrafter(engine), TokenBudget(512, 8))
+        worker = GrammarProposer(ModelDrafter(engine), TokenBudget(512, 8))
         executor = InlineExecutor(engine.take_step_seconds)
         self.service = DraftService(worker, executor, DESCRIPTION)
         self._fallback: Any = fallback or LookUp()
         self._pool = ReplicaPool("draft")
         self._pool.admit("r0", link(self.service), DESCRIPTION)
 
-    async def draft(
-        self, noise: RoundNoise, deadline_ms: int | None, k: int = K, siblings: Any = ()
-    ) -> Any:
+    async def draft(self, noise: RoundNoise, deadline_ms: int | None, siblings: Any) -> Any:
         """What one round has, of a session of its own."""
         self._pool.replicas["r0"].away = False
         name = f"{next(NAMES):032x}"
@@ -162,7 +159,7 @@ class Bench:
         context = context_of(one, draft_deadline_ms=deadline_ms)
         config = CoordinatorConfig(draft_timeout_ms=60_000, draft_retry_ms=2_000)
         side = DraftClient(self._pool, context, self._fallback, config)
-        drafted = await side.propose(1, asked(k, siblings), noise)
+        drafted = await side.propose(1, asked(K, siblings), noise)
         side.close()
         return drafted
 
@@ -182,7 +179,7 @@ def first_tokens(
         found, bench = Found(), Bench(**options)
         for seed in range(1, num_rounds + 1):
             noise = RoundNoise(seed, rule, len(PROMPT))
-            drafted = await bench.draft(noise, deadline_ms, siblings=siblings)
+            drafted = await bench.draft(noise, deadline_ms, siblings)
             await bench.settle()
             proposal = drafted.proposal.open()
             found.tokens.append(committed(proposal, noise)[:1])
@@ -282,30 +279,6 @@ def test_no_time_for_a_first_token_is_told_at_once() -> None:
     found = first_tokens(Rule.TOKEN, DEADLINE_MS, 50, pass_s=0.4)
     assert found.lengths.keys() == {0}
     assert found.waits == {DEADLINE_MS / 1e3}
-
-
-@pytest.mark.parametrize("beside_ms", [None, 60_000])
-def test_a_proposal_does_not_wait_for_those_drafted_beside_it(beside_ms: int | None) -> None:
-    """One with 250 ms has an answer a pass later at most, with what it has drawn; the other goes on
-    and has all the tokens that it has alone."""
-    noise = RoundNoise(7, Rule.TOKEN, len(PROMPT))
-
-    async def main() -> None:
-        bench = Bench(pass_s=0.1, proposer=Proposer)
-        short, long = await asyncio.gather(
-            bench.draft(noise, 250, 8), bench.draft(noise, beside_ms, 16)
-        )
-        await bench.settle()
-        alone = await bench.draft(noise, None, 16)
-        await bench.settle()
-        await bench.service.close()
-        assert (short.source != "fallback", short.seconds) == (True, pytest.approx(0.3))
-        assert 0 < len(short.proposal) < 8
-        assert short.proposal.token_ids == alone.proposal.token_ids[: len(short.proposal)]
-        assert long.proposal.open() == alone.proposal.open()
-        assert long.seconds == pytest.approx(alone.seconds)
-
-    run_virtually(main())
 
 
 def requests(rule: Rule) -> list[DraftRequest]:
