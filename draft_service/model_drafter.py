@@ -26,9 +26,9 @@ class ModelDrafter:
     It proposes less than was asked for, or nothing, where the model cannot go on: when the prefix
     holds a token outside its vocabulary, or comes near its `max_model_len`; and where there is no
     time for a further draw, which is decided before its pass, or before the draw where that pass
-    runs the prefix, too. Where a pass fails
-    after a first token was drawn, what was drawn is proposed: the failure may be due to that token,
-    and a token that is dropped for what it is biases the output.
+    runs the prefix, too. Where a pass fails after a first token was drawn, what was drawn is
+    proposed: the failure may be due to that token, and a token that is dropped for what it is
+    biases the output.
     """
 
     def __init__(self, engine: Engine, entries_max: int = DRAFT_SUPPORT_ENTRIES) -> None:
@@ -86,8 +86,8 @@ class ModelDrafter:
         self, branches: Sequence[AutoregressiveDraft], beside: Sequence[SequenceStep] = ()
     ) -> list[Tensor]:
         """One pass for proposals that are not whole, of any length so far: each has a token more
-        then, or an error. Returns the logits of other sequences' steps, which run
-        beside them. Raises what the engine's pass raises."""
+        then, or an error. Returns the logits of other sequences' steps, which run beside them.
+        Raises what the engine's pass raises."""
         steps = [*beside, *map(_step, branches)]
         if not steps:
             return []
