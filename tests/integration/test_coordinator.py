@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -13,9 +12,8 @@ from models import byte_level_tokenizer
 from stack import VOCAB, Stack
 from toy_engine import toy_logits
 
-from outrider import limits
 from outrider.client import Completion
-from outrider.request import GenerateRequest, Started, Tokens
+from outrider.request import GenerateRequest, Started
 from outrider.sessions.store import FinishReason
 from outrider.speculation.sampling_params import SamplingParams
 from outrider.transport.channel import open_channel
@@ -111,24 +109,3 @@ async def test_what_cannot_be_decoded_or_is_missing_is_invalid(stack: Stack) -> 
             bad_request = error_details_pb2.BadRequest()
             assert status.details[0].Unpack(bad_request)
             assert bad_request.field_violations[0].field == field
-
-
-async def test_redis_that_goes_away_holds_tokens_back_and_brings_them(slow: Stack) -> None:
-    """While Redis is away nothing new is shown; when it is back everything goes on."""
-    request = replace(LONG, max_tokens=80)
-    expected = (await slow.client.complete(request)).token_ids
-    tokens: list[int] = []
-    during = None
-    async for event in slow.client.generate(request):
-        if not isinstance(event, Tokens):
-            continue
-        tokens.extend(event.token_ids)
-        if during is None and len(tokens) > 5:
-            slow.redis.stop()
-            before = len(tokens)
-            during = asyncio.create_task(asyncio.sleep(0.6, before))
-            during.add_done_callback(lambda _: slow.redis.start())
-        elif during is not None and not during.done():
-            # What was on its way to the client when Redis stopped.
-            assert len(tokens) <= before + 3 * limits.RUN_AHEAD_ROUNDS_MAX
-    assert tuple(tokens) == expected

@@ -18,7 +18,6 @@ from stack import Stack, running_stack
 from outrider.drafters.lookup import NgramDrafter
 from outrider.engine.interface import ModelInfo
 from outrider.engine.paged_engine import PagedEngine
-from outrider.errors import BadRequest
 from outrider.grammar.constraint import Constraint
 from outrider.request import GenerateRequest
 from outrider.sessions.store import FinishReason
@@ -104,17 +103,3 @@ async def test_every_completion_that_ends_is_valid(drafter: str, tmp_path: Path)
                 assert tokens[0] == tokens[1]
             assert sum(d.metrics.num_draft_tokens for d in found[4].values()) > 0
             assert sum(d.metrics.num_accepted_draft_tokens for d in found[4].values()) > 0
-
-
-async def test_a_bad_schema_is_refused_by_its_field_over_the_wire(tmp_path: Path) -> None:
-    text = TokenizerText(hf_tokenizer(), "small")
-    async with running_stack(engine(3), None, tmp_path, text=text, grammars=grammars) as stack:
-        bad = Constraint.of_schema({"type": "nonsense"})
-        with pytest.raises(
-            BadRequest, match="cannot be compiled: Invalid type: nonsense"
-        ) as caught:
-            await stack.client.complete(GenerateRequest(PROMPT, constraint=bad))
-        assert caught.value.field == "json_schema"
-    async with running_stack(engine(3), None, tmp_path) as stack:
-        with pytest.raises(BadRequest, match="the model has no tokenizer"):
-            await stack.client.complete(GenerateRequest(PROMPT, constraint=Constraint.any_object()))
