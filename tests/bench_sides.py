@@ -24,10 +24,10 @@ class ScriptedSide(BenchClient):
     """Records every call, and the most that ran at a time. A request over [t, t + seconds] ends
     before one that takes longer, whichever was asked first."""
 
-    def __init__(self, script: Script, log: list[tuple[str, str]] | None = None) -> None:
+    def __init__(self, script: Script) -> None:
         self.script = script
         self.calls: list[tuple[BenchPrompt, Decoding]] = []
-        self.log = [] if log is None else log
+        self.log: list[tuple[str, str]] = []
         self.running = 0
         self.most_running = 0
         self.now = 0.0

@@ -164,10 +164,10 @@ def depth_cut(source: Path, directory: Path, num_layers: int) -> Path:
     return directory
 
 
-def tiny_drafter(target: Any, token_ids: Sequence[int], num_layers: int = 1, seed: int = 1) -> Any:
+def tiny_drafter(target: Any, token_ids: Sequence[int], seed: int = 1) -> Any:
     """A random module with the target's embeddings and its head's rows for `token_ids` alone."""
     config = copy.deepcopy(target.config)
-    config.num_hidden_layers, config.tie_word_embeddings = num_layers, False
+    config.num_hidden_layers, config.tie_word_embeddings = 1, False
     module = tiny_module(config, seed)
     module.get_input_embeddings().weight = target.get_input_embeddings().weight
     head = torch.nn.Linear(config.hidden_size, len(token_ids), bias=False)
@@ -176,12 +176,10 @@ def tiny_drafter(target: Any, token_ids: Sequence[int], num_layers: int = 1, see
     return module
 
 
-def save_tiny_drafter(
-    directory: Path, target: Path, token_ids: Sequence[int], num_layers: int = 1, seed: int = 1
-) -> Path:
+def save_tiny_drafter(directory: Path, target: Path, token_ids: Sequence[int]) -> Path:
     """Saves such a drafter of the model in `target`; returns `directory`."""
     module = AutoModelForCausalLM.from_pretrained(target)
-    drafter = tiny_drafter(module, token_ids, num_layers, seed)
+    drafter = tiny_drafter(module, token_ids)
     description = _description(TrainedKind.STUDENT, target, module, token_ids)
     directory.mkdir(parents=True, exist_ok=True)
     save_drafter(directory, drafter, torch.tensor(token_ids), description)

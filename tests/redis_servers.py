@@ -1,11 +1,10 @@
-"""A Redis primary, its replicas and a Sentinel, as processes of a test."""
+"""A Redis primary, its replica and a Sentinel, as processes of a test."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 import subprocess
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Final, Self
@@ -77,7 +76,7 @@ class RedisServers:
     another one as a replica."""
 
     def __init__(
-        self, directory: Path, *, num_replicas: int = 1, forward: Forward | None = None,
+        self, directory: Path, *, forward: Forward | None = None,
         password: str = "", sentinel_password: str = "",
     ) -> None:  # fmt: skip
         """`forward`: each server is known by the address that this gives for its own one."""
@@ -85,7 +84,6 @@ class RedisServers:
         self._forward = forward
         self._password = password
         self._sentinel_password = sentinel_password
-        self._num_replicas = num_replicas
         self._num_started = 0
         self._known_by: dict[str, Server] = {}
         """Running servers by the address that Sentinel names."""
@@ -94,8 +92,7 @@ class RedisServers:
     async def __aenter__(self) -> Self:
         try:
             primary = await self._start(None)
-            for _ in range(self._num_replicas):
-                await self._start(primary)
+            await self._start(primary)
             await self._until_followed(primary)
             self._start_sentinel(primary)
             await self.until_whole()
@@ -159,7 +156,7 @@ class RedisServers:
             one for one in replicas
             if one["flags"] == "slave" and one["master-link-status"] == "ok"
         ]  # fmt: skip
-        return len(ready) == self._num_replicas and self._is_followed(primary)
+        return len(ready) == 1 and self._is_followed(primary)
 
     def _is_followed(self, primary: Server) -> bool:
         info = primary.info(self._password or None)
@@ -167,7 +164,7 @@ class RedisServers:
             one["state"] for name, one in info.items()
             if name.removeprefix("slave").isdecimal() and isinstance(one, dict)
         ]  # fmt: skip
-        return info.get("role") == "master" and states == ["online"] * self._num_replicas
+        return info.get("role") == "master" and states == ["online"]
 
     async def _until_followed(self, primary: Server) -> None:
         async with asyncio.timeout(START_S):
@@ -180,14 +177,12 @@ class RedisServers:
             while not await asyncio.to_thread(self.is_whole):
                 await asyncio.sleep(_POLL_S)
 
-    async def until_promoted(self, before: str, within_s: float = START_S) -> float:
-        """Until Sentinel names another primary than the one at this address; the seconds it took.
-        Raises `TimeoutError`."""
-        began = time.monotonic()
-        async with asyncio.timeout(within_s):
+    async def until_promoted(self, before: str) -> None:
+        """Until Sentinel names another primary than the one at this address. Raises
+        `TimeoutError`."""
+        async with asyncio.timeout(START_S):
             while await asyncio.to_thread(lambda: self.primary_address) == before:
                 await asyncio.sleep(_POLL_S)
-        return time.monotonic() - began
 
     async def replace(self, address: str) -> None:
         """Kills the server that is known by an address, for good, and starts another as a replica

@@ -10,13 +10,13 @@ import numpy as np
 from models import byte_level_tokenizer, tiny_config, tiny_module
 
 
-def save_tiny_gguf(path: Path, seed: int = 0) -> Path:
+def save_tiny_gguf(path: Path) -> Path:
     """A random Llama of 320 tokens whose matrices have 8 bits, as llama.cpp's converter would write
     it, with a byte-level tokenizer and a chat template; returns `path`."""
     tokenizer = byte_level_tokenizer()
     config = tiny_config("llama", len(tokenizer))
     config.intermediate_size = 64  # blocks have 32 values
-    module = tiny_module(config, seed)
+    module = tiny_module(config)
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -32,7 +32,7 @@ def save_tiny_gguf(path: Path, seed: int = 0) -> Path:
     _add_tokenizer(writer, tokenizer)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     for name, parameter in module.named_parameters():
         values = parameter.numpy()
         if values.ndim == 1:  # norms that are not all 1, and that bfloat16 does not hold exactly

@@ -95,11 +95,11 @@ class Browser:
 
 
 @contextmanager
-def browser(width: int = 1360, height: int = 1000) -> Iterator[Browser]:
+def browser(width: int = 1360) -> Iterator[Browser]:
     """A browser, and its driver, for as long as they are needed."""
     options = ChromeOptions()
     options.binary_location = _chromium() or ""
-    for argument in (*_ARGUMENTS, f"--window-size={width},{height}"):
+    for argument in (*_ARGUMENTS, f"--window-size={width},1000"):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     with Chrome(options, ChromeService(shutil.which("chromedriver"))) as driver:

@@ -40,9 +40,7 @@ class Heard:
     at: float
 
 
-def answers_to(
-    *sent: tuple[float, DraftItem], release_at: float | None = None, **options: Any
-) -> list[Heard]:
+def answers_to(*sent: tuple[float, DraftItem], **options: Any) -> list[Heard]:
     """What a draft whose passes take 10 ms answers to items that are sent at these times."""
 
     async def main() -> list[Heard]:
@@ -55,8 +53,6 @@ def answers_to(
         link.listen(lambda answer: heard.append(Heard(answer, loop.time())), lambda error: None)
         for at, one in sent:
             loop.call_at(at, link.send, one)
-        if release_at is not None:
-            loop.call_at(release_at, service.release, session_name(2), 1)
         await asyncio.sleep(1.0)
         await service.drain()
         service.check_integrity()
