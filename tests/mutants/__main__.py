@@ -2,9 +2,9 @@
 
 `tests.mutants.picking` makes the file, or it is an earlier output. Each mutant is put into a copy
 of the tree, in which the tests of its area run until one fails. A line of JSON for each: the
-mutant, and `caught`, `survived` or `missing` (its lines are not where they were). `--against FILE`
-names an earlier output, as of the tests before a change: the exit code is 1 where more than 2 % of
-what was caught then survives now.
+mutant, and `caught`, `survived` or `missing` (its lines are in no file of its area). `--against
+FILE` names an earlier output: the exit code is 1 where more than 2 % of what was caught then
+survives now. `baseline.jsonl` is such an output.
 """
 
 from __future__ import annotations
@@ -91,15 +91,28 @@ def _copy(root: Path, to: Path) -> Path:
 
 
 def _outcome(mutant: Mutant, root: Path, copy: Path) -> str:
-    original, target = root / mutant.file, copy / mutant.file
-    changed = mutant.applied(original.read_text()) if original.exists() else None
+    file, changed = _changed(mutant, root)
     if changed is None:
         return "missing"
+    target = copy / file
     target.write_text(changed)
     try:
         return "survived" if _passes(AREAS[mutant.area].tests, copy) else "caught"
     finally:
-        shutil.copy(original, target)
+        shutil.copy(root / file, target)
+
+
+def _changed(mutant: Mutant, root: Path) -> tuple[str, str | None]:
+    """The file that has the mutant's lines, and its source with the change. That is the mutant's
+    own file, or the only one of its area that has them now; else None in place of the source."""
+    found = {}
+    for file in {mutant.file, *AREAS[mutant.area].files(root)}:
+        original = root / file
+        if original.exists() and (changed := mutant.applied(original.read_text())) is not None:
+            found[file] = changed
+    if mutant.file not in found and len(found) == 1:
+        return next(iter(found.items()))
+    return mutant.file, found.get(mutant.file)
 
 
 def _passes(tests: Sequence[str], copy: Path) -> bool:

@@ -88,9 +88,16 @@ class Mutant:
         return asdict(self)
 
     def applied(self, source: str) -> str | None:
-        """The source with the change; None where its lines are not there."""
-        lines, first = source.splitlines(), self.line - 1
-        last = first + len(self.before)
-        if tuple(lines[first:last]) != self.before:
+        """The source with the change; None where its lines are not there, or more than once and
+        not where they were."""
+        lines, size = source.splitlines(), len(self.before)
+        places = [
+            place
+            for place in range(len(lines) - size + 1)
+            if tuple(lines[place : place + size]) == self.before
+        ]
+        if self.line - 1 in places:
+            places = [self.line - 1]
+        if len(places) != 1:
             return None
-        return "\n".join([*lines[:first], *self.after, *lines[last:], ""])
+        return "\n".join([*lines[: places[0]], *self.after, *lines[places[0] + size :], ""])
