@@ -232,7 +232,7 @@ async def relay(setup: dict[str, Any]) -> AsyncIterator[Role]:
         with suppress(ConnectionError):
             while part := await reader.read(_PART_BYTES_MAX):
                 loop.call_later(delay_s, writer.write, part)
-        loop.call_later(delay_s, writer.close)
+        loop.call_later(delay_s, writer.write_eof)
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -241,6 +241,8 @@ async def relay(setup: dict[str, Any]) -> AsyncIterator[Role]:
             writer.close()
             return
         await asyncio.gather(pass_on(reader, far_writer), pass_on(far_reader, writer))
+        for one in (far_writer, writer):
+            loop.call_later(delay_s, one.close)
 
     server = await asyncio.start_server(connected, "127.0.0.1", 0)
     try:

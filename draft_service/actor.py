@@ -41,7 +41,7 @@ class DraftActor(ReplicaHost):
         eagle, info = build_eagle(config)
         weight = next(eagle.module.parameters())
         logits = torch.randn(2, len(eagle.token_ids), device=weight.device)
-        executor.call(lambda: try_kernels(logits))
+        executor.call(lambda: try_kernels(logits, eagle.token_ids))
         drafter = EagleDrafter(
             eagle,
             lookup or NgramDrafter(config.ngram_min, config.ngram_max),

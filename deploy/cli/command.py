@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -30,6 +31,18 @@ class Arguments(argparse.Namespace):
     settings: dict[str, object]
     given: frozenset[str]
     config: Path | None = None
+
+
+class Seconds(click.FloatRange):
+    """A finite number within bounds."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        seconds: float = super().convert(value, param, ctx)
+        if not math.isfinite(seconds):
+            self.fail(f"{value} is no finite number", param, ctx)
+        return seconds
 
 
 class Option(click.Option):

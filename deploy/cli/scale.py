@@ -6,8 +6,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-
-import click
+from typing import Any
 
 from benchmarks.report import Report
 from deploy.fleet.local_state import DeploymentLocation
@@ -20,7 +19,7 @@ from outrider.errors import ConfigError, SettingError
 from outrider.registry.registry import ROLES, Role
 from outrider.settings import Value
 
-from .command import Arguments, Option, argument, command, json_option, option
+from .command import Arguments, Option, Seconds, argument, command, json_option, option
 from .options import (
     COMMON,
     SECRETS,
@@ -37,7 +36,7 @@ _POLL_S = 0.2
 
 def _wait_option(until: str) -> Option:
     return option(
-        "--wait", type=click.FloatRange(0, WAIT_S_MAX), default=0.0, metavar="S",
+        "--wait", type=Seconds(0, WAIT_S_MAX), default=0.0, metavar="S",
         help=f"wait at most this long until {until}, s",
     )  # fmt: skip
 
@@ -109,9 +108,9 @@ def _by_role(words: Sequence[str], value: str) -> Iterator[tuple[str, Role, str]
     """The words, each with its parts: `ROLE=...`, where `value` stands for what follows."""
     seen = set()
     for word in words:
-        name, has_value, text = word.partition("=")
+        name, _, text = word.partition("=")
         role = next((role for role in ROLES if role == name), None)
-        if role is None or not has_value:
+        if role is None or not text:
             unknown = f"unknown role; use {', '.join(ROLES[:-1])} or {ROLES[-1]}"
             raise ConfigError(f"{word}: {f'must be {role}={value}' if role else unknown}")
         if role in seen:
@@ -145,10 +144,16 @@ def autoscale(arguments: Arguments) -> int:
     return tell(Report({"bounds": bounds}, said), arguments.json)
 
 
-def parsed_bounds(words: Sequence[str]) -> dict[str, Value]:
+def parsed_bounds(words: Sequence[str]) -> dict[str, Any]:
     """The settings that `ROLE=LEAST:MOST` and `ROLE=off` stand for. Raises `ConfigError`."""
-    given = _by_role(words, "LEAST:MOST")
-    return {f"autoscale_{role}s": "" if text == OFF else text for _, role, text in given}
+    found: dict[str, Any] = {}
+    for word, role, text in _by_role(words, "LEAST:MOST"):
+        found[f"autoscale_{role}s"] = "" if text == OFF else text
+        try:
+            AutoscaleConfig(**found)
+        except SettingError as error:
+            raise ConfigError(f"{word}: {error.reason}, or {OFF}") from None
+    return found
 
 
 @command(

@@ -10,7 +10,6 @@ import asyncio
 import json
 import logging
 import os
-import select
 import signal
 import sys
 import time
@@ -20,8 +19,6 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import click
 
 from benchmarks.report import Report
 from deploy.fleet.local_state import (
@@ -40,12 +37,13 @@ from deploy.fleet.local_state import (
     state_directory,
     withdraw,
 )
+from outrider.config import WAIT_S_MAX
 from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.registry.registry import LEASE_S, ROLES, Role
 from outrider.sessions.redis_address import RedisAddress, with_password
 from outrider.telemetry.logs import LogFile
 
-from .command import Arguments, argument, command, json_option, option
+from .command import Arguments, Seconds, argument, command, json_option, option
 from .masking import masked_settings
 from .options import (
     COMMON,
@@ -71,6 +69,7 @@ _log = logging.getLogger(__name__)
 LOOK_PERIOD_S = 0.25
 """Between two looks at a detached process that starts."""
 STOP_TIMEOUT_S = 60.0
+_POLL_S = 0.05
 
 
 @command(
@@ -230,7 +229,7 @@ def _detach(log: LogFile) -> None:
 @command(
     "stop",
     option(
-        "--timeout", type=click.FloatRange(0), default=STOP_TIMEOUT_S, metavar="S",
+        "--timeout", type=Seconds(0, WAIT_S_MAX), default=STOP_TIMEOUT_S, metavar="S",
         help="wait at most this long for it to end, s",
     ),
 )  # fmt: skip
@@ -255,15 +254,23 @@ def stop(arguments: Arguments) -> int:
 def _end(pid: int, timeout_s: float) -> None:
     """Raises `Unavailable` where the process still runs after the time."""
     progress(f"stopping the deployment (pid {pid})", at_once=False)
+    give_up_at = time.monotonic() + timeout_s
     with suppress(ProcessLookupError):
-        process = os.pidfd_open(pid)
-        try:
-            signal.pidfd_send_signal(process, signal.SIGTERM)
-            if not select.select([process], [], [], timeout_s)[0]:
+        os.kill(pid, signal.SIGTERM)
+        # The process is no child of this one, so the kernel does not tell when it ends.
+        while not _is_zombie(pid):
+            if time.monotonic() >= give_up_at:
                 raise Unavailable(f"the deployment (pid {pid}) still runs after {timeout_s:g} s")
-        finally:
-            os.close(process)
+            time.sleep(_POLL_S)
+            os.kill(pid, 0)
     progress.rest()
+
+
+def _is_zombie(pid: int) -> bool:
+    """Told by Linux alone."""
+    with suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0] == "Z"
+    return False
 
 
 def _nothing_to_stop(directory: Path, record: DeploymentRecord | None) -> str:
@@ -307,11 +314,11 @@ PRINTS = {
         help="a coordinator to ask; by default the deployment that runs",
     ),
     option(
-        "--timeout", type=click.FloatRange(0.001, 3600), default=TIMEOUT_S, metavar="S",
+        "--timeout", type=Seconds(0.001, 3600), default=TIMEOUT_S, metavar="S",
         help="wait at most this long for each answer, s",
     ),
     option(
-        "--watch", type=click.FloatRange(0.1, 3600), is_flag=False, flag_value=WATCH_S,
+        "--watch", type=Seconds(0.1, 3600), is_flag=False, flag_value=WATCH_S,
         metavar="[S]",
         help=f"ask again and again, each S seconds [{WATCH_S:g}], until Ctrl-C",
     ),

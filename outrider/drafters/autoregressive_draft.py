@@ -175,9 +175,10 @@ class DraftSampler:
         lengths = [len(draft.token_ids) for draft in drafts]
         together, groups = _alike(drafts, rows)
         by_index = dict(enumerate(rows))
-        if len(groups) > 1 and rows[0].device.type != "cpu":  # One wait for the device, for all.
-            copied = joined_rows([rows[index] for index in chain(*groups)]).cpu()
-            by_index |= zip(chain(*groups), torch.split(copied, 1), strict=True)
+        away = [index for index in chain(*groups) if rows[index].device.type != "cpu"]
+        if len(groups) > 1 and away:  # One wait for the device, for all.
+            copied = joined_rows([rows[index] for index in away]).cpu()
+            by_index |= zip(away, torch.split(copied, 1), strict=True)
         for indices in filter(None, (together, *groups)):
             self._draw([drafts[index] for index in indices], [by_index[index] for index in indices])
         before = zip(drafts, lengths, strict=True)
@@ -186,24 +187,26 @@ class DraftSampler:
     def _masked(
         self, drafts: Sequence[AutoregressiveDraft], rows: Sequence[Tensor]
     ) -> tuple[list[AutoregressiveDraft], list[Tensor]]:
-        """Those that may go on, and what their grammars leave of their rows."""
+        """Those that may go on, and what their grammars leave of their rows: of those that have
+        one, on the CPU."""
         going_on: list[AutoregressiveDraft] = []
         left: list[Tensor] = []
-        masks: list[TokenMask | None] = []
+        masks: dict[int, TokenMask] = {}
         for draft, row in zip(drafts, rows, strict=True):
-            allowed, mask = draft.request.allowed, None
-            if allowed is not None:
-                mask = draft_mask(allowed, draft.token_ids, self.vocabulary)
+            if draft.request.allowed is not None:
+                mask = draft_mask(draft.request.allowed, draft.token_ids, self.vocabulary)
                 if mask is None:
                     draft.stop()
                     continue
+                masks[len(left)] = mask
             going_on.append(draft)
             left.append(row)
-            masks.append(mask)
-        if not going_on:
-            return [], []
-        logits = masked_logits(joined_rows(left).cpu(), masks, self.vocabulary)
-        return going_on, [*torch.split(logits, 1)]
+        if masks:
+            logits = joined_rows([left[place] for place in masks]).cpu()
+            masked = masked_logits(logits, [*masks.values()], self.vocabulary)
+            for place, row in zip(masks, torch.split(masked, 1), strict=True):
+                left[place] = row
+        return going_on, left
 
     def _draw(self, drafts: list[AutoregressiveDraft], rows: list[Tensor]) -> None:
         """Of drafts that are alike. An error is some draft's own: each then draws alone, which
@@ -257,14 +260,14 @@ def _alike(
     drafts: Sequence[AutoregressiveDraft], rows: Sequence[Tensor]
 ) -> tuple[list[int], list[list[int]]]:
     """Drafts, by index: those that are drawn together on the device of their rows; and the others
-    in groups of one rule and the same parameters, where those that look at the tokens so far are
-    groups of their own. Those that want several candidates are apart."""
+    in groups of one rule, the same parameters and one device, where those that look at the tokens
+    so far are groups of their own. Those that want several candidates are apart."""
     groups: dict[Hashable, list[int]] = {}
     for index, (draft, row) in enumerate(zip(drafts, rows, strict=True)):
         sampling, is_single = draft.request.sampling, draft.num_candidates == 1
         key: Hashable = None
         if not (is_single and can_draw_on_device(row, sampling)):
             alone = index if sampling.penalised else -1
-            key = draft.request.rule, sampling, alone, is_single
+            key = draft.request.rule, sampling, alone, is_single, row.device
         groups.setdefault(key, []).append(index)
     return groups.pop(None, []), list(groups.values())

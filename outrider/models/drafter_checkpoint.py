@@ -98,8 +98,9 @@ def read_description(directory: Path, name: str) -> TrainedDescription:
     except ValidationError as error:
         found = error.errors()[0]
         key = ".".join(map(str, found["loc"]))
+        given = "" if found["type"] == "missing" else f", not {found['input']!r}"
         raise ConfigError(
-            f"{wrong}: {key} is missing, wrong or not known: {found['msg']}"
+            f"{wrong}: {key} is missing, wrong or not known: {found['msg']}{given}"
         ) from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{wrong} cannot be read: {error}") from error

@@ -244,6 +244,16 @@ def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) ->
     os.environ["VLLM_BATCH_INVARIANT"] = str(int(config.deterministic and is_cuda))
     with by_its_keys(type(config)):
         check_vllm(config)
+    heads = None
+    if isinstance(config, TargetConfig) and config.heads_kind:
+        from outrider.models.medusa import load_heads_apart
+
+        with blaming("draft_model"):  # Before the pages take what memory is left.
+            heads = load_heads_apart(
+                Path(config.heads_directory), Path(config.directory), target=config.model,
+                **{**_loading(config), "name": config.heads},
+            )  # fmt: skip
+    with by_its_keys(type(config)):
         from outrider.engine.vllm_engine import VllmEngine
 
         engine = VllmEngine(
@@ -259,14 +269,7 @@ def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) ->
             **_loading(config, num_threads),
         )
         _check_length(engine, config)
-    if isinstance(config, TargetConfig) and config.heads_kind:
-        from outrider.models.medusa import load_heads_apart
-
-        with blaming("draft_model"):
-            engine.draft_heads = load_heads_apart(
-                Path(config.heads_directory), Path(config.directory), target=config.model,
-                **{**_loading(config), "name": config.heads},
-            )  # fmt: skip
+    engine.draft_heads = heads
     return engine
 
 
@@ -473,8 +476,12 @@ def try_device_kernels(engine: Engine) -> None:
         from outrider.speculation.verification import try_kernels
 
         [logits] = engine.forward([SequenceStep("trial", (0, 0), 2)])
-        try_kernels(logits)
         engine.release("trial")
+        try_kernels(logits, engine.info.logit_token_ids)
+        for own in (getattr(engine, "draft_heads", None), getattr(engine, "exit_head", None)):
+            if own is not None:
+                rows = torch.randn(2, len(own.token_ids), device=logits.device)
+                try_kernels(rows, own.token_ids)
 
 
 def step_costs(engine: Engine, config: ReplicaConfig) -> StepCosts:

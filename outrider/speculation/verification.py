@@ -39,9 +39,11 @@ from outrider.errors import InvariantError, check
 from outrider.grammar.token_mask import TokenMask
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.cuda_verdicts import RowJudge, give_up, has_kernels
+from outrider.speculation.draft_sampling import draw_on_device
 from outrider.speculation.gumbel_max import BLOCK, IntArray, RealArray, race
 from outrider.speculation.logits_processing import (
     NO_HISTORY,
+    DraftVocabulary,
     TokenHistory,
     check_maxima,
     check_weights,
@@ -123,9 +125,10 @@ def _suits_kernels(question: Question) -> bool:
     return has_kernels(question.logits.device) and not is_tree and not is_double
 
 
-def try_kernels(logits: Tensor) -> None:
-    """Compiles a device's kernels for `logits` [2, V] of a model. Where they fail, or draw other
-    tokens than the CPU, verdicts and draws do without them from now on."""
+def try_kernels(logits: Tensor, token_ids: Sequence[int] = ()) -> None:
+    """Compiles a device's kernels for `logits` [2, V] of a model, or those [2, N] of a drafter for
+    `token_ids` [N]. Where they fail, or draw other tokens than the CPU, verdicts and draws do
+    without them from now on."""
     if not has_kernels(logits.device):
         return
     params, noise = SamplingParams(top_k=50, top_p=0.9), RoundNoise(0, Rule.TOKEN, 1)
@@ -136,6 +139,9 @@ def try_kernels(logits: Tensor) -> None:
             [found] = _verdicts_on_device([question])
             [expected] = _verdicts_on_host([replace(question, logits=logits.double())])
             check(found.correction == expected.correction, f"{found} in the place of {expected}")
+        coupled = [replace(noise, rule=Rule.COUPLED)] * 2
+        vocabulary = DraftVocabulary.of(token_ids)
+        draw_on_device(logits, [SamplingParams()] * 2, coupled, [0, 0], vocabulary=vocabulary)
     except Exception:  # noqa: BLE001 (whatever it is, verdicts without kernels show it again)
         _log.warning(
             "verdicts and draws are made without kernels on %s", logits.device, exc_info=True

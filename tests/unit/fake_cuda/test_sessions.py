@@ -130,10 +130,10 @@ def verdicts(
     return begun
 
 
-def constrained(case: Callable[..., Case], rule: Rule) -> Case:
+def constrained(case: Callable[..., Case], rule: Rule, **more: bool) -> Case:
     """Of sessions that are held to a schema."""
     text = tuple(hf_tokenizer().encode('{"name": "a'))
-    about = {"constraint": CONSTRAINTS["schema"], "prefix": (65, 66, *text[:2])}
+    about = {"constraint": CONSTRAINTS["schema"], "prefix": (65, 66, *text[:2]), **more}
     if case is verdicts:
         about["drafted"] = text[2:5]
     return case(rule, FILTERED, **about)
@@ -145,16 +145,20 @@ def drafts(
     prefix: tuple[int, ...] = PREFIX,
     kind: str = "",
     constraint: Any = None,
+    is_mixed: bool = False,
     **more: Any,
 ) -> Case:
-    """Two tokens for each session, with these parameters in turns."""
+    """Two tokens for each session, with these parameters in turns; `is_mixed`: each second one has
+    no constraint."""
 
     def begun(num: int) -> Callable[[], None]:
-        about = {"constraint": constraint, "prompt_length": 2}
         heads = [
-            head(prefix, next(_sessions), rule, samplings[i % len(samplings)], **about)
+            head(
+                prefix, next(_sessions), rule, samplings[i % len(samplings)], prompt_length=2,
+                constraint=None if is_mixed and i % 2 else constraint,
+            )
             for i in range(num)
-        ]
+        ]  # fmt: skip
 
         def work() -> None:
             answers = proposer(kind).step([DraftItem(one, 2, **more) for one in heads])
@@ -219,6 +223,7 @@ CASES: dict[str, tuple[Case, tuple[int, int, int]]] = {
     "drafts greedy": (drafts(Rule.GREEDY, GREEDY), (2, 2, 24)),
     "drafts of several kinds": (drafts(Rule.TOKEN, WARM, FILTERED, BIASED), (4, 4, 62)),
     "drafts masked": (constrained(drafts, Rule.COUPLED), (2, 2, 18)),
+    "drafts masked and not": (constrained(drafts, Rule.COUPLED, is_mixed=True), (4, 4, 50)),
     "siblings": (drafts(Rule.TOKEN, FILTERED, siblings=(1, 1)), (2, 2, 18)),
     "drafts filtered": (drafts(Rule.TOKEN, FILTERED), (2, 4, 56)),
     "eagle": (eagle, (2, 8, 205)),
