@@ -12,7 +12,7 @@ from itertools import chain
 
 from coordinator.decoding.committer import Committer
 from coordinator.decoding.recovery import Replayed, write_logprobs
-from coordinator.draft_length.acceptance import fitting, sibling_chances
+from coordinator.draft_length.acceptance import NO_SIBLINGS, fitting, sibling_chances
 from coordinator.draft_length.policy import LengthPolicy, PlayedRound, RoundLength
 from coordinator.routing.drafts import NOTHING_WANTED, Drafted, Drafts, LookupProbe
 from coordinator.routing.replica_pool import SessionContext
@@ -317,7 +317,9 @@ class SessionRun:
             ended_at=asyncio.get_running_loop().time(),
             queue_s=reply.queue_ms / 1e3,
             num_siblings=len(accept) - len(tree.spine),
-            siblings=sibling_chances(tree, accept, drafted.siblings),
+            siblings=(
+                sibling_chances(tree, accept, drafted.siblings) if drafted.siblings else NO_SIBLINGS
+            ),
             beside=drafted.beside,
             next_draft_s=reply.next_draft_ms / 1e3,
             work_s=drafted.work_ms / 1e3,

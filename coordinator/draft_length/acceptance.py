@@ -6,8 +6,8 @@ beside it is refused; the token behind it is the target's own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +15,17 @@ import numpy.typing as npt
 from outrider.limits import NUM_DRAFT_TOKENS_MAX, SIBLINGS_MAX
 from outrider.speculation.proposal import DraftTree
 
+if TYPE_CHECKING:
+    from .round_cost import Forecast
+
 FIRST_ACCEPTED = 0.7
 """Chance that a first draft token is accepted where nothing is known: high enough that drafting is
 tried, as only rounds with a draft teach anything."""
 FIRST_TAKEN = 0.25
 """Chance that a sibling is accepted where nothing is known and all before it are refused; of the
 n-th one an n-th of that: high enough that some are tried where rows cost little."""
+SIBLINGS_OF_A_ROUND_MAX = 16
+"""Siblings of one proposal, together."""
 Array = npt.NDArray[np.float64]
 
 
@@ -35,7 +40,19 @@ class Prospects(NamedTuple):
     """Chance that it is proposed and refused where all before it are accepted."""
 
 
-NO_SIBLINGS: Array = np.zeros((2, 0))
+class SiblingChances(NamedTuple):
+    """What a round says of the n-th siblings of all its places, n = 1, 2, ...: sums over the places
+    that had a draft token, each times the chance that the sibling had to be tried."""
+
+    asked: tuple[float, ...]
+    """Places for which one was asked ..."""
+    offered: tuple[float, ...]
+    """... those that had one ..."""
+    taken: tuple[float, ...]
+    """... and those in which it was accepted."""
+
+
+NO_SIBLINGS = SiblingChances((), (), ())
 
 
 def observed(num_asked: int, survival: Sequence[float]) -> Array:
@@ -66,16 +83,6 @@ class _Averages:
         self.num_rounds = 0
         self._sums = np.zeros(self.shape)
 
-    def fade(self) -> None:
-        """A round without a draft."""
-        self._sums *= self._keep
-
-    def note(self, counts: Array) -> None:
-        """A round with a draft."""
-        self.fade()
-        self.num_rounds += 1
-        self._sums[:, : counts.shape[1]] += counts
-
 
 class DepthAverages(_Averages):
     """Of acceptance and of proposals' lengths, by depth: sums of what was `observed`. What few
@@ -83,6 +90,16 @@ class DepthAverages(_Averages):
     towards the one before it. Acceptance is that of tokens that were proposed."""
 
     shape = (5, NUM_DRAFT_TOKENS_MAX)
+
+    def fade(self) -> None:
+        """A round without a draft."""
+        self._sums *= self._keep
+
+    def note(self, counts: Array) -> None:
+        """A round with a draft, as it was `observed`."""
+        self.fade()
+        self.num_rounds += 1
+        self._sums[:, : counts.shape[1]] += counts
 
     def prospects(self, num_asked: int) -> Prospects:
         """What to expect of a proposal for which so many tokens are asked."""
@@ -95,14 +112,17 @@ class DepthAverages(_Averages):
     def _rates(self, num_depths: int) -> list[tuple[float, float, float]]:
         """Of each depth, given the depth before, the chance that a proposal goes on where all
         before was accepted, that its next token is accepted then, and that it goes on at all."""
-        pull, rate = self._pull, FIRST_ACCEPTED
+        pull, rate, before = self._pull, FIRST_ACCEPTED, 0.0
         prior = None if self._prior is None else self._prior._rates(num_depths)
         rates = []
         sums = self._sums[:, :num_depths].T.tolist()
         for depth, (asked, offered, accepted, wanted, proposed) in enumerate(sums):
             goes_on = goes_on_at_all = 1.0
             if prior is not None:
-                goes_on, rate, goes_on_at_all = prior[depth]
+                goes_on, likely, goes_on_at_all = prior[depth]
+                # As much higher or lower as the session's own is at the depth before.
+                rate = min(1.0, rate * likely / before) if before > 0 else likely
+                before = likely
             rate = (accepted + pull * rate) / (offered + pull)
             rates.append((
                 (offered + pull * goes_on) / (asked + pull), rate,
@@ -112,44 +132,45 @@ class DepthAverages(_Averages):
 
 
 class SiblingAverages(_Averages):
-    """Of the acceptance of siblings, by rank: sums of `sibling_chances`."""
+    """Of the acceptance of siblings, by rank; as `DepthAverages`."""
 
-    shape = (2, SIBLINGS_MAX)
+    shape = (3, SIBLINGS_MAX)
 
-    def taken(self, siblings_max: int) -> list[float]:
-        """How likely one of 0, 1, 2, ... siblings is accepted where their token is refused."""
-        if siblings_max == 0:
-            return [0.0]
-        return [0.0, *(1.0 - np.cumprod(1.0 - self.rates()[:siblings_max])).tolist()]
+    def note(self, found: SiblingChances) -> None:
+        """A round with a draft."""
+        self._sums *= self._keep
+        for sums, values in zip(self._sums, found, strict=True):
+            sums[: len(values)] += values
 
     def rates(self) -> Array:
-        """[`SIBLINGS_MAX`]: how likely the first, second, ... sibling is accepted where it is asked
-        for and all before it are refused."""
-        prior = FIRST_TAKEN / np.arange(1.0, SIBLINGS_MAX + 1.0)
+        """[2, `SIBLINGS_MAX`]: how likely the first, second, ... sibling is offered where it is
+        asked for, and accepted where it is offered and all before it are refused."""
+        ranks = np.arange(1, SIBLINGS_MAX + 1)
+        prior = np.array([np.ones(SIBLINGS_MAX), FIRST_TAKEN / ranks])
         if self._prior is not None:
             prior = self._prior.rates()
-        tried, taken = self._sums
-        rates: Array = (taken + self._pull * prior) / (tried + self._pull)
+        rates: Array = (self._sums[1:] + self._pull * prior) / (self._sums[:-1] + self._pull)
         return rates
 
 
 def sibling_chances(
     tree: DraftTree, accept_probability: Sequence[float], asked: Sequence[int]
-) -> Array:
-    """What a verdict says of the n-th siblings of all places, n = 1, 2, ..., where `asked` of them
-    were asked for, place by place. Sums over the places that had a draft token: the chance that the
-    sibling had to be tried, whether it was proposed or not; and that it was accepted."""
-    chances = np.zeros((2, max(asked, default=0)))
+) -> SiblingChances:
+    """Of a verdict on a proposal for which `asked` siblings were asked, place by place."""
+    sums = [[0.0] * max(asked, default=0) for _ in range(3)]
     reached = 1.0
     for token, num_asked in zip(tree.spine, asked, strict=False):
-        _, *group = tree.children[tree.parents[token] + 1]
+        group = tree.children[tree.parents[token] + 1]
         left = reached * (1.0 - accept_probability[token])
         for rank in range(num_asked):
-            taken = left * accept_probability[group[rank]] if rank < len(group) else 0.0
-            chances[:, rank] += left, taken
-            left -= taken
+            sums[0][rank] += left
+            if rank + 1 < len(group):
+                taken = left * accept_probability[group[rank + 1]]
+                sums[1][rank] += left
+                sums[2][rank] += taken
+                left -= taken
         reached *= accept_probability[token]
-    return chances
+    return SiblingChances(*map(tuple, sums))
 
 
 def fitting(siblings: tuple[int, ...], room: int) -> tuple[int, ...]:
@@ -159,3 +180,39 @@ def fitting(siblings: tuple[int, ...], room: int) -> tuple[int, ...]:
         kept.append(max(0, min(num, room)))
         room -= kept[-1]
     return tuple(kept) if any(kept) else ()
+
+
+def shaped(
+    promised: Sequence[tuple[float, float]],
+    prospects: Prospects,
+    averages: SiblingAverages,
+    forecast: Forecast,
+    siblings_max: int,
+) -> Iterator[tuple[tuple[int, ...], float, float]]:
+    """Siblings, place by place, for proposals of 1, 2, ... tokens that bring the `promised` tokens
+    in a time, as long as they make rounds bring more a second; and tokens and time with them.
+    `siblings_max` bounds those beside one token."""
+    if siblings_max == 0:
+        yield from (((), *one) for one in promised)
+        return
+    offered, taken = averages.rates()[:, :siblings_max]
+    left = np.concatenate(([1.0], np.cumprod(1.0 - offered * taken)))[:-1]
+    gains = np.outer(prospects.refused, np.minimum.accumulate(left * offered * taken))
+    likely = np.outer(prospects.proposed, offered)
+    order = np.argsort(-gains, axis=None, kind="stable")
+    depths = order // siblings_max
+    best = [*zip(gains.flat[order], likely.flat[order], depths.tolist(), strict=True)]
+    row_s, row_lost = forecast.row_s, forecast.row_lost
+    for k, (num_tokens, seconds) in enumerate(promised, start=1):
+        siblings, row = [0] * k, k
+        for gain, chance, depth in best:
+            if depth >= k:
+                continue
+            if row >= min(len(row_s), k + SIBLINGS_OF_A_ROUND_MAX):
+                break
+            more, cost = float(gain - chance * row_lost[row]), float(chance * row_s[row])
+            if more * seconds <= num_tokens * cost:
+                break
+            num_tokens, seconds, row = num_tokens + more, seconds + cost, row + 1
+            siblings[depth] += 1
+        yield tuple(siblings) if any(siblings) else (), num_tokens, seconds

@@ -10,12 +10,13 @@ lengths (`LengthControls.open`). docs/exactness.md has the proof.
 | drafting | the best by expected tokens and expected time | when plain decoding is better |
 | plain | 0; the target runs ahead of the coordinator | when drafting is better |
 
-What is expected may be wrong. Two trials find out, each for a few rounds:
+What is expected may be wrong. Three trials find out, each for a few rounds:
 
 | trial | of |
 | --- | --- |
 | in a plain phase, or instead of one when a session begins | drafting |
 | in a round, of the largest K, which shows what all others would bring | more tokens |
+| while next to nothing is known of its time | plain decoding |
 
 Each is made once its expected loss, in tokens, can be paid from a small share of the tokens that
 all sessions commit; so what seems hopeless is tried seldom, and what is uncertain soon.
@@ -24,9 +25,16 @@ all sessions commit; so what seems hopeless is tried seldom, and what is uncerta
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from dataclasses import dataclass, replace
 
-from coordinator.draft_length.acceptance import DepthAverages, SiblingAverages, observed
+from coordinator.draft_length.acceptance import (
+    SIBLINGS_OF_A_ROUND_MAX,
+    DepthAverages,
+    SiblingAverages,
+    observed,
+    shaped,
+)
 from coordinator.draft_length.policy import LengthPolicy, PlayedRound, RoundLength
 from coordinator.draft_length.round_cost import SECONDS_MIN, Load, RoundCosts
 from outrider.limits import DRAFTED_SEEDS_MAX
@@ -41,8 +49,14 @@ PLAIN_BEGINNINGS = 7
 """One in so many sessions that drafting promises nothing drafts at its beginning anyway ..."""
 BEGINNING_TOKENS = 4.0
 """... where that costs so few tokens; one in twice as many where it costs twice as many."""
-SIBLINGS_OF_A_ROUND_MAX = 16
-"""Siblings of one proposal, together."""
+PROMPT_SIZES = (128, 512, 2048)
+"""Tokens from which on a prompt is one of the next size."""
+PLAIN_TRIED_BELOW = 1.5
+"""Plain decoding is tried where drafting is expected to be less than so many times as fast ..."""
+PLAIN_TRIED_ROUNDS = 6
+"""... for so many rounds, of which the first is not timed."""
+PLAIN_KNOWN_ROUNDS = 2.0
+"""What it takes is known while rounds of it weigh so much."""
 DRAFT_BUDGET_MIN_S = 0.02
 """A proposal is drawn for so long at least: processes that share cores are not always on time."""
 TIMES_KNOWN_ROUNDS = 16
@@ -69,8 +83,14 @@ class Tuning:
     """Rounds after which a session's plain phase may end; then twice as many each time ..."""
     plain_rounds_max: int = 128
     """... up to this."""
+    first_looks: int = 4
+    """Rounds of all sessions that ask for all they may: one shows what every K would bring."""
+    young_rounds: int = 64
+    """Rounds of all sessions up to which K is chosen anew in each."""
+    switch_gain: float = 0.02
+    """K changes only for a choice that is better by this share ..."""
     plain_gain: float = 0.03
-    """A session that drafts decodes plainly only where that is better by this share."""
+    """... and a session that drafts decodes plainly only where that is by this one."""
     trial_share: float = 0.01
     """Trials may cost so many of all tokens that are committed ..."""
     credit_tokens: float = 8.0
@@ -81,17 +101,28 @@ TUNING = Tuning()
 
 
 class Experience:
-    """What sessions of one rule have shown."""
+    """What sessions of one rule have shown. A long prompt often has what its answer copies, so
+    acceptance is averaged by the prompt's size, too."""
 
     def __init__(self, tuning: Tuning) -> None:
         memory = tuning.shared_memory_rounds
         self.averages = DepthAverages(memory, tuning.shared_prior_rounds)
+        self.by_size = [
+            DepthAverages(memory, tuning.prior_rounds, self.averages)
+            for _ in range(len(PROMPT_SIZES) + 1)
+        ]
         self.siblings = SiblingAverages(memory, tuning.prior_rounds)
         self._tuning = tuning
         self._left = tuning.credit_tokens
         """What trials may still lose, in tokens: a share of all that are committed."""
+        self._looks = 0
         self._begun_plain = 0
         """Sessions since the last one that began with a draft."""
+
+    def first_look(self) -> bool:
+        """Whether a round is one of the first, which ask for all they may at whatever cost."""
+        self._looks += 1
+        return self._looks <= self._tuning.first_looks
 
     def earn(self, num_tokens: float) -> None:
         self._left = min(self._left + self._tuning.trial_share * num_tokens, CREDIT_TOKENS_MAX)
@@ -116,7 +147,7 @@ class Experience:
 
 
 class Learned:
-    """What sessions share: round costs for all, acceptance by rule.
+    """What sessions share: round costs for all, acceptance by rule and prompt size.
 
     All of it depends on how many draft tokens were accepted: tokens a round, rows a step and times
     do, too, since contexts and batches grow with the tokens. Under rules whose noise is keyed by
@@ -233,16 +264,7 @@ class _Option:
     seconds: float = 0.0
     siblings: tuple[int, ...] = ()
     """That it has beside its tokens."""
-    draft_s: float = math.inf
-    """The wait for its proposal; infinite where that is not known."""
-    plain_s: float = 0.0
-    """A round of plain decoding."""
-
-    @property
-    def draft_budget_s(self) -> float:
-        """How long its proposal is worth drawing for."""
-        worth_s = max(0.0, self.num_tokens - 1.0) * self.plain_s
-        return max(DRAFT_BUDGET_MIN_S, self.draft_s + worth_s)
+    draft_budget_s: float = math.inf
 
     @property
     def rate(self) -> float:
@@ -271,19 +293,25 @@ class LengthControl(LengthPolicy):
         """Reads and adds to `learned`. Gives `seed` back to `controls` in the end."""
         tuning, experience = controls.tuning, learned.by_rule[rule]
         own = tuning.memory_rounds, tuning.prior_rounds
+        of_size = experience.by_size[bisect(PROMPT_SIZES, prompt_length)]
         self._controls = controls
         self._tuning = tuning
         self._costs = learned.costs
         self._experience = experience
-        self._averages = DepthAverages(*own, experience.averages)
+        self._averages = DepthAverages(*own, of_size)
+        self._shared_averages = (of_size, experience.averages)
         self._siblings = SiblingAverages(*own, experience.siblings)
         self._siblings_max = siblings_max
         self._bound = num_draft_tokens
         self._seed = seed
         self._choice: _Option | None = None
         """What rounds with a draft ask for; None = not chosen yet."""
+        self._look: _Option | None = None
+        """What the next round asks for instead, if that is all it may."""
         self._until_choice = 0
         """Rounds with a draft until the next choice."""
+        self._num_drafted = self._num_paid = 0
+        """Rounds with a draft since the last plain phase, and as many as a trial paid for."""
         self._num_missed = 0
         """Tokens that the draft would have to read before it can propose any."""
         self._phase = tuning.plain_rounds
@@ -296,6 +324,8 @@ class LengthControl(LengthPolicy):
         """What all rounds ask for that are planned from now on; None = it is chosen."""
         self._current: _Option | None = None
         """The round that was chosen last ..."""
+        self._num_asked = 0
+        """... its K, which is smaller near the end of a completion ..."""
         self._follows_plain = False
         """... whether the target did not wait for it ..."""
         self._next: tuple[_Option, int] | None = None
@@ -334,7 +364,7 @@ class LengthControl(LengthPolicy):
         self._current = length
         self._next = self._plan()
         following, _ = self._next
-        num_asked = min(length.num_draft_tokens, num_left - 1)
+        self._num_asked = num_asked = min(length.num_draft_tokens, num_left - 1)
         return RoundLength(
             num_asked,
             min(run_ahead, num_left - 1),
@@ -372,15 +402,16 @@ class LengthControl(LengthPolicy):
                 self._experience.siblings.note(played.siblings)
             self.note_watched(played.num_asked, played.survival)
         elif played.draft_s > 0 and self._num_missed == 0:
-            costs.note_late(current.num_draft_tokens, played.draft_s)
+            costs.note_late(self._num_asked, played.draft_s)
         if current is not _PLAIN and (played.num_asked > 0 or played.draft_s > 0):
+            self._num_drafted += 1
             self._num_missed = 0  # No excuse for a late one.
 
     def note_watched(self, num_asked: int, survival: tuple[float, ...]) -> None:
         if self._fixed is None:
             counts = observed(num_asked, survival)
-            self._averages.note(counts)
-            self._experience.averages.note(counts)
+            for averages in (self._averages, *self._shared_averages):
+                averages.note(counts)
 
     def close(self) -> None:
         self._controls.close(self._seed)
@@ -388,13 +419,15 @@ class LengthControl(LengthPolicy):
     def _plan(self) -> tuple[_Option, int]:
         """Settles the next round."""
         if self._bound > 0 and self._fixed is None:
+            self._look = None
+            is_young = self._experience.averages.num_rounds < self._tuning.young_rounds
             if self._plain_left > 0:
                 self._plan_plain()
-            elif self._until_choice > 0:
+            elif self._until_choice > 0 and not is_young:
                 self._until_choice -= 1
             else:
                 self._choose_again()
-        return self._settled(self._fixed or self._choice or _FIRST)
+        return self._settled(self._fixed or self._look or self._choice or _FIRST)
 
     @property
     def _plans_plain(self) -> bool:
@@ -427,6 +460,10 @@ class LengthControl(LengthPolicy):
         each = drafted.seconds * plain.rate - drafted.num_tokens
         num_rounds = tuning.choice_rounds if each > 0 else GAIN_ROUNDS
         lost = num_rounds * each + costs.reading_lost(plain.seconds, self._num_missed)
+        self._num_drafted = self._num_paid = 0
+        if lost < 0:
+            return True
+        self._num_paid = tuning.choice_rounds
         if self._controls.watches and costs.num_drafted >= TIMES_KNOWN_ROUNDS:
             return experience.pays(max(lost, min(TIMES_RARITY * lost, CREDIT_TOKENS_MAX)))
         return experience.begins(lost) if begins else experience.pays(lost)
@@ -434,17 +471,32 @@ class LengthControl(LengthPolicy):
     def _choose_again(self) -> None:
         """K of the rounds from the next one on, or the beginning of a plain phase."""
         drafted, plain = self._options()
-        current, has_drafted = _best(drafted), self._choice is not None
-        if has_drafted and plain.rate > (1.0 + self._tuning.plain_gain) * current.rate:
-            self._begin_plain()
-            return
-        largest = drafted[-1]
-        if self._experience.averages.num_rounds == 0:
-            current = largest  # Each round shows what every smaller K would bring.
+        best, largest = _best(drafted), drafted[-1]
+        current, is_first = best, self._choice is None
+        if self._choice is not None:
+            current = drafted[self._choice.num_draft_tokens - 1]
+            if best.rate > current.rate * (1.0 + self._tuning.switch_gain):
+                current = best
         self._choice, self._until_choice = current, self._tuning.choice_rounds - 1
-        lost = current.rate * largest.seconds - largest.num_tokens
-        if current is not largest and self._experience.pays(lost):
-            self._choice, self._until_choice = largest, 0
+        # One round with a draft is on its way.
+        if is_first or self._num_drafted + 1 < self._num_paid:
+            self._look = largest if self._experience.first_look() else None
+        elif plain.rate > (1.0 + self._tuning.plain_gain) * current.rate:
+            self._begin_plain()
+        elif self._tries_plain(current, plain):
+            self._plain_left, self._plain_ends = PLAIN_TRIED_ROUNDS, True
+            self._choice, self._until_choice = None, 0
+        else:
+            lost = current.rate * largest.seconds - largest.num_tokens
+            looks = self._experience.first_look() or self._experience.pays(lost)
+            self._look = largest if looks else None
+
+    def _tries_plain(self, drafted: _Option, plain: _Option) -> bool:
+        """Whether to decode plainly for a while, so that what that takes is known."""
+        if self._costs.plain.weight >= PLAIN_KNOWN_ROUNDS:
+            return False
+        lost = PLAIN_TRIED_ROUNDS * (plain.seconds * drafted.rate - plain.num_tokens)
+        return drafted.rate < PLAIN_TRIED_BELOW * plain.rate and self._experience.pays(lost)
 
     def _begin_plain(self) -> None:
         """A plain phase begins, or the next one behind it."""
@@ -459,32 +511,22 @@ class LengthControl(LengthPolicy):
         A proposal is drawn until as much time has been lost, beyond what it takes as a rule, as its
         tokens would take without it. So a draft that has become slow costs no more than twice what
         it brings, whenever that is."""
-        forecast = self._costs.forecast(self._bound, self._context)
+        costs = self._costs
+        num_siblings = SIBLINGS_OF_A_ROUND_MAX if self._siblings_max else 0
+        forecast = costs.forecast(self._bound, self._context, num_siblings)
         prospects = self._averages.prospects(self._bound)
         gained = (prospects.committed - prospects.proposed * forecast.token_lost).cumsum()
-        tokens = (gained + 1.0 - forecast.round_lost).tolist()
         taken_s = (prospects.proposed * forecast.token_s).cumsum()
-        seconds = (taken_s + forecast.round_s).tolist()
-        refused, proposed = (
-            prospects.refused.cumsum().tolist(),
-            prospects.proposed.cumsum().tolist(),
-        )
-        row_s, row_lost = forecast.row_s.tolist(), forecast.row_lost.tolist()
-        taken, is_known = self._siblings.taken(self._siblings_max), self._costs.are_known
-        options = [
-            _best([
-                _Option(
-                    k,
-                    tokens[k - 1] + chance * refused[k - 1] - n * proposed[k - 1] * row_lost[k],
-                    seconds[k - 1] + n * proposed[k - 1] * row_s[k],
-                    (n,) * k if n else (),
-                    draft_s if is_known else math.inf,
-                    forecast.plain_s,
-                )
-                for n, chance in enumerate(taken[: 1 + SIBLINGS_OF_A_ROUND_MAX // k])
-            ])
-            for k, draft_s in enumerate(forecast.draft_s.tolist(), start=1)
-        ]  # fmt: skip
+        tokens = (gained + 1.0 - forecast.round_lost).tolist()
+        promised = list(zip(tokens, (taken_s + forecast.round_s).tolist(), strict=True))
+        found = shaped(promised, prospects, self._siblings, forecast, self._siblings_max)
+        options = list[_Option]()
+        for (siblings, num, seconds), draft_s in zip(found, forecast.draft_s.tolist(), strict=True):
+            budget_s = math.inf
+            if costs.are_known:
+                worth_s = max(0.0, num - 1.0) * forecast.plain_s
+                budget_s = max(DRAFT_BUDGET_MIN_S, draft_s + worth_s)
+            options.append(_Option(len(options) + 1, num, seconds, siblings, budget_s))
         return options, replace(_PLAIN, seconds=forecast.plain_s)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from outrider.limits import TREE_TOKENS_MAX
 
-from .acceptance import NO_SIBLINGS, Array
+from .acceptance import NO_SIBLINGS, SiblingChances
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ class PlayedRound:
     """What of `target_s` it waited for a step to begin."""
     num_siblings: int = 0
     """Tokens beside those of `survival` that were proposed."""
-    siblings: Array = field(default_factory=lambda: NO_SIBLINGS)
-    """What came of them, see `sibling_chances`."""
+    siblings: SiblingChances = NO_SIBLINGS
+    """What came of them."""
     beside: DraftedBeside | None = None
     """Where its proposal came with the verdict before: what it took there ..."""
     next_draft_s: float = 0.0

@@ -29,10 +29,12 @@ OUTLIER = 8.0
 """A time counts as at most so many mean rounds: one stall says little of the next."""
 NOISE = 0.15
 """Standard deviation of a time, as a share of it."""
-TABLE_SPREAD = 0.3
-"""How far from 1 what a token or a row adds to a time may stand to what the table says and the mean
-time measured over it, as a standard deviation: how many rows others had in a step is known on
-average alone, which makes the measured line too flat."""
+TABLE_SPREAD = 0.5
+"""How far from 1 what a token adds to a draft's time may stand to the table's, as a standard
+deviation ..."""
+STEP_SPREAD = 0.2
+"""... and what a row adds to a target's, to the mean measured time over the table's: how many rows
+others had in its step is known on average alone, which makes the measured line too flat."""
 ROW_SHARE = 0.3
 """Of its even share in a target's step that a token is taken to cost where no table says it ..."""
 TOKEN_SHARE = 1.0
@@ -43,6 +45,8 @@ MESSAGES_WORK = 4.0
 """Time that others lose to the messages of a round, over what the round itself waits for them: both
 ends work for it, and a step waits for whichever of its threads has lost its core. On two cores, 3
 to 4 was measured at 8 sessions."""
+PLAIN_PRIOR_ROUNDS = 1.0
+"""Rounds of plain decoding that weigh as much as the guess from the rounds with a draft."""
 SECONDS_MIN = 1e-9
 """Nothing is expected to take less."""
 FORGOTTEN = 1.0 - 1.0 / 512.0
@@ -56,13 +60,16 @@ class CostLine:
     drawn towards a stated one until enough different quantities were seen. It never falls, and is
     nowhere negative."""
 
-    def __init__(self, slope: float, spread: float, unit: float = 1.0) -> None:
+    def __init__(
+        self, slope: float, spread: float, *, relative: bool = False, unit: float = 1.0
+    ) -> None:
         """`spread` is the standard deviation of what the slope may turn out to be. Both are
-        multiples of the mean time over the mean quantity, or of `unit` until there are any."""
+        multiples of `unit`, or where they are `relative`, of the mean time over the mean quantity
+        once there are any."""
         self.weight = 0.0
         """Of what was noted: at most `MEMORY_ROUNDS`."""
         self._slope, self._spread = slope, spread
-        self._unit = unit
+        self._relative, self._unit = relative, unit
         self._x = self._y = self._xx = self._xy = 0.0
 
     def note(self, x: float, seconds: float) -> None:
@@ -87,10 +94,10 @@ class CostLine:
             return self._slope * self._unit
         if self._y <= 0.0 or self._x <= 0.0:
             return 0.0
-        unit = self._y / self._x
+        unit = self._y / self._x if self._relative else self._unit
         pull = (NOISE * self._y / (self._spread * unit)) ** 2
         slope = (self._xy + pull * self._slope * unit) / (self._xx + pull)
-        return min(max(0.0, slope), unit)
+        return min(max(0.0, slope), self._y / self._x)
 
 
 class _Mean:
@@ -121,7 +128,8 @@ class Forecast:
     """[K]: what the first proposed token adds, the second, ..., its row included."""
     token_lost: Array
     row_s: Array
-    """[K + 1]: what each further row of a verification adds."""
+    """[K + siblings]: what each further row of a verification adds; siblings cost the draft
+    nothing."""
     row_lost: Array
     draft_s: Array
     """[K]: the wait for a proposal of one token, two, ..."""
@@ -163,7 +171,7 @@ class RoundCosts:
         self._table = target
         self._max_others = max_num_seqs - 1.0
         self._messages_work = MESSAGES_WORK * messages_delay
-        self._target, self.plain = (_line(target, ROW_SHARE) for _ in range(2))
+        self._target, self.plain = (_line(target, ROW_SHARE, STEP_SPREAD, True) for _ in range(2))
         self.meet_draft(draft)
         self._wait, self._rest = _Mean(), _Mean()
         """The wait for a step to begin is in steps, where others are at the target: one at most."""
@@ -176,7 +184,9 @@ class RoundCosts:
         self._draft_table = costs
         self._draft_token = 1.0 if costs is None else costs.step_seconds(1)
         """A token's share of the draft's work: s by its table, or without one just that."""
-        self._draft, self._draft_work = (_line(costs, TOKEN_SHARE) for _ in range(2))
+        self._draft, self._draft_work = (
+            _line(costs, TOKEN_SHARE, TABLE_SPREAD, False) for _ in range(2)
+        )
 
     def note_load(self, played: PlayedRound, round_s: float) -> None:
         """A round, `round_s` from the end of the one before. Of rounds whose verdicts come
@@ -218,10 +228,12 @@ class RoundCosts:
         """A proposal of so many tokens was waited for in vain: it takes so long at least."""
         self._draft.note(num_asked * self._draft_token, self._bounded(waited_s))
 
-    def forecast(self, num_draft_tokens: int, context: int) -> Forecast:
-        """The costs of up to so many draft tokens of a session with so many tokens."""
+    def forecast(self, num_draft_tokens: int, context: int, num_siblings: int = 0) -> Forecast:
+        """The costs of up to so many draft tokens, and siblings beside them, of a session with so
+        many tokens."""
+        num_rows = num_draft_tokens + num_siblings
         others, pace = self._others(), self._pace()
-        loads = np.array([self._load(num, context, others) for num in range(num_draft_tokens + 2)])
+        loads = np.array([self._load(num, context, others) for num in range(num_rows + 1)])
         verify_s = float(self._target.at(loads[0]))
         row_s = self._target.slope() * np.diff(loads)
         row_lost = others * pace * row_s
@@ -234,8 +246,10 @@ class RoundCosts:
             work_s = (1.0 + others) * self._draft_work.at(works)
             draft_lost = pace * np.maximum(0.0, work_s - draft_s)
         wait_s = self._wait.value * min(1.0, others) * verify_s
+        known = self.plain.weight
+        plain_s = known * float(self.plain.at(loads[0])) if known else 0.0
         return Forecast(
-            plain_s=float(self.plain.at(loads[0])) if self.plain.weight else verify_s,
+            plain_s=(plain_s + PLAIN_PRIOR_ROUNDS * verify_s) / (known + PLAIN_PRIOR_ROUNDS),
             round_s=float(draft_s[0]) + wait_s + verify_s + self._rest.value,
             # Where the target runs ahead, others pay for messages once for several rounds.
             round_lost=float(draft_lost[0])
@@ -288,5 +302,7 @@ class RoundCosts:
         return self._tokens.value / self._round.value if self.are_known else 0.0
 
 
-def _line(table: StepCosts | None, share: float) -> CostLine:
-    return CostLine(share, SHARE_SPREAD, 0.0) if table is None else CostLine(1.0, TABLE_SPREAD)
+def _line(table: StepCosts | None, share: float, spread: float, relative: bool) -> CostLine:
+    if table is None:
+        return CostLine(share, SHARE_SPREAD, relative=True, unit=0.0)
+    return CostLine(1.0, spread, relative=relative)

@@ -226,7 +226,10 @@ class DraftClient(_ModelDrafts):
             self._move()
         number = self._route.begin(round_index)
         looked_for, self._looked_for = self._looked_for, num_wanted
-        was_looked_for = self._look_ahead > 0 and looked_for > 0 and self._pushed.expects(number)
+        was_looked_for = (
+            self._look_ahead > 0 and looked_for > 0 and not self._route.is_left
+            and self._pushed.expects(number)
+        )  # fmt: skip
         pushed = self._pushed.begin(number, self._session.tokens)
         is_ahead = pushed is not None and self._is_fit(pushed)
         if is_ahead:
@@ -244,8 +247,10 @@ class DraftClient(_ModelDrafts):
             self._tell_soon(number, num_wanted, proposal)
         else:
             seconds = asyncio.get_running_loop().time() - start
-        # A hit says nothing of tokens that it was not to have.
-        num_asked = min(looked_for, num_wanted) if is_ahead else num_wanted
+        # One of just what was looked ahead for may have been cut short by that, in an answer, too,
+        # where it was still being drafted when it was asked for.
+        is_cut = self._look_ahead > 0 and len(proposal) == looked_for < num_wanted
+        num_asked = looked_for if is_cut else num_wanted
         if reply.out_of_time and not is_ahead:
             num_asked = proposal.tree.num_depths
         return Drafted(

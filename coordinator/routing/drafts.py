@@ -143,8 +143,10 @@ class Drafts:
         self.lookup.close()
 
 
-WATCH_ROUNDS = 16
-"""Rounds from one look-up to the next: each takes up to 0.1 ms of the coordinator."""
+WATCH_ROUNDS_MIN = 8
+"""Rounds from one look-up to the next at least: each takes up to 0.1 ms of the coordinator ..."""
+WATCH_ROUNDS_MAX = 64
+"""... and at most: the number doubles with each look-up of which no token followed."""
 
 
 class LookupProbe:
@@ -160,7 +162,9 @@ class LookupProbe:
         self._num_followed = 0
         """Tokens of it that were committed since."""
         self._rounds_left = 0
-        """Until the next look-up."""
+        """Until the next look-up ..."""
+        self._interval = WATCH_ROUNDS_MIN
+        """... which comes so many rounds after the last one."""
 
     def note(self, num_asked: int, noise: RoundNoise, token_id: int) -> None:
         """A round brought tokens of which this is the first, and which the session does not have
@@ -174,7 +178,7 @@ class LookupProbe:
             if self._rounds_left > 0:
                 return
             self._guess = self._lookup.propose(self._num_draft_tokens, noise).token_ids
-            self._num_followed, self._rounds_left = 0, WATCH_ROUNDS
+            self._num_followed, self._rounds_left = 0, self._interval
         num_drafted = len(self._guess)
         if self._num_followed < num_drafted and self._guess[self._num_followed] == token_id:
             self._num_followed += 1
@@ -182,4 +186,7 @@ class LookupProbe:
                 return
         survival = tuple(float(depth < self._num_followed) for depth in range(num_drafted))
         self._guess = None
+        self._interval = min(2 * self._interval, WATCH_ROUNDS_MAX)
+        if self._num_followed > 0:
+            self._interval = WATCH_ROUNDS_MIN
         self._lengths.note_watched(self._num_draft_tokens, survival)

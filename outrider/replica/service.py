@@ -479,7 +479,7 @@ class SteppedService:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
-            logger.critical("the step scheduler has stopped", exc_info=task.exception())
+            logger.critical("no step follows any more", exc_info=task.exception())
         self.health_changed.set()
 
     def _refuse(self, work: StepRequest, error: OutriderError) -> None:

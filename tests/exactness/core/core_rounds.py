@@ -127,7 +127,12 @@ def generate(
 
 
 def _draw(
-    pair: ToyPair, noise: NoiseRows, drafter: int, states: torch.Tensor, index: int, broken: Broken
+    pair: ToyPair,
+    noise: NoiseRows,
+    drafter: int,
+    states: torch.Tensor,
+    index: int,
+    broken: Broken,
 ) -> torch.Tensor:
     keys = noise.draft_keys(np.full(len(states), index, dtype=np.uint64))
     if noise.rule is Rule.GREEDY:
@@ -194,7 +199,10 @@ NERVOUS = Tuning(
     shared_memory_rounds=8.0,
     prior_rounds=0.2,
     shared_prior_rounds=1.0,
+    first_looks=0,
+    young_rounds=0,
     choice_rounds=1,
+    switch_gain=0.0,
     plain_gain=0.0,
     plain_rounds=1,
     plain_rounds_max=2,

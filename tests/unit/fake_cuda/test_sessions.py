@@ -223,7 +223,7 @@ CASES: dict[str, tuple[Case, tuple[int, int, int]]] = {
     "drafts greedy": (drafts(Rule.GREEDY, GREEDY), (2, 2, 24)),
     "drafts of several kinds": (drafts(Rule.TOKEN, WARM, FILTERED, BIASED), (4, 4, 62)),
     "drafts masked": (constrained(drafts, Rule.COUPLED), (2, 2, 18)),
-    "drafts masked and not": (constrained(drafts, Rule.COUPLED, is_mixed=True), (4, 4, 50)),
+    "drafts masked and not": (constrained(drafts, Rule.COUPLED, is_mixed=True), (4, 4, 66)),
     "siblings": (drafts(Rule.TOKEN, FILTERED, siblings=(1, 1)), (2, 2, 18)),
     "drafts filtered": (drafts(Rule.TOKEN, FILTERED), (2, 4, 56)),
     "eagle": (eagle, (2, 8, 205)),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from math import prod
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +15,18 @@ from coordinator.draft_length.acceptance import (
     FIRST_ACCEPTED,
     FIRST_TAKEN,
     NO_SIBLINGS,
+    SIBLINGS_OF_A_ROUND_MAX,
     DepthAverages,
+    Prospects,
     SiblingAverages,
+    SiblingChances,
     fitting,
     observed,
+    shaped,
     sibling_chances,
 )
 from coordinator.draft_length.policy import FixedLength, RoundLength
+from coordinator.draft_length.round_cost import Forecast
 from outrider.limits import NUM_DRAFT_TOKENS_MAX, SIBLINGS_MAX, TREE_TOKENS_MAX
 from outrider.speculation.proposal import caterpillar_tree, draft_tree
 
@@ -62,6 +69,20 @@ def test_long_proposals_may_be_the_good_ones() -> None:
     assert found.proposed == pytest.approx([1.0, 0.5, 0.5, 0.5], abs=0.03)
 
 
+def test_a_depth_that_a_session_has_not_tried_follows_the_one_before() -> None:
+    """All accept 0.8 and then half of that; a session whose first token does better is expected to
+    do better behind it in proportion, too."""
+    shared = averages()
+    for _ in range(2000):
+        shared.note(observed(2, survival_of([0.5, 0.4])))
+    own = averages(shared)
+    for _ in range(400):
+        own.note(observed(1, (0.75,)))
+    first, both = own.prospects(2).committed
+    assert first == pytest.approx(0.75, abs=0.02)
+    assert both / first == pytest.approx(0.4 * 0.75 / 0.5, abs=0.05)
+
+
 @given(
     st.lists(
         st.tuples(st.integers(1, DEPTHS), st.lists(st.floats(0, 1), max_size=DEPTHS)), max_size=60
@@ -86,31 +107,79 @@ def test_a_verdict_says_what_siblings_were_worth() -> None:
     """Two places: the first with two siblings of three asked, the second with one of one."""
     tree = draft_tree(caterpillar_tree((2, 1)), 5)
     accept = (0.5, 0.4, 0.25, 0.2, 0.1)
-    tried, taken = sibling_chances(tree, accept, (3, 1))
-    assert tried == pytest.approx((0.5 + 0.5 * 0.8, 0.5 * 0.6, 0.5 * 0.6 * 0.75))
-    assert taken == pytest.approx((0.5 * 0.4 + 0.5 * 0.8 * 0.1, 0.3 * 0.25, 0.0))
-    assert sibling_chances(draft_tree((), 3), (0.5, 0.5, 0.5), ()).shape == NO_SIBLINGS.shape
+    found = sibling_chances(tree, accept, (3, 1))
+    assert found.asked == pytest.approx((0.5 + 0.5 * 0.8, 0.5 * 0.6, 0.5 * 0.6 * 0.75))
+    assert found.offered == pytest.approx((0.5 + 0.5 * 0.8, 0.5 * 0.6, 0.0))
+    assert found.taken == pytest.approx((0.5 * 0.4 + 0.5 * 0.8 * 0.1, 0.3 * 0.25, 0.0))
+    assert sibling_chances(draft_tree((), 3), (0.5, 0.5, 0.5), ()) == NO_SIBLINGS
 
 
 def test_rates_follow_what_is_seen() -> None:
     """From the assumption to what many rounds have shown; a session begins with what all know."""
     shared = SiblingAverages(100.0, 10.0)
-    assert shared.rates()[:2] == pytest.approx((FIRST_TAKEN, FIRST_TAKEN / 2))
+    assert shared.rates()[0].tolist() == [1.0] * SIBLINGS_MAX
+    assert shared.rates()[1, :2] == pytest.approx((FIRST_TAKEN, FIRST_TAKEN / 2))
     for _ in range(1_000):
-        shared.note(np.array([[1.0, 1.0], [0.6, 0.1]]))
-    first, second = shared.rates()[:2]
-    assert first == pytest.approx(0.6, abs=0.05)
-    assert second == pytest.approx(0.1, abs=0.02)
+        shared.note(SiblingChances((1.0, 1.0), (1.0, 0.5), (0.6, 0.1)))
+    (offered, seldom), (taken, second) = shared.rates()[:, :2]
+    assert offered == pytest.approx(1.0)
+    assert taken == pytest.approx(0.6, abs=0.05)
+    assert seldom == pytest.approx(0.5, abs=0.06)
+    assert second == pytest.approx(0.2, abs=0.02)
     session = SiblingAverages(50.0, 10.0, shared)
-    assert session.rates()[0] == first
-    assert session.taken(0) == [0.0]
-    assert session.taken(2) == pytest.approx([0.0, first, 1.0 - (1.0 - first) * (1.0 - second)])
+    assert session.rates()[:, 0] == pytest.approx((offered, taken))
     for _ in range(200):
-        session.note(np.array([[1.0], [0.0]]))
-    assert session.rates()[0] < 0.15
+        session.note(SiblingChances((1.0,), (1.0,), (0.0,)))
+    assert session.rates()[1, 0] < 0.15
 
 
-def test_siblings_have_the_room_that_is_left() -> None:
+def prospects(*chances: tuple[float, ...]) -> Prospects:
+    return Prospects(*(np.array(one) for one in chances))
+
+
+PROSPECTS = prospects((0.4, 0.16), (1.0, 1.0), (0.6, 0.24))
+
+
+RATES: Any = SimpleNamespace(rates=lambda: np.array([[1.0, 1.0, 1.0], [0.3, 0.2, 0.1]]))
+
+
+def forecast(row_s: float, lost: float = 0.0, num_rows: int = 30) -> Forecast:
+    rows, nothing = np.full(num_rows, row_s), np.zeros(0)
+    return Forecast(0.0, 0.0, 0.0, nothing, nothing, rows, np.full(num_rows, lost), nothing)
+
+
+def shape(
+    row_s: float, lost: float = 0.0, num_rows: int = 30, siblings_max: int = 3
+) -> tuple[tuple[int, ...], float, float]:
+    """Siblings, and the tokens and seconds that they add."""
+    costs = forecast(row_s, lost, num_rows)
+    _, found = shaped([(1.0, 1.0), (1.56, 1.56)], PROSPECTS, RATES, costs, siblings_max)
+    siblings, num_tokens, seconds = found
+    return siblings, num_tokens - 1.56, seconds - 1.56
+
+
+def test_siblings_are_added_while_they_pay() -> None:
+    """Rows that cost nothing get all; dear ones none; between them the first place gets more."""
+    siblings, num_tokens, seconds = shape(0.0)
+    assert siblings == (3, 3)
+    kept = 1 - 0.7 * 0.8 * 0.9
+    assert num_tokens == pytest.approx(0.84 * kept)
+    assert seconds == 0.0
+    assert shape(0.2)[0] == ()
+    siblings, _, seconds = shape(0.06)
+    assert siblings == (2, 1)
+    assert seconds == pytest.approx(3 * 0.06)
+    assert shape(0.0, lost=0.1)[0] == (1, 0)
+    assert shape(0.0, siblings_max=0)[0] == ()
+
+
+def test_a_tree_is_bounded() -> None:
+    """By what is known of rows, by the room for siblings, and by what is left of the context."""
+    assert sum(shape(0.0, num_rows=5)[0]) == 3
+    halves = prospects((0.5,) * 8, (1.0,) * 8, (0.5,) * 8)
+    rates: Any = SimpleNamespace(rates=lambda: np.array([[1.0] * 8, [0.5] * 8]))
+    *_, many = shaped([(2.0, 1.0)] * 8, halves, rates, forecast(0.0, 0.0, 99), 8)
+    assert sum(many[0]) == SIBLINGS_OF_A_ROUND_MAX
     assert fitting((3, 2, 1), 4) == (3, 1, 0)
     assert fitting((3, 2, 1), 0) == fitting((3,), -5) == ()
     assert fitting((), 9) == ()

@@ -17,7 +17,6 @@ from length_world import BOUND, ENDLESS, RUN_AHEAD, World, controls, description
 from coordinator.draft_length.controller import (
     BEGINNING_TOKENS,
     PLAIN_BEGINNINGS,
-    SIBLINGS_OF_A_ROUND_MAX,
     Experience,
     LengthControls,
     Tuning,
@@ -85,13 +84,12 @@ def test_what_a_targets_own_drafts_cost_is_known(draft_s: float, acceptance: flo
 @pytest.mark.parametrize(("row_s", "is_tree"), [(0.0, True), (0.004, False)])
 def test_siblings_are_asked_for_where_rows_cost_little(row_s: float, is_tree: bool) -> None:
     world = World(acceptance=0.7, row_s=row_s)
-    control = world.controls.open(Rule.TOKEN, 1, BOUND, 100, siblings_max=4)
+    control = world.controls.open(Rule.TOKEN, 1, 4, 100, siblings_max=4)
     lengths = world.play(control, 60).lengths[-20:]
     drafted = [length for length in lengths if length.num_draft_tokens > 0]
     assert drafted
     assert all(bool(length.siblings) is is_tree for length in drafted)
     assert all(len(length.siblings) <= length.num_draft_tokens for length in drafted)
-    assert all(sum(length.siblings) <= SIBLINGS_OF_A_ROUND_MAX for length in drafted)
 
 
 def test_plain_decoding_and_drafting_do_not_take_turns() -> None:
@@ -112,6 +110,25 @@ def test_a_lookup_that_seldom_finds_anything_is_kept_where_that_pays() -> None:
     assert run.plain_share < 0.2
     assert run.rate > 1.25 * world.rate(0)
     assert run.asked.count(BOUND) > 0.9 * len(run.asked)
+
+
+def test_plain_decoding_is_tried_where_only_a_table_speaks_of_it() -> None:
+    """The target's table says a step takes twice what it does in plain decoding: drafting seems to
+    pay until plain decoding has been seen."""
+    world = World(acceptance=0.45, draft_s=0.004)
+    table = StepCosts((1, 33), (0.024, 0.0496))
+    world.controls = controls(table, StepCosts((1,), (0.004,)))
+    verify_s = world.verify_s
+    control = world.open()
+    asked = []
+    for index in range(600):
+        length = control.choose(index, ENDLESS)
+        asked.append(length.num_draft_tokens)
+        # With a draft the step is as slow as its table says.
+        world.verify_s = verify_s if length.num_draft_tokens == 0 else 0.024
+        world._round(control, length, is_first=False)
+    assert asked.index(0, 1) < 40
+    assert asked[200:].count(0) > 300
 
 
 def test_a_plain_phase_lets_the_target_run_ahead_to_its_end_and_no_further() -> None:
@@ -186,6 +203,19 @@ def test_sessions_that_accept_more_than_all_others_are_found() -> None:
         if seed % 4 == 0:
             shares.append(run.plain_share)
     assert sum(shares[5:]) / len(shares[5:]) < 0.4
+
+
+def test_long_prompts_and_short_ones_are_told_apart() -> None:
+    """Answers to long prompts copy from them. They are drafted from their first rounds on, and
+    those to short ones, which come as often, are not."""
+    world = World(draft_s=0.2 * 0.016)
+    shares: dict[int, list[float]] = {50: [], 900: []}
+    for seed in range(1, 81):
+        world.prompt_length = 900 if seed % 2 else 50
+        world.acceptance = 0.95 if seed % 2 else 0.05
+        shares[world.prompt_length].append(world.session(seed, 60).plain_share)
+    assert max(shares[900][5:]) < 0.2
+    assert sum(shares[50][-20:]) / 20 > 0.8
 
 
 TIMES = st.sampled_from((0.0, 1e-9, 0.001, 0.02, 5.0, 1e6))

@@ -402,6 +402,7 @@ async def test_a_push_that_crosses_the_question_answers_it() -> None:
     [
         (6, 1, True, (), 1),
         (6, 5, True, (), 2),  # A hit says nothing of tokens that it was not to have.
+        (6, 5, False, (1, 2), 2),  # As long as what was looked ahead for: it may be just that.
         (6, 5, False, (1, 2, 3), 5),
         (6, 5, False, (), 5),
         (0, 5, False, (1, 2), 5),

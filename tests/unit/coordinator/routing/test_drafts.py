@@ -10,7 +10,8 @@ from coordinator.draft_length.controller import TIMES_KNOWN_ROUNDS, LengthContro
 from coordinator.draft_length.policy import RoundLength
 from coordinator.routing.drafts import (
     NOTHING_WANTED,
-    WATCH_ROUNDS,
+    WATCH_ROUNDS_MAX,
+    WATCH_ROUNDS_MIN,
     Drafts,
     LookupProbe,
     SessionLookup,
@@ -99,9 +100,12 @@ def test_as_many_survive_as_were_written() -> None:
     assert watched((1, 2, 3), (4,)).watched == [(4, ())]
 
 
-def test_texts_are_looked_at_seldom() -> None:
-    told = watched((0,), tuple(range(100, 100 + 8 * WATCH_ROUNDS)))
-    assert len(told.watched) == 8
+def test_hopeless_texts_are_looked_at_seldom() -> None:
+    """Tokens that never came before; later, a text that repeats itself is looked at again."""
+    told = watched((0,), tuple(range(100, 100 + 8 * WATCH_ROUNDS_MAX)))
+    assert 8 <= len(told.watched) <= 12
+    again = watched((0,), tuple(range(100, 300)) + (1, 2, 3, 4) * 100)
+    assert len(again.watched) > 300 / WATCH_ROUNDS_MIN
 
 
 def controls(*, watches: bool) -> LengthControls:
