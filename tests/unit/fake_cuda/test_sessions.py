@@ -21,6 +21,7 @@ from rounds import GREEDY, PENALISED, make_head
 from draft_service.eagle_drafter import EagleDrafter
 from draft_service.model_drafter import ModelDrafter
 from draft_service.worker import Proposer
+from outrider.drafters import autoregressive_draft
 from outrider.drafters.lookup import LookupDrafter
 from outrider.hidden_states import Features
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
@@ -282,3 +283,18 @@ def test_draws_of_all_rules_are_one_call(watch: DeviceWatch, num: int) -> None:
     )
     assert (num_reads, num_sends) == (1, 1)
     assert num_operators <= 22
+
+
+def test_a_constraint_takes_no_other_draft_off_the_device(
+    watch: DeviceWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 16 drafts, 8 are held to a schema."""
+    drawn: list[int] = []
+
+    def noted(logits: torch.Tensor, params: Any, *rest: Any) -> Any:
+        drawn.append(len(params))
+        return draw_on_device(logits, params, *rest)
+
+    monkeypatch.setattr(autoregressive_draft, "draw_on_device", noted)
+    watch.counted(constrained(drafts, Rule.COUPLED, is_mixed=True)(16))
+    assert drawn == [8, 8]
