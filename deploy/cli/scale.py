@@ -147,7 +147,7 @@ def autoscale(arguments: Arguments) -> int:
 def parsed_bounds(words: Sequence[str]) -> dict[str, Any]:
     """The settings that `ROLE=LEAST:MOST` and `ROLE=off` stand for. Raises `ConfigError`."""
     found: dict[str, Any] = {}
-    for word, role, text in _by_role(words, "LEAST:MOST"):
+    for word, role, text in _by_role(words, f"LEAST:MOST or {OFF}"):
         found[f"autoscale_{role}s"] = "" if text == OFF else text
         try:
             AutoscaleConfig(**found)

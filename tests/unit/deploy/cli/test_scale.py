@@ -125,7 +125,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
         (["scale", "draft=1", "--wait", "-1"], "--wait: -1.0 is not in the range 0<=x<=86400"),
         (["scale", "draft=1", "--wait", "nan"], "--wait: nan is no finite number"),
         (["autoscale", "target=0:2"], "target=0:2: '0:2' is wrong; it must be LEAST:MOST within "),
-        (["autoscale", "target="], "error: target=: must be target=LEAST:MOST\n"),
+        (["autoscale", "target="], "error: target=: must be target=LEAST:MOST or off\n"),
         (["autoscale", "nobody=1:2"], "nobody=1:2: unknown role; use coordinator, target or draft"),
         (["upgrade", "--num-targets", "3"], "--num-targets: cannot be another one while a deploym"),
         (["upgrade", "--internal-tls-dir", "tls"], "--internal-tls-dir: cannot be turned on or of"),
