@@ -15,7 +15,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from stack import Stack, running_stack
 from toy_engine import ToyEngine
 
-from coordinator.service import LOOK_PERIOD_S
 from outrider.config import CoordinatorConfig
 from outrider.registry.registry import ROLES
 from outrider.telemetry.request_spans import ObservedRequests
@@ -77,9 +76,14 @@ class Watched:
 
         return Page.parse(await asyncio.to_thread(read))
 
-    async def settle(self) -> None:
-        """Until the coordinator has looked once more at who is there."""
-        await asyncio.sleep(1.2 * LOOK_PERIOD_S)
+    async def until(self, name: str, expected: float, **labels: str) -> Page:
+        """The coordinator's page, as soon as the metric has this value; fails after 20 s."""
+        async with asyncio.timeout(20):
+            while True:
+                page = await self.page("coordinator")
+                if name in page.names and page.value(name, **labels) == expected:
+                    return page
+                await asyncio.sleep(0.05)
 
 
 @asynccontextmanager

@@ -4,10 +4,11 @@
     up to ROUND_TOKENS_MAX tokens (a round)  all of them, while there is room, or nothing yet
     more tokens (a prefix)                   what is left, in order of arrival, in parts
 
-While rounds are played, a step with a part of a prefix lasts at most STEP_GROWTH_MAX times as long
-as without it, steps between two rounds included; or where more sessions wait for their prefix than
-play, so much longer that those get their share of the time. Beside the rounds of a full step the
-oldest prefix still gets PREFIX_TOKENS_MIN tokens. So neither kind can keep the other from going on.
+While rounds are played, each waiting prefix lets a step last STEP_GROWTH times its usual time
+longer, steps between two rounds included. So one long prompt does not stall the sessions that
+decode, and many prompts that come together are read fast, as until then the batch is not full.
+Beside the rounds of a full step the oldest prefix still gets PREFIX_TOKENS_MIN tokens: neither kind
+can keep the other from going on.
 
 How long a step lasts is predicted from costs that were measured at the start, and corrected by how
 long steps of its kind, with and without a prefix, have lasted since (`note_seconds`).
@@ -26,9 +27,9 @@ ROUND_TOKENS_MAX = NUM_DRAFT_TOKENS_MAX + TREE_TOKENS_MAX + 2
 """What a round runs at most: the tokens of the one before, and its own proposal. Less than the
 least budget of a step."""
 PREFIX_TOKENS_MIN = 16
-STEP_GROWTH_MAX = 1.75
-"""Well below 3, so that a gap between tokens at most triples: a token takes longer than its step,
-and some steps last half as long again as was foretold."""
+STEP_GROWTH = 0.75
+"""So low that beside one prompt a gap between tokens at most triples: a token takes longer than its
+step, and some steps last half as long again as was foretold."""
 CORRECTION_WEIGHT = 0.2
 """Of the newest step of a kind, against all before it."""
 CORRECTION_MAX = 4.0
@@ -143,8 +144,7 @@ class TokenBudget:
         if played is None:
             return math.inf
         passed_s = self._rest_s if rounds.rows else self._step_s + self._rest_s
-        growth = max(STEP_GROWTH_MAX, 1 + num_prefixes / played.sessions)
-        return growth * self._seconds(played) - passed_s
+        return (1 + STEP_GROWTH * num_prefixes) * self._seconds(played) - passed_s
 
     def _with(self, load: _Load, demand: TokenDemand, num_tokens: int) -> _Load:
         attention_s = 0.0

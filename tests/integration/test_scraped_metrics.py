@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,8 +51,7 @@ async def test_every_promised_name_is_there_and_moves(tmp_path: Path) -> None:
     async with watched_stack(tmp_path, draft_engine=same) as watched:
         await announce(watched.registry)
         await watched.stack.client.complete(REQUEST)
-        await watched.settle()
-        before = await watched.page("coordinator")
+        before = await watched.until("outrider_replicas_present", 2, role="target")
         answers, reports = [], []
         for _ in range(2):
             request = replace(REQUEST, include_rounds=True)
@@ -117,10 +115,7 @@ async def test_an_audit_is_counted(tmp_path: Path) -> None:
     async with watched_stack(tmp_path, audit_share=1.0) as watched:
         for num in (1, 2):
             await watched.stack.client.complete(REQUEST)
-            async with asyncio.timeout(20):
-                while (await watched.page("coordinator")).value("outrider_audits_total") < num:
-                    await asyncio.sleep(0.05)
-        page = await watched.page("coordinator")
+            page = await watched.until("outrider_audits_total", num)
     for outcome, num in (("audited", 1), ("repeated", 1), ("failed", 0), ("busy", 0)):
         assert page.value("outrider_audits_total", outcome=outcome) == num
     assert page.value("outrider_audit_tokens_total", rule="coupled") == REQUEST.max_tokens
@@ -134,14 +129,10 @@ async def test_without_a_target_and_without_a_store_the_gauges_say_so(tmp_path: 
     async with watched_stack(tmp_path) as watched:
         await watched.stack.client.complete(REQUEST)
         await watched.stack.target_server.stop(0)
-        async with asyncio.timeout(10):
-            while (await watched.page("coordinator")).value("outrider_target_available"):
-                await asyncio.sleep(0.2)
-        assert (await watched.page("coordinator")).value("outrider_store_available") == 1
+        page = await watched.until("outrider_target_available", 0)
+        assert page.value("outrider_store_available") == 1
         watched.stack.redis.stop()
-        async with asyncio.timeout(10):
-            while (await watched.page("coordinator")).value("outrider_store_available"):
-                await asyncio.sleep(0.2)
+        await watched.until("outrider_store_available", 0)
 
 
 async def test_rounds_without_their_draft_are_counted(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ async def test_what_they_name_is_on_a_live_deployment_s_pages(tmp_path: Path) ->
             await watched.stack.client.complete(request)
         with pytest.raises(BadRequest):
             await watched.stack.client.complete(GenerateRequest((VOCAB,), max_tokens=1))
-        await watched.settle()
+        await watched.until("outrider_replicas_wanted", 1, role="target")
         exports = watched.exports["coordinator"]
         assert exports.scrape is not None
         options = HttpOptions(metrics=exports.scrape.render, times=HttpTimes(exports.meter))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from outrider.engine.step_costs import StepCosts
 from outrider.replica.token_budget import (
     ROUND_TOKENS_MAX,
-    STEP_GROWTH_MAX,
+    STEP_GROWTH,
     TokenBudget,
     TokenDemand,
 )
@@ -46,18 +46,22 @@ def test_a_step_is_shared_out(
 
 
 @pytest.mark.parametrize("num_rounds", [2, 3, 8])
-def test_beside_rounds_a_part_is_as_long_as_the_step_may_grow(num_rounds: int) -> None:
-    """The step with the part lasts at most STEP_GROWTH_MAX times as long, and no shorter part than
-    needed is taken: with a token more it would last longer."""
+@pytest.mark.parametrize("num_prefixes", [1, 2, 4])
+def test_beside_rounds_a_part_is_as_long_as_the_step_may_grow(
+    num_rounds: int, num_prefixes: int
+) -> None:
+    """The step grows by STEP_GROWTH for each prefix that waits, and no shorter part than that is
+    taken: with a token more it would last longer."""
     budget = TokenBudget(512, 64, COSTS)
-    *_, part = budget.share([*[ROUND] * num_rounds, prefix(4000)])
+    grants = budget.share([*[ROUND] * num_rounds, *[prefix(4000)] * num_prefixes])
+    part = grants[num_rounds]
     usual = COSTS.step_seconds(9 * num_rounds, num_rounds, 300 * num_rounds)
 
     def grown(num_tokens: int) -> float:
         rows = 9 * num_rounds + num_tokens
         return COSTS.step_seconds(rows, num_rounds + 1, 300 * num_rounds) / usual
 
-    assert grown(part) <= STEP_GROWTH_MAX < grown(part + 1)
+    assert grown(part) <= 1 + STEP_GROWTH * num_prefixes < grown(part + 1)
 
 
 def test_costs_that_were_wrong_are_corrected_by_the_steps_themselves() -> None:
@@ -77,9 +81,9 @@ def test_costs_that_were_wrong_are_corrected_by_the_steps_themselves() -> None:
         growths.append(true.step_seconds(8 + part, 9, 2400) / usual)
         budget.note_seconds(growths[-1] * usual)
     uncorrected = TokenBudget(512, 64, foretold).share([*rounds, prefix(4000)])[-1]
-    assert true.step_seconds(8 + uncorrected, 9, 2400) / usual > 1.2 * STEP_GROWTH_MAX
-    assert max(growths) <= 1.05 * STEP_GROWTH_MAX
-    assert growths[-1] > 0.95 * STEP_GROWTH_MAX
+    assert true.step_seconds(8 + uncorrected, 9, 2400) / usual > 1.2 * (1 + STEP_GROWTH)
+    assert max(growths) <= 1.05 * (1 + STEP_GROWTH)
+    assert growths[-1] > 0.95 * (1 + STEP_GROWTH)
 
 
 WISHES = st.lists(
