@@ -1,0 +1,489 @@
+"""EAGLE-3 heads as they are published: one more layer, beside a target (arXiv 2503.01840).
+
+    g_i    = fc [h_a, h_b, ..]           what the target's layers a, b, .. read at position i
+    pair j = (g_{j-1}, token j), from 1; its rotary position is j - 1
+    x_j    = [norm(embedding of token j), norm(g_{j-1})];  q, k and v are linear in it
+    y_j    = r_j + O attention(q_j, keys and values of the pairs 1 .. j)
+    h_j    = y_j + MLP(norm(y_j))
+    logits of the token behind token j = lm_head(norm(h_j))
+
+r_j is g_{j-1}, or its norm (`norm_before_residual`). In a drafted pair h, or its norm
+(`norm_output`), stands for g. Taps may be normed before `fc`, one by one (`fc_norm`) or together
+(`norm_before_fc`).
+
+form         config.json                                           tensors
+speculators  `transformer_layer_config`, ids as in `hidden_states`  `layers.0.*`
+raw          of a Llama, ids may count from one lower               `midlayer.*`, `layers.0.*`
+
+Both have `fc`, `norm`, `lm_head`, and `d2t` where the draft vocabulary is a part of the target's;
+`embed_tokens` and `lm_head` are the target's where they are not stored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    rotate_half,
+)
+
+from outrider.errors import ConfigError
+from outrider.models.drafter_checkpoint import CONFIG_FILE, WEIGHTS_FILE
+from outrider.models.loading import parameters_on_meta, refusing
+from outrider.models.published_drafters import read_config, read_tensors
+
+_LAYER = "transformer_layer_config"
+"""Where the speculators form has the sizes of the layer; the raw form has them at the top."""
+_LAYER_FIELDS = (
+    "attention_bias", "head_dim", "hidden_act", "hidden_size", "intermediate_size",
+    "max_position_embeddings", "mlp_bias", "num_attention_heads", "num_key_value_heads",
+    "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "vocab_size",
+)  # fmt: skip
+_LAYER_IDS = (
+    "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids",
+)  # fmt: skip
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Those whose angles depend on nothing but the position."""
+_EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
+_NOT_WEIGHTS = ("inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
+"""How the names of tensors end that some checkpoints hold, and no head needs."""
+_SPECULATORS_VERSION = "0.9.0"
+"""Of the library whose form is written."""
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Of queries [N, heads, head_dim], keys and values [N, kv heads, head_dim] of N pairs: what each
+query makes of the pairs up to its own, [N, heads, head_dim]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle3Config:
+    """What a head is, whatever the form of its files."""
+
+    layer: LlamaConfig
+    draft_vocab_size: int
+    layer_ids: tuple[int, ...]
+    """See `Eagle3Head`."""
+    target_width: int
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    qk_norm: bool = False
+    """Whether queries and keys are normed before they are rotated, as in Qwen3."""
+    owns_embeddings: bool = True
+    """Whether its embeddings are not the target's."""
+
+
+class _Attention(nn.Module):
+    """The projections of the layer, called one by one."""
+
+    def __init__(self, config: LlamaConfig, qk_norm: bool) -> None:
+        super().__init__()
+        width, bias = config.hidden_size, config.attention_bias
+        queries = config.num_attention_heads * config.head_dim
+        keys = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(2 * width, queries, bias=bias)
+        self.k_proj = nn.Linear(2 * width, keys, bias=bias)
+        self.v_proj = nn.Linear(2 * width, keys, bias=bias)
+        self.o_proj = nn.Linear(queries, width, bias=bias)
+        norms = [LlamaRMSNorm(config.head_dim, config.rms_norm_eps) for _ in range(2)]
+        self.q_norm, self.k_norm = norms if qk_norm else (nn.Identity(), nn.Identity())
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: LlamaConfig, qk_norm: bool) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = LlamaRMSNorm(width, eps)
+        """Of embeddings."""
+        self.hidden_norm = LlamaRMSNorm(width, eps)
+        """Of features."""
+        self.self_attn = _Attention(config, qk_norm)
+        self.post_attention_layernorm = LlamaRMSNorm(width, eps)
+        self.mlp = LlamaMLP(config)
+
+
+class Eagle3Head(nn.Module):
+    """A head of width D for a target with hidden states of width D_t. Its parameters have the
+    names of the speculators form. Attention scores are scaled by head_dim ** -0.5."""
+
+    layer_ids: tuple[int, ...]
+    """The taps: indices into the library's `hidden_states`; i is what the target's layer i reads,
+    counted from 0."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        """With the library's initial weights; embeddings are [vocab_size, D]."""
+        super().__init__()
+        layer, num_taps = config.layer, len(config.layer_ids)
+        width, eps = layer.hidden_size, layer.rms_norm_eps
+        taps_width = num_taps * config.target_width
+        self.config = config
+        self.layer_ids = config.layer_ids
+        self.width = width
+        self.num_heads: int = layer.num_attention_heads
+        self.num_kv_heads: int = layer.num_key_value_heads
+        self.head_dim: int = layer.head_dim
+        self.embed_tokens = nn.Embedding(layer.vocab_size, width)
+        self.input_norm = LlamaRMSNorm(taps_width, eps) if config.norm_before_fc else None
+        self.fc_norm = (
+            nn.ModuleList(LlamaRMSNorm(config.target_width, eps) for _ in range(num_taps))
+            if config.fc_norm
+            else None
+        )
+        self.fc = nn.Linear(taps_width, width, bias=False)
+        self.layers = nn.ModuleList([_Layer(layer, config.qk_norm)])
+        self.norm = LlamaRMSNorm(width, eps)
+        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
+        self.rotary_emb = LlamaRotaryEmbedding(layer)
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        """g [.., D] of the taps [.., taps * D_t], side by side in the order of `layer_ids`."""
+        if self.input_norm is not None:
+            hidden = self.input_norm(hidden)
+        if self.fc_norm is not None:
+            taps = hidden.chunk(len(self.fc_norm), -1)
+            hidden = torch.cat([norm(t) for norm, t in zip(self.fc_norm, taps, strict=True)], -1)
+        fused: Tensor = self.fc(hidden)
+        return fused
+
+    def keys_and_values(
+        self, features: Tensor, token_ids: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """[.., kv heads, head_dim] each, keys rotated, of pairs of features [.., D] and tokens [..]
+        at rotary positions [..]."""
+        joined, _ = self._join(features, token_ids)
+        return self._keys_and_values(joined, self._angles(joined, positions))
+
+    def step(
+        self, features: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
+        """h [.., D], before the last norm, of pairs as for `keys_and_values`."""
+        joined, residual = self._join(features, token_ids)
+        angles = self._angles(joined, positions)
+        attention = self._layer.self_attn
+        queries = attention.q_proj(joined).unflatten(-1, (-1, self.head_dim))
+        queries = _rotated(attention.q_norm(queries), angles)
+        mixed = attend(queries, *self._keys_and_values(joined, angles))
+        y = residual + attention.o_proj(mixed.flatten(-2))
+        hidden: Tensor = y + self._layer.mlp(self._layer.post_attention_layernorm(y))
+        return hidden
+
+    def carry(self, hidden: Tensor) -> Tensor:
+        """[.., D]: what stands for a feature in the pair that follows h [.., D]."""
+        normed: Tensor = self.norm(hidden) if self.config.norm_output else hidden
+        return normed
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[.., draft vocabulary], float32, of h [.., D]."""
+        logits: Tensor = self.lm_head(self.norm(hidden))
+        return logits.float()
+
+    def unroll(self, features: Tensor, token_ids: Tensor, num_depths: int) -> Iterator[Tensor]:
+        """h [B, L, D] of the first, second, .. pair of a chain that starts at each pair of B texts
+        and goes on as the text does, with gradients: of features [B, L, D] and the tokens [B, L +
+        num_depths - 1] behind them. A chain sees the text's pairs up to its start, then its own."""
+        num_pairs = features.shape[1]
+        pairs: list[tuple[Tensor, Tensor]] = []
+
+        def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            pairs.append((keys, values))
+            return _attend_in_chains(queries, pairs)
+
+        for depth in range(num_depths):
+            behind = token_ids[:, depth : depth + num_pairs]
+            positions = torch.arange(depth, depth + num_pairs, device=features.device)
+            hidden = self.step(features, behind, positions.expand_as(behind), attend)
+            yield hidden
+            features = self.carry(hidden)
+
+    @property
+    def _layer(self) -> Any:
+        return self.layers[0]
+
+    def _join(self, features: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """x [.., 2 D] and r [.., D] of pairs."""
+        embedded = self._layer.input_layernorm(self.embed_tokens(token_ids))
+        normed = self._layer.hidden_norm(features)
+        residual = normed if self.config.norm_before_residual else features
+        return torch.cat([embedded, normed], -1), residual
+
+    def _keys_and_values(
+        self, joined: Tensor, angles: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        attention = self._layer.self_attn
+        keys, values = (
+            project(joined).unflatten(-1, (-1, self.head_dim))
+            for project in (attention.k_proj, attention.v_proj)
+        )
+        return _rotated(attention.k_norm(keys), angles), values
+
+    def _angles(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [.., 1, head_dim] of positions [..]."""
+        cos, sin = self.rotary_emb(like, positions.flatten()[None])
+        shape = (*positions.shape, 1, -1)
+        return cos.view(shape), sin.view(shape)
+
+
+def _rotated(heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    cos, sin = angles
+    rotated: Tensor = heads * cos + rotate_half(heads) * sin
+    return rotated
+
+
+def _attend_in_chains(queries: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """[B, L, heads, E]: of the newest queries of chains, over the text's keys and values, the first
+    of `pairs` [B, L, kv heads, E], up to each chain's start and over the chain's own, the others.
+    """
+
+    def by_head(vectors: Tensor) -> Tensor:
+        """[B, heads, L, E]"""
+        heads = queries.shape[2] // vectors.shape[2]
+        return vectors.repeat_interleave(heads, 2).transpose(1, 2)
+
+    asked = by_head(queries) * queries.shape[-1] ** -0.5
+    (text_keys, text_values), *own = [(by_head(keys), by_head(values)) for keys, values in pairs]
+    later = torch.ones(asked.shape[2], asked.shape[2], device=asked.device).triu(1).bool()
+    scores = (asked @ text_keys.transpose(-1, -2)).masked_fill(later, -torch.inf)
+    chains = [(asked * keys).sum(-1, keepdim=True) for keys, _ in own]
+    weights = torch.cat([scores, *chains], -1).softmax(-1, dtype=torch.float32).to(asked.dtype)
+    mixed = weights[..., : asked.shape[2]] @ text_values
+    for index, (_, values) in enumerate(own, asked.shape[2]):
+        mixed = mixed + weights[..., index : index + 1] * values
+    return mixed.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class LoadedEagle3:
+    """A head for one target."""
+
+    module: Eagle3Head
+    token_ids: tuple[int, ...]
+    """[draft vocabulary], ascending: the target's tokens that its logits are of."""
+
+
+def load_eagle3(
+    path: Path,
+    target: Any,
+    *,
+    name: str,
+    target_name: str,
+    layer_ids: tuple[int, ...] | None = None,
+) -> LoadedEagle3:
+    """The head in `path`, called `name`, for the target's module, called `target_name`, of its
+    dtype and on its device; `layer_ids` replace the taps that the files state. Raises
+    `ConfigError` for files that are broken, or do not fit the target."""
+    with refusing(f"drafter {name}:"):
+        try:
+            tensors = {
+                key.replace("midlayer.", "layers.0."): values
+                for key, values in read_tensors(path).items()
+                if not key.endswith(_NOT_WEIGHTS)
+            }
+            token_ids, tensors = _draft_vocabulary(tensors, target, target_name)
+            config = _head_config(read_config(path), tensors, target, target_name, layer_ids)
+            with parameters_on_meta():
+                module = Eagle3Head(config)
+            _put_weights(module, tensors, target.get_input_embeddings().weight)
+        except ConfigError as error:
+            raise ConfigError(f"drafter {name}: {error}") from error
+    return LoadedEagle3(module.requires_grad_(False).eval(), tuple(token_ids.tolist()))
+
+
+def _require(fits: bool, field: str, given: Any, allowed: str) -> None:
+    if not fits:
+        raise ConfigError(f"{field} is {given!r}; {allowed}")
+
+
+def _draft_vocabulary(
+    tensors: Mapping[str, Tensor], target: Any, target_name: str
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The tokens [N], ascending, of the head's logits, and the weights with `lm_head` in this order
+    and with `embed_tokens`, which both may be the target's."""
+    weights = {key: values for key, values in tensors.items() if key not in ("d2t", "t2d")}
+    weights.setdefault(_EMBEDDINGS, target.get_input_embeddings().weight)
+    rows = target.get_output_embeddings().weight
+    num_all, d2t = len(rows), tensors.get("d2t")
+    if d2t is None:
+        token_ids = torch.arange(num_all)
+    else:
+        token_ids = torch.arange(len(d2t)) + d2t.long()
+        bounds = (int(token_ids.min()), int(token_ids.max()))
+        allowed = f"the target {target_name} has the tokens 0 to {num_all - 1}"
+        _require(bounds[0] >= 0 and bounds[1] < num_all, "d2t: a token", bounds, allowed)
+        num_distinct = len(token_ids.unique())
+        _require(
+            num_distinct == len(d2t), "d2t: tokens", num_distinct, f"{len(d2t)} rows need as many"
+        )
+    own = weights.get(_HEAD)
+    if own is None:
+        own, order = rows, token_ids.sort().values
+    else:
+        _require(len(own) >= len(token_ids), _HEAD, [*own.shape], f"it needs {len(token_ids)} rows")
+        order = token_ids.argsort()
+    if not torch.equal(order, torch.arange(len(own))):
+        own = own[order.to(own.device)]
+    return token_ids.sort().values, weights | {_HEAD: own}
+
+
+def _head_config(
+    stated: dict[str, Any],
+    tensors: Mapping[str, Tensor],
+    target: Any,
+    target_name: str,
+    layer_ids: tuple[int, ...] | None,
+) -> Eagle3Config:
+    """What the head of these files is."""
+    places = (stated, stated.get("eagle_config") or {})
+
+    def find(*keys: str) -> Any:
+        found = (place.get(key) for key in keys for place in places)
+        return next((value for value in found if value not in (None, [])), None)
+
+    sizes = target.config.get_text_config()
+    stated_layer = stated.get(_LAYER, stated)
+    layer = _layer_config(stated_layer, tensors)
+    num_rows, num_tokens = len(tensors[_HEAD]), len(target.get_output_embeddings().weight)
+    of_target = f"the target {target_name} has"
+    for field, given, *fitting in (
+        ("vocab_size", stated_layer.get("vocab_size"), sizes.vocab_size, num_tokens),
+        ("target_hidden_size", find("target_hidden_size"), sizes.hidden_size),
+    ):
+        _require(given in (None, *fitting), field, given, f"{of_target} {fitting[0]}")
+    _require(
+        len(tensors[_EMBEDDINGS]) >= num_tokens, _EMBEDDINGS, [*tensors[_EMBEDDINGS].shape],
+        f"{of_target} {num_tokens} tokens",
+    )  # fmt: skip
+    size = find("draft_vocab_size")
+    _require(size in (None, num_rows), "draft_vocab_size", size, f"its files have {num_rows} rows")
+    _require(
+        find("use_aux_hidden_state") is not False, "use_aux_hidden_state", False,
+        "heads that read several layers of the target are served",
+    )  # fmt: skip
+    num_layers = sizes.num_hidden_layers
+    taps = layer_ids or tuple(find(*_LAYER_IDS) or (2, num_layers // 2, num_layers - 3))
+    if layer_ids is None and _LAYER not in stated and taps[0] == 1:
+        taps = tuple(index + 1 for index in taps)
+    _require(
+        len({*taps} & {*range(num_layers)}) == len(taps), _LAYER_IDS[0], taps,
+        f"different layers of the {num_layers} of {target_name}, counted from 0, are allowed",
+    )  # fmt: skip
+    flags = {flag: bool(find(flag)) for flag in _FLAGS}
+    return Eagle3Config(
+        layer=layer, draft_vocab_size=num_rows, layer_ids=taps, target_width=sizes.hidden_size,
+        qk_norm="layers.0.self_attn.q_norm.weight" in tensors,
+        owns_embeddings=tensors[_EMBEDDINGS] is not target.get_input_embeddings().weight, **flags,
+    )  # fmt: skip
+
+
+def _layer_config(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LlamaConfig:
+    """The layer as it is stated, or else as its tensors are."""
+    values = {key: stated[key] for key in _LAYER_FIELDS if stated.get(key) is not None}
+    num_layers, heads = stated.get("num_hidden_layers", 1), values.get("num_attention_heads")
+    _require(num_layers == 1, "num_hidden_layers", num_layers, "heads of 1 layer are served")
+    _require(isinstance(heads, int) and heads > 0, "num_attention_heads", heads, "it is needed")
+    kinds = stated.get("layer_types") or []
+    _require("sliding_attention" not in kinds, "layer_types", kinds, "full_attention is served")
+    for name, key, per in (
+        ("hidden_size", "fc.weight", 1),
+        ("intermediate_size", "layers.0.mlp.gate_proj.weight", 1),
+        ("head_dim", "layers.0.self_attn.q_proj.weight", heads),
+    ):
+        if key not in tensors:
+            raise ConfigError(f"its files lack the weights {key}")
+        size = len(tensors[key]) // per
+        given = values.setdefault(name, size)
+        _require(given == size, name, given, f"its files have {size}, by {key}")
+    values["vocab_size"] = len(tensors[_EMBEDDINGS])
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    allowed = f"{', '.join(_ROPE_TYPES)} are served, one for all positions"
+    flat = not any(isinstance(value, dict) for value in rope.values())
+    _require(kind in _ROPE_TYPES and flat, "rope_scaling", rope, allowed)
+    try:
+        return LlamaConfig(**values)
+    except StrictDataclassError as error:
+        raise ConfigError(f"{CONFIG_FILE}: {error}") from error
+
+
+def _put_weights(module: Eagle3Head, tensors: Mapping[str, Tensor], like: Tensor) -> None:
+    """Gives the head its weights, on the device and of the dtype of `like`."""
+    wanted = dict(module.named_parameters())
+    if missing := wanted.keys() - tensors.keys():
+        raise ConfigError(f"its files lack the weights {min(missing)}")
+    if unknown := tensors.keys() - wanted.keys():
+        raise ConfigError(f"its files have the weights {min(unknown)}, which no such head has")
+    found = {}
+    for name, parameter in wanted.items():
+        values = tensors[name].to(like.device, like.dtype)
+        _require(
+            values.shape == parameter.shape, name, [*values.shape],
+            f"{[*parameter.shape]} is needed",
+        )  # fmt: skip
+        if not values.isfinite().all():
+            raise ConfigError(f"{name} is not finite")
+        found[name] = values
+    module.load_state_dict(found, assign=True)
+    module.to(like.device)
+
+
+def save_speculators(
+    directory: Path,
+    head: Eagle3Head,
+    token_ids: Sequence[int],
+    *,
+    target_name: str,
+    architectures: Sequence[str],
+    num_draft_tokens: int,
+) -> None:
+    """Writes a head in the speculators form, for a target of these architectures: its logits are of
+    `token_ids`, and so many tokens are to be drafted with it by default. `embed_tokens` is left out
+    where it is the target's (`owns_embeddings`)."""
+    config, layer = head.config, head.config.layer
+    method = {"proposal_type": "greedy", "speculative_tokens": num_draft_tokens}
+    stated = {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": _SPECULATORS_VERSION,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [method | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": target_name, "architectures": [*architectures]},
+        },
+        _LAYER: {
+            "model_type": "qwen3" if config.qk_norm else "llama",
+            "num_hidden_layers": 1,
+            "tie_word_embeddings": False,
+            **{key: getattr(layer, key) for key in _LAYER_FIELDS if hasattr(layer, key)},
+        },
+        "draft_vocab_size": config.draft_vocab_size,
+        "eagle_aux_hidden_state_layer_ids": [*config.layer_ids],
+        "target_hidden_size": config.target_width,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(head.fc.weight.dtype).removeprefix("torch."),
+        **{flag: getattr(config, flag) for flag in _FLAGS},
+    }
+    tensors = {key: values.detach().cpu().contiguous() for key, values in head.named_parameters()}
+    if not config.owns_embeddings:
+        del tensors[_EMBEDDINGS]
+    if len(token_ids) < layer.vocab_size:
+        ids = torch.tensor(token_ids)
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(layer.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, str(directory / WEIGHTS_FILE), metadata={"format": "pt"})
+    (directory / WEIGHTS_FILE).chmod(0o644)  # The library lets nobody else read it.
+    (directory / CONFIG_FILE).write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")

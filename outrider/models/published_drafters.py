@@ -1,0 +1,139 @@
+"""What kind of drafter a directory holds, told by its files.
+
+kind     by
+eagle3   `speculators_model_type`, or tensors of a layer with a `hidden_norm` beside an `fc`
+mtp      `speculators_model_type`, or the tensors of a model's own MTP layers, and none of others
+pard     `pard_token` in the configuration of a causal language model
+
+Others that are known are refused by name; a directory that holds none of them may be a model.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zipfile
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.errors import ConfigError
+from outrider.models.drafter_checkpoint import CONFIG_FILE, is_trained_drafter
+from outrider.models.loading import open_weights, read_weights, refusing
+
+_PICKLED_FILE = "pytorch_model.bin"
+
+
+class DrafterFormat(StrEnum):
+    """A kind of published drafter that is served."""
+
+    EAGLE3 = "eagle3"
+    MTP = "mtp"
+    PARD = "pard"
+
+
+_SERVED = "EAGLE-3 heads, PARD models and causal language models are; `outrider distill` makes more"
+_UNSERVED_ARCHITECTURES = {
+    "eagleforcausallm": "EAGLE",
+    "eaglellamaforcausallm": "EAGLE",
+    "eaglespeculator": "EAGLE",
+    "llamaforcausallmeagle": "EAGLE",
+    "dflashdraftmodel": "DFlash",
+    "dflashspeculator": "DFlash",
+    "medusamodel": "Medusa",
+    "mlpspeculatorpretrainedmodel": "MLP speculator",
+}
+_UNSERVED_KEYS = {
+    "dflash_config": "DFlash",
+    "dspark_config": "DSpark",
+    "medusa_num_heads": "Medusa",
+    "pard2_target_layers": "PARD-2",
+    "ptd_token_id": "P-EAGLE",
+}
+"""What only the configurations of these kinds have."""
+
+
+def recognise(directory: Path) -> DrafterFormat | None:
+    """The kind of published drafter in `directory`; None where it holds a drafter of our own, or
+    no drafter that is known. Raises `ConfigError` for kinds that are not served, and for files that
+    cannot be read."""
+    if is_trained_drafter(directory) or not (directory / CONFIG_FILE).is_file():
+        return None
+    with refusing(f"drafter {directory}:"):
+        stated, names = read_config(directory), tensor_names(directory)
+    if unserved := _unserved_kind(stated, names):
+        raise ConfigError(
+            f"drafter {directory}: it is of the kind {unserved}, which is not served; {_SERVED}"
+        )
+    if declared := stated.get("speculators_model_type"):
+        return DrafterFormat(declared)
+    if "pard_token" in stated:
+        return DrafterFormat.PARD
+    if _has_eagle3_layer(names):
+        return DrafterFormat.EAGLE3
+    if _has_mtp_layers(names) and not any(name.startswith("model.layers.0.") for name in names):
+        return DrafterFormat.MTP
+    return None
+
+
+def _unserved_kind(stated: dict[str, Any], names: set[str]) -> str:
+    """What a drafter that is not served is called; empty for others."""
+    declared = stated.get("speculators_model_type")
+    if declared is not None and declared not in (DrafterFormat.EAGLE3, DrafterFormat.MTP):
+        return str(declared)
+    if stated.get("spd_type") == "pard2":
+        return "PARD-2"
+    for architecture in stated.get("architectures") or []:
+        if kind := _UNSERVED_ARCHITECTURES.get(architecture.lower()):
+            return kind
+    for key, kind in _UNSERVED_KEYS.items():
+        if key in stated:
+            return kind
+    if "mask_hidden" in names:
+        return "P-EAGLE"
+    if "fc.weight" in names and not _has_eagle3_layer(names):
+        return "EAGLE"
+    return ""
+
+
+def _has_eagle3_layer(names: set[str]) -> bool:
+    layers = ("midlayer", "layers.0")
+    return "fc.weight" in names and any(f"{layer}.hidden_norm.weight" in names for layer in layers)
+
+
+def _has_mtp_layers(names: set[str]) -> bool:
+    return "mtp.fc.weight" in names or any(name.endswith(".eh_proj.weight") for name in names)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """What `config.json` of a published drafter says. Raises `OSError`, `ValueError`."""
+    stated = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
+    if not isinstance(stated, dict):
+        raise ValueError(f"{path / CONFIG_FILE} holds no object")
+    return stated
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Every tensor of a published drafter: of safetensors or, where there are none, of torch's own
+    file, of which nothing runs. Raises `ValueError`, or what the libraries raise."""
+    pickled = path / _PICKLED_FILE
+    if any(path.glob("*.safetensors")) or not pickled.is_file():
+        return read_weights(path)
+    try:
+        found = torch.load(
+            pickled, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(pickled)
+        )
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{pickled} holds more than tensors: {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):
+        raise ValueError(f"{pickled} holds no table of tensors")
+    return found
+
+
+def tensor_names(path: Path) -> set[str]:
+    """The names of the tensors of a published drafter; raises as `read_tensors`."""
+    with open_weights(path) as files:
+        return set(files or read_tensors(path))

@@ -1,0 +1,370 @@
+"""EAGLE-3 heads: what they compute, and the files that they are read from and written to."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import tiny_config, tiny_module
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig
+
+from outrider.errors import ConfigError
+from outrider.models.eagle3 import (
+    Eagle3Config,
+    Eagle3Head,
+    LoadedEagle3,
+    load_eagle3,
+    save_speculators,
+)
+
+VOCAB = 32
+DRAFT_IDS = (1, 4, 5, 9, 20, 21, 30)
+EPS = 1e-5
+THETA = 500.0
+
+
+def tiny_target(num_layers: int = 6) -> Any:
+    config = tiny_config("llama", VOCAB)
+    config.num_hidden_layers = num_layers
+    return tiny_module(config)
+
+
+def tiny_head(target: Any, seed: int = 1, **changes: Any) -> Eagle3Head:
+    """A random head of another width than its target's, with grouped heads of a width of their
+    own."""
+    layer = {
+        "vocab_size": VOCAB, "hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 8, "intermediate_size": 40, "rms_norm_eps": EPS, "rope_theta": THETA,
+        "max_position_embeddings": 16,
+    } | changes.pop("layer", {})  # fmt: skip
+    config = Eagle3Config(
+        layer=LlamaConfig(**layer), draft_vocab_size=len(DRAFT_IDS),
+        layer_ids=changes.pop("layer_ids", (0, 2, 5)), target_width=target.config.hidden_size,
+        **changes,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        head = Eagle3Head(config).requires_grad_(False).eval()
+        for parameter in head.parameters():
+            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.3)
+    return head
+
+
+def save(directory: Path, head: Eagle3Head) -> Path:
+    save_speculators(
+        directory, head, DRAFT_IDS, target_name="tiny", architectures=["LlamaForCausalLM"],
+        num_draft_tokens=3,
+    )  # fmt: skip
+    return directory
+
+
+def load(directory: Path, target: Any, **options: Any) -> LoadedEagle3:
+    return load_eagle3(directory, target, name="HEAD", target_name="TARGET", **options)
+
+
+def norm(rows: Tensor, weight: Tensor) -> Tensor:
+    return rows / (rows.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight
+
+
+def turned(vector: Tensor, position: int) -> Tensor:
+    """As complex numbers, the i-th turned by position / THETA^(2i / E)."""
+    half = len(vector) // 2
+    turns = torch.polar(torch.ones(half), position * THETA ** (-torch.arange(half) / half))
+    turned = torch.complex(vector[:half], vector[half:]) * turns
+    return torch.cat([turned.real, turned.imag])
+
+
+def hidden_by_definition(head: Eagle3Head, pairs: list[tuple[Tensor, int, int]]) -> Tensor:
+    """h of the last of (feature, token, position), which sees all of these."""
+    config, weights = head.config, dict(head.named_parameters())
+
+    def of(name: str) -> Tensor:
+        return weights[f"layers.0.{name}.weight"]
+
+    def heads(projection: str, x: Tensor, normed: str = "") -> Tensor:
+        found = (of(f"self_attn.{projection}") @ x).view(-1, head.head_dim)
+        return norm(found, of(f"self_attn.{normed}")) if normed and config.qk_norm else found
+
+    seen = []
+    for feature, token_id, position in pairs:
+        embedded = norm(weights["embed_tokens.weight"][token_id], of("input_layernorm"))
+        normed = norm(feature, of("hidden_norm"))
+        x = torch.cat([embedded, normed])
+        queries = [turned(each, position) for each in heads("q_proj", x, "q_norm")]
+        keys = [turned(each, position) for each in heads("k_proj", x, "k_norm")]
+        seen.append((queries, keys, heads("v_proj", x)))
+        residual = normed if config.norm_before_residual else feature
+    mixed = []
+    for index, query in enumerate(seen[-1][0]):
+        group = index * head.num_kv_heads // head.num_heads
+        scores = torch.stack([query @ keys[group] for _, keys, _ in seen])
+        values = torch.stack([values[group] for *_, values in seen])
+        mixed.append((scores / math.sqrt(head.head_dim)).softmax(0) @ values)
+    y = residual + of("self_attn.o_proj") @ torch.cat(mixed)
+    z = norm(y, of("post_attention_layernorm"))
+    inner = torch.nn.functional.silu(of("mlp.gate_proj") @ z) * (of("mlp.up_proj") @ z)
+    return y + of("mlp.down_proj") @ inner
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"norm_before_residual": True, "norm_output": True},
+        {"qk_norm": True, "layer": {"num_key_value_heads": 4}},
+    ],
+    ids=["plain", "normed", "qk"],
+)
+def test_chains_are_those_of_the_definition(changes: dict[str, Any]) -> None:
+    """h and logits of each pair of two texts, and of chains that start at each."""
+    head = tiny_head(tiny_target(), **changes)
+    torch.manual_seed(0)
+    features, tokens = torch.randn(2, 5, head.width), torch.randint(0, VOCAB, (2, 7))
+    found = list(head.unroll(features, tokens, 3))
+    for row in range(2):
+        for start in range(5):
+            pairs = [(features[row, i], int(tokens[row, i]), i) for i in range(start + 1)]
+            for depth in range(3):
+                hidden = hidden_by_definition(head, pairs)
+                torch.testing.assert_close(found[depth][row, start], hidden, rtol=1e-4, atol=1e-4)
+                normed = norm(hidden, head.norm.weight)
+                logits = head.logits(found[depth][row, start])
+                torch.testing.assert_close(logits, head.lm_head(normed), rtol=1e-4, atol=1e-4)
+                place = start + depth + 1
+                carried = normed if head.config.norm_output else hidden
+                if depth < 2:
+                    pairs.append((carried, int(tokens[row, place]), place))
+
+
+def test_pairs_from_a_cache_are_those_of_a_whole_text() -> None:
+    """`keys_and_values` of all pairs but the last, then `step` for that one over them."""
+    head = tiny_head(tiny_target())
+    torch.manual_seed(0)
+    features, tokens = torch.randn(9, head.width), torch.randint(0, VOCAB, (9,))
+    positions = torch.arange(9)
+    cached = head.keys_and_values(features[:-1], tokens[:-1], positions[:-1])
+
+    def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        keys, values = (torch.cat(parts) for parts in zip(cached, (keys, values), strict=True))
+        return torch.nn.functional.scaled_dot_product_attention(
+            *(heads.transpose(0, 1) for heads in (queries, keys, values)), enable_gqa=True
+        ).transpose(0, 1)
+
+    hidden = head.step(features[-1:], tokens[-1:], positions[-1:], attend)
+    [whole] = head.unroll(features[None], tokens[None], 1)
+    torch.testing.assert_close(hidden[0], whole[0, -1])
+
+
+@pytest.mark.parametrize("flag", ["", "fc_norm", "norm_before_fc"])
+def test_taps_are_normed_as_the_files_say(flag: str, tmp_path: Path) -> None:
+    target = tiny_target()
+    head = tiny_head(target, **({flag: True} if flag else {}))
+    torch.manual_seed(0)
+    taps = torch.randn(4, 3, target.config.hidden_size)
+    normed = taps
+    if head.fc_norm is not None:
+        weights = torch.stack([each.weight for each in head.fc_norm])
+        normed = norm(taps, weights)
+    elif head.input_norm is not None:
+        normed = norm(taps.flatten(1), head.input_norm.weight)
+    expected = normed.flatten(1) @ head.fc.weight.T
+    loaded = load(save(tmp_path, head), target).module
+    torch.testing.assert_close(loaded.fuse(taps.flatten(1)), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_reach_every_weight() -> None:
+    head = tiny_head(tiny_target()).requires_grad_(True)
+    features = head.fuse(torch.randn(1, 6, 3 * head.config.target_width))
+    outputs = head.unroll(features, torch.randint(0, VOCAB, (1, 8)), 3)
+    sum(head.logits(hidden).logsumexp(-1).sum() for hidden in outputs).backward()  # type: ignore[union-attr]
+    assert all(p.grad is not None and p.grad.any() for p in head.parameters())
+
+
+def test_a_head_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+    target = tiny_target()
+    head = tiny_head(
+        target, qk_norm=True, norm_before_residual=True, norm_output=True,
+        layer={"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu",
+               "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    )  # fmt: skip
+    loaded = load(save(tmp_path, head), target)
+    assert loaded.token_ids == DRAFT_IDS
+    assert loaded.module.layer_ids == (0, 2, 5)
+    assert loaded.module.state_dict().keys() == head.state_dict().keys()
+    inputs = torch.randn(1, 5, head.width), torch.arange(6)[None]
+    for found, expected in zip(
+        loaded.module.unroll(*inputs, 2), head.unroll(*inputs, 2), strict=True
+    ):
+        assert torch.equal(found, expected)
+        assert torch.equal(loaded.module.logits(found), head.logits(expected))
+
+
+def change(directory: Path, **changes: Any) -> None:
+    """Other values in the configuration; those of the layer go to where they are, None removes."""
+    file = directory / "config.json"
+    stated = json.loads(file.read_text())
+    for key, value in changes.items():
+        place = stated["transformer_layer_config"]
+        place = place if key in (*place, "layer_types") else stated
+        place[key] = value
+        if value is None:
+            del place[key]
+    file.write_text(json.dumps(stated))
+
+
+def change_tensors(directory: Path, changes: Callable[[dict[str, Tensor]], Any]) -> None:
+    file = str(directory / "model.safetensors")
+    tensors = load_file(file)
+    changes(tensors)
+    save_file(tensors, file)
+
+
+def as_raw(directory: Path, **changes: Any) -> None:
+    """Rewrites a directory in the raw form: pickled, flat, `midlayer.*`."""
+    tensors = load_file(str(directory / "model.safetensors"))
+    (directory / "model.safetensors").unlink()
+    raw = {key.replace("layers.0.", "midlayer."): values for key, values in tensors.items()}
+    torch.save(raw, directory / "pytorch_model.bin")
+    layer = json.loads((directory / "config.json").read_text())["transformer_layer_config"]
+    (directory / "config.json").write_text(
+        json.dumps({**layer, "draft_vocab_size": len(DRAFT_IDS), **changes})
+    )
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        ({}, (2, 4, 5)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}, (2, 4, 5)),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 3, 5]}, (0, 3, 5)),
+        ({"eagle_aux_hidden_state_layer_ids": []}, (2, 4, 5)),
+        ({"target_layer_ids": [2, 3, 5]}, (2, 3, 5)),
+    ],
+)
+def test_raw_files_are_read(
+    stated: dict[str, Any], expected: tuple[int, ...], tmp_path: Path
+) -> None:
+    target = tiny_target(8)
+    head = tiny_head(target)
+    as_raw(save(tmp_path, head), **stated)
+    loaded = load(tmp_path, target)
+    assert loaded.module.layer_ids == expected
+    inputs = torch.randn(1, 5, head.width), torch.arange(5)[None], 1
+    assert torch.equal(*(next(each.unroll(*inputs)) for each in (loaded.module, head)))
+    assert load(tmp_path, target, layer_ids=(1, 2, 3)).module.layer_ids == (1, 2, 3)
+
+
+def test_rows_are_put_in_the_order_of_their_tokens(tmp_path: Path) -> None:
+    target = tiny_target()
+    head = tiny_head(target)
+    order = torch.tensor([3, 0, 6, 1, 2, 5, 4])
+
+    def permute(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
+        tensors["d2t"] = torch.tensor(DRAFT_IDS)[order] - torch.arange(len(order))
+
+    change_tensors(save(tmp_path, head), permute)
+    loaded = load(tmp_path, target)
+    assert loaded.token_ids == DRAFT_IDS
+    assert torch.equal(loaded.module.lm_head.weight, head.lm_head.weight)
+
+
+def test_what_is_not_stored_is_the_targets(tmp_path: Path) -> None:
+    """Embeddings, which stay shared, and rows of the head."""
+    target = tiny_target()
+    save(tmp_path, tiny_head(target, layer={"hidden_size": 32}, owns_embeddings=False))
+    change_tensors(tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
+    module = load(tmp_path, target).module
+    assert module.embed_tokens.weight is target.get_input_embeddings().weight
+    assert torch.equal(module.lm_head.weight, target.lm_head.weight[list(DRAFT_IDS)])
+
+
+def test_a_whole_vocabulary_needs_no_table(tmp_path: Path) -> None:
+    target = tiny_target()
+    save(tmp_path, tiny_head(target, layer={"hidden_size": 32}))
+
+    def widen(tensors: dict[str, Tensor]) -> None:
+        del tensors["d2t"], tensors["t2d"]
+        tensors["lm_head.weight"] = torch.randn(VOCAB, 32)
+
+    change_tensors(tmp_path, widen)
+    change(tmp_path, draft_vocab_size=VOCAB)
+    assert load(tmp_path, target).token_ids == tuple(range(VOCAB))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 2}, "num_hidden_layers is 2"),
+        ({"num_attention_heads": None}, "num_attention_heads is None"),
+        ({"head_dim": 4}, "head_dim is 4"),
+        ({"hidden_size": 32}, "hidden_size is 32"),
+        ({"vocab_size": 33}, "vocab_size is 33"),
+        ({"draft_vocab_size": 8}, "draft_vocab_size is 8"),
+        ({"target_hidden_size": 24}, "target_hidden_size is 24"),
+        ({"num_key_value_heads": 4}, r"k_proj.weight is \[16, 48\]; \[32, 48\]"),
+        ({"attention_bias": True}, r"lack the weights layers.0.self_attn.k_proj.bias"),
+        ({"fc_norm": True}, "lack the weights fc_norm.0.weight"),
+        ({"layer_types": ["sliding_attention"]}, "full_attention"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic.*yarn are served"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "one for all positions"),
+        ({"hidden_act": 3}, "hidden_act"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 2, 6]}, "6 of TARGET, counted from 0"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 2]}, r"fc.weight is \[24, 96\]; \[24, 64\]"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_configurations_that_do_not_fit_are_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    target = tiny_target()
+    change(save(tmp_path, tiny_head(target)), **changes)
+    with pytest.raises(ConfigError, match=f"drafter HEAD: .*{message}"):
+        load(tmp_path, target)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("fc.weight", None, "lack the weights fc.weight"),
+        ("norm.weight", None, "lack the weights norm.weight"),
+        ("norm.weight", torch.full((24,), torch.nan), "norm.weight is not finite"),
+        ("norm.weight", torch.ones(25), r"norm.weight is \[25\]; \[24\] is needed"),
+        ("layers.1.x", torch.ones(1), "layers.1.x, which no such head has"),
+        ("embed_tokens.weight", torch.ones(31, 24), r"embed_tokens.weight is \[31, 24\]"),
+        ("embed_tokens.weight", None, r"embed_tokens.weight is \[32, 32\]; \[32, 24\]"),
+        ("d2t", torch.full((7,), 30), r"d2t: a token is \(30, 36\)"),
+        ("d2t", torch.tensor([0, 0, 0, 0, 0, 0, -1]), "d2t: tokens is 6"),
+        ("d2t", None, r"lm_head.weight is \[7, 24\]; it needs 32 rows"),
+    ],
+)  # fmt: skip
+def test_tensors_that_do_not_fit_are_refused(
+    name: str, values: Tensor | None, message: str, tmp_path: Path
+) -> None:
+    target = tiny_target()
+
+    def put(tensors: dict[str, Tensor]) -> None:
+        if values is None:
+            del tensors[name]
+        else:
+            tensors[name] = values
+
+    change_tensors(save(tmp_path, tiny_head(target)), put)
+    with pytest.raises(ConfigError, match=f"drafter HEAD: .*{message}"):
+        load(tmp_path, target)
+
+
+def test_pickled_files_run_nothing(tmp_path: Path) -> None:
+    target = tiny_target()
+    as_raw(save(tmp_path, tiny_head(target)))
+    torch.save({"fc.weight": print}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"drafter HEAD: .*pytorch_model\.bin holds more than"):
+        load(tmp_path, target)

@@ -1,0 +1,151 @@
+"""Published drafters are told by their files, and their EAGLE-3 heads load as they are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import tiny_module
+from safetensors.torch import save_file
+from transformers import LlamaConfig
+
+from outrider.errors import ConfigError
+from outrider.models.eagle3 import LoadedEagle3, load_eagle3
+from outrider.models.published_drafters import DrafterFormat, recognise
+
+SCALE = 32
+"""Every width of a published drafter is divided by it."""
+WIDTHS = ("hidden_size", "intermediate_size", "head_dim", "vocab_size", "draft_vocab_size")
+
+
+def scaled(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: scaled(value) if isinstance(value, dict)
+        else value // SCALE if key in WIDTHS else value
+        for key, value in config.items()
+    }  # fmt: skip
+
+
+def save_facts(facts: dict[str, Any], directory: Path) -> None:
+    """A directory with the configuration and the tensors of a published drafter, narrower."""
+    torch.manual_seed(0)
+    tensors = {}
+    for name, tensor in facts["tensors"].items():
+        shape = [max(1, size // SCALE) for size in tensor["shape"]]
+        tensors[name] = torch.randn(shape, dtype=torch.bfloat16)
+    if "d2t" in tensors:
+        num_all, num = facts["target"]["vocab"] // SCALE, len(tensors["d2t"])
+        token_ids = torch.randperm(num_all)[:num].sort().values
+        tensors["d2t"] = token_ids - torch.arange(num)
+        tensors["t2d"] = torch.zeros(num_all, dtype=torch.bool).index_fill(0, token_ids, True)
+    save_file(tensors, str(directory / "model.safetensors"))
+    (directory / "config.json").write_text(json.dumps(scaled(facts["config"])))
+
+
+def load(facts: dict[str, Any], directory: Path) -> LoadedEagle3:
+    sizes = facts["target"]
+    config = LlamaConfig(
+        vocab_size=sizes["vocab"] // SCALE, hidden_size=sizes["hidden_size"] // SCALE,
+        num_hidden_layers=sizes["layers"], num_attention_heads=4, intermediate_size=8,
+    )  # fmt: skip
+    target = tiny_module(config, dtype=torch.bfloat16)
+    return load_eagle3(directory, target, name=str(directory), target_name=sizes["name"])
+
+
+def facts_of(test_data: Path, name: str) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads((test_data / f"published_drafters/{name}.json").read_text())
+    return facts
+
+
+@pytest.mark.parametrize(
+    ("name", "layer_ids", "norm_before_residual", "owns_embeddings"),
+    [
+        ("eagle3_raw_specforge_qwen3_235b", (2, 47, 91), False, False),
+        ("eagle3_raw_specforge_qwen3_8b", (2, 18, 33), False, False),
+        ("eagle3_raw_thoughtworks_qwen3_32b", (2, 32, 61), False, False),
+        ("eagle3_raw_yuhuili_llama31_8b", (2, 16, 29), False, False),
+        ("eagle3_speculators_nmtesting_llama31_8b_converted", (2, 16, 29), False, True),
+        ("eagle3_speculators_redhatai_qwen3_8b", (2, 18, 33), True, True),
+    ],
+)
+def test_published_heads_load(
+    name: str,
+    layer_ids: tuple[int, ...],
+    norm_before_residual: bool,
+    owns_embeddings: bool,
+    test_data: Path,
+    tmp_path: Path,
+) -> None:
+    facts = facts_of(test_data, name)
+    save_facts(facts, tmp_path)
+    assert recognise(tmp_path) == DrafterFormat.EAGLE3
+    loaded = load(facts, tmp_path)
+    config = loaded.module.config
+    assert config.layer_ids == layer_ids
+    assert config.norm_before_residual == norm_before_residual
+    assert config.owns_embeddings == owns_embeddings
+    assert len(loaded.token_ids) == facts["tensors"]["d2t"]["shape"][0] // SCALE
+    features = loaded.module.fuse(torch.randn(1, 3, 3 * config.target_width, dtype=torch.bfloat16))
+    [hidden] = loaded.module.unroll(features, torch.tensor([[1, 2, 3]]), 1)
+    assert loaded.module.logits(hidden).shape == (1, 3, len(loaded.token_ids))
+
+
+def test_a_head_whose_sizes_are_not_stated_is_refused(test_data: Path, tmp_path: Path) -> None:
+    """Of this one the part of the configuration with the sizes is not known."""
+    facts = facts_of(test_data, "eagle3_speculators_redhatai_llama31_8b")
+    save_facts(facts, tmp_path)
+    with pytest.raises(ConfigError, match="num_attention_heads is None"):
+        load(facts, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("mtp_deepseek_v3", DrafterFormat.MTP),
+        ("mtp_qwen3_next", DrafterFormat.MTP),
+        ("pard_qwen3_0_6b", DrafterFormat.PARD),
+    ],
+)
+def test_other_published_drafters_are_recognised(
+    name: str, kind: DrafterFormat, test_data: Path, tmp_path: Path
+) -> None:
+    facts = facts_of(test_data, name)
+    for tensor in facts["tensors"].values():
+        tensor["shape"] = [1]
+    save_facts(facts, tmp_path)
+    assert recognise(tmp_path) == kind
+
+
+@pytest.mark.parametrize(
+    ("config", "names", "kind"),
+    [
+        ({"speculators_model_type": "peagle"}, ["fc.weight"], "peagle"),
+        ({"speculators_model_type": "dflash"}, ["fc.weight"], "dflash"),
+        ({"architectures": ["DFlashDraftModel"]}, ["fc.weight"], "DFlash"),
+        ({"architectures": ["LlamaForCausalLM"]}, ["fc.weight", "layers.0.x"], "EAGLE"),
+        ({"architectures": ["MedusaModel"]}, ["blocks.0.layers.0.weight"], "Medusa"),
+        ({"medusa_num_heads": 3}, ["0.0.linear.weight"], "Medusa"),
+        ({"pard_token": 5, "pard2_target_layers": [-1]}, ["lm_head.weight"], "PARD-2"),
+    ],
+)
+def test_known_kinds_that_are_not_served_are_refused(
+    config: dict[str, Any], names: list[str], kind: str, tmp_path: Path
+) -> None:
+    save_file({name: torch.ones(1) for name in names}, str(tmp_path / "model.safetensors"))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=f"of the kind {kind}, which is not served"):
+        recognise(tmp_path)
+
+
+def test_models_and_drafters_of_our_own_are_not_recognised(tmp_path: Path) -> None:
+    """A model with MTP layers of its own is a model first."""
+    assert recognise(tmp_path) is None
+    names = ("model.layers.0.mlp.weight", "model.layers.1.eh_proj.weight")
+    save_file({name: torch.ones(1) for name in names}, str(tmp_path / "model.safetensors"))
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GlmForCausalLM"]}))
+    assert recognise(tmp_path) is None
+    (tmp_path / "drafter.json").write_text("{}")
+    assert recognise(tmp_path) is None
