@@ -37,6 +37,7 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.ir import set_default_torch_wrap
 from vllm.model_executor.determinism.batch_invariant import init_batch_invariance
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import get_model
@@ -133,6 +134,9 @@ class VllmEngine(PagedSequences):
                 enforce_eager=not compiles, block_size=_PAGE_SIZES[self._device.type],
                 skip_tokenizer_init=True, enable_prefix_caching=False, async_scheduling=False,
             ).create_engine_config()  # fmt: skip
+            # As a worker does. Without it norms are Python functions that the compiler cannot see.
+            self._config.kernel_config.ir_op_priority.set_default()
+            set_default_torch_wrap(self._config.compilation_config.ir_enable_torch_wrap)
             with set_current_vllm_config(self._config), _without_accelerator(self._device):
                 self._join_groups()
                 self._model: Any = get_model(vllm_config=self._config).eval()
