@@ -99,8 +99,10 @@ class _Attention(nn.Module):
         self.k_proj = nn.Linear(2 * width, keys, bias=bias)
         self.v_proj = nn.Linear(2 * width, keys, bias=bias)
         self.o_proj = nn.Linear(queries, width, bias=bias)
-        norms = [LlamaRMSNorm(config.head_dim, config.rms_norm_eps) for _ in range(2)]
-        self.q_norm, self.k_norm = norms if qk_norm else (nn.Identity(), nn.Identity())
+        eps = config.rms_norm_eps
+        self.q_norm, self.k_norm = (
+            LlamaRMSNorm(config.head_dim, eps) if qk_norm else nn.Identity() for _ in range(2)
+        )
 
 
 class _Layer(nn.Module):
@@ -323,7 +325,7 @@ def _draft_vocabulary(
         bounds = (int(token_ids.min()), int(token_ids.max()))
         allowed = f"the target {target_name} has the tokens 0 to {num_all - 1}"
         _require(bounds[0] >= 0 and bounds[1] < num_all, "d2t: a token", bounds, allowed)
-        num_distinct = len(token_ids.unique())
+        num_distinct = len({*token_ids.tolist()})
         _require(
             num_distinct == len(d2t), "d2t: tokens", num_distinct, f"{len(d2t)} rows need as many"
         )
@@ -391,9 +393,9 @@ def _head_config(
 def _layer_config(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LlamaConfig:
     """The layer as it is stated, or else as its tensors are."""
     values = {key: stated[key] for key in _LAYER_FIELDS if stated.get(key) is not None}
-    num_layers, heads = stated.get("num_hidden_layers", 1), values.get("num_attention_heads")
+    num_layers, heads = stated.get("num_hidden_layers", 1), stated.get("num_attention_heads", 0)
     _require(num_layers == 1, "num_hidden_layers", num_layers, "heads of 1 layer are served")
-    _require(isinstance(heads, int) and heads > 0, "num_attention_heads", heads, "it is needed")
+    _require(isinstance(heads, int) and heads > 0, "num_attention_heads", heads, "1 is the least")
     kinds = stated.get("layer_types") or []
     _require("sliding_attention" not in kinds, "layer_types", kinds, "full_attention is served")
     for name, key, per in (

@@ -11,14 +11,12 @@ Others that are known are refused by name; a directory that holds none of them m
 from __future__ import annotations
 
 import json
-import pickle
-import zipfile
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
+from transformers.modeling_utils import load_state_dict
 
 from outrider.errors import ConfigError
 from outrider.models.drafter_checkpoint import CONFIG_FILE, is_trained_drafter
@@ -123,11 +121,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     if any(path.glob("*.safetensors")) or not pickled.is_file():
         return read_weights(path)
     try:
-        found = torch.load(
-            pickled, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(pickled)
-        )
-    except pickle.UnpicklingError as error:
-        raise ValueError(f"{pickled} holds more than tensors: {error}") from error
+        found = load_state_dict(pickled)
+    # The unpickler has errors of its own for what it does not run.
+    except Exception as error:
+        raise ValueError(f"{pickled} cannot be read as tensors alone: {error}") from error
     if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):
         raise ValueError(f"{pickled} holds no table of tensors")
     return found

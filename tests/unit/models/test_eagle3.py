@@ -303,7 +303,7 @@ def test_a_whole_vocabulary_needs_no_table(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"num_hidden_layers": 2}, "num_hidden_layers is 2"),
-        ({"num_attention_heads": None}, "num_attention_heads is None"),
+        ({"num_attention_heads": None}, "num_attention_heads is 0"),
         ({"head_dim": 4}, "head_dim is 4"),
         ({"hidden_size": 32}, "hidden_size is 32"),
         ({"vocab_size": 33}, "vocab_size is 33"),
@@ -366,5 +366,5 @@ def test_pickled_files_run_nothing(tmp_path: Path) -> None:
     target = tiny_target()
     as_raw(save(tmp_path, tiny_head(target)))
     torch.save({"fc.weight": print}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match=r"drafter HEAD: .*pytorch_model\.bin holds more than"):
+    with pytest.raises(ConfigError, match=r"drafter HEAD: .*cannot be read as tensors alone"):
         load(tmp_path, target)

@@ -16,7 +16,7 @@ from outrider.errors import ConfigError
 from outrider.models.eagle3 import LoadedEagle3, load_eagle3
 from outrider.models.published_drafters import DrafterFormat, recognise
 
-SCALE = 32
+SCALE = 16
 """Every width of a published drafter is divided by it."""
 WIDTHS = ("hidden_size", "intermediate_size", "head_dim", "vocab_size", "draft_vocab_size")
 
@@ -97,7 +97,7 @@ def test_a_head_whose_sizes_are_not_stated_is_refused(test_data: Path, tmp_path:
     """Of this one the part of the configuration with the sizes is not known."""
     facts = facts_of(test_data, "eagle3_speculators_redhatai_llama31_8b")
     save_facts(facts, tmp_path)
-    with pytest.raises(ConfigError, match="num_attention_heads is None"):
+    with pytest.raises(ConfigError, match="num_attention_heads is 0"):
         load(facts, tmp_path)
 
 
