@@ -34,6 +34,7 @@ from outrider.models.drafter_checkpoint import (
     save_head,
 )
 from outrider.models.eagle import EagleHead, LoadedEagle
+from outrider.models.eagle3 import Eagle3Config, Eagle3Head, LoadedEagle3
 from outrider.models.early_exit import ExitHead, LoadedExit
 from outrider.models.fingerprint import tensors_fingerprint
 from outrider.models.linear_layers import quick
@@ -236,6 +237,30 @@ def tiny_exit(
     linears = (module.mix, module.gate_up, module.down)
     filled = _filled(module, linears, target.dtype, seed)
     return LoadedExit(filled, tuple(token_ids), num_layers)
+
+
+def tiny_eagle3(
+    target: Any, token_ids: Sequence[int], seed: int = 1, layer_ids: Sequence[int] = ()
+) -> LoadedEagle3:
+    """A random EAGLE-3 head of another width than its target's, with logits of `token_ids`. It
+    reads the last two layers unless others are said."""
+    sizes = target.config
+    layer = LlamaConfig(
+        vocab_size=sizes.vocab_size, hidden_size=24, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, intermediate_size=40,
+    )  # fmt: skip
+    taps = tuple(layer_ids) or tuple(range(sizes.num_hidden_layers))[-2:]
+    config = Eagle3Config(
+        layer=layer, draft_vocab_size=len(token_ids), layer_ids=taps,
+        target_width=sizes.hidden_size,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        head = Eagle3Head(config).to(target.dtype).requires_grad_(False).eval()
+        for parameter in head.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, _SPREAD)
+    return LoadedEagle3(head, tuple(token_ids))
 
 
 def save_tiny_heads(

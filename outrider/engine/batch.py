@@ -129,6 +129,8 @@ class _View:
     """What layers with a window see of a segment, and in which shape."""
 
     window: int | None
+    first_slot: int
+    """No token looks at a sequence's slots before it."""
     spare_row: int | None
     """In fixed shapes: the row of the step that padding is written to."""
     device: torch.device
@@ -136,11 +138,12 @@ class _View:
 
     def first_seen(self, segment: _Segment) -> int:
         """The first slot that a token of the segment may look at."""
-        return 0 if self.window is None else max(0, segment.position - self.window + 1)
+        reach = 0 if self.window is None else segment.position - self.window + 1
+        return max(self.first_slot, reach)
 
     def begin(self, segment: _Segment) -> int:
         """The first slot that is gathered."""
-        return self.first_seen(segment) // self._unit * self._unit
+        return max(self.first_slot, self.first_seen(segment) // self._unit * self._unit)
 
     def num_slots(self, segment: _Segment) -> int:
         """Slots that are gathered, with what pads them."""
@@ -176,8 +179,10 @@ def plan_step(
     device: torch.device,
     dtype: torch.dtype,
     fixed_shapes: bool = False,
+    first_slot: int = 0,
 ) -> StepPlan:
-    """The plan of a step of at least one sequence, for layers with these windows."""
+    """The plan of a step of at least one sequence, for layers with these windows, which see nothing
+    of a sequence before its `first_slot`."""
     arrays = list(rows_of(sequences, page_size))
     segments: list[_Segment] = []
     row = 0
@@ -191,7 +196,7 @@ def plan_step(
         arrays = [array if array is arrays[2] else _padded(array) for array in arrays]
     groups: dict[int | None, list[Group]] = {}
     for window in windows:
-        view = _View(window, row if fixed_shapes else None, device, dtype)
+        view = _View(window, first_slot, row if fixed_shapes else None, device, dtype)
         groups[window] = [_group(members, view) for members in _alike(segments, view)]
     token_ids, position_ids, slots_, rows = shipped(arrays, device)
     return StepPlan(token_ids[None], position_ids[None], slots_, rows, groups)

@@ -196,6 +196,22 @@ class ShallowEngine(Engine, Protocol):
         ...
 
 
+@runtime_checkable
+class DraftingEngine(FeatureEngine, Protocol):
+    """An engine that runs, as one more layer on the same slots, a head that drafts from pairs: what
+    it makes of the model's layers at a token, and the token behind it. `features` are then what the
+    head makes of them. A slot holds the key and the value of the pair that its token ends."""
+
+    def forward_draft(
+        self, steps: Sequence[SequenceStep], features: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Runs one pair a step, of a feature [D] and the step's only token, behind the slots of a
+        sequence that holds some; returns what the head puts out, [1, D] each, in the model's dtype.
+        The slots that it takes are the sequence's own, hold keys and values of pairs alone, and are
+        given back by `keep` before the sequence's next `forward`."""
+        ...
+
+
 def check_steps(
     steps: Sequence[SequenceStep],
     info: ModelInfo,

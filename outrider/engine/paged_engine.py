@@ -6,6 +6,7 @@ step in one forward pass, their keys and values in shared pages.
     Steps      turns steps into index tensors and calls the module        gathered_attention.py
                or calls fused CPU kernels in its place                    cpu/fused_steps.py
                or, on a CUDA device, into tables that a kernel reads       cuda/table_steps.py
+    DraftLayer runs a drafting head on the same pages                     draft_layer.py
 """
 
 from __future__ import annotations
@@ -26,25 +27,35 @@ from outrider.engine.cpu.decoder import CannotFuse, FusedDecoder
 from outrider.engine.cpu.fused_steps import SPAN_TOKENS_MAX, FusedSteps, find_span_tokens
 from outrider.engine.cpu.kernels import PaceKernels
 from outrider.engine.cuda.table_steps import DeviceBackend, TableSteps
+from outrider.engine.draft_layer import DraftLayer, draft_shapes
 from outrider.engine.gathered_attention import Forward, GatheredSteps, Steps
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_sequences import PagedSequences
 from outrider.engine.threads import ContendedThreads
 from outrider.errors import ConfigError, InvariantError, SettingError, check
 from outrider.kv_cache.block_pool import BlockPool
-from outrider.kv_cache.storage import KVCache, pages_in
+from outrider.kv_cache.storage import KVCache, LayerShape, pages_in
 from outrider.limits import ENGINE_SEQUENCES_MAX, KV_CACHE_BYTES_DEFAULT, PAGE_SIZE
 from outrider.models.compatibility import (
     CROWD_SLOTS,
     TRIAL_SEQUENCES,
     check_answers,
+    check_features,
     check_first_layers,
     check_supported,
     dense_logits,
     dependent_at,
     trial_tokens,
 )
-from outrider.models.early_exit import LoadedExit, Watched, first_layers, watched_layer
+from outrider.models.eagle3 import LoadedEagle3
+from outrider.models.early_exit import (
+    LoadedExit,
+    Watched,
+    first_layers,
+    watch_layers,
+    watched_layer,
+    watched_layers,
+)
 from outrider.models.fingerprint import numerics_fingerprint
 from outrider.models.linear_layers import align_activations, block_rows
 from outrider.models.medusa import LoadedHeads
@@ -56,8 +67,8 @@ _log = logging.getLogger(__name__)
 
 
 class PagedEngine(PagedSequences):
-    """A `FeatureEngine` and `ShallowEngine`. The module belongs to it from now on: its attention is
-    replaced, and it cannot be called from elsewhere."""
+    """A `FeatureEngine`, `ShallowEngine` and `DraftingEngine`. The module belongs to it from now
+    on: its attention is replaced, and it cannot be called from elsewhere."""
 
     def __init__(
         self,
@@ -73,6 +84,7 @@ class PagedEngine(PagedSequences):
         draft_heads: LoadedHeads | None = None,
         shows_features: bool = False,
         exit_head: LoadedExit | None = None,
+        draft_layer: LoadedEagle3 | None = None,
         kernels: PaceKernels | None = None,
     ) -> None:
         """At most `max_num_seqs` sequences in one step; pages for at most `kv_cache_memory_bytes`,
@@ -83,7 +95,8 @@ class PagedEngine(PagedSequences):
         after a prefix that others ran.
         `backend` is what other steps are run with, unless the trial fails with it: of ranks
         that share the model, unless one's does, by `all_agree`. With `draft_heads`, or if it
-        `shows_features`, it has `features`; with an `exit_head` `forward_shallow` for it.
+        `shows_features`, it has `features`; with an `exit_head` `forward_shallow` for it; with a
+        `draft_layer`, whose dtype and device are the module's, `features` and `forward_draft`.
         `kernels` are those that the modules were replaced for (`speed_up`): where they fit the
         whole model, and the trial passes with them, all steps run on them.
 
@@ -101,13 +114,20 @@ class PagedEngine(PagedSequences):
         self._decoder: FusedDecoder | None = None
         self._span_tokens = SPAN_TOKENS_MAX
         self._thread_counts = sorted({num_threads, contended_threads or num_threads})
-        self.draft_heads, self.exit_head = draft_heads, exit_head
-        self.shows_features = shows_features or draft_heads is not None
-        self._head = watch_head(module) if self.shows_features else None
+        self.draft_heads, self.exit_head, self.draft_layer = draft_heads, exit_head, draft_layer
+        shows_head = shows_features or draft_heads is not None
+        others = shows_head or exit_head is not None
+        check(draft_layer is None or not others, "a draft layer drafts alone")
+        self.shows_features = shows_head or draft_layer is not None
+        self._head = watch_head(module) if shows_head else None
+        self._taps: dict[int, Watched] = {}
+        """The layers that a draft layer reads, in its order; fused kernels keep what these read
+        themselves."""
         self.rows_are_equal = False
         """Whether a row's logits are bit-equal whatever else is in its step."""
         self._seen = torch.empty(0)
         self._features: list[Tensor] = []
+        self._draft_shapes: list[LayerShape] = []
         self._selects_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
         try:
             check_supported(module, info)
@@ -128,6 +148,12 @@ class PagedEngine(PagedSequences):
         pages_of_longest = -(-info.max_model_len // PAGE_SIZE)
         self.info, self._max_num_seqs = info, TRIAL_SEQUENCES
         self._decoder = self._fused(info)
+        if self.draft_layer is not None:
+            head = self.draft_layer.module
+            watched = watch_layers(self._module, head.layer_ids)
+            self._taps = dict(zip(head.layer_ids, watched, strict=True))
+            self._draft_shapes = draft_shapes(head, self._dtype, self._device)
+            shapes += self._draft_shapes
         self._try(expected)
         num_pages = min(pages_in(kv_cache_memory_bytes, shapes), max_num_seqs * pages_of_longest)
         self._max_num_seqs = max_num_seqs
@@ -145,9 +171,15 @@ class PagedEngine(PagedSequences):
         )  # fmt: skip
 
     def _dense_answers(self, info: ModelInfo) -> tuple[Tensor, Tensor | None]:
-        """The trial's logits [T, V], and what the first layers put out, [T, D], where they are to
-        be run alone."""
+        """The trial's logits [T, V]; and, [T, D], what the first layers put out, where they are to
+        be run alone, or what a draft layer makes of its taps."""
         ids = trial_tokens(info)
+        if self.draft_layer is not None:
+            head = self.draft_layer.module
+            with watched_layers(self._module, head.layer_ids) as taps:
+                logits = dense_logits(self._module, ids)
+            with torch.inference_mode():
+                return logits, head.fuse(torch.cat([tap.rows_read() for tap in taps], -1))
         if self.exit_head is None:
             return dense_logits(self._module, ids), None
         with watched_layer(self._module, self.exit_head.num_layers) as watched:
@@ -214,10 +246,12 @@ class PagedEngine(PagedSequences):
             self._use_pages(num_pages)
             self._check_trial(*expected)
 
-    def _check_trial(self, logits: Tensor, shallow: Tensor | None) -> None:
+    def _check_trial(self, logits: Tensor, drafted_from: Tensor | None) -> None:
         check_answers(self, logits)
-        if shallow is not None:
-            check_first_layers(self, shallow)
+        if self.exit_head is not None and drafted_from is not None:
+            check_first_layers(self, drafted_from)
+        if self.draft_layer is not None and drafted_from is not None:
+            check_features(self, drafted_from)
 
     def _passes(self, trial: Callable[[], None]) -> bool:
         """Whether a trial of what accelerates steps finds nothing here."""
@@ -231,8 +265,11 @@ class PagedEngine(PagedSequences):
     def _use_pages(self, num_pages: int) -> None:
         """Begins anew with so many empty pages."""
         shapes = [layer.shape for layer in self._layers]
-        cache = KVCache(shapes, num_pages, self._decoder is not None)
+        cache = KVCache(shapes, num_pages, self._decoder is not None, self._draft_shapes)
         self._caches = cache.layers
+        self._draft: DraftLayer | None = None
+        if self.draft_layer is not None:
+            self._draft = DraftLayer(self.draft_layer.module, cache.plain_layers, PAGE_SIZE)
         self._use_pool(BlockPool(num_pages, PAGE_SIZE), cache, self._max_num_seqs)
         self._steps = self._new_steps(len(self._layers), self._call)
         self._shallow_steps: Steps | None = None
@@ -246,7 +283,9 @@ class PagedEngine(PagedSequences):
         layers, caches = self._layers[:num_layers], self._caches[:num_layers]
         if self._decoder is not None:
             is_whole = num_layers == len(self._layers)
-            return FusedSteps(self._decoder, caches, self._span_tokens, is_whole)
+            return FusedSteps(
+                self._decoder, caches, self._span_tokens, is_whole, taps=[*self._taps]
+            )
         pages = {
             layer.block: LayerPages(cache, layer.window, layer.scaling, layer.softcap)
             for layer, cache in zip(layers, caches, strict=True)
@@ -271,7 +310,12 @@ class PagedEngine(PagedSequences):
         """See `Engine.forward`. Logits are float64 for a float64 model."""
         if not steps:
             return []
-        rows, sizes = self._run(self._contending(self._steps, steps), steps)
+        rows, sizes = self._run(self._contending(self._run_whole, steps, True), steps)
+        if self._draft is not None:
+            fused = torch.split(self._seen, [len(step.token_ids) for step in steps])
+            self._features = [
+                found[len(found) - size :] for found, size in zip(fused, sizes, strict=True)
+            ]
         if self._head is not None:
             if self._decoder is not None:
                 self._seen = self._head.read[0]  # type: ignore[index]
@@ -284,24 +328,51 @@ class PagedEngine(PagedSequences):
         if self._shallow_steps is None:
             raise InvariantError("an engine without an exit head runs no shallow steps")
         check(not any(step.parents for step in steps), "shallow steps have no trees")
-        run = self._contending(self._shallow_steps, steps)
+        run = self._contending(self._shallow_steps.run, steps, False)
+        return list(torch.split(*self._run(run, steps, whole=False))) if steps else []
+
+    def forward_draft(
+        self, steps: Sequence[SequenceStep], features: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """See `DraftingEngine.forward_draft`; for an engine with a draft layer."""
+        if self._draft is None:
+            raise InvariantError("an engine without a draft layer runs no draft steps")
+        check(len(steps) == len(features), "a draft step has one feature")
+        for step in steps:
+            is_single = len(step.token_ids) == step.num_logits == 1 and not step.parents
+            check(is_single, f"{step.sequence_id}: a draft step has one token")
+            check(self.length(step.sequence_id) > 0, f"{step.sequence_id}: no pair has been run")
+        run = self._contending(partial(self._draft.draft, features=features), steps, False)
         return list(torch.split(*self._run(run, steps, whole=False))) if steps else []
 
     def features(self) -> list[Tensor]:
         """See `FeatureEngine.features`."""
-        check(self._head is not None, "an engine that shows no features keeps none")
+        check(self.shows_features, "an engine that shows no features keeps none")
         return self._features
 
     def _contending(
-        self, runner: Steps, steps: Sequence[SequenceStep]
+        self,
+        run: Callable[[Sequence[HeldSequence]], Tensor],
+        steps: Sequence[SequenceStep],
+        is_whole: bool,
     ) -> Callable[[Sequence[HeldSequence]], Tensor]:
         """Runs a step on fewer threads while other processes use the cores."""
         if self._contended is None:
-            return runner.run
+            return run
         num_tokens = sum(len(step.token_ids) for step in steps)
-        is_whole = runner is self._steps
         kind = (is_whole, num_tokens.bit_length()) if num_tokens < WIDE_STEP_ROWS else None
-        return self._contended.step(kind)(runner.run)
+        return self._contended.step(kind)(run)
+
+    def _run_whole(self, sequences: Sequence[HeldSequence]) -> Tensor:
+        """`Steps.run` of the whole model and, where there is a draft layer, of its part."""
+        rows = self._steps.run(sequences)
+        if self._draft is not None:
+            if isinstance(self._steps, FusedSteps):
+                tapped = [self._steps.tapped[index] for index in self._taps]
+            else:
+                tapped = [watched.rows_read() for watched in self._taps.values()]
+            self._seen = self._draft.write(sequences, tapped)
+        return rows
 
     def _call(self, token_ids: Tensor, position_ids: Tensor, logit_rows: Tensor) -> Tensor:
         """`Forward` of the whole model."""
@@ -313,9 +384,7 @@ class PagedEngine(PagedSequences):
         # What the head read or made of the rows that were asked for.
         wanted = slice(None) if self._selects_logits else logit_rows
         if self._head is not None:
-            if self._head.read is None:
-                raise ConfigError("its head is not called as a module: what it reads is not known")
-            self._seen = self._head.read[0][wanted]
+            self._seen = self._head.rows_read()[wanted]
         logits: Tensor = output.logits[0][wanted]
         return logits
 

@@ -108,7 +108,8 @@ class KeysAndValues:
     def copy(self, sources: Tensor, targets: Tensor, unit: int) -> None:
         """Copies runs of `unit` slots, numbered in such units, all at once."""
         for tensor in (self.keys, self.values):
-            units = tensor.view(tensor.shape[0], -1, unit, tensor.shape[2])
+            size = (tensor.shape[0], tensor.shape[1] // unit, unit, tensor.shape[2])
+            units = tensor.view(size)
             # `index_select` copies first, so that sources and targets may overlap.
             units.index_copy_(1, targets, units.index_select(1, sources))
 
@@ -152,10 +153,22 @@ class KVCache:
         shapes: Sequence[LayerShape],
         num_pages: int,
         is_blocked: bool = False,
+        plain_shapes: Sequence[LayerShape] = (),
     ) -> None:
-        """`is_blocked`: layers are `BlockedKeysAndValues`."""
+        """`is_blocked`: layers are `BlockedKeysAndValues`, but for those of `plain_shapes`."""
         self._stacks: list[Any] = []
         """Of layers of one shape, which are copied at once."""
+        self.layers = self._new_layers(shapes, num_pages, is_blocked)
+        self.plain_layers = self._new_layers(plain_shapes, num_pages, False)
+        slot_bytes = sum(shape.slot_bytes for shape in (*shapes, *plain_shapes))
+        check(
+            self.num_bytes == num_pages * PAGE_SIZE * slot_bytes,
+            f"{self.num_bytes} bytes are held for {num_pages} pages",
+        )
+
+    def _new_layers(
+        self, shapes: Sequence[LayerShape], num_pages: int, is_blocked: bool
+    ) -> list[Any]:
         layers: dict[LayerShape, Iterator[Any]] = {}
         for shape, num in Counter(shapes).items():
             if is_blocked:
@@ -163,12 +176,7 @@ class KVCache:
             else:
                 self._stacks.append(KeysAndValues(shape, num_pages * PAGE_SIZE, num))
             layers[shape] = _layers_of(self._stacks[-1], num)
-        self.layers = [next(layers[shape]) for shape in shapes]
-        slot_bytes = sum(shape.slot_bytes for shape in shapes)
-        check(
-            self.num_bytes == num_pages * PAGE_SIZE * slot_bytes,
-            f"{self.num_bytes} bytes are held for {num_pages} pages",
-        )
+        return [next(layers[shape]) for shape in shapes]
 
     @property
     def num_bytes(self) -> int:

@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from outrider.engine.attention import set_attention
-from outrider.engine.interface import Engine, ModelInfo, SequenceStep, ShallowEngine
+from outrider.engine.interface import (
+    Engine,
+    FeatureEngine,
+    ModelInfo,
+    SequenceStep,
+    ShallowEngine,
+)
 from outrider.errors import ConfigError
 
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -119,6 +125,13 @@ def check_first_layers(engine: ShallowEngine, expected: Tensor) -> None:
     [found] = engine.forward_shallow([SequenceStep("whole", ids[chunk:], len(ids) - chunk)])
     what = "run alone, its first layers put out what differs by {} of its norm"
     _check_close(found, expected[chunk:], what)
+
+
+def check_features(engine: FeatureEngine, expected: Tensor) -> None:
+    """Raises `ConfigError` unless the features of the trial's last step, which has just been run,
+    are `expected` [T, D]."""
+    what = "with paged attention what a drafter reads of it differs by {} of its norm"
+    _check_close(engine.features()[-1], expected, what)
 
 
 def _check_close(found: Tensor, expected: Tensor, what: str) -> None:

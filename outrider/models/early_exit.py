@@ -15,7 +15,7 @@ leaves them as they are and trains what reads them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Unpack
@@ -112,17 +112,48 @@ class Watched(nn.Module):
             self.output = found[0] if isinstance(found, tuple) else found
         return found
 
+    def rows_read(self) -> Tensor:
+        """[T, D] of the only sequence [1, T, D] that it read last. Raises `ConfigError` where it
+        was called otherwise."""
+        if self.read is None:
+            kind = type(self.inner).__name__
+            raise ConfigError(f"a {kind} is not called as a module: what it reads is not known")
+        return self.read[0]
+
+
+def watch_layers(
+    module: Any, indices: Sequence[int], *, keeps_output: bool = False
+) -> list[Watched]:
+    """Puts a watch on these of the model's layers, counted from 0. Raises `ConfigError` for a model
+    that has no such layers."""
+    layers = layers_of(module)
+    wrong = [index for index in indices if not 0 <= index < len(layers)]
+    if wrong:
+        raise ConfigError(f"it has no layer {wrong[0]}, only {len(layers)} counted from 0")
+    watched = [Watched(layers[index], keeps_output=keeps_output) for index in indices]
+    for index, one in zip(indices, watched, strict=True):
+        layers[index] = one
+    return watched
+
+
+@contextmanager
+def watched_layers(
+    module: Any, indices: Sequence[int], *, keeps_output: bool = False
+) -> Iterator[list[Watched]]:
+    """`watch_layers`, within alone."""
+    watched = watch_layers(module, indices, keeps_output=keeps_output)
+    try:
+        yield watched
+    finally:
+        for index, one in zip(indices, watched, strict=True):
+            layers_of(module)[index] = one.inner
+
 
 @contextmanager
 def watched_layer(module: Any, num_layers: int) -> Iterator[Watched]:
     """Within, the `output` [..., D] of the model's layer `num_layers`, counted from 1, is kept."""
-    layers = layers_of(module)
-    watched = Watched(layers[num_layers - 1], keeps_output=True)
-    layers[num_layers - 1] = watched
-    try:
+    with watched_layers(module, [num_layers - 1], keeps_output=True) as [watched]:
         yield watched
-    finally:
-        layers[num_layers - 1] = watched.inner
 
 
 _EPS = 1e-6

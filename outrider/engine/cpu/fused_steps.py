@@ -49,12 +49,16 @@ class FusedSteps(Steps):
         span_tokens: int = SPAN_TOKENS_MAX,
         is_whole: bool = True,
         is_scripted: bool = True,
+        taps: Sequence[int] = (),
     ) -> None:
         """Runs as many of the first layers as there are caches. If those are not the `whole` model,
-        rows are what they put out."""
+        rows are what they put out. `taps` are layers, counted from 0, whose inputs are kept."""
         self._decoder = decoder
         self._span_tokens = span_tokens
         self._is_whole = is_whole
+        self._taps = sorted(taps)
+        self.tapped: dict[int, Tensor] = {}
+        """What each of them read in the last step, [T, D]."""
         self._keys = [cache.keys for cache in caches]
         self._values = [cache.values for cache in caches]
         self._layers: Any = decoder.layers.eval()
@@ -86,14 +90,15 @@ class FusedSteps(Steps):
         # Without "optimized" the first steps of each shape need not wait for a compiler that gains
         # nothing here.
         with _ONE_STEP, torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
-            found, residual = self._layers(
+            found, residual, tapped = self._layers(
                 decoder.embed(ids[None]), cos, sin, slots, self._keys, self._values,
                 chains.made(is_all=not has_trees), paths.made(),
-                copies.made() if has_trees else None,
+                copies.made() if has_trees else None, self._taps,
             )  # fmt: skip
             found, residual = found.index_select(1, wanted), residual.index_select(1, wanted)
             whole = self._is_whole
             output: Tensor = decoder.logits(found, residual) if whole else found + residual
+            self.tapped = {layer: rows[0] for layer, rows in zip(self._taps, tapped, strict=True)}
             return output[0]
 
 

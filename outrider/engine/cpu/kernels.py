@@ -124,17 +124,21 @@ class FusedLayers(nn.Module):
         chains: Attention | None,
         paths: Attention | None,
         copies: Copies | None,
-    ) -> tuple[Tensor, Tensor]:
+        taps: list[int],
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Of embeddings [1, T, D], cosines and sines [1, T, width / 2] of each rotation, slots [T]
-        and the layers' caches, as many as are to run: what the last layer puts out, and what that
-        is yet to be added to."""
+        and the layers' caches, as many as are to run: what the last layer puts out, what that is
+        yet to be added to, and what the layers of `taps`, counted from 0, read, in their order."""
         residual = rows
+        tapped: list[Tensor] = []
         for i in range(len(keys)):
             layer = self.weights[i]
             if i == 0:
                 normed = self.norm(rows, layer.first_norm)
             else:
                 normed, residual = self.add_norm(rows, residual, layer.first_norm)
+            if i in taps:
+                tapped.append(residual)
             query, key, value = self.before(layer, normed, cos, sin)
             self.write(key, value, keys[i], values[i], slots)
             output = torch.empty_like(query)
@@ -148,7 +152,7 @@ class FusedLayers(nn.Module):
                 self.write(key, value, own_keys, own_values, copies.slots)
                 self.attend_rows(layer, query, own_keys, own_values, output, paths)
             rows, residual = self.after(layer, output, residual)
-        return rows, residual
+        return rows, residual, tapped
 
     def before(
         self,
@@ -171,7 +175,7 @@ class FusedLayers(nn.Module):
     def after(
         self, layer: LayerWeights, attended: Tensor, residual: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The rest of a layer, as `forward`."""
+        """The rest of a layer: what it puts out, and what that is yet to be added to."""
         rows = attended.view(1, attended.size(0), -1)
         rows = self.linear(rows, layer.output, layer.output_bias)
         attention_norm, mlp_norm = layer.attention_norm, layer.mlp_norm

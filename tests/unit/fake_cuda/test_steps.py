@@ -13,7 +13,7 @@ from itertools import count
 
 import pytest
 from fake_cuda import BACKEND, VOCAB, DeviceWatch, fake_engine, to_device
-from models import tiny_config, tiny_exit, tiny_module
+from models import tiny_config, tiny_eagle3, tiny_exit, tiny_module
 
 from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_engine import PagedEngine
@@ -24,8 +24,12 @@ _names = map(str, count())
 
 @cache
 def engine(kind: str) -> PagedEngine:
-    """Of two layers, with an exit head behind the first or features."""
+    """Of two layers, with an exit head behind the first or features, or with a draft layer."""
     module = tiny_module(tiny_config("gemma2" if kind == "windows" else "llama", VOCAB))
+    if kind == "eagle3":
+        layer = tiny_eagle3(module, range(VOCAB))
+        to_device(layer.module)
+        return fake_engine(to_device(module), BACKEND, draft_layer=layer)
     exit_head = tiny_exit(module, range(VOCAB))
     to_device(exit_head.module)
     backend = None if kind == "gathered" else BACKEND
@@ -58,6 +62,11 @@ def shallow(engine: PagedEngine, names: list[str]) -> None:
     engine.forward_shallow([SequenceStep(name, (1,), 1) for name in names])
 
 
+def draft(engine: PagedEngine, names: list[str]) -> None:
+    features = [rows[-1] for rows in engine.features()]
+    engine.forward_draft([SequenceStep(name, (1,), 1) for name in names], features)
+
+
 def features(engine: PagedEngine, names: list[str]) -> None:
     steps(4, 4)(engine, names)
     assert [tuple(rows.shape) for rows in engine.features()] == [(4, 32)] * len(names)
@@ -81,14 +90,15 @@ def kept_paths(engine: PagedEngine, names: list[str]) -> None:
 
 
 CASES: dict[str, tuple[Case, dict[str, tuple[int, int, int]]]] = {
-    "plain": (steps(1), {"gathered": (0, 3, 27), "tables": (0, 1, 9)}),
+    "plain": (steps(1), {"gathered": (0, 3, 27), "tables": (0, 1, 9), "eagle3": (0, 2, 22)}),
     "prefix": (steps(40), {"tables": (0, 1, 9)}),
     "verify": (steps(4, 4), {"tables": (0, 1, 9)}),
     "ragged": (ragged, {"tables": (0, 1, 9), "windows": (0, 1, 9)}),
     "tree": (
         steps(4, 4, TREE),
-        {"gathered": (0, 3, 27), "tables": (0, 2, 10), "windows": (0, 2, 10)},
+        {"gathered": (0, 3, 27), "tables": (0, 2, 10), "windows": (0, 2, 10), "eagle3": (0, 3, 23)},
     ),
+    "draft": (draft, {"eagle3": (0, 3, 31)}),
     "shallow": (shallow, {"tables": (0, 1, 5)}),
     "features": (features, {"tables": (0, 1, 9)}),
     "forks": (forks, {"tables": (0, 2, 14)}),

@@ -53,15 +53,16 @@ def test_the_budget_on_a_gpu_is_what_the_weights_leave(
 def test_pages_and_slots_are_copied_in_every_layer(is_blocked: bool) -> None:
     """All at once, whatever their shapes; what is not copied stays. By page and place."""
     shapes = [LayerShape(heads, 4, 4, torch.float32, CPU) for heads in (2, 1, 2, 2)]
-    cache = KVCache(shapes, 3, is_blocked)
+    cache = KVCache(shapes, 3, is_blocked, [LayerShape(1, 6, 0, torch.float32, CPU)])
+    layers = [*cache.layers, *cache.plain_layers]
     before = []
-    for number, layer in enumerate(cache.layers):
+    for number, layer in enumerate(layers):
         for tensor in (layer.keys, layer.values):
             tensor.copy_(torch.arange(tensor.numel()).view_as(tensor) + 10_000 * number)
         before += [found.clone() for found in _paged(layer)]
     cache.copy_pages([(0, 1), (1, 2)])
     cache.move_slots([(2, PAGE_SIZE + 3), (PAGE_SIZE + 3, 1)])
-    after = [found for layer in cache.layers for found in _paged(layer)]
+    after = [found for layer in layers for found in _paged(layer)]
     for old, new in zip(before, after, strict=True):
         expected = torch.stack([old[0], old[0], old[1]])
         expected[1, 3], expected[0, 1] = old[0, 2], old[0, 3]

@@ -1,0 +1,218 @@
+"""A drafting head on an engine's pages, against its own dense chains over the library's states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from cuda_substitutes import backend_on
+from models import tiny_config, tiny_eagle3, tiny_module, twin
+from paged_engines import VOCAB, fuse, ids
+from pages import check_pages
+
+from outrider.engine.cpu.kernels import KernelsUnavailable, load_pace
+from outrider.engine.interface import DraftingEngine, ModelInfo, SequenceStep
+from outrider.engine.paged_engine import PagedEngine
+from outrider.errors import ConfigError, InvariantError
+from outrider.limits import PAGE_SIZE
+from outrider.models.eagle3 import LoadedEagle3
+from outrider.models.module_replacement import speed_up
+
+TAPS = (2, 0, 3)
+DEPTHS = 3
+TREE = (-1, 0, 0, 1, 2, -1, 5)
+CLOSE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 0.25}
+"""Of a row's norm. Norms are in float32, whatever the model's dtype."""
+KINDS = {
+    "gathered": torch.float32,
+    "deterministic": torch.float32,
+    "tables": torch.float32,
+    "fused": torch.float64,
+    "pace": torch.bfloat16,
+}
+
+
+class Pair:
+    """An engine with a head, one of the same model without, and what the library says."""
+
+    def __init__(self, kind: str, **options: Any) -> None:
+        dtype = KINDS[kind]
+        config = tiny_config("llama", VOCAB)
+        config.num_hidden_layers = 4
+        if kind == "pace":
+            config.hidden_size = config.intermediate_size = 128
+            config.num_attention_heads, config.num_key_value_heads, config.head_dim = 2, 1, 64
+        module = tiny_module(config, dtype=dtype)
+        info = ModelInfo("tiny", VOCAB, 128, str(dtype).removeprefix("torch."), (), "", "")
+        self.library = twin(module)
+        made = tiny_eagle3(module, range(0, VOCAB, 2), layer_ids=TAPS)
+        self.head = tiny_eagle3(module, range(0, VOCAB, 2), layer_ids=TAPS).module
+        if kind == "tables":
+            options["backend"] = backend_on("cpu", dtype)
+        if kind == "fused":
+            options["kernels"] = fuse(module)
+            speed_up(made.module, kernels=options["kernels"])
+        if kind == "pace":
+            try:
+                options["kernels"] = load_pace()
+            except KernelsUnavailable as error:
+                pytest.skip(str(error))
+            for each in (module, made.module):
+                speed_up(each, kernels=options["kernels"])
+        options["deterministic"] = kind == "deterministic"
+        other = twin(module)
+        self.engine = PagedEngine(module, info, draft_layer=made, **options)
+        self.plain = PagedEngine(other, info, **options)
+        assert bool(self.engine.kernels_name) == (kind in ("fused", "pace"))
+        self.close = CLOSE[dtype]
+        self.tokens = iter(range(10**6))
+
+    def features(self, text: Sequence[int]) -> torch.Tensor:
+        """g [T, D] at every token."""
+        with torch.no_grad():
+            states: Any = self.library(torch.tensor([text]), output_hidden_states=True)
+            taps = [states.hidden_states[index][0] for index in TAPS]
+            return self.head.fuse(torch.cat(taps, -1))
+
+    def forward(self, steps: Sequence[SequenceStep]) -> None:
+        """A step: logits are as without a head, and features are those of each row's path."""
+        held = {step.sequence_id: self.held(step.sequence_id) for step in steps}
+        logits = zip(self.engine.forward(steps), self.plain.forward(steps), strict=True)
+        assert all(torch.equal(*each) for each in logits)
+        for step, rows in zip(steps, self.engine.features(), strict=True):
+            num = len(step.token_ids)
+            parents = step.parents or range(-1, num - 1)
+            assert len(rows) == step.num_logits
+            paths: list[tuple[int, ...]] = []
+            for parent, token in zip(parents, step.token_ids, strict=True):
+                paths.append((*(paths[parent] if parent >= 0 else ()), token))
+            for row, path in zip(rows, paths[num - len(rows) :], strict=True):
+                self.check(row, self.features([*held[step.sequence_id], *path])[-1])
+
+    def call(self, name: str, *arguments: Any) -> None:
+        for engine in (self.engine, self.plain):
+            getattr(engine, name)(*arguments)
+
+    def held(self, name: str) -> tuple[int, ...]:
+        return self.engine._pool.token_ids(name)
+
+    def draft(self, *names: str) -> None:
+        """A chain behind each sequence, all of them together, and back again."""
+        chains = {name: ids(DEPTHS, next(self.tokens)) for name in names}
+        features = [self.features(self.held(name))[-1] for name in names]
+        expected = {name: self.chain(self.held(name) + chains[name]) for name in names}
+        lengths = {name: self.engine.length(name) for name in names}
+        for depth in range(DEPTHS):
+            steps = [SequenceStep(name, (chains[name][depth],), 1) for name in names]
+            found = self.engine.forward_draft(steps, features)
+            for name, rows in zip(names, found, strict=True):
+                self.check(rows[0], expected[name][depth])
+            features = [self.head.carry(rows)[0] for rows in found]
+        for name, length in lengths.items():
+            self.engine.keep(name, length)
+        check_pages(self.engine)
+
+    def chain(self, text: tuple[int, ...]) -> list[torch.Tensor]:
+        """h [D] of the pairs that the last `DEPTHS` tokens of a text end, each a drafted one but
+        for the first."""
+        features = self.features(text[:-DEPTHS])
+        with torch.no_grad():
+            found = self.head.unroll(features[None], torch.tensor([text[1:]]), DEPTHS)
+            return [hidden[0, -1] for hidden in found]
+
+    def check(self, found: torch.Tensor, expected: torch.Tensor) -> None:
+        assert found.shape == expected.shape
+        assert (found - expected).norm() <= self.close * expected.norm()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_are_those_of_the_dense_head(kind: str) -> None:
+    """However a sequence came to hold its slots, each alone and beside others."""
+    pair = Pair(kind)
+    assert isinstance(pair.engine, DraftingEngine)
+    assert pair.engine.shows_features
+    first, other = ids(37), ids(11, 2)
+    pair.forward([SequenceStep("a", first, 2)])
+    pair.draft("a")
+    for start, end in ((0, 3), (3, 4), (4, 11)):
+        pair.forward([SequenceStep("parts", other[start:end], 1)])
+    pair.draft("parts", "a")
+    # A verified chain, of which a part is kept, beside a tree with a path of its own.
+    tree = SequenceStep("parts", ids(7, 3), 7, TREE)
+    pair.forward([SequenceStep("a", ids(5, 4), 5), tree])
+    pair.call("keep", "a", 39)
+    pair.call("keep", "parts", 11, (11, 13, 15))
+    pair.draft("a", "parts")
+    pair.forward([SequenceStep("parts", ids(2, 5), 1), SequenceStep("a", ids(1, 6), 1)])
+    pair.draft("a", "parts")
+    # A fork within a page, and another sequence on its first pages.
+    pair.call("fork", "a", "branch")
+    pair.forward([SequenceStep("branch", ids(3, 7), 1), SequenceStep("a", ids(2, 8), 2)])
+    pair.call("attach", "hit", (*first[: 2 * PAGE_SIZE], *ids(4, 9)))
+    assert pair.engine.length("hit") == 2 * PAGE_SIZE
+    pair.forward([SequenceStep("hit", ids(4, 9), 1), SequenceStep("one", (5,), 1)])
+    pair.draft("hit", "a", "one", "branch", "parts")
+    pair.call("keep", "hit", 1)
+    pair.draft("hit")
+
+
+@pytest.mark.parametrize("kind", ["gathered", "fused"])
+def test_what_is_evicted_is_run_again(kind: str) -> None:
+    """Behind the prefix that is left of it, on pages that another sequence has written to. Pages
+    are counted with what the head keeps."""
+    numbers = 4 * 2 * 2 * 8 + 2 * 2 * 8 + 24  # Keys and values of 4 layers, and of pairs; g.
+    page_bytes = PAGE_SIZE * numbers * KINDS[kind].itemsize
+    pair = Pair(kind, kv_cache_memory_bytes=8 * page_bytes)
+    assert pair.engine.kv_cache_bytes == 8 * page_bytes
+    text = ids(2 * PAGE_SIZE + 5)
+    pair.forward([SequenceStep("a", text, 1)])
+    pair.call("mark_idle", "a")
+    pair.engine.forward([SequenceStep("b", ids(7 * PAGE_SIZE, 2), 1)])
+    assert pair.engine.length("a") == 0
+    pair.engine.release("b")
+    assert pair.engine.attach("a", (*text, 1)) == PAGE_SIZE
+    pair.plain.keep("a", PAGE_SIZE)
+    pair.forward([SequenceStep("a", text[PAGE_SIZE:], 1)])
+    pair.draft("a")
+
+
+def test_a_draft_step_leaves_nothing_behind() -> None:
+    pair = Pair("gathered")
+    pair.forward([SequenceStep("a", ids(9), 1)])
+    before = pair.engine.page_counts()
+    pair.engine.forward_draft([SequenceStep("a", (8,), 1)], [pair.features(ids(9))[-1]])
+    with pytest.raises(InvariantError, match="its last slots are shallow"):
+        pair.engine.forward([SequenceStep("a", (3,), 1)])
+    pair.engine.keep("a", 9)
+    assert pair.engine.page_counts() == before
+    pair.forward([SequenceStep("a", ids(4, 2), 4)])
+
+
+def refused(pair: Pair, step: SequenceStep, count: int, reason: str) -> None:
+    features = [torch.zeros(pair.head.width)] * count
+    with pytest.raises(InvariantError, match=reason):
+        pair.engine.forward_draft([step], features)
+
+
+def test_what_cannot_be_drafted_is_refused() -> None:
+    pair = Pair("gathered")
+    pair.forward([SequenceStep("a", ids(9), 1)])
+    refused(pair, SequenceStep("a", (1, 2), 1), 1, "has one token")
+    refused(pair, SequenceStep("a", (1,), 0), 1, "has one token")
+    refused(pair, SequenceStep("a", (1,), 1), 2, "has one feature")
+    refused(pair, SequenceStep("new", (1,), 1), 1, "no pair")
+    with pytest.raises(InvariantError, match="without a draft layer"):
+        pair.plain.forward_draft([SequenceStep("a", (1,), 1)], [])
+    check_pages(pair.engine)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_model_without_the_tapped_layers_is_refused(family: str) -> None:
+    module = tiny_module(tiny_config(family, VOCAB))
+    made: LoadedEagle3 = tiny_eagle3(tiny_module(tiny_config("llama", VOCAB)), range(VOCAB))
+    made.module.layer_ids = (0, 2)
+    info = ModelInfo("tiny", VOCAB, 128, "float32", (), "", "")
+    with pytest.raises(ConfigError, match=r"model tiny: .* no (list of layers|layer 2)"):
+        PagedEngine(module, info, draft_layer=made)
