@@ -1,22 +1,26 @@
-"""What a live deployment of three services shows to Prometheus, after it has served requests."""
+"""What processes record: in memory, or on the pages that Prometheus reads."""
 
 from __future__ import annotations
 
 import asyncio
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from memory_registry import MemoryRegistry
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
 from stack import Stack, running_stack
 from toy_engine import ToyEngine
 
 from outrider.config import CoordinatorConfig
-from outrider.registry.registry import ROLES
+from outrider.registry.registry import ROLES, Role
 from outrider.telemetry.request_spans import ObservedRequests
 from outrider.telemetry.setup import Exports, start_exports
 from outrider.telemetry.step_spans import ObservedSteps
@@ -64,9 +68,9 @@ class Watched:
 
     stack: Stack
     registry: MemoryRegistry
-    exports: dict[str, Exports]
+    exports: dict[Role, Exports]
 
-    async def page(self, role: str) -> Page:
+    async def page(self, role: Role) -> Page:
         scrape = self.exports[role].scrape
         assert scrape is not None
 
@@ -86,31 +90,61 @@ class Watched:
                 await asyncio.sleep(0.05)
 
 
+class Memory:
+    """What processes of these roles record, in memory."""
+
+    def __init__(self, *roles: Role) -> None:
+        self.exporter = InMemorySpanExporter()
+        self.readers = {role: InMemoryMetricReader() for role in roles}
+        self.exports = {
+            role: Exports(role, SimpleSpanProcessor(self.exporter), [reader])
+            for role, reader in self.readers.items()
+        }
+
+    @property
+    def spans(self) -> list[ReadableSpan]:
+        return list(self.exporter.get_finished_spans())
+
+    def named(self, name: str) -> list[ReadableSpan]:
+        return [span for span in self.spans if span.name == name]
+
+    def points(self, role: Role) -> dict[str, list[Any]]:
+        """Those of every metric of a role by the metric's name."""
+        data = self.readers[role].get_metrics_data()
+        assert data is not None
+        (resource,) = data.resource_metrics
+        (scope,) = resource.scope_metrics
+        return {metric.name: list(metric.data.data_points) for metric in scope.metrics}
+
+
+def started_exports(telemetry: str) -> dict[Role, Exports]:
+    """Those of each role, as if it had a process of its own."""
+    started = {role: start_exports(telemetry, role, "127.0.0.1") for role in ROLES}
+    return {role: made for role, made in started.items() if made is not None}
+
+
+def observers(
+    exports: Mapping[Role, Exports], config: CoordinatorConfig
+) -> dict[str, ObservedRequests | ObservedSteps]:
+    """Options of a stack that let each service tell what it does to the exports of its role."""
+    coordinator, target, draft = (exports[role] for role in ROLES)
+    return {
+        "observation": ObservedRequests(coordinator.tracer, coordinator.meter, config),
+        "target_observer": ObservedSteps(target.tracer, target.meter, "target"),
+        "draft_observer": ObservedSteps(draft.tracer, draft.meter, "draft"),
+    }
+
+
 @asynccontextmanager
 async def watched_stack(directory: Path, **options: Any) -> AsyncIterator[Watched]:
-    """Each service serves its metrics as if it had a process of its own."""
-    started = {role: start_exports("prometheus=0", role, "127.0.0.1") for role in ROLES}
-    exports = {role: made for role, made in started.items() if made is not None}
-    coordinator = exports["coordinator"]
-    registry = MemoryRegistry()
-    target_engine = options.pop("target_engine", None)
-    draft_engine = options.pop("draft_engine", None)
+    """Each service serves its metrics."""
+    exports, registry = started_exports("prometheus=0"), MemoryRegistry()
+    config = CoordinatorConfig(trace_first_rounds=1, trace_every_rounds=0)
+    target = ToyEngine(VOCAB, salt=1, max_model_len=256)
+    draft = options.pop("draft_engine", None) or ToyEngine(VOCAB, salt=2, max_model_len=256)
     try:
         async with running_stack(
-            target_engine or ToyEngine(VOCAB, salt=1, max_model_len=256),
-            draft_engine or ToyEngine(VOCAB, salt=2, max_model_len=256),
-            directory,
-            observation=ObservedRequests(
-                coordinator.tracer,
-                coordinator.meter,
-                CoordinatorConfig(trace_first_rounds=1, trace_every_rounds=0),
-            ),
-            target_observer=ObservedSteps(
-                exports["target"].tracer, exports["target"].meter, "target"
-            ),
-            draft_observer=ObservedSteps(exports["draft"].tracer, exports["draft"].meter, "draft"),
-            registry=registry,
-            **options,
+            target, draft, directory, registry=registry, **observers(exports, config), **options
         ) as stack:
             yield Watched(stack, registry, exports)
     finally:

@@ -356,7 +356,7 @@ class SessionRun:
             target=self._target.cache_state,
             logprobs=[write_logprobs(one) for one in logprobs],
         )
-        self._observer.decided(num_drafted, num_accepted, num_tokens)
+        self._observer.decided(drafted.proposal, num_accepted, num_tokens, self.session.length)
         self._meter.decided(drafted, num_accepted, num_tokens)
         self._committer.notify(self.session)
         report = None

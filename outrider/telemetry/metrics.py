@@ -35,8 +35,12 @@ REQUEST_COUNTERS: dict[str, tuple[Any, ...]] = {
     "spec_decode_num_drafts": ("Rounds with a proposal.",),
     "spec_decode_num_draft_tokens": ("Draft tokens proposed.",),
     "spec_decode_num_accepted_tokens": ("Draft tokens accepted.",),
+    "spec_decode_num_draft_tokens_per_pos": (
+        "Proposals with a token at this position, by context length.", ("position", "context"),
+    ),
     "spec_decode_num_accepted_tokens_per_pos": (
-        "Draft tokens accepted, by their place in the proposal.", "position",
+        "Proposals whose token at this position was accepted, by context length.",
+        ("position", "context"),
     ),
     "unreadable_proposals": ("Proposals whose distributions the target could not read.",),
     "look_ahead_hits": ("Rounds whose proposal was there before they began.",),
@@ -67,9 +71,9 @@ REQUEST_COUNTERS: dict[str, tuple[Any, ...]] = {
     "audit_entropy_nats": ("What that sum is expected to be.", "rule", _RULES),
     "audit_variance_nats2": ("Variance of that sum.", "rule", _RULES),
 }  # fmt: skip
-"""Counters of a coordinator, by name: what it says, the label that tells its numbers apart, and
-values of it that are shown from the start. From what those of an audit grow by in a time follow
-the mean drift of a token and a z value for the whole: (surprise - entropy) / tokens, and
+"""Counters of a coordinator, by name: what it says, the label, or labels, that tell its numbers
+apart, and values of it that are shown from the start. From what those of an audit grow by in a time
+follow the mean drift of a token and a z value for the whole: (surprise - entropy) / tokens, and
 (surprise - entropy) / sqrt(variance)."""
 AUDIT_SUMS = {
     "num_tokens": "audit_tokens", "num_impossible": "audit_impossible_tokens",
@@ -120,38 +124,46 @@ whether they only grow."""
 
 
 class ObservedCounter:
-    """Numbers that only grow, one for each value of one label. The SDK reads them when it
-    collects: adding to one costs what adding to a plain number costs, many times a round."""
+    """Numbers that only grow, one for each value of a label, or of several. The SDK reads them when
+    it collects: adding to one costs what adding to a plain number costs, many times a round."""
 
     def __init__(
-        self, meter: Meter, name: str, about: str, label: str = "", known: Iterable[str] = ()
+        self,
+        meter: Meter,
+        name: str,
+        about: str,
+        label: str | tuple[str, ...] = "",
+        known: Iterable[str] = (),
     ) -> None:
         """Without a `label` there is one number, under the value "". `known` values are shown
         from the start, as 0: a rate cannot be taken of what appears with its first event."""
-        self._values: dict[str, float] = dict.fromkeys(known if label else ("",), 0.0)
+        self._values: dict[Any, float] = dict.fromkeys(known if label else ("",), 0.0)
         # A copy: the SDK collects on a thread of its own.
         watch(meter, name, lambda: dict(self._values), about, label, grows=True)
 
-    def add(self, amount: float, value: str = "") -> None:
-        """For one thread."""
+    def add(self, amount: float, value: str | tuple[str, ...] = "") -> None:
+        """For one thread. Several labels have a tuple of values."""
         self._values[value] = self._values.get(value, 0) + amount
 
 
 def watch(
     meter: Meter,
     name: str,
-    read: Callable[[], Mapping[str, float]],
+    read: Callable[[], Mapping[Any, float]],
     about: str,
-    label: str = "",
+    label: str | tuple[str, ...] = "",
     grows: bool = False,
 ) -> None:
-    """Numbers that `read` gives, from any thread, by the value of a label, "" without one:
-    counters if they only grow, else gauges."""
+    """Numbers that `read` gives, from any thread, by the value of a label, "" without one, or by a
+    tuple of the values of several: counters if they only grow, else gauges."""
+
+    def attributes(key: Any) -> dict[str, str] | None:
+        if isinstance(label, tuple):
+            return dict(zip(label, key, strict=True))
+        return {label: key} if label else None
 
     def observe(options: CallbackOptions) -> Iterable[Observation]:
-        return [
-            Observation(value, {label: key} if label else None) for key, value in read().items()
-        ]
+        return [Observation(value, attributes(key)) for key, value in read().items()]
 
     create = meter.create_observable_counter if grows else meter.create_observable_gauge
     create(PREFIX + name, [observe], "", about)

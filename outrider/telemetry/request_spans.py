@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import time
+from bisect import bisect
 from functools import partial
 
 from opentelemetry.context import Context
@@ -24,9 +25,11 @@ from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, set_span_in_
 
 from outrider.config import CoordinatorConfig
 from outrider.errors import OutriderError
+from outrider.limits import NUM_DRAFT_TOKENS_MAX
 from outrider.request import ChatMessage, Finished, GenerateRequest
 from outrider.sessions.store import FinishReason
 from outrider.speculation.audit_totals import AuditSums
+from outrider.speculation.proposal import SealedProposal
 from outrider.speculation.sampling_params import Rule
 from outrider.telemetry.metrics import (
     AUDIT_SUMS,
@@ -48,7 +51,12 @@ from outrider.telemetry.observer import (
 )
 from outrider.telemetry.setup import read_traceparent, write_traceparent
 
-_POSITIONS = tuple(str(position) for position in range(64))
+CONTEXT_BOUNDS = (1024, 4096, 16_384, 65_536)
+CONTEXTS = ("0-1k", "1k-4k", "4k-16k", "16k-64k", "64k+")
+"""Values of the label `context`: the session's length in tokens."""
+_PLACES = [
+    [(str(position), context) for position in range(NUM_DRAFT_TOKENS_MAX)] for context in CONTEXTS
+]
 
 
 class ObservedRequests(Observation):
@@ -199,20 +207,27 @@ class ObservedRequest(RequestObserver):
             })  # fmt: skip
             span.end()
 
-    def decided(self, num_draft_tokens: int, num_accepted: int, num_tokens: int) -> None:
-        """The round has an outcome: so many of its draft tokens were accepted, and so many tokens
-        added."""
+    def decided(
+        self, proposal: SealedProposal, num_accepted: int, num_tokens: int, length: int
+    ) -> None:
+        """The round has an outcome: `num_accepted` draft tokens were accepted and `num_tokens`
+        added, which make the session `length` tokens long."""
         counters = self._shared.counters
         counters["num_rounds"].add(1)
-        if num_draft_tokens:
+        if proposal:
             counters["spec_decode_num_drafts"].add(1)
-            counters["spec_decode_num_draft_tokens"].add(num_draft_tokens)
+            counters["spec_decode_num_draft_tokens"].add(len(proposal))
             counters["spec_decode_num_accepted_tokens"].add(num_accepted)
-            for position in _POSITIONS[:num_accepted]:
-                counters["spec_decode_num_accepted_tokens_per_pos"].add(1, position)
+            places = _PLACES[bisect(CONTEXT_BOUNDS, length)]
+            for position, place in enumerate(places[: proposal.tree.num_depths]):
+                counters["spec_decode_num_draft_tokens_per_pos"].add(1, place)
+                # Adds 0 too, so that a position where nothing is accepted has a rate.
+                counters["spec_decode_num_accepted_tokens_per_pos"].add(
+                    position < num_accepted, place
+                )
         if (span := self._rounds.get(self._index)) is not None:
             span.set_attributes({
-                "outrider.num_draft_tokens": num_draft_tokens,
+                "outrider.num_draft_tokens": len(proposal),
                 "outrider.num_accepted_draft_tokens": num_accepted,
                 "outrider.num_tokens": num_tokens,
             })  # fmt: skip

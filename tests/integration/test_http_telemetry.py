@@ -9,15 +9,16 @@ from typing import Any
 
 import httpx
 from opentelemetry.trace import SpanKind
-from scraping import Page, watched_stack
+from scraping import Memory, Page, watched_stack
 from stack import http_front, running_stack
-from test_service_telemetry import REQUEST, Memory, observed_stack
+from test_service_telemetry import REQUEST, observed_stack
 
 from coordinator.auth.access_control import OPEN
 from coordinator.host import CoordinatorHost
 from outrider.config import CoordinatorConfig
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
+from outrider.registry.registry import ROLES
 from outrider.telemetry.observer import UNOBSERVED
 
 BODY: dict[str, Any] = {"model": "model", "prompt": [1, 2, 3], "max_tokens": 4, "seed": 1}
@@ -92,7 +93,7 @@ async def test_metrics_are_there_without_being_asked_for(tmp_path: Path) -> None
 
 async def test_a_call_is_a_span_with_what_grpc_s_has(tmp_path: Path) -> None:
     """In its caller's trace; chat is another operation."""
-    memory = Memory()
+    memory = Memory(*ROLES)
     fields = {"model": "model", "max_tokens": 24, "temperature": 0, "seed": 3, "stop": "never said"}
     request = replace(REQUEST, seed=3, stop=("never said",), num_draft_tokens=None)
     async with observed_stack(memory.exports, tmp_path) as stack, http_front(stack) as url:

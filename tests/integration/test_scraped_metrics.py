@@ -21,8 +21,9 @@ REQUEST = GenerateRequest(
 COUNTERS = (
     "prompt_tokens", "generation_tokens", "spec_decode_num_drafts", "spec_decode_num_draft_tokens",
     "spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos", "num_rounds",
-    "request_success", "look_ahead_hits", "look_ahead_misses", "wire_bytes_sent",
-    "wire_bytes_received", "stale_answers", "resyncs", "fallback_rounds",
+    "spec_decode_num_draft_tokens_per_pos", "request_success", "look_ahead_hits", "resyncs",
+    "look_ahead_misses", "wire_bytes_sent", "wire_bytes_received", "stale_answers",
+    "fallback_rounds",
 )  # fmt: skip
 HISTOGRAMS = (
     "time_to_first_token", "inter_token_latency", "e2e_request_latency", "request_queue_time",
@@ -82,6 +83,9 @@ async def test_every_promised_name_is_there_and_moves(tmp_path: Path) -> None:
         "prompt_tokens": 2 * len(REQUEST.prompt),
         "num_rounds": num_rounds,
         "spec_decode_num_draft_tokens": sum(one.metrics.num_draft_tokens for one in answers),
+        "spec_decode_num_draft_tokens_per_pos": sum(
+            one.metrics.num_draft_tokens for one in answers
+        ),
         "spec_decode_num_accepted_tokens_per_pos": sum(
             one.metrics.num_accepted_draft_tokens for one in answers
         ),

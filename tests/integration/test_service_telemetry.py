@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,20 +14,16 @@ from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as metr
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2_grpc as metrics_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as trace_pb
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as trace_grpc
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
+from scraping import Memory, observers, started_exports
 from stack import Stack, toy_stack
 
 from outrider.config import CoordinatorConfig
-from outrider.registry.registry import ROLES
+from outrider.registry.registry import ROLES, Role
 from outrider.request import GenerateRequest
 from outrider.speculation.sampling_params import SamplingParams
-from outrider.telemetry.request_spans import ObservedRequests
-from outrider.telemetry.setup import Exports, start_exports
-from outrider.telemetry.step_spans import ObservedSteps
+from outrider.telemetry.setup import Exports
 from outrider.transport.channel import open_channel
 from outrider.v1 import coordinator_pb2 as pb
 
@@ -39,48 +35,11 @@ REQUEST = GenerateRequest(
 GENAI_ATTRIBUTES = {"gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model"}
 
 
-@asynccontextmanager
-async def observed_stack(exports: dict[str, Exports], directory: Path) -> AsyncIterator[Stack]:
-    """The three services, each with exports of its own as if it had a process of its own."""
-    steps = {
-        role: ObservedSteps(exports[role].tracer, exports[role].meter, role) for role in ROLES[1:]
-    }
-    coordinator = exports["coordinator"]
-    async with toy_stack(
-        directory,
-        observation=ObservedRequests(coordinator.tracer, coordinator.meter, DETAIL),
-        target_observer=steps["target"],
-        draft_observer=steps["draft"],
-        look_ahead=0,  # Every proposal is then asked for, and has its spans.
-    ) as running:
-        yield running
-
-
-class Memory:
-    """What three services record, in memory."""
-
-    def __init__(self) -> None:
-        self.exporter = InMemorySpanExporter()
-        self.readers = {role: InMemoryMetricReader() for role in ROLES}
-        self.exports = {
-            role: Exports(role, SimpleSpanProcessor(self.exporter), [self.readers[role]])
-            for role in ROLES
-        }
-
-    @property
-    def spans(self) -> list[ReadableSpan]:
-        return list(self.exporter.get_finished_spans())
-
-    def named(self, name: str) -> list[ReadableSpan]:
-        return [span for span in self.spans if span.name == name]
-
-    def metrics(self, role: str) -> dict[str, Any]:
-        """The points of every metric of a role by the metric's name."""
-        data = self.readers[role].get_metrics_data()
-        assert data is not None
-        (resource,) = data.resource_metrics
-        (scope,) = resource.scope_metrics
-        return {metric.name: list(metric.data.data_points) for metric in scope.metrics}
+def observed_stack(
+    exports: Mapping[Role, Exports], directory: Path
+) -> AbstractAsyncContextManager[Stack]:
+    # Without look-ahead every proposal is asked for, and has its spans.
+    return toy_stack(directory, look_ahead=0, **observers(exports, DETAIL))
 
 
 def service(span: ReadableSpan) -> str:
@@ -89,7 +48,7 @@ def service(span: ReadableSpan) -> str:
 
 @pytest.fixture
 def memory() -> Memory:
-    return Memory()
+    return Memory(*ROLES)
 
 
 async def test_a_request_is_one_trace_over_three_services(memory: Memory, tmp_path: Path) -> None:
@@ -154,7 +113,7 @@ async def test_the_request_span_says_what_the_conventions_and_we_promise(
         "outrider.num_accepted_draft_tokens": metrics.num_accepted_draft_tokens,
     }.items():
         assert found[name] == value, name
-    durations = memory.metrics("coordinator")
+    durations = memory.points("coordinator")
     for name in ("time_to_first_token", "time_per_output_token", "request.duration"):
         (point,) = durations[f"gen_ai.server.{name}"]
         assert (point.count, dict(point.attributes)) == (
@@ -207,7 +166,7 @@ async def test_a_client_that_goes_is_a_cancel(memory: Memory, tmp_path: Path) ->
         (root,) = memory.named("text_completion model")
     assert root.attributes["gen_ai.response.finish_reasons"] == ("cancelled",)
     assert "error.type" not in root.attributes
-    points = memory.metrics("coordinator")["outrider.request_success"]
+    points = memory.points("coordinator")["outrider.request_success"]
     (point,) = [point for point in points if point.value]
     assert dict(point.attributes) == {"finished_reason": "cancelled"}
 
@@ -242,8 +201,7 @@ async def test_one_trace_over_real_otlp(tmp_path: Path) -> None:
     metrics_grpc.add_MetricsServiceServicer_to_server(collector, server)
     way = f"otlp=http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
-    started = {role: start_exports(way, role, "127.0.0.1") for role in ROLES}
-    exports = {role: made for role, made in started.items() if made is not None}
+    exports = started_exports(way)
     async with observed_stack(exports, tmp_path) as stack:
         await stack.client.complete(REQUEST)
     for made in exports.values():

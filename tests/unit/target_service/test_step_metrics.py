@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from rounds import Replica, make_head, session_name
+from scraping import Memory
 from toy_engine import ToyEngine
 
 from outrider.messages import VerifyItem
-from outrider.telemetry.setup import Exports
 from outrider.telemetry.step_spans import ObservedSteps
 
 
-def values(reader: InMemoryMetricReader) -> dict[str, float]:
+def values(memory: Memory) -> dict[str, float]:
     """Sums by name without the prefix; of `step_answers` by kind."""
-    data = reader.get_metrics_data()
-    assert data is not None
     found: dict[str, float] = {}
-    for metric in data.resource_metrics[0].scope_metrics[0].metrics:
-        for point in metric.data.data_points:
+    for metric, points in memory.points("target").items():
+        for point in points:
             kind = (point.attributes or {}).get("kind", "")
-            name = metric.name.removeprefix("outrider.") + (f"/{kind}" if kind else "")
+            name = metric.removeprefix("outrider.") + (f"/{kind}" if kind else "")
             found[name] = found.get(name, 0) + getattr(point, "value", 0)
     return found
 
@@ -29,8 +24,8 @@ def values(reader: InMemoryMetricReader) -> dict[str, float]:
 async def test_pages_prefixes_parts_and_preemptions_are_told() -> None:
     """Of 40 pages: session 1 takes 38 in parts; session 2 shares 2 of its 3 and takes one more.
     Then session 1 needs 3 more than are free, and session 2 gives way."""
-    reader = InMemoryMetricReader()
-    exports = Exports("target", SimpleSpanProcessor(InMemorySpanExporter()), [reader])
+    memory = Memory("target")
+    exports = memory.exports["target"]
     engine = ToyEngine(max_model_len=160, num_pages=40)
     at = Replica("target", engine, 0.0, max_num_seqs=8, max_num_batched_tokens=64)
     at.service.observe(ObservedSteps(exports.tracer, exports.meter, "target"))
@@ -39,7 +34,7 @@ async def test_pages_prefixes_parts_and_preemptions_are_told() -> None:
     second = await at.ask(VerifyItem(make_head(prompt[:9], session=2)))
     assert first.cached_length == 152
     assert second.cached_length == 9
-    told = values(reader)
+    told = values(memory)
     assert told["num_prefill_chunks"] == told["step_answers/continues"] == 2
     assert told["prefix_cache_queries"] == 161
     assert told["prefix_cache_hits"] == 8
@@ -48,11 +43,11 @@ async def test_pages_prefixes_parts_and_preemptions_are_told() -> None:
     assert told["kv_cache_usage_perc"] == 39 / 40
     longer = make_head([*prompt, *[1] * 8], 152, round_index=1)
     await at.ask(VerifyItem(longer))
-    told = values(reader)
+    told = values(memory)
     assert told["num_preemptions"] == 1
     assert told["kv_cache_pages_free"] + told["kv_cache_pages_evictable"] == 0
     at.link.release(session_name(1), 1)
     await at.ask(VerifyItem(make_head([5], session=3)))
-    told = values(reader)
+    told = values(memory)
     assert told["kv_cache_pages_evictable"] > 30
     await at.service.close()

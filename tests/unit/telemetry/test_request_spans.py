@@ -6,24 +6,22 @@ import json
 import logging
 import subprocess
 import sys
+from typing import Any
 
 import pytest
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import get_current_span
+from scraping import Memory, Page
 
 from outrider.config import CoordinatorConfig
 from outrider.errors import ConfigError, Unavailable
 from outrider.registry.registry import ROLES
 from outrider.request import ChatMessage, GenerateRequest
+from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.telemetry.destination import Destination
 from outrider.telemetry.logs import JsonLines, about, identify
 from outrider.telemetry.observer import RequestObserver
 from outrider.telemetry.request_spans import ObservedRequests
 from outrider.telemetry.setup import (
-    Exports,
     read_sampled,
     read_traceparent,
     start_exports,
@@ -72,7 +70,7 @@ def test_trace_context_survives_the_wire() -> None:
 
 def test_rounds_are_sampled_at_the_beginning_and_then_now_and_then() -> None:
     for first, every, found in ((2, 3, [0, 1, 2, 5, 8, 11]), (2, 0, [0, 1]), (0, 0, [])):
-        requests = Recorded(first=first, every=every).requests
+        requests = Recorded(trace_first_rounds=first, trace_every_rounds=every).requests
         assert [index for index in range(12) if requests.samples(index)] == found
 
 
@@ -91,34 +89,17 @@ async def test_log_lines_carry_session_and_trace() -> None:
     assert line["exception"].endswith("ValueError: first\nsecond")
 
 
-class Recorded:
+class Recorded(Memory):
     """One observed request, and what came of it."""
 
-    def __init__(
-        self,
-        request: GenerateRequest = REQUEST,
-        first: int = 1,
-        every: int = 0,
-        prompts: bool = False,
-    ) -> None:
-        self.exporter = InMemorySpanExporter()
-        self.reader = InMemoryMetricReader()
-        self.exports = Exports("coordinator", SimpleSpanProcessor(self.exporter), [self.reader])
-        config = CoordinatorConfig(
-            trace_first_rounds=first, trace_every_rounds=every, trace_prompts=prompts
-        )
-        self.requests = ObservedRequests(self.exports.tracer, self.exports.meter, config)
+    def __init__(self, request: GenerateRequest = REQUEST, **traced: Any) -> None:
+        super().__init__("coordinator")
+        exports, config = self.exports["coordinator"], CoordinatorConfig(**traced)
+        self.requests = ObservedRequests(exports.tracer, exports.meter, config)
         self.observer = self.requests.begin(request, "m", SAMPLED)
 
-    def named(self, name: str) -> list[ReadableSpan]:
-        return [span for span in self.exporter.get_finished_spans() if span.name == name]
-
     def total(self, name: str) -> float:
-        data = self.reader.get_metrics_data()
-        assert data is not None
-        metrics = data.resource_metrics[0].scope_metrics[0].metrics
-        (found,) = (metric for metric in metrics if metric.name == f"outrider.{name}")
-        return float(sum(point.value for point in found.data.data_points))
+        return sum(point.value for point in self.points("coordinator")[f"outrider.{name}"])
 
 
 def _round(observer: RequestObserver, index: int, *, by_replica: bool = True) -> None:
@@ -129,11 +110,11 @@ def _round(observer: RequestObserver, index: int, *, by_replica: bool = True) ->
     observer.answered("draft", 0.004, 1.0, 2.0)
     observer.asked("target")
     observer.answered("target", 0.010, 1.0, 6.0)
-    observer.decided(2, 1, 2)
+    observer.decided(SealedProposal((1, 2)), 1, 2, 5)
 
 
 def test_unsampled_rounds_count_and_have_no_spans() -> None:
-    recorded = Recorded()
+    recorded = Recorded(trace_first_rounds=1, trace_every_rounds=0)
     observer = recorded.observer
     opened = observer.context("draft")
     assert opened.startswith(f"00-{TRACE_ID}-")
@@ -157,17 +138,44 @@ def test_unsampled_rounds_count_and_have_no_spans() -> None:
     assert recorded.total("generation_tokens") == 6
 
 
+def test_acceptance_is_counted_by_position_and_context_length() -> None:
+    """In a tree siblings share a position."""
+    exports = start_exports("", "coordinator", "127.0.0.1", scraped=True)
+    assert exports is not None
+    assert exports.scrape is not None
+    requests = ObservedRequests(exports.tracer, exports.meter, CoordinatorConfig())
+    observer = requests.begin(REQUEST, "m", "")
+    chain, tree = SealedProposal((1, 2)), SealedProposal((1, 2, 3), b"", (-1, -1, 0))
+    for proposal, num_accepted, length in (
+        (chain, 2, 1023), (chain, 0, 1024), (tree, 1, 70_000), (NOTHING_SEALED, 0, 70_000),
+    ):  # fmt: skip
+        observer.decided(proposal, num_accepted, num_accepted + 1, length)
+    page = Page.parse(exports.scrape.render("")[0].decode())
+    exports.shut_down()
+    for context, drafted, accepted in (
+        ("0-1k", [1, 1], [1, 1]), ("1k-4k", [1, 1], [0, 0]), ("64k+", [1, 1], [1, 0])
+    ):  # fmt: skip
+        for kind, expected in (("draft", drafted), ("accepted", accepted)):
+            name = f"outrider_spec_decode_num_{kind}_tokens_per_pos_total"
+            found = [page.value(name, context=context, position=place) for place in ("0", "1")]
+            assert found == expected, (context, kind)
+    for name, value in (
+        ("drafts", 3), ("draft_tokens", 7), ("accepted_tokens", 3), ("accepted_tokens_per_pos", 3)
+    ):  # fmt: skip
+        assert page.value(f"outrider_spec_decode_num_{name}_total") == value, name
+
+
 def test_a_request_that_breaks_off_ends_all_its_spans_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """And what its decode loop still does then is no error."""
-    recorded = Recorded(first=10)
+    recorded = Recorded(trace_first_rounds=10)
     _round(recorded.observer, 0)
     recorded.observer.round_began(1)
     recorded.observer.asked("target")
     recorded.observer.failed(Unavailable("gone"))
     recorded.observer.answered("target", 0.01, 0.0, 1.0)
-    recorded.observer.decided(0, 0, 1)
+    recorded.observer.decided(NOTHING_SEALED, 0, 1, 4)
     recorded.observer.shown(1, 1, 0.0)
     _round(recorded.observer, 2)
     recorded.observer.failed(Unavailable("again"))
@@ -181,7 +189,7 @@ def test_a_request_that_breaks_off_ends_all_its_spans_once(
 @pytest.mark.parametrize("prompts", [False, True])
 def test_a_conversation_is_recorded_only_when_asked_for(prompts: bool) -> None:
     request = GenerateRequest((ChatMessage("system", "hush"), ChatMessage("user", "hä?")))
-    recorded = Recorded(request, every=1, prompts=prompts)
+    recorded = Recorded(request, trace_prompts=prompts)
     recorded.observer.failed(Unavailable("x"))
     (root,) = recorded.named("chat m")
     messages = (root.attributes or {}).get("gen_ai.input.messages")
