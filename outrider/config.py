@@ -455,6 +455,9 @@ class CoordinatorConfig(ServerConfig):
     """After those, one span in every N rounds; 0 = none. All count in the request's totals."""
     trace_prompts: bool = False
     """Record the text of prompts in traces."""
+    vllm_metric_names: bool = False
+    """Also export the counters of speculation to Prometheus under vLLM's names
+    (`vllm:spec_decode_...`)."""
     tokenizer_directory: Internal[str] = ""
     """Where the tokenizer's files are; empty = requests give token ids and get no text."""
     trust_remote_code: bool = False

@@ -4,11 +4,14 @@ global: Ray has an SDK of its own."""
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import socket
+from collections import defaultdict
+from collections.abc import Iterator
 from importlib.metadata import version
 from threading import Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIServer
 
 from opentelemetry.context import Context
@@ -25,24 +28,66 @@ from outrider.errors import SettingError
 from outrider.registry.registry import Role
 from outrider.telemetry.destination import Destination
 
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry, Metric
+
 EXPORT_TIMEOUT_S = 3.0
 """What one export may take; also what a process waits for its last one when it stops."""
 SCOPE = "outrider"
+VLLM_COUNTERS = tuple(
+    f"spec_decode_num_{name}"
+    for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
+)
+"""Counters that vLLM also has, under the prefix `vllm:`."""
 
 _log = logging.getLogger(__name__)
+
+
+class _VllmNames:
+    """The metrics of a registry, and a copy of the counters of speculation under vLLM's names.
+    OpenTelemetry instruments cannot have these names: it allows no colon."""
+
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+        self._registry = registry
+        self._model = model
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by prometheus_client for each scrape."""
+        for metric in self._registry.collect():
+            yield metric
+            if metric.name.removeprefix(SCOPE + "_") in VLLM_COUNTERS:
+                yield self._renamed(metric)
+
+    def _renamed(self, metric: Metric) -> Metric:
+        """Summed over the labels that vLLM does not have."""
+        sums: dict[str, float] = defaultdict(float)
+        for sample in metric.samples:
+            sums[sample.labels.get("position", "")] += sample.value
+        found = copy.copy(metric)
+        found.name = metric.name.replace(SCOPE + "_", "vllm:", 1)
+        found.samples = []
+        for position, value in sums.items():
+            labels = {"model_name": self._model} | ({"position": position} if position else {})
+            found.add_sample(found.name + "_total", labels, value)
+        return found
 
 
 class Scrape:
     """A process's metrics for Prometheus."""
 
-    def __init__(self) -> None:
+    def __init__(self, vllm_model: str | None = None) -> None:
+        """With `vllm_model`, the value of vLLM's label `model_name`, counters of speculation are
+        also served under vLLM's names."""
         from opentelemetry.exporter.prometheus import PrometheusMetricReader
         from prometheus_client import CollectorRegistry
 
-        self._registry = CollectorRegistry()
+        self._registry = registry = CollectorRegistry()
         self.reader: MetricReader = PrometheusMetricReader(
-            scope_info_enabled=False, registry=self._registry
+            scope_info_enabled=False, registry=registry
         )
+        if vllm_model is not None:
+            self._registry = CollectorRegistry()
+            self._registry.register(_VllmNames(registry, vllm_model))
         self._serving: tuple[WSGIServer, Thread] | None = None
         self.address = ""
         """host:port that they are served on; empty until `serve`."""
@@ -120,11 +165,18 @@ class Exports:
 
 
 def start_exports(
-    telemetry: str, role: Role, host: str, slot: int = 0, *, scraped: bool = False
+    telemetry: str,
+    role: Role,
+    host: str,
+    slot: int = 0,
+    *,
+    scraped: bool = False,
+    vllm_model: str | None = None,
 ) -> Exports | None:
     """What the `telemetry` setting asks of the process of a role; None where it is off, unless the
     process serves its `Exports.scrape` itself (`scraped`). Prometheus is served on `host`; `slot`
-    as for `Destination.port`. Raises `SettingError` where its port is taken."""
+    as for `Destination.port`, `vllm_model` as for `Scrape`. Raises `SettingError` where its port is
+    taken."""
     destination = Destination.parse(telemetry)
     endpoint, port = destination.otlp_endpoint, destination.port(role, slot)
     if not endpoint and port is None and not scraped:
@@ -138,7 +190,7 @@ def start_exports(
         told: Any = {"insecure": endpoint.startswith("http://"), "timeout": EXPORT_TIMEOUT_S}
         span_processor = BatchSpanProcessor(OTLPSpanExporter(endpoint, **told))
         readers.append(PeriodicExportingMetricReader(OTLPMetricExporter(endpoint, **told)))
-    scrape = None if port is None and not scraped else Scrape()
+    scrape = None if port is None and not scraped else Scrape(vllm_model)
     if scrape is not None:
         readers.append(scrape.reader)
         if port is not None:

@@ -139,8 +139,8 @@ def test_unsampled_rounds_count_and_have_no_spans() -> None:
 
 
 def test_acceptance_is_counted_by_position_and_context_length() -> None:
-    """In a tree siblings share a position."""
-    exports = start_exports("", "coordinator", "127.0.0.1", scraped=True)
+    """And once more under vLLM's names, without `context`. In a tree siblings share a position."""
+    exports = start_exports("", "coordinator", "127.0.0.1", scraped=True, vllm_model="m")
     assert exports is not None
     assert exports.scrape is not None
     requests = ObservedRequests(exports.tracer, exports.meter, CoordinatorConfig())
@@ -159,10 +159,14 @@ def test_acceptance_is_counted_by_position_and_context_length() -> None:
             name = f"outrider_spec_decode_num_{kind}_tokens_per_pos_total"
             found = [page.value(name, context=context, position=place) for place in ("0", "1")]
             assert found == expected, (context, kind)
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert page.value(name, model_name="m", position="0") == 2
+    assert page.labels(name) == {"model_name", "position"}
     for name, value in (
         ("drafts", 3), ("draft_tokens", 7), ("accepted_tokens", 3), ("accepted_tokens_per_pos", 3)
     ):  # fmt: skip
-        assert page.value(f"outrider_spec_decode_num_{name}_total") == value, name
+        for prefix in ("outrider_", "vllm:"):
+            assert page.value(f"{prefix}spec_decode_num_{name}_total") == value, name
 
 
 def test_a_request_that_breaks_off_ends_all_its_spans_once(
