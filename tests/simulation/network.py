@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-import pickle
+import pickle  # noqa: TID251 (it only measures)
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
