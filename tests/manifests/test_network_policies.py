@@ -53,21 +53,6 @@ def _is_peer(peer: Manifest, source: Source) -> bool:
     return inside and _matches(peer.get("podSelector", {}), source.labels)
 
 
-def admits(policies: Sequence[Manifest], to: Mapping[str, str], source: Source, port: int) -> bool:
-    """Whether a pod with the labels `to` may be reached: by any policy that selects it, or by
-    everybody if none does."""
-    selecting = [each["spec"] for each in policies if _matches(each["spec"]["podSelector"], to)]
-    for spec in selecting:
-        assert spec["policyTypes"] == ["Ingress"]
-        for rule in spec["ingress"]:
-            ports = rule.get("ports")
-            if ports is not None and port not in [each["port"] for each in ports]:
-                continue
-            if "from" not in rule or any(_is_peer(peer, source) for peer in rule["from"]):
-                return True
-    return not selecting
-
-
 def _labels(manifests: Sequence[Manifest], cluster: str) -> dict[str, dict[str, str]]:
     """Of each kind of pod, with those that KubeRay adds."""
     found = {}
@@ -87,8 +72,17 @@ class Release:
         self._policies = list(of_kind(self.manifests, "NetworkPolicy").values())
 
     def admits(self, to: str, source: Source, port: int) -> bool:
-        """Whether the pods `to` may be reached there."""
-        return admits(self._policies, self.labels[to], source, port)
+        """Whether the pods `to` may be reached there: by any policy that selects them, or by
+        everybody if none does."""
+        specs = [each["spec"] for each in self._policies]
+        selecting = [spec for spec in specs if _matches(spec["podSelector"], self.labels[to])]
+        assert all(spec["policyTypes"] == ["Ingress"] for spec in selecting)
+        return not selecting or any(
+            ("ports" not in rule or port in [each["port"] for each in rule["ports"]])
+            and ("from" not in rule or any(_is_peer(peer, source) for peer in rule["from"]))
+            for spec in selecting
+            for rule in spec["ingress"]
+        )
 
     def reached(self, source: Source) -> set[tuple[str, int]]:
         ports = (*RAY_PORTS, GRPC, HTTP, ANY_PORT, *METRICS.values())
@@ -142,11 +136,11 @@ def test_who_is_named_is_admitted_and_nobody_else() -> None:
 def test_services_lead_to_coordinators_and_to_redis() -> None:
     """No service of the chart has a port of a target, of a draft or of Ray."""
     release = Release()
-    manifests, labels = release.manifests, release.labels
     led = {
         name.removeprefix(f"{RELEASE}-outrider"): group
-        for name, each in of_kind(manifests, "Service").items()
-        for group in labels if _matches({"matchLabels": each["spec"]["selector"]}, labels[group])
+        for name, each in of_kind(release.manifests, "Service").items()
+        for group, labels in release.labels.items()
+        if _matches({"matchLabels": each["spec"]["selector"]}, labels)
     }  # fmt: skip
     assert led == {
         "": "coordinator", "-coordinators": "coordinator", "-redis": "redis", "-gcs": "gcs"
