@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from pydantic import Field
 
 from outrider.api_keys import given_keys
-from outrider.drafters.names import AUTO, DrafterChoice, LookupKind, parse_drafter
+from outrider.drafters.names import AUTO, NOT_ON_VLLM, DrafterChoice, LookupKind, parse_drafter
 from outrider.errors import SettingError
 from outrider.limits import (
     BATCHED_TOKENS_DEFAULT,
@@ -275,7 +275,7 @@ class TargetConfig(ModelServerConfig):
     heads: Internal[str] = ""
     """What its draft heads, or exit head, are called, where it drafts for itself; else empty."""
     heads_kind: Internal[str] = ""
-    """`medusa` or `early-exit`."""
+    """`medusa`, `early-exit` or `eagle3`."""
     heads_directory: Internal[str] = ""
     """Where these are."""
     heads_support_entries: Internal[int] = DRAFT_SUPPORT_ENTRIES
@@ -621,11 +621,10 @@ class DeploymentConfig:
             raise SettingError(
                 "draft_siblings", f"{siblings} given, but vllm runs no trees; give 0"
             )
-        if self.target.engine == VLLM and self.draft.drafter.early_exit is not None:
+        if self.target.engine == VLLM and (lacking := NOT_ON_VLLM.get(self.draft.drafter.kind)):
             raise SettingError(
                 "draft_model",
-                f"{self.draft.model} drafts with the target's first layers, which vllm does not "
-                "run alone; give --engine transformers or another drafter",
+                f"{self.draft.model} {lacking}; give --engine transformers or another drafter",
             )
         if siblings and self.target.engine == AUTO_ENGINE:
             object.__setattr__(self, "target", replace(self.target, engine=TRANSFORMERS))

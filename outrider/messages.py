@@ -281,6 +281,8 @@ class ReplicaDescription:
     numerics: str = ""
     """Names how logits are computed, where those of a token are bit-equal whatever else is in its
     step: with equal names and weights logits are equal. Empty where they depend on the step."""
+    draft_note: str = ""
+    """What people should know of how a target drafts for itself; empty where all is well."""
 
     @property
     def weights(self) -> str:

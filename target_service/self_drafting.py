@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft, DraftSampler
 from outrider.drafters.drafter import DraftRequest
-from outrider.engine.interface import SequenceStep, ShallowEngine
+from outrider.engine.interface import DraftingEngine, Engine, SequenceStep, ShallowEngine
+from outrider.models.eagle3 import LoadedEagle3
 from outrider.models.early_exit import LoadedExit
 from outrider.models.medusa import LoadedHeads
 from outrider.speculation.logits_processing import DraftVocabulary
@@ -60,50 +61,92 @@ class HeadDrafter:
         return _proposals(self._sampler, drafts, next_logits)
 
 
-class ExitDrafter:
-    """Drafts with the target's first layers: a token of every round at a time, each with a shallow
-    step of the engine behind the slots of what is committed."""
+class _LayerDrafter:
+    """Drafts with layers on the target's pages: a token of every round at a time, each with a step
+    of the engine behind the slots of what is committed."""
 
-    reads_features: Final = False
-
-    def __init__(self, exit_head: LoadedExit, engine: ShallowEngine, entries_max: int) -> None:
-        """`engine` is the target's; `entries_max` bounds the support of each draft distribution."""
-        self._head = exit_head.module
-        self._engine = engine
-        self._sampler = DraftSampler(DraftVocabulary.of(exit_head.token_ids), entries_max)
+    def __init__(self, head: Any, token_ids: Sequence[int], engine: Engine, entries_max: int):
+        """`engine` is the target's, and the logits of `head` are of `token_ids`; `entries_max`
+        bounds the support of each draft distribution."""
+        self._head = head
+        self._engine: Any = engine
+        self._sampler = DraftSampler(DraftVocabulary.of(token_ids), entries_max)
 
     def propose(
         self, requests: Sequence[DraftRequest], hidden_states: Sequence[Tensor] = ()
     ) -> list[Proposal]:
-        """As `HeadDrafter.propose`; it reads no hidden states."""
+        """As `HeadDrafter.propose`; `hidden_states` are looked at where it `reads_features`."""
         drafts = [AutoregressiveDraft(request) for request in requests]
+        features = list(hidden_states)
         engine = self._engine
         lengths = {draft.sequence_id: engine.length(draft.sequence_id) for draft in drafts}
         for draft in drafts:  # Elsewhere it would go on from what is not committed.
             if lengths[draft.sequence_id] != draft.request.noise.committed_length - 1:
                 draft.stop()
-        found = _proposals(self._sampler, drafts, lambda active: self._next_logits(drafts, active))
+
+        def next_logits(active: Sequence[int]) -> Tensor:
+            steps = self._fitting(drafts, active)
+            return self._logits(steps, features) if steps else torch.empty(0, 1)
+
+        found = _proposals(self._sampler, drafts, next_logits)
         for name, length in lengths.items():
             if engine.length(name) > length:
                 engine.keep(name, length)
         return found
 
-    def _next_logits(self, drafts: Sequence[AutoregressiveDraft], active: Sequence[int]) -> Tensor:
+    def _fitting(
+        self, drafts: Sequence[AutoregressiveDraft], active: Sequence[int]
+    ) -> dict[int, SequenceStep]:
+        """A step for each of these drafts that there are pages for; the others end."""
         steps = {
             index: SequenceStep(drafts[index].sequence_id, (drafts[index].newest,), 1)
             for index in active
         }
-        if not self._engine.can_hold([*steps.values()]):
-            fitting: list[SequenceStep] = []
-            for index, step in steps.items():
-                if self._engine.can_hold([*fitting, step]):
-                    fitting.append(step)
-                else:
-                    drafts[index].stop()
-            steps = dict(enumerate(fitting))
-        if not steps:
-            return torch.empty(0, 1)
-        return self._head.logits(torch.cat(self._engine.forward_shallow([*steps.values()])))
+        if self._engine.can_hold([*steps.values()]):
+            return steps
+        fitting: dict[int, SequenceStep] = {}
+        for index, step in steps.items():
+            if self._engine.can_hold([*fitting.values(), step]):
+                fitting[index] = step
+            else:
+                drafts[index].stop()
+        return fitting
+
+    def _logits(self, steps: Mapping[int, SequenceStep], features: list[Tensor]) -> Tensor:
+        """[R, N]: what follows each step, by the index of its draft. What the next one reads goes
+        into `features`."""
+        raise NotImplementedError
+
+
+class ExitDrafter(_LayerDrafter):
+    """Drafts with the target's first layers."""
+
+    reads_features: Final = False
+
+    def __init__(self, exit_head: LoadedExit, engine: ShallowEngine, entries_max: int) -> None:
+        super().__init__(exit_head.module, exit_head.token_ids, engine, entries_max)
+
+    def _logits(self, steps: Mapping[int, SequenceStep], _: list[Tensor]) -> Tensor:
+        hidden = self._engine.forward_shallow([*steps.values()])
+        logits: Tensor = self._head.logits(torch.cat(hidden))
+        return logits
+
+
+class Eagle3Drafter(_LayerDrafter):
+    """Drafts with an EAGLE-3 head, which is one layer more on the target's pages."""
+
+    reads_features: Final = True
+
+    def __init__(self, layer: LoadedEagle3, engine: DraftingEngine, entries_max: int) -> None:
+        super().__init__(layer.module, layer.token_ids, engine, entries_max)
+
+    def _logits(self, steps: Mapping[int, SequenceStep], features: list[Tensor]) -> Tensor:
+        given = [features[index] for index in steps]
+        hidden = torch.cat(self._engine.forward_draft([*steps.values()], given))
+        for index, row in zip(steps, self._head.carry(hidden), strict=True):
+            features[index] = row
+        logits: Tensor = self._head.logits(hidden)
+        return logits
 
 
 def _proposals(
@@ -118,5 +161,5 @@ def _proposals(
     return [draft.proposal for draft in drafts]
 
 
-SelfDrafter = HeadDrafter | ExitDrafter
+SelfDrafter = HeadDrafter | ExitDrafter | Eagle3Drafter
 """Proposes for rounds of the target that it is a part of."""

@@ -43,15 +43,18 @@ class TargetService(SteppedService):
         """`max_num_seqs` sessions and `max_num_batched_tokens` tokens share a step at most, and
         fewer where its `costs` are known and would be felt. If it `delays_batches`, a step waits
         for sessions that will soon want it too, where `costs` say that this pays. With a
-        `self_drafter` it needs a `FeatureEngine` or a `ShallowEngine`; what it takes is told by
+        `self_drafter` it needs the engine that this one is for; what it takes is told by
         `clock`, in seconds. Without `grammars`, those of the engine's tokenizer, sessions with a
         constraint are refused."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         verifier = Verifier(engine, budget, self_drafter, clock, grammars)
+        layer = getattr(engine, "draft_layer", None)
         description = replace(
             describe_model(engine.info, max_num_seqs, costs),
             drafts_itself=self_drafter is not None,
-            shows_features=verifier.shown is not None,
+            # With a draft layer they are what that reads, which is nothing for a draft replica.
+            shows_features=verifier.shown is not None and layer is None,
+            draft_note="" if layer is None else layer.note,
         )
         batching_delay = None
         if delays_batches and costs is not None:

@@ -34,7 +34,7 @@ from outrider.models.drafter_checkpoint import (
     save_head,
 )
 from outrider.models.eagle import EagleHead, LoadedEagle
-from outrider.models.eagle3 import Eagle3Config, Eagle3Head, LoadedEagle3
+from outrider.models.eagle3 import Eagle3Config, Eagle3Head, LoadedEagle3, save_speculators
 from outrider.models.early_exit import ExitHead, LoadedExit
 from outrider.models.fingerprint import tensors_fingerprint
 from outrider.models.linear_layers import quick
@@ -261,6 +261,32 @@ def tiny_eagle3(
             if parameter.dim() > 1:
                 parameter.normal_(0.0, _SPREAD)
     return LoadedEagle3(head, tuple(token_ids))
+
+
+def save_tiny_eagle3(directory: Path, target: Path, token_ids: Sequence[int]) -> Path:
+    """Saves such a head for the model in `target`, in the speculators form; returns
+    `directory`."""
+    made = tiny_eagle3(AutoModelForCausalLM.from_pretrained(target), token_ids)
+    save_speculators(
+        directory, made.module, made.token_ids, target_name="tiny",
+        architectures=["LlamaForCausalLM"], num_draft_tokens=3,
+    )  # fmt: skip
+    return directory
+
+
+def save_tiny_raw_eagle3(directory: Path, target: Path, token_ids: Sequence[int]) -> Path:
+    """The same in the raw form, in torch's own file."""
+    save_tiny_eagle3(directory, target, token_ids)
+    weights = directory / "model.safetensors"
+    raw = {k.replace("layers.0.", "midlayer."): v for k, v in load_file(weights).items()}
+    weights.unlink()
+    torch.save(raw, directory / "pytorch_model.bin")
+    file = directory / "config.json"
+    stated = json.loads(file.read_text())
+    kept = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids")
+    flat = stated["transformer_layer_config"] | {key: stated[key] for key in kept}
+    file.write_text(json.dumps(flat | {"architectures": ["LlamaForCausalLMEagle3"]}))
+    return directory
 
 
 def save_tiny_heads(

@@ -24,7 +24,7 @@ from outrider.config import (
     deployment_settings,
     is_loopback,
 )
-from outrider.drafters.names import check_model_name
+from outrider.drafters.names import EAGLE3, check_model_name
 from outrider.engine.emulated_spec import SCHEME, EmulatedSpec
 from outrider.errors import ConfigError, SettingError
 from outrider.registry.registry import ROLES
@@ -98,12 +98,13 @@ def check_ports(config: DeploymentConfig) -> None:
                 ) from error
 
 
-def check_names(config: DeploymentConfig) -> None:
-    """What can be told of the models without fetching or reading much. Raises `SettingError` where
-    `resolve_models` certainly would, and for a draft model that is probably a slip."""
+def check_names(config: DeploymentConfig) -> DeploymentConfig:
+    """What can be told of the models without fetching or reading much: the same configuration, with
+    its kind before a published head of this machine. Raises `SettingError` where `resolve_models`
+    certainly would, and for a draft model that is probably a slip."""
     drafter = config.draft.drafter
     name = drafter.on_target if drafter.model is None else drafter.model.name
-    is_head = drafter.reads_target
+    is_head = drafter.reads_target and drafter.kind != EAGLE3
     if name is not None and not is_head and not Path(name).expanduser().exists():
         if config.target.emulated is None and name.lower() == SCHEME:
             raise SettingError(
@@ -113,14 +114,35 @@ def check_names(config: DeploymentConfig) -> None:
         check_model_name(name)
     if config.target.emulated is not None:
         emulated_spec(config.target.emulated)
-        return
+        return config
     from outrider.models.sources import check_name
 
     with blaming("model"):
         check_name(config.target.model)
-    if name is not None:
-        with blaming("draft_model"):
-            check_name(name, heads=is_head)
+    if name is None:
+        return config
+    with blaming("draft_model"):
+        check_name(name, heads=is_head)
+    where = Path(name).expanduser()
+    return config if is_head or not where.is_dir() else _with_kind(config, name, where)
+
+
+def _with_kind(config: DeploymentConfig, name: str, where: Path) -> DeploymentConfig:
+    """The configuration, with its kind before the name of a published head, whose files are there.
+    Raises `SettingError` for a drafter that is not served, and for what was named as one kind and
+    is another."""
+    from outrider.models.published_drafters import DrafterFormat, recognise
+
+    with blaming("draft_model"):
+        is_eagle3 = recognise(where) is DrafterFormat.EAGLE3
+        if config.draft.drafter.kind != EAGLE3:
+            if not is_eagle3:
+                return config
+            named = config.draft.model.removesuffix(name) + f"{EAGLE3}:{name}"
+            return replace(config, draft=replace(config.draft, model=named))
+        if not is_eagle3:
+            raise ConfigError(f"drafter {name}: its files are not those of an EAGLE-3 head")
+    return config
 
 
 def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
@@ -128,7 +150,7 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
     must be converted or fetched first. Raises `SettingError` for a model that is not to be had,
     for a length that one does not take, for ranks that one cannot be shared out among, and for a
     draft whose tokenizer differs from the target's."""
-    check_names(config)
+    config = check_names(config)
     target, draft, drafter = config.target, config.draft, config.draft.drafter
     coordinator = replace(config.coordinator, lookup=_lookup_of(draft))
     if target.emulated is not None:
@@ -152,11 +174,14 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
 
     with blaming("draft_model"):
         if (heads := drafter.on_target) is not None:  # The target drafts for itself.
-            where = resolve_model(heads, trust_remote_code=trust, heads=True)
-            kind = TrainedKind.MEDUSA if drafter.heads is not None else TrainedKind.EARLY_EXIT
-            check_target(where, kind, name=heads, **made_for)
+            is_ours = drafter.kind != EAGLE3
+            where = resolve_model(heads, trust_remote_code=trust, heads=is_ours)
+            if is_ours:
+                check_target(where, TrainedKind(drafter.kind), name=heads, **made_for)
+            else:
+                _with_kind(config, heads, where)
             target = replace(
-                target, heads=heads, heads_kind=kind, heads_directory=str(where),
+                target, heads=heads, heads_kind=drafter.kind, heads_directory=str(where),
                 heads_support_entries=draft.support_entries,
             )  # fmt: skip
         if (model := drafter.model) is not None:
@@ -164,6 +189,9 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
             if model.name is not None:  # Else it drafts with the target's weights.
                 drafts = model.name
                 where = resolve_model(drafts, trust_remote_code=trust, heads=reads)
+                named = config if reads else _with_kind(config, drafts, where)
+                if named is not config:  # Only its files, which came from the hub, say so.
+                    return resolve_models(named)
                 if reads or is_trained_drafter(where):
                     kind = TrainedKind.EAGLE if reads else TrainedKind.STUDENT
                     check_target(where, kind, name=drafts, **made_for)

@@ -14,10 +14,20 @@ SHIPPED = {"demo": "demo-drafter"}
 """Targets with a drafter that is shipped with this package, and its name."""
 _QUANTIZED = "quantized"
 _HYBRID = "hybrid"
-_MEDUSA = "medusa"
-_EARLY_EXIT = "early-exit"
+MEDUSA = "medusa"
+EARLY_EXIT = "early-exit"
 _EAGLE = "eagle"
-_KINDS = (_QUANTIZED, _HYBRID, _MEDUSA, _EARLY_EXIT, _EAGLE)
+EAGLE3 = "eagle3"
+_DIRECTORIES = {
+    MEDUSA: "the heads", EARLY_EXIT: "the exit head", EAGLE3: "the head", _EAGLE: "the head"
+}  # fmt: skip
+"""Kinds that a directory follows, and what it holds."""
+_KINDS = (_QUANTIZED, _HYBRID, *_DIRECTORIES)
+NOT_ON_VLLM = {
+    EARLY_EXIT: "drafts with the target's first layers, which vllm does not run alone",
+    EAGLE3: "runs as a layer of the target, which vllm does not take",
+}
+"""Kinds that need a target on transformers, and why."""
 _KIND = re.compile(r"[A-Za-z][\w-]+")
 """What stands before a colon is meant as a kind, and not as a path: no hub id has a colon, and a
 directory with one in its name can be written as `./NAME`. One letter begins a path of Windows."""
@@ -25,7 +35,8 @@ QUANTIZED_BITS = (8, 4)
 """Bits of a weight that a target can be made its own draft with."""
 _FORMS = (
     "`auto`, `ngram`, `suffix`, a model, `quantized:8`, `quantized:4`, `medusa:DIR`, "
-    "`early-exit:DIR`, `eagle:DIR` or `hybrid:LOOKUP,MODEL`, whose MODEL may be heads, too"
+    "`early-exit:DIR`, `eagle:DIR`, `eagle3:DIR_OR_ID` or `hybrid:LOOKUP,MODEL`, whose MODEL "
+    "may be heads, too"
 )
 
 
@@ -60,15 +71,16 @@ class DraftModel:
 
 @dataclass(frozen=True, slots=True)
 class DrafterChoice:
-    """Who proposes: a look-up; a model, or the target itself beside its verdicts, with heads or
-    with its first layers; or the look-up where it is confident and else one of these."""
+    """Who proposes: a look-up; a model, or the target itself beside its verdicts, with heads, with
+    its first layers or with one layer more; or the look-up where it is confident and else one of
+    these."""
 
     lookup: LookupKind | None
     model: DraftModel | None
-    heads: str | None = None
-    """A directory of heads."""
-    early_exit: str | None = None
-    """A directory of a head behind the target's first layers."""
+    on_target: str | None = None
+    """The directory, or the hub id, of what the target drafts with, where it does ..."""
+    kind: str = ""
+    """... and which kind it is: `medusa`, `early-exit` or `eagle3`."""
 
     @property
     def is_lookup(self) -> bool:
@@ -77,19 +89,10 @@ class DrafterChoice:
         return self.model is None and self.on_target is None
 
     @property
-    def on_target(self) -> str | None:
-        """The directory of what the target drafts with, where it does."""
-        return self.heads or self.early_exit
-
-    @property
     def reads_target(self) -> bool:
         """Whether it goes on from what the target computes."""
         reads = self.model is not None and self.model.reads_features
         return reads or self.on_target is not None
-
-
-_DIRECTORIES = {_MEDUSA: "the heads", _EARLY_EXIT: "the exit head", _EAGLE: "the head"}
-"""Kinds that a directory follows, and what it holds."""
 
 
 def parse_drafter(name: str) -> DrafterChoice:
@@ -106,8 +109,7 @@ def parse_drafter(name: str) -> DrafterChoice:
             raise _wrong(name, f"the directory of {_DIRECTORIES[form]} is missing")
         if form == _EAGLE:
             return DrafterChoice(None, DraftModel(rest, reads_features=True))
-        on_target = {"heads" if form == _MEDUSA else "early_exit": rest}
-        return DrafterChoice(None, None, **on_target)
+        return DrafterChoice(None, None, on_target=rest, kind=form)
     if form == _QUANTIZED:
         if rest not in map(str, QUANTIZED_BITS):
             allowed = " or ".join(map(str, QUANTIZED_BITS))
@@ -198,6 +200,12 @@ DRAFTERS = (
         "eagle:DIR", "what one layer draws from the target's hidden states",
         "outrider distill --kind eagle", "its weights, the target's rows, 64 tokens a session",
         "needed", "sparse",
+    ),
+    DrafterDescription(
+        "eagle3:DIR_OR_ID",
+        "what a published EAGLE-3 head draws on the target, sent with its verdicts",
+        "the head's", "its weights; one layer more of the target's keys and values",
+        "none", "sparse",
     ),
     DrafterDescription(
         "hybrid:LOOKUP,MODEL",

@@ -260,7 +260,8 @@ def _attend_in_chains(queries: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -
     later = torch.ones(asked.shape[2], asked.shape[2], device=asked.device).triu(1).bool()
     scores = (asked @ text_keys.transpose(-1, -2)).masked_fill(later, -torch.inf)
     chains = [(asked * keys).sum(-1, keepdim=True) for keys, _ in own]
-    weights = torch.cat([scores, *chains], -1).softmax(-1, dtype=torch.float32).to(asked.dtype)
+    inside = torch.promote_types(asked.dtype, torch.float32)
+    weights = torch.cat([scores, *chains], -1).softmax(-1, dtype=inside).to(asked.dtype)
     mixed = weights[..., : asked.shape[2]] @ text_values
     for index, (_, values) in enumerate(own, asked.shape[2]):
         mixed = mixed + weights[..., index : index + 1] * values
@@ -274,6 +275,8 @@ class LoadedEagle3:
     module: Eagle3Head
     token_ids: tuple[int, ...]
     """[draft vocabulary], ascending: the target's tokens that its logits are of."""
+    note: str = ""
+    """What people should know of how it reads its target; empty where all is well."""
 
 
 def load_eagle3(

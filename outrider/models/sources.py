@@ -32,6 +32,8 @@ _PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _CONFIG = "config.json"
 _DESCRIPTION = "drafter.json"
 """Of a drafter that was made for one target; what drafts on it has no configuration beside it."""
+_PICKLED_FILE = "pytorch_model.bin"
+"""Many published EAGLE-3 heads are in this form alone; only its tensors are read."""
 _SNAPSHOT_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 
 _log = logging.getLogger(__name__)
@@ -92,7 +94,8 @@ def check_name(name: str, *, heads: bool = False) -> None:
 
 
 def check_weights(directory: Path, name: str, *, heads: bool = False) -> None:
-    """Raises `ConfigError` unless the directory holds a configuration and safetensors."""
+    """Raises `ConfigError` unless the directory holds a configuration and safetensors, or torch's
+    own file of a head whose tensors alone are read from it."""
     config = _DESCRIPTION if heads else _CONFIG
     if not (directory / config).is_file():
         hint = ""
@@ -103,12 +106,22 @@ def check_weights(directory: Path, name: str, *, heads: bool = False) -> None:
     if any(directory.glob("*.safetensors")):
         return
     pickled = sorted(p.name for p in directory.iterdir() if p.suffix in _PICKLED_SUFFIXES)
+    if _PICKLED_FILE in pickled and _has_draft_vocabulary(directory):
+        return
     if pickled:
         raise ConfigError(
             f"model {name}: its weights are pickled ({pickled[0]}), which can run code when they "
             "are loaded; convert them to safetensors first"
         )
     raise ConfigError(f"model {name}: no *.safetensors in {directory}")
+
+
+def _has_draft_vocabulary(directory: Path) -> bool:
+    """Whether the configuration is that of a head with a vocabulary of its own, as of EAGLE-3."""
+    try:
+        return "draft_vocab_size" in json.loads((directory / _CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def _kind_of(description: Path) -> str:
@@ -146,7 +159,10 @@ def _snapshot(name: str, trust_remote_code: bool) -> Path:
     patterns = [*_SNAPSHOT_FILES, *(["*.py"] if trust_remote_code else [])]
     _log.info("looking up model %s on the hub", name)
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        path = Path(snapshot_download(name, allow_patterns=patterns))
+        if not any(path.glob("*.safetensors")) and _has_draft_vocabulary(path):
+            path = Path(snapshot_download(name, allow_patterns=[*patterns, _PICKLED_FILE]))
+        return path
     # The hub client raises errors of many libraries; all of them mean that the model is not to
     # be had under this name now.
     except Exception as error:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from outrider.config import AUTO_ENGINE, VLLM, DraftConfig, ReplicaConfig, TargetConfig
-from outrider.drafters.names import LookupKind
+from outrider.drafters.names import EAGLE3, EARLY_EXIT, MEDUSA, NOT_ON_VLLM, LookupKind
 from outrider.errors import ConfigError, SettingError
 from outrider.settings import blaming, by_its_keys
 from outrider.telemetry.logs import JsonLines, LogFile, make_room
@@ -189,7 +189,7 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
     weight = next(module.parameters())
     device = weight.device
     backend = None if config.deterministic else find_backend(device, weight.dtype)
-    own = _own_drafter(config, module)
+    own = _own_drafter(config, module, info)
     kernels = _kernels(config, device, weight.dtype, ranks)
     with blaming("draft_model"):
         speed_up(module, bits=_bits(config), kernels=kernels)
@@ -317,10 +317,8 @@ def _lacking_on_vllm(config: ReplicaConfig) -> tuple[str, str] | None:
     if config.dtype == "float64":
         return "dtype", "float64 given, which vllm does not run"
     if isinstance(config, TargetConfig):
-        if config.heads_kind != "early-exit":
-            return None
-        own = f"{config.heads} drafts with the target's first layers"
-        return "engine", f"{own}, which vllm does not run alone"
+        lacking = NOT_ON_VLLM.get(config.heads_kind)
+        return ("engine", f"{config.heads} {lacking}") if lacking else None
     if config.target_directory or _bits(config) is not None:
         return _engine_field(config), f"vllm does not run drafters such as {config.model}"
     return None
@@ -381,26 +379,37 @@ def _loading(config: ReplicaConfig, num_threads: int | None = None) -> dict[str,
 def _shows_features(config: ReplicaConfig) -> bool:
     """Whether drafting needs the head's inputs."""
     return isinstance(config, TargetConfig) and (
-        config.heads_kind == "medusa" or config.shows_features
+        config.heads_kind == MEDUSA or config.shows_features
     )
 
 
-def _own_drafter(config: ReplicaConfig, module: torch.nn.Module) -> dict[str, Any]:
-    """The draft heads or the exit head on a target, whose weights are all there still, as
-    `PagedEngine` takes it."""
+def _own_drafter(config: ReplicaConfig, module: torch.nn.Module, info: ModelInfo) -> dict[str, Any]:
+    """The draft heads, the exit head or the draft layer on a target, whose weights and attention
+    are the library's still, as `PagedEngine` takes it."""
     if not isinstance(config, TargetConfig) or not config.heads_kind:
         return {}
     from outrider.models.early_exit import load_exit
     from outrider.models.medusa import load_heads
 
     path = Path(config.heads_directory)
+    if config.heads_kind == EAGLE3:
+        from outrider.models.drafter_check import checked_head
+        from outrider.models.eagle3 import load_eagle3
+        from outrider.models.loading import load_tokenizer
+
+        with blaming("draft_model"):
+            head = load_eagle3(path, module, name=config.heads, target_name=config.model)
+        tokenizer = load_tokenizer(
+            Path(config.directory), trust_remote_code=config.trust_remote_code
+        )
+        return {"draft_layer": checked_head(head, module, info, tokenizer, config.heads)}
     whose: Whose = {
         "name": config.heads,
         "target_directory": Path(config.directory),
         "target_name": config.model,
     }
     with blaming("draft_model"):
-        if config.heads_kind == "early-exit":
+        if config.heads_kind == EARLY_EXIT:
             return {"exit_head": load_exit(path, module, **whose)}
         target: Any = module
         embeddings, head = target.get_input_embeddings(), target.get_output_embeddings()
@@ -478,8 +487,8 @@ def try_device_kernels(engine: Engine) -> None:
         [logits] = engine.forward([SequenceStep("trial", (0, 0), 2)])
         engine.release("trial")
         try_kernels(logits, engine.info.logit_token_ids)
-        for own in (getattr(engine, "draft_heads", None), getattr(engine, "exit_head", None)):
-            if own is not None:
+        for name in ("draft_heads", "exit_head", "draft_layer"):
+            if (own := getattr(engine, name, None)) is not None:
                 rows = torch.randn(2, len(own.token_ids), device=logits.device)
                 try_kernels(rows, own.token_ids)
 

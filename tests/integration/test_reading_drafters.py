@@ -14,9 +14,11 @@ import torch
 from models import (
     byte_level_tokenizer,
     save_tiny_eagle,
+    save_tiny_eagle3,
     save_tiny_exit,
     save_tiny_heads,
     save_tiny_model,
+    save_tiny_raw_eagle3,
 )
 
 from deploy.fleet.preflight import resolve_models
@@ -28,6 +30,7 @@ from outrider.registry.registry import Role
 from outrider.request import RoundReport
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.speculation.sampling_params import SamplingParams
+from outrider.transport.grpc_link import target_link
 
 PROMPT = tuple(range(10, 30))
 VOCAB_SIZE = 320
@@ -67,19 +70,23 @@ async def actors_here(directory: Path, **settings: Any) -> AsyncIterator[dict[Ro
         ("medusa", save_tiny_heads, False),
         ("early-exit", save_tiny_exit, False),
         ("eagle", save_tiny_eagle, True),
+        ("eagle3", save_tiny_eagle3, False),
+        ("", save_tiny_raw_eagle3, False),
     ],
 )
 async def test_it_writes_what_its_target_writes(
     tmp_path: Path, kind: str, save: Callable[..., Path], has_draft: bool
 ) -> None:
     """Greedy, with the heads' proposals in every round but the first. The look-up that goes first
-    is never so sure as is asked of it here."""
+    is never so sure as is asked of it here. A published head, whose kind its files tell, is random,
+    and that is said of it."""
     target = save_tiny_model(
         tmp_path / "target", vocab_size=VOCAB_SIZE, tokenizer=byte_level_tokenizer(VOCAB_SIZE)
     )
     heads = save(tmp_path / "heads", target, range(0, VOCAB_SIZE, 3))
+    named = f"{kind}:{heads}" if kind else str(heads)
     settings = {
-        "model": str(target), "draft_model": f"hybrid:suffix,{kind}:{heads}", "device": "cpu",
+        "model": str(target), "draft_model": f"hybrid:suffix,{named}", "device": "cpu",
         "dtype": "float32", "length_control": False,
         "num_draft_tokens": 2, "hybrid_min_score": 4.0, "hybrid_model_tokens": 2,
     }  # fmt: skip
@@ -95,6 +102,12 @@ async def test_it_writes_what_its_target_writes(
         Client(addresses["coordinator"]) as client,
     ):
         assert ("draft" in addresses) is has_draft
+        link = target_link(addresses["target"])
+        note = (await link.describe(10.0)).draft_note
+        await link.close()
+        assert note.startswith(f"drafter {heads} agrees with its target at ") is (
+            kind in ("eagle3", "")
+        )
         ids: list[int] = []
         rounds: list[RoundReport] = []
         async for event in client.generate(request):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import tiny_config, tiny_eagle, tiny_exit, tiny_heads, tiny_module, twin
+from models import tiny_config, tiny_eagle, tiny_eagle3, tiny_exit, tiny_heads, tiny_module, twin
 from rounds import make_head
 from toy_engine import ToyEngine
 
@@ -106,16 +106,21 @@ def tiny_target() -> Any:
 
 def by_target(kind: str) -> Propose:
     module = twin(tiny_target())
+    width = module.config.hidden_size
     options: dict[str, Any] = {"exit_head": tiny_exit(module, HEAD_IDS, seed=3)}
     if kind == "medusa":
         options = {"draft_heads": tiny_heads(module, HEAD_IDS, K)}
+    elif kind == "eagle3":
+        layer = tiny_eagle3(module, HEAD_IDS)
+        layer.module.lm_head.weight.mul_(FLATTER)
+        options, width = {"draft_layer": layer}, layer.module.width
     info = ModelInfo("tiny", VOCAB, LENGTH, "float64", (), "w", "t")
     engine = PagedEngine(module, info, **options)
     drafter = self_drafter_of(engine, DRAFT_SUPPORT_ENTRIES)
     assert drafter is not None
     names = [f"s{number}" for number in range(TOGETHER)]
     engine.forward([SequenceStep(name, PROMPT[:-1], num_logits=1) for name in names])
-    features = torch.linspace(-1.0, 1.0, module.config.hidden_size, dtype=torch.float64)
+    features = torch.linspace(-1.0, 1.0, width, dtype=torch.float64)
 
     def propose(
         seeds: Sequence[int], draws: Draws, ends_at: float, siblings: tuple[int, ...]
@@ -162,7 +167,7 @@ def by_draft(proposer: Proposer, look_ahead: int = 0, features: Features | None 
 
 
 def drafting(kind: str) -> Propose:
-    if kind in ("medusa", "early-exit"):
+    if kind in ("medusa", "early-exit", "eagle3"):
         return by_target(kind)
     if kind == "eagle":
         eagle = tiny_eagle(twin(tiny_target()), HEAD_IDS)
@@ -187,7 +192,7 @@ def proposed(
     return found
 
 
-KINDS = ("medusa", "early-exit", "eagle", "model", "look-ahead")
+KINDS = ("medusa", "early-exit", "eagle3", "eagle", "model", "look-ahead")
 SIBLINGS = (2, 1, 1)
 CELLS = [(kind, ()) for kind in KINDS] + [(kind, SIBLINGS) for kind in KINDS[:-1]]
 

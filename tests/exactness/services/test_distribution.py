@@ -22,7 +22,16 @@ import numpy as np
 import pytest
 import torch
 from exactness.law import Fit, completion_law, fit
-from models import tiny_config, tiny_drafter, tiny_eagle, tiny_exit, tiny_heads, tiny_module, twin
+from models import (
+    tiny_config,
+    tiny_drafter,
+    tiny_eagle,
+    tiny_eagle3,
+    tiny_exit,
+    tiny_heads,
+    tiny_module,
+    twin,
+)
 from stack import HYBRID, RARE, Stack, running_stack
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -115,7 +124,8 @@ class Cell:
     num_draft_tokens: int
     params: str = "plain"
     drafter: str = "model"
-    """`heads` or `exit`: the target itself; `eagle`: a head that reads its features; or `none`."""
+    """`heads`, `exit` or `eagle3`: the target itself; `eagle`: a head that reads its features; or
+    `none`."""
     token_ids: tuple[int, ...] = ()
     """Those of the target's that are drafted; empty = as many as the next one says."""
     draft_vocab_size: int = 3
@@ -165,6 +175,10 @@ CELLS = [
         Rule.TOKEN, 2, drafter="eagle", token_ids=(0, 1), siblings=1, num_samples=3_000,
         detects=SOON,
     ),
+    # An EAGLE-3 head on the target's pages, which knows two of its tokens.
+    Cell(
+        Rule.TOKEN, 3, "top-p", "eagle3", (0, 2), siblings=1, num_samples=3_000, detects=SOON
+    ),
     # A draft whose head has rows for two tokens of the target's, not its first ones.
     Cell(
         Rule.BLOCK, 2, "biased", vocab_size=4, token_ids=(1, 3), num_samples=3_500, detects=SOON
@@ -191,7 +205,7 @@ ADAPTIVE_CELLS = [
             Rule.TOKEN, 3, "plain", drafter, (0, 2, 3), vocab_size=4, grammar=True,
             siblings=int(drafter == "heads"), **FEW,
         )
-        for drafter in ("heads", "exit", "eagle")
+        for drafter in ("heads", "exit", "eagle", "eagle3")
     ),
 ]  # fmt: skip
 """What may go wrong where more than the target's answers decides what is drafted, in few samples:
@@ -226,7 +240,7 @@ GRID = [
     *(Cell(rule, 4, draft_seed=3, draft_bits=8, num_tokens=4, **WIDE) for rule in RULES),
     *(
         Cell(rule, 4, params, drafter, (0, 1, 3), vocab_size=4, **WIDE)
-        for drafter in ("heads", "exit", "eagle")
+        for drafter in ("heads", "exit", "eagle", "eagle3")
         for rule, params in product(RULES, ("plain", "penalised", "biased"))
     ),
     # Heads draft trees of fewer places than are asked for.
@@ -264,6 +278,8 @@ def engines_of(cell: Cell, module: Any) -> dict[str, Any]:
         options["draft_heads"] = tiny_heads(module, ids, cell.num_heads)
     elif cell.drafter == "exit":
         options["exit_head"] = tiny_exit(module, ids)
+    elif cell.drafter == "eagle3":
+        options["draft_layer"] = tiny_eagle3(module, ids)
     elif cell.drafter == "eagle":
         options["shows_features"] = True
         found["eagle"] = EagleDrafter(tiny_eagle(module, ids), RARE, sessions_max=CONCURRENCY)
@@ -340,7 +356,7 @@ def drafting_pays() -> Iterator[None]:
 
 async def measure(cell: Cell, directory: Path) -> tuple[Fit, int]:
     """How well completions fit the law, and how many draft tokens were accepted in all."""
-    module = tiny(cell.vocab_size, 3, num_layers=2 if cell.drafter == "exit" else 1)
+    module = tiny(cell.vocab_size, 3, num_layers=2 if cell.drafter in ("exit", "eagle3") else 1)
     options: dict[str, Any] = {}
     if cell.grammar:
         options = {"text": TokenizerText(letters(), "small"), "grammars": grammars}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from library_text import LibraryText, library_text
-from models import depth_cut, tiny_config, tiny_exit, tiny_heads, tiny_module, twin
+from models import depth_cut, tiny_config, tiny_eagle3, tiny_exit, tiny_heads, tiny_module, twin
 from paged_engines import shorten_pages
 from pages import check_pages
 from stack import Stack, running_stack
@@ -282,7 +282,7 @@ TINY_PAGES = 28
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["draft_heads", "exit_head"])
+@pytest.mark.parametrize("kind", ["draft_heads", "exit_head", "draft_layer"])
 @pytest.mark.parametrize("siblings", [0, 2])
 async def test_a_target_that_drafts_itself_writes_what_it_would_without(
     tmp_path: Path, kind: str, siblings: int, monkeypatch: pytest.MonkeyPatch
@@ -295,9 +295,14 @@ async def test_a_target_that_drafts_itself_writes_what_it_would_without(
     config.num_hidden_layers = 3
     module = tiny_module(config, dtype=torch.float64)
     original, ids = twin(module), range(0, TINY_VOCAB, 2)
-    made = {"draft_heads": tiny_heads, "exit_head": tiny_exit}[kind](module, ids)
+    makers: dict[str, Any] = {
+        "draft_heads": tiny_heads, "exit_head": tiny_exit, "draft_layer": tiny_eagle3
+    }  # fmt: skip
+    made = makers[kind](module, ids)
     info = ModelInfo("tiny", TINY_VOCAB, 128, "float64", (), "w", "tiny")
     slot_bytes = 3 * 2 * 2 * 8 * 8
+    if kind == "draft_layer":
+        slot_bytes += (2 * 2 * 8 + made.module.width) * 8
     target = Target(
         module, info, max_num_seqs=CROWD,
         kv_cache_memory_bytes=TINY_PAGES * SMALL_PAGE * slot_bytes, **{kind: made},

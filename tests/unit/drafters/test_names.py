@@ -20,11 +20,9 @@ from outrider.errors import SettingError
         ("./a:b/c", DrafterChoice(None, DraftModel("./a:b/c"))),
         ("quantized:8", DrafterChoice(None, DraftModel(None, 8))),
         ("hybrid:ngram,quantized:4", DrafterChoice(LookupKind.NGRAM, DraftModel(None, 4))),
-        ("hybrid:suffix,medusa:/a,b", DrafterChoice(LookupKind.SUFFIX, None, "/a,b")),
-        (
-            "hybrid:suffix,early-exit:/a,b",
-            DrafterChoice(LookupKind.SUFFIX, None, early_exit="/a,b"),
-        ),
+        ("hybrid:suffix,medusa:/a,b", DrafterChoice(LookupKind.SUFFIX, None, "/a,b", "medusa")),
+        ("early-exit:/a,b", DrafterChoice(None, None, "/a,b", "early-exit")),
+        ("hybrid:suffix,eagle3:a/b", DrafterChoice(LookupKind.SUFFIX, None, "a/b", "eagle3")),
         ("eagle:a", DrafterChoice(None, DraftModel("a", reads_features=True))),
         (
             "hybrid:ngram,eagle:a",

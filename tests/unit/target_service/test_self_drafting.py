@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import tiny_config, tiny_exit, tiny_heads, tiny_module, twin
+from models import tiny_config, tiny_eagle3, tiny_exit, tiny_heads, tiny_module, twin
 from paged_engines import shorten_pages
 from rounds import GREEDY, RULES, Replica, make_head
 
@@ -32,7 +32,9 @@ PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 HEAD_IDS = tuple(range(0, VOCAB, 2))
 NUM_HEADS = 3
 SEED = 11
-MEDUSA, EARLY_EXIT = KINDS = ("medusa", "early-exit")
+MEDUSA, EARLY_EXIT, EAGLE3 = KINDS = ("medusa", "early-exit", "eagle3")
+ON_PAGES = {EARLY_EXIT: "forward_shallow", EAGLE3: "forward_draft"}
+"""Kinds that draft on the target's pages, and the steps that they do it with."""
 FLATTER = 0.03
 """Scales logits, so that what random heads draw is accepted at times."""
 
@@ -82,6 +84,14 @@ class Target(Replica):
             states = self.module(text, output_hidden_states=True).hidden_states
             hidden = states[self.engine.exit_head.num_layers][:, -1]
             return self.engine.exit_head.module.logits(hidden)
+        if (layer := self.engine.draft_layer) is not None:
+            states = self.module(torch.tensor([tokens[:-1]]), output_hidden_states=True)
+            taps = [states.hidden_states[index] for index in layer.module.layer_ids]
+            pairs = layer.module.fuse(torch.cat(taps, -1))
+            text = torch.tensor([[*tokens[1:], *drafted[1:]]])
+            return layer.module.logits(
+                [*layer.module.unroll(pairs, text, len(drafted))][-1][0, -1:]
+            )
         assert self.engine.draft_heads is not None
         heads = self.engine.draft_heads.module
         features = self.module.base_model(torch.tensor([tokens[:-1]])).last_hidden_state[:, -1]
@@ -132,8 +142,11 @@ def tiny_engine(kind: str, **options: Any) -> tuple[Any, PagedEngine]:
     info = ModelInfo("tiny", VOCAB, LENGTH, "float64", (), "w", "t")
     if kind == MEDUSA:
         options["draft_heads"] = tiny_heads(module, HEAD_IDS, NUM_HEADS)
-    else:
+    elif kind == EARLY_EXIT:
         options["exit_head"] = tiny_exit(module, HEAD_IDS, seed=3)
+    else:
+        layer = options["draft_layer"] = tiny_eagle3(module, HEAD_IDS)
+        layer.module.lm_head.weight.mul_(0.1)
     return original, PagedEngine(module, info, **options)
 
 
@@ -150,8 +163,8 @@ async def test_what_is_proposed_behind_each_outcome(
     kind: str, rule: Rule, sampling: SamplingParams
 ) -> None:
     """Round after round, with draft tokens accepted and refused: what heads draw from the features
-    of the token before the newest one, or an exit head from what the first layers put out, with the
-    next round's noise."""
+    of the token before the newest one, an exit head from what the first layers put out, or an
+    EAGLE-3 head from all pairs of the text, with the next round's noise."""
     async with running(kind=kind) as target:
         tokens, proposal = list(PROMPT), NOTHING_SEALED
         accepted = []
@@ -246,10 +259,11 @@ async def test_the_target_says_that_it_drafts() -> None:
         assert (await target.link.describe(1.0)).drafts_itself
 
 
-async def test_an_exit_leaves_the_target_as_it_was() -> None:
+@pytest.mark.parametrize("kind", ON_PAGES)
+async def test_drafting_on_pages_leaves_the_target_as_it_was(kind: str) -> None:
     """After a refused draft the engine holds what is committed but for the newest token, and no
     page more; the next proposal says so, too."""
-    async with running(kind=EARLY_EXIT) as target:
+    async with running(kind=kind) as target:
         tokens, proposal = list(PROMPT), NOTHING_SEALED
         for index in range(4):
             reply = await target.verify(tokens, proposal, 4, rule=Rule.TOKEN, round_index=index)
@@ -262,14 +276,30 @@ async def test_an_exit_leaves_the_target_as_it_was() -> None:
             assert pages.num_pages - pages.num_free == -(-(len(tokens) - 1) // PAGE_SIZE)
 
 
-async def test_an_exit_proposes_no_more_than_there_are_pages_for(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("kind", ON_PAGES)
+async def test_a_session_goes_on_at_another_target(kind: str) -> None:
+    """Which has seen nothing of it: it runs the text again, and drafts as the first one would."""
+    async with running(kind=kind) as first, running(kind=kind) as second:
+        tokens, proposal = list(PROMPT), NOTHING_SEALED
+        for index in range(4):
+            target = first if index < 3 else second
+            reply = await target.verify(tokens, proposal, 3, rule=Rule.TOKEN, round_index=index)
+            tokens += outcome_of(reply, tokens, proposal, Rule.TOKEN).token_ids
+            proposal = reply.next_proposal
+        assert proposal.open() == first.expected(tokens, Rule.TOKEN, SamplingParams(), 3)
+
+
+@pytest.mark.parametrize("kind", ON_PAGES)
+async def test_no_more_is_proposed_than_there_are_pages_for(
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two sessions at the ends of their pages, and one page that is left: one goes on, the other
     has what fitted. Both verdicts stand."""
     shorten_pages(monkeypatch, 4)
-    page_bytes = 2 * 2 * 2 * 8 * 8 * 4
-    async with running(kind=EARLY_EXIT, kv_cache_memory_bytes=7 * page_bytes) as target:
+    slot_numbers = 2 * 2 * 2 * 8
+    if kind == EAGLE3:  # A key, a value and what the head made of the token.
+        slot_numbers += 2 * 2 * 8 + 24
+    async with running(kind=kind, kv_cache_memory_bytes=7 * 4 * 8 * slot_numbers) as target:
         texts = {1: [*PROMPT, 1, 2], 2: [*PROMPT, 3, 4]}
         for number, text in texts.items():
             head = make_head(
@@ -289,39 +319,42 @@ async def test_an_exit_proposes_no_more_than_there_are_pages_for(
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-async def test_an_exit_whose_steps_fail_proposes_what_it_has(depth: int) -> None:
-    """And leaves the target as it was."""
-    async with running(kind=EARLY_EXIT) as target:
-        steps, whole = 0, target.engine.forward_shallow
+@pytest.mark.parametrize("kind", ON_PAGES)
+async def test_what_is_drawn_is_proposed_where_steps_fail(kind: str, depth: int) -> None:
+    """And the target is left as it was."""
+    async with running(kind=kind) as target:
+        steps, whole = 0, getattr(target.engine, ON_PAGES[kind])
 
-        def failing(given: Sequence[SequenceStep]) -> list[torch.Tensor]:
+        def failing(*given: Any) -> list[torch.Tensor]:
             nonlocal steps
             steps += 1
             if steps > depth:
                 raise RuntimeError("no memory")
-            return whole(given)
+            found: list[torch.Tensor] = whole(*given)
+            return found
 
-        target.engine.forward_shallow = failing  # type: ignore[method-assign]
+        setattr(target.engine, ON_PAGES[kind], failing)
         reply = await target.verify(PROMPT, NOTHING_SEALED, 4, rule=Rule.TOKEN)
         tokens = [*PROMPT, *reply.verdict.correction]
         expected = target.expected(tokens, Rule.TOKEN, SamplingParams(), depth)
         assert reply.next_proposal.open().token_ids == expected.token_ids
         assert target.engine.length(make_head(tokens).session_id) == len(PROMPT)
-        del target.engine.forward_shallow
+        delattr(target.engine, ON_PAGES[kind])
         reply = await target.verify(tokens, reply.next_proposal, 4, rule=Rule.TOKEN, round_index=1)
         assert len(reply.next_proposal) == 4
 
 
-async def test_an_exit_drafts_behind_nothing_but_what_is_committed() -> None:
+@pytest.mark.parametrize("kind", ON_PAGES)
+async def test_nothing_is_drafted_behind_what_is_not_committed(kind: str) -> None:
     """A sequence that holds less, or more, is left alone."""
-    _, engine = tiny_engine(EARLY_EXIT)
+    _, engine = tiny_engine(kind)
     drafter = drafter_of(engine)
     noise = RoundNoise(1, Rule.COUPLED, len(PROMPT) + 1)
     with torch.inference_mode():
         for name, tokens in (("right", PROMPT), ("less", PROMPT[1:]), ("more", (*PROMPT, 1))):
             engine.forward([SequenceStep(name, tokens, 1)])
             request = DraftRequest(name, "", (3,), 0, 2, SamplingParams(), Rule.COUPLED, noise)
-            [found] = drafter.propose([request], [])
+            [found] = drafter.propose([request], [torch.zeros(24, dtype=torch.float64)])
             assert len(found) == (2 if name == "right" else 0)
             assert engine.length(name) == len(tokens)
 

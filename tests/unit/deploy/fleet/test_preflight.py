@@ -16,9 +16,11 @@ from models import (
     MAX_MODEL_LEN,
     byte_level_tokenizer,
     save_tiny_eagle,
+    save_tiny_eagle3,
     save_tiny_exit,
     save_tiny_heads,
     save_tiny_model,
+    save_tiny_raw_eagle3,
 )
 
 from deploy.fleet.preflight import (
@@ -137,6 +139,42 @@ def test_a_draft_that_reads_features_has_a_target_that_shows_them(
     for named, message in ((str(eagle), "draft heads go by `eagle:"), (f"eagle:{tiny}", "drafter")):
         with pytest.raises(SettingError, match=f"draft_model: .*{message}"):
             resolved(tiny, draft_model=named)
+
+
+@pytest.mark.parametrize("save", [save_tiny_eagle3, save_tiny_raw_eagle3])
+def test_a_published_head_is_known_by_its_files(
+    tiny: Path, tmp_path: Path, save: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a directory, or of a hub repository once it is here: the target gets it, and no draft
+    runs. What its kind does not go with is told before a start; other models are no such head."""
+    head = save(tmp_path / "head", tiny, (1, 2, 5))
+
+    def snapshot(name: str, allow_patterns: list[str]) -> str:
+        assert name == "owner/head"
+        return str(head)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    for name in (str(head), "owner/head"):
+        for given in (name, f"eagle3:{name}", f"hybrid:ngram,{name}"):
+            config = resolved(tiny, draft_model=given)
+            target, named = config.target, given.replace(name, f"eagle3:{name}")
+            assert config.draft.model in (given, named)
+            assert config.draft.drafter.kind == target.heads_kind == "eagle3"
+            assert (target.heads, target.heads_directory) == (name, str(head))
+            assert config.draft.directory == ""
+    for settings, message in (
+        ({"tensor_parallel_size": 2}, "^tensor_parallel_size: .*one rank"),
+        ({"engine": "vllm"}, "^draft_model: .*which vllm does not take"),
+        ({"draft_model": f"eagle3:{tiny}"}, "^draft_model: .*not those of an EAGLE-3 head"),
+        ({"draft_model": "eagle3:"}, "^draft_model: .*the head is missing"),
+    ):
+        with pytest.raises(SettingError, match=message):
+            check_before_start(
+                load_config({"model": str(tiny), "draft_model": str(head), **settings}, {})
+            )
+    (head / "config.json").write_text('{"speculators_model_type": "dflash", "draft_vocab_size": 3}')
+    with pytest.raises(SettingError, match=r"^draft_model: .*dflash, which is not served"):
+        resolved(tiny, draft_model=str(head))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,127 @@
+"""Whether a published head reads its target as it was trained to: told from what it says on a short
+text, for its files may state the layers that it reads by another count, or not at all, and nothing
+fails where they are the wrong ones.
+
+The target writes the text. At each place of it the head's likeliest token is compared with the
+target's, behind the text itself and behind one pair of its own, for each way to read the target:
+
+way                   feature of the pair that ends at token j
+stated                what the stated layers read at j - 1
+one layer up or down  what the layers behind or before these read at j - 1
+pairs one off         what the stated layers read at j; named, and not served: token j has not run
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.engine.interface import ModelInfo
+from outrider.errors import BadRequest
+from outrider.models.compatibility import trial_tokens
+from outrider.models.eagle3 import LoadedEagle3
+from outrider.tokenizer import TokenizerText
+
+TOKENS_WRITTEN = 64
+AGREEMENT_MIN = 0.2
+"""Share of the places where a head that is used as it was made agrees, at least: published ones do
+at 0.6 and more, read by a wrong layer at 0.1."""
+_GAIN_MIN = 0.1
+"""By which another way to read must be better than the stated one to be taken: more than chance
+makes of so many tokens."""
+_DEPTHS = 2
+_PROMPT = "Explain in a few sentences why the sky is blue."
+_log = logging.getLogger(__name__)
+
+
+def checked_head(
+    loaded: LoadedEagle3, target: Any, info: ModelInfo, tokenizer: Any | None, name: str
+) -> LoadedEagle3:
+    """The head called `name`, set to the layers that it agrees best with, and a `note` for people
+    where those are not the stated ones, or where it agrees too little whatever it reads. `target`
+    is a module of the library, with attention of its own."""
+    try:
+        note = _check(loaded, target, _prompt(info, tokenizer))
+    except Exception as error:  # noqa: BLE001 (it costs speed, at most, and is said)
+        _log.debug("the check of drafter %s has failed", name, exc_info=True)
+        note = f"is not checked: {error!r}"
+    if not note:
+        return loaded
+    note = f"drafter {name} {note}"
+    _log.warning("%s", note)
+    return replace(loaded, note=note)
+
+
+def _prompt(info: ModelInfo, tokenizer: Any | None) -> Sequence[int]:
+    """As for an assistant, where the target is one: that is what heads are trained on."""
+    if tokenizer is None:
+        return trial_tokens(info)
+    text = TokenizerText(tokenizer, info.name)
+    try:
+        ids = text.encode_chat([{"role": "user", "content": _PROMPT}])
+    except BadRequest:
+        ids = text.encode(_PROMPT)
+    return ids[: info.max_model_len // 2]
+
+
+@torch.inference_mode()
+def _check(loaded: LoadedEagle3, target: Any, prompt: Sequence[int]) -> str:
+    head = loaded.module
+    text = _written(target, prompt)
+    output = target(input_ids=text[None], output_hidden_states=True, use_cache=False)
+    hidden, likeliest = [states[0] for states in output.hidden_states], output.logits[0].argmax(-1)
+    token_ids = torch.tensor(loaded.token_ids, device=text.device)
+    first = max(0, len(prompt) - 2)  # The chain whose first token is the first one written.
+
+    def agreement(layer_ids: Sequence[int], offset: int = 0) -> float:
+        """The share of places where the head agrees, of all depths together."""
+        features = head.fuse(torch.cat([hidden[index] for index in layer_ids], -1))
+        num_chains = len(text) - _DEPTHS
+        chains = features[offset : offset + num_chains]
+        right = [
+            token_ids[head.logits(drafted[0]).argmax(-1)] == likeliest[1 + depth :][:num_chains]
+            for depth, drafted in enumerate(head.unroll(chains[None], text[None, 1:], _DEPTHS))
+        ]
+        return float(torch.stack(right)[:, first:].double().mean())
+
+    stated = head.layer_ids
+    shifted = [tuple(index + by for index in stated) for by in (1, -1)]
+    last = len(hidden) - 2
+    ways = [stated, *(ids for ids in shifted if min(ids) >= 0 and max(ids) <= last)]
+    found = {ids: agreement(ids) for ids in ways}
+    best = max(ways, key=lambda ids: found[ids])
+    tried = [f"layers {_listed(ids)}: {found[ids]:.0%}" for ids in ways]
+    tried.append(f"pairs one off: {agreement(stated, 1):.0%}")
+    summary = f"of {_DEPTHS * TOKENS_WRITTEN} places ({'; '.join(tried)})"
+    _log.info("the head agrees with its target at so many %s", summary)
+    if found[best] < found[stated] + _GAIN_MIN:
+        best = stated
+    head.layer_ids = best
+    if found[best] < AGREEMENT_MIN:
+        return (
+            f"agrees with its target at {found[best]:.0%} {summary}, where {AGREEMENT_MIN:.0%} is "
+            "little: it was made for another target, or reads it in a way that is not known here"
+        )
+    if best != stated:
+        return f"reads the layers {_listed(best)} in place of those that its files state, {summary}"
+    return ""
+
+
+def _written(target: Any, prompt: Sequence[int]) -> Tensor:
+    """[T]: the prompt, and what the target finds likeliest behind it."""
+    new = torch.tensor([prompt], device=next(target.parameters()).device)
+    text, cache = [new], None
+    for _ in range(TOKENS_WRITTEN):
+        output = target(input_ids=new, past_key_values=cache, use_cache=True)
+        cache, new = output.past_key_values, output.logits[:, -1:].argmax(-1)
+        text.append(new)
+    return torch.cat(text, -1)[0]
+
+
+def _listed(layer_ids: Sequence[int]) -> str:
+    return ", ".join(map(str, layer_ids))
