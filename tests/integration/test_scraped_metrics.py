@@ -1,4 +1,5 @@
-"""What operators are promised is on a live deployment's pages, and moves with what happens."""
+"""Numbers on a live deployment's pages move with what happens. That all that operators are promised
+is there is tested with the dashboard."""
 
 from __future__ import annotations
 
@@ -18,24 +19,9 @@ from outrider.speculation.sampling_params import SamplingParams
 REQUEST = GenerateRequest(
     (3, 4, 5), sampling=SamplingParams(temperature=1.0), seed=7, max_tokens=60, num_draft_tokens=3
 )
-COUNTERS = (
-    "prompt_tokens", "generation_tokens", "spec_decode_num_drafts", "spec_decode_num_draft_tokens",
-    "spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos", "num_rounds",
-    "spec_decode_num_draft_tokens_per_pos", "request_success", "look_ahead_hits", "resyncs",
-    "look_ahead_misses", "wire_bytes_sent", "wire_bytes_received", "stale_answers",
-    "fallback_rounds",
-)  # fmt: skip
 HISTOGRAMS = (
     "time_to_first_token", "inter_token_latency", "e2e_request_latency", "request_queue_time",
     "round_draft", "round_wire", "round_queue", "round_verify", "round_commit",
-)  # fmt: skip
-GAUGES = (
-    "num_requests_running", "num_requests_waiting", "target_available", "store_available",
-    "replicas_wanted", "replicas_present",
-)  # fmt: skip
-OF_TARGETS = (
-    "kv_cache_usage_perc", "prefix_cache_queries_total", "prefix_cache_hits_total",
-    "step_time_seconds_count", "stale_items_total",
 )  # fmt: skip
 
 
@@ -47,7 +33,7 @@ async def announce(registry: MemoryRegistry) -> None:
         await registry.announce(replace(found, leaving=name == "d"))
 
 
-async def test_every_promised_name_is_there_and_moves(tmp_path: Path) -> None:
+async def test_numbers_move_with_what_happens(tmp_path: Path) -> None:
     same = ToyEngine(VOCAB, salt=1, max_model_len=256)
     async with watched_stack(tmp_path, draft_engine=same) as watched:
         await announce(watched.registry)
@@ -62,12 +48,6 @@ async def test_every_promised_name_is_there_and_moves(tmp_path: Path) -> None:
         with pytest.raises(BadRequest):
             await watched.stack.client.complete(GenerateRequest((VOCAB,), max_tokens=1))
         after = await watched.page("coordinator")
-        target = await watched.page("target")
-    promised = {f"outrider_{name}_total" for name in COUNTERS}
-    promised |= {f"outrider_{name}_seconds_{e}" for name in HISTOGRAMS for e in ("bucket", "count")}
-    promised |= {f"outrider_{name}" for name in GAUGES}
-    assert promised <= before.names, promised - before.names
-    assert {f"outrider_{name}" for name in OF_TARGETS} <= target.names
 
     def grown(name: str, **labels: str) -> float:
         return after.value(name, **labels) - before.value(name, **labels)
