@@ -105,6 +105,14 @@ def tiny_module(config: Any, seed: int = 0, dtype: torch.dtype = torch.float32) 
     return module.requires_grad_(False)
 
 
+def flat_module(vocab_size: int, max_model_len: int) -> Any:
+    """A Llama in float64 whose logits are so flat that what random heads draw is accepted at
+    times."""
+    module = tiny_module(tiny_config("llama", vocab_size, max_model_len), dtype=torch.float64)
+    module.lm_head.weight.mul_(0.03)
+    return module
+
+
 def quick_linear(dtype: torch.dtype) -> type:
     """What stands in for linear layers on this machine's CPU, float32 or bfloat16."""
     return type(quick(torch.zeros(1, 1, dtype=dtype), None))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from pages import check_pages
 
@@ -14,7 +14,7 @@ from outrider.errors import LinkLost, check
 from outrider.grammar.constraint import Constraint
 from outrider.messages import DraftItem, ProposalReply, RoundHead, VerdictReply, VerifyItem
 from outrider.replica.executors import InlineExecutor
-from outrider.speculation.accept_reject import decide
+from outrider.speculation.accept_reject import Outcome, decide
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
@@ -175,16 +175,38 @@ class Replica:
     async def settle(self) -> list[Any]:
         """All answers, once nothing waits, runs or is on its way."""
         async with asyncio.timeout(PATIENCE_S):
-            await asyncio.sleep(0)  # What was sent arrives with the next turn of the loop, ...
-            await self.service.drain()
-            await asyncio.sleep(0)  # ... and so do answers.
+            for _ in range(5):  # What was sent, and an answer, is on its way for some turns.
+                await asyncio.sleep(0)
+                await self.service.drain()
         return list(self.listener.answers)
+
+    async def send(self, *items: Any) -> list[Any]:
+        """What is heard from then on, until nothing is left to do."""
+        before = len(self.listener.answers)
+        for item in items:
+            self.link.send(item)
+        return (await self.settle())[before:]
 
     async def close(self) -> None:
         """Checks that nobody has left anything behind."""
         self.service.check_integrity()
         check_pages(self.engine)
         await self.service.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            await self.close()
+
+
+def outcome_of(
+    reply: VerdictReply, proposal: SealedProposal, rule: Rule, seed: int, length: int
+) -> Outcome:
+    """What a coordinator decides behind so many committed tokens."""
+    uniforms = RoundNoise(seed, rule, length).accept_uniforms(len(proposal), proposal.parents)
+    return decide(reply.verdict, proposal.token_ids, rule, uniforms, proposal.parents)
 
 
 @dataclass
@@ -235,10 +257,7 @@ class Player:
             self.held["draft"] = drafted.cached_length
         reply = await ask(*self.target, VerifyItem(self._head("target"), proposal))
         assert isinstance(reply, VerdictReply), reply
-        noise = RoundNoise(self.seed, self.rule, len(self.tokens))
-        parents = proposal.parents
-        uniforms = noise.accept_uniforms(len(proposal), parents)
-        outcome = decide(reply.verdict, proposal.token_ids, self.rule, uniforms, parents)
+        outcome = outcome_of(reply, proposal, self.rule, self.seed, len(self.tokens))
         before = len(self.tokens)
         on_spine = proposal.tree.shared_with_spine(outcome.path)
         self.held = {
@@ -249,3 +268,22 @@ class Player:
         self.num_accepted += outcome.num_accepted
         self.num_beside += outcome.num_accepted - on_spine
         self.round_index += 1
+
+
+class Pair:
+    """A target and a draft."""
+
+    def __init__(self, target: Replica, draft: Replica) -> None:
+        self.target, self.draft = target, draft
+
+    def player(self, *known: Any, drafts: bool = True, **more: Any) -> Player:
+        """Of a session with a prompt, a rule and parameters; it drafts nothing without `drafts`."""
+        links = [(one.link, one.listener) for one in (self.target, self.draft)]
+        return Player(*known, *links[: 1 + drafts], **more)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        for one in (self.target, self.draft):
+            await one.__aexit__(*error)

@@ -1,4 +1,5 @@
-"""Drafts that are given a time: they decide before each draw, and answer with what they have."""
+"""Drafts that are given a time: they decide before each draw, and answer with what they have; those
+beside one whose time is over may be left unended by a step."""
 
 from __future__ import annotations
 
@@ -7,14 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from rounds import make_head, session_name
+from rounds import Replica, make_head, session_name
 from test_draft_service import expected_proposal
 from toy_engine import ToyEngine
 
-from draft_service.service import DraftService
+from draft_service.model_drafter import ModelDrafter
+from draft_service.worker import Proposer
 from outrider.clock import run_virtually
+from outrider.drafters.drafter import DraftDeadline
 from outrider.messages import DraftItem, ProposalReply, Refused
-from outrider.replica.executors import InlineExecutor
+from outrider.replica.step_request import Unfinished
+from outrider.replica.token_budget import TokenBudget
 from outrider.speculation.proposal import NOTHING_SEALED
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.link import MemoryLink
@@ -46,17 +50,14 @@ def answers_to(*sent: tuple[float, DraftItem], **options: Any) -> list[Heard]:
     async def main() -> list[Heard]:
         loop = asyncio.get_running_loop()
         engine = ToyEngine(salt=2, max_model_len=256, pass_s=PASS_S)
-        executor = InlineExecutor(engine.take_step_seconds)
-        service = DraftService.with_model(engine, executor, max_num_seqs=4, **options)
-        link = MemoryLink(service)
+        draft = Replica("draft", engine, max_num_seqs=4, **options)
+        link = MemoryLink(draft.service)
         heard: list[Heard] = []
         link.listen(lambda answer: heard.append(Heard(answer, loop.time())), lambda error: None)
         for at, one in sent:
             loop.call_at(at, link.send, one)
         await asyncio.sleep(1.0)
-        await service.drain()
-        service.check_integrity()
-        await service.close()
+        await draft.close()
         return heard
 
     return run_virtually(main())
@@ -100,14 +101,79 @@ def test_who_waits_for_a_step_is_told_when_the_time_is_over() -> None:
     assert empty.at == pytest.approx(0.050)
 
 
-LONG = tuple(n % 7 for n in range(150))
+LONG_PROMPT = tuple(n % 7 for n in range(150))
 
 
 @pytest.mark.parametrize("look_ahead", [0, 2])
 def test_a_prefix_that_is_read_in_parts_costs_a_round_its_time_alone(look_ahead: int) -> None:
     """Three parts of 64 tokens at most, 10 ms each: before the second one ends the time is over."""
-    asked = item(15, look_ahead=look_ahead, tokens=LONG)
+    asked = item(15, look_ahead=look_ahead, tokens=LONG_PROMPT)
     told, *later = answers_to((0.0, asked), max_num_batched_tokens=64)
     assert (told.answer.code, told.at <= 0.015 + PASS_S) == (LATE_CODE, True)
     ready = next(one.answer for one in later if not one.answer.assumed)
     assert (ready.proposal, ready.out_of_time) == (NOTHING_SEALED, True)
+
+
+SHORT, LONG, FRESH = 1, 2, 3
+"""Sessions."""
+NUM_DRAWN = 3
+"""Tokens that a step draws until the time of the short one is over."""
+
+
+def unbounded(session: int, num_tokens: int, **fields: Any) -> DraftItem:
+    return DraftItem(make_head(PROMPT, session=session, rule=Rule.TOKEN), num_tokens, **fields)
+
+
+class Interrupted:
+    """A draft behind a step that has ended for one of two sessions."""
+
+    def __init__(self) -> None:
+        self.engine = ToyEngine(pass_s=PASS_S)
+        self.proposer = Proposer(ModelDrafter(self.engine), TokenBudget(512, 8))
+        deadline = DraftDeadline(2.5 * PASS_S, lambda: self.engine.stated_seconds)
+        self.long = unbounded(LONG, 16)
+        found = self.proposer.step([unbounded(SHORT, 8, deadline=deadline), self.long])
+        assert isinstance(found[0], ProposalReply)
+        assert (len(found[0].proposal), found[0].out_of_time) == (NUM_DRAWN, True)
+        assert found[1] is Unfinished.CONTINUES
+        self.proposer.check_integrity()
+
+    def step(self, *items: DraftItem) -> list[Any]:
+        found = self.proposer.step(items)
+        self.proposer.check_integrity()
+        return found
+
+
+def undisturbed() -> tuple[int, ...]:
+    """What the long proposal is without another one beside it."""
+    engine = ToyEngine()
+    proposer = Proposer(ModelDrafter(engine), TokenBudget(512, 8))
+    [reply] = proposer.step([unbounded(LONG, 16)])
+    assert isinstance(reply, ProposalReply)
+    return reply.proposal.token_ids
+
+
+def test_an_unended_draft_goes_on_with_what_it_has_drawn() -> None:
+    """Beside new ones, and runs nothing twice."""
+    draft = Interrupted()
+    reply, fresh = draft.step(draft.long, unbounded(FRESH, 2))
+    assert reply.proposal.token_ids == undisturbed()
+    assert fresh.proposal.token_ids == undisturbed()[:2]
+    num_run = sum(
+        count
+        for names, counts in zip(draft.engine.batches, draft.engine.counts, strict=True)
+        for name, count in zip(names, counts, strict=True)
+        if name == session_name(LONG)
+    )
+    assert num_run == len(PROMPT) + 15
+
+
+def test_a_crash_leaves_what_an_unended_draft_has_drawn_proposed() -> None:
+    """Even in the first pass of its next step: the failure may be due to the last token."""
+    draft = Interrupted()
+    draft.engine.crash = RuntimeError("no memory")
+    reply, fresh = draft.step(draft.long, unbounded(FRESH, 2))
+    assert reply.proposal.token_ids == undisturbed()[:NUM_DRAWN]
+    assert isinstance(fresh, Refused)
+    [again] = draft.step(unbounded(FRESH, 2))
+    assert again.proposal.token_ids == undisturbed()[:2]

@@ -19,24 +19,14 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 PROMPT = (1, 2, 3)
 
 
-class Setting(Replica):
-    """A draft over a toy engine."""
-
-    def __init__(self, engine: ToyEngine | None = None) -> None:
-        super().__init__("draft", engine or ToyEngine(salt=2))
-
-    async def proposed(self, item: DraftItem) -> ProposalReply:
-        reply = await self.ask(item)
-        assert isinstance(reply, ProposalReply), reply
-        return reply
+def draft_over(engine: ToyEngine | None = None) -> Replica:
+    return Replica("draft", engine or ToyEngine(salt=2))
 
 
 @pytest.fixture
-async def setting() -> AsyncIterator[Setting]:
-    made = Setting()
-    yield made
-    made.service.check_integrity()
-    await made.service.close()
+async def setting() -> AsyncIterator[Replica]:
+    async with draft_over() as made:
+        yield made
 
 
 def expected_proposal(
@@ -58,7 +48,7 @@ def expected_proposal(
 @pytest.mark.parametrize("rule", list(Rule))
 @pytest.mark.parametrize("penalty", [0.0, 0.8])
 async def test_a_proposal_is_the_pure_function_of_its_item(
-    setting: Setting, rule: Rule, penalty: float
+    setting: Replica, rule: Rule, penalty: float
 ) -> None:
     """Equal to drawing token by token from fresh logits; penalties count what was drafted; q is
     what each token was drawn from, under the rules that look at it."""
@@ -66,7 +56,7 @@ async def test_a_proposal_is_the_pure_function_of_its_item(
         temperature=0.0 if rule is Rule.GREEDY else 0.8, top_k=5, frequency_penalty=penalty
     )
     head = make_head(PROMPT, rule=rule, sampling=sampling, prompt_length=2)
-    reply = await setting.proposed(DraftItem(head, 5))
+    reply = await setting.ask(DraftItem(head, 5))
     tokens, q = expected_proposal(PROMPT, 5, rule, sampling, 2)
     assert list(reply.proposal.token_ids) == tokens
     assert list(reply.proposal.open().q) == (q if rule.needs_q else [])
@@ -75,7 +65,7 @@ async def test_a_proposal_is_the_pure_function_of_its_item(
     assert setting.engine.length(session_name(1)) == reply.cached_length
 
 
-async def test_a_ragged_batch_proposes_what_each_session_would_alone(setting: Setting) -> None:
+async def test_a_ragged_batch_proposes_what_each_session_would_alone(setting: Replica) -> None:
     """Sessions with different rules, K and parameters share the steps and do not mix."""
     kinds = [
         (Rule.TOKEN, 4, SamplingParams(temperature=0.7)),
@@ -97,33 +87,32 @@ async def test_a_ragged_batch_proposes_what_each_session_would_alone(setting: Se
         assert answer.cached_length == 3 + max(0, count - 1)
 
 
-async def test_a_prefix_outside_its_vocabulary_gets_an_empty_proposal(setting: Setting) -> None:
+async def test_a_prefix_outside_its_vocabulary_gets_an_empty_proposal(setting: Replica) -> None:
     """A target's vocabulary may be wider: nothing is drafted, nothing is refused, and a session
     beside it is drafted for."""
-    setting.link.send(DraftItem(make_head((1, 9, 2)), 3))
-    setting.link.send(DraftItem(make_head(PROMPT, session=2), 3))
-    wide, normal = await setting.listener.wait(2)
+    wide, normal = await setting.send(
+        DraftItem(make_head((1, 9, 2)), 3), DraftItem(make_head(PROMPT, session=2), 3)
+    )
     assert isinstance(wide, ProposalReply)
     assert isinstance(normal, ProposalReply)
     assert (len(wide.proposal), wide.cached_length) == (0, 0)
     assert len(normal.proposal) == 3
-    again = await setting.proposed(DraftItem(make_head((1, 9, 2, 3), round_index=1), 3))
+    again = await setting.ask(DraftItem(make_head((1, 9, 2, 3), round_index=1), 3))
     assert len(again.proposal) == 0
 
 
 @pytest.mark.parametrize(("length", "proposed"), [(5, 4), (6, 3), (8, 1), (9, 0), (20, 0)])
 async def test_a_prefix_near_its_length_gets_a_shorter_proposal(length: int, proposed: int) -> None:
     """x_K needs no slot, so a prefix that fills the model still gets one token."""
-    setting = Setting(ToyEngine(salt=2, max_model_len=8))
-    reply = await setting.proposed(DraftItem(make_head([1] * length), 4))
+    setting = draft_over(ToyEngine(salt=2, max_model_len=8))
+    reply = await setting.ask(DraftItem(make_head([1] * length), 4))
     assert len(reply.proposal) == proposed
-    setting.service.check_integrity()
-    await setting.service.close()
+    await setting.close()
 
 
 @pytest.mark.parametrize("rule", [Rule.GREEDY, Rule.TOKEN])
 async def test_a_pass_that_fails_behind_drawn_tokens_leaves_them_proposed(
-    setting: Setting, rule: Rule
+    setting: Replica, rule: Rule
 ) -> None:
     """Logits that are no numbers after the second of four tokens: two are proposed, a session
     beside it gets all of its own, and the next round goes on from what is held."""
@@ -131,9 +120,10 @@ async def test_a_pass_that_fails_behind_drawn_tokens_leaves_them_proposed(
     tokens, q = expected_proposal(PROMPT, 4, rule, sampling, 1)
     setting.engine.breaks_after = lambda held: list(held) == [*PROMPT, *tokens[:2]]
     other = (*PROMPT, 4)
-    setting.link.send(DraftItem(make_head(PROMPT, rule=rule), 4))
-    setting.link.send(DraftItem(make_head(other, session=2, rule=rule), 4))
-    short, whole = await setting.listener.wait(2)
+    short, whole = await setting.send(
+        DraftItem(make_head(PROMPT, rule=rule), 4),
+        DraftItem(make_head(other, session=2, rule=rule), 4),
+    )
     assert list(short.proposal.token_ids) == tokens[:2]
     assert list(short.proposal.open().q) == (q[:2] if rule.needs_q else [])
     assert short.cached_length == len(PROMPT) + 1
@@ -141,12 +131,12 @@ async def test_a_pass_that_fails_behind_drawn_tokens_leaves_them_proposed(
     assert [len(batch) for batch in setting.engine.batches] == [2, 2, 2, 1]
     setting.service.check_integrity()
     following = (*PROMPT, tokens[0], (tokens[1] + 1) % 8)
-    more = await setting.proposed(DraftItem(make_head(following, 4, rule=rule, round_index=1), 2))
+    more = await setting.ask(DraftItem(make_head(following, 4, rule=rule, round_index=1), 2))
     expected, _ = expected_proposal(following, 2, rule, sampling, 1)
     assert list(more.proposal.token_ids) == expected
 
 
-async def test_a_lost_engine_is_no_items_own_error(setting: Setting) -> None:
+async def test_a_lost_engine_is_no_items_own_error(setting: Replica) -> None:
     """Nor one of a draft's first tokens, which are proposed: the next step says so. It is not tried
     again for each session, and the replica is unhealthy at once."""
     setting.engine.breaks_after = lambda held: lose(len(held) == len(PROMPT) + 1)
@@ -155,13 +145,13 @@ async def test_a_lost_engine_is_no_items_own_error(setting: Setting) -> None:
         setting.engine.crash = EngineLost("rank 1 is gone") if now else None
         return False
 
-    assert len((await setting.proposed(DraftItem(make_head(PROMPT), 3))).proposal) == 1
+    assert len((await setting.ask(DraftItem(make_head(PROMPT), 3))).proposal) == 1
     assert setting.service.healthy
     num_steps = len(setting.engine.batches)
     setting.engine.breaks_after = lambda held: lose(True)
-    for session in (2, 3):
-        setting.link.send(DraftItem(make_head(PROMPT, session=session), 3))
-    refused = (await setting.listener.wait(3))[1:]
+    refused = await setting.send(
+        *(DraftItem(make_head(PROMPT, session=session), 3) for session in (2, 3))
+    )
     assert [(answer.code, answer.message) for answer in refused] == [(14, "rank 1 is gone")] * 2
     assert len(setting.engine.batches) == num_steps + 1
     assert not setting.service.healthy

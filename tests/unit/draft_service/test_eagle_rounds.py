@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import tiny_config, tiny_eagle, tiny_module, twin
-from rounds import RULES, Listener, ask, make_head
+from models import flat_module, tiny_eagle, twin
+from rounds import RULES, Listener, Replica, ask, make_head, outcome_of
 
 from draft_service.eagle_drafter import EagleDrafter
 from draft_service.service import DraftService
@@ -23,21 +23,17 @@ from outrider.limits import FEATURES_MAX
 from outrider.messages import DraftItem, ProposalReply, Refused, Resync, VerdictReply, VerifyItem
 from outrider.models.eagle import LoadedEagle
 from outrider.replica.executors import InlineExecutor
-from outrider.speculation.accept_reject import decide
 from outrider.speculation.draft_sampling import draw_from_logits
 from outrider.speculation.logits_processing import DraftVocabulary, TokenHistory
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.link import MemoryLink
-from target_service.service import TargetService
 
 VOCAB, LENGTH = 24, 120
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 HEAD_IDS = tuple(range(0, VOCAB, 2))
 SEED = 11
-FLATTER = 0.03
-"""Scales logits, so that what a random head draws is accepted at times."""
 SESSIONS_MAX = 3
 TOLERANCE = 1e-2
 """Of features in bfloat16, beside those of the library."""
@@ -49,9 +45,8 @@ class Pair:
 
     module: Any
     eagle: LoadedEagle
-    target: MemoryLink
+    target: Replica
     draft: MemoryLink
-    verdicts: Listener
     proposals: Listener
 
     async def verify(
@@ -62,7 +57,7 @@ class Pair:
             proposal,
             wants_features=wants,
         )
-        reply = await ask(self.target, self.verdicts, item)
+        reply = await self.target.ask(item)
         assert isinstance(reply, VerdictReply), reply
         return reply
 
@@ -109,26 +104,19 @@ class Pair:
 
 @asynccontextmanager
 async def running() -> AsyncIterator[Pair]:
-    config = tiny_config("llama", VOCAB, LENGTH)
-    config.tie_word_embeddings = False
-    module = tiny_module(config, dtype=torch.float64)
-    with torch.no_grad():
-        module.lm_head.weight.mul_(FLATTER)
+    module = flat_module(VOCAB, LENGTH)
     original = twin(module)
     eagle = tiny_eagle(original, HEAD_IDS)
     info = ModelInfo("tiny", VOCAB, LENGTH, "float64", (), "w", "t")
     engine = PagedEngine(module, info, shows_features=True)
-    target = TargetService(engine, InlineExecutor(engine.take_step_seconds), max_num_seqs=8)
     drafter = EagleDrafter(eagle, NgramDrafter(1, 16), sessions_max=SESSIONS_MAX)
     draft = DraftService.with_eagle(
         drafter, replace(info, name="eagle"), InlineExecutor(lambda: 0.0), max_num_seqs=8
     )
-    links: tuple[MemoryLink, ...] = (MemoryLink(target), MemoryLink(draft))
-    yield Pair(original, eagle, *links, *map(Listener, links))
-    target.check_integrity()
-    for link in links:
-        await link.close()
-    await target.close()
+    link = MemoryLink(draft)
+    async with Replica("target", engine, max_num_seqs=8) as target:
+        yield Pair(original, eagle, target, link, Listener(link))
+    await link.close()
     await draft.close()
 
 
@@ -144,8 +132,7 @@ async def test_what_is_drafted_round_after_round(rule: Rule, sampling: SamplingP
             options: dict[str, Any] = {"rule": rule, "sampling": sampling, "round_index": index}
             length = len(tokens)
             reply = await pair.verify(tokens, proposal, **options)
-            uniforms = RoundNoise(SEED, rule, length).accept_uniforms(len(proposal))
-            outcome = decide(reply.verdict, proposal.token_ids, rule, uniforms)
+            outcome = outcome_of(reply, proposal, rule, SEED, length)
             accepted.append(outcome.num_accepted)
             tokens += outcome.token_ids
             new = reply.features
@@ -181,9 +168,8 @@ async def test_a_tree_shows_the_path_that_was_accepted() -> None:
         for seed in range(40):
             head = make_head(text, seed=seed, session=seed + 3, **options)
             item = VerifyItem(head, tree, wants_features=True)
-            reply = await ask(pair.target, pair.verdicts, item)
-            uniforms = RoundNoise(seed, Rule.COUPLED, len(text)).accept_uniforms(5, tree.parents)
-            outcome = decide(reply.verdict, tree.token_ids, Rule.COUPLED, uniforms, tree.parents)
+            reply = await pair.target.ask(item)
+            outcome = outcome_of(reply, tree, Rule.COUPLED, seed, len(text))
             shown = pair.features([*text, *outcome.token_ids], len(text) - 1)
             assert _close(reply.features, shown)
             seen_beside |= any(place not in tree.tree.spine for place in outcome.path)

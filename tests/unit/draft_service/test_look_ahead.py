@@ -23,25 +23,8 @@ PROMPT = (1, 2, 3)
 PLAIN = SamplingParams(temperature=0.9)
 
 
-class Draft(Replica):
-    """One over a toy engine, and a link to it."""
-
-    def __init__(self, engine: ToyEngine | None = None, **options: Any) -> None:
-        super().__init__("draft", engine or ToyEngine(salt=2, max_model_len=256), **options)
-
-    async def send(self, *items: DraftItem) -> list[ProposalReply]:
-        """What is heard until nothing is left to do."""
-        before = len(self.listener.answers)
-        for item in items:
-            self.link.send(item)
-        await self.settled()
-        return self.listener.answers[before:]
-
-    async def settled(self) -> None:
-        """Until what was sent has been done."""
-        for _ in range(5):  # It is on its way for some turns of the loop.
-            await asyncio.sleep(0)
-            await self.service.drain()
+def draft_over(engine: ToyEngine | None = None, **options: Any) -> Replica:
+    return Replica("draft", engine or ToyEngine(salt=2, max_model_len=256), **options)
 
 
 def item(
@@ -73,15 +56,13 @@ def check_pushed(pushed: Sequence[ProposalReply], prefix: Sequence[int], rule: R
 
 
 @pytest.fixture
-async def draft() -> AsyncIterator[Draft]:
-    made = Draft()
-    yield made
-    made.service.check_integrity()
-    await made.service.close()
+async def draft() -> AsyncIterator[Replica]:
+    async with draft_over() as made:
+        yield made
 
 
 @pytest.mark.parametrize("rule", list(Rule))
-async def test_what_is_pushed_is_what_would_be_proposed(draft: Draft, rule: Rule) -> None:
+async def test_what_is_pushed_is_what_would_be_proposed(draft: Replica, rule: Rule) -> None:
     """Under every rule, q included; for the round behind the one that was asked for. Some assume
     that all draft tokens pass, some that one is refused."""
     asked = item(PROMPT, rule=rule)
@@ -100,7 +81,7 @@ async def test_what_is_pushed_is_what_would_be_proposed(draft: Draft, rule: Rule
         assert [reply.assumed[-1]] != refused
 
 
-async def test_a_round_goes_on_from_the_proposal_that_is_held(draft: Draft) -> None:
+async def test_a_round_goes_on_from_the_proposal_that_is_held(draft: Replica) -> None:
     _, *pushed = await draft.send(item(PROMPT))
     chosen = pushed[2]
     committed = (*PROMPT, *chosen.assumed)
@@ -114,7 +95,7 @@ async def test_a_round_goes_on_from_the_proposal_that_is_held(draft: Draft) -> N
     assert len(draft.engine.batches) - num_passes == 1 + 3
 
 
-async def test_an_outcome_that_is_known_is_answered_before_anything_runs(draft: Draft) -> None:
+async def test_an_outcome_that_is_known_is_answered_before_anything_runs(draft: Replica) -> None:
     """As when the push has crossed the question on its way."""
     _, *pushed = await draft.send(item(PROMPT))
     chosen = pushed[1]
@@ -125,7 +106,7 @@ async def test_an_outcome_that_is_known_is_answered_before_anything_runs(draft: 
     assert len(draft.engine.batches) <= num_passes + 2  # The step that reads it comes after it.
     assert answer.proposal == chosen.proposal
     assert (answer.key.round, answer.base_length, answer.assumed) == (1, len(committed), ())
-    await draft.settled()
+    await draft.settle()
     check_pushed(draft.listener.answers[10:], committed, Rule.TOKEN)
 
 
@@ -144,12 +125,12 @@ async def test_a_step_has_two_passes_where_nobody_waits_and_nothing_has_come(
             return super().take_step_seconds()
 
     ends = [0]
-    draft = Draft(Counted(salt=2, max_model_len=256))
+    draft = draft_over(Counted(salt=2, max_model_len=256))
     await draft.send(item(PROMPT, count=5))
     passes = [after - before for before, after in pairwise(ends) if after > before]
     # Five draws are waited for; then come five of refusals, and one later as many of the bonus.
     assert passes == [1] * 11 if has_news else passes == [1, 1, 1, 1, 1, 2, 2, 1, 1]
-    await draft.service.close()
+    await draft.close()
 
 
 async def test_how_far_a_late_outcome_is_drafted_says_nothing_of_its_tokens() -> None:
@@ -157,7 +138,7 @@ async def test_how_far_a_late_outcome_is_drafted_says_nothing_of_its_tokens() ->
     seed, as `docs/exactness.md` needs."""
     lengths, tokens = set(), set()
     for seed in range(1, 21):
-        draft = Draft()
+        draft = draft_over()
         _, *pushed = await draft.send(item(PROMPT, seed=seed))
         outcome = pushed[0].assumed
         num_heard = len(draft.listener.answers)
@@ -172,13 +153,13 @@ async def test_how_far_a_late_outcome_is_drafted_says_nothing_of_its_tokens() ->
         late = (await draft.listener.wait(num_heard + 1))[num_heard]
         lengths.add(len(late.proposal))
         tokens.add(late.proposal.token_ids)
-        await draft.settled()
-        await draft.service.close()
+        await draft.settle()
+        await draft.close()
     assert lengths == {4}
     assert len(tokens) > 10
 
 
-async def test_a_round_may_want_fewer_tokens_than_were_drafted_for_it(draft: Draft) -> None:
+async def test_a_round_may_want_fewer_tokens_than_were_drafted_for_it(draft: Replica) -> None:
     """As at the end of a completion."""
     _, *pushed = await draft.send(item(PROMPT))
     committed = (*PROMPT, *pushed[0].assumed)
@@ -186,7 +167,7 @@ async def test_a_round_may_want_fewer_tokens_than_were_drafted_for_it(draft: Dra
     assert known.proposal == pushed[0].proposal.cut(2)
 
 
-async def test_what_came_otherwise_is_drafted_as_ever(draft: Draft) -> None:
+async def test_what_came_otherwise_is_drafted_as_ever(draft: Replica) -> None:
     answer, *pushed = await draft.send(item(PROMPT))
     assumed = {reply.assumed for reply in pushed}
     outcome = next(
@@ -205,7 +186,7 @@ async def test_what_came_otherwise_is_drafted_as_ever(draft: Draft) -> None:
 async def test_a_round_pushes_no_more_bytes_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was worked out all the same is answered with when it is asked for, and not drafted
     twice."""
-    draft = Draft()
+    draft = draft_over()
     with monkeypatch.context() as patch:
         patch.setattr("draft_service.lookahead.LOOK_AHEAD_BYTES_MAX", 200)
         _, *pushed = await draft.send(item(PROMPT))
@@ -214,7 +195,7 @@ async def test_a_round_pushes_no_more_bytes_than_it_may(monkeypatch: pytest.Monk
     ]
     assert 0 < sum(sizes) <= 200
     assert len(pushed) < 8
-    _, *all_of_them = await Draft().send(item(PROMPT))
+    _, *all_of_them = await draft_over().send(item(PROMPT))
     sent = {reply.assumed for reply in pushed}
     kept = next(reply for reply in all_of_them if reply.assumed not in sent)
     committed = (*PROMPT, *kept.assumed)
@@ -223,14 +204,14 @@ async def test_a_round_pushes_no_more_bytes_than_it_may(monkeypatch: pytest.Monk
     answer = (await draft.listener.wait(len(pushed) + 2))[len(pushed) + 1]
     assert len(draft.engine.batches) <= num_passes + 2  # The step that reads it comes after it.
     assert answer.proposal == kept.proposal
-    await draft.service.close()
+    await draft.close()
 
 
 @pytest.mark.parametrize(
     "changes", [{"look_ahead": 0}, {"sampling": SamplingParams(frequency_penalty=0.5)}]
 )
 async def test_without_looking_ahead_there_is_one_answer(
-    draft: Draft, changes: dict[str, Any]
+    draft: Replica, changes: dict[str, Any]
 ) -> None:
     """None is asked for; and penalties would count tokens that are not there."""
     assert len(await draft.send(item(PROMPT, **changes))) == 1
@@ -238,22 +219,21 @@ async def test_without_looking_ahead_there_is_one_answer(
 
 async def test_pages_that_are_needed_are_there() -> None:
     """Outcomes take what is free and give way to sessions that come, however many there are."""
-    draft = Draft(ToyEngine(salt=2, max_model_len=64, num_pages=24))
+    draft = draft_over(ToyEngine(salt=2, max_model_len=64, num_pages=24))
     for session in range(1, 6):
         [answer, *_] = await draft.send(item([1] * 13, session=session, look_ahead=16))
         assert len(answer.proposal) == 3
-    draft.service.check_integrity()
-    await draft.service.close()
+    await draft.close()
 
 
-async def test_a_session_that_loses_its_pages_is_answered_what_it_has(draft: Draft) -> None:
+async def test_a_session_that_loses_its_pages_is_answered_what_it_has(draft: Replica) -> None:
     """As when an older one takes them while its proposal grows."""
     draft.link.send(item(PROMPT, count=6))
     while len(draft.engine.batches) <= 2:
         await asyncio.sleep(0)
     num_drawn = len(draft.engine.batches)
     draft.engine.release(session_name(1))
-    await draft.settled()
+    await draft.settle()
     [answer] = draft.listener.answers
     expected, _ = expected_proposal(PROMPT, num_drawn, Rule.TOKEN, PLAIN, 1)
     assert list(answer.proposal.token_ids) == expected
@@ -261,7 +241,7 @@ async def test_a_session_that_loses_its_pages_is_answered_what_it_has(draft: Dra
     await check_begins_anew(draft, (*PROMPT, 7), len(PROMPT))
 
 
-async def check_begins_anew(draft: Draft, committed: tuple[int, ...], length: int) -> None:
+async def check_begins_anew(draft: Replica, committed: tuple[int, ...], length: int) -> None:
     """The draft has lost a session's pages: a round that builds on what it held is told so, and
     one that states all tokens is drafted."""
     [again] = await draft.send(item(committed, length, round_index=2))
@@ -273,12 +253,12 @@ async def check_begins_anew(draft: Draft, committed: tuple[int, ...], length: in
 
 
 @pytest.mark.parametrize("crash", [RuntimeError("out of memory"), BadRequest("token_ids", "no")])
-async def test_a_failure_while_looking_ahead_harms_nobody(draft: Draft, crash: Exception) -> None:
+async def test_a_failure_while_looking_ahead_harms_nobody(draft: Replica, crash: Exception) -> None:
     """It comes after the answer, or beside somebody's drawn tokens, which are proposed then."""
     draft.link.send(item(PROMPT))
     await draft.listener.wait(1)
     draft.engine.crash = crash
-    await draft.settled()
+    await draft.settle()
     committed = (*PROMPT, 7)
     draft.engine.crash = None
     answer, *pushed = [

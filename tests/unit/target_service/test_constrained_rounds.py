@@ -5,15 +5,24 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from constrained import CONSTRAINTS, allowed_ids, eos, fresh_mask, grammar, grammars, hf_tokenizer
-from rounds import PATIENCE_S, Listener, Player, Replica, ask, make_head, session_name
+from rounds import (
+    GREEDY,
+    PATIENCE_S,
+    Listener,
+    Pair,
+    Player,
+    Replica,
+    make_head,
+    outcome_of,
+    session_name,
+)
 from toy_engine import ToyEngine, toy_logits
 from verdict_laws import verdict_from_logits
 
@@ -24,7 +33,6 @@ from outrider.grammar.matcher import PrefixMatcher
 from outrider.limits import GRAMMARS_MAX
 from outrider.messages import DraftItem, ProposalReply, Refused, RoundHead, VerdictReply, VerifyItem
 from outrider.replica.executors import InlineExecutor
-from outrider.speculation.accept_reject import decide
 from outrider.speculation.logits_processing import TokenHistory
 from outrider.speculation.proposal import (
     NOTHING_SEALED,
@@ -43,22 +51,6 @@ ROUNDS_MAX = 60
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95)
 
 
-class Pair:
-    """A target and a draft, links to them."""
-
-    def __init__(self, target_grammars: Grammars | None, draft_grammars: Grammars | None) -> None:
-        self.sides = (
-            Replica("target", engine(1), 0.0, max_num_seqs=8, grammars=target_grammars),
-            Replica("draft", engine(2), 0.0, max_num_seqs=8, grammars=draft_grammars),
-        )
-        self.links = tuple((side.link, side.listener) for side in self.sides)
-        self.target, self.draft = (side.service for side in self.sides)
-
-    def player(self, constraint: Constraint | None, rule: Rule = Rule.TOKEN, **more: Any) -> Player:
-        sampling = SamplingParams(temperature=0.0) if rule is Rule.GREEDY else SAMPLED
-        return Player(PROMPT, rule, sampling, *self.links, constraint=constraint, **more)
-
-
 def head_of(tokens: Sequence[int], **more: Any) -> RoundHead:
     more = {"rule": Rule.TOKEN, "sampling": SAMPLED, "prompt_length": len(PROMPT)} | more
     return make_head(tokens, **more)
@@ -68,15 +60,16 @@ def engine(salt: int) -> ToyEngine:
     return ToyEngine(VOCAB, salt, max_model_len=256, num_pages=4096)
 
 
-@asynccontextmanager
-async def running(
-    target_grammars: Grammars | None, draft_grammars: Grammars | None
-) -> AsyncIterator[Pair]:
-    pair = Pair(target_grammars, draft_grammars)
-    yield pair
-    for side in pair.sides:
-        side.service.check_integrity()
-        await side.service.close()
+def running(target_grammars: Grammars | None, draft_grammars: Grammars | None) -> Pair:
+    return Pair(
+        Replica("target", engine(1), 0.0, max_num_seqs=8, grammars=target_grammars),
+        Replica("draft", engine(2), 0.0, max_num_seqs=8, grammars=draft_grammars),
+    )
+
+
+def player_of(pair: Pair, name: str, rule: Rule, **more: Any) -> Player:
+    sampling = GREEDY if rule is Rule.GREEDY else SAMPLED
+    return pair.player(PROMPT, rule, sampling, constraint=CONSTRAINTS[name], **more)
 
 
 async def ended(player: Player, num_draft_tokens: int, siblings: tuple[int, ...] = ()) -> list[int]:
@@ -111,9 +104,7 @@ async def test_completions_meet_their_constraint_and_end(
         for seed in range(3):
             texts = []
             for session, k in ((1, 0), (2, 4)):
-                player = pair.player(
-                    CONSTRAINTS[name], rule, seed=seed, session=10 * seed + session
-                )
+                player = player_of(pair, name, rule, seed=seed, session=10 * seed + session)
                 texts.append(await ended(player, k))
                 check_meets(name, texts[-1])
             assert rule.needs_q or texts[0] == texts[1]
@@ -123,29 +114,28 @@ async def test_completions_meet_their_constraint_and_end(
 async def test_trees_are_masked_by_path(rule: Rule) -> None:
     async with running(grammars(), grammars()) as pair:
         for seed in range(3):
-            player = pair.player(CONSTRAINTS["schema"], rule, seed=seed, session=2 * seed)
+            player = player_of(pair, "schema", rule, seed=seed, session=2 * seed)
             completion = await ended(player, 3, (2, 1))
             check_meets("schema", completion)
             if not rule.needs_q:
-                plain = pair.player(CONSTRAINTS["schema"], rule, seed=seed, session=2 * seed + 1)
+                plain = player_of(pair, "schema", rule, seed=seed, session=2 * seed + 1)
                 assert completion == await ended(plain, 0)
 
 
 async def test_a_draft_with_masks_proposes_what_is_allowed_and_stops_at_the_end() -> None:
     async with running(grammars(), grammars()) as pair:
-        link, listener = pair.links[1]
         whole = hf_tokenizer().encode("brown fox")
         for num_written in (0, 1, len(whole)):
             tokens = (*PROMPT, *whole[:num_written])
             head = head_of(tokens, session=1 + num_written, constraint=CONSTRAINTS["choice"])
-            reply = await ask(link, listener, DraftItem(head, 8, look_ahead=4))
+            reply = await pair.draft.ask(DraftItem(head, 8, look_ahead=4))
             assert isinstance(reply, ProposalReply)
             drafted = list(reply.proposal.token_ids)
             check_meets("choice", [*whole[:num_written], *drafted])
             assert drafted.count(eos()) == (drafted[-1:] == [eos()])
         assert drafted == [eos()]
         done = head_of((*tokens, eos()), session=9, constraint=CONSTRAINTS["choice"])
-        reply = await ask(link, listener, DraftItem(done, 8))
+        reply = await pair.draft.ask(DraftItem(done, 8))
         assert reply.proposal.token_ids == ()
 
 
@@ -164,7 +154,7 @@ async def test_a_verdict_is_that_of_the_masked_logits(rule: Rule) -> None:
         )  # fmt: skip
         async with running(grammars(), None) as pair:
             item = VerifyItem(head, SealedProposal.of(proposal), num_logprobs=2)
-            reply = await ask(*pair.links[0], item)
+            reply = await pair.target.ask(item)
         assert isinstance(reply, VerdictReply)
         tokens = [*committed, *(v if v < VOCAB else 0 for v in drafted)]
         rows = torch.stack(
@@ -213,13 +203,12 @@ async def test_a_constraint_too_hard_behind_a_draft_token_ends_a_session_only_if
                 (*PROMPT, *tokens), rule=rule, sampling=likely_quote, session=session, seed=seed,
                 prompt_length=len(PROMPT), constraint=constraint, round_index=len(tokens),
             )  # fmt: skip
-            return await ask(*pair.links[0], VerifyItem(head, proposal))
+            return await pair.target.ask(VerifyItem(head, proposal))
 
         for seed in range(24):
             reply = await asked(2 * seed, seed, proposal)
             assert isinstance(reply, VerdictReply)
-            uniforms = RoundNoise(seed, rule, len(PROMPT)).accept_uniforms(2, parents)
-            tokens = decide(reply.verdict, drafted, rule, uniforms, parents).token_ids
+            tokens = outcome_of(reply, proposal, rule, seed, len(PROMPT)).token_ids
             ends.add(tokens[-1] == quote)
             if quote in tokens:
                 assert tokens[-1] == quote
@@ -252,15 +241,13 @@ async def test_what_a_target_cannot_hold_to_is_refused_and_hurts_nobody_else(
     make: Callable[[], Grammars | None], constraint: Constraint, said: str
 ) -> None:
     async with running(make(), None) as pair:
-        link, listener = pair.links[0]
         plain = head_of(PROMPT, session=2)
         bad = replace(
             plain, session_id=session_name(1), constraint=constraint,
             constraint_hash=constraint.digest(),
         )  # fmt: skip
-        link.send(VerifyItem(bad))
-        link.send(VerifyItem(plain))
-        answers = {answer.key.session_id: answer for answer in await listener.wait(2)}
+        heard = await pair.target.send(VerifyItem(bad), VerifyItem(plain))
+        answers = {answer.key.session_id: answer for answer in heard}
         refused = answers[session_name(1)]
         assert isinstance(refused, Refused)
         assert (refused.code, refused.message) == (9, said)
@@ -270,10 +257,10 @@ async def test_what_a_target_cannot_hold_to_is_refused_and_hurts_nobody_else(
 async def test_a_completion_that_breaks_its_constraint_is_refused() -> None:
     head = head_of((*PROMPT, *hf_tokenizer().encode("fox")), constraint=CONSTRAINTS["schema"])
     async with running(grammars(), grammars()) as pair:
-        refused = await ask(*pair.links[0], VerifyItem(head))
+        refused = await pair.target.ask(VerifyItem(head))
         assert isinstance(refused, Refused)
         assert refused.message == "json_schema: token 0 of the completion does not meet it here"
-        drafted = await ask(*pair.links[1], DraftItem(head, 2))
+        drafted = await pair.draft.ask(DraftItem(head, 2))
         assert isinstance(drafted, ProposalReply)
 
 

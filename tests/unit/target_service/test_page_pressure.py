@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from rounds import Replica, ask, make_head, session_name
+import pytest
+from rounds import Replica, make_head, session_name
 from toy_engine import ToyEngine
 
-from outrider.clock import run_virtually
 from outrider.limits import SILENT_SESSION_MS
 from outrider.messages import DraftItem, Resync, VerdictReply, VerifyItem
 from outrider.speculation.proposal import SealedProposal
@@ -21,38 +21,33 @@ def replica(role: str, engine: ToyEngine, max_num_batched_tokens: int = 512) -> 
     )
 
 
-def test_a_session_that_fell_silent_keeps_its_pages_from_nobody() -> None:
+@pytest.mark.virtual
+async def test_a_session_that_fell_silent_keeps_its_pages_from_nobody() -> None:
     """Its release was lost. Whoever needs its pages waits for as long as silence is patience, and
     not longer; it is asked for what it lacks when it comes back."""
-
-    async def main() -> None:
-        at = replica("target", ToyEngine(num_pages=4))
-        link, listener = at.connect()
-        await ask(link, listener, VerifyItem(make_head([1] * 10)))
-        start = asyncio.get_running_loop().time()
-        answer = await ask(link, listener, VerifyItem(make_head([2] * 10, session=2)))
-        waited_s = asyncio.get_running_loop().time() - start
-        assert isinstance(answer, VerdictReply)
-        assert 1.0 <= waited_s / (SILENT_SESSION_MS / 1e3) < 1.2
-        link.release(session_name(2), 1)
-        back = await ask(link, listener, VerifyItem(make_head([1] * 11, 10, round_index=1)))
-        assert isinstance(back, Resync)
-        await at.close()
-
-    run_virtually(main())
+    at = replica("target", ToyEngine(num_pages=4))
+    await at.ask(VerifyItem(make_head([1] * 10)))
+    start = asyncio.get_running_loop().time()
+    answer = await at.ask(VerifyItem(make_head([2] * 10, session=2)))
+    waited_s = asyncio.get_running_loop().time() - start
+    assert isinstance(answer, VerdictReply)
+    assert 1.0 <= waited_s / (SILENT_SESSION_MS / 1e3) < 1.2
+    at.link.release(session_name(2), 1)
+    back = await at.ask(VerifyItem(make_head([1] * 11, 10, round_index=1)))
+    assert isinstance(back, Resync)
+    await at.close()
 
 
 async def test_a_draft_that_finds_no_pages_proposes_nothing_and_delays_nobody() -> None:
     """The older session keeps drafting; the younger's rounds go on without; when the older has
     gone, the younger is drafted for again."""
     at = replica("draft", ToyEngine(num_pages=4))
-    link, listener = at.connect()
-    first = await ask(link, listener, DraftItem(make_head([1] * 9), 3))
+    first = await at.ask(DraftItem(make_head([1] * 9), 3))
     assert len(first.proposal) == 3
-    none = await ask(link, listener, DraftItem(make_head([2] * 7, session=2), 3))
+    none = await at.ask(DraftItem(make_head([2] * 7, session=2), 3))
     assert (none.proposal, none.base_length, none.cached_length) == (SealedProposal(()), 7, 0)
-    link.release(session_name(1), 1)
-    again = await ask(link, listener, DraftItem(make_head([2] * 8, session=2, round_index=1), 3))
+    at.link.release(session_name(1), 1)
+    again = await at.ask(DraftItem(make_head([2] * 8, session=2, round_index=1), 3))
     assert len(again.proposal) == 3
     await at.close()
 
@@ -62,7 +57,7 @@ async def test_a_drafts_long_prompt_is_run_in_parts_and_drafts_the_same() -> Non
     replies = []
     for max_tokens in (512, 64):
         at = replica("draft", ToyEngine(max_model_len=200), max_tokens)
-        replies.append(await ask(*at.connect(), DraftItem(make_head(prompt), 4)))
+        replies.append(await at.ask(DraftItem(make_head(prompt), 4)))
         assert max(map(sum, at.engine.counts)) <= max_tokens
         await at.close()
     assert replies[0].proposal == replies[1].proposal

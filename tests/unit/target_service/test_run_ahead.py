@@ -10,12 +10,13 @@ import pytest
 from rounds import Player, Replica, make_head, session_name
 from toy_engine import ToyEngine
 
-from outrider.clock import run_virtually
 from outrider.limits import ANSWERS_HELD_MS
 from outrider.messages import Refused, ReplyKey, Resync, VerdictReply, VerifyAnswer, VerifyItem
 from outrider.replica.step_request import AnswerSender
 from outrider.speculation.proposal import Proposal, SealedProposal
 from outrider.speculation.sampling_params import Rule, SamplingParams
+
+pytestmark = pytest.mark.virtual
 
 PROMPT = (1, 2, 3)
 RULE = Rule.TOKEN
@@ -25,11 +26,28 @@ def target(**options: Any) -> Replica:
     return Replica("target", ToyEngine(**options))
 
 
+async def frames_of(setting: Replica, item: VerifyItem) -> list[Sequence[VerifyAnswer]]:
+    """What another connection hears of an item."""
+    frames: list[Sequence[VerifyAnswer]] = []
+    connection = setting.service.connect(frames.append)
+    connection.receive([item])
+    await setting.settle()
+    connection.close()
+    return frames
+
+
+async def answers_alone(item: VerifyItem) -> list[VerifyAnswer]:
+    """What a target answers that has heard of nothing else."""
+    alone = target()
+    answers = await alone.send(item)
+    await alone.close()
+    return answers
+
+
 @pytest.fixture
 async def setting() -> AsyncIterator[Replica]:
-    made = target()
-    yield made
-    await made.close()
+    async with target() as made:
+        yield made
 
 
 async def plain_tokens(count: int) -> list[int]:
@@ -38,7 +56,7 @@ async def plain_tokens(count: int) -> list[int]:
     player = Player(PROMPT, RULE, SamplingParams(), (other.link, other.listener))
     for _ in range(count):
         await player.play(0)
-    await other.service.close()
+    await other.close()
     return player.tokens
 
 
@@ -61,28 +79,20 @@ async def test_it_goes_on_as_far_as_allowed_with_the_same_tokens(setting: Replic
     """One question with an allowance of 5 gives 6 verdicts, those of 6 questions. The one asked for
     leaves at once; those behind it leave with the last of the allowance."""
     wanted = await plain_tokens(6)
-    frames: list[Sequence[VerifyAnswer]] = []
-    connection = setting.service.connect(frames.append)
-    connection.receive([ask_round(PROMPT, 0, 0, 5)])
-    await setting.settle()
+    frames = await frames_of(setting, ask_round(PROMPT, 0, 0, 5))
     assert [[answer.key.round for answer in frame] for frame in frames] == [[0], [1, 2, 3, 4, 5]]
     answers = [answer for frame in frames for answer in frame]
     assert own_tokens(answers) == dict(enumerate(wanted[3:]))
     assert [answer.cached_length for answer in answers] == list(range(3, 9))
-    connection.close()
 
 
 async def test_a_verdict_that_ends_the_text_takes_held_ones_along() -> None:
     wanted = await plain_tokens(6)
     setting = target(eos_token_ids=(wanted[5],))
-    frames: list[Sequence[VerifyAnswer]] = []
-    connection = setting.service.connect(frames.append)
-    connection.receive([ask_round(PROMPT, 0, 0, 5)])
-    await setting.settle()
+    frames = await frames_of(setting, ask_round(PROMPT, 0, 0, 5))
     assert wanted[5] not in wanted[3:5]
     assert [answer.key.round for answer in frames[1]] == [1, 2]
-    connection.close()
-    await setting.service.close()
+    await setting.close()
 
 
 def refused(session: int, message: str) -> Refused:
@@ -90,27 +100,24 @@ def refused(session: int, message: str) -> Refused:
     return Refused(ReplyKey(session_name(session), 1, 0), 13, message)
 
 
-def test_a_held_answer_leaves_in_time_or_with_a_later_one_of_its_session() -> None:
+async def test_a_held_answer_leaves_in_time_or_with_a_later_one_of_its_session() -> None:
     sent: list[tuple[float, list[str]]] = []
 
     def note(answers: Sequence[Refused]) -> None:
         sent.append((asyncio.get_running_loop().time(), [one.message for one in answers]))
 
-    async def hold() -> None:
-        outlet = AnswerSender(note)
-        outlet.hold([refused(1, "first")])
-        await asyncio.sleep(0.01)
-        outlet.hold([refused(1, "second"), refused(2, "second's")])
-        outlet.flush(session_name(2))
-        await asyncio.sleep(0.99)
-        outlet.hold([refused(1, "third"), refused(2, "third's")])
-        outlet.send([refused(1, "fourth")])
-        again = refused(1, "fifth")
-        outlet.hold([again])
-        outlet.send([again])
-        await asyncio.sleep(1)
-
-    run_virtually(hold())
+    outlet = AnswerSender(note)
+    outlet.hold([refused(1, "first")])
+    await asyncio.sleep(0.01)
+    outlet.hold([refused(1, "second"), refused(2, "second's")])
+    outlet.flush(session_name(2))
+    await asyncio.sleep(0.99)
+    outlet.hold([refused(1, "third"), refused(2, "third's")])
+    outlet.send([refused(1, "fourth")])
+    again = refused(1, "fifth")
+    outlet.hold([again])
+    outlet.send([again])
+    await asyncio.sleep(1)
     held_s = ANSWERS_HELD_MS / 1e3
     assert sent == [
         (0.01, ["second's"]),
@@ -125,8 +132,7 @@ async def test_a_question_on_the_way_extends_and_repeats_nothing(setting: Replic
     """Round 2, asked for after rounds 0..3 were answered, raises the allowance to round 6; seven
     rounds are seven forward passes. Asked for again, it brings the verdicts from 2 on again."""
     wanted = await plain_tokens(7)
-    setting.link.send(ask_round(PROMPT, 0, 0, 3))
-    await setting.settle()
+    await setting.send(ask_round(PROMPT, 0, 0, 3))
     passes = sum(session_name(1) in batch for batch in setting.engine.batches)
     assert passes == 4
     setting.link.send(ask_round(wanted[:5], 4, 2, 4))
@@ -134,39 +140,28 @@ async def test_a_question_on_the_way_extends_and_repeats_nothing(setting: Replic
     rounds = [answer.key.round for answer in answers]
     assert rounds == [0, 1, 2, 3, 4, 5, 6]
     assert own_tokens(answers) == dict(enumerate(wanted[3:]))
-    setting.link.send(ask_round(wanted[:5], 4, 2, 4))
-    answers = await setting.settle()
-    assert [answer.key.round for answer in answers][7:] == [2, 3, 4, 5, 6]
+    again = await setting.send(ask_round(wanted[:5], 4, 2, 4))
+    assert [answer.key.round for answer in again] == [2, 3, 4, 5, 6]
     assert sum(session_name(1) in batch for batch in setting.engine.batches) == 7
 
 
 async def test_over_another_connection_known_verdicts_come_again(setting: Replica) -> None:
     """They may have been lost with the first one."""
     wanted = await plain_tokens(7)
-    setting.link.send(ask_round(PROMPT, 0, 0, 3))
-    await setting.settle()
-    frames: list[Sequence[VerifyAnswer]] = []
-    connection = setting.service.connect(frames.append)
-    connection.receive([ask_round(wanted[:5], 4, 2, 4)])
-    await setting.settle()
+    await setting.send(ask_round(PROMPT, 0, 0, 3))
+    frames = await frames_of(setting, ask_round(wanted[:5], 4, 2, 4))
     assert [answer.key.round for frame in frames for answer in frame] == [2, 3, 4, 5, 6]
-    connection.close()
 
 
 async def test_one_that_allows_fewer_rounds_gets_no_more_than_those(setting: Replica) -> None:
     """A session resumed with an epoch that was given twice: its coordinator may draft in a round
     that was run ahead for the first one, so it gets no verdict of it."""
     wanted = await plain_tokens(3)
-    setting.link.send(ask_round(PROMPT, 0, 0, 4))
-    await setting.settle()
-    frames: list[Sequence[VerifyAnswer]] = []
-    connection = setting.service.connect(frames.append)
-    connection.receive([ask_round(PROMPT, 0, 0, 1)])
-    await setting.settle()
+    await setting.send(ask_round(PROMPT, 0, 0, 4))
+    frames = await frames_of(setting, ask_round(PROMPT, 0, 0, 1))
     assert own_tokens([answer for frame in frames for answer in frame]) == {
         0: wanted[3], 1: wanted[4]
     }  # fmt: skip
-    connection.close()
 
 
 async def test_a_proposal_takes_over(setting: Replica) -> None:
@@ -179,40 +174,32 @@ async def test_a_proposal_takes_over(setting: Replica) -> None:
     await setting.listener.wait(3)
     setting.link.send(item)
     answers = await setting.settle()
-    alone = target()
     full = make_head(wanted[:4], rule=RULE, round_index=1)
-    alone.link.send(VerifyItem(full, item.proposal))
-    (expected,) = await alone.listener.wait(1)
+    [expected] = await answers_alone(VerifyItem(full, item.proposal))
+    assert isinstance(expected, VerdictReply)
     last = answers[-1]
     assert isinstance(last, VerdictReply)
     assert last.verdict == expected.verdict
     assert last.key.round == 1
     assert setting.engine.length(session_name(1)) == 6
-    await alone.service.close()
 
 
 async def test_other_tokens_than_its_own_restart_it(setting: Replica) -> None:
     """A coordinator that committed something else is right: its prefix is decoded on."""
     wanted = await plain_tokens(1)
     other = (wanted[3] + 1) % 8
-    setting.link.send(ask_round(PROMPT, 0, 0, 4))
-    before = len(await setting.settle())
-    setting.link.send(ask_round((*PROMPT, other), 3, 1, 3))
-    answers = (await setting.settle())[before:]
-    alone = target()
-    alone.link.send(ask_round((*PROMPT, other), 0, 1, 3))
-    assert own_tokens(answers) == own_tokens(await alone.settle())
-    await alone.service.close()
+    await setting.send(ask_round(PROMPT, 0, 0, 4))
+    answers = await setting.send(ask_round((*PROMPT, other), 3, 1, 3))
+    alone = await answers_alone(ask_round((*PROMPT, other), 0, 1, 3))
+    assert own_tokens(answers) == own_tokens(alone)
 
 
 async def test_another_past_with_the_same_last_token_is_no_extension(setting: Replica) -> None:
     """The digest of the stated prefix tells: the replica asks for what it does not hold."""
     wanted = await plain_tokens(2)
     other = (wanted[3] + 1) % 8
-    setting.link.send(ask_round(PROMPT, 0, 0, 4))
-    before = len(await setting.settle())
-    setting.link.send(ask_round((*PROMPT, other, wanted[4]), 4, 2, 1))
-    (answer,) = (await setting.settle())[before:]
+    await setting.send(ask_round(PROMPT, 0, 0, 4))
+    [answer] = await setting.send(ask_round((*PROMPT, other, wanted[4]), 4, 2, 1))
     assert isinstance(answer, Resync)
 
 
@@ -220,13 +207,11 @@ async def test_it_stops_at_the_models_length() -> None:
     """With room for 6 tokens, rounds end when the prefix fills it; none is refused, none invented;
     the round after that is refused when it is asked for."""
     setting = target(max_model_len=6)
-    setting.link.send(ask_round(PROMPT, 0, 0, 10))
-    answers = await setting.settle()
-    tokens = own_tokens(answers)
+    tokens = own_tokens(await setting.send(ask_round(PROMPT, 0, 0, 10)))
     assert list(tokens) == [0, 1, 2, 3]
-    setting.link.send(ask_round((*PROMPT, *tokens.values()), 6, 4, 0))
-    assert isinstance((await setting.settle())[-1], Refused)
-    await setting.service.close()
+    [answer] = await setting.send(ask_round((*PROMPT, *tokens.values()), 6, 4, 0))
+    assert isinstance(answer, Refused)
+    await setting.close()
 
 
 async def test_a_broken_stream_stops_it_and_a_new_one_picks_it_up(setting: Replica) -> None:
@@ -235,8 +220,6 @@ async def test_a_broken_stream_stops_it_and_a_new_one_picks_it_up(setting: Repli
     await setting.listener.wait(1)
     setting.link.sever(ConnectionError("cut"))
     await setting.listener.wait(num_lost=1)
-    heard = len(await setting.settle())
-    assert heard < 17
-    setting.link.send(ask_round(wanted[:5], 4, 2, 3))
-    answers = await setting.settle()
-    assert own_tokens(answers[heard:]) == dict(list(enumerate(wanted[3:]))[2:6])
+    assert len(await setting.settle()) < 17
+    answers = await setting.send(ask_round(wanted[:5], 4, 2, 3))
+    assert own_tokens(answers) == dict(list(enumerate(wanted[3:]))[2:6])

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from models import tiny_config, tiny_eagle3, tiny_exit, tiny_heads, tiny_module, twin
+from models import flat_module, tiny_eagle3, tiny_exit, tiny_heads, twin
 from paged_engines import shorten_pages
-from rounds import GREEDY, RULES, Replica, make_head
+from rounds import GREEDY, RULES, Replica, make_head, outcome_of
 
 from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.limits import DRAFT_SUPPORT_ENTRIES, PAGE_SIZE
 from outrider.messages import VerdictReply, VerifyItem
-from outrider.speculation.accept_reject import Outcome, decide
 from outrider.speculation.draft_sampling import draw_from_logits
 from outrider.speculation.logits_processing import DraftVocabulary, TokenHistory
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
@@ -35,8 +33,6 @@ SEED = 11
 MEDUSA, EARLY_EXIT, EAGLE3 = KINDS = ("medusa", "early-exit", "eagle3")
 ON_PAGES = {EARLY_EXIT: "forward_shallow", EAGLE3: "forward_draft"}
 """Kinds that draft on the target's pages, and the steps that they do it with."""
-FLATTER = 0.03
-"""Scales logits, so that what random heads draw is accepted at times."""
 
 
 class Target(Replica):
@@ -123,21 +119,9 @@ def drafter_of(engine: PagedEngine) -> SelfDrafter:
     return drafter
 
 
-def outcome_of(
-    reply: VerdictReply, tokens: Sequence[int], proposal: SealedProposal, rule: Rule
-) -> Outcome:
-    noise = RoundNoise(SEED, rule, len(tokens))
-    uniforms = noise.accept_uniforms(len(proposal), proposal.parents)
-    return decide(reply.verdict, proposal.token_ids, rule, uniforms, proposal.parents)
-
-
 def tiny_engine(kind: str, **options: Any) -> tuple[Any, PagedEngine]:
     """Of a target that drafts itself; and its module once more."""
-    config = tiny_config("llama", VOCAB, LENGTH)
-    config.tie_word_embeddings = False
-    module = tiny_module(config, dtype=torch.float64)
-    with torch.no_grad():
-        module.lm_head.weight.mul_(FLATTER)
+    module = flat_module(VOCAB, LENGTH)
     original = twin(module)
     info = ModelInfo("tiny", VOCAB, LENGTH, "float64", (), "w", "t")
     if kind == MEDUSA:
@@ -150,13 +134,6 @@ def tiny_engine(kind: str, **options: Any) -> tuple[Any, PagedEngine]:
     return original, PagedEngine(module, info, **options)
 
 
-@asynccontextmanager
-async def running(*arguments: Any, **options: Any) -> AsyncIterator[Target]:
-    target = Target(*arguments, **options)
-    yield target
-    await target.close()
-
-
 @pytest.mark.parametrize(("rule", "sampling"), RULES)
 @pytest.mark.parametrize("kind", KINDS)
 async def test_what_is_proposed_behind_each_outcome(
@@ -165,14 +142,14 @@ async def test_what_is_proposed_behind_each_outcome(
     """Round after round, with draft tokens accepted and refused: what heads draw from the features
     of the token before the newest one, an exit head from what the first layers put out, or an
     EAGLE-3 head from all pairs of the text, with the next round's noise."""
-    async with running(kind=kind) as target:
+    async with Target(kind=kind) as target:
         tokens, proposal = list(PROMPT), NOTHING_SEALED
         accepted = []
         for index in range(9):
             reply = await target.verify(
                 tokens, proposal, num_next=4, rule=rule, sampling=sampling, round_index=index
             )
-            outcome = outcome_of(reply, tokens, proposal, rule)
+            outcome = outcome_of(reply, proposal, rule, SEED, len(tokens))
             accepted.append(outcome.num_accepted)
             tokens += outcome.token_ids
             proposal = reply.next_proposal
@@ -188,14 +165,14 @@ async def test_siblings_stand_beside_what_is_drawn(kind: str, rule: Rule) -> Non
     """The spine is the chain's; beside it stand others, of which some are accepted in their turn,
     and the next proposal goes on from there."""
     sampling = GREEDY if rule is Rule.GREEDY else SamplingParams()
-    async with running(kind=kind) as target:
+    async with Target(kind=kind) as target:
         tokens, proposal, beside = list(PROMPT), NOTHING_SEALED, 0
         for index in range(14):
             reply = await target.verify(
                 tokens, proposal, 2, rule=rule, sampling=sampling, round_index=index,
                 next_siblings=(2, 1),
             )  # fmt: skip
-            outcome = outcome_of(reply, tokens, proposal, rule)
+            outcome = outcome_of(reply, proposal, rule, SEED, len(tokens))
             beside += any(place not in proposal.tree.spine for place in outcome.path)
             tokens += outcome.token_ids
             proposal = reply.next_proposal
@@ -209,7 +186,7 @@ async def test_siblings_stand_beside_what_is_drawn(kind: str, rule: Rule) -> Non
 async def test_rounds_of_several_sessions_are_drafted_for_together(kind: str) -> None:
     """Some want a proposal and some do not, of different rules: each gets its own."""
     wants = {1: (Rule.TOKEN, 2), 2: (Rule.COUPLED, 0), 3: (Rule.COUPLED, 3), 4: (Rule.TOKEN, 1)}
-    async with running(kind=kind) as target:
+    async with Target(kind=kind) as target:
         items = [
             VerifyItem(
                 make_head([*PROMPT, n], session=n, rule=rule, seed=SEED, prompt_length=len(PROMPT)),
@@ -228,7 +205,7 @@ async def test_rounds_of_several_sessions_are_drafted_for_together(kind: str) ->
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_no_more_is_proposed_than_fits(kind: str) -> None:
-    async with running(kind=kind) as target:
+    async with Target(kind=kind) as target:
         for room, expected in ((3, 2), (2, 1), (1, 0)):
             tokens = [*PROMPT, *[5] * (LENGTH - len(PROMPT) - room)]
             reply = await target.verify(tokens, NOTHING_SEALED, num_next=3, session=room)
@@ -246,16 +223,16 @@ async def test_a_verdict_stands_without_a_proposal() -> None:
         ) -> list[Proposal]:
             raise RuntimeError("no memory")
 
-    async with running() as target:
+    async with Target() as target:
         expected = await target.verify(PROMPT, NOTHING_SEALED, num_next=3)
-    async with running(Broken()) as target:
+    async with Target(Broken()) as target:
         reply = await target.verify(PROMPT, NOTHING_SEALED, num_next=3)
     assert reply.verdict == expected.verdict
     assert reply.next_proposal == NOTHING_SEALED
 
 
 async def test_the_target_says_that_it_drafts() -> None:
-    async with running() as target:
+    async with Target() as target:
         assert (await target.link.describe(1.0)).drafts_itself
 
 
@@ -263,11 +240,11 @@ async def test_the_target_says_that_it_drafts() -> None:
 async def test_drafting_on_pages_leaves_the_target_as_it_was(kind: str) -> None:
     """After a refused draft the engine holds what is committed but for the newest token, and no
     page more; the next proposal says so, too."""
-    async with running(kind=kind) as target:
+    async with Target(kind=kind) as target:
         tokens, proposal = list(PROMPT), NOTHING_SEALED
         for index in range(4):
             reply = await target.verify(tokens, proposal, 4, rule=Rule.TOKEN, round_index=index)
-            tokens += outcome_of(reply, tokens, proposal, Rule.TOKEN).token_ids
+            tokens += outcome_of(reply, proposal, Rule.TOKEN, SEED, len(tokens)).token_ids
             proposal = reply.next_proposal
             assert len(proposal) == 4
             assert reply.cached_length == len(tokens) - 1
@@ -279,12 +256,12 @@ async def test_drafting_on_pages_leaves_the_target_as_it_was(kind: str) -> None:
 @pytest.mark.parametrize("kind", ON_PAGES)
 async def test_a_session_goes_on_at_another_target(kind: str) -> None:
     """Which has seen nothing of it: it runs the text again, and drafts as the first one would."""
-    async with running(kind=kind) as first, running(kind=kind) as second:
+    async with Target(kind=kind) as first, Target(kind=kind) as second:
         tokens, proposal = list(PROMPT), NOTHING_SEALED
         for index in range(4):
             target = first if index < 3 else second
             reply = await target.verify(tokens, proposal, 3, rule=Rule.TOKEN, round_index=index)
-            tokens += outcome_of(reply, tokens, proposal, Rule.TOKEN).token_ids
+            tokens += outcome_of(reply, proposal, Rule.TOKEN, SEED, len(tokens)).token_ids
             proposal = reply.next_proposal
         assert proposal.open() == first.expected(tokens, Rule.TOKEN, SamplingParams(), 3)
 
@@ -299,7 +276,7 @@ async def test_no_more_is_proposed_than_there_are_pages_for(
     slot_numbers = 2 * 2 * 2 * 8
     if kind == EAGLE3:  # A key, a value and what the head made of the token.
         slot_numbers += 2 * 2 * 8 + 24
-    async with running(kind=kind, kv_cache_memory_bytes=7 * 4 * 8 * slot_numbers) as target:
+    async with Target(kind=kind, kv_cache_memory_bytes=7 * 4 * 8 * slot_numbers) as target:
         texts = {1: [*PROMPT, 1, 2], 2: [*PROMPT, 3, 4]}
         for number, text in texts.items():
             head = make_head(
@@ -322,7 +299,7 @@ async def test_no_more_is_proposed_than_there_are_pages_for(
 @pytest.mark.parametrize("kind", ON_PAGES)
 async def test_what_is_drawn_is_proposed_where_steps_fail(kind: str, depth: int) -> None:
     """And the target is left as it was."""
-    async with running(kind=kind) as target:
+    async with Target(kind=kind) as target:
         steps, whole = 0, getattr(target.engine, ON_PAGES[kind])
 
         def failing(*given: Any) -> list[torch.Tensor]:
@@ -366,7 +343,7 @@ async def test_a_target_that_drafts_itself_answers_with_what_it_has(
 ) -> None:
     """The deadline is told at 1 s, drafting begins at 2 s, and each look takes a second."""
     seconds = itertools.count(1)
-    async with running(kind=kind, clock=lambda: float(next(seconds))) as target:
+    async with Target(kind=kind, clock=lambda: float(next(seconds))) as target:
         text = list(PROMPT)
         head = make_head(text, seed=SEED, prompt_length=len(text), rule=Rule.TOKEN)
         budget_us = round(budget_s * 1e6)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-
 import pytest
 import torch
-from rounds import GREEDY, Player, Replica, make_head, session_name
+from rounds import GREEDY, Pair, Replica, make_head, session_name
 from toy_engine import ToyEngine, toy_logits
 
 from outrider.messages import DraftItem, ProposalReply, Refused, VerdictReply, VerifyItem
@@ -19,24 +16,8 @@ PROMPT = (1, 2, 3)
 SAMPLED = SamplingParams()
 
 
-class Pair:
-    """A draft and a target over toy engines."""
-
-    def __init__(self) -> None:
-        self.draft = Replica("draft", ToyEngine(salt=2))
-        self.target = Replica("target", ToyEngine(salt=1))
-
-    def player(self, rule: Rule, sampling: SamplingParams, drafts: bool, seed: int = 7) -> Player:
-        target, draft = ((at.link, at.listener) for at in (self.target, self.draft))
-        return Player(PROMPT, rule, sampling, target, draft if drafts else None, seed=seed)
-
-
-@asynccontextmanager
-async def running() -> AsyncIterator[Pair]:
-    pair = Pair()
-    yield pair
-    await pair.draft.close()
-    await pair.target.close()
+def running() -> Pair:
+    return Pair(Replica("target", ToyEngine(salt=1)), Replica("draft", ToyEngine(salt=2)))
 
 
 @pytest.mark.parametrize("rule", [Rule.GREEDY, Rule.COUPLED])
@@ -47,11 +28,11 @@ async def test_own_tokens_do_not_depend_on_siblings(rule: Rule) -> None:
     taken = 0
     for seed in range(6):
         async with running() as pair:
-            plain = pair.player(rule, sampling, drafts=False, seed=seed)
+            plain = pair.player(PROMPT, rule, sampling, drafts=False, seed=seed)
             for _ in range(24):
                 await plain.play(0)
         async with running() as pair:
-            player = pair.player(rule, sampling, drafts=True, seed=seed)
+            player = pair.player(PROMPT, rule, sampling, seed=seed)
             while len(player.tokens) < len(plain.tokens):
                 await player.play(3, (2, 1, 1))
                 # What is held of the target is the committed path, whatever siblings there were.
@@ -75,7 +56,7 @@ async def test_a_tree_of_candidates_is_drafted_and_judged() -> None:
     beside = 0
     for seed in range(8):
         async with running() as pair:
-            player = pair.player(Rule.TOKEN, SAMPLED, drafts=True, seed=seed)
+            player = pair.player(PROMPT, Rule.TOKEN, SAMPLED, seed=seed)
             for _ in range(8):
                 await player.play(2, (2, 2))
             beside += player.num_beside
@@ -83,6 +64,7 @@ async def test_a_tree_of_candidates_is_drafted_and_judged() -> None:
 
 
 async def test_logprobs_of_a_tree_are_from_the_rows_before_its_tokens() -> None:
+    """Of the raw logits: 2K + 1 entries, of the draft tokens and then of the corrections."""
     parents = (-1, -1, 1)
     proposal = SealedProposal.of(Proposal((4, 5, 6), (), parents))
     async with running() as pair:
