@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 
 from draft_service.eagle_drafter import EagleDrafter
@@ -28,8 +29,9 @@ class DraftService(SteppedService):
         proposer: Proposer,
         executor: StepExecutor,
         description: ReplicaDescription,
+        note_seconds: Callable[[float], None] | None = None,
     ) -> None:
-        super().__init__(proposer, executor, description)
+        super().__init__(proposer, executor, description, note_seconds)
         self._proposer = proposer
 
     def _work(self, item: DraftItem, sender: AnswerSender) -> StepRequest:
@@ -64,7 +66,8 @@ class DraftService(SteppedService):
         tokenizer, it drafts what a session's constraint allows."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         proposer = Proposer(ModelDrafter(engine, entries_max), budget, grammars)
-        return cls(proposer, executor, describe_model(engine.info, max_num_seqs, costs))
+        description = describe_model(engine.info, max_num_seqs, costs)
+        return cls(proposer, executor, description, budget.note_seconds)
 
     @classmethod
     def with_eagle(

@@ -68,7 +68,7 @@ class Proposer(StepWorker):
         and is then refused by the target."""
         engine = drafter.engine if isinstance(drafter, ModelDrafter) else None
         super().__init__(engine, budget, grammars)
-        self._drafter = drafter
+        self._drafter, self._budget = drafter, budget
         self._look_ahead: LookAhead | None = None
         if budget is not None and isinstance(drafter, ModelDrafter):
             self._look_ahead = LookAhead(drafter, self._table, budget.max_steps)
@@ -97,7 +97,9 @@ class Proposer(StepWorker):
             self._begin([work for work in works if not ahead.works_on(work.item)])
             known_at_once = any(isinstance(w.answer, Answers) and w.answer.answers for w in works)
             active = [work for work in works if ahead.works_on(work.item)]
-            if active and not known_at_once:
+            if known_at_once and self._budget is not None:
+                self._budget.drop_step()
+            elif active:
                 found = ahead.advance([work.item for work in active])
                 for work, answers in zip(active, found, strict=True):
                     work.answer = answers

@@ -122,6 +122,10 @@ class TokenBudget:
             before = self._corrections[self._last.has_prefix]
             self._corrections[self._last.has_prefix] += CORRECTION_WEIGHT * (found - before)
 
+    def drop_step(self) -> None:
+        """The step that was shared out last is not run whole, so that its time says nothing."""
+        self._last = _Load()
+
     def _part(self, demand: TokenDemand, load: _Load, seconds: float, least: int) -> int:
         """How many tokens of a prefix are run beside a load in a step of so much time, `least` even
         if it takes longer."""

@@ -15,8 +15,10 @@ from test_draft_service import expected_proposal
 from toy_engine import ToyEngine
 
 from outrider.engine.interface import SequenceStep
+from outrider.engine.step_costs import StepCosts
 from outrider.errors import BadRequest
 from outrider.messages import DraftItem, ProposalReply, Refused, Resync
+from outrider.replica.token_budget import CORRECTION_WEIGHT
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 PROMPT = (1, 2, 3)
@@ -157,6 +159,22 @@ async def test_how_far_a_late_outcome_is_drafted_says_nothing_of_its_tokens() ->
         await draft.close()
     assert lengths == {4}
     assert len(tokens) > 10
+
+
+@pytest.mark.virtual
+async def test_a_step_corrects_what_steps_cost_unless_its_answer_was_known() -> None:
+    """Steps of 10 ms, of which 20 were foretold; one that is answered at once runs no round."""
+    draft = draft_over(step_s=0.010, costs=StepCosts((1, 64), (0.020, 0.020)))
+    budget = draft.service._proposer._budget
+    _, *pushed = await draft.send(item(PROMPT))
+    weight = CORRECTION_WEIGHT
+    assert budget._corrections == {False: pytest.approx(1 - 0.5 * weight), True: 1.0}
+    learned, chosen = budget._corrections.copy(), pushed[1]
+    committed = (*PROMPT, *chosen.assumed)
+    known, *_ = await draft.send(item(committed, chosen.cached_length, round_index=1))
+    assert known.proposal == chosen.proposal
+    assert budget._corrections == learned
+    await draft.close()
 
 
 async def test_a_round_may_want_fewer_tokens_than_were_drafted_for_it(draft: Replica) -> None:
