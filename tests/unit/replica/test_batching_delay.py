@@ -9,7 +9,6 @@ import pytest
 from rounds import Replica, ask, make_head
 from toy_engine import ToyEngine
 
-from outrider.clock import run_virtually
 from outrider.engine.step_costs import StepCosts
 from outrider.messages import VerifyItem
 from outrider.replica.batching_delay import BatchingDelay
@@ -100,38 +99,35 @@ def test_nobody_is_waited_for_without_room_or_reason() -> None:
     assert until(fresh, 0.001, [5]) == 0.001, "nobody knows when it comes"
 
 
-def rounds_of_two(delays_batches: bool) -> tuple[int, set[int]]:
+async def rounds_of_two(delays_batches: bool) -> tuple[int, set[int]]:
     """Of two sessions that begin 20 ms apart and come back after 8 ms, within 10 s of steps of
     75 ms; and how many shared a step in the end."""
+    costs = StepCosts((1, 512), (0.075, 0.075))
+    at = Replica("target", ToyEngine(), 0.075, costs=costs, delays_batches=delays_batches)
 
-    async def main() -> tuple[int, set[int]]:
-        costs = StepCosts((1, 512), (0.075, 0.075))
-        at = Replica("target", ToyEngine(), 0.075, costs=costs, delays_batches=delays_batches)
+    async def session(number: int) -> None:
+        link = at.connect()
+        await asyncio.sleep(0.02 * number)
+        for index in count():
+            head = make_head((1, 2), session=number, round_index=index)
+            await ask(*link, VerifyItem(head))
+            await asyncio.sleep(0.008)
 
-        async def session(number: int) -> None:
-            link = at.connect()
-            await asyncio.sleep(0.02 * number)
-            for index in count():
-                head = make_head((1, 2), session=number, round_index=index)
-                await ask(*link, VerifyItem(head))
-                await asyncio.sleep(0.008)
-
-        running = [asyncio.create_task(session(number)) for number in range(2)]
-        await asyncio.sleep(10)
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-        await at.service.close()
-        sizes = [len(batch) for batch in at.engine.batches]
-        return sum(sizes), set(sizes[5:-1])
-
-    return run_virtually(main())
+    running = [asyncio.create_task(session(number)) for number in range(2)]
+    await asyncio.sleep(10)
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    await at.service.close()
+    sizes = [len(batch) for batch in at.engine.batches]
+    return sum(sizes), set(sizes[5:-1])
 
 
-def test_sessions_that_would_take_turns_for_ever_go_together() -> None:
+@pytest.mark.virtual
+async def test_sessions_that_would_take_turns_for_ever_go_together() -> None:
     """1.8 times as many rounds."""
-    num_in_turns, sizes = rounds_of_two(delays_batches=False)
+    num_in_turns, sizes = await rounds_of_two(delays_batches=False)
     assert sizes == {1}
-    num_together, sizes = rounds_of_two(delays_batches=True)
+    num_together, sizes = await rounds_of_two(delays_batches=True)
     assert sizes == {2}
     assert num_together / num_in_turns == pytest.approx(150 / 83, rel=0.05)

@@ -1,21 +1,29 @@
-"""Steps of a service: batches of distinct sessions, duplicates, deadlines, lost listeners."""
+"""Steps of a service: batches of distinct sessions, duplicates, deadlines, lost listeners; and what
+it knows of its sessions and its load."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rounds import PATIENCE_S, make_head, session_name
 
-from outrider.clock import run_virtually
-from outrider.errors import EngineLost, Overloaded, Unavailable
-from outrider.limits import STEP_S_MAX
+from outrider.engine.interface import PageCounts
+from outrider.errors import EngineLost, Overloaded, StaleEpoch, Unavailable
+from outrider.limits import RELEASES_REMEMBERED_MAX, STEP_S_MAX
 from outrider.messages import DraftItem, ProposalReply, Refused
+from outrider.registry.registry import WINDOW_S
 from outrider.replica.executors import InlineExecutor
-from outrider.replica.service import STARVED_REST_S, SteppedService
+from outrider.replica.service import (
+    STARVED_REST_S,
+    SessionTracker,
+    StaleRoundFilter,
+    StepLoad,
+    SteppedService,
+)
 from outrider.replica.step_request import (
     CANCELLED_CODE,
     AnswerSender,
@@ -113,10 +121,17 @@ class Desk:
         return [answer for frame in self.frames for answer in frame]
 
     async def answered(self) -> dict[int, Any]:
-        """Answers by session, once nothing waits; then it closes."""
-        answers = await self.finish()
-        await self.service.close()
-        return {int(answer.key.session_id, 16): answer for answer in answers}
+        """Answers by session, once nothing waits."""
+        return {int(answer.key.session_id, 16): answer for answer in await self.finish()}
+
+
+@pytest.fixture
+async def desk() -> AsyncIterator[Desk]:
+    """Steps of which wait for the gate."""
+    made = Desk()
+    yield made
+    made.gated.gate.set()
+    await made.service.close()
 
 
 async def test_a_step_takes_one_item_a_session_in_order_of_arrival() -> None:
@@ -133,10 +148,10 @@ async def test_a_step_takes_one_item_a_session_in_order_of_arrival() -> None:
     await desk.service.close()
 
 
-async def test_the_same_item_twice_is_computed_once_and_answered_to_both() -> None:
+async def test_the_same_item_twice_is_computed_once_and_answered_to_both(desk: Desk) -> None:
     """From two connections, with different time left; another prefix under the same key is not
     the same item."""
-    desk, other = Desk(), Desk()
+    other = Desk()
     desk.submit(1, deadline_ms=50_000)
     desk.submit(1, deadline_ms=40_000, outlet=other.outlet)
     desk.submit(1, seed=8)
@@ -144,26 +159,23 @@ async def test_the_same_item_twice_is_computed_once_and_answered_to_both() -> No
     assert [len(step) for step in desk.worker.steps] == [1, 1]
     assert [len(frame) for frame in desk.frames] == [1, 1]
     assert [len(frame) for frame in other.frames] == [1]
-    await desk.service.close()
 
 
-async def test_expired_work_is_refused_without_a_step() -> None:
-    desk = Desk()
+async def test_expired_work_is_refused_without_a_step(desk: Desk) -> None:
     desk.submit(1)
     await desk.gated.entered.wait()
     desk.submit(2, deadline_ms=1)
     desk.submit(3, deadline_ms=60_000)
     await asyncio.sleep(0.01)
-    answers = {int(answer.key.session_id, 16): answer for answer in await desk.finish()}
+    answers = await desk.answered()
     assert isinstance(answers[2], Refused)
     assert answers[2].code == 4
     assert isinstance(answers[3], ProposalReply)
     assert [len(step) for step in desk.worker.steps] == [1, 1]
-    await desk.service.close()
 
 
-async def test_work_of_a_closed_connection_is_dropped_unless_another_wants_it() -> None:
-    desk, other = Desk(), Desk()
+async def test_work_of_a_closed_connection_is_dropped_unless_another_wants_it(desk: Desk) -> None:
+    other = Desk()
     desk.submit(1)
     await desk.gated.entered.wait()
     told: list[Any] = []
@@ -177,12 +189,10 @@ async def test_work_of_a_closed_connection_is_dropped_unless_another_wants_it() 
     assert told == [None]
     assert desk.frames == []
     assert len(other.frames) == 1
-    await desk.service.close()
 
 
-async def test_a_full_queue_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_queue_refuses(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.replica.step_request.STREAM_QUEUE_ITEMS_MAX", 2)
-    desk = Desk()
     desk.submit(1)
     desk.submit(2)
     desk.submit(3)
@@ -191,11 +201,11 @@ async def test_a_full_queue_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     await desk.finish()
     desk.submit(3)
     assert len(await desk.finish()) == 3
-    await desk.service.close()
 
 
-async def test_a_release_drops_queued_work_and_reaches_the_worker_before_the_next_step() -> None:
-    desk = Desk()
+async def test_a_release_drops_queued_work_and_reaches_the_worker_before_the_next_step(
+    desk: Desk,
+) -> None:
     desk.submit(1)
     await desk.gated.entered.wait()
     desk.submit(2)
@@ -207,12 +217,27 @@ async def test_a_release_drops_queued_work_and_reaches_the_worker_before_the_nex
     await desk.finish()
     assert desk.worker.heard == [("release", session_name(2))]
     assert desk.worker.steps[1:] == [[(session_name(2), 1)]]
-    await desk.service.close()
 
 
-async def test_a_crash_is_answered_recovered_from_and_forgotten() -> None:
+async def test_an_item_whose_round_is_over_is_refused_without_a_step(desk: Desk) -> None:
+    """Of an older epoch, or behind a newer round of its own; and it is counted."""
+    counted: list[str] = []
+    observer: Any = SimpleNamespace(
+        stale=lambda: counted.append("stale"), stepped=lambda *_: counted.append("step")
+    )
+    desk.service._observer = observer
+    connection = desk.service.connect(desk.outlet.send)
+    for epoch, round_index in ((2, 3), (1, 9), (2, 1)):
+        head = make_head((1, 2), epoch=epoch, round_index=round_index)
+        connection.receive([DraftItem(head, 2)])
+    assert [answer.code for [answer] in desk.frames] == [StaleEpoch.grpc_code, CANCELLED_CODE]
+    await desk.finish()
+    assert desk.worker.steps == [[(session_name(1), 3)]]
+    assert counted == ["stale", "stale", "step"]
+
+
+async def test_a_crash_is_answered_recovered_from_and_forgotten(desk: Desk) -> None:
     """The batch is refused as INTERNAL, the worker recovers its sessions, the loop goes on."""
-    desk = Desk()
     desk.worker.crash = ZeroDivisionError("bug")
     desk.submit(1)
     desk.submit(2)
@@ -223,7 +248,6 @@ async def test_a_crash_is_answered_recovered_from_and_forgotten() -> None:
     desk.submit(1)
     assert isinstance((await desk.finish())[-1], ProposalReply)
     assert desk.service.healthy
-    await desk.service.close()
 
 
 async def test_a_lost_engine_ends_the_steps_and_all_that_waits() -> None:
@@ -248,25 +272,22 @@ async def test_a_lost_engine_ends_the_steps_and_all_that_waits() -> None:
     assert desk.worker.heard == [("release", session_name(one)) for one in (1, 2)]
 
 
-def test_a_step_that_never_ends_is_a_lost_engine() -> None:
+@pytest.mark.virtual
+async def test_a_step_that_never_ends_is_a_lost_engine() -> None:
     """As where a device hangs. Nobody waits for it, whoever closes included."""
-
-    async def main() -> None:
-        desk = Desk()
-        desk.submit(1)
-        await asyncio.sleep(STEP_S_MAX - 1)
-        assert desk.service.healthy
-        desk.submit(2)
-        await asyncio.sleep(1.1)
-        answers = [answer for frame in desk.frames for answer in frame]
-        assert [answer.code for answer in answers] == [14, 14]
-        assert desk.service.lost is not None
-        assert not desk.service.healthy
-        await desk.service.close()
-        assert desk.gated.closed
-        assert not desk.gated.waited
-
-    run_virtually(main())
+    desk = Desk()
+    desk.submit(1)
+    await asyncio.sleep(STEP_S_MAX - 1)
+    assert desk.service.healthy
+    desk.submit(2)
+    await asyncio.sleep(1.1)
+    answers = [answer for frame in desk.frames for answer in frame]
+    assert [answer.code for answer in answers] == [14, 14]
+    assert desk.service.lost is not None
+    assert not desk.service.healthy
+    await desk.service.close()
+    assert desk.gated.closed
+    assert not desk.gated.waited
 
 
 async def test_close_waits_for_the_step_and_takes_no_more() -> None:
@@ -302,6 +323,7 @@ async def test_a_step_that_finds_no_pages_is_not_tried_again_at_once() -> None:
     assert answer.compute_ms < 100
     assert desk.worker.heard == [("park", session_name(9))]
     assert set(told[:-1]) == {Unfinished.WAITS}
+    await desk.service.close()
 
 
 async def test_an_item_that_expires_between_two_parts_is_refused_and_its_session_parked() -> None:
@@ -313,3 +335,72 @@ async def test_an_item_that_expires_between_two_parts_is_refused_and_its_session
     assert answer.code == 4
     assert len(desk.worker.steps) <= 3
     assert desk.worker.heard == [("park", session_name(1))]
+    await desk.service.close()
+
+
+def outlet() -> AnswerSender:
+    return AnswerSender(lambda answers: None)
+
+
+def test_a_closed_connection_takes_along_those_heard_on_it_last() -> None:
+    tracker, first, second = SessionTracker(), outlet(), outlet()
+    for name in "abc":
+        tracker.hear(name, first, 0.0)
+    tracker.hear("b", second, 1.0)
+    tracker.forget("c")
+    assert tracker.leave(first) == ["a"]
+    assert tracker.leave(first) == []
+    assert tracker.leave(second) == ["b"]
+
+
+def test_rounds_and_epochs_only_grow() -> None:
+    """Equal ones are repetitions and pass; a release by an older epoch lifts nothing, and
+    after one nothing of the epoch passes, known or not."""
+    rounds = StaleRoundFilter()
+    assert rounds.admit(make_head((1,), epoch=1, round_index=5)) is None
+    assert rounds.admit(make_head((1,), epoch=1, round_index=5)) is None
+    behind = rounds.admit(make_head((1,), epoch=1, round_index=4))
+    assert behind is not None
+    assert behind.code == 1
+    assert rounds.admit(make_head((1,), epoch=2, round_index=0)) is None
+    over = rounds.admit(make_head((1,), epoch=1, round_index=9))
+    assert over is not None
+    assert over.code == 10
+    assert not rounds.release(session_name(1), 1)
+    assert rounds.admit(make_head((1,), epoch=1, round_index=9)) is not None
+    assert rounds.release(session_name(1), 2)
+    late = rounds.admit(make_head((1,), epoch=2, round_index=2**40))
+    assert late is not None
+    assert late.code == 1
+    assert rounds.admit(make_head((1,), epoch=1)) is not None
+    assert rounds.admit(make_head((1,), epoch=3)) is None
+    assert rounds.release(session_name(2), 1)
+    assert rounds.admit(make_head((1,), session=2)) is not None
+    for session in range(3, RELEASES_REMEMBERED_MAX + 3):
+        rounds.release(session_name(session), 1)
+    assert rounds.admit(make_head((1,), session=2)) is None
+
+
+def works(started_at: float, *arrived: float) -> Any:
+    return [SimpleNamespace(arrived_at=at, started_at=started_at) for at in arrived]
+
+
+def test_steps_one_after_the_other_are_busy_and_items_wait_for_them() -> None:
+    """Steps of 20 ms with half of the places taken, for which items wait 10 ms; then nothing."""
+    load, now = StepLoad(4, 0.0), 0.0
+    while now < 60:
+        load.stepped(works(now, now - 0.01, now - 0.01), now, now + 0.02)
+        now += 0.02
+    figures = StepFigures()
+    figures.pages = PageCounts(10, 2, 3, 0, 0)
+    found = load.figures(now, figures)
+    assert found.busy == pytest.approx(1.0, abs=0.01)
+    assert found.fill == pytest.approx(0.5)
+    assert found.step_ms == pytest.approx(20)
+    assert found.queue_steps == pytest.approx(0.5)
+    assert found.kv_usage == pytest.approx(0.5)
+    later = load.figures(now + 0.9 * WINDOW_S, StepFigures())
+    assert later.busy == pytest.approx(0.41, abs=0.01)
+    assert (later.kv_usage, later.fill) == (None, pytest.approx(0.5))
+    after = load.figures(now + 1.1 * WINDOW_S, StepFigures())
+    assert (after.fill, after.queue_steps) == (None, None), "what has ended is nobody's load"
