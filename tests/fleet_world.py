@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from memory_registry import MemoryRegistry
@@ -11,7 +12,6 @@ from memory_registry import MemoryRegistry
 from deploy.fleet.ray_cluster import Actor, Demand
 from deploy.fleet.replica_set import Fleet
 from deploy.fleet.spec import FleetSpec, plan_fleet
-from outrider.clock import run_virtually
 from outrider.config import load_config
 from outrider.errors import ConfigError, OutriderError
 from outrider.registry.registry import Engagement, Role
@@ -181,13 +181,12 @@ class World:
         await self.fleet.close()
 
 
-def play(scene: Callable[[World], Awaitable[None]], **settings: Any) -> None:
-    async def main() -> None:
-        world = World(**settings)
-        try:
-            await world.start()
-            await scene(world)
-        finally:
-            await world.close()
-
-    run_virtually(main())
+@asynccontextmanager
+async def playing(**settings: Any) -> AsyncIterator[World]:
+    """A world in which a test happens."""
+    world = World(**settings)
+    try:
+        await world.start()
+        yield world
+    finally:
+        await world.close()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +18,11 @@ from fleet_world import World
 from deploy.fleet import reconciler as module
 from deploy.fleet.reconciler import Reconciler, changed
 from deploy.fleet.replica_set import Fleet
-from outrider.clock import run_virtually
 from outrider.config import DeploymentConfig, load_config
 from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
 from outrider.replica.process_setup import Place
+
+pytestmark = pytest.mark.virtual
 
 ON_GPUS = {"engine": "transformers", "model": "large", "draft_model": "small"}
 
@@ -67,17 +69,17 @@ async def call(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
 
-def play(monkeypatch: pytest.MonkeyPatch, scene: Callable[[Host, Reconciler], Awaitable[None]],
-         **settings: Any) -> None:  # fmt: skip
-    async def main() -> None:
-        host = Host(monkeypatch, **settings)
-        await scene(host, await host.start())
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            task.cancel()
+@asynccontextmanager
+async def playing(
+    monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> AsyncIterator[tuple[Host, Reconciler]]:
+    host = Host(monkeypatch, **settings)
+    yield host, await host.start()
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
 
-    run_virtually(main())
 
-
+@pytest.mark.virtual(False)
 async def test_a_machine_without_the_password_of_redis_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -102,6 +104,7 @@ async def test_a_machine_without_the_password_of_redis_is_told(
     assert "redis_password: is not known on" in caplog.text
 
 
+@pytest.mark.virtual(False)
 async def test_a_start_that_fails_is_told_to_all_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that wait for it, and those that come later, who are not to ask again; then it can be
     closed."""
@@ -120,10 +123,9 @@ async def test_a_start_that_fails_is_told_to_all_who_ask(monkeypatch: pytest.Mon
         await found.close()
 
 
-def test_an_upgrade_is_over_once_the_fleet_was_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_upgrade_is_over_once_the_fleet_was_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `scale` starts later, or what comes for a replica that has died, is none of it."""
-
-    async def scene(host: Host, found: Reconciler) -> None:
+    async with playing(monkeypatch) as (host, found):
         machines = host.world.machines
         await asyncio.sleep(1)
         machines.loading.clear()
@@ -139,13 +141,12 @@ def test_an_upgrade_is_over_once_the_fleet_was_whole(monkeypatch: pytest.MonkeyP
         overview = await found.overview()
         assert (len(overview.addresses("target")), overview.num_stale) == (1, 0)
 
-    play(monkeypatch, scene)
 
-
-def test_what_was_seen_is_told_again_once_it_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_was_seen_is_told_again_once_it_is_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Or after a while: a caller that follows it asks six times a minute."""
-
-    async def scene(host: Host, found: Reconciler) -> None:
+    async with playing(monkeypatch) as (_, found):
         loop = asyncio.get_running_loop()
         await asyncio.sleep(60)
         seen, began = await found.overview(), loop.time()
@@ -158,14 +159,13 @@ def test_what_was_seen_is_told_again_once_it_is_another(monkeypatch: pytest.Monk
         assert (await waiting).wanted["target"] == 2
         assert loop.time() < began + 2
 
-    play(monkeypatch, scene)
 
-
-def test_one_that_returns_goes_by_what_held_once_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_that_returns_goes_by_what_held_once_it_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Until then it calls no upgrade over. A change that was refused is none. What an earlier
     release has saved is nothing that it knows."""
-
-    async def scene(host: Host, found: Reconciler) -> None:
+    async with playing(monkeypatch) as (host, found):
         await found.change({"draft_model": "hybrid:suffix,emulated", "autoscale_calm_s": 5})
         await found.change({"autoscale_targets": "1:4"})
         await asyncio.sleep(60)
@@ -192,15 +192,12 @@ def test_one_that_returns_goes_by_what_held_once_it_can(monkeypatch: pytest.Monk
         assert {one.name for one in overview.replicas} == {*names}
         assert await found.spec() == spec
 
-    play(monkeypatch, scene)
 
-
-def test_changes_add_up_also_where_several_are_asked_for_at_once(
+async def test_changes_add_up_also_where_several_are_asked_for_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Roles that they do not concern keep their plan, and sessions their Redis."""
-
-    async def scene(host: Host, found: Reconciler) -> None:
+    async with playing(monkeypatch, redis_url="unix:///x") as (_, found):
         await asyncio.gather(found.change({"max_num_seqs": 7}), found.change({"deadline_ms": 999}))
         before = await found.spec()
         await found.change({"max_model_len": 99})
@@ -211,16 +208,14 @@ def test_changes_add_up_also_where_several_are_asked_for_at_once(
         assert spec.plans["draft"] == before.plans["draft"]
         assert spec.plans["target"] != before.plans["target"]
 
-    play(monkeypatch, scene, redis_url="unix:///x")
 
-
-def test_what_cannot_work_is_refused_and_what_held_still_holds(
+async def test_what_cannot_work_is_refused_and_what_held_still_holds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A setting that is fixed, a model that is not to be had, a target whose tokens mean something
     else, servers that others would not reach, and what cannot be saved."""
-
-    async def scene(host: Host, found: Reconciler) -> None:
+    settings = {"engine": "emulated:vocab_size=100", "host": "0.0.0.0", "insecure": True}  # noqa: S104
+    async with playing(monkeypatch, **settings) as (host, found):
         await found.change({"max_num_seqs": 7})
         await found.change({"autoscale_targets": "1:4"})
         host.missing.add("ngram")
@@ -246,9 +241,6 @@ def test_what_cannot_work_is_refused_and_what_held_still_holds(
         await found.change({"max_model_len": 99})
         assert (await found.spec()).given.target.max_num_seqs == 7
 
-    engine = "emulated:vocab_size=100"
-    play(monkeypatch, scene, engine=engine, host="0.0.0.0", insecure=True)  # noqa: S104
-
 
 @pytest.mark.parametrize(
     ("setting", "value", "shares"),
@@ -258,12 +250,11 @@ def test_what_cannot_work_is_refused_and_what_held_still_holds(
         ("tensor_parallel_size", 2, [0.5, 0.5]),
     ],
 )
-def test_gpus_are_shared_out_anew_only_where_changes_say_how(
+async def test_gpus_are_shared_out_anew_only_where_changes_say_how(
     monkeypatch: pytest.MonkeyPatch, setting: str, value: str | float, shares: list[float]
 ) -> None:
     """And from then on so: neither another change nor a reconciler that returns counts again."""
-
-    async def scene(host: Host, found: Reconciler) -> None:
+    async with playing(monkeypatch, gpus=1.0, **ON_GPUS) as (host, found):
         before = await found.spec()
         host.amounts["GPU"] = 2.0
         await found.change({setting: value})
@@ -277,15 +268,13 @@ def test_gpus_are_shared_out_anew_only_where_changes_say_how(
             found = await host.restart(found)
             await asyncio.sleep(1)
 
-    play(monkeypatch, scene, gpus=1.0, **ON_GPUS)
 
-
-def test_drafts_come_where_there_were_none_for_want_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene(host: Host, found: Reconciler) -> None:
+async def test_drafts_come_where_there_were_none_for_want_of_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with playing(monkeypatch, draft_model="suffix") as (host, found):
         await found.change({"draft_model": "hybrid:suffix,emulated"})
         assert (await host.world.registry.wanted())["draft"] == 1
-
-    play(monkeypatch, scene, draft_model="suffix")
 
 
 def test_a_draft_goes_with_the_target_that_it_was_chosen_for() -> None:

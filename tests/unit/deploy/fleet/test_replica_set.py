@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fleet_world import World, play
+from fleet_world import playing
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,9 +17,11 @@ from deploy.fleet.replica_set import HOPELESS_AFTER, ReplicaView, next_steps, ro
 from outrider.errors import ConfigError, EngineLost, StoreUnavailable, Unavailable
 from outrider.registry.registry import ROLES, Role
 
+pytestmark = pytest.mark.virtual
 
-def test_there_are_as_many_as_are_wanted_at_first_and_later() -> None:
-    async def scene(world: World) -> None:
+
+async def test_there_are_as_many_as_are_wanted_at_first_and_later() -> None:
+    async with playing(num_targets=2) as world:
         assert [len(world.names(role)) for role in ("coordinator", "target", "draft")] == [1, 2, 1]
         assert await world.registry.wanted() == {"coordinator": 1, "target": 2, "draft": 1}
         await world.registry.want({"draft": 3, "coordinator": 2})
@@ -29,14 +31,13 @@ def test_there_are_as_many_as_are_wanted_at_first_and_later() -> None:
         await asyncio.sleep(5)
         assert [len(world.names(role)) for role in ("coordinator", "target", "draft")] == [2, 1, 0]
 
-    play(scene, num_targets=2)
-
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_replica_that_dies_with_any_of_its_ranks_is_replaced(rank: int) -> None:
+async def test_a_replica_that_dies_with_any_of_its_ranks_is_replaced(rank: int) -> None:
     """What is left of it is ended, its place given back, and another takes its ports."""
-
-    async def scene(world: World) -> None:
+    async with playing(
+        engine="transformers", model="m", tensor_parallel_size=2, target_port=7000
+    ) as world:
         [name] = world.names("target")
         dying = world.actor(f"{name}-rank-{rank}" if rank else name)
         dying.end.set_exception(EngineLost("no memory"))
@@ -48,14 +49,11 @@ def test_a_replica_that_dies_with_any_of_its_ranks_is_replaced(rank: int) -> Non
         ports = [world.actor(one).config.port for one in (name, other)]
         assert ports == [7000, 7000]
 
-    play(scene, engine="transformers", model="m", tensor_parallel_size=2, target_port=7000)
 
-
-def test_one_that_is_not_wanted_stops_when_nothing_is_sent_to_it() -> None:
+async def test_one_that_is_not_wanted_stops_when_nothing_is_sent_to_it() -> None:
     """The youngest leaves. It is told so first, and stays for as long as it is asked anything, but
     no longer than `stop_timeout_s`."""
-
-    async def scene(world: World) -> None:
+    async with playing(num_targets=2) as world:
         old, young = world.names("target")
         await world.registry.want({"target": 1})
         leaving, steps = world.actor(young), 0
@@ -75,12 +73,10 @@ def test_one_that_is_not_wanted_stops_when_nothing_is_sent_to_it() -> None:
             await asyncio.sleep(0.25)
         assert "stop" in busy.calls
 
-    play(scene, num_targets=2)
-
 
 @pytest.mark.parametrize("error", [Unavailable("no memory"), RuntimeError("a bug")])
-def test_starting_is_tried_again_more_and_more_seldom(error: Exception) -> None:
-    async def scene(world: World) -> None:
+async def test_starting_is_tried_again_more_and_more_seldom(error: Exception) -> None:
+    async with playing() as world:
         world.machines.failures["draft"] = error
         await world.registry.want({"draft": 2})
         await asyncio.sleep(20)
@@ -96,13 +92,10 @@ def test_starting_is_tried_again_more_and_more_seldom(error: Exception) -> None:
         assert world.running is not None
         assert not world.running.done()
 
-    play(scene)
 
-
-def test_one_that_is_not_wanted_any_more_never_starts() -> None:
+async def test_one_that_is_not_wanted_any_more_never_starts() -> None:
     """Neither while it waits for a place nor while its model loads; nothing is left of it."""
-
-    async def scene(world: World) -> None:
+    async with playing() as world:
         for hold in (world.machines.placing, world.machines.loading):
             hold.clear()
             await world.registry.want({"draft": 2})
@@ -116,11 +109,9 @@ def test_one_that_is_not_wanted_any_more_never_starts() -> None:
         assert len(world.machines.removed) == 1, "one had a place"
         assert world.fleet.wanted["draft"] == 1
 
-    play(scene)
 
-
-def test_a_fleet_without_a_target_that_none_can_replace_is_hopeless() -> None:
-    async def scene(world: World) -> None:
+async def test_a_fleet_without_a_target_that_none_can_replace_is_hopeless() -> None:
+    async with playing() as world:
         world.machines.failures["target"] = ConfigError("no such file")
         world.actor(world.names("target")[0]).end.set_exception(EngineLost("gone"))
         async with asyncio.timeout(60):
@@ -129,11 +120,9 @@ def test_a_fleet_without_a_target_that_none_can_replace_is_hopeless() -> None:
         assert world.fleet.hopeless == "target"
         assert world.machines.starts.count("target") == HOPELESS_AFTER - 1
 
-    play(scene)
 
-
-def test_what_was_wanted_stays_while_the_registry_is_away_or_has_lost_it() -> None:
-    async def scene(world: World) -> None:
+async def test_what_was_wanted_stays_while_the_registry_is_away_or_has_lost_it() -> None:
+    async with playing() as world:
         await world.registry.want({"draft": 2})
         await asyncio.sleep(2)
         world.registry.failure = StoreUnavailable("away")
@@ -149,11 +138,9 @@ def test_what_was_wanted_stays_while_the_registry_is_away_or_has_lost_it() -> No
         assert await world.registry.started() == world.fleet._num_started > 0
         assert len(world.names("draft")) == 2
 
-    play(scene)
 
-
-def test_no_coordinator_is_started_before_there_is_a_target() -> None:
-    async def scene(world: World) -> None:
+async def test_no_coordinator_is_started_before_there_is_a_target() -> None:
+    async with playing() as world:
         world.machines.room = 0
         for role in ("target", "coordinator"):
             world.actor(world.names(role)[0]).end.set_exception(EngineLost("gone"))
@@ -163,14 +150,11 @@ def test_no_coordinator_is_started_before_there_is_a_target() -> None:
         await asyncio.sleep(10)
         assert world.machines.starts == ["target", "coordinator"]
 
-    play(scene)
 
-
-def test_a_fleet_that_returns_goes_on_with_the_replicas_that_are_there() -> None:
+async def test_a_fleet_that_returns_goes_on_with_the_replicas_that_are_there() -> None:
     """None is started or ended; later ones have other names, though the youngest has died
     meanwhile, and ports that are free."""
-
-    async def scene(world: World) -> None:
+    async with playing(num_targets=2, target_port=7000) as world:
         await world.registry.want({"draft": 3})
         await asyncio.sleep(2)
         before = [world.names(role) for role in ROLES]
@@ -192,13 +176,10 @@ def test_a_fleet_that_returns_goes_on_with_the_replicas_that_are_there() -> None
         await asyncio.sleep(5)
         assert len(world.names("target")) == 2, "those taken over are watched"
 
-    play(scene, num_targets=2, target_port=7000)
 
-
-def test_what_another_plan_changes_is_replaced_one_by_one() -> None:
+async def test_what_another_plan_changes_is_replaced_one_by_one() -> None:
     """Of each role as many serve as are wanted, all the time; what the plan leaves alone stays."""
-
-    async def scene(world: World) -> None:
+    async with playing(num_targets=2, grpc_port=7000) as world:
         before = {role: world.names(role) for role in ROLES}
         await world.upgrade(max_model_len=999, grpc_port=7100)
         for _ in range(300):
@@ -215,13 +196,11 @@ def test_what_another_plan_changes_is_replaced_one_by_one() -> None:
         assert world.actor(coordinator).config.grpc_port == 7100
         assert {world.actor(name).config.max_model_len for name in world.names("target")} == {999}
 
-    play(scene, num_targets=2, grpc_port=7000)
 
-
-def test_a_coordinator_has_the_ports_of_the_one_that_it_replaces() -> None:
+async def test_a_coordinator_has_the_ports_of_the_one_that_it_replaces() -> None:
     """And starts before that one ends, so that somebody listens on each port all the time."""
+    async with playing(num_coordinators=2, grpc_port=7000) as world:
 
-    async def scene(world: World) -> None:
         def configs() -> list[Any]:
             return [world.actor(name).config for name in world.names("coordinator")]
 
@@ -238,11 +217,11 @@ def test_a_coordinator_has_the_ports_of_the_one_that_it_replaces() -> None:
         assert all(one.takes_over_ports for one in configs())
         assert len(configs()) == len(slots)
 
-    play(scene, num_coordinators=2, grpc_port=7000)
 
-
-def test_where_two_cannot_share_a_port_of_metrics_the_stale_coordinator_leaves_first() -> None:
-    async def scene(world: World) -> None:
+async def test_where_two_cannot_share_a_port_of_metrics_the_stale_coordinator_leaves_first() -> (
+    None
+):
+    async with playing(telemetry="prometheus=9464") as world:
         [old] = world.names("coordinator")
         most = 0
         await world.upgrade(deadline_ms=999)
@@ -252,15 +231,12 @@ def test_where_two_cannot_share_a_port_of_metrics_the_stale_coordinator_leaves_f
         assert most == 1
         assert world.names("coordinator") != [old]
 
-    play(scene, telemetry="prometheus=9464")
-
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_an_upgrade_goes_on_where_not_all_that_are_wanted_find_a_place(fails: bool) -> None:
+async def test_an_upgrade_goes_on_where_not_all_that_are_wanted_find_a_place(fails: bool) -> None:
     """One after the other. But where the plan's replicas have their places and do not start, no
     more than one is given up for them."""
-
-    async def scene(world: World) -> None:
+    async with playing(num_targets=4) as world:
         [lost, *old] = world.names("target")
         world.machines.room = len(world.machines._there()) - 1
         world.actor(lost).end.set_exception(EngineLost("its machine has gone"))
@@ -273,8 +249,6 @@ def test_an_upgrade_goes_on_where_not_all_that_are_wanted_find_a_place(fails: bo
         stay = {*world.names("target")} & {*old}
         assert len(stay) == (2 if fails else 0)
         assert len(world.names("target")) == (2 if fails else 3)
-
-    play(scene, num_targets=4)
 
 
 def view(
