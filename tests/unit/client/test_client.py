@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from outrider.client import (
 )
 from outrider.errors import BadRequest, DataLoss, NotFound, Overloaded, Unavailable
 from outrider.grammar.constraint import Constraint, ConstraintKind
-from outrider.sessions.store import CacheState, Counters, FinishReason, SessionRecord
+from outrider.sessions.store import FinishReason, SessionRecord
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.request_codec import event_to_proto, request_from_proto, session_to_proto
@@ -91,15 +92,8 @@ class ScriptedServicer:
     async def get_session(self, request: pb.GetSessionRequest, context: Any) -> pb.Session:
         if request.session_id != ID:
             raise NotFound(f"session_id: there is no session {request.session_id}")
-        nothing = CacheState()
-        return session_to_proto(
-            SessionRecord(
-                session_id=ID, tenant="", epoch=3, owner="x",
-                seed=1, rule=Rule.BLOCK, parameters="", prompt_length=1, token_ids=(1, 2),
-                prefix_digest=0, draft=nothing, target=nothing, counters=Counters(), logprobs="",
-                finish_reason=None,
-            )
-        )  # fmt: skip
+        record = SessionRecord.new(ID, "", "x", 1, Rule.BLOCK, "", (1, 2))
+        return session_to_proto(replace(record, epoch=3))
 
 
 async def serve(coordinator: ScriptedServicer) -> RpcServer:

@@ -21,7 +21,6 @@ from outrider.client.failover import (
     ResumingTransport,
     Tries,
 )
-from outrider.clock import run_virtually
 from outrider.errors import (
     BadRequest,
     DataLoss,
@@ -81,20 +80,16 @@ def resuming(each: Sequence[Any], resume_timeout_s: float = 15.0) -> ResumingTra
     return ResumingTransport(pool, resume_timeout_s, random=lambda: 0.5)
 
 
-def heard(*each: Scripted, resume_timeout_s: float = 15.0) -> tuple[list[Event], float]:
+async def heard(*each: Scripted, resume_timeout_s: float = 15.0) -> tuple[list[Event], float]:
     """The events of a request, and the seconds that they took."""
-
-    async def main() -> tuple[list[Event], float]:
-        client = Client(resuming(each, resume_timeout_s))
-        events = [event async for event in client.generate(REQUEST)]
-        return events, asyncio.get_running_loop().time()
-
-    return run_virtually(main())
+    client, clock = Client(resuming(each, resume_timeout_s)), asyncio.get_running_loop().time
+    began = clock()
+    return [event async for event in client.generate(REQUEST)], clock() - began
 
 
-def test_a_broken_stream_goes_on_at_the_next_coordinator() -> None:
+async def test_a_broken_stream_goes_on_at_the_next_coordinator() -> None:
     first, second = Scripted((STARTED, FIRST, BROKEN)), Scripted((STARTED, SECOND, FINISHED))
-    assert heard(first, second)[0] == [*WHOLE]
+    assert (await heard(first, second))[0] == [*WHOLE]
     [asked] = second.asked
     assert asked is not None
     assert (asked.session_id, asked.num_tokens, asked.num_characters) == (ID, 2, 2)
@@ -102,10 +97,10 @@ def test_a_broken_stream_goes_on_at_the_next_coordinator() -> None:
     assert 0 < DEADLINE_MS_DEFAULT - (asked.deadline_ms or 0) < 100  # It waited for a moment.
 
 
-def test_a_connection_that_breaks_is_made_again_where_the_session_is() -> None:
+async def test_a_connection_that_breaks_is_made_again_where_the_session_is() -> None:
     """Another coordinator would have to wait for the session's lease."""
     first, second = Scripted((STARTED, FIRST, BROKEN), (STARTED, SECOND, FINISHED)), Scripted()
-    assert heard(first, second)[0] == [*WHOLE]
+    assert (await heard(first, second))[0] == [*WHOLE]
     assert (len(first.asked), len(second.asked)) == (2, 0)
 
 
@@ -120,21 +115,21 @@ async def test_it_is_given_up_in_time(script: Any) -> None:
     assert 5 < len(only.asked) < 40
 
 
-def test_without_time_to_resume_the_first_break_is_the_end() -> None:
+async def test_without_time_to_resume_the_first_break_is_the_end() -> None:
     """Also where the same coordinator would go on."""
     first, second = Scripted((STARTED, FIRST, BROKEN), (STARTED, SECOND, FINISHED)), Scripted()
     with pytest.raises(StreamBroken):
-        heard(first, second, resume_timeout_s=0.0)
+        await heard(first, second, resume_timeout_s=0.0)
     assert (len(first.asked), len(second.asked)) == (1, 0)
 
 
-def test_a_request_that_did_not_begin_is_sent_to_each_once() -> None:
+async def test_a_request_that_did_not_begin_is_sent_to_each_once() -> None:
     first, second = Scripted(), Scripted(WHOLE)
-    assert heard(first, second)[0] == [*WHOLE]
+    assert (await heard(first, second))[0] == [*WHOLE]
     assert second.asked == [None]
     first, second = Scripted(), Scripted()
     with pytest.raises(StreamBroken):
-        heard(first, second)
+        await heard(first, second)
     assert len(first.asked) == len(second.asked) == 1
 
 
@@ -148,26 +143,26 @@ def test_a_request_that_did_not_begin_is_sent_to_each_once() -> None:
         [(STARTED, FIRST, BROKEN), (DataLoss("gone"),)],
     ],
 )
-def test_what_a_coordinator_answers_stands(scripts: Any) -> None:
+async def test_what_a_coordinator_answers_stands(scripts: Any) -> None:
     other, error = Scripted(), scripts[-1][-1]
     with pytest.raises(type(error), match=error.message):
-        heard(Scripted(*scripts), other)
+        await heard(Scripted(*scripts), other)
     assert not other.asked
 
 
-def test_a_request_is_sent_again_when_the_coordinator_says() -> None:
+async def test_a_request_is_sent_again_when_the_coordinator_says() -> None:
     """To the next one, which may reach what that one does not; and not for ever."""
     away = Unavailable("no target", 1500)
     one, other = Scripted((away,), WHOLE), Scripted((away,))
-    events, time_s = heard(one, other)
+    events, time_s = await heard(one, other)
     assert (events, len(other.asked)) == ([*WHOLE], 1)
     assert 1.5 <= time_s < 1.5 + LEASE_WAIT_SPREAD_MS / 1e3
     one = Scripted(*[(away,)] * 99)
     with pytest.raises(Unavailable, match="no target"):
-        heard(one, resume_timeout_s=5.0)
+        await heard(one, resume_timeout_s=5.0)
     assert 2 <= len(one.asked) <= 4
     soon = Unavailable("no target", 1000)
-    assert heard(Scripted(), Scripted((soon,), (soon,), WHOLE))[0] == [*WHOLE]
+    assert (await heard(Scripted(), Scripted((soon,), (soon,), WHOLE)))[0] == [*WHOLE]
 
 
 async def test_calls_pass_over_a_coordinator_that_cannot_now() -> None:
@@ -179,23 +174,23 @@ async def test_calls_pass_over_a_coordinator_that_cannot_now() -> None:
     assert len(away.asked) == 1
 
 
-def test_it_goes_round_until_one_has_the_session() -> None:
+async def test_it_goes_round_until_one_has_the_session() -> None:
     """Once the lease of the one that is gone is over, and not long after."""
     leased = Unavailable("another coordinator has it", 1700)
     gone = Scripted((STARTED, FIRST, BROKEN))
     other = Scripted((leased,), (STARTED, SECOND, FINISHED))
-    events, time_s = heard(gone, other)
+    events, time_s = await heard(gone, other)
     assert events == [*WHOLE]
     assert 1.7 <= time_s < 1.8 + LEASE_WAIT_SPREAD_MS / 1e3
     assert len(gone.asked) == 2
     first = Scripted((STARTED, FIRST, BROKEN))
     second = Scripted((leased,), (leased,), (STARTED, SECOND, BROKEN), (FINISHED,))
-    assert heard(first, second, Scripted())[0] == [*WHOLE]
+    assert (await heard(first, second, Scripted()))[0] == [*WHOLE]
     assert {request.num_tokens for request in second.asked if request} == {2, 3}
     closing = Unavailable("it closes", 1000)
     first = Scripted((STARTED, FIRST, BROKEN), *[(closing,)] * 20)
     second = Scripted(*[(closing,)] * 20)
-    assert heard(first, second, Scripted((SECOND, FINISHED)))[0] == [*WHOLE]
+    assert (await heard(first, second, Scripted((SECOND, FINISHED))))[0] == [*WHOLE]
     assert len(second.asked) == 2
 
 
@@ -303,22 +298,17 @@ def test_calls_begin_with_each_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
         ([*["gone"] * 5, "new"], {"gone": []}),
     ],
 )
-def test_a_request_goes_on_at_a_coordinator_that_came_later(named: Any, each: Any) -> None:
+async def test_a_request_goes_on_at_a_coordinator_that_came_later(named: Any, each: Any) -> None:
     """1 s after the names were read. The only ones that were known are gone for good."""
     begun = any(script for script in each.values())
     new = Scripted((STARTED, SECOND, FINISHED) if begun else WHOLE)
     found = {name: Scripted(*script) for name, script in each.items()} | {"new": new}
-
-    async def main() -> list[Event]:
-        connect: Any = found.__getitem__
-        clock = asyncio.get_running_loop().time
-        transport = ResumingTransport(EndpointPool(Names(*named), connect, clock))
-        await asyncio.sleep(1.0)
-        events = [event async for event in transport.events(REQUEST, 60.0)]
-        await transport.close()
-        return events
-
-    assert run_virtually(main()) == [*WHOLE]
+    connect: Any = found.__getitem__
+    clock = asyncio.get_running_loop().time
+    transport = ResumingTransport(EndpointPool(Names(*named), connect, clock))
+    await asyncio.sleep(1.0)
+    assert [event async for event in transport.events(REQUEST, 60.0)] == [*WHOLE]
+    await transport.close()
     assert all(one.closed for one in found.values())
 
 
