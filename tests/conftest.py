@@ -48,11 +48,16 @@ _resident_bytes = 0
 
 
 @pytest.fixture(autouse=True)
-def log_levels() -> Iterator[None]:
-    """A service that a test starts in this process sets them."""
-    level = logging.getLogger().level
+def loggers() -> Iterator[None]:
+    """A service that a test starts in this process sets their handlers and levels."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
     yield
-    logging.getLogger().setLevel(level)
+    for one in root.handlers:
+        if one not in handlers:
+            one.close()
+    root.handlers = handlers
+    root.setLevel(level)
     for package in PACKAGES:
         logging.getLogger(package).setLevel(logging.NOTSET)
 

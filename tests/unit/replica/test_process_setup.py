@@ -50,21 +50,16 @@ def test_an_address_for_all_is_not_advertised() -> None:
 def test_logs_go_where_they_should(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """To a file of the role's name, or to standard error; without a directory nowhere. Our own
     lines have a level of their own: `debug` brings no library's."""
-    before, level = logging.root.handlers[:], logging.root.level
-    try:
-        log_to(str(tmp_path), "target")
-        for chosen in ("info", "debug", "warning"):
-            log_at(chosen)
-            logging.getLogger("coordinator.decoding.sessions").debug("own at %s", chosen)
-            logging.getLogger("asyncio").debug("library's at %s", chosen)
-            logging.getLogger("outrider.tokenizer").info("news at %s", chosen)
-        log_to("", "draft")
-        logging.getLogger("x").info("lost")
-        log_to(STANDARD_ERROR, "draft")
-        logging.getLogger("x").info("elsewhere")
-    finally:
-        log_at("notset")
-        logging.basicConfig(handlers=before, level=level, force=True)
+    log_to(str(tmp_path), "target")
+    for chosen in ("info", "debug", "warning"):
+        log_at(chosen)
+        logging.getLogger("coordinator.decoding.sessions").debug("own at %s", chosen)
+        logging.getLogger("asyncio").debug("library's at %s", chosen)
+        logging.getLogger("outrider.tokenizer").info("news at %s", chosen)
+    log_to("", "draft")
+    logging.getLogger("x").info("lost")
+    log_to(STANDARD_ERROR, "draft")
+    logging.getLogger("x").info("elsewhere")
     assert json.loads(capsys.readouterr().err)["message"] == "elsewhere"
     [path] = tmp_path.iterdir()
     assert path.name == "target.log"

@@ -6,7 +6,6 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,20 +22,12 @@ SMALL = 2_000
 """Bytes of a file in these tests."""
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Files are small, and the loggers as before in the end."""
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_files, "LOG_BYTES_MAX", SMALL)
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    for one in root.handlers:
-        if one not in handlers:
-            one.close()
-    root.handlers, root.level = handlers, level
 
 
-def test_the_log_of_a_replica_is_bounded(tmp_path: Path, small: None) -> None:
+def test_the_log_of_a_replica_is_bounded(tmp_path: Path) -> None:
     """The newest lines are kept, for their user alone."""
     log_to(str(tmp_path), "target-0")
     for index in range(400):
@@ -50,7 +41,7 @@ def test_the_log_of_a_replica_is_bounded(tmp_path: Path, small: None) -> None:
 
 
 def test_replicas_that_have_gone_leave_no_more_than_a_bound(
-    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rotated files go first, then the oldest; what is no log stays."""
     (tmp_path / "notes.txt").write_bytes(bytes(SMALL))
@@ -65,7 +56,7 @@ def test_replicas_that_have_gone_leave_no_more_than_a_bound(
 
 
 def test_the_log_of_a_running_replica_stays(
-    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long it has been quiet; once it has ended its log may go."""
     code = (
@@ -111,9 +102,8 @@ def test_the_log_of_a_detached_process_is_bounded(tmp_path: Path) -> None:
     assert serve.logged_error(tmp_path) == "the last word"
 
 
-def test_redis_fills_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redis_fills_no_disk(tmp_path: Path) -> None:
     """Its log is put aside while it runs, over the one that was before; its data are bounded."""
-    monkeypatch.setattr(log_files, "LOG_BYTES_MAX", SMALL)
     with EmbeddedRedis(tmp_path) as server, redis.Redis.from_url(server.url) as client:
         assert client.config_get("maxmemory") == {"maxmemory": str(EMBEDDED_REDIS_BYTES_MAX)}
         assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
