@@ -1,13 +1,20 @@
-"""Pages of sequences: what is shared, copied, remembered and evicted, and in which order."""
+"""Pages of sequences: what is shared, copied, remembered and evicted, and in which order; and the
+pool against an engine that remembers, for each slot, what was written there."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from pages import check_pages
 
 from outrider.engine.interface import SequenceStep
+from outrider.errors import OutOfPages
 from outrider.kv_cache.block_pool import BlockPool, Copy
 
 SIZE = 4
@@ -76,3 +83,255 @@ def test_branches_go_first_then_what_is_unused_for_longest(pool: BlockPool) -> N
     assert pool.attach("old", (*PROMPT[:SIZE], 0)) == SIZE, "it was used after `gone`"
     assert pool.attach("gone", (1, 2, 3, 4, 5)) == 0
     check_pages(pool)
+
+
+NUM_PAGES, PAGE_SIZE = 12, 3
+NAMES = "abcde"
+IDS = st.integers(1, 7).flatmap(
+    lambda num: st.sampled_from([[0] * num, [0] * num, [1] * num, [0] * (num - 1) + [1]])
+)
+"""Mostly alike, so that prefixes are shared."""
+
+Value = tuple[Any, ...]
+"""What keys and values depend on: a salt, and the ids of all slots attended to, its own last."""
+
+
+class Slots:
+    """The pages of an engine: copies what the pool says, and writes where its tables point."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self.values: list[Value | None] = [None] * (pool.num_pages * pool._page_size)
+
+    def slot(self, name: str, index: int) -> int:
+        page, size = self.pool.pages(name)[index // self.pool._page_size], self.pool._page_size
+        return page * size + index % size
+
+    def copy_pages(self, copies: list[Copy]) -> None:
+        size = self.pool._page_size
+        for origin, target in copies:
+            self.values[target * size : (target + 1) * size] = self.values[
+                origin * size : (origin + 1) * size
+            ]
+
+    def move(self, moves: list[Copy]) -> None:
+        """One by one, which must be the same as all at once."""
+        at_once = self.values.copy()
+        for origin, target in moves:
+            at_once[target] = self.values[origin]
+        for origin, target in moves:
+            self.values[target] = self.values[origin]
+        assert self.values == at_once
+
+    def held(self, name: str) -> list[Value | None]:
+        return [self.values[self.slot(name, i)] for i in range(self.pool.length(name))]
+
+
+class ModelSequence:
+    """One sequence of the naive model, which shares nothing."""
+
+    def __init__(self, salt: str = "", is_branch: bool = False) -> None:
+        self.salt = salt
+        self.is_branch = is_branch
+        self.ids: list[int] = []
+        self.values: list[Value] = []
+
+    def run(self, ids: tuple[int, ...], parents: tuple[int, ...], stamp: int) -> None:
+        """What a step writes: behind anything but a chain each value is like no other."""
+        chain = all(self.values[i] == self.chained(i) for i in range(len(self.ids)))
+        held, base = len(self.ids), (self.salt, *self.ids)
+        for i, token_id in enumerate(ids):
+            parent = (parents[i] if parents else i - 1) + held
+            before = self.values[parent] if parent >= held else base
+            self.ids.append(token_id)
+            self.values.append((*before, token_id) if chain else ("mixed", stamp, i))
+
+    def chained(self, index: int) -> Value:
+        return (self.salt, *self.ids[: index + 1])
+
+
+class PoolAndModel(RuleBasedStateMachine):
+    """Whatever is begun, run, cut, branched and evicted: each sequence finds in its slots what was
+    run for it, or is gone because it was idle; what raises has changed nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(NUM_PAGES, PAGE_SIZE)
+        self.slots = Slots(self.pool)
+        self.model: dict[str, ModelSequence] = {}
+        self.idle: OrderedDict[str, None] = OrderedDict()
+        self.stamp = 0
+
+    def state(self) -> tuple[Any, ...]:
+        held = {name: (self.pool.token_ids(name), list(self.pool.pages(name))) for name in NAMES}
+        return held, self.pool.counts(), list(self.pool._unused), list(self.pool._idle_branches)
+
+    def forget_evicted(self, running: set[str]) -> None:
+        gone = [name for name in self.idle if name not in running and not self.pool.length(name)]
+        gone = [name for name in gone if self.model[name].ids or name not in self.pool._sequences]
+        others = [name for name in self.idle if name not in running]
+        for branches in (True, False):
+            kind = [name for name in others if self.model[name].is_branch == branches]
+            evicted = [name for name in kind if name in gone]
+            assert evicted == kind[: len(evicted)], "not the ones that were idle for longest"
+            if branches and len(evicted) < len(kind):
+                assert len(evicted) == len(gone), "a branch outlived another sequence"
+        for name in gone:
+            del self.model[name], self.idle[name]
+
+    @rule(
+        data=st.lists(
+            st.tuples(st.sampled_from(NAMES), IDS, st.none() | st.integers(0, 7**6)),
+            min_size=1,
+            max_size=3,
+            unique_by=lambda step: step[0],
+        )
+    )
+    def append(self, data: list[tuple[str, list[int], int | None]]) -> None:
+        steps = []
+        for name, ids, tree in data:
+            parents = () if tree is None else tuple(tree // 7**i % (i + 1) - 1 for i in range(5))
+            ids = ids if tree is None else ids[:5]
+            steps.append(SequenceStep(name, tuple(ids), 1, parents[: len(ids)]))
+        before, running = self.state(), {step.sequence_id for step in steps}
+        roomy = self.pool.can_hold(steps)
+        assert self.state() == before
+        try:
+            self.slots.copy_pages(self.pool.append(steps))
+        except OutOfPages:
+            assert not roomy
+            assert self.state() == before
+            self.check_that_nothing_fits(steps)
+            return
+        assert roomy
+        self.forget_evicted(running)
+        for step in steps:
+            self.stamp += 1
+            self.idle.pop(step.sequence_id, None)
+            sequence = self.model.setdefault(step.sequence_id, ModelSequence())
+            held = len(sequence.ids)
+            sequence.run(step.token_ids, step.parents, self.stamp)
+            for index in range(held, len(sequence.ids)):
+                slot = self.slots.slot(step.sequence_id, index)
+                self.slots.values[slot] = sequence.values[index]
+        self.pool.written(steps)
+
+    def check_that_nothing_fits(self, steps: list[SequenceStep]) -> None:
+        running = {step.sequence_id for step in steps}
+        pages = {p for n in self.model if n not in self.idle or n in running
+                 for p in self.pool.pages(n)}  # fmt: skip
+        new = sum(
+            -(-(self.pool.length(s.sequence_id) + len(s.token_ids)) // PAGE_SIZE)
+            - len(self.pool.pages(s.sequence_id))
+            + (self.pool.length(s.sequence_id) % PAGE_SIZE > 0)
+            for s in steps
+        )
+        assert len(pages) + new > NUM_PAGES
+
+    @rule(
+        name=st.sampled_from(NAMES),
+        ids=st.tuples(IDS, IDS).map(lambda both: both[0] + both[1]),
+        salt=st.sampled_from(["", "", "x"]),
+    )
+    def attach(self, name: str, ids: list[int], salt: str) -> None:
+        if self.pool.length(name):
+            self.pool.release(name)
+        self.idle.pop(name, None)
+        free = self.pool.counts().num_free
+        num = self.pool.attach(name, ids, salt)
+        assert num % PAGE_SIZE == 0
+        assert num < len(ids)
+        assert self.pool.counts().num_free == free
+        sequence = self.model[name] = ModelSequence(salt)
+        sequence.ids = ids[:num]
+        sequence.values = [sequence.chained(i) for i in range(num)]
+
+    def follow_use(self, name: str) -> None:
+        """Making room for a sequence's own slots counts as a use of it."""
+        if name in self.idle and self.pool.length(name):
+            is_branch = self.model[name].is_branch
+            order = self.pool._idle_branches if is_branch else self.pool._unused
+            if [entry for entry in order if isinstance(entry, str)][-1] == name:
+                self.idle.move_to_end(name)
+
+    @precondition(lambda self: self.model)
+    @rule(at=st.integers(0, 9), cut=st.integers(0, 8), path=st.integers(0, 255))
+    def keep(self, at: int, cut: int, path: int) -> None:
+        name = sorted(self.model)[at % len(self.model)]
+        sequence = self.model[name]
+        length = max(0, len(sequence.ids) - cut)
+        kept = [s for s in range(length, len(sequence.ids)) if path >> (s - length) & 1]
+        before = self.state()
+        try:
+            moves = self.pool.keep(name, length, kept)
+        except OutOfPages:
+            assert kept
+            assert self.state() == before
+            return
+        self.slots.move(moves)
+        self.forget_evicted({name})
+        self.follow_use(name)
+        sequence.ids[length:] = [sequence.ids[s] for s in kept]
+        sequence.values[length:] = [sequence.values[s] for s in kept]
+
+    @precondition(lambda self: self.model)
+    @rule(at=st.integers(0, 9), cut=st.integers(1, 7), ids=IDS)
+    def cut_and_go_on(self, at: int, cut: int, ids: list[int]) -> None:
+        self.keep(at, cut, 0)
+        self.append([(sorted(self.model)[at % len(self.model)], ids, None)])
+
+    @precondition(lambda self: self.model)
+    @rule(at=st.integers(0, 9), branch=st.sampled_from(NAMES))
+    def fork(self, at: int, branch: str) -> None:
+        name = sorted(self.model)[at % len(self.model)]
+        if branch == name:
+            return
+        self.release(branch)
+        before = self.state()
+        try:
+            copies = self.pool.fork(name, branch)
+        except OutOfPages:
+            assert self.pool.counts().num_free == 0
+            assert self.state() == before
+            return
+        self.forget_evicted({name})
+        self.follow_use(name)
+        partial = len(self.model[name].ids) % PAGE_SIZE > 0
+        assert len(copies) == partial
+        assert partial or self.pool.counts().num_free == before[1].num_free
+        self.slots.copy_pages(copies)
+        copy = self.model[branch] = ModelSequence(self.model[name].salt, is_branch=True)
+        copy.ids = self.model[name].ids.copy()
+        copy.values = self.model[name].values.copy()
+
+    @rule(name=st.sampled_from(NAMES))
+    def release(self, name: str) -> None:
+        self.pool.release(name)
+        self.model.pop(name, None)
+        self.idle.pop(name, None)
+
+    @rule(names=st.sets(st.sampled_from(NAMES)))
+    def mark_idle(self, names: set[str]) -> None:
+        for name in sorted(names):
+            self.pool.mark_idle(name)
+            if name in self.model:
+                self.idle.setdefault(name)
+
+    @invariant()
+    def slots_hold_what_was_run(self) -> None:
+        for name in NAMES:
+            sequence = self.model.get(name, ModelSequence())
+            assert list(self.pool.token_ids(name)) == sequence.ids
+            assert self.slots.held(name) == sequence.values
+
+    @invariant()
+    def integrity(self) -> None:
+        check_pages(self.pool)
+        busy = {p for n in self.model if n not in self.idle for p in self.pool.pages(n)}
+        counts = self.pool.counts()
+        assert counts.num_free + counts.num_evictable == NUM_PAGES - len(busy)
+
+
+TestPoolAndModel = PoolAndModel.TestCase
+TestPoolAndModel.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+"""10,000 steps."""

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from rounds import make_head
 
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
@@ -15,36 +16,14 @@ from outrider.engine.interface import SequenceStep
 from outrider.errors import InvariantError
 from outrider.kv_cache.session_table import SessionTable
 from outrider.messages import ReplyKey, Resync, RoundHead
-from outrider.speculation.sampling_params import Rule
 from outrider.tokens import TokenSequence
 
 SPEC = EmulatedSpec.parse("vocab_size=16,support=4,max_model_len=512,num_pages=256")
 
 
-def head(
-    committed: list[int],
-    base_length: int,
-    *,
-    session_id: str = "s",
-    epoch: int = 1,
-    round_: int = 0,
-) -> RoundHead:
+def head(committed: list[int], base_length: int, session_id: str = "s") -> RoundHead:
     """A round of a session with these committed tokens, stating the first `base_length`."""
-    tokens = TokenSequence(committed)
-    return RoundHead(
-        session_id=session_id,
-        tenant="",
-        epoch=epoch,
-        round=round_,
-        base_length=base_length,
-        prefix_digest=tokens.digest(base_length),
-        append=tokens.since(base_length),
-        prompt_length=1,
-        rule=Rule.GREEDY,
-        seed=0,
-        sampling=None,
-        sampling_hash=0,
-    )
+    return replace(make_head(committed, base_length), session_id=session_id)
 
 
 class Replica:

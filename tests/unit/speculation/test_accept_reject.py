@@ -1,10 +1,11 @@
-"""decide(): which draft tokens a verdict and uniforms accept."""
+"""decide(): which draft tokens a verdict and uniforms accept; and acceptance over a text."""
 
 from __future__ import annotations
 
 import itertools
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from outrider.speculation.accept_reject import (
     survival,
 )
 from outrider.speculation.sampling_params import Rule
+from outrider.speculation.text_acceptance import acceptance_of_windows
 
 A, C, B = Origin.ACCEPTED, Origin.CORRECTION, Origin.BONUS
 VERDICT = Verdict((0.5, 0.2, 0.9), (10, 11, 12, 13))
@@ -70,3 +72,12 @@ def test_survival_against_the_law_of_the_count(rule, accept):
         for n in range(count_accepted(rule, passes)):
             expected[n] += chance
     assert survival(rule, accept) == pytest.approx(expected, abs=1e-12)
+
+
+def test_each_window_has_ratios_of_its_own() -> None:
+    """Two texts, of which one has no window of two tokens."""
+    texts = [[np.array([1.0, 0.5, 0.25]), np.array([0.2, 0.4])], [np.array([0.6])]]
+    found = acceptance_of_windows(texts, 3)
+    assert found[0] == pytest.approx((1.0 + 0.5 + 0.25 + 0.6) / 4)
+    assert found[1] == pytest.approx((1.0 * 0.2 + 0.5 * 0.4) / (1.0 + 0.5))
+    assert found[2] is None

@@ -273,6 +273,15 @@ def change(message: Any, path: str, value: Any) -> None:
         setattr(message, name, value)
 
 
+def refused(codec: Any, message: Any) -> str | None:
+    """The field for which an item is refused; None where it is not."""
+    try:
+        codec.item_from_proto(message)
+    except BadRequest as error:
+        return error.field
+    return None
+
+
 @pytest.mark.parametrize(
     ("field", "bad", "good"),
     [
@@ -301,12 +310,10 @@ def test_item_limits_from_both_sides(field: str, bad: Any, good: Any) -> None:
     if "constraint." in field:
         message.head.constraint.text = "a+"
     change(message, field, good)
-    VERIFY.item_from_proto(message)
+    assert refused(VERIFY, message) is None
     message = VERIFY.item_to_proto(item)
     change(message, field, bad)
-    with pytest.raises(BadRequest) as caught:
-        VERIFY.item_from_proto(message)
-    assert caught.value.field == field
+    assert refused(VERIFY, message) == field
 
 
 @pytest.mark.parametrize(
@@ -320,11 +327,9 @@ def test_item_limits_from_both_sides(field: str, bad: Any, good: Any) -> None:
 def test_limits_of_draft_items_from_both_sides(field: str, most: int) -> None:
     message = DRAFT.item_to_proto(DraftItem(make_head((1, 2)), 1))
     change(message, field, most)
-    DRAFT.item_from_proto(message)
+    assert refused(DRAFT, message) is None
     change(message, field, most + 1)
-    with pytest.raises(BadRequest) as caught:
-        DRAFT.item_from_proto(message)
-    assert caught.value.field == field
+    assert refused(DRAFT, message) == field
 
 
 @pytest.mark.parametrize(
@@ -341,12 +346,7 @@ def test_limits_of_draft_items_from_both_sides(field: str, most: int) -> None:
 def test_features_are_whole_rows_and_few(width: int, num_bytes: int, field: str | None) -> None:
     message = DRAFT.item_to_proto(DraftItem(make_head((1,)), 1))
     message.features.width, message.features.rows = width, bytes(num_bytes)
-    if field is None:
-        DRAFT.item_from_proto(message)
-        return
-    with pytest.raises(BadRequest) as caught:
-        DRAFT.item_from_proto(message)
-    assert caught.value.field == field
+    assert refused(DRAFT, message) == field
 
 
 KEY = make_head((1,)).key
