@@ -70,21 +70,6 @@ def test_the_draw_is_where_a_uniform_falls_on_the_counts(rule):
     assert len(seen) > 3
 
 
-@pytest.mark.parametrize("rule", Rule)
-def test_a_batch_draws_what_each_session_would_alone(rule):
-    """Batching sessions, with supports of different sizes, changes nothing."""
-    torch.manual_seed(0)
-    rows = torch.rand(5, 700, dtype=torch.float64) ** 6
-    rows[1, 3:] = 0
-    rows[2, 1:] = 0
-    noises = [RoundNoise(i, rule, 100 + i) for i in range(5)]
-    indices = [0, 4, 2, 2, 1]
-    together = draft_tokens(rows, noises, indices, 16)
-    alone = [draft_token(row, n, i, 16) for row, n, i in zip(rows, noises, indices, strict=True)]
-    assert together == alone
-    assert draft_tokens(rows[:0], [], [], 16) == []
-
-
 SAMPLINGS = (
     SamplingParams(),
     SamplingParams(temperature=0.7, top_p=0.9),

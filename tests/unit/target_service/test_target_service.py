@@ -7,14 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pages import check_pages
 from rounds import GREEDY, Replica, make_head, session_name
 from toy_engine import ToyEngine, toy_logits
 from verdict_laws import score
 
-from outrider.errors import EngineLost
 from outrider.messages import Refused, Resync, VerdictReply, VerifyItem
-from outrider.speculation.logits_processing import TokenHistory, raw_logprobs, target_probabilities
+from outrider.speculation.logits_processing import TokenHistory, target_probabilities
 from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
@@ -30,9 +28,8 @@ def target(engine: ToyEngine | None = None, max_num_seqs: int = 64) -> Replica:
 
 @pytest.fixture
 async def setting() -> AsyncIterator[Replica]:
-    made = target()
-    yield made
-    await made.close()
+    async with target() as made:
+        yield made
 
 
 def expected_rows(prefix: tuple[int, ...], drafted: tuple[int, ...], salt: int = 1) -> torch.Tensor:
@@ -76,17 +73,6 @@ async def test_a_verdict_is_the_pure_function_of_its_item(
     assert (setting.service.num_items, len(setting.service.sessions)) == (1, 0)
 
 
-async def test_logprobs_are_of_the_raw_logits(setting: Replica) -> None:
-    """2K+1 entries: of the draft tokens, then of the corrections, each from its own row."""
-    proposal = SealedProposal((4, 5))
-    reply = await setting.ask(VerifyItem(make_head(PROMPT), proposal, num_logprobs=3))
-    assert isinstance(reply, VerdictReply)
-    rows = expected_rows(PROMPT, proposal.token_ids)
-    chosen = (*proposal.token_ids, *reply.verdict.correction)
-    wanted = raw_logprobs(rows, chosen, 3, rows=(0, 1, 0, 1, 2))
-    assert tuple((entry.logprob, entry.top) for entry in reply.logprobs) == wanted
-
-
 async def test_a_prefix_that_is_not_held_is_asked_for(setting: Replica) -> None:
     """An unknown base is answered by what is held; the full prefix then gets its verdict."""
     reply = await setting.ask(VerifyItem(make_head((*PROMPT, 4), 3)))
@@ -127,10 +113,8 @@ async def test_a_bad_item_is_refused_and_its_neighbours_are_answered(
 ) -> None:
     """The refusal names the field; the other items of the same step get their verdicts."""
     setting = target(ToyEngine(max_model_len=8))
-    setting.link.send(VerifyItem(make_head(PROMPT, session=2)))
-    setting.link.send(bad)
-    setting.link.send(VerifyItem(make_head(PROMPT, session=3)))
-    answers = await setting.listener.wait(3)
+    others = [VerifyItem(make_head(PROMPT, session=session)) for session in (2, 3)]
+    answers = await setting.send(others[0], bad, others[1])
     by_session = {answer.key.session_id: answer for answer in answers}
     refused = by_session[session_name(1)]
     assert isinstance(refused, Refused)
@@ -139,8 +123,7 @@ async def test_a_bad_item_is_refused_and_its_neighbours_are_answered(
     assert isinstance(by_session[session_name(2)], VerdictReply)
     assert isinstance(by_session[session_name(3)], VerdictReply)
     assert setting.engine.batches == [[session_name(2), session_name(3)]]
-    setting.service.check_integrity()
-    await setting.service.close()
+    await setting.close()
 
 
 async def test_draft_tokens_outside_the_vocabulary_are_never_accepted(setting: Replica) -> None:
@@ -161,9 +144,9 @@ async def test_draft_tokens_outside_the_vocabulary_are_never_accepted(setting: R
 
 async def test_logits_that_are_no_numbers_hurt_their_own_session_only(setting: Replica) -> None:
     setting.engine.poisoned.add(session_name(2))
-    for session in (1, 2, 3):
-        setting.link.send(VerifyItem(make_head(PROMPT, session=session)))
-    answers = await setting.listener.wait(3)
+    answers = await setting.send(
+        *(VerifyItem(make_head(PROMPT, session=session)) for session in (1, 2, 3))
+    )
     kinds = {answer.key.session_id: type(answer) for answer in answers}
     assert kinds == {
         session_name(1): VerdictReply,
@@ -171,19 +154,6 @@ async def test_logits_that_are_no_numbers_hurt_their_own_session_only(setting: R
         session_name(3): VerdictReply,
     }
     assert setting.engine.length(session_name(2)) == 0
-
-
-async def test_a_lost_engine_is_no_items_own_error(setting: Replica) -> None:
-    """The step is not tried again for each of them; the replica is unhealthy at once."""
-    setting.engine.crash = EngineLost("rank 1 is gone")
-    for session in (1, 2):
-        setting.link.send(VerifyItem(make_head(PROMPT, session=session)))
-    await setting.listener.wait(2)
-    await setting.ask(VerifyItem(make_head(PROMPT, session=3)))
-    answers = setting.listener.answers
-    assert [(answer.code, answer.message) for answer in answers] == [(14, "rank 1 is gone")] * 3
-    assert len(setting.engine.batches) == 1
-    assert not setting.service.healthy
 
 
 async def test_sessions_of_a_closed_stream_give_way_and_are_asked_for_again() -> None:
@@ -205,6 +175,4 @@ async def test_sessions_of_a_closed_stream_give_way_and_are_asked_for_again() ->
     assert isinstance(full, VerdictReply)
     assert full.verdict == kept.verdict
     for setting in (roomy, tight):
-        setting.service.check_integrity()
-        check_pages(setting.engine)
-        await setting.service.close()
+        await setting.close()
