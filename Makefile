@@ -29,10 +29,10 @@ PEER_STAMPS := $(PEERS:%=$(VENV)/peers/%/installed)
 
 NEXT_VLLM := vllm==0.33.*
 
-.PHONY: help install programs demo test test-full test-page test-gpu test-vllm test-clients check proto bench peers chaos sim fuzz mutants
+.PHONY: help install programs demo test test-full test-page test-gpu test-vllm test-clients test-drafters check proto bench peers chaos sim fuzz mutants
 
 help: ## List the jobs.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## Create .venv and install into it; again only when what it depends on changed.
 
@@ -103,6 +103,18 @@ $(CLIENT_STAMPS): $(VENV)/clients/%/installed: tests/clients/%.txt
 	@echo "installing $* into $(@D), once; this takes some minutes" >&2
 	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $< torch
 	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $< $*
+	@touch $@
+
+test-drafters: $(STAMP) $(VENV)/drafters/installed ## Compare published drafters with the library that they come from.
+	SPECULATORS_PYTHON=$(VENV)/drafters/bin/python $(BIN)/python -m pytest tests/drafters
+
+# Without torchvision and its like, as of vLLM below.
+$(VENV)/drafters/installed: tests/drafters/speculators.txt
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@echo "installing speculators into $(@D), once; this takes some minutes" >&2
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $< torch
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $< speculators
+	@$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio
 	@touch $@
 
 check: $(STAMP) ## Format, lint, types, import contracts, style, and drift of generated code.

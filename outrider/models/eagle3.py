@@ -234,9 +234,8 @@ class Eagle3Head(nn.Module):
 
     def _angles(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [.., 1, head_dim] of positions [..]."""
-        cos, sin = self.rotary_emb(like, positions.flatten()[None])
-        shape = (*positions.shape, 1, -1)
-        return cos.view(shape), sin.view(shape)
+        cos, sin = self.rotary_emb(like, positions)
+        return cos.unsqueeze(-2), sin.unsqueeze(-2)
 
 
 def _rotated(heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:

@@ -1,0 +1,100 @@
+"""What `speculators` makes of EAGLE-3 checkpoints. Runs in an environment that has that library,
+and not Outrider, whose transformers it does not take.
+
+make DIRECTORY VERIFIER                saves a random head for the model in VERIFIER
+run CHECKPOINT INPUTS OUTPUTS          runs one over a text: `taps` [T, 3 D], `token_ids` [T], and
+                                       drafts `drafts` [len(prefixes), depths] by greedy choice
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from speculators import SpeculatorModel
+from speculators.config import SpeculatorsConfig, VerifierConfig
+from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+from speculators.proposals.greedy import GreedyTokenProposalConfig
+from torch import Tensor
+from transformers import AutoConfig, Qwen3Config
+
+DRAFT_VOCAB = 12
+
+
+def make(directory: str, verifier: str) -> None:
+    target = AutoConfig.from_pretrained(verifier)
+    layer = Qwen3Config(
+        vocab_size=target.vocab_size, hidden_size=target.hidden_size, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=48,
+        attn_implementation="eager",
+    )  # fmt: skip
+    config = Eagle3SpeculatorConfig(
+        transformer_layer_config=layer, draft_vocab_size=DRAFT_VOCAB, norm_before_residual=True,
+        eagle_aux_hidden_state_layer_ids=[1, 2, 4],
+        speculators_config=SpeculatorsConfig(
+            algorithm="eagle3", default_proposal_method="greedy",
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=3)],
+            verifier=VerifierConfig.from_pretrained(verifier),
+        ),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Eagle3DraftModel(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.3)
+    token_ids = torch.randperm(target.vocab_size)[:DRAFT_VOCAB].sort().values
+    t2d = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, token_ids, True)
+    model.load_vocab_mappings(t2d, token_ids - torch.arange(DRAFT_VOCAB))
+    model.save_pretrained(directory)
+
+
+class Recorded:
+    """A model, and what its last norm read and its head put out in the last call."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.hidden: list[Tensor] = []
+        self.logits: list[Tensor] = []
+        model.norm.register_forward_pre_hook(lambda _, inputs: self.hidden.append(inputs[0][0]))
+        model.lm_head.register_forward_hook(lambda *found: self.logits.append(found[2][0]))
+
+    def run(self, taps: Tensor, token_ids: Tensor, num_depths: int) -> None:
+        self.hidden.clear()
+        self.logits.clear()
+        places = torch.arange(len(token_ids))[None]
+        self.model(
+            taps[None], token_ids[None], torch.zeros_like(places), position_ids=places,
+            ttt_steps=num_depths,
+        )  # fmt: skip
+
+    def draft(self, taps: Tensor, token_ids: Tensor, num_depths: int) -> Tensor:
+        """The chain behind the last of these pairs."""
+        last, shift = len(token_ids) - 1, self.model.d2t
+        for depth in range(num_depths):
+            self.run(taps, token_ids, depth + 1)
+            chosen = self.logits[depth][last].argmax()
+            chosen = chosen if shift is None else chosen + shift[chosen]
+            token_ids = torch.cat([token_ids, chosen[None]])
+            taps = torch.nn.functional.pad(taps, (0, 0, 0, 1))
+        return token_ids[last + 1 :]
+
+
+@torch.no_grad()
+def run(checkpoint: str, inputs: str, outputs: str) -> None:
+    config = Eagle3SpeculatorConfig.from_pretrained(checkpoint)
+    config.transformer_layer_config._attn_implementation = "eager"
+    model = Recorded(SpeculatorModel.from_pretrained(checkpoint, config=config).float().eval())
+    given = load_file(inputs)
+    taps, token_ids, num_depths = given["taps"], given["token_ids"], int(given["num_depths"])
+    drafts = [
+        model.draft(taps[:length], token_ids[:length], num_depths)
+        for length in given["prefixes"].tolist()
+    ]
+    model.run(taps, token_ids, num_depths)
+    found = {"hidden": torch.stack(model.hidden), "logits": torch.stack(model.logits)}
+    save_file(found | {"drafts": torch.stack(drafts)}, outputs)
+
+
+if __name__ == "__main__":
+    {"make": make, "run": run}[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,176 @@
+"""EAGLE-3 heads against `speculators`, which runs in an environment of its own (`make
+test-drafters`)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import tiny_config, tiny_module
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from outrider.models.eagle3 import (
+    Eagle3Config,
+    Eagle3Head,
+    LoadedEagle3,
+    load_eagle3,
+    save_speculators,
+)
+from outrider.models.sources import resolve_model
+
+PYTHON = os.environ.get("SPECULATORS_PYTHON", "")
+SCRIPT = Path(__file__).with_name("speculators_reference.py")
+NUM_DEPTHS = 3
+NUM_PAIRS = 300
+
+pytestmark = pytest.mark.skipif(not PYTHON, reason="no speculators here: make test-drafters")
+
+
+def reference(*words: Any) -> None:
+    """Runs the library's own code."""
+    environment = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}
+    subprocess.run(
+        [PYTHON, str(SCRIPT), *map(str, words)], check=True, env=environment, timeout=280
+    )
+
+
+@pytest.fixture(scope="module")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("target")
+    config = tiny_config("llama")
+    config.num_hidden_layers = 8
+    tiny_module(config).save_pretrained(directory)
+    return directory
+
+
+def random_head(target: Any, token_ids: list[int], **changes: Any) -> Eagle3Head:
+    """A head of the target's width: the library has no others."""
+    sizes = target.config
+    layer = {
+        "vocab_size": sizes.vocab_size, "hidden_size": sizes.hidden_size,
+        "intermediate_size": 3 * sizes.hidden_size, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5, "rope_theta": 5000.0,
+        "max_position_embeddings": 64,
+    } | changes.pop("layer", {})  # fmt: skip
+    num_layers = sizes.num_hidden_layers
+    config = Eagle3Config(
+        layer=LlamaConfig(**layer), draft_vocab_size=len(token_ids), owns_embeddings=False,
+        layer_ids=(2, num_layers // 2, num_layers - 3), target_width=sizes.hidden_size, **changes,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    head = Eagle3Head(config).requires_grad_(False).eval()
+    for parameter in head.parameters():
+        fan_in = parameter.shape[-1] if parameter.dim() > 1 else 16
+        parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, fan_in**-0.5)
+    return head
+
+
+def save(directory: Path, head: Eagle3Head, token_ids: list[int], target: Path) -> None:
+    save_speculators(
+        directory, head, token_ids, target_name=str(target), num_draft_tokens=NUM_DEPTHS,
+        architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+
+
+def greedy_draft(loaded: LoadedEagle3, features: Tensor, token_ids: Tensor) -> Tensor:
+    """[NUM_DEPTHS]: the chain behind the last of these pairs, from keys and values of the earlier
+    ones."""
+    module, length = loaded.module, len(token_ids)
+    places = torch.arange(length + NUM_DEPTHS)
+    keys, values = module.keys_and_values(features[:-1], token_ids[:-1], places[: length - 1])
+
+    def attend(queries: Tensor, new_keys: Tensor, new_values: Tensor) -> Tensor:
+        nonlocal keys, values
+        keys, values = torch.cat([keys, new_keys]), torch.cat([values, new_values])
+        return torch.nn.functional.scaled_dot_product_attention(
+            *(heads.transpose(0, 1) for heads in (queries, keys, values)), enable_gqa=True
+        ).transpose(0, 1)
+
+    feature, token, drafted = features[-1:], token_ids[-1:], []
+    for depth in range(NUM_DEPTHS):
+        place = places[length - 1 + depth, None]
+        hidden = module.step(feature, token, place, attend)
+        token = torch.tensor(loaded.token_ids)[module.logits(hidden).argmax(-1)]
+        drafted.append(token)
+        feature = module.carry(hidden)
+    return torch.cat(drafted)
+
+
+def check_equal(directory: Path, target: Any, text: Tensor, prefixes: list[int]) -> None:
+    """Of the checkpoint in `directory`: hidden states and logits of chains behind each pair of the
+    text, and greedy drafts behind the prefixes of so many pairs."""
+    loaded = load_eagle3(directory, target, name="HEAD", target_name="TARGET")
+    module = loaded.module
+    with torch.no_grad():
+        states = target(text[None], output_hidden_states=True).hidden_states
+    taps = torch.cat([states[index][0, :-1] for index in module.layer_ids], -1)
+    given = {
+        "taps": taps, "token_ids": text[1:], "prefixes": torch.tensor(prefixes),
+        "num_depths": torch.tensor(NUM_DEPTHS),
+    }  # fmt: skip
+    save_file(given, str(directory / "inputs"))
+    reference("run", directory, directory / "inputs", directory / "outputs")
+    expected = load_file(str(directory / "outputs"))
+
+    features = module.fuse(taps)
+    behind = torch.nn.functional.pad(text[1:], (0, NUM_DEPTHS - 1))
+    for depth, hidden in enumerate(module.unroll(features[None], behind[None], NUM_DEPTHS)):
+        rows = slice(0, len(features) - depth)
+        for found, wanted in ((hidden[0], "hidden"), (module.logits(hidden[0]), "logits")):
+            torch.testing.assert_close(
+                found[rows], expected[wanted][depth][rows], rtol=2e-4, atol=2e-4
+            )
+    drafts = [greedy_draft(loaded, features[:n], text[1 : n + 1]) for n in prefixes]
+    assert torch.equal(torch.stack(drafts), expected["drafts"])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"norm_before_residual": True, "norm_output": True},
+        {"fc_norm": True, "layer": {"attention_bias": True, "hidden_act": "gelu"}},
+        {"norm_before_fc": True, "qk_norm": True},
+        {"layer": {"rope_scaling": {
+            "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        }}},
+        {"layer": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}},
+    ],
+    ids=["plain", "normed", "fc-norm", "before-fc", "llama3", "yarn"],
+)  # fmt: skip
+def test_heads_of_ours_do_the_same_there(
+    changes: dict[str, Any], tiny_target: Path, tmp_path: Path
+) -> None:
+    target = AutoModelForCausalLM.from_pretrained(tiny_target)
+    token_ids = [0, 3, 4, 9, 15, 16, 17, 22, 30]
+    save(tmp_path, random_head(target, token_ids, **changes), token_ids, tiny_target)
+    torch.manual_seed(2)
+    text = torch.randint(0, target.config.vocab_size, (NUM_PAIRS + 1,))
+    check_equal(tmp_path, target, text, [*range(1, 20), 63, 64, 65, 128, 299, 300])
+
+
+def test_a_head_of_the_library_does_the_same_here(tiny_target: Path, tmp_path: Path) -> None:
+    reference("make", tmp_path, tiny_target)
+    target = AutoModelForCausalLM.from_pretrained(tiny_target)
+    torch.manual_seed(2)
+    text = torch.randint(0, target.config.vocab_size, (NUM_PAIRS + 1,))
+    check_equal(tmp_path, target, text, [*range(1, NUM_PAIRS + 1)])
+
+
+@pytest.mark.real_model
+def test_heads_of_the_demo_do_the_same_there(tmp_path: Path) -> None:
+    directory = resolve_model("demo")
+    target = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    vocab_size = target.config.vocab_size
+    token_ids = torch.arange(0, vocab_size, 24).tolist()
+    save(tmp_path, random_head(target, token_ids), token_ids, directory)
+    readme = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+    text = torch.tensor(AutoTokenizer.from_pretrained(directory)(readme)["input_ids"])
+    check_equal(tmp_path, target, text[: NUM_PAIRS + 1], [*range(1, 17), 64, 150, 300])
