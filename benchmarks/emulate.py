@@ -20,9 +20,10 @@ from typing import Annotated, Any, NamedTuple
 
 from outrider.client import Client
 from outrider.config import EMULATED, CoordinatorConfig, DraftConfig, TargetConfig
+from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.limits import DEADLINE_MS_MAX, LOOK_AHEAD_DEFAULT
 from outrider.request import GenerateRequest
-from outrider.settings import between, checked
+from outrider.settings import between, blaming, checked
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 from .clients import complete
@@ -64,13 +65,19 @@ ROUND_TRIP_MS = 5.0
 """Added between coordinator and draft in the second part."""
 
 
-def engine() -> str:
+Rates = tuple[float, ...]
+
+
+def engine(rates: Rates = ()) -> str:
     """The `engine` setting of both replicas."""
-    return EMULATED + ",".join(f"{key}={value}" for key, value in (LAW | STEPS).items())
+    values = LAW | STEPS | ({"acceptance_rates": "/".join(map(str, rates))} if rates else {})
+    return EMULATED + ",".join(f"{key}={value}" for key, value in values.items())
 
 
-def expected_tokens(rule: Rule, num_draft_tokens: int) -> float:
+def expected_tokens(rule: Rule, num_draft_tokens: int, rates: Rates = ()) -> float:
     """That a round of K draft tokens commits, K = 0 included."""
+    if rates:
+        return 1.0 + sum(rates[:num_draft_tokens])
     return sum(ACCEPTANCE[rule] ** depth for depth in range(num_draft_tokens + 1))
 
 
@@ -80,6 +87,9 @@ class EmulateOptions(Options):
 
     tokens: Annotated[int, between(32, TOKENS_MAX)] = 4_000
     """Tokens of each mode's session."""
+    acceptance_rates: tuple[Annotated[float, between(0, 1)], ...] = ()
+    """The chances that a round accepts at least 1, 2, ... draft tokens, as vLLM's
+    synthetic_acceptance_rates, and no more tokens than that; by default the pair's own."""
 
 
 class Timed(NamedTuple):
@@ -110,13 +120,13 @@ def window(rounds: Sequence[Round], num_tokens: int) -> list[Timed]:
 
 
 def figures(
-    mode: str, rule: Rule, num_draft_tokens: int, rounds: Sequence[Timed]
+    mode: str, rule: Rule, num_draft_tokens: int, rounds: Sequence[Timed], rates: Rates = ()
 ) -> dict[str, Any]:
     """Of a mode's rounds, by names in JSON."""
     verify_ms, ahead = STEPS["verify_ms"], mode == "look_ahead"
     each_ms = 0.0 if ahead else STEPS["draft_ms"]
     rate = sum(one.num_tokens for one in rounds) / sum(one.ms for one in rounds) * 1e3
-    ideal = expected_tokens(rule, num_draft_tokens) / verify_ms * 1e3
+    ideal = expected_tokens(rule, num_draft_tokens, rates) / verify_ms * 1e3
     return {
         "mode": mode,
         "rule": rule.value,
@@ -135,9 +145,11 @@ async def run(options: EmulateOptions, progress: Progress) -> Report:
     """Measures. Raises `Unavailable` where a process breaks off."""
     runs: list[dict[str, Any]] = []
     progress("starting the services")
-    model = EMULATED.removesuffix(":")
-    target = TargetConfig(engine=engine(), model=model, num_threads=1)
-    draft = DraftConfig(engine=engine(), model=model, num_threads=1)
+    model, spec = EMULATED.removesuffix(":"), engine(options.acceptance_rates)
+    with blaming("acceptance_rates"):
+        EmulatedSpec.parse(spec)
+    target = TargetConfig(engine=spec, model=model, num_threads=1)
+    draft = DraftConfig(engine=spec, model=model, num_threads=1)
     async with running_pair(target, draft, CoordinatorConfig()) as replicas:
         for mode, rules in MODES.items():
             look_ahead = LOOK_AHEAD_DEFAULT if mode == "look_ahead" else 0
@@ -158,16 +170,17 @@ async def _measure(
     options: EmulateOptions, client: Client, mode: str, rule: Rule
 ) -> dict[str, Any]:
     """The figures at the best K."""
-    rates = {0: 0.0}
-    for count in range(1, NUM_DRAFT_TOKENS_MAX + 1) if mode != "plain" else ():
+    speeds, rates = {0: 0.0}, options.acceptance_rates
+    most = min(NUM_DRAFT_TOKENS_MAX, len(rates) or NUM_DRAFT_TOKENS_MAX)
+    for count in range(1, most + 1) if mode != "plain" else ():
         tried = await _decode(client, rule, count, round(options.tokens * SWEEP_SHARE))
         # Expected tokens, not those that came: of a few rounds, whose times vary little, they say
         # more.
-        expected = sum(expected_tokens(rule, one.num_draft_tokens) for one in tried)
-        rates[count] = expected / sum(one.ms for one in tried)
-    best = max(rates, key=rates.__getitem__)
+        expected = sum(expected_tokens(rule, one.num_draft_tokens, rates) for one in tried)
+        speeds[count] = expected / sum(one.ms for one in tried)
+    best = max(speeds, key=speeds.__getitem__)
     rounds = await _decode(client, rule, best, options.tokens)
-    return figures(mode, rule, best, rounds)
+    return figures(mode, rule, best, rounds, rates)
 
 
 async def _decode(

@@ -111,11 +111,12 @@ class CoordinatorService:
         self._fallback = fallback
         self.text = text
         """The target's tokenizer; None where requests give token ids and get no text."""
+        # Of a chain block verification accepts no fewer tokens; it has no trees.
+        best = Rule.TOKEN if has_trees else Rule.BLOCK
         self.defaults = RequestDefaults(
             config.num_draft_tokens,
             config.deadline_ms,
-            # Of a chain block verification accepts no fewer tokens; it has no trees.
-            Rule.TOKEN if has_trees else Rule.BLOCK,
+            best if config.unseeded_rule == "auto" else Rule(config.unseeded_rule),
         )
         self._prompts = PromptEncoder(text)
         self._random_seed = random_seed

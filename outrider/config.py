@@ -18,7 +18,7 @@ from pydantic import Field
 
 from outrider.api_keys import given_keys
 from outrider.drafters.names import AUTO, NOT_ON_VLLM, DrafterChoice, LookupKind, parse_drafter
-from outrider.errors import SettingError
+from outrider.errors import ConfigError, SettingError
 from outrider.limits import (
     BATCHED_TOKENS_DEFAULT,
     BATCHED_TOKENS_MIN,
@@ -51,6 +51,7 @@ from outrider.settings import (
     layers,
     settings_of,
 )
+from outrider.speculative_config import SPECULATIVE_CONFIG, SpeculativeConfig, settings_of_vllm
 from outrider.telemetry.destination import Destination
 
 PORT_MAX = 65_535
@@ -408,6 +409,9 @@ class CoordinatorConfig(ServerConfig):
     length_control: bool = True
     """Choose the draft tokens of each round by what they are expected to bring and cost, none
     included; a request's number is then the most of them."""
+    unseeded_rule: Literal["auto", "token", "block"] = "auto"
+    """Rule of requests at a temperature that name neither a rule nor a seed; `auto` = token with
+    `draft_siblings`, else block."""
     look_ahead: Annotated[int | None, between(0, LOOK_AHEAD_MAX)] = None
     """Outcomes of a round that the draft works out while the target verifies; 0 = none, unset =
     some where draft and target share neither cores nor a device."""
@@ -668,7 +672,7 @@ def deployment_settings() -> dict[str, Setting]:
     found: dict[str, Setting] = {}
     for config in (
         TargetConfig, DraftConfig, CoordinatorConfig, RedisAddress, DeploymentConfig,
-        AutoscaleConfig,
+        AutoscaleConfig, SpeculativeConfig,
     ):  # fmt: skip
         found |= {one.key: one for one in settings_of(config).values() if one.key not in found}
     return found
@@ -680,8 +684,46 @@ def merge(
     """The settings that a `file` (YAML), the `environment` (`OUTRIDER_*`) or `flags` (text or
     values) set, by key; the last one wins. Raises `ConfigError` naming what set a bad value, also
     where another layer overrides it."""
-    given = layers(deployment_settings(), file, environment, flags)
-    return {found.key: found.parse(raw, source) for found, raw, source in given}
+    given = translated_layers(flags, environment, file)
+    values = {found.key: found.parse(raw, source) for found, raw, source in given}
+    if rates := values.pop(SPECULATIVE_CONFIG, None):
+        engine = str(values.get("engine", AUTO_ENGINE))
+        if not engine.startswith(EMULATED):
+            raise SettingError(
+                SPECULATIVE_CONFIG,
+                "rejection_sample_method: 'synthetic' is wrong; it needs --engine emulated:SPEC, "
+                f"and {engine} runs models, whose users would get what no model wrote",
+            )
+        values["engine"] = f"{engine.rstrip(',')},acceptance_rates={rates}"
+    return values
+
+
+def translated_layers(
+    flags: Mapping[str, object], environment: Mapping[str, str], file: Path | None = None
+) -> list[tuple[Setting, object, str]]:
+    """As `layers`, with what a `speculative_config` stands for in its place; of several the last
+    one counts. Raises `ConfigError` also where its layer sets one of these once more."""
+    settings = deployment_settings()
+    found: list[tuple[Setting, object, str]] = []
+    translated: list[tuple[Setting, object, str]] = []
+    for given in (
+        layers(settings, file, {}, {}), layers(settings, None, environment, {}),
+        layers(settings, None, {}, flags),
+    ):  # fmt: skip
+        layer = {one.key: (one, raw, source) for one, raw, source in given}
+        if SPECULATIVE_CONFIG in layer:
+            _, text, source = layer.pop(SPECULATIVE_CONFIG)
+            found = [one for one in found if one not in translated]
+            translated = [
+                (settings[key], raw, f"{source}: {name}" if name else source)
+                for key, raw, name in settings_of_vllm(text, source)
+            ]
+            for one, _, name in translated:
+                if one.key in layer:
+                    raise ConfigError(f"{name}: is the same as {layer[one.key][2]}; give one only")
+            found += translated
+        found += layer.values()
+    return found
 
 
 def load_config(

@@ -23,7 +23,13 @@ from deploy.fleet.local_state import (
     state_directory,
 )
 from outrider import limits
-from outrider.config import DeploymentConfig, configuration, deployment_settings, merge
+from outrider.config import (
+    DeploymentConfig,
+    configuration,
+    deployment_settings,
+    merge,
+    translated_layers,
+)
 from outrider.errors import (
     NO_TOKENIZER,
     BadRequest,
@@ -33,7 +39,7 @@ from outrider.errors import (
     Unauthenticated,
     Unavailable,
 )
-from outrider.settings import Setting, Value, layers
+from outrider.settings import Setting, Value
 from outrider.speculation.sampling_params import Rule, SamplingParams, check_sampling
 
 from .command import Arguments, Option, flag_of, grouped, option
@@ -182,7 +188,8 @@ def flags_again(arguments: Arguments, without: Collection[str]) -> tuple[str, ..
     """The words of the options that were given for settings, but for secrets and those in
     `without`."""
     words = [] if arguments.config is None else ["--config", str(arguments.config)]
-    for key, value in arguments.settings.items():
+    for found, value, _ in translated_layers(arguments.settings, {}):
+        key = found.key
         if key in SECRETS or key in without:
             continue
         if isinstance(value, bool):
@@ -194,13 +201,13 @@ def flags_again(arguments: Arguments, without: Collection[str]) -> tuple[str, ..
 
 def refuse_other_settings(arguments: Arguments, record: DeploymentRecord) -> None:
     """Raises `ConfigError` where a flag asks for another deployment than the one that runs."""
-    for key, raw in arguments.settings.items():
-        asked = deployment_settings()[key].parse(raw, flag_of(key))
+    for found, raw, source in translated_layers(arguments.settings, {}):
+        key, asked = found.key, found.parse(raw, source)
         if key in OF_CALLERS or (key not in SECRETS and record.settings.get(key) == asked):
             continue
         runs = "" if key in SECRETS else f" with {record.settings.get(key)!r}"
         raise ConfigError(
-            f"{flag_of(key)}: {asked if key not in SECRETS else '***'} was asked for, but a "
+            f"{source}: {asked if key not in SECRETS else '***'} was asked for, but a "
             f"deployment runs already{runs} ({record.grpc_address}); stop it first (outrider stop),"
             " or leave the flag out"
         )
@@ -231,8 +238,8 @@ def _setting_name(key: str, arguments: Arguments) -> str:
         return flag_of(key)
     if key == "model" and getattr(arguments, "target", None):
         return "TARGET"
-    given = layers(deployment_settings(), arguments.config, os.environ, arguments.settings)
     try:
+        given = translated_layers(arguments.settings, os.environ, arguments.config)
         return {found.key: source for found, _, source in given}.get(key, key)
     except ConfigError:  # Another setting is wrong, too; this error comes first.
         return key

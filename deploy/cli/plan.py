@@ -90,7 +90,8 @@ class SimulationOptions(Options):
     """What is simulated."""
 
     from_report: Path | None = None
-    """Simulate what `outrider plan --json` printed before, and run no model."""
+    """Simulate what `outrider plan --json` printed before, and run no model; nor is one run with
+    `--engine emulated:acceptance_rates=A/A/..`, whose pair is simulated."""
     from_numbers: str | None = None
     """Simulate a pair of such numbers, KEY=VALUE,.., and run no model
     [verify_ms=1:18.3/16:18.3/32:36.6,draft_ms=1:1.3/64:1.3/128:2.6,acceptance=0.8,
@@ -189,7 +190,9 @@ def plan(arguments: Arguments) -> int:
     if not arguments.simulate:
         _refuse(arguments, _SIMULATION, "is for --simulate: without it nothing is simulated")
     config = deployment_config(arguments)
-    if arguments.given & {"devices", "from_report", "from_numbers"}:
+    is_stated = bool(arguments.given & {"from_report", "from_numbers"})
+    knows_pair = arguments.simulate and (is_stated or config.target.emulated is not None)
+    if knows_pair or "devices" in arguments.given:
         others = [one for one in _PLAN if one.name not in ("round_trip_ms", "devices")]
         _refuse(arguments, others, "is for models, and none is run")
     if options.devices is not None:
@@ -201,7 +204,7 @@ def plan(arguments: Arguments) -> int:
         return tell(compare(options.devices, options.round_trip_ms / 1e3), arguments.json)
     values: dict[str, Any]
     shown: list[RenderableType] = []
-    if simulation.from_report is not None or simulation.from_numbers is not None:
+    if knows_pair:
         pair = _known_pair(simulation, options, config)
         values = {"pair": asdict(pair)}
     else:
@@ -230,14 +233,16 @@ def _refuse(arguments: Arguments, options: Sequence[Option], why: str) -> None:
 def _known_pair(
     simulation: SimulationOptions, options: PlanOptions, config: DeploymentConfig
 ) -> Pair:
-    """Of a report or of numbers."""
-    from deploy.planner.simulation import of_numbers, read_report
+    """Of a report, of numbers, or of an emulated engine."""
+    from deploy.planner.simulation import of_emulated, of_numbers, read_report
 
+    seats = config.target.step_sessions, config.draft.step_sessions
     if simulation.from_report is not None:
         pair = read_report(simulation.from_report)
+    elif simulation.from_numbers is not None:
+        pair = of_numbers(simulation.from_numbers, *seats)
     else:
-        seats = config.target.step_sessions, config.draft.step_sessions
-        pair = of_numbers(simulation.from_numbers or "", *seats)
+        pair = of_emulated(config.target.emulated or "", *seats)
     if options.round_trip_ms:
         pair = replace(pair, times=replace(pair.times, round_trip_s=options.round_trip_ms / 1e3))
     return pair
@@ -298,7 +303,7 @@ def _plan(
         concurrency=options.concurrency,
         round_trip_ms=options.round_trip_ms,
         plans=plans,
-        flags=flags_again(arguments, without=DECIDED),
+        flags=flags_again(arguments, without=DECIDED + OWN_FLAGS),
     )
     if options.plot is not None:
         report.plot(options.plot)

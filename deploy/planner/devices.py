@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import BaseModel, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from benchmarks.report import Report, table
-from outrider.engine.emulated_spec import parse_numbers
+from outrider.engine.emulated_spec import Parts, Share, parse_numbers
 from outrider.engine.step_costs import StepCosts
 from outrider.errors import SettingError
 from outrider.limits import LOOK_AHEAD_DEFAULT
-from outrider.settings import between
 from outrider.speculation.sampling_params import Rule
 
 from .choosing import SWEEP
@@ -25,9 +24,6 @@ from .rounds import Attempt, Line, Option, ServiceTimes, replay
 SHARES = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)
 """Drafts for each target that are looked at; 0 = the draft runs on the target's devices."""
 PRESETS = {"h200-8b": "", "h200-70b-fp8": "target=70.6/80/327.7/4,head=2.81/1/4.1/4,"}
-Share = Annotated[float, between(0, 1)]
-Parts = BeforeValidator(lambda text: text.split("/"))
-"""Of a value A/B/.."""
 
 
 class _Model(NamedTuple):

@@ -32,11 +32,11 @@ from benchmarks.report import table
 from coordinator.service import CoordinatorService
 from draft_service.service import DraftService
 from outrider.clock import cancelling_others, run_virtually
-from outrider.config import DeploymentConfig, DraftConfig
+from outrider.config import EMULATED, DeploymentConfig, DraftConfig
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import NO_GUESS, Guess, LookupDrafter
 from outrider.engine.emulated import EmulatedEngine
-from outrider.engine.emulated_spec import PAGES_MAX, EmulatedSpec, parse_numbers
+from outrider.engine.emulated_spec import PAGES_MAX, EmulatedSpec, Parts, Share, parse_numbers
 from outrider.engine.interface import SequenceStep
 from outrider.engine.step_costs import StepCosts
 from outrider.errors import OutriderError, SettingError
@@ -56,7 +56,6 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.link import MemoryLink
 from target_service.service import TargetService
 
-from .devices import Parts, Share
 from .rounds import Line, Option, ServiceTimes
 
 ANSWER_TOKENS_MAX = 2**17
@@ -68,6 +67,7 @@ _DECOY_MASS = 2.0**-15
 ROLES: tuple[Role, ...] = ("target", "draft", "coordinator")
 """In the order in which their numbers are found: those that cost most first."""
 MS_MAX = 60_000.0
+STEPPED_ROWS = 512
 SEARCH_S = 5.0
 """What is measured of each simulation while the fleet is looked for; half of that comes before."""
 TOLERANCE = 0.02
@@ -539,18 +539,43 @@ def of_numbers(text: str, target_seats: int, draft_seats: int) -> Pair:
     k, rest_s = found.num_draft_tokens, found.rest_ms / 1e3
     # The last chance is that of all further positions.
     chances = (found.acceptance + found.acceptance[-1:] * k)[:k]
-    return Pair(
-        name=text or "70b-1b",
-        times=ServiceTimes(
-            target=found.verify_ms, draft=found.draft_ms, plain=Line(rest_s), rest_s=rest_s,
-            target_max_num_seqs=target_seats, max_num_seqs=draft_seats,
-        ),
-        way=Option(
-            rule=Rule.TOKEN, num_draft_tokens=k, look_ahead=found.look_ahead if k else 0,
-            hit_rate=found.hit_rate, proposed_per_round=k, steps_per_round=k,
-        ),
-        survival=tuple(accumulate(chances, mul)),
+    times = ServiceTimes(
+        target=found.verify_ms, draft=found.draft_ms, plain=Line(rest_s), rest_s=rest_s,
+        target_max_num_seqs=target_seats, max_num_seqs=draft_seats,
     )  # fmt: skip
+    way = {"look_ahead": found.look_ahead if k else 0, "hit_rate": found.hit_rate}
+    return _stated_pair(text or "70b-1b", times, tuple(accumulate(chances, mul)), **way)
+
+
+def of_emulated(text: str, target_seats: int, draft_seats: int) -> Pair:
+    """Of an emulated engine's specification with acceptance rates. Raises `ConfigError`."""
+    spec = EmulatedSpec.parse(text)
+    if not spec.acceptance_rates:
+        raise SettingError(
+            "engine", "has no acceptance_rates, by which an emulated pair is planned"
+        )
+    times = ServiceTimes(
+        target=_stepped(spec.verify_ms, spec.verify_tokens),
+        draft=_stepped(spec.draft_ms, spec.draft_branches),
+        target_max_num_seqs=target_seats, max_num_seqs=draft_seats,
+    )  # fmt: skip
+    return _stated_pair(f"{EMULATED}{text}", times, spec.acceptance_rates)
+
+
+def _stepped(ms: float, rows: int) -> StepCosts:
+    """Of steps that take so long for each begun so many rows; beyond `STEPPED_ROWS` a line."""
+    last = math.ceil(STEPPED_ROWS / rows) + 1
+    seconds = {last * rows: last * ms / 1e3}
+    for begun in range(1, last):
+        seconds |= dict.fromkeys(((begun - 1) * rows + 1, begun * rows), begun * ms / 1e3)
+    table = dict(sorted(seconds.items()))
+    return StepCosts(tuple(table), tuple(table.values()))
+
+
+def _stated_pair(name: str, times: ServiceTimes, survival: tuple[float, ...], **way: Any) -> Pair:
+    k = len(survival)
+    drafts = {"num_draft_tokens": k, "proposed_per_round": k, "steps_per_round": k}
+    return Pair(times, Option(rule=Rule.TOKEN, **drafts, **way), survival, name)
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,18 @@ At each prefix the target's distribution is a Zipf law over `support` ids, which
 last `order` tokens picks out of the vocabulary; every other id has probability zero. The draft has
 the same ids, and log q = log p + `deviation` * a keyed standard Gaussian. So acceptance, entropy
 and step times are chosen, and everything else (services, transport, sessions, sampling) is real.
+
+With `acceptance_rates` the target's law depends on what it verifies: it gives a draft token all
+probability or none, by a keyed number and the token's place in the round. Every rule then accepts
+at these rates, whoever drafts and at any temperature. Texts depend on their drafts, and an audit
+finds them wrong.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -32,6 +38,7 @@ _NO_TOKEN = 2**32
 _SPARE_DRAWS = 64
 """Beyond twice the support: so many numbers leave too few distinct ids with probability < 1e-50."""
 _DRAFT_KEY = np.uint64(0x6472616674)
+_ACCEPT_KEY = np.uint64(0x616363657074)
 _Words = npt.NDArray[np.uint64]
 
 
@@ -39,6 +46,7 @@ class EmulatedEngine:
     """Implements `Engine` for one side of a toy pair.
 
     Logits of the target are log p, of the draft unnormalised log q; -inf outside of the support.
+    Where the target refuses a draft token by `acceptance_rates` they are log p without it.
     Takes at most `max_num_seqs` sequences in a step, and has pages, like an engine of a model.
     """
 
@@ -61,6 +69,9 @@ class EmulatedEngine:
         """Logits of the last step; -inf behind its own."""
         self._written = torch.zeros((0, 1), dtype=torch.int64)
         """The columns of them that are not."""
+        reached = (1.0, *spec.acceptance_rates, 0.0)
+        self._chances = np.array([b / a if a else 0.0 for a, b in pairwise(reached)])
+        """That a draft token is accepted whose predecessors were, by place in the round."""
         self.info = ModelInfo(
             name=SCHEME,
             vocab_size=spec.vocab_size,
@@ -76,9 +87,12 @@ class EmulatedEngine:
         check_steps(steps, self.info, self._max_num_seqs, self.length)
         self._pool.append(steps)
         self._pool.written(steps)
-        contexts = [context for step in steps for context in self._contexts(step)]
+        found = [context for step in steps for context in self._contexts(step)]
+        contexts = np.array(found, dtype=np.uint64).reshape(-1, self._spec.order)
         self._step_seconds += self._step_time(steps)
-        rows = self._logits(np.array(contexts, dtype=np.uint64).reshape(-1, self._spec.order))
+        rows = self._logits(contexts)
+        if self._spec.acceptance_rates and self._role == "target":
+            self._judge(steps, contexts, rows)
         return list(torch.split(rows, [step.num_logits for step in steps]))
 
     def fork(self, sequence_id: str, branch_id: str) -> None:
@@ -134,6 +148,35 @@ class EmulatedEngine:
         self._written = ids
         return logits.scatter_(1, ids, torch.from_numpy(values.astype(np.float32)))
 
+    def _judge(self, steps: Sequence[SequenceStep], contexts: _Words, logits: torch.Tensor) -> None:
+        """Gives the draft token behind each row all probability, or none. Of siblings that is the
+        first."""
+        drafted: dict[int, tuple[int, int, int]] = {}
+        """By row: the draft token, its place in the round, and the row behind it."""
+        start = 0
+        for step in steps:
+            num_known = len(step.token_ids) - step.num_logits + 1
+            depths = [0]
+            for index in range(num_known, len(step.token_ids)):
+                row = (step.parents[index] if step.parents else index - 1) - num_known + 1
+                found = step.token_ids[index], depths[row], start + len(depths)
+                drafted.setdefault(start + row, found)
+                depths.append(depths[row] + 1)
+            start += step.num_logits
+        if not drafted:
+            return
+        tokens, places, behind = torch.tensor([*drafted.values()]).T
+        keys = _mix(_context_keys(contexts[behind.numpy()], self._spec.seed) ^ _ACCEPT_KEY)
+        chances = self._chances[np.minimum(places.numpy(), len(self._chances) - 1)]
+        accepted = torch.from_numpy(_uniforms(keys) < chances)
+        rows = torch.tensor([*drafted])
+        certain = rows[accepted]
+        logits[certain[:, None], self._written[certain]] = -math.inf
+        logits[rows, tokens] = torch.where(accepted, 0.0, -math.inf)
+        others = self._written[:, 0].clone()
+        others[rows] = tokens
+        self._written = torch.cat([self._written, others[:, None]], dim=1)
+
     def _blank(self, num_rows: int) -> torch.Tensor:
         """Rows of -inf, where the last step's may have been: wiping out what little was written is
         all that a step of many rows can afford."""
@@ -184,10 +227,14 @@ def _support_ids(keys: _Words, support: int, vocab_size: int) -> _Words:
     return ids
 
 
+def _uniforms(words: _Words) -> npt.NDArray[np.float64]:
+    """Within 0..1, both excluded."""
+    return ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+
+
 def _gaussians(keys: _Words, num: int) -> npt.NDArray[np.float64]:
     """Standard Gaussians [n, num] of each key (Box and Muller 1958)."""
-    words = _words(_mix(keys ^ _DRAFT_KEY), 2 * num)
-    uniforms = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    uniforms = _uniforms(_words(_mix(keys ^ _DRAFT_KEY), 2 * num))
     radius = np.sqrt(-2.0 * np.log(uniforms[:, :num]))
     gaussians: npt.NDArray[np.float64] = radius * np.cos(2.0 * np.pi * uniforms[:, num:])
     return gaussians

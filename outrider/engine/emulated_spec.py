@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Self, TypeVar
+from itertools import pairwise
+from typing import Annotated, Self, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from outrider.errors import ConfigError
+from outrider.limits import NUM_DRAFT_TOKENS_MAX
 
 SCHEME = "emulated"
 """A model's name begins with it and a colon; what follows is the specification."""
 VOCAB_SIZE_MAX = 2**20
 PAGES_MAX = 2**16
+Share = Annotated[float, Field(ge=0, le=1)]
+Parts = BeforeValidator(lambda value: value.split("/") if isinstance(value, str) else value)
+"""Of a value A/B/.."""
 
 
 class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
@@ -41,6 +46,11 @@ class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
     """The id that ends a text; -1 = none."""
     num_pages: int = Field(default=4096, ge=1, le=PAGES_MAX)
     """Of the engine, with `PAGE_SIZE` slots each."""
+    acceptance_rates: Annotated[
+        tuple[Share, ...], Parts, Field(max_length=NUM_DRAFT_TOKENS_MAX)
+    ] = ()
+    """The chances, as A/B/.., that a round accepts at least 1, 2, ... draft tokens, and never more
+    than there are chances; empty = what follows from the two laws."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -50,6 +60,13 @@ class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
         if self.eos >= self.vocab_size:
             allowed = f"-1..{self.vocab_size - 1} (an id of the vocabulary; -1 = none)"
             raise ConfigError(f"{SCHEME}: eos={self.eos} is wrong; {allowed} is allowed")
+        if any(before < rate for before, rate in pairwise(self.acceptance_rates)):
+            shown = "/".join(map(str, self.acceptance_rates))
+            raise ConfigError(
+                f"{SCHEME}: acceptance_rates={shown} is wrong; they must not increase"
+            )
+        if self.acceptance_rates and self.support < 2:
+            raise ConfigError(f"{SCHEME}: support=1 is wrong; acceptance_rates need 2 at least")
         return self
 
     @classmethod

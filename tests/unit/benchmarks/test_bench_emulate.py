@@ -47,10 +47,11 @@ def test_the_ideal_is_a_step_of_the_target_a_round(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.xdist_group("redis")
+@pytest.mark.parametrize("rates", ["", "0,0"], ids=["own", "stated"])
 def test_the_command_measures_every_mode_and_prints_one_json_object(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    rates: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Services in this process."""
+    """Services in this process. At stated rates each rule accepts by them, here nothing."""
     delays: list[float] = []
 
     def engine_of(config: Any) -> EmulatedEngine:
@@ -61,7 +62,8 @@ def test_the_command_measures_every_mode_and_prints_one_json_object(
     monkeypatch.setattr(emulate, "LAW", emulate.LAW | {"vocab_size": 1_000, "support": 8})
     monkeypatch.setattr(emulate, "NUM_DRAFT_TOKENS_MAX", 3)
     monkeypatch.setattr(emulate, "running_pair", pair_here(tmp_path, engine_of, delays))
-    assert main(["bench", "emulate", "--tokens", "60", "--json"]) == 0
+    stated = ["--acceptance-rates", rates] if rates else []
+    assert main(["bench", "emulate", "--tokens", "60", "--json", *stated]) == 0
     shown = capsys.readouterr()
     assert shown.out.count("\n") == 1
     assert shown.err == ""
@@ -75,5 +77,8 @@ def test_the_command_measures_every_mode_and_prints_one_json_object(
     assert [one["rule"] for one in drafting] == ["token", "coupled"] * 4
     for one in drafting:
         assert 1 <= one["num_draft_tokens"] <= 3
-        assert 1 < one["tokens_per_round"] <= 1 + one["num_draft_tokens"]
+        if rates:
+            assert (one["tokens_per_round"], one["num_draft_tokens"] <= 2) == (1, True)
+        else:
+            assert 1 < one["tokens_per_round"] <= 1 + one["num_draft_tokens"]
         assert (one["look_ahead_hit_rate"] is None) == (one["mode"] == "synchronous")

@@ -31,6 +31,12 @@ def probabilities(logits: torch.Tensor) -> torch.Tensor:
         ("vocab_size=8", r"emulated: support=64 is wrong; 1\.\.8 "),
         ("eos=32000", r"emulated: eos=32000 is wrong; -1\.\.31999 "),
         ("seed=1,seed=2", "seed is given twice"),
+        ("acceptance_rates=0.5/1.5", "acceptance_rates='1.5'"),
+        (
+            "acceptance_rates=0.5/0.6",
+            r"acceptance_rates=0\.5/0\.6 is wrong; they must not increase",
+        ),
+        ("support=1,acceptance_rates=0.5", "support=1 is wrong"),
     ],
 )
 def test_a_bad_specification_names_its_key(text: str, named: str) -> None:
@@ -73,6 +79,40 @@ def test_the_default_pair_has_two_nats_and_an_acceptance_of_about_0_8() -> None:
     acceptance = torch.minimum(p, q).sum(-1).mean().item()
     assert entropy == pytest.approx(2.0, abs=0.01)
     assert acceptance == pytest.approx(0.8, abs=0.05)
+
+
+def test_a_drafted_token_has_all_probability_or_none_by_its_place_in_the_round() -> None:
+    """At 0.8 / 0.4 / 0.4 a second token is accepted with 1/2 where the first was, a third always,
+    a fourth never. 800 rounds of tokens that the draft would hardly choose; five standard errors:
+    false alarm < 1e-5."""
+    spec = EmulatedSpec(vocab_size=5_000, acceptance_rates=(0.8, 0.4, 0.4), num_pages=64)
+    plain = EmulatedEngine(spec.model_copy(update={"acceptance_rates": ()}), "target")
+    engine, accepted = EmulatedEngine(spec, "target"), torch.zeros(4)
+    for start in range(800):
+        tokens = (start, *range(start + 1, start + 5))
+        p, law = (probabilities(rows(one, tokens, 5)) for one in (engine, plain))
+        drafted = p[torch.arange(4), torch.tensor(tokens[1:])]
+        accepted += drafted == 1
+        assert ((drafted == 0) | (drafted == 1)).all()
+        law[:4].scatter_(1, torch.tensor(tokens[1:])[:, None], 0)
+        refused = [*(drafted == 0).nonzero().flatten(), 4]
+        for row in refused:  # The law is the pair's own, without the token that was drafted.
+            assert torch.allclose(p[row], law[row] / law[row].sum(), atol=1e-6)
+        for one in (engine, plain):
+            one.release("s")
+    assert accepted[2:].tolist() == [800, 0]
+    shares = (accepted / 800).tolist()
+    assert shares[:2] == pytest.approx([0.8, 0.5], abs=0.09)
+    assert torch.equal(rows(engine, (7, 8, 9), 1), rows(plain, (7, 8, 9), 1))
+
+
+def test_of_a_tree_the_first_token_behind_a_row_is_judged() -> None:
+    """Tokens 10 and 20 behind the prompt, 30 behind 20, at a chance of 1: 10 and 30."""
+    spec = EmulatedSpec(vocab_size=100, acceptance_rates=(1.0, 1.0))
+    step = SequenceStep("s", (1, 2, 10, 20, 30), 4, parents=(-1, 0, 1, 1, 3))
+    [logits] = EmulatedEngine(spec, "target").forward([step])
+    assert probabilities(logits).argmax(-1)[[0, 2]].tolist() == [10, 30]
+    assert (probabilities(logits) > 0).sum(-1).tolist() == [1, 64, 1, 64]
 
 
 def test_stated_times() -> None:

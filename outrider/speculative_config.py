@@ -1,0 +1,192 @@
+"""The `--speculative-config` of `vllm serve`, translated into settings of a deployment.
+
+Keys and values are those of vLLM 0.32. What cannot be done as asked is refused by its key.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import WithJsonSchema
+
+from outrider.engine.emulated_spec import SCHEME, EmulatedSpec
+from outrider.errors import ConfigError, did_you_mean
+from outrider.settings import Value, checked
+
+SPECULATIVE_CONFIG = "speculative_config"
+
+
+@checked()
+class SpeculativeConfig:
+    """Settings as vLLM has them."""
+
+    speculative_config: Annotated[str, WithJsonSchema({"type": "string", "format": "json"})] = ""
+    """JSON of `vllm serve --speculative-config`, in place of `draft_model`, `num_draft_tokens` and
+    what else it stands for; docs/drafters.md has a table."""
+
+
+_SETTINGS = {
+    "num_speculative_tokens": "num_draft_tokens",
+    "draft_tensor_parallel_size": "draft_tensor_parallel_size",
+    "max_model_len": "draft_max_model_len",
+    "prompt_lookup_min": "ngram_min",
+    "prompt_lookup_max": "ngram_max",
+    "suffix_decoding_max_tree_depth": "suffix_depth",
+    "suffix_decoding_min_token_prob": "suffix_min_score",
+}
+"""Keys that settings stand for."""
+_METHODS = {
+    "ngram": "ngram", "[ngram]": "ngram", "ngram_gpu": "ngram", "suffix": "suffix",
+    "draft_model": "{}", "eagle3": "eagle3:{}", "medusa": "medusa:{}",
+}  # fmt: skip
+"""The `draft_model` of each method; {} = the key `model`."""
+_RULES = {"standard": "token", "block": "block"}
+"""The `unseeded_rule` of each rejection_sample_method but synthetic."""
+_RATES = ("synthetic_acceptance_rates", "synthetic_acceptance_length")
+_BY_FILES = "give a directory with the files that are meant as the model"
+_BY_LENGTH_CONTROL = "--length-control chooses how many tokens each round drafts"
+_OF_ENGINE = "the draft's engine decides; see --draft-engine"
+_ONLY_VLLM = "it is about code of vLLM that does not run here"
+_FIXED: dict[str, tuple[Value, str]] = {
+    "draft_sample_method": ("probabilistic", "models draw drafts as the request samples"),
+    "suffix_decoding_max_cached_requests": (
+        0,
+        "earlier answers are bounded by --suffix-tokens-per-tenant and --suffix-tokens-total",
+    ),
+    "suffix_decoding_max_spec_factor": (None, "--suffix-min-score says where a proposal ends"),
+    "parallel_drafting": (False, "a model drafts one token after the other, one of PARD too"),
+    "use_heterogeneous_vocab": (False, "a draft must have the target's tokenizer"),
+    "enforce_eager": (False, "--enforce-eager is for target and draft"),
+    "tensor_parallel_size": (None, "the key for drafts is draft_tensor_parallel_size"),
+    "quantization": (None, "the model's own config.json says how it is quantized"),
+    "revision": (None, _BY_FILES),
+    "code_revision": (None, _BY_FILES),
+    "draft_load_config": (None, _BY_FILES),
+    "num_speculative_tokens_per_batch_size": (None, _BY_LENGTH_CONTROL),
+    "enable_adaptive_verification": (False, _BY_LENGTH_CONTROL),
+    "attention_backend": (None, _OF_ENGINE),
+    "moe_backend": (None, _OF_ENGINE),
+    "kv_cache_dtype": (None, _OF_ENGINE),
+    "index_share_for_mtp_iteration": (None, _ONLY_VLLM),
+    "disable_padded_drafter_batch": (False, _ONLY_VLLM),
+    "disable_eagle_block_drop": (False, _ONLY_VLLM),
+    "use_local_argmax_reduction": (False, _ONLY_VLLM),
+    "dspark_draft_topk": (None, _ONLY_VLLM),
+}
+"""Keys that may have one value, which is what is done anyway; None = they may not be given."""
+_UNDERSTOOD = ("method", "model", *_SETTINGS, "rejection_sample_method", *_RATES)
+
+
+def settings_of_vllm(raw: object, source: str) -> Iterator[tuple[str, Value, str]]:
+    """The settings that a `speculative_config` (text, or what YAML made of it) stands for, each
+    one's key, its value, which is not checked yet, and the key of vLLM that says it. With synthetic
+    acceptance `speculative_config` itself comes, too, with the `acceptance_rates` that an emulated
+    engine is to have, and with no key of vLLM. Raises `ConfigError` naming `source` and the key
+    that is wrong."""
+    if raw == "":
+        return
+    said = _Said(raw, source)
+    for key, setting in _SETTINGS.items():
+        if key in said.values:
+            yield setting, said.values[key], key
+    if "suffix_decoding_max_cached_requests" in said.values:
+        yield "suffix_tokens_per_tenant", 0, "suffix_decoding_max_cached_requests"
+    key = "rejection_sample_method"
+    rejection = said.one_of(key, (*_RULES, "synthetic"))
+    if rejection == "synthetic":
+        yield SPECULATIVE_CONFIG, "/".join(map(str, said.acceptance_rates())), ""
+    elif given := [one for one in _RATES if one in said.values]:
+        raise said.error(given[0], f"needs {key} synthetic")
+    elif rejection is not None:
+        yield "unseeded_rule", _RULES[rejection], key
+    yield "draft_model", *said.draft_model(is_emulated=rejection == "synthetic")
+
+
+class _Said:
+    """What a `speculative_config` says: its `values` by key, without those that are null."""
+
+    def __init__(self, raw: object, source: str) -> None:
+        self._source = source
+        try:
+            found = json.loads(raw) if isinstance(raw, str) else raw
+        except ValueError as error:
+            raise ConfigError(f"{source}: {raw!r} is not JSON: {error}") from error
+        if not isinstance(found, Mapping):
+            raise ConfigError(f"{source}: {found!r} is wrong; it must be a JSON object")
+        self.values: dict[str, Any] = {}
+        for name, value in found.items():
+            key = str(name).replace("-", "_")
+            if key in _FIXED:
+                self._check_fixed(key, value)
+            elif key not in _UNDERSTOOD:
+                known = (*_UNDERSTOOD, *_FIXED)
+                hint = did_you_mean(key, known) or f"; known are {', '.join(known)}"
+                raise self.error(key, f"{value!r} given, but there is no such key{hint}")
+            if value is not None:
+                self.values[key] = value
+
+    def error(self, key: str, reason: str) -> ConfigError:
+        """That a key is wrong."""
+        return ConfigError(f"{self._source}: {key}: {reason}")
+
+    def _check_fixed(self, key: str, value: object) -> None:
+        only, why = _FIXED[key]
+        if value is not None and (value != only or type(value) is not type(only)):
+            allowed = "leave it out" if only is None else f"it must be {json.dumps(only)}"
+            raise self.error(key, f"{value!r} is wrong; {allowed}: {why}")
+
+    def one_of(self, key: str, allowed: Sequence[str]) -> str | None:
+        """The value of a key that may be one of few, or not given."""
+        value: str | None = self.values.get(key)
+        if value is not None and value not in allowed:
+            hint = did_you_mean(str(value), allowed)
+            one = ", ".join(allowed)
+            raise self.error(key, f"{value!r} is wrong; it must be one of {one}{hint}")
+        return value
+
+    def draft_model(self, *, is_emulated: bool) -> tuple[str, str]:
+        """Who drafts, and the key that says so."""
+        model, method = self.values.get("model"), self.one_of("method", tuple(_METHODS))
+        if not isinstance(model, str | None):
+            raise self.error("model", f"{model!r} is wrong; it must be a string")
+        if method is None and model in ("ngram", "[ngram]"):
+            method = model
+        form = _METHODS[method or "draft_model"]
+        if "{}" not in form:
+            if model not in (None, "ngram", "[ngram]", method):
+                raise self.error("model", f"{model!r} given, but {method} looks drafts up")
+            return form, "method"
+        if is_emulated:
+            return SCHEME, "rejection_sample_method"
+        if not model:
+            needed = "method, or model," if method is None else f"{method} needs one: it"
+            raise self.error("model", f"{needed} is missing")
+        return form.format(model), "model"
+
+    def acceptance_rates(self) -> tuple[float, ...]:
+        """By position, that a round accepts so many tokens or more."""
+        given = [key for key in _RATES if key in self.values]
+        if len(given) != 1:
+            reason = "synthetic needs one of the two" if not given else f"given beside {given[1]}"
+            raise self.error(_RATES[0], reason)
+        count = self.values.get("num_speculative_tokens")
+        if not isinstance(count, int):
+            raise self.error("num_speculative_tokens", f"synthetic needs a number, not {count!r}")
+        key, value = given[0], self.values[given[0]]
+        if key == "synthetic_acceptance_length":
+            if not isinstance(value, int | float) or not 1 <= value <= count + 1:
+                raise self.error(
+                    key, f"{value!r} is wrong; it must be a number from 1 to {count + 1}"
+                )
+            # As vLLM: all rounds accept as many tokens, or one more.
+            return tuple(min(1.0, max(0.0, value - 1 - place)) for place in range(count))
+        try:
+            rates = EmulatedSpec(acceptance_rates=tuple(value)).acceptance_rates
+        except (TypeError, ValueError, ConfigError):
+            rates = ()
+        if len(rates) != count:
+            allowed = f"{count} numbers from 0 to 1 (num_speculative_tokens) that do not increase"
+            raise self.error(key, f"{value!r} is wrong; it must be {allowed}")
+        return rates
