@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from draft_service.parallel_drafter import parallel_token
 from outrider.config import DeploymentConfig
 from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import Engine, SequenceStep
@@ -241,6 +242,12 @@ def load_reading(
             "draft_model",
             f"{draft.model} is wrong; it must read nothing of the target (`outrider bench speedup` "
             "has the acceptance of all)",
+        )
+    if parallel_token(draft) is not None:
+        raise SettingError(
+            "draft_model",
+            f"{draft.model} is wrong; it drafts several tokens in one pass, and a text is read "
+            "token by token here (`outrider bench speedup` has the acceptance of all)",
         )
     num_threads = config.target.num_threads or available_cores()
     progress("loading the target")

@@ -8,6 +8,7 @@ from outrider.config import DraftConfig
 from outrider.limits import EAGLE_WINDOWS
 from outrider.replica.host import ReplicaHost
 from outrider.replica.process_setup import build_eagle, build_grammars, build_lookup
+from outrider.settings import blaming
 
 if TYPE_CHECKING:
     from outrider.engine.step_costs import StepCosts
@@ -28,15 +29,17 @@ class DraftActor(ReplicaHost):
         from outrider.speculation.verification import try_kernels
 
         from .eagle_drafter import EagleDrafter
+        from .parallel_drafter import parallel_token
         from .service import DraftService
 
         grammars, max_num_seqs = build_grammars(config), config.step_sessions
         if engine is not None:
-            return DraftService.with_model(
-                engine, executor, max_num_seqs=max_num_seqs, grammars=grammars, costs=costs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                entries_max=config.support_entries,
-            )  # fmt: skip
+            with blaming("draft_model"):
+                return DraftService.with_model(
+                    engine, executor, max_num_seqs=max_num_seqs, grammars=grammars, costs=costs,
+                    max_num_batched_tokens=config.max_num_batched_tokens,
+                    entries_max=config.support_entries, parallel_token=parallel_token(config),
+                )  # fmt: skip
         lookup = build_lookup(config)
         eagle, info = build_eagle(config)
         weight = next(eagle.module.parameters())

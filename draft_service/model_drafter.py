@@ -88,13 +88,22 @@ class ModelDrafter:
         """One pass for proposals that are not whole, of any length so far: each has a token more
         then, or an error. Returns the logits of other sequences' steps, which run beside them.
         Raises what the engine's pass raises."""
-        steps = [*beside, *map(_step, branches)]
-        if not steps:
+        if not (branches or beside):
             return []
         with torch.inference_mode():
-            logits = self.engine.forward(steps)
+            logits = self._pass(branches, beside)
             self._draw(branches, logits[len(beside) :])
         return logits[: len(beside)]
+
+    def _pass(
+        self, branches: Sequence[AutoregressiveDraft], beside: Sequence[SequenceStep] = ()
+    ) -> list[Tensor]:
+        """The logits of other sequences' steps, then of each branch those that it draws from."""
+        return self.engine.forward([*beside, *map(self._step, branches)])
+
+    def _step(self, branch: AutoregressiveDraft) -> SequenceStep:
+        num_logits = 1 if branch.num_wanted > 0 else 0
+        return SequenceStep(branch.sequence_id, branch.unseen, num_logits)
 
     def _grow(
         self, active: list[AutoregressiveDraft], together: Sequence[AutoregressiveDraft]
@@ -104,7 +113,7 @@ class ModelDrafter:
         its answer leaves with the step."""
         while active:
             try:
-                logits = self.engine.forward([_step(branch) for branch in active])
+                logits = self._pass(active)
             except Exception as error:
                 if not any(branch.token_ids for branch in active):
                     raise
@@ -150,8 +159,3 @@ def _result(branch: AutoregressiveDraft) -> Proposal | OutriderError | Autoregre
         branch.unseen = (branch.token_ids[-1],)
         return branch
     return branch.error or branch.proposal
-
-
-def _step(branch: AutoregressiveDraft) -> SequenceStep:
-    num_logits = 1 if branch.num_wanted > 0 else 0
-    return SequenceStep(branch.sequence_id, branch.unseen, num_logits)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from draft_service.eagle_drafter import EagleDrafter
 from draft_service.model_drafter import ModelDrafter
+from draft_service.parallel_drafter import ParallelDrafter
 from draft_service.worker import Proposer
 from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline
 from outrider.engine.interface import Engine, ModelInfo
@@ -59,13 +60,18 @@ class DraftService(SteppedService):
         entries_max: int = DRAFT_SUPPORT_ENTRIES,
         costs: StepCosts | None = None,
         grammars: Grammars | None = None,
+        parallel_token: int | None = None,
     ) -> DraftService:
         """Drafts with a model. A step runs as little as `TargetService` says; a distribution keeps
         `entries_max` tokens at most. It looks ahead, and pushes `LOOK_AHEAD_BYTES_MAX` bytes of
         proposals at most for one round of a session. By `grammars`, those of the engine's
-        tokenizer, it drafts what a session's constraint allows."""
+        tokenizer, it drafts what a session's constraint allows. With a `parallel_token` it is a
+        `ParallelDrafter`; coordinators are not told `costs` then, as no pass is of one token."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
-        proposer = Proposer(ModelDrafter(engine, entries_max), budget, grammars)
+        drafter = ModelDrafter(engine, entries_max)
+        if parallel_token is not None:
+            drafter, costs = ParallelDrafter(engine, parallel_token, entries_max), None
+        proposer = Proposer(drafter, budget, grammars)
         description = describe_model(engine.info, max_num_seqs, costs)
         return cls(proposer, executor, description, budget.note_seconds)
 

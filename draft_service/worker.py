@@ -8,6 +8,7 @@ from typing import Any
 
 from draft_service.eagle_drafter import EagleDrafter
 from draft_service.model_drafter import ModelDrafter
+from draft_service.parallel_drafter import ParallelDrafter
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.drafters.drafter import NO_DEADLINE, DraftRequest
 from outrider.errors import BadRequest, Incompatible, OutriderError
@@ -38,13 +39,20 @@ class _Drafting(Work):
     is_whole: bool
     """Whether a proposal follows; else a part of the prefix is run."""
 
+    def __init__(self, item: DraftItem, in_one_pass: bool) -> None:
+        """`in_one_pass`: the tokens of a proposal have rows in the pass of the last committed
+        one."""
+        super().__init__(item)
+        self._in_one_pass = in_one_pass
+
     @property
     def demand(self) -> SlotDemand:
         """The last token of a proposal is drawn, and run only to look ahead."""
         item = self.item
         if item.held is not None:
             return SlotDemand(item.head, len(item.held), len(item.held) + 1)
-        return SlotDemand(item.head, max(0, item.num_draft_tokens - (item.look_ahead == 0)))
+        num_extra = max(0, item.num_draft_tokens - (item.look_ahead == 0))
+        return SlotDemand(item.head, num_extra, 1 + num_extra if self._in_one_pass else 1)
 
 
 _Found = Proposal | OutriderError | AutoregressiveDraft
@@ -112,7 +120,7 @@ class Proposer(StepWorker):
         """What goes on of an item; what goes on of another one of its session is given up."""
         work = self._unfinished.pop(item.head.session_id, None)
         if work is None or work.item is not item:
-            return _Drafting(item)
+            return _Drafting(item, isinstance(self._drafter, ParallelDrafter))
         work.answer = None
         return work
 

@@ -88,7 +88,9 @@ def draft_without_model(
     return DraftService(proposer, executor, description)
 
 
-def _draft_service(engine: Any, grammars: Grammars | None) -> DraftService:
+def _draft_service(
+    engine: Any, grammars: Grammars | None, parallel_token: int | None
+) -> DraftService:
     options: dict[str, Any] = {"max_num_seqs": NUM_SEQUENCES, "grammars": grammars}
     executor = ThreadExecutor("draft", getattr(engine, "take_step_seconds", lambda: 0.0))
     if engine is None:
@@ -96,7 +98,7 @@ def _draft_service(engine: Any, grammars: Grammars | None) -> DraftService:
     if isinstance(engine, EagleDrafter):
         info = ModelInfo("eagle", 0, 0, "", (), "", "")
         return DraftService.with_eagle(engine, info, executor, **options)
-    return DraftService.with_model(engine, executor, **options)
+    return DraftService.with_model(engine, executor, parallel_token=parallel_token, **options)
 
 
 async def _serve(stack: AsyncExitStack, service: Service) -> RpcServer:
@@ -123,6 +125,7 @@ async def running_stack(
     draft_observer: ObservedSteps | None = None,
     self_drafter: SelfDrafter | None = None,
     eagle: EagleDrafter | None = None,
+    parallel_token: int | None = None,
     lifetimes: Mapping[str, int] | None = None,
     registry: RedisRegistry | None = None,
     grammars: Callable[[], Grammars] | None = None,
@@ -146,7 +149,7 @@ async def running_stack(
             settings["lookup"] = DraftConfig()
         elif lookup and draft_engine:
             settings["lookup"] = hybrid
-        draft = _draft_service(draft_engine or eagle, masks)
+        draft = _draft_service(draft_engine or eagle, masks, parallel_token)
         for service, observer in ((target, target_observer), (draft, draft_observer)):
             if observer is not None:
                 service.observe(observer)

@@ -95,6 +95,15 @@ class AutoregressiveDraft:
         return 1 + siblings[depth] if depth < len(siblings) else 1
 
     @property
+    def draws_at_once(self) -> bool:
+        """Whether nothing but its row decides on a token: no penalty, grammar or candidates beside
+        the tokens before."""
+        request = self.request
+        return not (
+            request.sampling.penalised or request.allowed is not None or any(request.siblings)
+        )
+
+    @property
     def is_seen(self) -> bool:
         """Whether it has tokens, and what all of them were drawn from is known."""
         return 0 < len(self.token_ids) == len(self.rows)
@@ -168,8 +177,9 @@ class DraftSampler:
     def draw(
         self, drafts: Sequence[AutoregressiveDraft], rows: Sequence[Tensor]
     ) -> list[AutoregressiveDraft]:
-        """Draws the next token of each from its row of logits [1, N]; returns those that got one.
-        One whose row cannot be drawn from, or whose completion ends, ends there."""
+        """Draws the next tokens of each from its rows of logits [n, N], a token from each row;
+        returns those that got one. One whose row cannot be drawn from, or whose completion ends,
+        ends there. n is 1 unless the draft `draws_at_once`."""
         if any(draft.request.allowed is not None for draft in drafts):
             drafts, rows = self._masked(drafts, rows)
         lengths = [len(draft.token_ids) for draft in drafts]
@@ -178,7 +188,8 @@ class DraftSampler:
         away = [index for index in chain(*groups) if rows[index].device.type != "cpu"]
         if len(groups) > 1 and away:  # One wait for the device, for all.
             copied = joined_rows([rows[index] for index in away]).cpu()
-            by_index |= zip(away, torch.split(copied, 1), strict=True)
+            sizes = [len(rows[index]) for index in away]
+            by_index |= zip(away, torch.split(copied, sizes), strict=True)
         for indices in filter(None, (together, *groups)):
             self._draw([drafts[index] for index in indices], [by_index[index] for index in indices])
         before = zip(drafts, lengths, strict=True)
@@ -209,31 +220,38 @@ class DraftSampler:
         return going_on, left
 
     def _draw(self, drafts: list[AutoregressiveDraft], rows: list[Tensor]) -> None:
-        """Of drafts that are alike. An error is some draft's own: each then draws alone, which
-        gives the same tokens."""
+        """Of drafts that are alike. An error is some row's own: each then is drawn from alone,
+        which gives the same tokens."""
+        by_row = [draft for draft, own in zip(drafts, rows, strict=True) for _ in range(len(own))]
+        depths = [
+            len(draft.token_ids) + index
+            for draft, own in zip(drafts, rows, strict=True)
+            for index in range(len(own))
+        ]
+        logits = joined_rows(rows)
         try:
-            groups, drawn_from = self._drawn(drafts, joined_rows(rows))
+            groups, drawn_from = self._drawn(by_row, depths, logits)
         except OutriderError as error:
-            if len(drafts) == 1:
+            if len(by_row) == 1:
                 drafts[0].end(error)
                 return
-            for draft, row in zip(drafts, rows, strict=True):
-                self._draw([draft], [row])
+            for draft, row in zip(by_row, torch.split(logits, 1), strict=True):
+                if not draft.is_whole:
+                    self._draw([draft], [row])
             return
-        for draft, (token_ids, q), likely in zip(drafts, groups, drawn_from, strict=True):
+        for draft, (token_ids, q), likely in zip(by_row, groups, drawn_from, strict=True):
             draft.add(token_ids, q)
             draft.unseen = token_ids[:1]
             if likely is not None:
                 draft.rows.append(likely)
 
     def _drawn(
-        self, drafts: Sequence[AutoregressiveDraft], logits: Tensor
+        self, drafts: Sequence[AutoregressiveDraft], depths: Sequence[int], logits: Tensor
     ) -> tuple[list[DraftedGroup], Sequence[LikelyTokens | None]]:
-        """A token of each, or candidates for its place; and the rows that single ones were drawn
-        from."""
+        """A token of each row, whose draft and place in it are given, or candidates for that place;
+        and the rows that single ones were drawn from."""
         sampling = drafts[0].request.sampling
         noises = [draft.request.noise for draft in drafts]
-        depths = [len(draft.token_ids) for draft in drafts]
         counts = [draft.num_candidates for draft in drafts]
         if max(counts) > 1:
             return draw_siblings(

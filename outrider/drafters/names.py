@@ -183,6 +183,10 @@ DRAFTERS = (
         "the model's", "its weights, keys and values", "none", "sparse",
     ),
     DrafterDescription(
+        "PATH_OR_ID of PARD", "what such a model draws, all tokens in one pass",
+        "the model's", "its weights, keys and values", "none", "sparse",
+    ),
+    DrafterDescription(
         "quantized:BITS", "what the target's own weights draw, rounded to 8 or 4 bits",
         "the target's", "a half to a third of its weights; its keys and values", "none", "sparse",
     ),

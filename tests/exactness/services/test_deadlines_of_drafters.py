@@ -17,6 +17,7 @@ from toy_engine import ToyEngine
 
 from draft_service.eagle_drafter import EagleDrafter
 from draft_service.model_drafter import ModelDrafter
+from draft_service.parallel_drafter import ParallelDrafter
 from draft_service.worker import Proposer
 from outrider.drafters import autoregressive_draft
 from outrider.drafters.drafter import DraftDeadline, DraftRequest
@@ -177,7 +178,7 @@ def drafting(kind: str) -> Propose:
         worker = Proposer(EagleDrafter(eagle, NgramDrafter(), sessions_max=TOGETHER))
         return by_draft(worker, features=features)
     engine = ToyEngine(VOCAB, DRAFT_SALT)
-    drafter = ModelDrafter(engine)
+    drafter = ParallelDrafter(engine, 0) if kind == "parallel" else ModelDrafter(engine)
     proposer = Proposer(drafter, TokenBudget(512, TOGETHER))
     return by_draft(proposer, look_ahead=4 if kind == "look-ahead" else 0)
 
@@ -194,7 +195,8 @@ def proposed(
 
 KINDS = ("medusa", "early-exit", "eagle3", "eagle", "model", "look-ahead")
 SIBLINGS = (2, 1, 1)
-CELLS = [(kind, ()) for kind in KINDS] + [(kind, SIBLINGS) for kind in KINDS[:-1]]
+CELLS = [(kind, ()) for kind in KINDS] + [(kind, SIBLINGS) for kind in (*KINDS[:-1], "parallel")]
+"""Chains that are drafted in parallel are drawn together: `test_parallel_drafts.py`."""
 
 
 @pytest.mark.parametrize("ends_at", [0.0, 0.5, 1.5, 4.5, 60.0])

@@ -124,8 +124,8 @@ class Cell:
     num_draft_tokens: int
     params: str = "plain"
     drafter: str = "model"
-    """`heads`, `exit` or `eagle3`: the target itself; `eagle`: a head that reads its features; or
-    `none`."""
+    """`parallel`: a model in one pass, whose last token stands for those to come; `heads`, `exit`
+    or `eagle3`: the target itself; `eagle`: a head that reads its features; or `none`."""
     token_ids: tuple[int, ...] = ()
     """Those of the target's that are drafted; empty = as many as the next one says."""
     draft_vocab_size: int = 3
@@ -179,6 +179,10 @@ CELLS = [
     Cell(
         Rule.TOKEN, 3, "top-p", "eagle3", (0, 2), siblings=1, num_samples=3_000, detects=SOON
     ),
+    # A model that drafts in one pass.
+    Cell(
+        Rule.BLOCK, 3, "top-p", "parallel", draft_vocab_size=4, num_samples=3_500, detects=SOON
+    ),
     # A draft whose head has rows for two tokens of the target's, not its first ones.
     Cell(
         Rule.BLOCK, 2, "biased", vocab_size=4, token_ids=(1, 3), num_samples=3_500, detects=SOON
@@ -200,6 +204,9 @@ ADAPTIVE_CELLS = [
     Cell(Rule.TOKEN, 3, lookup=LookupKind.SUFFIX, repeated=True, **FEW),
     # The same with a grammar, of one kind of drafter after the other.
     Cell(Rule.BLOCK, 3, vocab_size=4, draft_vocab_size=4, grammar=True, **FEW),
+    Cell(
+        Rule.TOKEN, 3, drafter="parallel", vocab_size=4, draft_vocab_size=5, grammar=True, **FEW
+    ),
     *(
         Cell(
             Rule.TOKEN, 3, "plain", drafter, (0, 2, 3), vocab_size=4, grammar=True,
@@ -243,6 +250,11 @@ GRID = [
         for drafter in ("heads", "exit", "eagle", "eagle3")
         for rule, params in product(RULES, ("plain", "penalised", "biased"))
     ),
+    *(
+        Cell(rule, 4, params, "parallel", draft_vocab_size=4, num_tokens=4, **WIDE)
+        for rule, params in product(RULES, ("plain", "penalised"))
+    ),
+    Cell(Rule.TOKEN, 2, "top-k", "parallel", draft_vocab_size=4, siblings=2),
     # Heads draft trees of fewer places than are asked for.
     Cell(Rule.TOKEN, 3, "top-p", "heads", (0, 2), num_heads=2, siblings=1),
     Cell(Rule.TOKEN, 4, num_tokens=1, max_tokens=1, num_samples=7_600),
@@ -286,11 +298,13 @@ def engines_of(cell: Cell, module: Any) -> dict[str, Any]:
     elif ids:
         draft = flatter(tiny_drafter(module, ids, seed=cell.draft_seed))
         found["draft_engine"] = engine_of(draft, (), token_ids=ids)
-    elif cell.drafter == "model":
+    elif cell.drafter in ("model", "parallel"):
         draft = tiny(cell.draft_vocab_size, cell.draft_seed)
         if cell.draft_bits is not None:
             speed_up(draft, cell.draft_bits)
         found["draft_engine"] = engine_of(draft, eos)
+        if cell.drafter == "parallel":
+            found["parallel_token"] = cell.draft_vocab_size - 1
     target = engine_of(twin(module), eos, **options)
     self_drafter = self_drafter_of(target, DRAFT_SUPPORT_ENTRIES)
     return found | {"target_engine": target, "self_drafter": self_drafter}

@@ -281,49 +281,75 @@ TINY_PAGES = 28
 """For half of what these tiny sessions hold."""
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["draft_heads", "exit_head", "draft_layer"])
-@pytest.mark.parametrize("siblings", [0, 2])
-async def test_a_target_that_drafts_itself_writes_what_it_would_without(
-    tmp_path: Path, kind: str, siblings: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A tiny target in float64, many sessions at once on pages that they preempt each other for:
-    greedy equals the library, and coupled tokens are the same for K = 0 and 4, chains or trees."""
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A tiny module in float64, for engines of short pages."""
     torch.set_num_threads(1)
     shorten_pages(monkeypatch, SMALL_PAGE)
     config = tiny_config("llama", TINY_VOCAB)
     config.num_hidden_layers = 3
-    module = tiny_module(config, dtype=torch.float64)
-    original, ids = twin(module), range(0, TINY_VOCAB, 2)
-    makers: dict[str, Any] = {
-        "draft_heads": tiny_heads, "exit_head": tiny_exit, "draft_layer": tiny_eagle3
-    }  # fmt: skip
-    made = makers[kind](module, ids)
+    return tiny_module(config, dtype=torch.float64)
+
+
+def tiny_engine(module: Any, **own: Any) -> Target:
+    """On so few pages that many sessions at once preempt each other."""
     info = ModelInfo("tiny", TINY_VOCAB, 128, "float64", (), "w", "tiny")
     slot_bytes = 3 * 2 * 2 * 8 * 8
-    if kind == "draft_layer":
-        slot_bytes += (2 * 2 * 8 + made.module.width) * 8
-    target = Target(
-        module, info, max_num_seqs=CROWD,
-        kv_cache_memory_bytes=TINY_PAGES * SMALL_PAGE * slot_bytes, **{kind: made},
-    )  # fmt: skip
+    if (layer := own.get("draft_layer")) is not None:
+        slot_bytes += (2 * 2 * 8 + layer.module.width) * 8
+    num_bytes = TINY_PAGES * SMALL_PAGE * slot_bytes
+    return Target(module, info, max_num_seqs=CROWD, kv_cache_memory_bytes=num_bytes, **own)
+
+
+async def check_tiny(stack: Stack, module: Any) -> None:
+    """Greedy equals the library, and coupled tokens are the same for K = 0 and 4, many sessions at
+    once."""
     random = torch.Generator().manual_seed(5)
     prompts = [
         tuple(torch.randint(TINY_VOCAB, (8 + n,), generator=random).tolist()) for n in range(CROWD)
     ]
+    asked = [Asked(prompt, 4, library_text(module, prompt, 12)) for prompt in prompts]
+    await check_at_once(stack, asked)
+    texts = [
+        await asyncio.gather(
+            *(complete(stack, prompt, 12, k, seed) for seed, prompt in enumerate(prompts))
+        )
+        for k in (0, 4)
+    ]
+    assert texts[0] == texts[1]
+    assert stack.target._worker.figures.num_preemptions > 0
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["draft_heads", "exit_head", "draft_layer"])
+@pytest.mark.parametrize("siblings", [0, 2])
+async def test_a_target_that_drafts_itself_writes_what_it_would_without(
+    tiny: Any, tmp_path: Path, kind: str, siblings: int
+) -> None:
+    original, ids = twin(tiny), range(0, TINY_VOCAB, 2)
+    makers: dict[str, Any] = {
+        "draft_heads": tiny_heads, "exit_head": tiny_exit, "draft_layer": tiny_eagle3
+    }  # fmt: skip
+    target = tiny_engine(tiny, **{kind: makers[kind](tiny, ids)})
     drafter = Counted(self_drafter_of(target, DRAFT_SUPPORT_ENTRIES))
     async with running_stack(
         target, None, tmp_path, draft_siblings=siblings, self_drafter=drafter
     ) as stack:
-        asked = [Asked(prompt, 4, library_text(original, prompt, 12)) for prompt in prompts]
-        await check_at_once(stack, asked)
-        texts = [
-            await asyncio.gather(
-                *(complete(stack, prompt, 12, k, seed) for seed, prompt in enumerate(prompts))
-            )
-            for k in (0, 4)
-        ]
-        assert texts[0] == texts[1]
-        assert stack.target._worker.figures.num_preemptions > 0
+        await check_tiny(stack, original)
     assert drafter.num_tokens > CROWD * 12
     check_pages(target)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("siblings", [0, 2])
+async def test_a_draft_in_one_pass_leaves_the_text_as_it_is(
+    tiny: Any, tmp_path: Path, siblings: int
+) -> None:
+    """Chains, whose outcomes are worked out ahead, or trees. Its first token is the target's."""
+    original, draft = twin(tiny), tiny_engine(twin(tiny))
+    target = tiny_engine(tiny)
+    async with running_stack(
+        target, draft, tmp_path, draft_siblings=siblings, parallel_token=TINY_VOCAB - 1
+    ) as stack:
+        await check_tiny(stack, original)
+    check_pages(draft)

@@ -1,0 +1,78 @@
+"""Drafting with a model that was trained to draw several tokens from one pass: PARD,
+arXiv 2504.18583."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from draft_service.model_drafter import ModelDrafter
+from outrider.config import DraftConfig
+from outrider.drafters.autoregressive_draft import AutoregressiveDraft
+from outrider.engine.interface import Engine, SequenceStep
+from outrider.errors import ConfigError
+from outrider.limits import DRAFT_SUPPORT_ENTRIES
+from outrider.models.published_drafters import DrafterFormat, read_config, recognise
+
+
+def parallel_token(config: DraftConfig) -> int | None:
+    """The token that stands for one that is not drawn yet, where the draft model is of this kind by
+    its files; None for others. Raises as `recognise`."""
+    model, directory = config.drafter.model, Path(config.directory)
+    if not config.directory or model is None or model.name is None:
+        return None
+    if recognise(directory) is not DrafterFormat.PARD:
+        return None
+    return int(read_config(directory)["pard_token"])
+
+
+class ParallelDrafter(ModelDrafter):
+    """A `ModelDrafter` whose proposals take one pass each:
+
+        run       the committed tokens that are not held, then K - 1 times the parallel token
+        drawn     x_1, ..., x_K from the last K rows, whatever the others come out as
+        held      the committed tokens: the slots behind them are given back at once
+
+    The draws are made together, for which there is time or not; one after another where a penalty
+    or a grammar reads the tokens before, or a tree is drawn.
+    """
+
+    def __init__(
+        self, engine: Engine, token_id: int, entries_max: int = DRAFT_SUPPORT_ENTRIES
+    ) -> None:
+        """`token_id` is the parallel token. Raises `ConfigError` where the model has none such."""
+        super().__init__(engine, entries_max)
+        if not 0 <= token_id < engine.info.vocab_size:
+            raise ConfigError(
+                f"drafter {engine.info.name}: its parallel token {token_id} is not in "
+                f"0..{engine.info.vocab_size - 1}"
+            )
+        self._token_id = token_id
+
+    def _step(self, branch: AutoregressiveDraft) -> SequenceStep:
+        masks = (self._token_id,) * max(0, branch.num_wanted - 1)
+        return SequenceStep(branch.sequence_id, branch.unseen + masks, branch.num_wanted)
+
+    def _pass(
+        self, branches: Sequence[AutoregressiveDraft], beside: Sequence[SequenceStep] = ()
+    ) -> list[Tensor]:
+        logits = super()._pass(branches, beside)
+        for branch in branches:
+            self.engine.keep(branch.sequence_id, len(branch.request.token_ids))
+        return logits
+
+    def _draw(
+        self, branches: Sequence[AutoregressiveDraft], rows: Sequence[Tensor]
+    ) -> list[AutoregressiveDraft]:
+        left = list(zip(branches, rows, strict=True))
+        while left:
+            next_rows = [own if branch.draws_at_once else own[:1] for branch, own in left]
+            self._sampler.draw([branch for branch, _ in left], next_rows)
+            left = [(branch, own[1:]) for branch, own in left if branch.goes_on()]
+        for branch in branches:
+            # None of them has been run, so outcomes begin where the whole proposal is read.
+            branch.unseen = tuple(branch.token_ids)
+            branch.rows.clear()
+        return [branch for branch in branches if branch.token_ids]
