@@ -17,7 +17,7 @@ import torch
 from models import MAX_MODEL_LEN, save_tiny_model, tiny_config, tiny_module, twin
 from paged_engines import VOCAB, checked_engines, dense, ids
 from rounds import GREEDY, PENALISED, RULES
-from test_look_ahead import Draft, item
+from test_look_ahead import draft_over, item
 from toy_engine import ToyEngine, toy_logits
 from verdict_laws import draft_token
 
@@ -127,16 +127,16 @@ def test_proposals_are_those_of_the_whole_input() -> None:
 async def test_outcomes_are_drafted_in_a_pass(rule: Rule) -> None:
     """What is pushed is what would be proposed: one pass for the proposal, one that reads it, and
     one for all outcomes, from which the next round goes on."""
-    draft = Draft(ToyEngine(TOY_VOCAB, salt=2, max_model_len=256), parallel_token=TOY_MASK)
     asked = item((1, 2, 3), rule=rule)
-    answer, *pushed = await draft.send(asked)
-    assert len(pushed) == 8
-    assert len(draft.engine.batches) == 3
-    text, chosen = (1, 2, 3, *pushed[2].assumed), pushed[2]
-    held = chosen.proposal.token_ids
-    later = await draft.send(item(text, 3, round_index=1, rule=rule, held=held))
-    assert len(later) == 8
-    assert len(draft.engine.batches) == 5
+    async with draft_over(parallel_token=TOY_MASK) as draft:
+        answer, *pushed = await draft.send(asked)
+        assert len(pushed) == 8
+        assert len(draft.engine.batches) == 3
+        text, chosen = (1, 2, 3, *pushed[2].assumed), pushed[2]
+        held = chosen.proposal.token_ids
+        later = await draft.send(item(text, 3, round_index=1, rule=rule, held=held))
+        assert len(later) == 8
+        assert len(draft.engine.batches) == 5
     replies = [((1, 2, 3), one) for one in (answer, *pushed)] + [(text, one) for one in later]
     for begun, reply in replies:
         prefix = (*begun, *reply.assumed)
@@ -145,16 +145,14 @@ async def test_outcomes_are_drafted_in_a_pass(rule: Rule) -> None:
         assert (list(reply.proposal.token_ids), list(reply.proposal.open().q)) == expected(
             one, 3, toy_rows
         )
-    await draft.close()
 
 
 async def test_a_step_is_no_longer_than_its_budget() -> None:
-    draft = Draft(max_num_batched_tokens=512, parallel_token=TOY_MASK)
     items = [item((1, 2, 3), session=n, count=16, look_ahead=0) for n in range(1, 41)]
-    replies = await draft.send(*items)
-    assert {len(reply.proposal) for reply in replies} == {16}
-    assert max(map(sum, draft.engine.counts)) <= 512
-    await draft.close()
+    async with draft_over(max_num_batched_tokens=512, parallel_token=TOY_MASK) as draft:
+        replies = await draft.send(*items)
+        assert {len(reply.proposal) for reply in replies} == {16}
+        assert max(map(sum, draft.engine.counts)) <= 512
 
 
 def test_tokens_before_a_row_that_cannot_be_drawn_from_are_proposed() -> None:
