@@ -134,7 +134,10 @@ def _with_kind(config: DeploymentConfig, name: str, where: Path) -> DeploymentCo
     from outrider.models.published_drafters import DrafterFormat, recognise
 
     with blaming("draft_model"):
-        is_eagle3 = recognise(where) is DrafterFormat.EAGLE3
+        found = recognise(where)
+        if found is DrafterFormat.MTP:
+            raise ConfigError(f"drafter {name}: it holds MTP layers, which are not served")
+        is_eagle3 = found is DrafterFormat.EAGLE3
         if config.draft.drafter.kind != EAGLE3:
             if not is_eagle3:
                 return config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import socket
 import subprocess
@@ -172,9 +173,11 @@ def test_a_published_head_is_known_by_its_files(
             check_before_start(
                 load_config({"model": str(tiny), "draft_model": str(head), **settings}, {})
             )
-    (head / "config.json").write_text('{"speculators_model_type": "dflash", "draft_vocab_size": 3}')
-    with pytest.raises(SettingError, match=r"^draft_model: .*dflash, which is not served"):
-        resolved(tiny, draft_model=str(head))
+    for kind, message in (("dflash", "kind dflash, which is"), ("mtp", "MTP layers, which are")):
+        stated = {"speculators_model_type": kind, "draft_vocab_size": 3}
+        (head / "config.json").write_text(json.dumps(stated))
+        with pytest.raises(SettingError, match=f"^draft_model: .*{message} not served"):
+            resolved(tiny, draft_model=str(head))
 
 
 @pytest.mark.parametrize(
