@@ -15,6 +15,7 @@ from stack import running_stack
 
 from benchmarks.measurement import BenchClient, Completion, Decoding
 from benchmarks.prompts import BenchPrompt
+from benchmarks.speedup import Subject
 
 Script = Callable[[BenchPrompt, Decoding], tuple[int, float]]
 """Number of tokens and seconds of a completion."""
@@ -52,6 +53,15 @@ class ScriptedSide(BenchClient):
             num_draft_tokens=drafted,
             num_accepted_draft_tokens=drafted // 4,
         )
+
+
+def subject_of(side: BenchClient, **changes: Any) -> Subject:
+    """A deployment that this side stands for."""
+    known: dict[str, Any] = {
+        "client": side, "model": "demo", "draft_model": "ngram", "dtype": "bfloat16",
+        "num_draft_tokens": 8, "target": None,
+    }  # fmt: skip
+    return Subject(**(known | changes))
 
 
 class ProcessHere:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from bench_sides import subject_of
 
 from benchmarks.identity import IdentityOptions, run
 from benchmarks.measurement import BenchClient, Completion, Decoding
 from benchmarks.prompts import BenchPrompt
-from benchmarks.speedup import Subject
 from outrider.speculation.sampling_params import Rule
 
 
@@ -33,10 +33,7 @@ async def test_all_ways_are_held_against_plain_decoding(side: Side, tmp_path: Pa
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "a"}\n{"prompt": "b"}\n', "utf-8")
     options = IdentityOptions(prompts=prompts, num_draft_tokens=(1, 8))
-    subject = Subject(
-        client=side, model="m", draft_model="d", dtype="auto", num_draft_tokens=4, target=None
-    )
-    found = (await run(options, subject, lambda line: None)).values
+    found = (await run(options, subject_of(side), lambda line: None)).values
     assert (found["failed"] > 0) == (side.differs != "" or side.accepts == 0)
     assert [(row["way"], row["num_draft_tokens"]) for row in found["ways"][:4]] == [
         ("alone", 1), ("alone", 8), ("beside", 1), ("beside", 8),

@@ -1,15 +1,24 @@
-"""The order in which sides take turns, and what is kept of it."""
+"""The order in which sides take turns, what is kept of it, and how requests are made. What
+`HttpClient` reads is tested by `bench serve`."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from bench_sides import ScriptedSide
 
+from benchmarks.clients import GrpcClient
 from benchmarks.measurement import Completion, Contestant, Decoding, Job, measure
-from benchmarks.prompts import WARM_UP_PROMPTS, BenchPrompt
+from benchmarks.prompts import WARM_UP_PROMPTS, BenchPrompt, parse_prompts
 from outrider.errors import OutriderError, Unavailable
 from outrider.limits import SEED_MAX
+from outrider.request import ChatMessage, Event, Finished, GenerateRequest, Metrics, Tokens, Usage
+from outrider.sessions.store import FinishReason
+from outrider.speculation.accept_reject import Origin
 from outrider.speculation.sampling_params import Rule
 
 PROMPTS = tuple(BenchPrompt(f"p{index}", "a") for index in range(5))
@@ -95,3 +104,39 @@ async def test_a_side_that_may_fail_is_left_out(failing: str) -> None:
     assert dropped == ["speculative: the library broke"]
     assert list(results) == ["plain"]
     assert len(results["plain"].completions) == len(PROMPTS)
+
+
+class RecordingClient:
+    """Stands where `outrider.client.Client` does."""
+
+    def __init__(self, finish_reason: FinishReason = FinishReason.LENGTH) -> None:
+        self.finish_reason = finish_reason
+        self.requests: list[GenerateRequest] = []
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Event]:
+        self.requests.append(request)
+        yield Tokens(0, (5, 6), "", (Origin.BONUS,) * 2, ())
+        yield Tokens(2, (7,), "", (Origin.BONUS,), ())
+        yield Finished(self.finish_reason, Usage(4, 3), Metrics(2, 9, 1, 1.5, 3.0, 100.0))
+
+
+@pytest.mark.parametrize("raw", [False, True])
+async def test_a_request_says_all_that_is_measured(raw: bool) -> None:
+    """A prompt may ask for JSON. One that was cut short is no measurement."""
+    schema = {"type": "json_schema", "json_schema": {"schema": {"type": "array"}}}
+    [prompt] = parse_prompts(json.dumps({"prompt": "Hello.", "response_format": schema}), "here")
+    decoding = Decoding(33, temperature=0.5, rule=Rule.BLOCK, seed=4, num_draft_tokens=8)
+    client: Any = RecordingClient()
+    done = await GrpcClient(client, raw=raw).generate(prompt, decoding)
+    [request] = client.requests
+    assert request.prompt == ("Hello." if raw else (ChatMessage("user", "Hello."),))
+    assert (request.sampling.temperature, request.rule, request.seed) == (0.5, Rule.BLOCK, 4)
+    assert (request.max_tokens, request.num_draft_tokens) == (33, 8)
+    assert request.constraint.text == '{"type":"array"}'
+    assert not request.ignore_eos
+    assert (done.token_ids, done.prompt_tokens) == ((5, 6, 7), 4)
+    assert (done.num_rounds, done.num_draft_tokens, done.num_accepted_draft_tokens) == (2, 9, 1)
+    assert 0 < done.chunk_s[0] < done.chunk_s[1] < done.seconds
+    client = RecordingClient(FinishReason.DEADLINE)
+    with pytest.raises(Unavailable, match="deadline"):
+        await GrpcClient(client, raw=True).generate(prompt, decoding)

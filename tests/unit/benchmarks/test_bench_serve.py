@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from command_lines import refusal, reported
 from openai_server import OpenAiServer, Reply, serving
 from stack import VOCAB, running_stack, toy_text
 from toy_engine import ToyEngine
@@ -146,12 +147,7 @@ def test_the_figures_of_a_load() -> None:
 def measured(
     capsys: pytest.CaptureFixture[str], server: OpenAiServer, *flags: str, code: int = 0
 ) -> tuple[dict[str, Any], str]:
-    """The one JSON object, and what was said beside it."""
-    assert main(["bench", "serve", "--json", "--base-url", server.base_url, *flags]) == code
-    out, err = capsys.readouterr()
-    assert out.count("\n") == 1
-    found: dict[str, Any] = json.loads(out)
-    return found, err
+    return reported(capsys, "bench", "serve", "--base-url", server.base_url, *flags, code=code)
 
 
 def test_chats_and_texts_by_http(
@@ -216,9 +212,8 @@ def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     url = ["--base-url", "http://127.0.0.1:9", "--num-prompts", "2"]
     assert main(["bench", "serve", *url]) == 1
     assert "error: http://127.0.0.1:9/v1/models: ConnectError(" in capsys.readouterr().err
-    assert main(["bench", "serve", "--json", "--model", "m", *url]) == 1
-    out, err = capsys.readouterr()
-    assert (json.loads(out)["failed"], json.loads(out)["mean_ttft_ms"]) == (2, None)
+    found, err = reported(capsys, "bench", "serve", "--model", "m", *url, code=1)
+    assert (found["failed"], found["mean_ttft_ms"]) == (2, None)
     assert "2 of 2 requests failed: 2x the stream: ConnectError" in err
 
 
@@ -254,15 +249,7 @@ def test_the_report_is_one_page_with_the_same_numbers(
 def test_wrong_flags_are_named(
     flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 2, one line, nothing on standard output, nothing started."""
-    try:
-        code: object = main(["bench", "serve", *flags])
-    except SystemExit as stopped:
-        code = stopped.code
-    out, err = capsys.readouterr()
-    assert (code, out) == (2, "")
-    assert err.startswith(f"outrider: error: {message}")
-    assert err.count("\n") == 1
+    assert refusal(capsys, "bench", "serve", *flags).startswith(f"outrider: error: {message}")
 
 
 @pytest.mark.xdist_group("redis")
@@ -275,14 +262,12 @@ async def test_a_load_by_grpc_is_counted_as_the_coordinator_does(
     target, draft = (ToyEngine(VOCAB, salt=1, max_model_len=4096) for _ in range(2))
     async with running_stack(target, draft, tmp_path / "redis", text=toy_text()) as stack:
         words = [
-            "bench", "serve", "--server", stack.server.address, "--json", "--num-prompts", "7",
+            "bench", "serve", "--server", stack.server.address, "--num-prompts", "7",
             "--max-tokens", "16", "--ignore-eos", "--num-draft-tokens", "3", "--max-concurrency",
             "1", "--prompts", str(file),
         ]  # fmt: skip
-        assert await asyncio.to_thread(main, words) == 1
+        found, err = await asyncio.to_thread(reported, capsys, *words, code=1)
         address = stack.server.address
-    out, err = capsys.readouterr()
-    found = json.loads(out)
     assert (found["backend"], found["model_id"]) == ("outrider-grpc", "model")
     assert found["server"] == address
     done = found["completed"]

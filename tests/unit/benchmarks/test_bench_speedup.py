@@ -1,24 +1,16 @@
 """Requests and statistics of `bench speedup`, over a side that decodes nothing."""
 
-import io
 from typing import Any
 
 import pytest
-from bench_sides import ScriptedSide
-from rich.console import Console
+from bench_sides import ScriptedSide, subject_of
+from command_lines import printed
 
 from benchmarks.measurement import Completion, Decoding, SideResult
 from benchmarks.prompts import BenchPrompt
-from benchmarks.speedup import SpeedupOptions, Subject, compared, report, run
+from benchmarks.speedup import SpeedupOptions, compared, report, run
 from outrider.errors import ConfigError
 from outrider.speculation.sampling_params import Rule
-
-
-def subject(side: ScriptedSide, num_draft_tokens: int = 8) -> Subject:
-    return Subject(
-        client=side, model="demo", draft_model="ngram", dtype="bfloat16",
-        num_draft_tokens=num_draft_tokens, target=None,
-    )  # fmt: skip
 
 
 async def test_the_whole_of_it_over_the_built_in_prompts() -> None:
@@ -31,7 +23,7 @@ async def test_the_whole_of_it_over_the_built_in_prompts() -> None:
     first, second = SpeedupOptions(concurrency=(1, 4), num_prompts=12).levels()
     assert (first.no_reference, second.no_reference) == (False, True)
     side, lines = ScriptedSide(script), list[str]()
-    found = await run(first, subject(side, 5), lines.append)
+    found = await run(first, subject_of(side, num_draft_tokens=5), lines.append)
     assert (found["num_prompts"], found["rule"], found["num_draft_tokens"]) == (12, "greedy", 5)
     assert found["speedup"] == pytest.approx(1.0)
     assert {name: one["speedup"] for name, one in found["categories"].items()} == pytest.approx(
@@ -40,7 +32,7 @@ async def test_the_whole_of_it_over_the_built_in_prompts() -> None:
     assert found["engine_tokens_per_second"] is None
     assert lines[-1] == "prompt 12 of 12: extract"
     assert side.most_running == 1
-    await run(second, subject(side, 5), lines.append)
+    await run(second, subject_of(side, num_draft_tokens=5), lines.append)
     assert side.most_running == 4
 
 
@@ -48,12 +40,12 @@ async def test_sampling_uses_the_rule_asked_for_and_the_bound_asked_for() -> Non
     """What drafts nothing has nothing to compare."""
     side = ScriptedSide(lambda prompt, decoding: (12, 1.0))
     options = SpeedupOptions(num_prompts=6, temperature=1.0, rule="block", num_draft_tokens=3)
-    await run(options, subject(side), lambda line: None)
+    await run(options, subject_of(side), lambda line: None)
     assert {(found.rule, found.num_draft_tokens) for _, found in side.calls} == {
         (Rule.BLOCK, 0), (Rule.BLOCK, 3),
     }  # fmt: skip
     with pytest.raises(ConfigError, match="num_draft_tokens: 0"):
-        await run(SpeedupOptions(), subject(side, 0), lambda line: None)
+        await run(SpeedupOptions(), subject_of(side, num_draft_tokens=0), lambda line: None)
 
 
 PROMPTS = tuple(BenchPrompt(f"p{i}", category) for i, category in enumerate("aabbb"))
@@ -113,9 +105,7 @@ def test_a_slow_baseline_is_warned_of(seconds: float, warned: int) -> None:
     found = report([level(**{"the engine alone": seconds})])
     assert len(found.warnings) == warned
     assert all("the engine alone" in line and "slow base" in line for line in found.warnings)
-    output = io.StringIO()
-    Console(file=output, width=120).print(*found.shown, sep="\n")
-    shown = output.getvalue()
+    shown = printed(*found.shown)
     row = next(line for line in shown.splitlines() if " all " in line)
     assert [cell.strip() for cell in row.strip("│").split("│")] == [
         "all", "5", "3.000", "10.000", "21.429", "0.375", "2.000", "3",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from command_lines import reported
 
 from deploy.cli.main import main
 from deploy.cli.masking import MASK, masked_environment, masked_settings, masked_url
@@ -67,11 +68,8 @@ def test_one_json_object(
 ) -> None:
     """With what a report needs: versions, processor, memory, kernels, the Redis server."""
     monkeypatch.setenv("OUTRIDER_REDIS_URL", "redis://:swordfish@127.0.0.1:1")
-    assert main(["collect-env", "--json"]) == 0
-    out, _ = capsys.readouterr()
-    assert out.count("\n") == 1
-    assert "swordfish" not in out
-    found = json.loads(out)
+    found, _ = reported(capsys, "collect-env")
+    assert "swordfish" not in json.dumps(found)
     assert {"torch", "ray", "transformers", "grpcio"} <= set(found["packages"])
     assert found["machine"]["available_cores"] >= 1
     assert found["machine"]["memory_gib"] > 0

@@ -3,7 +3,6 @@ they wait. One that is really changed is in `tests/integration`."""
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 from dataclasses import replace
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from command_lines import refusal, reported
 from recorded import RAY, record, run_here
 
 from deploy.cli.main import main
@@ -135,13 +135,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
 def test_what_is_wrong_is_told_in_one_line_and_nothing_is_asked_for(
     capsys: pytest.CaptureFixture[str], fleet: Fleet, words: list[str], said: str
 ) -> None:
-    try:
-        code: object = main(words)
-    except SystemExit as stopped:
-        code = stopped.code
-    out, err = capsys.readouterr()
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert said in err
+    assert said in refusal(capsys, *words)
     assert (fleet.wants, fleet.scaling.bounds, fleet.changes) == ([], {}, [])
 
 
@@ -208,9 +202,9 @@ def test_a_wait_ends_as_soon_as_there_are_as_many(
 def test_bounds_are_told_role_by_role(capsys: pytest.CaptureFixture[str], fleet: Fleet) -> None:
     assert main(["autoscale", "target=1:4", "draft=0:2"]) == 0
     assert capsys.readouterr().out == "coordinator: off\ntarget: 1 to 4\ndraft: 0 to 2\n"
-    assert main(["autoscale", "draft=off", "--json"]) == 0
+    told, _ = reported(capsys, "autoscale", "draft=off")
     assert fleet.scaling == AutoscaleConfig(autoscale_targets="1:4", autoscale_calm_s=7.0)
-    assert json.loads(capsys.readouterr().out)["bounds"] == {"target": [1, 4]}
+    assert told["bounds"] == {"target": [1, 4]}
 
 
 def test_what_is_another_setting_is_asked_for_and_nothing_else(
@@ -219,11 +213,9 @@ def test_what_is_another_setting_is_asked_for_and_nothing_else(
     """What runs already, and where its cluster is seen from here, are no changes."""
     fleet.stale = [2, 1, 0]
     words = ["--max-num-seqs", "7", "--draft-model", "emulated", "--wait", "60"]
-    assert main(["upgrade", *words, "--json"]) == 0
+    told, _ = reported(capsys, "upgrade", *words)
     assert fleet.changes == [{"max_num_seqs": 7}]
-    assert json.loads(capsys.readouterr().out) == {
-        "changes": {"max_num_seqs": 7}, "replicas_to_replace": 0
-    }  # fmt: skip
+    assert told == {"changes": {"max_num_seqs": 7}, "replicas_to_replace": 0}
     assert main(["upgrade", "--draft-model", "emulated"]) == 0
     assert capsys.readouterr().out == "nothing changes\n"
     assert (len(fleet.changes), fleet.num_open) == (1, 0)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_lines import reported
 
 from deploy.cli.main import main
 from deploy.planner.devices import compare
@@ -65,8 +65,7 @@ def test_a_link_makes_the_rounds_of_draft_devices_longer() -> None:
 def test_a_separate_draft_is_advised_where_its_device_brings_the_most(
     text: str, advice: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", "--devices", text, "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
+    shown, _ = reported(capsys, "plan", "--devices", text)
     assert shown["advice"].startswith(advice)
     most = max(shown["devices"], key=lambda row: row[RATE])
     devices = f"({most['draft_devices']:g} draft devices for each target)"

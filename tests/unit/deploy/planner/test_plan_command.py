@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from bench_sides import pair_here
+from command_lines import refusal, reported
 from models import byte_level_tokenizer, save_tiny_model
 
-from deploy.cli.main import main, parse
+from deploy.cli.main import parse
 from deploy.cli.options import flags_again
 from deploy.cli.plan import DECIDED
 from deploy.planner import rehearsal
@@ -52,14 +53,7 @@ NUMBERS = ("--simulate", "--from-numbers")
 def test_wrong_flags_end_the_command(
     flags: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    try:
-        code = main(["plan", *flags])
-    except SystemExit as error:
-        code = int(str(error.code))
-    assert code == 2
-    shown = capsys.readouterr()
-    assert named in shown.err
-    assert shown.out == ""
+    assert named in refusal(capsys, "plan", *flags)
 
 
 @pytest.mark.xdist_group("redis")
@@ -84,21 +78,18 @@ def test_the_command_reads_rehearses_and_prints_one_json_object(
         "--model", str(tmp_path / "1"), "--draft-model", str(tmp_path / "2"), "--raw",
         "--prompts", str(prompts), "--max-tokens", "12", "--temperature", "1",
         "--target-num-threads", "1", "--draft-num-threads", "1", "--device", "cpu",
-        "--plot", str(plot), "--validate", "--json",
+        "--plot", str(plot), "--validate",
     )  # fmt: skip
     fleet = (
         "--simulate", "--sessions", "1", "--targets", "1", "--drafts", "1", "--coordinators", "1",
-        "--simulated-seconds", "1", "--json",
+        "--simulated-seconds", "1",
     )  # fmt: skip
-    assert main(["plan", *flags, *fleet]) == 0
-    shown = capsys.readouterr()
-    assert shown.out.count("\n") == 1
-    report = json.loads(shown.out)
+    report, _ = reported(capsys, "plan", *flags, *fleet)
     assert report["fleets"][0]["figures"]["tokens_per_second"] > 0
     saved = tmp_path / "plan.json"
-    saved.write_text(shown.out)
-    assert main(["plan", "--from-report", str(saved), *fleet]) == 0
-    [again], [first] = json.loads(capsys.readouterr().out)["fleets"], report["fleets"]
+    saved.write_text(json.dumps(report))
+    later, _ = reported(capsys, "plan", "--from-report", str(saved), *fleet)
+    [again], [first] = later["fleets"], report["fleets"]
     assert again["fleet"] == first["fleet"]
     rate = pytest.approx(first["figures"]["tokens_per_second"], rel=0.01)
     assert again["figures"]["tokens_per_second"] == rate

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import mean
 from typing import Any
 
 import pytest
-from rich.console import Console
+from command_lines import printed
 from toy_engine import ToyEngine
 
 from benchmarks.acceptance import Answer, LookupReader, ModelReader, Reading, Sample
@@ -191,20 +190,25 @@ def test_a_rehearsal_finds_what_rounds_take_beside_the_tables() -> None:
     assert times.first.at(TARGET.step_seconds(5)) == pytest.approx(0.1, rel=0.02)
 
 
+def shown(**told: Any) -> str:
+    """The tables of a report."""
+    known: dict[str, Any] = {
+        "model": "t", "draft_model": "d", "num_prompts": 4, "max_tokens": 96, "concurrency": 1,
+        "round_trip_ms": 0.0,
+    }  # fmt: skip
+    return printed(*PlanReport(**(known | told)).tables())
+
+
 def test_a_plan_says_how_to_deploy_it() -> None:
     """By a whole command, whose drafter is the one that was planned for."""
     plan = choose(1, Replays(MODEL, _sample(MODEL, 0.0)), TIMES)
 
     def told(**chosen: int) -> str:
         changed = replace(plan.options[0], **chosen)  # type: ignore[arg-type]
-        report = PlanReport(
-            model="t", draft_model="hybrid:suffix,a b", num_prompts=4, max_tokens=96, concurrency=1,
-            round_trip_ms=0.0, plans=(replace(plan, plain=changed, chosen=changed),),
-            flags=("--no-http", "--draft-device", "a b"),
+        return shown(
+            draft_model="hybrid:suffix,a b", flags=("--no-http", "--draft-device", "a b"),
+            plans=(replace(plan, plain=changed, chosen=changed),),
         )  # fmt: skip
-        text = io.StringIO()
-        Console(file=text, width=400).print(*report.tables())
-        return text.getvalue()
 
     given = "--no-http --draft-device 'a b'"
     flags = f"--num-draft-tokens 12 --look-ahead 4 --num-drafts 2 {given}"
@@ -231,15 +235,9 @@ def test_a_plan_says_where_a_further_target_brings_more_than_a_draft(
         plan, plain=replace(plan.plain, tokens_per_second=100.0), options=(way,), chosen=way,
         times=replace(TIMES, shares_device=shares_device),
     )  # fmt: skip
-    report = PlanReport(
-        model="t", draft_model="d", num_prompts=4, max_tokens=96, concurrency=1,
-        round_trip_ms=0.0, plans=(plan,),
-    )  # fmt: skip
-    text = io.StringIO()
-    Console(file=text, width=400).print(*report.tables())
     words = "Do not use a separate draft here where its device could run another target: it brings "
     words += f"{rate / (1 + draft_replicas):.1f} tokens/s a device, plain decoding 100.0"
-    assert (words in text.getvalue()) == is_advised
+    assert (words in shown(plans=(plan,))) == is_advised
 
 
 def test_predicted_stands_beside_measured() -> None:
@@ -268,8 +266,4 @@ def test_predicted_stands_beside_measured() -> None:
     plain, drafted = (one["measured_tokens_per_second"] for one in found["by_k"])
     assert found["chosen_loss"] == pytest.approx(1 - drafted / max(plain, drafted))
     assert found["num_same"] == found["num_answers"] == 8
-    report = PlanReport(
-        model="t", draft_model="d", num_prompts=4, max_tokens=96, concurrency=1,
-        round_trip_ms=0.0, plans=(), validation=found,
-    )  # fmt: skip
-    Console(file=io.StringIO()).print(*report.tables())
+    assert shown(plans=(), validation=found)

@@ -1,0 +1,41 @@
+"""Commands that run in this process, and what they and their reports say."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+from rich.console import Console, RenderableType
+
+from deploy.cli.main import main
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line that a command says where it refuses these words: with exit code 2, and nothing
+    on standard output."""
+    try:
+        code: object = main(words)
+    except SystemExit as stopped:
+        code = stopped.code
+    out, err = capsys.readouterr()
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    return err
+
+
+def reported(
+    capsys: pytest.CaptureFixture[str], *words: str, code: int = 0
+) -> tuple[dict[str, Any], str]:
+    """The one JSON object that a command prints with `--json`, and what it says beside that."""
+    assert main([*words, "--json"]) == code
+    out, err = capsys.readouterr()
+    assert out.count("\n") == 1
+    return json.loads(out), err
+
+
+def printed(*parts: RenderableType) -> str:
+    """What a wide terminal shows of the parts of a report."""
+    text = io.StringIO()
+    Console(file=text, width=400).print(*parts, sep="\n")
+    return text.getvalue()
