@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, get_args
+from functools import partial
+from typing import Any, NamedTuple, get_args
 
 from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
 
@@ -31,16 +33,6 @@ REQUEST_COUNTERS: dict[str, tuple[Any, ...]] = {
     "rounds_by_num_draft_tokens": (
         "Rounds but the first of a request, by the draft tokens that were asked for.",
         "num_draft_tokens",
-    ),
-    "spec_decode_num_drafts": ("Rounds with a proposal.",),
-    "spec_decode_num_draft_tokens": ("Draft tokens proposed.",),
-    "spec_decode_num_accepted_tokens": ("Draft tokens accepted.",),
-    "spec_decode_num_draft_tokens_per_pos": (
-        "Proposals with a token at this position, by context length.", ("position", "context"),
-    ),
-    "spec_decode_num_accepted_tokens_per_pos": (
-        "Proposals whose token at this position was accepted, by context length.",
-        ("position", "context"),
     ),
     "unreadable_proposals": ("Proposals whose distributions the target could not read.",),
     "look_ahead_hits": ("Rounds whose proposal was there before they began.",),
@@ -71,10 +63,43 @@ REQUEST_COUNTERS: dict[str, tuple[Any, ...]] = {
     "audit_entropy_nats": ("What that sum is expected to be.", "rule", _RULES),
     "audit_variance_nats2": ("Variance of that sum.", "rule", _RULES),
 }  # fmt: skip
-"""Counters of a coordinator, by name: what it says, the label, or labels, that tell its numbers
-apart, and values of it that are shown from the start. From what those of an audit grow by in a time
-follow the mean drift of a token and a z value for the whole: (surprise - entropy) / tokens, and
+"""Counters of a coordinator, by name: what it says, the label that tells its numbers apart, and
+values of it that are shown from the start. From what those of an audit grow by in a time follow
+the mean drift of a token and a z value for the whole: (surprise - entropy) / tokens, and
 (surprise - entropy) / sqrt(variance)."""
+CONTEXT_BOUNDS = (1024, 4096, 16_384, 65_536)
+CONTEXTS = ("0-1k", "1k-4k", "4k-16k", "16k-64k", "64k+")
+"""Values of the label `context`: the session's length in tokens."""
+
+
+class Proposed(NamedTuple):
+    """What is counted of a round with a proposal."""
+
+    context: str
+    num_draft_tokens: int
+    num_depths: int
+    num_accepted: int
+
+    def by_position(self, num: int) -> dict[tuple[str, str], int]:
+        """For each position of the proposal 1 if it is among the first `num`, else 0: a position
+        where nothing is accepted has a rate, too."""
+        return {(str(at), self.context): int(at < num) for at in range(self.num_depths)}
+
+
+SPECULATION_COUNTERS: dict[str, tuple[str, Any, Callable[[Proposed], Mapping[Any, int]]]] = {
+    "drafts": ("Rounds with a proposal.", "", lambda one: {"": 1}),
+    "draft_tokens": ("Draft tokens proposed.", "", lambda one: {"": one.num_draft_tokens}),
+    "accepted_tokens": ("Draft tokens accepted.", "", lambda one: {"": one.num_accepted}),
+    "draft_tokens_per_pos": (
+        "Proposals with a token at this position, by context length.", ("position", "context"),
+        lambda one: one.by_position(one.num_depths),
+    ),
+    "accepted_tokens_per_pos": (
+        "Proposals whose token at this position was accepted, by context length.",
+        ("position", "context"), lambda one: one.by_position(one.num_accepted),
+    ),
+}  # fmt: skip
+"""Counters `spec_decode_num_...`, by name: what it says, its labels, and what a round adds."""
 AUDIT_SUMS = {
     "num_tokens": "audit_tokens", "num_impossible": "audit_impossible_tokens",
     "surprise": "audit_surprise_nats", "entropy": "audit_entropy_nats",
@@ -124,26 +149,47 @@ whether they only grow."""
 
 
 class ObservedCounter:
-    """Numbers that only grow, one for each value of a label, or of several. The SDK reads them when
-    it collects: adding to one costs what adding to a plain number costs, many times a round."""
+    """Numbers that only grow, one for each value of one label. The SDK reads them when it
+    collects: adding to one costs what adding to a plain number costs, many times a round."""
 
     def __init__(
-        self,
-        meter: Meter,
-        name: str,
-        about: str,
-        label: str | tuple[str, ...] = "",
-        known: Iterable[str] = (),
+        self, meter: Meter, name: str, about: str, label: str = "", known: Iterable[str] = ()
     ) -> None:
         """Without a `label` there is one number, under the value "". `known` values are shown
         from the start, as 0: a rate cannot be taken of what appears with its first event."""
-        self._values: dict[Any, float] = dict.fromkeys(known if label else ("",), 0.0)
+        self._values: dict[str, float] = dict.fromkeys(known if label else ("",), 0.0)
         # A copy: the SDK collects on a thread of its own.
         watch(meter, name, lambda: dict(self._values), about, label, grows=True)
 
-    def add(self, amount: float, value: str | tuple[str, ...] = "") -> None:
-        """For one thread. Several labels have a tuple of values."""
+    def add(self, amount: float, value: str = "") -> None:
+        """For one thread."""
         self._values[value] = self._values.get(value, 0) + amount
+
+
+class SpeculationCounters:
+    """The counters of `SPECULATION_COUNTERS`. A round adds to one number, that of rounds like it;
+    what is exported is summed up from these when the SDK collects."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._rounds: dict[Proposed, int] = {}
+        for name, (about, label, added) in SPECULATION_COUNTERS.items():
+            read = partial(self._sums, {} if label else {"": 0.0}, added)
+            watch(meter, f"spec_decode_num_{name}", read, about, label, grows=True)
+
+    def add(self, length: int, num_draft_tokens: int, num_depths: int, num_accepted: int) -> None:
+        """For one thread: a round of a session that is so long."""
+        context = CONTEXTS[bisect(CONTEXT_BOUNDS, length)]
+        one = Proposed(context, num_draft_tokens, num_depths, num_accepted)
+        self._rounds[one] = self._rounds.get(one, 0) + 1
+
+    def _sums(
+        self, zero: Mapping[Any, float], added: Callable[[Proposed], Mapping[Any, int]]
+    ) -> dict[Any, float]:
+        sums = {**zero}
+        for one, num_rounds in dict(self._rounds).items():
+            for key, amount in added(one).items():
+                sums[key] = sums.get(key, 0) + num_rounds * amount
+        return sums
 
 
 def watch(

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import time
-from bisect import bisect
 from functools import partial
 
 from opentelemetry.context import Context
@@ -25,7 +24,6 @@ from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, set_span_in_
 
 from outrider.config import CoordinatorConfig
 from outrider.errors import OutriderError
-from outrider.limits import NUM_DRAFT_TOKENS_MAX
 from outrider.request import ChatMessage, Finished, GenerateRequest
 from outrider.sessions.store import FinishReason
 from outrider.speculation.audit_totals import AuditSums
@@ -39,6 +37,7 @@ from outrider.telemetry.metrics import (
     REQUEST_COUNTERS,
     REQUEST_TIMES,
     ObservedCounter,
+    SpeculationCounters,
     times,
     watch,
 )
@@ -50,13 +49,6 @@ from outrider.telemetry.observer import (
     Side,
 )
 from outrider.telemetry.setup import read_traceparent, write_traceparent
-
-CONTEXT_BOUNDS = (1024, 4096, 16_384, 65_536)
-CONTEXTS = ("0-1k", "1k-4k", "4k-16k", "16k-64k", "64k+")
-"""Values of the label `context`: the session's length in tokens."""
-_PLACES = [
-    [(str(position), context) for position in range(NUM_DRAFT_TOKENS_MAX)] for context in CONTEXTS
-]
 
 
 class ObservedRequests(Observation):
@@ -72,6 +64,7 @@ class ObservedRequests(Observation):
         self.counters = {
             name: ObservedCounter(meter, name, *told) for name, told in REQUEST_COUNTERS.items()
         }
+        self.speculation = SpeculationCounters(meter)
         self.times = {name: times(meter, name, about) for name, about in REQUEST_TIMES.items()}
         self.phases = {phase: self.times[f"outrider.round_{phase}_seconds"] for phase in PHASES}
 
@@ -212,19 +205,10 @@ class ObservedRequest(RequestObserver):
     ) -> None:
         """The round has an outcome: `num_accepted` draft tokens were accepted and `num_tokens`
         added, which make the session `length` tokens long."""
-        counters = self._shared.counters
-        counters["num_rounds"].add(1)
+        self._shared.counters["num_rounds"].add(1)
         if proposal:
-            counters["spec_decode_num_drafts"].add(1)
-            counters["spec_decode_num_draft_tokens"].add(len(proposal))
-            counters["spec_decode_num_accepted_tokens"].add(num_accepted)
-            places = _PLACES[bisect(CONTEXT_BOUNDS, length)]
-            for position, place in enumerate(places[: proposal.tree.num_depths]):
-                counters["spec_decode_num_draft_tokens_per_pos"].add(1, place)
-                # Adds 0 too, so that a position where nothing is accepted has a rate.
-                counters["spec_decode_num_accepted_tokens_per_pos"].add(
-                    position < num_accepted, place
-                )
+            num_depths = proposal.tree.num_depths if proposal.parents else len(proposal)
+            self._shared.speculation.add(length, len(proposal), num_depths, num_accepted)
         if (span := self._rounds.get(self._index)) is not None:
             span.set_attributes({
                 "outrider.num_draft_tokens": len(proposal),

@@ -81,6 +81,8 @@ class Scrape:
         from opentelemetry.exporter.prometheus import PrometheusMetricReader
         from prometheus_client import CollectorRegistry
 
+        self._plain_text = vllm_model is not None
+        """prometheus_client 0.26 makes an underscore of a colon where it writes OpenMetrics."""
         self._registry = registry = CollectorRegistry()
         self.reader: MetricReader = PrometheusMetricReader(
             scope_info_enabled=False, registry=registry
@@ -102,6 +104,9 @@ class Scrape:
             raise SettingError(
                 "telemetry", f"cannot serve Prometheus on {host}:{port}: {error.strerror}"
             ) from error
+        if self._plain_text:
+            app: Any = server.get_app()
+            server.set_app(lambda environ, start: app({**environ, "HTTP_ACCEPT": ""}, start))
         self._serving = server, thread
         self.address = f"{host}:{server.server_port}"
         _log.info("metrics are served on %s", self.address)
@@ -110,7 +115,7 @@ class Scrape:
         """The metrics now, and their content type, one that a scraper accepts. Blocks."""
         from prometheus_client.exposition import choose_encoder
 
-        encode, content_type = choose_encoder(accept)
+        encode, content_type = choose_encoder("" if self._plain_text else accept)
         return encode(self._registry), content_type
 
     def stop(self) -> None:

@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 from opentelemetry.trace import get_current_span
@@ -139,8 +140,9 @@ def test_unsampled_rounds_count_and_have_no_spans() -> None:
 
 
 def test_acceptance_is_counted_by_position_and_context_length() -> None:
-    """And once more under vLLM's names, without `context`. In a tree siblings share a position."""
-    exports = start_exports("", "coordinator", "127.0.0.1", scraped=True, vllm_model="m")
+    """And once more under vLLM's names, without `context`, whatever format Prometheus prefers. In a
+    tree siblings share a position."""
+    exports = start_exports("prometheus=0", "coordinator", "127.0.0.1", vllm_model="m")
     assert exports is not None
     assert exports.scrape is not None
     requests = ObservedRequests(exports.tracer, exports.meter, CoordinatorConfig())
@@ -150,7 +152,12 @@ def test_acceptance_is_counted_by_position_and_context_length() -> None:
         (chain, 2, 1023), (chain, 0, 1024), (tree, 1, 70_000), (NOTHING_SEALED, 0, 70_000),
     ):  # fmt: skip
         observer.decided(proposal, num_accepted, num_accepted + 1, length)
-    page = Page.parse(exports.scrape.render("")[0].decode())
+    accept = "application/openmetrics-text;version=1.0.0"
+    url = f"http://{exports.scrape.address}/metrics"
+    with urlopen(Request(url, headers={"Accept": accept}), timeout=5) as served:
+        text = served.read()
+    assert text == exports.scrape.render(accept)[0]
+    page = Page.parse(text.decode())
     exports.shut_down()
     for context, drafted, accepted in (
         ("0-1k", [1, 1], [1, 1]), ("1k-4k", [1, 1], [0, 0]), ("64k+", [1, 1], [1, 0])
