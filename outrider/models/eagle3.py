@@ -83,8 +83,6 @@ class Eagle3Config:
     norm_output: bool = False
     qk_norm: bool = False
     """Whether queries and keys are normed before they are rotated, as in Qwen3."""
-    owns_embeddings: bool = True
-    """Whether its embeddings are not the target's."""
 
 
 class _Attention(nn.Module):
@@ -388,7 +386,7 @@ def _head_config(
     return Eagle3Config(
         layer=layer, draft_vocab_size=num_rows, layer_ids=taps, target_width=sizes.hidden_size,
         qk_norm="layers.0.self_attn.q_norm.weight" in tensors,
-        owns_embeddings=tensors[_EMBEDDINGS] is not target.get_input_embeddings().weight, **flags,
+        **flags,
     )  # fmt: skip
 
 
@@ -453,8 +451,9 @@ def save_speculators(
     num_draft_tokens: int,
 ) -> None:
     """Writes a head in the speculators form, for a target of these architectures: its logits are of
-    `token_ids`, and so many tokens are to be drafted with it by default. `embed_tokens` is left out
-    where it is the target's (`owns_embeddings`)."""
+    `token_ids`, and so many tokens are to be drafted with it by default. Its embeddings
+    are written even where they are the target's: version 0.9.0 of the library leaves them unset
+    else."""
     config, layer = head.config, head.config.layer
     method = {"proposal_type": "greedy", "speculative_tokens": num_draft_tokens}
     stated = {
@@ -481,8 +480,6 @@ def save_speculators(
         **{flag: getattr(config, flag) for flag in _FLAGS},
     }
     tensors = {key: values.detach().cpu().contiguous() for key, values in head.named_parameters()}
-    if not config.owns_embeddings:
-        del tensors[_EMBEDDINGS]
     if len(token_ids) < layer.vocab_size:
         ids = torch.tensor(token_ids)
         tensors["d2t"] = ids - torch.arange(len(ids))

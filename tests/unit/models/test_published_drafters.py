@@ -45,14 +45,15 @@ def save_facts(facts: dict[str, Any], directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(scaled(facts["config"])))
 
 
-def load(facts: dict[str, Any], directory: Path) -> LoadedEagle3:
-    sizes = facts["target"]
+def load(facts: dict[str, Any], directory: Path) -> tuple[LoadedEagle3, Any]:
+    """The head, and the target that it is on."""
+    sizes, name = facts["target"], str(directory)
     config = LlamaConfig(
         vocab_size=sizes["vocab"] // SCALE, hidden_size=sizes["hidden_size"] // SCALE,
         num_hidden_layers=sizes["layers"], num_attention_heads=4, intermediate_size=8,
     )  # fmt: skip
     target = tiny_module(config, dtype=torch.bfloat16)
-    return load_eagle3(directory, target, name=str(directory), target_name=sizes["name"])
+    return load_eagle3(directory, target, name=name, target_name=sizes["name"]), target
 
 
 def facts_of(test_data: Path, name: str) -> dict[str, Any]:
@@ -82,11 +83,12 @@ def test_published_heads_load(
     facts = facts_of(test_data, name)
     save_facts(facts, tmp_path)
     assert recognise(tmp_path) == DrafterFormat.EAGLE3
-    loaded = load(facts, tmp_path)
+    loaded, target = load(facts, tmp_path)
     config = loaded.module.config
     assert config.layer_ids == layer_ids
     assert config.norm_before_residual == norm_before_residual
-    assert config.owns_embeddings == owns_embeddings
+    embeddings = (loaded.module.embed_tokens.weight, target.get_input_embeddings().weight)
+    assert (embeddings[0] is not embeddings[1]) == owns_embeddings
     assert len(loaded.token_ids) == facts["tensors"]["d2t"]["shape"][0] // SCALE
     features = loaded.module.fuse(torch.randn(1, 3, 3 * config.target_width, dtype=torch.bfloat16))
     [hidden] = loaded.module.unroll(features, torch.tensor([[1, 2, 3]]), 1)
