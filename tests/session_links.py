@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 from coordinator.draft_length.policy import RoundLength
@@ -11,7 +11,6 @@ from coordinator.requests.validation import GenerationParameters
 from coordinator.routing.draft_client import DraftClient
 from coordinator.routing.replica_pool import ReplicaPool, SessionContext
 from coordinator.routing.target_client import TargetClient
-from outrider.clock import run_virtually
 from outrider.config import CoordinatorConfig
 from outrider.errors import Unavailable
 from outrider.messages import ProposalReply, Refused, ReplicaDescription, VerdictReply
@@ -156,14 +155,6 @@ def draft_of(
     one.draft = CacheState("r0", 0)
     pool, context = pool or pool_of(*links, role="draft"), context_of(one, **fields)
     return DraftClient(pool, context, lookup or SessionLookup(), config)
-
-
-def with_target(link: ScriptedLink, test: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
-    async def main() -> Any:
-        one = session()
-        return await test(target_of(link, one=one), one)
-
-    return run_virtually(main())
 
 
 def asked(num_draft_tokens: int, siblings: tuple[int, ...] = (), **fields: Any) -> RoundLength:

@@ -100,26 +100,6 @@ async def test_a_store_that_is_away_at_the_end_takes_no_answer_away() -> None:
     await access.close()
 
 
-async def test_a_request_has_a_slot_for_each_generation() -> None:
-    """All or none; they are free together."""
-    slots = MemorySlots()
-    access = AccessControl(None, slots)
-    caller = Caller("carol", "carol", concurrency=4)
-    async with access.admit(caller, num_generations=3) as grant:
-        assert len(slots.taken) == 3
-        with pytest.raises(Overloaded):
-            async with access.admit(caller, num_generations=2):
-                pass
-        async with access.admit(caller):
-            assert len(slots.taken) == 4
-        for _ in range(3):
-            await asyncio.sleep(0)
-        assert len(slots.taken) == 3
-        await grant.release()
-        assert slots.taken == set()
-    await access.close()
-
-
 class LateSlots(MemorySlots):
     """Takes slots, and says so late or never."""
 

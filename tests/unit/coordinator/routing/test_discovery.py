@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,15 +13,12 @@ import pytest
 from memory_registry import MemoryRegistry
 from session_links import TOY, ScriptedLink, described
 
-from coordinator.routing.discovery import (
-    READ_PERIOD_S,
-    REFUSED_S,
-    Discovery,
-)
+from coordinator.routing.discovery import READ_PERIOD_S, REFUSED_S, Discovery
 from coordinator.routing.replica_pool import ReplicaPool
-from outrider.clock import run_virtually
 from outrider.errors import Incompatible, StoreUnavailable
 from outrider.registry.registry import LEASE_S, RENEWAL_S, Figures, ReplicaRecord, Role
+
+pytestmark = pytest.mark.virtual
 
 SOON_S = READ_PERIOD_S + 0.1
 """By then the roster has looked once more."""
@@ -86,23 +83,13 @@ class World:
         await self.pool.close()
 
 
-def played(test: Callable[[World], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    """Runs a test in a world on a virtual clock."""
-
-    async def main() -> None:
-        world = World()
-        try:
-            await test(world)
-        finally:
-            await world.close()
-
-    def run() -> None:
-        run_virtually(main())
-
-    return run
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    made = World()
+    yield made
+    await made.close()
 
 
-@played
 async def test_what_other_coordinators_run_is_known(world: World) -> None:
     def load() -> int:
         return sum(peer.load for peer in world.fleet.peers)
@@ -119,7 +106,6 @@ async def test_what_other_coordinators_run_is_known(world: World) -> None:
     assert load() == 0
 
 
-@played
 async def test_who_is_announced_joins_at_its_address_and_stays(world: World) -> None:
     world.live("a")
     await asyncio.sleep(SOON_S)
@@ -132,7 +118,6 @@ async def test_who_is_announced_joins_at_its_address_and_stays(world: World) -> 
     assert world.addresses == ["a:1", "b:1"]
 
 
-@played
 async def test_one_that_says_that_it_leaves_gets_no_more_sessions(world: World) -> None:
     """It stays for those that it has, until it is announced no more."""
     await world.registry.announce(record("a"))
@@ -148,7 +133,6 @@ async def test_one_that_says_that_it_leaves_gets_no_more_sessions(world: World) 
     assert list(world.pool.replicas) == []
 
 
-@played
 async def test_one_that_leaves_and_has_weights_of_its_own_joins_to_be_left(world: World) -> None:
     """A coordinator that comes in the middle of an upgrade is asked for sessions of both.
     Such as leave and have weights that others have do not join."""
@@ -169,7 +153,6 @@ async def test_one_that_leaves_and_has_weights_of_its_own_joins_to_be_left(world
     assert found.name == "a"
 
 
-@played
 async def test_silence_as_long_as_a_lease_takes_a_replica_out(world: World) -> None:
     """Counted from when the registry last had it, which is up to a lease behind its last word."""
     world.live("a", "b")
@@ -182,7 +165,6 @@ async def test_silence_as_long_as_a_lease_takes_a_replica_out(world: World) -> N
     assert [link.is_closed for _, link in world.links] == [True, False]
 
 
-@played
 async def test_one_that_only_the_registry_does_not_hear_stays(world: World) -> None:
     """For as long as it answers when it is asked, once a lease."""
     world.live("a")
@@ -195,7 +177,6 @@ async def test_one_that_only_the_registry_does_not_hear_stays(world: World) -> N
     assert list(world.pool.replicas) == []
 
 
-@played
 async def test_one_whose_address_another_one_has_is_gone_though_that_one_answers(
     world: World,
 ) -> None:
@@ -211,7 +192,6 @@ async def test_one_whose_address_another_one_has_is_gone_though_that_one_answers
     assert list(world.pool.replicas) == ["b"]
 
 
-@played
 async def test_one_that_was_there_from_the_beginning_is_followed_too(world: World) -> None:
     """It is not joined anew, and taken out where the registry does not have it."""
     gone = ScriptedLink()
@@ -225,7 +205,6 @@ async def test_one_that_was_there_from_the_beginning_is_followed_too(world: Worl
     assert world.links == []
 
 
-@played
 async def test_one_that_cannot_join_is_asked_again_after_a_while(world: World) -> None:
     link = world.prepared["a:1"] = described(replace(TOY, vocab_size=7))
     world.live("a")
@@ -240,7 +219,6 @@ async def test_one_that_cannot_join_is_asked_again_after_a_while(world: World) -
     assert list(world.pool.replicas) == ["a"]
 
 
-@played
 async def test_while_the_registry_is_away_nothing_changes(world: World) -> None:
     world.live("a", "b")
     await asyncio.sleep(SOON_S)
@@ -253,7 +231,6 @@ async def test_while_the_registry_is_away_nothing_changes(world: World) -> None:
         assert world.pool.num_present == 2
 
 
-@played
 async def test_a_registry_that_comes_back_empty_takes_nobody_out_at_once(world: World) -> None:
     """Who lives has a lease's time to say its name again; who does not is out then."""
     world.live("a", "b")
@@ -270,11 +247,11 @@ async def test_a_registry_that_comes_back_empty_takes_nobody_out_at_once(world: 
     assert list(world.pool.replicas) == ["b"]
 
 
-@played
 async def test_a_coordinator_begins_once_a_target_can_have_said_its_name(world: World) -> None:
     """As after a registry has lost everything."""
     loop = asyncio.get_running_loop()
     world.following.cancel()
+    await asyncio.sleep(0)
     await world.fleet.begin()
     assert (loop.time(), list(world.pool.replicas)) == (pytest.approx(LEASE_S), [])
     loop.call_later(RENEWAL_S, world.live, "a")
@@ -283,11 +260,11 @@ async def test_a_coordinator_begins_once_a_target_can_have_said_its_name(world: 
     assert list(world.pool.replicas) == ["a"]
 
 
-@played
 async def test_what_leaves_is_no_measure_for_what_comes(world: World) -> None:
     """A coordinator that begins in the middle of an upgrade: the target that leaves would answer
     first, and the new one not go with it."""
     world.following.cancel()
+    await asyncio.sleep(0)
     world.pool.first = None
     new = replace(TOY, vocab_size=7)
     world.prepared["b:1"] = described(new)
@@ -297,11 +274,11 @@ async def test_what_leaves_is_no_measure_for_what_comes(world: World) -> None:
     assert (list(world.pool.replicas), world.pool.first) == (["b"], new)
 
 
-@played
 async def test_a_coordinator_does_not_begin_without_a_draft_because_none_fits(
     world: World,
 ) -> None:
     world.following.cancel()
+    await asyncio.sleep(0)
     await world.registry.announce(record("a"))
     await world.registry.announce(record("d", "draft"))
     await world.registry.announce(record("e", "draft"))
@@ -315,7 +292,6 @@ async def test_a_coordinator_does_not_begin_without_a_draft_because_none_fits(
         await world.fleet.begin()
 
 
-@played
 async def test_the_fleet_is_shown_as_the_registry_and_the_pools_know_it(world: World) -> None:
     """Away and leaving is what the pool has found; one that is no member yet is joining. Of itself
     a coordinator knows better than its last announcement."""

@@ -26,6 +26,7 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 pytestmark = pytest.mark.virtual
 
 PROMPT = (1, 2, 3, 1, 2, 3, 1)
+"""Goes on with 2, 3, 1, ... as far as a look-up can tell."""
 
 
 def opened(name: str, seed: int, prompt: tuple[int, ...] = PROMPT) -> Session:
@@ -64,10 +65,6 @@ async def test_what_a_session_wrote_is_looked_up_once_it_is_closed() -> None:
     assert await proposed(later, second, 4) == (9, 10, 11)
 
 
-REPEATED = (1, 2, 3, 1, 2, 3, 1)
-"""Goes on with 2, 3, 1, ... as far as a look-up can tell."""
-
-
 class Told:
     """A length policy that keeps what it is told."""
 
@@ -94,9 +91,9 @@ def commit(watch: LookupProbe, session: Session, token_id: int) -> None:
 
 
 def test_as_many_survive_as_were_written() -> None:
-    assert watched(REPEATED, (2, 3, 1, 2)).watched == [(4, (1.0, 1.0, 1.0, 1.0))]
-    assert watched(REPEATED, (2, 3, 9)).watched == [(4, (1.0, 1.0, 0.0, 0.0))]
-    assert watched(REPEATED, (9,)).watched == [(4, (0.0, 0.0, 0.0, 0.0))]
+    assert watched(PROMPT, (2, 3, 1, 2)).watched == [(4, (1.0, 1.0, 1.0, 1.0))]
+    assert watched(PROMPT, (2, 3, 9)).watched == [(4, (1.0, 1.0, 0.0, 0.0))]
+    assert watched(PROMPT, (9,)).watched == [(4, (0.0, 0.0, 0.0, 0.0))]
     assert watched((1, 2, 3), (4,)).watched == [(4, ())]
 
 

@@ -8,17 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from session_links import (
-    PROMPT,
-    ScriptedLink,
-    refuse,
-    session,
-    target_of,
-    verdict,
-    with_target,
-)
+from session_links import PROMPT, ScriptedLink, refuse, session, target_of, verdict
 
-from coordinator.routing.target_client import TargetClient
 from outrider.errors import (
     BadRequest,
     DataLoss,
@@ -29,7 +20,6 @@ from outrider.errors import (
 )
 from outrider.messages import Resync
 from outrider.replica.step_request import CANCELLED_CODE
-from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState, Counters
 from outrider.speculation.proposal import (
     NOTHING_SEALED,
@@ -99,19 +89,16 @@ async def test_a_refusal_ends_the_request(refusal: Any, becomes: type[OutriderEr
     assert caught.value.grpc_code == becomes.grpc_code
 
 
-def test_a_stream_that_breaks_between_two_rounds_is_asked_anew_at_once() -> None:
+async def test_a_stream_that_breaks_between_two_rounds_is_asked_anew_at_once() -> None:
     """The target was decoding ahead; what it would have sent is lost with the stream."""
-    link = ScriptedLink(verdict, verdict)
-
-    async def test(target: TargetClient, one: Session) -> float:
-        reply = await target.verify(0, NOTHING_SEALED, 8)
-        target.settle(reply, one.length)
-        one.decide((9,), Counters())
-        link.on_lost(LinkLost("keepalive"))
-        await target.verify(1, NOTHING_SEALED, 8)
-        return asyncio.get_running_loop().time()
-
-    assert with_target(link, test) < 0.01
+    link, one = ScriptedLink(verdict, verdict), session()
+    target = target_of(link, one=one)
+    reply = await target.verify(0, NOTHING_SEALED, 8)
+    target.settle(reply, one.length)
+    one.decide((9,), Counters())
+    link.on_lost(LinkLost("keepalive"))
+    await target.verify(1, NOTHING_SEALED, 8)
+    assert asyncio.get_running_loop().time() < 0.01
     assert len(link.sent) == 2
 
 
