@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from rounds import SeverableLink
 from toy_engine import ToyEngine
@@ -20,6 +20,7 @@ from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import StoreUnavailable
 from outrider.replica.executors import InlineExecutor
 from outrider.request import Event, GenerateRequest
+from outrider.telemetry.observer import UNOBSERVED, Observation
 from target_service.service import TargetService
 
 CONFIG = CoordinatorConfig(
@@ -42,15 +43,10 @@ class SlowText:
 
     def __init__(self, seconds: float = 0.0) -> None:
         self._seconds = seconds
-        self.num_calls = 0
 
     def encode(self, text: str) -> list[int]:
-        self.num_calls += 1
         time.sleep(self._seconds)
         return [1] * (len(text) // 4 or 1)
-
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        return self.encode("".join(message["content"] for message in messages))
 
     def stream(self) -> Any:
         return self
@@ -62,6 +58,9 @@ class SlowText:
         return ""
 
 
+B = TypeVar("B", bound="Bench")
+
+
 class Bench:
     """A coordinator and what it talks to."""
 
@@ -71,13 +70,15 @@ class Bench:
         store: TwinStore | None = None,
         name: str = "c",
         target: TargetService | None = None,
+        draft: DraftService | None = None,
         drafts: Mapping[str, Any] | None = None,
+        observation: Observation = UNOBSERVED,
         **settings: Any,
     ) -> None:
         loop = asyncio.get_running_loop()
         executor = InlineExecutor(lambda: STEP_S)
         self.target = target or TargetService(ToyEngine(), executor, max_num_seqs=8)
-        self.draft = DraftService.with_model(ToyEngine(salt=2), executor, max_num_seqs=8)
+        self.draft = draft or DraftService.with_model(ToyEngine(salt=2), executor, max_num_seqs=8)
         self.target_link = SeverableLink(self.target)
         self.store = store or TwinStore(lambda: loop.time() * 1e3)
         self.service = CoordinatorService(
@@ -88,15 +89,20 @@ class Bench:
             drafts=drafts or {"d": SeverableLink(self.draft)},
             fallback=NgramDrafter(),
             text=text,
+            observation=observation,
         )
 
     async def events(self, request: GenerateRequest = REQUEST) -> list[Event]:
         return [event async for event in self.service.generate(request)]
 
 
+def bench(**fields: Any) -> AbstractAsyncContextManager[Bench]:
+    return running(Bench(**fields))
+
+
 @asynccontextmanager
-async def bench(**fields: Any) -> AsyncIterator[Bench]:
-    made = Bench(**fields)
+async def running(made: B) -> AsyncIterator[B]:
+    """Starts the coordinator. In the end all are closed, and have nothing left over."""
     await made.service.start()
     yield made
     await made.service.close()

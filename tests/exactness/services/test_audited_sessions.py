@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from dataclasses import astuple, replace
 from functools import partial
 from operator import add
 from pathlib import Path
-from typing import Any
 
+import jsonschema
 import pytest
-from constrained import CONSTRAINTS, EndingEngine, grammars, hf_tokenizer
-from stack import CONFIG, running_stack
+from constrained import CONSTRAINTS, SCHEMA, EndingEngine, grammars, hf_tokenizer
+from coordinator_bench import Bench, running
+from stack import running_stack
 from toy_engine import ToyEngine
-from twin_store import TwinStore
 
 import target_service.verifier
-from coordinator.service import CoordinatorService
 from draft_service.service import DraftService
 from outrider.clock import run_virtually
-from outrider.drafters.lookup import NgramDrafter
 from outrider.limits import AUDITS_CHOSEN_MAX, NUM_DRAFT_TOKENS_MAX
 from outrider.replica.executors import InlineExecutor
 from outrider.request import GenerateRequest, Tokens
+from outrider.sessions.store import FinishReason
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.audit_totals import AuditSums
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verification import Question, verdicts_from_logits
 from outrider.telemetry.observer import AuditOutcome, Observation
 from outrider.tokenizer import TokenizerText
-from outrider.transport.link import MemoryLink
 from target_service.service import TargetService
 
 pytestmark = pytest.mark.virtual
@@ -58,57 +57,33 @@ class Heard(Observation):
         self.outcomes.append(outcome)
 
 
-class Bench:
-    """The services in one process, on a virtual clock."""
+class AuditedBench(Bench):
+    """On engines of a small vocabulary; it hears what becomes of audits."""
 
     def __init__(self, heard: Heard, audit_share: float = 1.0) -> None:
         self.heard = heard
-        loop = asyncio.get_running_loop()
+        self.engine, drafting = (ToyEngine(VOCAB, salt, max_model_len=128) for salt in (1, 2))
         executor = InlineExecutor(lambda: 0.001)
-        self.engine = ToyEngine(VOCAB, salt=1, max_model_len=128)
-        self.target = TargetService(self.engine, executor, max_num_seqs=8)
-        draft = ToyEngine(VOCAB, salt=2, max_model_len=128)
-        self.draft = DraftService.with_model(draft, executor, max_num_seqs=8)
-        self.service = CoordinatorService(
-            replace(CONFIG, audit_share=audit_share),
-            "c",
-            store=TwinStore(lambda: loop.time() * 1e3),
-            targets={"t": MemoryLink(self.target)},
-            drafts={"d": MemoryLink(self.draft)},
-            fallback=NgramDrafter(),
-            text=None,
-            observation=heard,
-        )
-
-    async def complete(self, request: GenerateRequest) -> None:
-        async for _ in self.service.generate(request):
-            pass
+        super().__init__(
+            target=TargetService(self.engine, executor, max_num_seqs=8),
+            draft=DraftService.with_model(drafting, executor, max_num_seqs=8),
+            observation=heard, telemetry="prometheus=0", audit_share=audit_share,
+            num_draft_tokens=4, max_sessions=64,
+        )  # fmt: skip
 
     async def audit(self, request: GenerateRequest) -> None:
         num = len(self.heard.outcomes)
-        await self.complete(request)
+        await self.events(request)
         async with asyncio.timeout(100):
             while len(self.heard.outcomes) == num:
                 await asyncio.sleep(0.01)
-
-
-@asynccontextmanager
-async def running(heard: Heard, **options: Any) -> AsyncIterator[Bench]:
-    made = Bench(heard, **options)
-    await made.service.start()
-    yield made
-    await made.service.close()
-    made.service.check_integrity()
-    for replica in (made.target, made.draft):
-        await replica.close()
-        replica.check_integrity()
 
 
 def audited(rule: Rule | None, sampling: SamplingParams, num: int = NUM_SESSIONS) -> AuditSums:
     heard = Heard()
 
     async def main() -> None:
-        async with running(heard) as bench:
+        async with running(AuditedBench(heard)) as bench:
             for seed in range(num):
                 request = GenerateRequest(
                     (seed % VOCAB, 1, 2), sampling=sampling, rule=rule, seed=seed,
@@ -187,7 +162,7 @@ async def test_a_seed_is_audited_once() -> None:
     """Answers that repeat would else count as if they were news; greedy ones draw nothing."""
     heard = Heard()
     greedy = replace(REQUEST, sampling=SamplingParams(temperature=0.0))
-    async with running(heard) as bench:
+    async with running(AuditedBench(heard)) as bench:
         for request in (REQUEST, REQUEST, greedy, greedy, replace(REQUEST, seed=6)):
             await bench.audit(request)
     assert heard.outcomes == ["audited", "repeated", "audited", "audited", "audited"]
@@ -199,10 +174,10 @@ def together(num: int, first: int = 20) -> list[GenerateRequest]:
 
 async def test_no_more_are_chosen_than_may_wait() -> None:
     heard = Heard()
-    async with running(heard) as bench:
+    async with running(AuditedBench(heard)) as bench:
         for _ in range(2):  # Those that have been audited make room.
             num = len(heard.outcomes)
-            await asyncio.gather(*(bench.complete(one) for one in together(20, first=20 + num)))
+            await asyncio.gather(*(bench.events(one) for one in together(20, first=20 + num)))
             assert heard.outcomes[num:][:4] == ["busy"] * 4
             while len(heard.outcomes) < num + 20:
                 await asyncio.sleep(0.01)
@@ -212,14 +187,14 @@ async def test_no_more_are_chosen_than_may_wait() -> None:
 async def test_a_target_whose_seats_are_taken_is_left_alone() -> None:
     """Until one is free."""
     heard = Heard()
-    async with running(heard) as bench:
+    async with running(AuditedBench(heard)) as bench:
         # Longer ones fill the step of eight.
         others = [
-            asyncio.create_task(bench.complete(replace(REQUEST, max_tokens=120, seed=seed)))
+            asyncio.create_task(bench.events(replace(REQUEST, max_tokens=120, seed=seed)))
             for seed in range(10, 18)
         ]
         await asyncio.sleep(0.005)
-        await bench.complete(replace(REQUEST, max_tokens=2))
+        await bench.events(replace(REQUEST, max_tokens=2))
         for _ in range(20):
             await asyncio.sleep(0.001)
             assert bench.service._auditor.session_ids == set()
@@ -232,9 +207,9 @@ async def test_a_target_whose_seats_are_taken_is_left_alone() -> None:
 async def test_a_share_is_a_share() -> None:
     """Of 200 sessions a half; outside 65..135 once in 2 million runs."""
     heard = Heard()
-    async with running(heard, audit_share=0.5) as bench:
+    async with running(AuditedBench(heard, 0.5)) as bench:
         for seed in range(200):
-            await bench.complete(replace(REQUEST, seed=seed, max_tokens=1))
+            await bench.events(replace(REQUEST, seed=seed, max_tokens=1))
             await asyncio.sleep(1)
     assert set(heard.outcomes) == {"audited"}
     assert 65 <= len(heard.outcomes) <= 135
@@ -243,7 +218,7 @@ async def test_a_share_is_a_share() -> None:
 async def test_tokens_count_of_whoever_s_client_goes() -> None:
     """Clients go when they have seen enough: without them what is left is no fair sample."""
     heard = Heard()
-    async with running(heard) as bench:
+    async with running(AuditedBench(heard)) as bench:
         async with aclosing(bench.service.generate(REQUEST)) as events:
             async for event in events:
                 if isinstance(event, Tokens):
@@ -261,7 +236,7 @@ async def test_tokens_count_of_whoever_s_client_goes() -> None:
 
 async def test_a_target_that_fails_ends_an_audit_of_which_counts_what_it_has_found() -> None:
     heard = Heard()
-    async with running(heard) as bench:
+    async with running(AuditedBench(heard)) as bench:
         ended = asyncio.create_task(bench.audit(REQUEST))
         while not heard.sums:
             await asyncio.sleep(0.0001)
@@ -275,8 +250,8 @@ async def test_a_target_that_fails_ends_an_audit_of_which_counts_what_it_has_fou
 async def test_a_coordinator_that_closes_gives_its_audits_up() -> None:
     """That which runs, and those that wait."""
     heard = Heard()
-    async with running(heard) as bench:
-        await asyncio.gather(*(bench.complete(request) for request in together(8)))
+    async with running(AuditedBench(heard)) as bench:
+        await asyncio.gather(*(bench.events(request) for request in together(8)))
         while not bench.service._auditor.session_ids:
             await asyncio.sleep(0.0001)
     assert bench.service._auditor._num_chosen == 0
@@ -293,7 +268,7 @@ CONSTRAINED = GenerateRequest(
 @pytest.mark.virtual(False)
 async def test_constrained_completions_are_within_chance(tmp_path: Path) -> None:
     """Beyond 5 once in 1.7 million runs. Under the target's law without the mask most tokens would
-    be far more surprising than is expected."""
+    be far more surprising than is expected. Each that ends by itself is what the schema says."""
     heard = Heard()
     async with running_stack(
         EndingEngine(1), EndingEngine(2), tmp_path, grammars=grammars,
@@ -304,6 +279,9 @@ async def test_constrained_completions_are_within_chance(tmp_path: Path) -> None
         async with asyncio.timeout(60):
             while len(heard.outcomes) < 12:
                 await asyncio.sleep(0.05)
+    for answer in answers:
+        if answer.finish_reason is FinishReason.STOP:
+            jsonschema.validate(json.loads(answer.text), SCHEMA)
     assert heard.outcomes == ["audited"] * 12
     sums = heard.sums["token"]
     assert sums.num_tokens == sum(answer.usage.completion_tokens for answer in answers) > 200
