@@ -29,9 +29,7 @@ AREAS: Final = {
             "tests/unit/speculation",
             *(
                 f"tests/exactness/core/test_core_{name}.py"
-                for name in (
-                    "enumeration", "masks", "lengths", "traps", "same_seed", "trees"
-                )
+                for name in ("enumeration", "masks", "traps", "trees")
             ),
         ),
     ),

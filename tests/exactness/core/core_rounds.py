@@ -7,7 +7,6 @@ Nothing of a rule is stated here: draft draws, verdicts, uniforms and acceptance
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -16,10 +15,7 @@ import torch
 from core_toys import ToyPair
 from verdict_laws import NoiseRows, score_rows
 
-from coordinator.draft_length.controller import LengthControl, LengthControls, Tuning
-from coordinator.draft_length.policy import PlayedRound, RoundLength
-from outrider.messages import ReplicaDescription
-from outrider.speculation.accept_reject import count_accepted, survival
+from outrider.speculation.accept_reject import count_accepted
 from outrider.speculation.draft_sampling import count_levels, draw_quantised
 from outrider.speculation.gumbel_max import race
 from outrider.speculation.sampling_params import Rule
@@ -192,95 +188,3 @@ def reads_everything(seen: Seen) -> Plan:
     strong = seen.thrown_away(seen.accept) >= 0.7
     k = torch.where(lucky, K_MAX, 0) ^ (wanted & strong).long()
     return k, (seen.thrown_away(seen.drafted) == 2).long()
-
-
-NERVOUS = Tuning(
-    memory_rounds=1.5,
-    shared_memory_rounds=8.0,
-    prior_rounds=0.2,
-    shared_prior_rounds=1.0,
-    first_looks=0,
-    young_rounds=0,
-    choice_rounds=1,
-    switch_gain=0.0,
-    plain_gain=0.0,
-    plain_rounds=1,
-    plain_rounds_max=2,
-    credit_tokens=0.0,
-    trial_share=0.0,
-)
-"""Chooses again each round, by little more than the last one: what a round showed decides the next
-one's length, and nothing is left to averages."""
-ENDLESS = 10**9
-
-
-@dataclass(frozen=True)
-class Times:
-    """What rounds are said to take, s."""
-
-    target_s: float = 1.0
-    draft_s: float = 0.15
-    stall_s: float = 0.0
-    """More where the slot behind the one that was corrected has a high uniform or drafted token 2:
-    times may depend on all that was seen, too."""
-
-
-TELLING = Times(draft_s=0.05, stall_s=2.0)
-"""Long enough to decide the next length by themselves."""
-
-
-class ChosenLate(LengthControl):
-    """A fault: the length of a round is chosen when it begins, and not with the round before."""
-
-    def choose(self, index: int, num_left: int) -> RoundLength:
-        if self._current is not None:
-            self._next = self._plan()
-        return super().choose(index, num_left)
-
-
-def run_prompt(session: LengthControl, target_s: float) -> None:
-    session.choose(0, ENDLESS)
-    session.note(PlayedRound(0, (), 1, PROMPT_LENGTH, 0.0, target_s, 0.0))
-
-
-class ChosenLengths:
-    """A `Controller`: one `LengthControl` a sequence, all of one coordinator, or each of its own,
-    whose times are then this sequence's. Their first rounds, which run the prompt, are over."""
-
-    def __init__(self, rule: Rule, seeds: np.ndarray, times: Times, *, together: bool) -> None:
-        description = ReplicaDescription("m", "", "", 3, "float64", 0, (), 64)
-        controls = LengthControls(description, description, 2, NERVOUS)
-        self.counts: Counter[int] = Counter()
-        self._rule = rule
-        self._times = times
-        self._sessions: list[LengthControl] = []
-        for seed in seeds.tolist():
-            if not together:
-                controls = LengthControls(description, description, 2, NERVOUS)
-            self._sessions.append(controls.open(rule, seed, K_MAX, PROMPT_LENGTH))
-            run_prompt(self._sessions[-1], times.target_s)
-        self._now = [0.0] * len(seeds)
-        self._asked = [0] * len(seeds)
-
-    def __call__(self, seen: Seen) -> Plan:
-        """K of every sequence's next round; the fair drafter."""
-        if seen.round > 0:
-            self._note(seen)
-        for row, session in enumerate(self._sessions):
-            self._asked[row] = session.choose(seen.round + 1, ENDLESS).num_draft_tokens
-        self.counts.update(self._asked)
-        return torch.tensor(self._asked), torch.zeros(len(self._asked), dtype=torch.int64)
-
-    def _note(self, seen: Seen) -> None:
-        stalls = (seen.thrown_away(seen.uniforms) > 0.5) | (seen.thrown_away(seen.drafted) == 2)
-        for row, session in enumerate(self._sessions):
-            asked = self._asked[row]
-            draft_s = asked * self._times.draft_s + self._times.stall_s * bool(stalls[row])
-            self._now[row] += draft_s + self._times.target_s
-            told = survival(self._rule, seen.accept[row, :asked].tolist())
-            session.note(
-                PlayedRound(
-                    asked, told, int(seen.num_accepted[row]) + 1, PROMPT_LENGTH, draft_s,
-                    self._times.target_s, self._now[row],
-                )
-            )  # fmt: skip

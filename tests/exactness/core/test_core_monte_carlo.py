@@ -8,10 +8,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from core_rounds import (
-    K_MAX,
-    TELLING,
-    ChosenLengths,
-    Times,
     cells_of,
     fixed,
     generate,
@@ -20,7 +16,7 @@ from core_rounds import (
     stops_after_a_weak_slot,
     varying,
 )
-from core_toys import ToyPair, random_pair, sampling_pair
+from core_toys import ToyPair, sampling_pair
 from exactness.law import chi_square, power
 
 from outrider.speculation.logits_processing import target_probabilities
@@ -29,7 +25,6 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 pytestmark = pytest.mark.xdist_group("monte-carlo")
 
 NUM_SEQUENCES = 90_000
-NUM_CHOSEN = 14_500
 NUM_TOKENS = 4
 CONTROLLERS = {
     "K=3": fixed(3),
@@ -74,52 +69,6 @@ def test_greedy_sequences_are_the_likeliest_tokens(pair, controller):
     assert not chi_square(cells_of(tokens, 3), greedy.law(NUM_TOKENS)).rejects
 
 
-@pytest.mark.parametrize(
-    ("rule", "together"),
-    [
-        (Rule.TOKEN, False),
-        (Rule.BLOCK, True),
-        pytest.param(Rule.COUPLED, False, marks=pytest.mark.full),
-        pytest.param(Rule.TOKEN, True, marks=pytest.mark.full),
-        pytest.param(Rule.BLOCK, False, marks=pytest.mark.full),
-        pytest.param(Rule.COUPLED, True, marks=pytest.mark.full),
-    ],
-)
-def test_lengths_that_the_coordinator_chooses_leave_the_law(pair, rule, together):
-    """The same with the real choice of lengths, made nervous: what a round showed, thrown-away
-    slots included, decides the next K. Either all sequences have averages in common, or each has a
-    coordinator of its own and times that tell of those slots. False alarm <= 1e-6."""
-    seeds = seeds_of(NUM_CHOSEN, test_seed=4)
-    times = Times() if together else TELLING
-    lengths = ChosenLengths(rule, seeds, times, together=together)
-    tokens = generate(pair, rule, lengths, seeds, NUM_TOKENS)
-    result = chi_square(cells_of(tokens, 3), pair.law(NUM_TOKENS))
-    assert not result.rejects, result
-    assert min(lengths.counts[k] for k in range(K_MAX + 1)) > NUM_CHOSEN / 50
-
-
-def test_coupled_sequences_do_not_depend_on_the_lengths_that_are_chosen(pair):
-    seeds = seeds_of(5_000, test_seed=5)
-    plain = generate(pair, Rule.COUPLED, fixed(0), seeds, NUM_TOKENS)
-    lengths = ChosenLengths(Rule.COUPLED, seeds, TELLING, together=True)
-    assert np.array_equal(generate(pair, Rule.COUPLED, lengths, seeds, NUM_TOKENS), plain)
-
-
 def test_power():
-    """The bar of the tests above: TV 0.02, and 0.05 where lengths are chosen, is found with
-    probability 0.99."""
+    """The bar of the tests above: TV 0.02 is found with probability 0.99."""
     assert power(0.02, NUM_SEQUENCES, degrees=80) > 0.99
-    assert power(0.05, NUM_CHOSEN, degrees=80) > 0.99
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("k", [0, 1, 2, 3])
-@pytest.mark.parametrize("rule", SAMPLED_RULES)
-def test_grid(rule, k, seed):
-    """Other pairs, with more zeros and ties, every K: three tokens over vocabularies 3 and 4.
-    False alarm <= 1e-6."""
-    pair = random_pair(3 + seed % 2, 100 + seed)
-    tokens = generate(pair, rule, fixed(k), seeds_of(NUM_SEQUENCES, 50 + seed), 3)
-    result = chi_square(cells_of(tokens, pair.vocab_size), pair.law(3))
-    assert not result.rejects, result

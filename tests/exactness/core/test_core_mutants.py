@@ -9,10 +9,7 @@ import torch
 from core_rounds import (
     K_MAX,
     PROMPT_LENGTH,
-    TELLING,
     Broken,
-    ChosenLate,
-    ChosenLengths,
     Controller,
     Plan,
     Seen,
@@ -93,20 +90,6 @@ def test_mutant_absolute_keys_under_token():
     assert not run(Rule.TOKEN, broken, WEAK_SLOT_PAIR).rejects
     assert run(Rule.TOKEN, broken, WEAK_SLOT_PAIR, stops_after_a_weak_slot).rejects
     assert not run(Rule.TOKEN, EXACT, WEAK_SLOT_PAIR, stops_after_a_weak_slot).rejects
-
-
-@pytest.mark.full
-def test_mutant_absolute_keys_under_lengths_that_the_coordinator_chooses(monkeypatch):
-    """The real choice of lengths follows thrown-away slots closely enough to show it, if it is made
-    when a round begins: settled a round earlier, it can hardly read a slot that is drawn again."""
-    monkeypatch.setattr("coordinator.draft_length.controller.LengthControl", ChosenLate)
-    rejected = []
-    for broken, num in ((Broken(noise=AbsolutePlaces), 16_000), (EXACT, 4_000)):
-        seeds = seeds_of(num, 7)
-        lengths = ChosenLengths(Rule.TOKEN, seeds, TELLING, together=False)
-        tokens = generate(WEAK_SLOT_PAIR, Rule.TOKEN, lengths, seeds, 4, broken)
-        rejected.append(chi_square(cells_of(tokens, 3), WEAK_SLOT_PAIR.law(4)).rejects)
-    assert rejected == [True, False]
 
 
 class ReadsItsOwnRound:

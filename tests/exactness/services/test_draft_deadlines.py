@@ -27,11 +27,9 @@ from draft_service.service import DraftService
 from draft_service.worker import Proposer
 from outrider.clock import run_virtually
 from outrider.config import CoordinatorConfig
-from outrider.drafters.autoregressive_draft import AutoregressiveDraft, DraftSampler
-from outrider.drafters.drafter import DraftDeadline, DraftRequest
+from outrider.drafters.drafter import DraftDeadline
 from outrider.errors import LinkLost, Overloaded
 from outrider.grammar.token_mask import TokenMask
-from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, ReplicaDescription
 from outrider.replica.executors import InlineExecutor
 from outrider.replica.token_budget import TokenBudget
@@ -279,56 +277,3 @@ def test_no_time_for_a_first_token_is_told_at_once() -> None:
     found = first_tokens(Rule.TOKEN, DEADLINE_MS, 50, pass_s=0.4)
     assert found.lengths.keys() == {0}
     assert found.waits == {DEADLINE_MS / 1e3}
-
-
-def requests(rule: Rule) -> list[DraftRequest]:
-    grammar: Any = EndsAtTwo()
-    return [
-        DraftRequest(
-            f"s{seed}", "", PROMPT, len(PROMPT), 3, SamplingParams(temperature=2.0), rule,
-            RoundNoise(seed, rule, len(PROMPT)), allowed=grammar,
-        )
-        for seed in range(NUM_ROUNDS)
-    ]  # fmt: skip
-
-
-def by_rounds(rule: Rule) -> list[Proposal]:
-    """As heads draft: a token of all rounds at a time."""
-    drafts = [AutoregressiveDraft(request) for request in requests(rule)]
-
-    def next_logits(active: Sequence[int]) -> torch.Tensor:
-        paths = [(*PROMPT, *drafts[index].token_ids) for index in active]
-        return torch.stack([toy_logits(DRAFT_SALT, path, VOCAB) for path in paths])
-
-    DraftSampler(None, DRAFT_SUPPORT_ENTRIES).run(drafts, next_logits)
-    return [draft.proposal for draft in drafts]
-
-
-def by_model(rule: Rule) -> list[Proposal]:
-    found = ModelDrafter(ToyEngine(VOCAB, DRAFT_SALT, num_pages=8_000)).propose(requests(rule))
-    return [proposal for proposal in found if isinstance(proposal, Proposal)]
-
-
-@pytest.mark.parametrize("propose", [by_rounds, by_model])
-@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
-def test_proposals_that_a_grammar_ends_keep_the_law(
-    rule: Rule, propose: Callable[[Rule], list[Proposal]]
-) -> None:
-    """Every model drafts by either: it stops behind the end of the text, so the length of a
-    proposal depends on what was drawn. That the token which ends it is dropped for what it is, is
-    found. False alarm 1e-6 a cell."""
-    found = propose(rule)
-    lengths = Counter(map(len, found))
-    assert min(lengths[n] for n in (1, 2, 3)) > NUM_ROUNDS / 20
-    dropped = [
-        Proposal(draft.token_ids[:-1], draft.q[:-1]) if draft.token_ids[-1] == END else draft
-        for draft in found
-    ]
-    noises = [RoundNoise(seed, rule, len(PROMPT)) for seed in range(NUM_ROUNDS)]
-    kept, biased = (
-        fit([committed(*one)[:1] for one in zip(each, noises, strict=True)], law())
-        for each in (found, dropped)
-    )
-    assert not kept.rejects
-    assert kept.power(TV) > 0.99
-    assert biased.rejects
