@@ -1,5 +1,4 @@
-"""Both registries keep one contract: in memory on a clock that is turned by hand, and in Redis
-against a real server."""
+"""The registry against a real server."""
 
 from __future__ import annotations
 
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import redis
-from memory_registry import MemoryRegistry
 
 from outrider.errors import StoreUnavailable
 from outrider.registry.redis_registry import RedisRegistry
@@ -27,26 +25,7 @@ TARGET = ReplicaRecord(
 )  # fmt: skip
 
 
-class MemoryRegistries:
-    """Registries of several deployments in one process."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._made: list[MemoryRegistry] = []
-
-    def registry(self, deployment: str) -> RedisRegistry:
-        self._made.append(MemoryRegistry(lambda: self.now))
-        return self._made[-1]
-
-    async def wait(self, seconds: float) -> None:
-        self.now += seconds
-
-    async def close(self) -> None:
-        for made in self._made:
-            await made.close()
-
-
-class RedisRegistries:
+class Registries:
     """Registries of several deployments in one server."""
 
     def __init__(self, server: EmbeddedRedis) -> None:
@@ -59,35 +38,16 @@ class RedisRegistries:
         self._made.append(RedisRegistry(address, deployment))
         return self._made[-1]
 
-    async def wait(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-
-    def stop(self) -> None:
-        self._server.stop()
-
     async def close(self) -> None:
         for made in self._made:
             await made.close()
 
 
-Registries = MemoryRegistries | RedisRegistries
-
-
 @pytest.fixture
-async def in_redis(server: EmbeddedRedis) -> AsyncIterator[RedisRegistries]:
-    made = RedisRegistries(server)
+async def registries(server: EmbeddedRedis) -> AsyncIterator[Registries]:
+    made = Registries(server)
     yield made
     await made.close()
-
-
-@pytest.fixture(params=["memory", "redis"])
-async def registries(
-    request: pytest.FixtureRequest, in_redis: RedisRegistries
-) -> AsyncIterator[Registries]:
-    if request.param == "redis":
-        yield in_redis
-    else:
-        yield MemoryRegistries()
 
 
 def named(name: str) -> ReplicaRecord:
@@ -108,15 +68,14 @@ async def test_who_is_announced_is_listed_by_role_and_name(registries: Registrie
 
 
 async def test_a_lease_that_is_not_renewed_ends(registries: Registries) -> None:
-    """Redis waits in earnest, for a bit more than a lease."""
     registry = registries.registry("d")
     silent, lasting = named("silent"), named("lasting")
     await registry.announce(silent)
     await registry.announce(lasting)
-    await registries.wait(0.55 * LEASE_S)
+    await asyncio.sleep(0.55 * LEASE_S)
     await registry.announce(lasting)
     assert await registry.records("target") == [lasting, silent]
-    await registries.wait(0.5 * LEASE_S)
+    await asyncio.sleep(0.5 * LEASE_S)
     assert await registry.records("target") == [lasting]
     await registry.announce(silent)
     assert await registry.records("target") == [lasting, silent]
@@ -148,33 +107,33 @@ async def test_wanted_counts_are_kept_role_by_role(registries: Registries) -> No
 
 
 async def test_replicas_lie_in_redis_as_documented(
-    in_redis: RedisRegistries, admin: redis.Redis
+    registries: Registries, admin: redis.Redis
 ) -> None:
     """Each record for the time of a lease; a name is off the list once its lease is found over."""
-    registry = in_redis.registry("d")
+    registry = registries.registry("d")
     await registry.announce(TARGET)
     await registry.want({"draft": 3})
-    key, names = f"{in_redis.prefix}replica:{{d}}:target:target-1", "replicas:{d}:target"
+    key, names = f"{registries.prefix}replica:{{d}}:target:target-1", "replicas:{d}:target"
     assert ReplicaRecord.from_json(admin.get(key)) == TARGET
     assert 0.5 * LEASE_S < admin.pttl(key) / 1e3 <= LEASE_S
-    assert admin.smembers(in_redis.prefix + names) == {b"target-1"}
-    assert admin.hgetall(f"{in_redis.prefix}wanted:{{d}}") == {b"draft": b"3"}
+    assert admin.smembers(registries.prefix + names) == {b"target-1"}
+    assert admin.hgetall(f"{registries.prefix}wanted:{{d}}") == {b"draft": b"3"}
     admin.delete(key)  # As when its time is over.
     await registry.announce(named("other"))
     assert await registry.records("target") == [named("other")]
-    assert admin.smembers(in_redis.prefix + names) == {b"other"}
+    assert admin.smembers(registries.prefix + names) == {b"other"}
     await registry.withdraw("target", "other")
-    left = {bytes(name).decode() for name in admin.keys(f"{in_redis.prefix}*")}
-    assert left == {f"{in_redis.prefix}wanted:{{d}}"}
+    left = {bytes(name).decode() for name in admin.keys(f"{registries.prefix}*")}
+    assert left == {f"{registries.prefix}wanted:{{d}}"}
 
 
 async def test_a_server_that_takes_no_words_says_of_nobody_that_he_is_gone(
-    in_redis: RedisRegistries, admin: redis.Redis
+    registries: Registries, admin: redis.Redis
 ) -> None:
     """Leases end there because nothing can be written: that is the server's silence, not theirs."""
-    registry = in_redis.registry("d")
+    registry = registries.registry("d")
     await registry.announce(TARGET)
-    admin.delete(f"{in_redis.prefix}replica:{{d}}:target:target-1")  # As when its time is over.
+    admin.delete(f"{registries.prefix}replica:{{d}}:target:target-1")  # As when its time is over.
     admin.config_set("min-replicas-to-write", 1)
     try:
         with pytest.raises(StoreUnavailable):
@@ -189,10 +148,10 @@ async def test_a_server_that_takes_no_words_says_of_nobody_that_he_is_gone(
 
 async def test_a_stopped_server_is_told_by_every_call(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path) as own:
-        registries = RedisRegistries(own)
+        registries = Registries(own)
         registry = registries.registry("d")
         await registry.announce(TARGET)
-        registries.stop()
+        own.stop()
         for call in (
             registry.announce(TARGET),
             registry.withdraw("target", TARGET.name),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -27,12 +28,18 @@ def test_of_other_versions_what_is_known_is_read() -> None:
 
 
 def test_what_is_no_record_is_refused_with_what_is_wrong() -> None:
-    """Values are taken as they are: a count that is text is none."""
-    for text, wrong in (
-        (json.dumps(LEAST | {"pid": "7"}), "pid"), ("{", ""), ("7", ""), (b"\xff\xff", ""),
-        (json.dumps(LEAST | {"role": "boss"}), "role"),
+    """Values are taken as they are, a count that is text is none; and within bounds: a false record
+    would else lead the autoscaler by its numbers, and a coordinator by its length."""
+    for changes in (
+        {"pid": "7"}, {"role": "boss"}, {"load": -1}, {"load": 10**13}, {"pid": 10**400},
+        {"address": "h" * 5000}, {"figures": {"busy": math.nan}},
+        {"figures": {"queue_steps": math.inf}}, {"figures": {"queue_steps": -1.0}},
+        {"figures": {"tokens_per_second": 1e13}}, {"figures": {"fill": "much"}},
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=f"not a record: .*{wrong}"):
+        with pytest.raises(ValueError, match=f"not a record: .*{next(iter(changes))}"):
+            ReplicaRecord.from_json(json.dumps(LEAST | changes))
+    for text in ("{", "7", b"\xff\xff"):
+        with pytest.raises(ValueError, match="not a record: "):
             ReplicaRecord.from_json(text)
 
 

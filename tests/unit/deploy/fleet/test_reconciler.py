@@ -186,7 +186,7 @@ async def test_one_that_returns_goes_by_what_held_once_it_can(
         host.world.machines.text = held
         host.missing.clear()
         assert (await found.change({})).bounds == {"target": (1, 4)}
-        assert (await found.want({})).autoscale_calm_s == 5
+        assert (await found.want({"target": 1})).autoscale_calm_s == 5
         overview = await found.overview()
         assert overview.num_stale == 0
         assert {one.name for one in overview.replicas} == {*names}
