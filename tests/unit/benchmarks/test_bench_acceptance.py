@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from command_lines import reported
 from models import byte_level_tokenizer, save_tiny_model
 from toy_engine import ToyEngine, toy_logits
 
@@ -26,7 +27,6 @@ from benchmarks.acceptance import (
 )
 from benchmarks.options import AcceptanceOptions
 from benchmarks.prompts import BenchPrompt
-from deploy.cli.main import main
 from outrider.config import load_config
 from outrider.drafters.lookup import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
@@ -144,16 +144,13 @@ def test_the_command_loads_both_models_and_prints_one_json_object(
     flags = (
         "--model", str(tmp_path / "1"), "--draft-model", str(tmp_path / "2"), "--raw",
         "--prompts", str(prompts), "--max-tokens", "5", "--target-num-threads", "1",
-        "--device", "cpu", "--hits", "--json",
+        "--device", "cpu", "--hits",
     )  # fmt: skip
-    assert main(["bench", "acceptance", *flags]) == 0
-    shown = capsys.readouterr()
-    assert shown.out.count("\n") == 1
-    value = json.loads(shown.out)
+    value, err = reported(capsys, "bench", "acceptance", *flags)
     assert (value["num_positions"], value["num_positions_greedy"]) == (5, 5)
     assert 0 < value["sampled"] < 0.9
     assert value["by_category"] == {"chat": {k: value[k] for k in ("greedy", "sampled")}}
-    assert "chat" not in shown.err
+    assert "chat" not in err
     assert set(value["hits"]) == {"greedy", "token", "coupled"}
 
 

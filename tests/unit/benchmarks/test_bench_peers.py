@@ -3,7 +3,6 @@ model's library sides and fakes of other libraries and their servers."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -11,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_sides import ScriptedSide
+from bench_sides import ScriptedSide, subject_of
+from command_lines import printed
 from openai_server import Reply, serving
 from peer_stand_ins import inputs, make_environment
-from rich.console import Console
 from tiny_gguf import save_tiny_gguf
 
 from benchmarks import libraries, peers
@@ -65,10 +64,8 @@ def test_ratios_are_to_the_fastest_peer_of_all_tokens_over_all_time() -> None:
         ("model", "draft_model", "dtype", "num_draft_tokens", "rule", "num_prompts", "max_tokens",
          "threads")
     )  # fmt: skip
-    output = io.StringIO()
     found = report(setup, [first, second], {"openvino": "not installed"})
-    Console(file=output, width=150).print(*found.shown, sep="\n")
-    shown = " ".join(output.getvalue().split())
+    shown = " ".join(printed(*found.shown).split())
     for text in ("│ vllm n-gram │ 32.000", "plain_ratio: 0.80", "openvino: not installed"):
         assert text in shown
 
@@ -91,10 +88,9 @@ async def measured(
     monkeypatch.setattr(peers, "PEERS", alone)  # A sweep of one setting is short.
     directory = str(resolve_model(str(tiny)))
     target = TargetConfig(directory=directory, dtype="auto", device="cpu", num_threads=1)
-    subject = Subject(
-        client=ScriptedSide(lambda prompt, decoding: (3, 1.0)), model=str(tiny), draft_model="mine",
-        dtype="bfloat16", num_draft_tokens=8, target=target if known else None, http_url=http_url,
-        api_key="sk-1",
+    subject = subject_of(
+        ScriptedSide(lambda prompt, decoding: (3, 1.0)), model=str(tiny), http_url=http_url,
+        target=target if known else None, api_key="sk-1",
     )  # fmt: skip
 
     @asynccontextmanager
