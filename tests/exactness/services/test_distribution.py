@@ -251,7 +251,7 @@ GRID = [
         Cell(rule, 4, params, "parallel", draft_vocab_size=4, num_tokens=4, **WIDE)
         for rule, params in product(RULES, ("plain", "penalised"))
     ),
-    Cell(Rule.TOKEN, 2, "top-k", "parallel", draft_vocab_size=4, siblings=2),
+    Cell(Rule.TOKEN, 2, "plain", "parallel", draft_vocab_size=4, siblings=1),
     # Heads draft trees of fewer places than are asked for.
     Cell(Rule.TOKEN, 3, "top-p", "heads", (0, 2), num_heads=2, siblings=1),
     Cell(Rule.TOKEN, 4, num_tokens=1, max_tokens=1, num_samples=7_600),
