@@ -11,6 +11,7 @@ from typing import Any
 from models import byte_level_tokenizer
 from toy_engine import ToyEngine
 
+from coordinator.auth.access_control import OPEN, AccessControl
 from coordinator.grpc_api import CoordinatorServicer
 from coordinator.http_api.server import HttpOptions, HttpServer
 from coordinator.service import CoordinatorService
@@ -101,10 +102,18 @@ def _draft_service(
     return DraftService.with_model(engine, executor, parallel_token=parallel_token, **options)
 
 
-async def _serve(stack: AsyncExitStack, service: Service) -> RpcServer:
-    server = RpcServer([service], ServerOptions())
+def coordinator_api(coordinator: CoordinatorService, access: AccessControl = OPEN) -> Service:
+    """What callers of a coordinator call by gRPC."""
+    return Service(_COORDINATOR, CoordinatorServicer(coordinator, access))
+
+
+async def serve(
+    exits: AsyncExitStack, service: Service, options: ServerOptions | None = None
+) -> RpcServer:
+    """A server that runs until `exits` do."""
+    server = RpcServer([service], options)
     await server.start()
-    stack.push_async_callback(server.stop)
+    exits.push_async_callback(server.stop)
     await server.set_serving(True)
     return server
 
@@ -129,32 +138,30 @@ async def running_stack(
     lifetimes: Mapping[str, int] | None = None,
     registry: RedisRegistry | None = None,
     grammars: Callable[[], Grammars] | None = None,
-    draft_masks: bool = True,
     **settings: Any,
 ) -> AsyncIterator[Stack]:
     """Target and draft on the given engines; a `lookup` goes before the draft's, or proposes alone
     where that is None (by default n-grams); an `eagle` in place of both. With a `self_drafter` the
     draft is not asked, and the stand-in for either of these finds next to nothing. Everything is
     checked and closed at the end. `directory` is for Redis, `settings` the coordinator's. By
-    `grammars` sessions are held to their constraints, on the draft's side if `draft_masks`."""
+    `grammars` sessions are held to their constraints."""
     async with AsyncExitStack() as stack:
         redis = stack.enter_context(EmbeddedRedis(directory))
         target = TargetService(
             target_engine, ThreadExecutor("target", target_engine.take_step_seconds),
             max_num_seqs=NUM_SEQUENCES, self_drafter=self_drafter, grammars=grammars and grammars(),
         )  # fmt: skip
-        masks = grammars() if grammars and draft_masks else None
         looks_up = not (draft_engine or eagle or self_drafter)
         if looks_up:
             settings["lookup"] = DraftConfig()
         elif lookup and draft_engine:
             settings["lookup"] = hybrid
-        draft = _draft_service(draft_engine or eagle, masks, parallel_token)
+        draft = _draft_service(draft_engine or eagle, grammars and grammars(), parallel_token)
         for service, observer in ((target, target_observer), (draft, draft_observer)):
             if observer is not None:
                 service.observe(observer)
-        target_server = await _serve(stack, ReplicaServicer(target, VERIFY).grpc_service)
-        draft_server = await _serve(stack, ReplicaServicer(draft, DRAFT).grpc_service)
+        target_server = await serve(stack, ReplicaServicer(target, VERIFY).grpc_service)
+        draft_server = await serve(stack, ReplicaServicer(draft, DRAFT).grpc_service)
         store = await RedisStore.connect(RedisAddress(url=redis.url))
         vars(store).update(lifetimes or {})
         settings["look_ahead"] = 0 if draft_siblings else look_ahead
@@ -170,7 +177,7 @@ async def running_stack(
             registry=registry,
         )
         await coordinator.start()
-        server = await _serve(stack, Service(_COORDINATOR, CoordinatorServicer(coordinator)))
+        server = await serve(stack, coordinator_api(coordinator))
         client = Client(server.address)
         try:
             running = client, coordinator, target, draft, target_server, draft_server

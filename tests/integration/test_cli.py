@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis_servers import free_port
 
 from outrider.config import CoordinatorConfig
 from tests.style.settings_table import README
@@ -37,6 +38,8 @@ class Shell:
 
     def __init__(self, state: Path) -> None:
         self.state = state
+        self.directory = Path.cwd()
+        """Where commands run."""
         self.shown = ""
         """What `serve` has printed."""
         self.environment = {
@@ -45,19 +48,20 @@ class Shell:
             if not name.startswith("OUTRIDER_") or name == "OUTRIDER_CACHE"
         } | {"OUTRIDER_STATE_DIR": str(state)}
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
+    def start(self, *words: str, **variables: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-m", "deploy.cli.main", *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=self.environment,
+            env=self.environment | variables,
+            cwd=self.directory,
             start_new_session=True,
         )
 
-    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        process = self.start(*words)
+    def run(self, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        process = self.start(*words, **variables)
         out, err = process.communicate(timeout=300)
         return subprocess.CompletedProcess(words, process.returncode, out, err)
 
@@ -110,12 +114,6 @@ def _if_free(port: int) -> int:
         except OSError:
             return 0
     return port
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +217,7 @@ def test_nothing_is_refused_while_the_port_changes(served: Shell) -> None:
     asking = threading.Thread(target=ask)
     asking.start()
     try:
-        for port in (str(_free_port()), old):
+        for port in (str(free_port()), old):
             upgrading = served.start("upgrade", "--grpc-port", port, "--wait", "120")
             while upgrading.poll() is None:
                 completed = served.run("generate", PROMPT, "--max-tokens", "2")
@@ -318,3 +316,4 @@ def test_redis_that_does_not_answer_ends_serve(tmp_path: Path) -> None:
     words = ("--grpc-port", "0", "--port", "0", "--redis-url", "redis://127.0.0.1:1", "--detach")
     line = _one_line(shell.run("serve", *words), 2)
     assert "127.0.0.1:1" in line
+    assert _sessions_of(shell.state) == set()

@@ -8,19 +8,18 @@ import os
 import re
 import shutil
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from made_certificates import Made
-from stack import Stack
+from stack import Stack, coordinator_api, serve
 
 from coordinator.auth.access_control import AccessControl, watch_keys
-from coordinator.grpc_api import CoordinatorServicer
 from outrider.api_keys import Caller, add_key
-from outrider.transport.server import RpcServer, ServerOptions, Service
+from outrider.transport.server import ServerOptions
 from outrider.transport.tls import server_credentials
-from outrider.v1 import coordinator_pb2
 
 ROOT = Path(__file__).parents[2]
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -84,16 +83,13 @@ async def test_the_line_for_a_key_and_tls(stack: Stack, tmp_path: Path) -> None:
     mine = Made(tmp_path, "mine", "127.0.0.1", by=authority)
     key = add_key(tmp_path / "keys", Caller("a", "a"))
     access = AccessControl(watch_keys(tmp_path / "keys", (), lambda: 0.0))
-    descriptor: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
-    servicer = CoordinatorServicer(stack.coordinator, access)
     options = ServerOptions(
         credentials=server_credentials(mine.file, mine.key_file),
         guard=access.check_call,
         reflection=False,
     )
-    server = RpcServer([Service(descriptor, servicer)], options)
-    await server.start()
-    try:
+    async with AsyncExitStack() as exits:
+        server = await serve(exits, coordinator_api(stack.coordinator, access), options)
         line = line_of("docs/security.md")
         for name, value in (
             ("HOST:50051", server.address),
@@ -103,5 +99,3 @@ async def test_the_line_for_a_key_and_tls(stack: Stack, tmp_path: Path) -> None:
             assert line.count(name) == 1
             line = line.replace(name, value)
         check_answer(await answered(line, OUTRIDER_API_KEY=key), 8)
-    finally:
-        await server.stop()

@@ -146,9 +146,7 @@ GRACE_S = 6.0
 async def slow(tmp_path: Path) -> AsyncIterator[Stack]:
     """Three sessions at most, and clients that may come back: those by gRPC, for longer than a
     test lasts."""
-    async with slow_stack(
-        tmp_path, target_gone_ms=1_000, max_sessions=3, resume_grace_ms=60_000
-    ) as running:
+    async with slow_stack(tmp_path, max_sessions=3, resume_grace_ms=60_000) as running:
         yield running
 
 
@@ -192,24 +190,6 @@ async def test_a_client_that_goes_takes_its_sessions_with_it(slow: Stack, stream
             assert await ended_as(slow, session_id) is FinishReason.CANCELLED
         await until(lambda: not any(engine.length(one) for engine in engines for one in ids))
         slow.coordinator.check_integrity()
-
-
-async def test_a_target_that_dies(slow: Stack) -> None:
-    """A stream that has begun ends with an error for an event and without the last one; what
-    comes then is refused as unavailable, and so says the health."""
-    async with http_front(slow) as url, httpx.AsyncClient(base_url=url, timeout=WAIT_S) as http:
-        body = {**LONG, "stream": True}
-        async with http.stream("POST", "/v1/completions", json=body) as response:
-            lines = response.aiter_lines()
-            await anext(lines)
-            await slow.target_server.stop()
-            *_, last = [line async for line in lines if line]
-        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "unavailable"
-        health = await http.get("/health")
-        assert health.status_code == 503
-        assert "target" in health.json()["error"]["message"]
-        refused = await http.post("/v1/completions", json=body)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
 
 
 async def test_a_server_that_ends_lets_requests_end(slow: Stack) -> None:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc
 import pytest
 from rounds import PATIENCE_S, Listener, make_head
+from stack import serve
 
 from outrider.errors import LinkLost, Overloaded, Unavailable
 from outrider.limits import LINK_BACKOFF_MS_MIN, STREAM_QUEUE_ITEMS_MAX
 from outrider.messages import Refused, ReplicaDescription, VerdictReply, VerifyAnswer, VerifyItem
 from outrider.speculation.accept_reject import Verdict
-from outrider.transport import codec
 from outrider.transport.channel import open_channel
 from outrider.transport.codec import VERIFY
-from outrider.transport.grpc_link import target_link
-from outrider.transport.server import RpcServer, Service
+from outrider.transport.grpc_link import GrpcLink, target_link
+from outrider.transport.server import Service
 from outrider.transport.stream_server import ReplicaServicer
 from outrider.v1 import target_pb2, types_pb2
 
@@ -48,37 +49,42 @@ class Impostor:
         return types_pb2.ReleaseReply()
 
 
-async def serve(servicer: object) -> RpcServer:
-    server = RpcServer([Service(codec.VERIFY.service, servicer)])
-    await server.start()
-    return server
+@pytest.fixture
+async def exits() -> AsyncIterator[AsyncExitStack]:
+    async with AsyncExitStack() as made:
+        yield made
 
 
-async def test_an_answer_that_does_not_fit_breaks_the_link() -> None:
+async def linked(exits: AsyncExitStack, service: Service) -> tuple[GrpcLink, Listener]:
+    """A link to a server of it, and what the link hears."""
+    link = target_link((await serve(exits, service)).address)
+    exits.push_async_callback(link.close)
+    return link, Listener(link)
+
+
+async def test_an_answer_that_does_not_fit_breaks_the_link(exits: AsyncExitStack) -> None:
     """A replica that cannot be believed is as good as gone: the good answer before is heard, then
     the loss, with the field at fault."""
     good = VERIFY.answer_to_proto(GOOD)
     bad = VERIFY.answer_to_proto(GOOD)
     bad.verdict.correction.append(1)
-    server = await serve(Impostor(target_pb2.VerifyReply(items=[good, bad, good])))
-    link = target_link(server.address)
-    heard = Listener(link)
+    impostor = Impostor(target_pb2.VerifyReply(items=[good, bad, good]))
+    link, heard = await linked(exits, Service(VERIFY.service, impostor))
     link.send(VerifyItem(make_head((1,))))
     await heard.wait(num_lost=1)
     assert heard.answers == [GOOD]
     assert "verdict" in str(heard.lost[0])
     with pytest.raises(Unavailable, match="eos_token_ids"):
         await link.describe(PATIENCE_S)
-    await link.close()
-    await server.stop()
 
 
-async def test_the_rest_between_attempts_doubles_and_a_good_answer_ends_it() -> None:
+async def test_the_rest_between_attempts_doubles_and_a_good_answer_ends_it(
+    exits: AsyncExitStack,
+) -> None:
     """Three breaks without an answer: half to all of 50, 100, 200 ms. `send` names the rest that is
     left."""
-    server = await serve(Impostor(target_pb2.VerifyReply(), then=Unavailable("going down")))
-    link = target_link(server.address)
-    heard = Listener(link)
+    impostor = Impostor(target_pb2.VerifyReply(), then=Unavailable("going down"))
+    link, heard = await linked(exits, Service(VERIFY.service, impostor))
     for attempt in range(3):
         link.send(VerifyItem(make_head((1,))))
         await heard.wait(num_lost=attempt + 1)
@@ -91,18 +97,13 @@ async def test_the_rest_between_attempts_doubles_and_a_good_answer_ends_it() -> 
             link.send(VerifyItem(make_head((1,))))
         assert 0 < caught.value.retry_after_ms <= lost.retry_after_ms + 1
         await asyncio.sleep(caught.value.retry_after_ms / 1000)
-    await server.stop()
-    await link.close()
 
 
-async def test_a_full_outbox_refuses_and_loses_nothing_it_took() -> None:
+async def test_a_full_outbox_refuses_and_loses_nothing_it_took(exits: AsyncExitStack) -> None:
     """Items queued in one turn of the loop, one more than may wait: the last is refused, all
     others arrive."""
     service = Silent()
-    server = RpcServer([ReplicaServicer(service, VERIFY).grpc_service])
-    await server.start()
-    link = target_link(server.address)
-    Listener(link)
+    link, _ = await linked(exits, ReplicaServicer(service, VERIFY).grpc_service)
     for round_index in range(STREAM_QUEUE_ITEMS_MAX):
         link.send(VerifyItem(make_head((1,), round_index=round_index)))
     with pytest.raises(Overloaded):
@@ -112,8 +113,6 @@ async def test_a_full_outbox_refuses_and_loses_nothing_it_took() -> None:
             service.news.clear()
             await service.news.wait()
     assert service.rounds == list(range(STREAM_QUEUE_ITEMS_MAX))
-    await link.close()
-    await server.stop()
 
 
 class Silent:
@@ -144,14 +143,11 @@ class Silent:
         raise NotImplementedError
 
 
-async def test_more_answers_than_may_wait_end_the_stream() -> None:
+async def test_more_answers_than_may_wait_end_the_stream(exits: AsyncExitStack) -> None:
     """RESOURCE_EXHAUSTED after what had been queued; the service learns that the connection is
     gone."""
     service = Silent()
-    server = RpcServer([ReplicaServicer(service, VERIFY).grpc_service])
-    await server.start()
-    channel: Any = open_channel(server.address)
-    call = await ask_raw(channel)
+    call = await ask_raw(exits, service)
     heard = 0
     async with asyncio.timeout(PATIENCE_S):
         await service.news.wait()
@@ -163,18 +159,13 @@ async def test_more_answers_than_may_wait_end_the_stream() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    await channel.close()
-    await server.stop()
 
 
-async def test_a_caller_that_never_reads_is_cut_off() -> None:
+async def test_a_caller_that_never_reads_is_cut_off(exits: AsyncExitStack) -> None:
     """Its window full of unread frames, a write hangs; when the outbox is full as well, the call is
     cancelled rather than kept for ever."""
     service = Silent()
-    server = RpcServer([ReplicaServicer(service, VERIFY).grpc_service])
-    await server.start()
-    channel: Any = open_channel(server.address)
-    call = await ask_raw(channel)
+    call = await ask_raw(exits, service)
     bulky = Refused(KEY, 13, "x" * 1000)
     async with asyncio.timeout(PATIENCE_S):
         await service.news.wait()
@@ -183,13 +174,13 @@ async def test_a_caller_that_never_reads_is_cut_off() -> None:
             service.send([bulky] * (STREAM_QUEUE_ITEMS_MAX // 2))
             await asyncio.sleep(0)
     call.cancel()
-    await channel.close()
-    await server.stop()
 
 
-async def ask_raw(channel: Any) -> Any:
-    """A stream with one item written and nothing read."""
-    call = channel.stream_stream(codec.VERIFY.path("Verify"))()
+async def ask_raw(exits: AsyncExitStack, service: Silent) -> Any:
+    """A stream to it with one item written and nothing read."""
+    server = await serve(exits, ReplicaServicer(service, VERIFY).grpc_service)
+    channel = await exits.enter_async_context(open_channel(server.address))
+    call: Any = channel.stream_stream(VERIFY.path("Verify"))()
     item = VERIFY.item_to_proto(VerifyItem(make_head((1,))))
     await call.write(target_pb2.VerifyRequest(items=[item]).SerializeToString())
     return call

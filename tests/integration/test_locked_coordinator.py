@@ -16,10 +16,10 @@ import redis.asyncio
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from stack import Stack, http_front, running_stack
+from stack import Stack, coordinator_api, http_front, running_stack, serve
+from test_services_by_certificates import code_of
 
 from coordinator.auth.access_control import AccessControl, RedisSlots, watch_keys
-from coordinator.grpc_api import CoordinatorServicer
 from coordinator.http_api.server import HttpOptions
 from outrider.api_keys import Caller, add_key
 from outrider.client import (
@@ -35,9 +35,8 @@ from outrider.errors import NotFound, Overloaded, StoreUnavailable, Unauthentica
 from outrider.limits import SLOT_RETRY_MS
 from outrider.sessions.redis_address import RedisAddress
 from outrider.speculation.sampling_params import Rule
-from outrider.transport.channel import open_channel
-from outrider.transport.server import RpcServer, ServerOptions, Service
-from outrider.v1 import coordinator_pb2
+from outrider.transport.channel import PLAIN, open_channel
+from outrider.transport.server import ServerOptions
 
 SPEC = EmulatedSpec(vocab_size=64, support=8, max_model_len=4096, verify_ms=10.0)
 GREEDY = SamplingParams(temperature=0.0)
@@ -48,19 +47,12 @@ LONG_BODY: dict[str, Any] = {**BODY, "max_tokens": 4000}
 WAIT_S = 20.0
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Locked:
     """Two gRPC and two HTTP servers of one coordinator, each behind a access of its own: what they
     share is Redis."""
 
     def __init__(self, stack: Stack, file: Path) -> None:
-        self.stack, self.file, self.clock = stack, file, Clock()
+        self.stack, self.file = stack, file
         callers = (
             Caller("alice", "team"), Caller("bob", "team"), Caller("eve", "eve"),
             Caller("root", "root", admin=True), Caller("two", "two", concurrency=2),
@@ -72,7 +64,7 @@ class Locked:
 
     def access(self, exits: AsyncExitStack) -> AccessControl:
         slots = RedisSlots(RedisAddress(url=self.stack.redis.url, key_prefix="outrider:"))
-        access = AccessControl(watch_keys(self.file, (), self.clock), slots)
+        access = AccessControl(watch_keys(self.file, (), lambda: 0.0), slots)
         exits.push_async_callback(access.close)
         return access
 
@@ -96,24 +88,18 @@ async def locked(tmp_path: Path) -> AsyncIterator[Locked]:
         AsyncExitStack() as exits,
     ):
         found = Locked(stack, tmp_path / "keys")
-        descriptor: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
         for _ in range(2):
             access = found.access(exits)
-            server = RpcServer(
-                [Service(descriptor, CoordinatorServicer(stack.coordinator, access))],
-                ServerOptions(guard=access.check_call),
-            )
-            await server.start()
-            exits.push_async_callback(server.stop)
-            await server.set_serving(True)
+            api = coordinator_api(stack.coordinator, access)
+            server = await serve(exits, api, ServerOptions(guard=access.check_call))
             found.addresses.append(server.address)
-            options = HttpOptions(access=found.access(exits))
-            found.urls.append(await exits.enter_async_context(http_front(stack, options)))
+            front = http_front(stack, HttpOptions(access=found.access(exits)))
+            found.urls.append(await exits.enter_async_context(front))
         yield found
 
 
-async def methods_of(channel: Any, key: str) -> dict[str, tuple[bool, bool]]:
-    """Every method that the server says it has; whether requests and replies are streams."""
+async def methods_of(channel: Any, key: str) -> list[str]:
+    """Every method that the server says it has."""
     stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[no-untyped-call]
 
     async def ask(**fields: str) -> Any:
@@ -122,39 +108,15 @@ async def methods_of(channel: Any, key: str) -> dict[str, tuple[bool, bool]]:
         await call.done_writing()
         return await call.read()
 
-    services = (await ask(list_services="")).list_services_response.service
-    found = {}
-    for service in services:
+    found = []
+    for service in (await ask(list_services="")).list_services_response.service:
         answer = await ask(file_containing_symbol=service.name)
         for data in answer.file_descriptor_response.file_descriptor_proto:
             file = FileDescriptorProto.FromString(data)
             for one in file.service:
                 if f"{file.package}.{one.name}" == service.name:
-                    for method in one.method:
-                        path = f"/{service.name}/{method.name}"
-                        found[path] = method.client_streaming, method.server_streaming
+                    found += [f"/{service.name}/{method.name}" for method in one.method]
     return found
-
-
-async def call_code(
-    channel: Any, path: str, kind: tuple[bool, bool], metadata: tuple[tuple[str, str], ...]
-) -> grpc.StatusCode:
-    """The status of a call that sends nothing, or one empty message."""
-    word = "_".join("stream" if streams else "unary" for streams in kind)
-    method = getattr(channel, word)(path)
-    if kind[0]:
-        call = method(metadata=metadata, timeout=10)
-        await call.done_writing()
-    else:
-        call = method(b"", metadata=metadata, timeout=10)
-    if kind[1]:
-        with suppress(grpc.aio.AioRpcError):
-            await call.read()
-        if path.endswith("/Watch") and not call.done():
-            call.cancel()
-            return grpc.StatusCode.OK
-    code: grpc.StatusCode = await call.code()
-    return code
 
 
 async def test_no_method_answers_without_a_key(locked: Locked) -> None:
@@ -166,24 +128,23 @@ async def test_no_method_answers_without_a_key(locked: Locked) -> None:
         (("authorization", key),),
         (("authorization", f"Bearer {key}"), ("authorization", f"Bearer {key}")),
     ]
-    async with open_channel(locked.addresses[0]) as channel:
+    address, bearer = locked.addresses[0], (("authorization", f"Bearer {key}"),)
+    async with open_channel(address) as channel:
         methods = await methods_of(channel, key)
-        exempt = {path for path in methods if path.startswith(f"/{health.SERVICE_NAME}/")}
-        assert len(methods) >= 8
-        assert {path.rpartition("/")[2] for path in exempt} >= {"Check", "Watch"}
-        for path, kind in methods.items():
-            for metadata in refused:
-                code = await call_code(channel, path, kind, metadata)
-                is_refused = code is grpc.StatusCode.UNAUTHENTICATED
-                assert is_refused == (path not in exempt), (path, metadata)
-            let_in = await call_code(channel, path, kind, (("authorization", f"Bearer {key}"),))
-            assert let_in is not grpc.StatusCode.UNAUTHENTICATED, path
-        bearer = (("authorization", f"Bearer {key}"),)
-        for metadata, expected in (
-            ((), grpc.StatusCode.UNAUTHENTICATED), (bearer, grpc.StatusCode.UNIMPLEMENTED),
-        ):  # fmt: skip
-            found = await call_code(channel, "/outrider.v1.Other/Nothing", (False, False), metadata)
-            assert found is expected
+    exempt = {path for path in methods if path.startswith(f"/{health.SERVICE_NAME}/")}
+    assert len(methods) >= 8
+    assert {path.rpartition("/")[2] for path in exempt} >= {"Check", "Watch"}
+    for path in methods:
+        for metadata in refused:
+            code = await code_of(address, PLAIN, path, metadata)
+            is_refused = code is grpc.StatusCode.UNAUTHENTICATED
+            assert is_refused == (path not in exempt), (path, metadata)
+        let_in = await code_of(address, PLAIN, path, bearer)
+        assert let_in is not grpc.StatusCode.UNAUTHENTICATED, path
+    for metadata, expected in (
+        ((), grpc.StatusCode.UNAUTHENTICATED), (bearer, grpc.StatusCode.UNIMPLEMENTED),
+    ):  # fmt: skip
+        assert await code_of(address, PLAIN, "/outrider.v1.Other/Nothing", metadata) is expected
     assert locked.stack.coordinator.num_running == 0
 
 

@@ -54,6 +54,7 @@ from outrider.sessions.store import (
     FinishReason,
     SessionRecord,
 )
+from tests.chaos.proxy import FaultProxy
 
 pytestmark = pytest.mark.xdist_group("redis")
 NO_COUNTS = Counters()
@@ -506,17 +507,6 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.02)
 
 
-async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    try:
-        while data := await reader.read(65536):
-            writer.write(data)
-            await writer.drain()
-    except OSError:
-        pass
-    finally:
-        writer.close()
-
-
 async def test_tls_is_checked_against_the_given_authority(
     server: EmbeddedRedis, tmp_path: Path
 ) -> None:
@@ -527,8 +517,8 @@ async def test_tls_is_checked_against_the_given_authority(
     path = server.url.removeprefix("unix://")
 
     async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        back_reader, back_writer = await asyncio.open_unix_connection(path)
-        await asyncio.gather(pump(reader, back_writer), pump(back_reader, writer))
+        await FaultProxy()._join(path, path, reader, writer, b"")
+        writer.close()
 
     async with await asyncio.start_server(forward, "127.0.0.1", 0, ssl=context) as proxy:
         url = f"rediss://localhost:{proxy.sockets[0].getsockname()[1]}/0"

@@ -7,12 +7,10 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
-from stack import CONFIG, Stack, running_stack
+from stack import CONFIG, Stack, coordinator_api, running_stack, serve
 
-from coordinator.grpc_api import CoordinatorServicer
 from coordinator.service import CoordinatorService
 from outrider.client import Client, Finished, GenerateRequest, SamplingParams, Started, Tokens
 from outrider.drafters.lookup import NgramDrafter
@@ -24,8 +22,7 @@ from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.store import FinishReason
 from outrider.speculation.sampling_params import Rule
 from outrider.transport.grpc_link import draft_link, target_link
-from outrider.transport.server import RpcServer, Service
-from outrider.v1 import coordinator_pb2
+from outrider.transport.server import RpcServer
 
 SPEC = EmulatedSpec(vocab_size=64, support=8, max_model_len=4096, verify_ms=10.0)
 REQUEST = GenerateRequest(
@@ -50,17 +47,9 @@ async def another_coordinator(exits: AsyncExitStack, stack: Stack) -> RpcServer:
         fallback=NgramDrafter(),
     )
     await service.start()
-    descriptor: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
-    server = RpcServer([Service(descriptor, CoordinatorServicer(service))])
-    await server.start()
-
-    async def close() -> None:
-        await server.stop()
-        await service.close()
-        service.check_integrity()
-
-    exits.push_async_callback(close)
-    return server
+    exits.callback(service.check_integrity)
+    exits.push_async_callback(service.close)
+    return await serve(exits, coordinator_api(service))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,11 +34,7 @@ async def test_large_trees_write_what_plain_decoding_does(rule: Rule, tmp_path: 
                 prompt=(1, 2, 3), sampling=sampling, rule=rule, seed=seed, max_tokens=40,
                 logprobs=1, num_draft_tokens=4, include_rounds=True,
             )  # fmt: skip
-            plain = GenerateRequest(
-                prompt=(1, 2, 3), sampling=sampling, rule=rule, seed=seed, max_tokens=40,
-                logprobs=1, num_draft_tokens=0,
-            )  # fmt: skip
-            expected = await stack.client.complete(plain)
+            expected = await stack.client.complete(replace(request, num_draft_tokens=0))
             tokens: list[int] = []
             logprobs: list[object] = []
             async for event in stack.client.generate(request):

@@ -26,6 +26,7 @@ from outrider.speculation.sampling_params import SamplingParams
 from outrider.telemetry.setup import Exports
 from outrider.transport.channel import open_channel
 from outrider.v1 import coordinator_pb2 as pb
+from outrider.v1.coordinator_pb2_grpc import CoordinatorStub
 
 DETAIL = CoordinatorConfig(trace_first_rounds=2, trace_every_rounds=4)
 PROMPT = "a secret that nobody may record"
@@ -132,15 +133,10 @@ def _target_wires(memory: Memory) -> list[ReadableSpan]:
 
 
 async def _raw_generate(stack: Stack, traceparent: str) -> None:
-    address = stack.client.address
-    async with open_channel(address) as channel:
-        call = channel.unary_stream(
-            "/outrider.v1.Coordinator/Generate",
-            request_serializer=pb.GenerateRequest.SerializeToString,
-            response_deserializer=pb.GenerateEvent.FromString,
-        )
+    async with open_channel(stack.client.address) as channel:
+        stub: Any = CoordinatorStub(channel)
         request = pb.GenerateRequest(text=PROMPT, max_tokens=4)
-        async for _ in call(request, metadata=(("traceparent", traceparent),)):
+        async for _ in stub.Generate(request, metadata=(("traceparent", traceparent),)):
             pass
 
 

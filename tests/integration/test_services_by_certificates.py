@@ -73,10 +73,12 @@ async def hosted(role: Role, directory: Path) -> AsyncIterator[str]:
         await host.stop(1.0)
 
 
-async def code_of(address: str, trust: Trust, path: str) -> grpc.StatusCode:
+async def code_of(
+    address: str, trust: Trust, path: str, metadata: tuple[tuple[str, str], ...] = ()
+) -> grpc.StatusCode:
     """The status that a call of one empty message ends with; OK where it goes on."""
     async with open_channel(address, trust) as channel:
-        call: Any = channel.unary_stream(path)(b"", timeout=10)
+        call: Any = channel.unary_stream(path)(b"", timeout=10, metadata=metadata)
         try:
             async for _ in call:
                 if path.endswith("/Watch"):

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from made_certificates import Made
+from stack import serve
 
 from coordinator.auth.access_control import AccessControl, watch_keys
 from outrider.api_keys import Caller, add_key
 from outrider.client import Client, SyncClient, Trust, caller_trust
 from outrider.errors import ConfigError, Unavailable
 from outrider.transport.channel import PLAIN
-from outrider.transport.server import RpcServer, ServerOptions, Service
+from outrider.transport.server import ServerOptions, Service
 from outrider.transport.tls import pinned_trust, server_credentials
 from outrider.v1 import coordinator_pb2 as pb
 
@@ -32,13 +33,8 @@ async def serving(credentials: Any, gate: AccessControl) -> AsyncIterator[str]:
     methods = ("generate", "resume", "cancel", "get_session", "describe")
     servicer = SimpleNamespace(**dict.fromkeys(methods, describe))
     options = ServerOptions(credentials=credentials, guard=gate.check_call)
-    server = RpcServer([Service(descriptor, servicer)], options)
-    await server.start()
-    await server.set_serving(True)
-    try:
-        yield server.address
-    finally:
-        await server.stop()
+    async with AsyncExitStack() as exits:
+        yield (await serve(exits, Service(descriptor, servicer), options)).address
 
 
 async def answers(address: str, trust: Trust, key: str) -> bool:

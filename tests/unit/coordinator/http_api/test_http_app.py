@@ -172,6 +172,8 @@ async def test_health_is_asked_for_once_a_second() -> None:
     await asyncio.sleep(WELL_S - HEALTH_CACHED_S)
     assert await ask() == ("gone", 6.0 - SLOW_S - (WELL_S - HEALTH_CACHED_S))
     assert await ask() == ("gone", 0.0)
+    told = await Front(service).send("GET", "/health")
+    assert (told.status_code, told.json()["error"]["message"]) == (503, "gone")
 
 
 def test_the_document_tells_what_may_come() -> None:
