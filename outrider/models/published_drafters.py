@@ -2,7 +2,7 @@
 
 kind     by
 eagle3   `speculators_model_type`, or tensors of a layer with a `hidden_norm` beside an `fc`
-mtp      `speculators_model_type`, or the tensors of a model's own MTP layers, and none of others
+mtp      `speculators_model_type`, or the tensors of a model's own MTP layers, and no layer 0
 pard     `pard_token` in the configuration of a causal language model
 
 Others that are known are refused by name; a directory that holds none of them may be a model.
@@ -52,6 +52,12 @@ _UNSERVED_KEYS = {
     "ptd_token_id": "P-EAGLE",
 }
 """What only the configurations of these kinds have."""
+_SHAPES: dict[str, tuple[Any, str]] = {
+    "transformer_layer_config": (dict, "an object is allowed"),
+    "eagle_config": (dict | None, "an object is allowed"),
+    "pard_token": (int, "a token's number is allowed"),
+}
+"""What the values are that the code of the kinds relies on, where they are stated."""
 
 
 def recognise(directory: Path) -> DrafterFormat | None:
@@ -72,7 +78,7 @@ def recognise(directory: Path) -> DrafterFormat | None:
         return DrafterFormat.PARD
     if _has_eagle3_layer(names):
         return DrafterFormat.EAGLE3
-    if _has_mtp_layers(names) and not any(name.startswith("model.layers.0.") for name in names):
+    if _has_mtp_layers(names) and not _is_model(names):
         return DrafterFormat.MTP
     return None
 
@@ -106,11 +112,23 @@ def _has_mtp_layers(names: set[str]) -> bool:
     return "mtp.fc.weight" in names or any(name.endswith(".eh_proj.weight") for name in names)
 
 
+def _is_model(names: set[str]) -> bool:
+    """Whether there are layers of a model, wherever it has them: `model.language_model.layers.0.`,
+    say."""
+    return any("layers.0." in name and not name.startswith("mtp.") for name in names)
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """What `config.json` of a published drafter says. Raises `OSError`, `ValueError`."""
     stated = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
     if not isinstance(stated, dict):
         raise ValueError(f"{path / CONFIG_FILE} holds no object")
+    for key, (shape, allowed) in _SHAPES.items():
+        if key in stated and not isinstance(stated[key], shape):
+            raise ValueError(f"{key} is {stated[key]!r}; {allowed}")
+    architectures = stated.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
+        raise ValueError(f"architectures is {architectures!r}; a list of names is allowed")
     return stated
 
 

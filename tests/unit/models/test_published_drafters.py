@@ -142,10 +142,32 @@ def test_known_kinds_that_are_not_served_are_refused(
         recognise(tmp_path)
 
 
-def test_models_and_drafters_of_our_own_are_not_recognised(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ({"transformer_layer_config": None}, "transformer_layer_config is None; an object"),
+        ({"eagle_config": [1]}, r"eagle_config is \[1\]; an object"),
+        ({"architectures": [None]}, r"architectures is \[None\]; a list of names"),
+        ({"pard_token": None}, "pard_token is None; a token"),
+    ],
+)
+def test_malformed_configurations_are_refused(
+    stated: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    save_file({"fc.weight": torch.ones(1)}, str(tmp_path / "model.safetensors"))
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    with pytest.raises(ConfigError, match=f"drafter {tmp_path}: .*{message}"):
+        recognise(tmp_path)
+
+
+@pytest.mark.parametrize("layers", ["model.layers", "model.language_model.layers"])
+@pytest.mark.parametrize("extra", ["mtp.fc", "model.layers.1.eh_proj"])
+def test_models_and_drafters_of_our_own_are_not_recognised(
+    layers: str, extra: str, tmp_path: Path
+) -> None:
     """A model with MTP layers of its own is a model first."""
     assert recognise(tmp_path) is None
-    names = ("model.layers.0.mlp.weight", "model.layers.1.eh_proj.weight")
+    names = (f"{layers}.0.mlp.weight", "mtp.layers.0.mlp.weight", f"{extra}.weight")
     save_file({name: torch.ones(1) for name in names}, str(tmp_path / "model.safetensors"))
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GlmForCausalLM"]}))
     assert recognise(tmp_path) is None
