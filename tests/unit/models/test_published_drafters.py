@@ -62,14 +62,14 @@ def facts_of(test_data: Path, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "layer_ids", "norm_before_residual", "owns_embeddings"),
+    ("name", "layer_ids", "norm_before_residual", "owns_embeddings", "theta", "eps"),
     [
-        ("eagle3_raw_specforge_qwen3_235b", (2, 47, 91), False, False),
-        ("eagle3_raw_specforge_qwen3_8b", (2, 18, 33), False, False),
-        ("eagle3_raw_thoughtworks_qwen3_32b", (2, 32, 61), False, False),
-        ("eagle3_raw_yuhuili_llama31_8b", (2, 16, 29), False, False),
-        ("eagle3_speculators_nmtesting_llama31_8b_converted", (2, 16, 29), False, True),
-        ("eagle3_speculators_redhatai_qwen3_8b", (2, 18, 33), True, True),
+        ("eagle3_raw_specforge_qwen3_235b", (2, 47, 91), False, False, 1e6, 1e-6),
+        ("eagle3_raw_specforge_qwen3_8b", (2, 18, 33), False, False, 1e6, 1e-6),
+        ("eagle3_raw_thoughtworks_qwen3_32b", (2, 32, 61), False, False, 1e4, 1e-6),
+        ("eagle3_raw_yuhuili_llama31_8b", (2, 16, 29), False, False, 1e4, 1e-5),
+        ("eagle3_speculators_nmtesting_llama31_8b_converted", (2, 16, 29), False, True, 1e4, 1e-5),
+        ("eagle3_speculators_redhatai_qwen3_8b", (2, 18, 33), True, True, 1e6, 1e-6),
     ],
 )
 def test_published_heads_load(
@@ -77,6 +77,8 @@ def test_published_heads_load(
     layer_ids: tuple[int, ...],
     norm_before_residual: bool,
     owns_embeddings: bool,
+    theta: float,
+    eps: float,
     test_data: Path,
     tmp_path: Path,
 ) -> None:
@@ -87,6 +89,9 @@ def test_published_heads_load(
     config = loaded.module.config
     assert config.layer_ids == layer_ids
     assert config.norm_before_residual == norm_before_residual
+    turn = loaded.module.rotary_emb.inv_freq[1].item()
+    assert turn == pytest.approx(theta ** (-2 / loaded.module.head_dim))
+    assert loaded.module.norm.variance_epsilon == eps
     embeddings = (loaded.module.embed_tokens.weight, target.get_input_embeddings().weight)
     assert (embeddings[0] is not embeddings[1]) == owns_embeddings
     assert len(loaded.token_ids) == facts["tensors"]["d2t"]["shape"][0] // SCALE
