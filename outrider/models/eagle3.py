@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
+from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRMSNorm,
@@ -54,8 +55,12 @@ _LAYER_FIELDS = (
 _LAYER_IDS = (
     "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids",
 )  # fmt: skip
+_NEUTRAL_AT_ONE = ("logit_scale", "partial_rotary_factor")
+"""Factors of other models' formulas."""
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Those whose angles depend on nothing but the position."""
+_OUTPUT_BIAS = "layers.0.self_attn.o_proj.bias"
+"""Files of some kinds of layers have biases of queries, keys and values alone: zeros, then."""
 _EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _NOT_WEIGHTS = ("inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
 """How the names of tensors end that some checkpoints hold, and no head needs."""
@@ -83,6 +88,13 @@ class Eagle3Config:
     norm_output: bool = False
     qk_norm: bool = False
     """Whether queries and keys are normed before they are rotated, as in Qwen3."""
+
+
+class Eagle3LayerConfig(LlamaConfig):  # type: ignore[misc]
+    """Of a layer whose heads need not be, together, as wide as it is."""
+
+    def validate_architecture(self) -> None:
+        """Nothing: the library wants a width that is a multiple of the number of heads."""
 
 
 class _Attention(nn.Module):
@@ -120,10 +132,6 @@ class Eagle3Head(nn.Module):
     """A head of width D for a target with hidden states of width D_t. Its parameters have the
     names of the speculators form. Attention scores are scaled by head_dim ** -0.5."""
 
-    layer_ids: tuple[int, ...]
-    """The taps: indices into the library's `hidden_states`; i is what the target's layer i reads,
-    counted from 0."""
-
     def __init__(self, config: Eagle3Config) -> None:
         """With the library's initial weights; embeddings are [vocab_size, D]."""
         super().__init__()
@@ -131,7 +139,6 @@ class Eagle3Head(nn.Module):
         width, eps = layer.hidden_size, layer.rms_norm_eps
         taps_width = num_taps * config.target_width
         self.config = config
-        self.layer_ids = config.layer_ids
         self.width = width
         self.num_heads: int = layer.num_attention_heads
         self.num_kv_heads: int = layer.num_key_value_heads
@@ -148,6 +155,16 @@ class Eagle3Head(nn.Module):
         self.norm = LlamaRMSNorm(width, eps)
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
         self.rotary_emb = LlamaRotaryEmbedding(layer)
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """The taps: indices into the library's `hidden_states`; i is what the target's layer i
+        reads, counted from 0."""
+        return self.config.layer_ids
+
+    @layer_ids.setter
+    def layer_ids(self, layer_ids: tuple[int, ...]) -> None:
+        self.config = replace(self.config, layer_ids=layer_ids)
 
     def fuse(self, hidden: Tensor) -> Tensor:
         """g [.., D] of the taps [.., taps * D_t], side by side in the order of `layer_ids`."""
@@ -276,17 +293,10 @@ class LoadedEagle3:
     """What people should know of how it reads its target; empty where all is well."""
 
 
-def load_eagle3(
-    path: Path,
-    target: Any,
-    *,
-    name: str,
-    target_name: str,
-    layer_ids: tuple[int, ...] | None = None,
-) -> LoadedEagle3:
+def load_eagle3(path: Path, target: Any, *, name: str, target_name: str) -> LoadedEagle3:
     """The head in `path`, called `name`, for the target's module, called `target_name`, of its
-    dtype and on its device; `layer_ids` replace the taps that the files state. Raises
-    `ConfigError` for files that are broken, or do not fit the target."""
+    dtype and on its device. Raises `ConfigError` for files that are broken, or do not fit the
+    target."""
     with refusing(f"drafter {name}:"):
         try:
             tensors = {
@@ -295,7 +305,9 @@ def load_eagle3(
                 if not key.endswith(_NOT_WEIGHTS)
             }
             token_ids, tensors = _draft_vocabulary(tensors, target, target_name)
-            config = _head_config(read_config(path), tensors, target, target_name, layer_ids)
+            config = _head_config(read_config(path), tensors, target, target_name)
+            if config.layer.attention_bias:
+                tensors.setdefault(_OUTPUT_BIAS, torch.zeros(config.layer.hidden_size))
             with parameters_on_meta():
                 module = Eagle3Head(config)
             _put_weights(module, tensors, target.get_input_embeddings().weight)
@@ -345,7 +357,6 @@ def _head_config(
     tensors: Mapping[str, Tensor],
     target: Any,
     target_name: str,
-    layer_ids: tuple[int, ...] | None,
 ) -> Eagle3Config:
     """What the head of these files is."""
     places = (stated, stated.get("eagle_config") or {})
@@ -357,6 +368,9 @@ def _head_config(
     sizes = target.config.get_text_config()
     stated_layer = stated.get(_LAYER, stated)
     layer = _layer_config(stated_layer, tensors)
+    for key in _NEUTRAL_AT_ONE:
+        for factor in (find(key), stated_layer.get(key), layer.rope_parameters.get(key)):
+            _require(factor in (None, 1), key, factor, "1 is served")
     num_rows, num_tokens = len(tensors[_HEAD]), len(target.get_output_embeddings().weight)
     of_target = f"the target {target_name} has"
     for field, given, *fitting in (
@@ -375,17 +389,22 @@ def _head_config(
         "heads that read several layers of the target are served",
     )  # fmt: skip
     num_layers = sizes.num_hidden_layers
-    taps = layer_ids or tuple(find(*_LAYER_IDS) or (2, num_layers // 2, num_layers - 3))
-    if layer_ids is None and _LAYER not in stated and taps[0] == 1:
-        taps = tuple(index + 1 for index in taps)
+    ids_key = next((key for key in _LAYER_IDS if find(key)), _LAYER_IDS[0])
+    taps = find(ids_key) or [2, num_layers // 2, num_layers - 3]
+    allowed = f"different layers of the {num_layers} of {target_name}, counted from 0, are allowed"
+    is_list = isinstance(taps, list) and all(isinstance(index, int) for index in taps)
+    _require(is_list, ids_key, taps, allowed)
     _require(
-        len({*taps} & {*range(num_layers)}) == len(taps), _LAYER_IDS[0], taps,
-        f"different layers of the {num_layers} of {target_name}, counted from 0, are allowed",
+        num_layers not in taps, ids_key, taps,
+        f"{num_layers} is what the last layer puts out, which is not served; {allowed}",
     )  # fmt: skip
+    _require(len({*taps} & {*range(num_layers)}) == len(taps), ids_key, taps, allowed)
+    if _LAYER not in stated and taps[0] == 1 and max(taps) + 1 < num_layers:
+        taps = [index + 1 for index in taps]
     flags = {flag: bool(find(flag)) for flag in _FLAGS}
     return Eagle3Config(
-        layer=layer, draft_vocab_size=num_rows, layer_ids=taps, target_width=sizes.hidden_size,
-        qk_norm="layers.0.self_attn.q_norm.weight" in tensors,
+        layer=layer, draft_vocab_size=num_rows, layer_ids=tuple(taps),
+        target_width=sizes.hidden_size, qk_norm="layers.0.self_attn.q_norm.weight" in tensors,
         **flags,
     )  # fmt: skip
 
@@ -394,10 +413,18 @@ def _layer_config(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> L
     """The layer as it is stated, or else as its tensors are."""
     values = {key: stated[key] for key in _LAYER_FIELDS if stated.get(key) is not None}
     num_layers, heads = stated.get("num_hidden_layers", 1), stated.get("num_attention_heads", 0)
+    kv_heads = values.get("num_key_value_heads", heads)
     _require(num_layers == 1, "num_hidden_layers", num_layers, "heads of 1 layer are served")
     _require(isinstance(heads, int) and heads > 0, "num_attention_heads", heads, "1 is the least")
+    divides = isinstance(kv_heads, int) and kv_heads > 0 and heads % kv_heads == 0
+    _require(divides, "num_key_value_heads", kv_heads, f"divisors of {heads} heads are served")
     kinds = stated.get("layer_types") or []
     _require("sliding_attention" not in kinds, "layer_types", kinds, "full_attention is served")
+    window = None if kinds else stated.get("sliding_window")
+    is_full = window is None or stated.get("use_sliding_window") is False
+    _require(is_full, "sliding_window", window, "attention without a window is served")
+    act = values.get("hidden_act", "silu")
+    _require(act in [*ACT2FN], "hidden_act", act, f"{', '.join(sorted(ACT2FN))} are served")
     for name, key, per in (
         ("hidden_size", "fc.weight", 1),
         ("intermediate_size", "layers.0.mlp.gate_proj.weight", 1),
@@ -410,12 +437,13 @@ def _layer_config(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> L
         _require(given == size, name, given, f"its files have {size}, by {key}")
     values["vocab_size"] = len(tensors[_EMBEDDINGS])
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
     allowed = f"{', '.join(_ROPE_TYPES)} are served, one for all positions"
+    _require(isinstance(rope, dict), "rope_scaling", rope, f"an object is allowed: {allowed}")
+    kind = rope.get("rope_type", rope.get("type", "default"))
     flat = not any(isinstance(value, dict) for value in rope.values())
     _require(kind in _ROPE_TYPES and flat, "rope_scaling", rope, allowed)
     try:
-        return LlamaConfig(**values)
+        return Eagle3LayerConfig(**values)
     except StrictDataclassError as error:
         raise ConfigError(f"{CONFIG_FILE}: {error}") from error
 
@@ -471,6 +499,7 @@ def save_speculators(
             "num_hidden_layers": 1,
             "tie_word_embeddings": False,
             **{key: getattr(layer, key) for key in _LAYER_FIELDS if hasattr(layer, key)},
+            "rope_theta": layer.rope_parameters["rope_theta"],
         },
         "draft_vocab_size": config.draft_vocab_size,
         "eagle_aux_hidden_state_layer_ids": [*config.layer_ids],

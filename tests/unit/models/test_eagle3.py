@@ -13,12 +13,12 @@ import torch
 from models import tiny_config, tiny_module
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig
 
 from outrider.errors import ConfigError
 from outrider.models.eagle3 import (
     Eagle3Config,
     Eagle3Head,
+    Eagle3LayerConfig,
     LoadedEagle3,
     load_eagle3,
     save_speculators,
@@ -45,7 +45,7 @@ def tiny_head(target: Any, seed: int = 1, **changes: Any) -> Eagle3Head:
         "max_position_embeddings": 16,
     } | changes.pop("layer", {})  # fmt: skip
     config = Eagle3Config(
-        layer=LlamaConfig(**layer), draft_vocab_size=len(DRAFT_IDS),
+        layer=Eagle3LayerConfig(**layer), draft_vocab_size=len(DRAFT_IDS),
         layer_ids=changes.pop("layer_ids", (0, 2, 5)), target_width=target.config.hidden_size,
         **changes,
     )  # fmt: skip
@@ -65,8 +65,8 @@ def save(directory: Path, head: Eagle3Head) -> Path:
     return directory
 
 
-def load(directory: Path, target: Any, **options: Any) -> LoadedEagle3:
-    return load_eagle3(directory, target, name="HEAD", target_name="TARGET", **options)
+def load(directory: Path, target: Any) -> LoadedEagle3:
+    return load_eagle3(directory, target, name="HEAD", target_name="TARGET")
 
 
 def norm(rows: Tensor, weight: Tensor) -> Tensor:
@@ -191,7 +191,8 @@ def test_a_head_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     target = tiny_target()
     head = tiny_head(
         target, qk_norm=True, norm_before_residual=True, norm_output=True,
-        layer={"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu",
+        layer={"hidden_size": 20, "num_attention_heads": 6,
+               "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu",
                "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     )  # fmt: skip
     loaded = load(save(tmp_path, head), target)
@@ -204,15 +205,20 @@ def test_a_head_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     ):
         assert torch.equal(found, expected)
         assert torch.equal(loaded.module.logits(found), head.logits(expected))
+    bias = "layers.0.self_attn.o_proj.bias"
+    assert loaded.module.get_parameter(bias).any()
+    change_tensors(tmp_path, lambda tensors: tensors.pop(bias))
+    assert not load(tmp_path, target).module.get_parameter(bias).any()
 
 
 def change(directory: Path, **changes: Any) -> None:
     """Other values in the configuration; those of the layer go to where they are, None removes."""
     file = directory / "config.json"
     stated = json.loads(file.read_text())
+    absent = ("layer_types", "partial_rotary_factor", "sliding_window")
     for key, value in changes.items():
         place = stated["transformer_layer_config"]
-        place = place if key in (*place, "layer_types") else stated
+        place = place if key in (*place, *absent) else stated
         place[key] = value
         if value is None:
             del place[key]
@@ -244,6 +250,7 @@ def as_raw(directory: Path, **changes: Any) -> None:
         ({}, (2, 4, 5)),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}, (2, 4, 5)),
         ({"eagle_aux_hidden_state_layer_ids": [0, 3, 5]}, (0, 3, 5)),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}, (1, 3, 7)),
         ({"eagle_aux_hidden_state_layer_ids": []}, (2, 4, 5)),
         ({"target_layer_ids": [2, 3, 5]}, (2, 3, 5)),
     ],
@@ -258,7 +265,6 @@ def test_raw_files_are_read(
     assert loaded.module.layer_ids == expected
     inputs = torch.randn(1, 5, head.width), torch.arange(5)[None], 1
     assert torch.equal(*(next(each.unroll(*inputs)) for each in (loaded.module, head)))
-    assert load(tmp_path, target, layer_ids=(1, 2, 3)).module.layer_ids == (1, 2, 3)
 
 
 def test_rows_are_put_in_the_order_of_their_tokens(tmp_path: Path) -> None:
@@ -319,8 +325,16 @@ def test_a_whole_vocabulary_needs_no_table(tmp_path: Path) -> None:
         ({"layer_types": ["sliding_attention"]}, "full_attention"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic.*yarn are served"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "one for all positions"),
-        ({"hidden_act": 3}, "hidden_act"),
-        ({"eagle_aux_hidden_state_layer_ids": [0, 2, 6]}, "6 of TARGET, counted from 0"),
+        ({"rope_scaling": "linear", "rope_parameters": None}, "rope_scaling is 'linear'; an obj"),
+        ({"hidden_act": "foo"}, "hidden_act is 'foo'; .*silu.* are served"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3; divisors of 4"),
+        ({"logit_scale": 0.5}, "logit_scale is 0.5; 1 is served"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; 1 is served"),
+        ({"sliding_window": 8}, "sliding_window is 8"),
+        ({"max_position_embeddings": "x"}, "max_position_embeddings"),
+        ({"aux_hidden_state_layer_ids": "x", "eagle_aux_hidden_state_layer_ids": None}, " is 'x'"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 2, 7]}, "6 of TARGET, counted from 0"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 2, 6]}, r"is \[0, 2, 6\]; 6 is what the last"),
         ({"eagle_aux_hidden_state_layer_ids": [0, 2]}, r"fc.weight is \[24, 96\]; \[24, 64\]"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False"),
     ],
