@@ -552,7 +552,9 @@ def of_emulated(text: str, target_seats: int, draft_seats: int) -> Pair:
     spec = EmulatedSpec.parse(text)
     if not spec.acceptance_rates:
         raise SettingError(
-            "engine", "has no acceptance_rates, by which an emulated pair is planned"
+            "engine",
+            f"{EMULATED}{text} has no acceptance_rates, by which an emulated pair is planned; add "
+            "acceptance_rates=A/A/.., chances from 0 to 1 that do not increase",
         )
     times = ServiceTimes(
         target=_stepped(spec.verify_ms, spec.verify_tokens),

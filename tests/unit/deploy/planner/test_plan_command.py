@@ -40,7 +40,7 @@ NUMBERS = ("--simulate", "--from-numbers")
         ((*NUMBERS, "", "--rate", "3"), "error: --tpot-ms is needed"),
         ((*NUMBERS, "", *FLEET, "--from-report", "x"), "error: --from-numbers: cannot go with"),
         ((*NUMBERS, "", *FLEET, "--prompts", "x"), "error: --prompts: is for models"),
-        (("--simulate", "--engine", "emulated:", *FLEET), "error: --engine: has no acceptance_"),
+        (("--simulate", "--engine", "emulated:", *FLEET), ": emulated: has no acceptance_"),
         ((*NUMBERS, "", *FLEET, "--targets", ",".join(map(str, range(1, 99)))), "98 runs"),
         (("--simulate", "--from-report", "/no/where", *FLEET), "error: --from-report: can"),
         (("--devices", "h100"), "error: --devices: 'h100' is wrong; it begins with h200-8b"),
