@@ -17,10 +17,11 @@ CHART_KEYS: Final = {
     "grpc_port", "host", "insecure", "internal_tls_dir", "model", "num_coordinators",
     "num_drafts", "num_targets", "port", "redis_ca_file", "redis_key_prefix", "redis_password",
     "redis_password_file", "redis_sentinel_password", "redis_url", "redis_username",
-    "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "stop_timeout_s", "target_num_gpus",
-    "target_resources", "telemetry", "tensor_parallel_size",
+    "speculative_config", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "stop_timeout_s",
+    "target_num_gpus", "target_resources", "telemetry", "tensor_parallel_size",
 }  # fmt: skip
-"""Settings that have values of their own in the chart, or come from a Secret."""
+"""Settings that have values of their own in the chart, or come from a Secret, and what sets some of
+these."""
 
 
 def settings_schema() -> dict[str, Any]:
