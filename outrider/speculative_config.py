@@ -13,6 +13,7 @@ from pydantic import WithJsonSchema
 
 from outrider.engine.emulated_spec import SCHEME, EmulatedSpec
 from outrider.errors import ConfigError, did_you_mean
+from outrider.limits import NUM_DRAFT_TOKENS_MAX
 from outrider.settings import Value, checked
 
 SPECULATIVE_CONFIG = "speculative_config"
@@ -42,6 +43,10 @@ _METHODS = {
     "draft_model": "{}", "eagle3": "eagle3:{}", "medusa": "medusa:{}",
 }  # fmt: skip
 """The `draft_model` of each method; {} = the key `model`."""
+_NGRAM = ("ngram", "[ngram]")
+"""As `method` and as `model`."""
+_NGRAM_TOKENS = 5
+"""Both bounds of a match where neither is given."""
 _RULES = {"standard": "token", "block": "block"}
 """The `unseeded_rule` of each rejection_sample_method but synthetic."""
 _RATES = ("synthetic_acceptance_rates", "synthetic_acceptance_length")
@@ -56,7 +61,6 @@ _FIXED: dict[str, tuple[Value, str]] = {
         "earlier answers are bounded by --suffix-tokens-per-tenant and --suffix-tokens-total",
     ),
     "suffix_decoding_max_spec_factor": (None, "--suffix-min-score says where a proposal ends"),
-    "parallel_drafting": (False, "a model drafts one token after the other, one of PARD too"),
     "use_heterogeneous_vocab": (False, "a draft must have the target's tokenizer"),
     "enforce_eager": (False, "--enforce-eager is for target and draft"),
     "tensor_parallel_size": (None, "the key for drafts is draft_tensor_parallel_size"),
@@ -76,7 +80,9 @@ _FIXED: dict[str, tuple[Value, str]] = {
     "dspark_draft_topk": (None, _ONLY_VLLM),
 }
 """Keys that may have one value, which is what is done anyway; None = they may not be given."""
-_UNDERSTOOD = ("method", "model", *_SETTINGS, "rejection_sample_method", *_RATES)
+_UNDERSTOOD = (
+    "method", "model", "parallel_drafting", *_SETTINGS, "rejection_sample_method", *_RATES
+)  # fmt: skip
 
 
 def settings_of_vllm(raw: object, source: str) -> Iterator[tuple[str, Value, str]]:
@@ -88,9 +94,10 @@ def settings_of_vllm(raw: object, source: str) -> Iterator[tuple[str, Value, str
     if raw == "":
         return
     said = _Said(raw, source)
-    for key, setting in _SETTINGS.items():
-        if key in said.values:
-            yield setting, said.values[key], key
+    said.check_parallel_drafting()
+    for key, value in said.values.items():
+        if key in _SETTINGS:
+            yield _SETTINGS[key], value, key
     if "suffix_decoding_max_cached_requests" in said.values:
         yield "suffix_tokens_per_tenant", 0, "suffix_decoding_max_cached_requests"
     key = "rejection_sample_method"
@@ -126,6 +133,12 @@ class _Said:
                 raise self.error(key, f"{value!r} given, but there is no such key{hint}")
             if value is not None:
                 self.values[key] = value
+        bounds = ("prompt_lookup_min", "prompt_lookup_max")
+        if _METHODS.get(str(self.values.get("method", self.values.get("model")))) == "ngram":
+            # As vLLM. The one that was given comes first: an error is to name it.
+            one = next((self.values[key] for key in bounds if key in self.values), _NGRAM_TOKENS)
+            for key in bounds:
+                self.values.setdefault(key, one)
 
     def error(self, key: str, reason: str) -> ConfigError:
         """That a key is wrong."""
@@ -151,11 +164,11 @@ class _Said:
         model, method = self.values.get("model"), self.one_of("method", tuple(_METHODS))
         if not isinstance(model, str | None):
             raise self.error("model", f"{model!r} is wrong; it must be a string")
-        if method is None and model in ("ngram", "[ngram]"):
+        if method is None and model in _NGRAM:
             method = model
         form = _METHODS[method or "draft_model"]
         if "{}" not in form:
-            if model not in (None, "ngram", "[ngram]", method):
+            if model not in (None, *_NGRAM, method):
                 raise self.error("model", f"{model!r} given, but {method} looks drafts up")
             return form, "method"
         if is_emulated:
@@ -165,6 +178,19 @@ class _Said:
             raise self.error("model", f"{needed} is missing")
         return form.format(model), "model"
 
+    def check_parallel_drafting(self) -> None:
+        """Raises `ConfigError` where it is asked for and no model drafts. A model's own files say
+        whether it drafts all tokens in one pass."""
+        value = self.values.get("parallel_drafting", False)
+        if not isinstance(value, bool):
+            raise self.error("parallel_drafting", f"{value!r} is wrong; it must be true or false")
+        method = self.values.get("method", "draft_model")
+        if value and (method != "draft_model" or self.values.get("model") in (None, *_NGRAM)):
+            raise self.error(
+                "parallel_drafting",
+                "true needs a model that drafts: method draft_model, and model",
+            )
+
     def acceptance_rates(self) -> tuple[float, ...]:
         """By position, that a round accepts so many tokens or more."""
         given = [key for key in _RATES if key in self.values]
@@ -172,8 +198,9 @@ class _Said:
             reason = "synthetic needs one of the two" if not given else f"given beside {given[1]}"
             raise self.error(_RATES[0], reason)
         count = self.values.get("num_speculative_tokens")
-        if not isinstance(count, int):
-            raise self.error("num_speculative_tokens", f"synthetic needs a number, not {count!r}")
+        if type(count) is not int or not 1 <= count <= NUM_DRAFT_TOKENS_MAX:
+            allowed = f"a whole number from 1 to {NUM_DRAFT_TOKENS_MAX}"
+            raise self.error("num_speculative_tokens", f"synthetic needs {allowed}, not {count!r}")
         key, value = given[0], self.values[given[0]]
         if key == "synthetic_acceptance_length":
             if not isinstance(value, int | float) or not 1 <= value <= count + 1:

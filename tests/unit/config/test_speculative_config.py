@@ -28,7 +28,12 @@ def _merged(said: object, **flags: object) -> dict[str, Any]:
              "prompt_lookup_min": 2, "quantization": None, "parallel_drafting": False},
             {"draft_model": "ngram", "num_draft_tokens": 5, "ngram_min": 2, "ngram_max": 4},
         ),
-        ({"model": "[ngram]"}, {"draft_model": "ngram"}),
+        ({"model": "[ngram]"}, {"draft_model": "ngram", "ngram_min": 5, "ngram_max": 5}),
+        (
+            {"method": "ngram_gpu", "prompt_lookup_max": 3},
+            {"draft_model": "ngram", "ngram_min": 3, "ngram_max": 3},
+        ),
+        ({"model": "a/pard", "parallel_drafting": True}, {"draft_model": "a/pard"}),
         (
             {"method": "suffix", "suffix_decoding_max_tree_depth": 24,
              "suffix_decoding_min_token_prob": 0.2, "suffix_decoding_max_cached_requests": 0},
@@ -85,7 +90,13 @@ def test_synthetic_acceptance_is_of_an_emulated_pair(said: dict[str, object], ra
             "num_speculative_tokens: 32 is wrong; it must be a whole number from 0 to 16",
         ),
         ({"method": "suffix", "prompt_lookup_min": False}, "prompt_lookup_min: False is wrong; "),
-        ({"method": "ngram", "prompt_lookup_min": 20}, "prompt_lookup_min: 20 is more than ngram_"),
+        (
+            {"method": "ngram", "prompt_lookup_min": 6, "prompt_lookup_max": 4},
+            "prompt_lookup_min: 6 is more than ngram_",
+        ),
+        ({"method": "ngram", "prompt_lookup_max": 999}, "prompt_lookup_max: 999 is wrong; "),
+        ({"method": "ngram", "parallel_drafting": True}, "parallel_drafting: true needs a model"),
+        ({"model": "a/b", "parallel_drafting": 1}, "parallel_drafting: 1 is wrong; it must be tr"),
         ({"draft_sample_method": "greedy"}, 'it must be "probabilistic": '),
         ({"suffix_decoding_max_cached_requests": 9}, "it must be 0: earlier answers are bounded"),
         ({"revision": "main"}, "revision: 'main' is wrong; leave it out: give a directory"),
@@ -93,6 +104,10 @@ def test_synthetic_acceptance_is_of_an_emulated_pair(said: dict[str, object], ra
         ({"synthetic_acceptance_length": 2}, "needs rejection_sample_method synthetic"),
         (SYNTHETIC, "synthetic_acceptance_rates: synthetic needs one of the two"),
         (SYNTHETIC | {"synthetic_acceptance_length": 4.1}, "must be a number from 1 to 4"),
+        (SYNTHETIC | {"num_speculative_tokens": -3, "synthetic_acceptance_length": 1},
+         "num_speculative_tokens: synthetic needs a whole number from 1 to 16, not -3"),
+        (SYNTHETIC | {"num_speculative_tokens": True, "synthetic_acceptance_length": 1},
+         "num_speculative_tokens: synthetic needs a whole number from 1 to 16, not True"),
         (SYNTHETIC | {"synthetic_acceptance_rates": [0.5, 0.6, 0.1]}, "that do not increase"),
         (SYNTHETIC | {"synthetic_acceptance_rates": [0.5]}, "it must be 3 numbers from 0 to 1"),
         (SYNTHETIC | {"synthetic_acceptance_length": 2},
@@ -117,6 +132,6 @@ def test_a_stronger_layer_wins_and_one_layer_says_a_thing_once(tmp_path: Path) -
         "draft_model": "suffix", "num_draft_tokens": 2,
     }  # fmt: skip
     variables = {"OUTRIDER_SPECULATIVE_CONFIG": '{"method": "ngram"}'}
-    assert merge({}, variables, file) == {"draft_model": "ngram"}
+    assert merge({}, variables, file) == {"draft_model": "ngram", "ngram_min": 5, "ngram_max": 5}
     with pytest.raises(ConfigError, match=r"_CONFIG: method: is the same as OUTRIDER_DRAFT_MODEL"):
         merge({}, variables | {"OUTRIDER_DRAFT_MODEL": "suffix"})
