@@ -150,9 +150,11 @@ class EmulatedEngine:
 
     def _judge(self, steps: Sequence[SequenceStep], contexts: _Words, logits: torch.Tensor) -> None:
         """Gives the draft token behind each row all probability, or none. Of siblings that is the
-        first."""
+        first, and the others have none: the rates alone say how much is accepted."""
         drafted: dict[int, tuple[int, int, int]] = {}
         """By row: the draft token, its place in the round, and the row behind it."""
+        siblings: list[tuple[int, int]] = []
+        """The others: row and token."""
         start = 0
         for step in steps:
             num_known = len(step.token_ids) - step.num_logits + 1
@@ -160,7 +162,8 @@ class EmulatedEngine:
             for index in range(num_known, len(step.token_ids)):
                 row = (step.parents[index] if step.parents else index - 1) - num_known + 1
                 found = step.token_ids[index], depths[row], start + len(depths)
-                drafted.setdefault(start + row, found)
+                if drafted.setdefault(start + row, found) is not found:
+                    siblings.append((start + row, step.token_ids[index]))
                 depths.append(depths[row] + 1)
             start += step.num_logits
         if not drafted:
@@ -172,6 +175,8 @@ class EmulatedEngine:
         rows = torch.tensor([*drafted])
         certain = rows[accepted]
         logits[certain[:, None], self._written[certain]] = -math.inf
+        if siblings:
+            logits[tuple(torch.tensor(siblings).T)] = -math.inf
         logits[rows, tokens] = torch.where(accepted, 0.0, -math.inf)
         others = self._written[:, 0].clone()
         others[rows] = tokens

@@ -9,12 +9,14 @@ from typing import Annotated, Self, TypeVar
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from outrider.errors import ConfigError
-from outrider.limits import NUM_DRAFT_TOKENS_MAX
+from outrider.limits import NUM_DRAFT_TOKENS_MAX, SIBLINGS_MAX
 
 SCHEME = "emulated"
 """A model's name begins with it and a colon; what follows is the specification."""
 VOCAB_SIZE_MAX = 2**20
 PAGES_MAX = 2**16
+JUDGED_SUPPORT_MIN = SIBLINGS_MAX + 2
+"""A draft token and its siblings may all be refused, and then another token must be left."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Parts = BeforeValidator(lambda value: value.split("/") if isinstance(value, str) else value)
 """Of a value A/B/.."""
@@ -65,8 +67,11 @@ class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
             raise ConfigError(
                 f"{SCHEME}: acceptance_rates={shown} is wrong; they must not increase"
             )
-        if self.acceptance_rates and self.support < 2:
-            raise ConfigError(f"{SCHEME}: support=1 is wrong; acceptance_rates need 2 at least")
+        if self.acceptance_rates and self.support < JUDGED_SUPPORT_MIN:
+            raise ConfigError(
+                f"{SCHEME}: support={self.support} is wrong; acceptance_rates need "
+                f"{JUDGED_SUPPORT_MIN} at least"
+            )
         return self
 
     @classmethod

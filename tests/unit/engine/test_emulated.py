@@ -36,7 +36,7 @@ def probabilities(logits: torch.Tensor) -> torch.Tensor:
             "acceptance_rates=0.5/0.6",
             r"acceptance_rates=0\.5/0\.6 is wrong; they must not increase",
         ),
-        ("support=1,acceptance_rates=0.5", "support=1 is wrong"),
+        ("support=9,acceptance_rates=0.5", "support=9 is wrong"),
     ],
 )
 def test_a_bad_specification_names_its_key(text: str, named: str) -> None:
@@ -107,12 +107,17 @@ def test_a_drafted_token_has_all_probability_or_none_by_its_place_in_the_round()
 
 
 def test_of_a_tree_the_first_token_behind_a_row_is_judged() -> None:
-    """Tokens 10 and 20 behind the prompt, 30 behind 20, at a chance of 1: 10 and 30."""
-    spec = EmulatedSpec(vocab_size=100, acceptance_rates=(1.0, 1.0))
+    """Tokens 10 and 20 behind the prompt, 30 behind 20, at a chance of 1: 10 and 30. At a chance of
+    0 neither of the siblings is accepted."""
+    spec = EmulatedSpec(vocab_size=64, acceptance_rates=(1.0, 1.0))
     step = SequenceStep("s", (1, 2, 10, 20, 30), 4, parents=(-1, 0, 1, 1, 3))
     [logits] = EmulatedEngine(spec, "target").forward([step])
     assert probabilities(logits).argmax(-1)[[0, 2]].tolist() == [10, 30]
     assert (probabilities(logits) > 0).sum(-1).tolist() == [1, 64, 1, 64]
+    never = spec.model_copy(update={"acceptance_rates": (0.0,)})
+    [logits] = EmulatedEngine(never, "target").forward([step])
+    assert probabilities(logits)[0, [10, 20]].tolist() == [0, 0]
+    assert (probabilities(logits) > 0).sum(-1).tolist() == [62, 64, 63, 64]
 
 
 def test_stated_times() -> None:
