@@ -30,6 +30,7 @@ from outrider.config import (
     merge,
     translated_layers,
 )
+from outrider.drafters.names import eagle3_name, parse_drafter
 from outrider.errors import (
     NO_TOKENIZER,
     BadRequest,
@@ -41,6 +42,7 @@ from outrider.errors import (
 )
 from outrider.settings import Setting, Value
 from outrider.speculation.sampling_params import Rule, SamplingParams, check_sampling
+from outrider.speculative_config import SPECULATIVE_CONFIG
 
 from .command import Arguments, Option, flag_of, grouped, option
 from .output import progress
@@ -188,8 +190,10 @@ def flags_again(arguments: Arguments, without: Collection[str]) -> tuple[str, ..
     """The words of the options that were given for settings, but for secrets and those in
     `without`."""
     words = [] if arguments.config is None else ["--config", str(arguments.config)]
-    for found, value, _ in translated_layers(arguments.settings, {}):
-        key = found.key
+    given = {found.key: value for found, value, _ in translated_layers(arguments.settings, {})}
+    if given.pop(SPECULATIVE_CONFIG, None):  # What it leaves are rates, which the engine gets.
+        given["engine"] = given_settings(arguments)["engine"]
+    for key, value in given.items():
         if key in SECRETS or key in without:
             continue
         if isinstance(value, bool):
@@ -201,16 +205,32 @@ def flags_again(arguments: Arguments, without: Collection[str]) -> tuple[str, ..
 
 def refuse_other_settings(arguments: Arguments, record: DeploymentRecord) -> None:
     """Raises `ConfigError` where a flag asks for another deployment than the one that runs."""
-    for found, raw, source in translated_layers(arguments.settings, {}):
-        key, asked = found.key, found.parse(raw, source)
-        if key in OF_CALLERS or (key not in SECRETS and record.settings.get(key) == asked):
+    given, running = arguments.settings, record.settings
+    sources = {found.key: source for found, _, source in translated_layers(given, {})}
+    if synthetic := sources.pop(SPECULATIVE_CONFIG, ""):  # Rates for the engine that runs.
+        sources.setdefault("engine", synthetic)
+        given = {"engine": str(running.get("engine")).partition(",acceptance_rates=")[0]} | given
+    values = merge(given, {})
+    for key, source in sources.items():
+        asked, runs = values[key], running.get(key)
+        same = _same_drafter(str(asked), str(runs)) if key == "draft_model" else asked == runs
+        if key in OF_CALLERS or (key not in SECRETS and same):
             continue
-        runs = "" if key in SECRETS else f" with {record.settings.get(key)!r}"
+        shown = "" if key in SECRETS else f" with {runs!r}"
         raise ConfigError(
             f"{source}: {asked if key not in SECRETS else '***'} was asked for, but a "
-            f"deployment runs already{runs} ({record.grpc_address}); stop it first (outrider stop),"
-            " or leave the flag out"
+            f"deployment runs already{shown} ({record.grpc_address}); stop it first (outrider stop)"
+            ", or leave the flag out"
         )
+
+
+def _same_drafter(asked: str, runs: str) -> bool:
+    """Whether a deployment that was given the one runs the other: a published head's files have
+    told its kind."""
+    choice = parse_drafter(asked)
+    name = choice.model and choice.model.name
+    as_head = eagle3_name(asked, name) if name else asked
+    return parse_drafter(runs) in (choice, parse_drafter(as_head))
 
 
 def error_line(error: OutriderError, arguments: Arguments) -> str:

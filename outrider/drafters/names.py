@@ -122,6 +122,12 @@ def parse_drafter(name: str) -> DrafterChoice:
     return DrafterChoice(None, DraftModel(name))
 
 
+def eagle3_name(draft_model: str, name: str) -> str:
+    """A `draft_model` that ends with the name of a model whose files are an EAGLE-3 head's, with
+    the kind before that name."""
+    return draft_model.removesuffix(name) + f"{EAGLE3}:{name}"
+
+
 def check_model_name(name: str) -> None:
     """Of a draft model that is no file here, and so is looked for on the hub. A name without a
     slash that is one of the words above, or nearly, is taken for a slip: a hub id can be written as

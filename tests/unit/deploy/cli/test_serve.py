@@ -18,7 +18,7 @@ from recorded import record
 
 from deploy.cli import options
 from deploy.cli.main import main, parse
-from deploy.cli.options import connected
+from deploy.cli.options import connected, deployment_config, refuse_other_settings
 from deploy.cli.output import program, progress
 from deploy.cli.serve import _until_it_fails, endpoints_text
 from deploy.fleet.launcher import Deployment
@@ -33,8 +33,13 @@ from deploy.fleet.local_state import (
 )
 from deploy.fleet.replica_set import Overview, ReplicaView
 from outrider.config import load_config
-from outrider.errors import Unavailable
+from outrider.errors import ConfigError, Unavailable
 from outrider.registry.registry import Role
+
+SYNTHETIC = (
+    '{"num_speculative_tokens": 1, "rejection_sample_method": "synthetic",'
+    ' "synthetic_acceptance_rates": [0.8]}'
+)
 
 
 def test_what_serve_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -184,3 +189,34 @@ def test_a_deployment_that_is_starting_is_stopped(
         assert child.wait(10) == -signal.SIGTERM
     said = capsys.readouterr().err
     assert said == f"stopped a deployment that was starting or stopping (pid {child.pid})\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--draft-model", "a/head"),
+        ("--draft-model", "auto"),
+        ("--draft-model", "hybrid:ngram,a/head"),
+        ("--engine", "emulated:verify_ms=2", "--speculative-config", SYNTHETIC),
+    ],
+)
+def test_the_flags_of_a_deployment_that_runs_may_be_given_again(words: tuple[str, ...]) -> None:
+    """Also where files have told the kind of a draft, and rates have become the engine's."""
+    config = deployment_config(parse(["chat", *words]))
+    named = config.draft.model.replace("a/head", "eagle3:a/head")
+    runs = record(settings=config.values(secrets=False) | {"draft_model": named})
+    refuse_other_settings(parse(["chat", *words]), runs)
+    refuse_other_settings(parse(["chat", "--draft-model", named]), runs)
+    alone = parse(["chat", "--speculative-config", SYNTHETIC])
+    if SYNTHETIC in words:
+        refuse_other_settings(alone, runs)
+    else:
+        with pytest.raises(ConfigError, match="needs --engine emulated:SPEC"):
+            refuse_other_settings(alone, runs)
+    for other in (
+        ("--draft-model", "a/other"),
+        ("--engine", "emulated:verify_ms=2"),
+        ("--engine", "emulated:", "--speculative-config", SYNTHETIC),
+    ):
+        with pytest.raises(ConfigError, match="was asked for, but a deployment runs already with"):
+            refuse_other_settings(parse(["chat", *other]), runs)

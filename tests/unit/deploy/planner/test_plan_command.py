@@ -113,3 +113,10 @@ def test_the_command_that_deploys_a_plan_has_the_flags_of_what_was_measured() ->
     given = parse(["plan", *kept, *decided, "--redis-password", "p", "--api-key", "k" * 20])
     assert flags_again(given, DECIDED) == kept
     assert flags_again(parse(["plan"]), DECIDED) == ()
+    said = (
+        '{"num_speculative_tokens": 1, "rejection_sample_method": "synthetic",'
+        ' "synthetic_acceptance_rates": [0.8]}'
+    )
+    emulated = ["plan", "--engine", "emulated:", "--speculative-config", said]
+    engine = ("--engine", "emulated:,acceptance_rates=0.8")
+    assert flags_again(parse(emulated), (*DECIDED, "num_draft_tokens")) == engine
