@@ -24,7 +24,7 @@ from outrider.config import (
     deployment_settings,
     is_loopback,
 )
-from outrider.drafters.names import EAGLE3, check_model_name
+from outrider.drafters.names import EAGLE3, check_model_name, eagle3_name
 from outrider.engine.emulated_spec import SCHEME, EmulatedSpec
 from outrider.errors import ConfigError, SettingError
 from outrider.registry.registry import ROLES
@@ -99,9 +99,10 @@ def check_ports(config: DeploymentConfig) -> None:
 
 
 def check_names(config: DeploymentConfig) -> DeploymentConfig:
-    """What can be told of the models without fetching or reading much: the same configuration, with
-    its kind before a published head of this machine. Raises `SettingError` where `resolve_models`
-    certainly would, and for a draft model that is probably a slip."""
+    """What can be told of the models without fetching any: the same configuration, with its kind
+    before a published head of this machine. Where the draft is a directory that takes importing
+    torch and opening its weights. Raises `SettingError` where `resolve_models` certainly would, and
+    for a draft model that is probably a slip."""
     drafter = config.draft.drafter
     name = drafter.on_target if drafter.model is None else drafter.model.name
     is_head = drafter.reads_target and drafter.kind != EAGLE3
@@ -122,7 +123,7 @@ def check_names(config: DeploymentConfig) -> DeploymentConfig:
     if name is None:
         return config
     with blaming("draft_model"):
-        check_name(name, heads=is_head)
+        check_name(name, heads=is_head, drafts=True)
     where = Path(name).expanduser()
     return config if is_head or not where.is_dir() else _with_kind(config, name, where)
 
@@ -141,7 +142,7 @@ def _with_kind(config: DeploymentConfig, name: str, where: Path) -> DeploymentCo
         if config.draft.drafter.kind != EAGLE3:
             if not is_eagle3:
                 return config
-            named = config.draft.model.removesuffix(name) + f"{EAGLE3}:{name}"
+            named = eagle3_name(config.draft.model, name)
             return replace(config, draft=replace(config.draft, model=named))
         if not is_eagle3:
             raise ConfigError(f"drafter {name}: its files are not those of an EAGLE-3 head")
@@ -178,7 +179,7 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
     with blaming("draft_model"):
         if (heads := drafter.on_target) is not None:  # The target drafts for itself.
             is_ours = drafter.kind != EAGLE3
-            where = resolve_model(heads, trust_remote_code=trust, heads=is_ours)
+            where = resolve_model(heads, trust_remote_code=trust, heads=is_ours, drafts=True)
             if is_ours:
                 check_target(where, TrainedKind(drafter.kind), name=heads, **made_for)
             else:
@@ -191,7 +192,7 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
             drafts, where, reads = name, directory, model.reads_features
             if model.name is not None:  # Else it drafts with the target's weights.
                 drafts = model.name
-                where = resolve_model(drafts, trust_remote_code=trust, heads=reads)
+                where = resolve_model(drafts, trust_remote_code=trust, heads=reads, drafts=True)
                 named = config if reads else _with_kind(config, drafts, where)
                 if named is not config:  # Only its files, which came from the hub, say so.
                     return resolve_models(named)

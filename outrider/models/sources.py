@@ -45,20 +45,22 @@ def cache_dir() -> Path:
     return Path(configured).expanduser() if configured else Path.home() / ".cache" / "outrider"
 
 
-def resolve_model(name: str, *, trust_remote_code: bool = False, heads: bool = False) -> Path:
+def resolve_model(
+    name: str, *, trust_remote_code: bool = False, heads: bool = False, drafts: bool = False
+) -> Path:
     """The local directory of a model, or of draft `heads` or of an exit head, see the table above.
-    May take minutes the first time.
+    May take minutes the first time. One that `drafts` may be a published head.
 
     Raises `ConfigError` where there is no such model, or where its weights are not safetensors.
     """
-    check_name(name, heads=heads)
+    check_name(name, heads=heads, drafts=drafts)
     gguf = gguf_file(name)
     if gguf is not None:
         return converted(gguf, cache_dir())
     path = _local(name)
     if not path.is_dir():
-        path = _snapshot(name, trust_remote_code)
-        check_weights(path, name, heads=heads)
+        path = _snapshot(name, trust_remote_code, drafts)
+        check_weights(path, name, heads=heads, drafts=drafts)
     return path
 
 
@@ -76,7 +78,7 @@ def gguf_file(name: str) -> Path | None:
     return path if path.is_file() else None
 
 
-def check_name(name: str, *, heads: bool = False) -> None:
+def check_name(name: str, *, heads: bool = False, drafts: bool = False) -> None:
     """What can be told of a model's name without fetching or reading much. Raises `ConfigError`
     where `resolve_model` certainly would."""
     if not name:
@@ -86,16 +88,16 @@ def check_name(name: str, *, heads: bool = False) -> None:
         return
     path = _local(name)
     if path.is_dir():
-        check_weights(path, name, heads=heads)
+        check_weights(path, name, heads=heads, drafts=drafts)
     elif path.exists() and path.suffix != ".gguf":
         raise ConfigError(f"model {name}: a file, but not a .gguf; give a directory or a .gguf")
     elif not path.exists() and _looks_like_path(name):
         raise ConfigError(f"model {name}: no such file or directory")
 
 
-def check_weights(directory: Path, name: str, *, heads: bool = False) -> None:
-    """Raises `ConfigError` unless the directory holds a configuration and safetensors, or torch's
-    own file of a head whose tensors alone are read from it."""
+def check_weights(directory: Path, name: str, *, heads: bool = False, drafts: bool = False) -> None:
+    """Raises `ConfigError` unless the directory holds a configuration and safetensors, or, for what
+    `drafts`, torch's own file of a head whose tensors alone are read from it."""
     config = _DESCRIPTION if heads else _CONFIG
     if not (directory / config).is_file():
         hint = ""
@@ -106,7 +108,7 @@ def check_weights(directory: Path, name: str, *, heads: bool = False) -> None:
     if any(directory.glob("*.safetensors")):
         return
     pickled = sorted(p.name for p in directory.iterdir() if p.suffix in _PICKLED_SUFFIXES)
-    if _PICKLED_FILE in pickled and _has_draft_vocabulary(directory):
+    if drafts and _PICKLED_FILE in pickled and _has_draft_vocabulary(directory):
         return
     if pickled:
         raise ConfigError(
@@ -153,14 +155,14 @@ def _looks_like_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".gguf")
 
 
-def _snapshot(name: str, trust_remote_code: bool) -> Path:
+def _snapshot(name: str, trust_remote_code: bool, drafts: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = [*_SNAPSHOT_FILES, *(["*.py"] if trust_remote_code else [])]
     _log.info("looking up model %s on the hub", name)
     try:
         path = Path(snapshot_download(name, allow_patterns=patterns))
-        if not any(path.glob("*.safetensors")) and _has_draft_vocabulary(path):
+        if drafts and not any(path.glob("*.safetensors")) and _has_draft_vocabulary(path):
             path = Path(snapshot_download(name, allow_patterns=[*patterns, _PICKLED_FILE]))
         return path
     # The hub client raises errors of many libraries; all of them mean that the model is not to

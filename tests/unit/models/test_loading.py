@@ -72,6 +72,10 @@ def test_pickled_weights_are_refused(tiny: Path, tmp_path: Path) -> None:
         resolve_model(str(tmp_path))
     with pytest.raises(ConfigError, match="pickled"):
         load_model(tmp_path)
+    (tmp_path / "config.json").write_text('{"draft_vocab_size": 3}')
+    with pytest.raises(ConfigError, match="pickled"):
+        resolve_model(str(tmp_path))
+    assert resolve_model(str(tmp_path), drafts=True) == tmp_path
 
 
 def test_a_hub_that_cannot_be_reached_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
