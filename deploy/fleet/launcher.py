@@ -198,7 +198,7 @@ class Deployment:
         """Ray, Redis and the models' files; the configuration with their places."""
         front = self.config.coordinator
         if self.ray.local:
-            check_before_start(self.config)
+            await asyncio.to_thread(check_before_start, self.config)
         if front.redis.url:
             # The coordinator will connect again: a wrong URL should not cost a model's loading.
             reached = replace(
