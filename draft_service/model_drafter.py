@@ -36,6 +36,8 @@ class ModelDrafter:
         self.vocabulary = DraftVocabulary.of(engine.info.logit_token_ids)
         """The tokens that its logits are of; None = all of them."""
         self._sampler = DraftSampler(self.vocabulary, entries_max)
+        self.num_passes = 0
+        """Of the last `propose`."""
 
     def propose(
         self, requests: Sequence[DraftRequest | AutoregressiveDraft]
@@ -56,6 +58,7 @@ class ModelDrafter:
         active = [branch for branch in branches if branch is not None]
         growing = [branch for branch in kept if branch.goes_on()]
         growing += [branch for branch in active if branch not in kept]
+        self.num_passes = 0
         with torch.inference_mode():
             self._grow(growing, active)
         return [EMPTY_PROPOSAL if branch is None else _result(branch) for branch in branches]
@@ -112,6 +115,7 @@ class ModelDrafter:
         stops between two passes once the time of one of those `together` is over that has ended:
         its answer leaves with the step."""
         while active:
+            self.num_passes += 1
             try:
                 logits = self._pass(active)
             except Exception as error:

@@ -191,7 +191,10 @@ class Proposer(StepWorker):
 
     def _pass(self, works: Sequence[_Drafting]) -> Sequence[_Found]:
         asked: list[Any] = [work.draft or work.request for work in works]
-        return self._drafter.propose(asked)
+        found = self._drafter.propose(asked)
+        if self._budget is not None and isinstance(self._drafter, ModelDrafter):
+            self._budget.note_passes(max(1, self._drafter.num_passes))
+        return found
 
     def _undo(self, work: _Drafting) -> None:
         request, engine = work.request, self._engine

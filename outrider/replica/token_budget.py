@@ -5,13 +5,17 @@
     more tokens (a prefix)                   what is left, in order of arrival, in parts
 
 While rounds are played, each waiting prefix lets a step last STEP_GROWTH times its usual time
-longer, steps between two rounds included. So one long prompt does not stall the sessions that
-decode, and many prompts that come together are read fast, as until then the batch is not full.
-Beside the rounds of a full step the oldest prefix still gets PREFIX_TOKENS_MIN tokens: neither kind
-can keep the other from going on.
+longer, steps between two rounds included: n waiting prompts let a step last 1 + 0.75 n times as
+long, up to `max_num_batched_tokens`. So one long prompt does not stall the sessions that decode,
+and many prompts are read soon. The price: while they wait, the gaps between the tokens of those
+sessions grow as the steps do. Beside the rounds of a full step the oldest prefix still gets
+PREFIX_TOKENS_MIN tokens: neither kind can keep the other from going on.
 
 How long a step lasts is predicted from costs that were measured at the start, and corrected by how
-long steps of its kind, with and without a prefix, have lasted since (`note_seconds`).
+long steps of its kind, with and without a prefix, have lasted since (`note_seconds`). A step of a
+draft is several passes (`note_passes`): the first runs what was shared out, each one behind it a
+token of every item that the first ran whole. A step with rounds is expected to have as many passes
+as the last one with rounds had.
 """
 
 from __future__ import annotations
@@ -63,6 +67,8 @@ class _Load(NamedTuple):
     """The time that its contexts cost; 0 where costs are not known."""
     has_prefix: bool = False
     """Whether parts of prefixes are in it."""
+    later_s: float = 0.0
+    """What the passes behind its first one cost."""
 
 
 class TokenBudget:
@@ -84,16 +90,24 @@ class TokenBudget:
         self._step_s = 0.0
         """... after the time of the step of those rounds."""
         self._last = _Load()
+        self._later_pass = _Load()
+        """What each pass of that step runs behind its first one."""
+        self._round_passes = 1
+        """Of the last step with rounds."""
         self._corrections = {False: 1.0, True: 1.0}
         """How long steps last over what their costs say; by `_Load.has_prefix`."""
 
     def share(self, demands: Sequence[TokenDemand]) -> list[int]:
         """For each demand, in order of arrival, how many of its tokens this step runs: all, none,
-        or of a prefix a part that leaves `num_last` or more. Not none of all."""
+        or of a prefix a part that leaves `num_last` or more. Not none of all. No demands are no
+        step: what has been begun before goes on, of which nothing is foretold."""
+        if not demands:
+            self.drop_step()
+            return []
         grants = [0] * len(demands)
         prefixes = [i for i, demand in enumerate(demands) if not demand.is_round]
         spared = _Load(PREFIX_TOKENS_MIN, 1) if prefixes else _Load()
-        load = _Load()
+        load, later_pass = _Load(), _Load()
         for index, demand in enumerate(demands):
             # The first round always fits: prefixes that follow each other would keep it waiting.
             rows = self._max_tokens - (spared.rows if load.rows else 0)
@@ -102,7 +116,9 @@ class TokenBudget:
             if demand.is_round and fits and has_seat:
                 grants[index] = demand.num_tokens
                 load = self._with(load, demand, demand.num_tokens)
-        rounds = load
+                later_pass = self._with(later_pass, demand, 1)
+        later_s = (self._round_passes - 1) * self._cost_seconds(later_pass)
+        rounds = load = load._replace(later_s=later_s)
         seconds = self._seconds_allowed(rounds, len(prefixes))
         for index in prefixes:
             demand = demands[index]
@@ -111,8 +127,18 @@ class TokenBudget:
             if grants[index] == 0:
                 break
             load = self._with(load, demand, grants[index])
+            if grants[index] == demand.num_tokens:
+                later_pass = self._with(later_pass, demand, 1)
         self._note(rounds, load)
+        self._later_pass = later_pass
         return grants
+
+    def note_passes(self, num_passes: int) -> None:
+        """The step that was shared out last has run so many passes; 1 where nothing is said."""
+        later_s = (num_passes - 1) * self._cost_seconds(self._later_pass)
+        self._last = self._last._replace(later_s=later_s)
+        if self._last.rows and self._rest_steps == 0:
+            self._round_passes = num_passes
 
     def note_seconds(self, seconds: float) -> None:
         """The step that was shared out last has taken so long, s."""
@@ -124,7 +150,7 @@ class TokenBudget:
 
     def drop_step(self) -> None:
         """The step that was shared out last is not run whole, so that its time says nothing."""
-        self._last = _Load()
+        self._last = self._later_pass = _Load()
 
     def _part(self, demand: TokenDemand, load: _Load, seconds: float, least: int) -> int:
         """How many tokens of a prefix are run beside a load in a step of so much time, `least` even
@@ -159,6 +185,7 @@ class TokenBudget:
             load.sessions + 1,
             load.attention_s + attention_s,
             load.has_prefix or not demand.is_round,
+            load.later_s,
         )
 
     def _note(self, rounds: _Load, load: _Load) -> None:
@@ -180,4 +207,5 @@ class TokenBudget:
     def _cost_seconds(self, load: _Load) -> float:
         if self._costs is None or load.rows == 0:
             return 0.0
-        return self._costs.mixed_seconds(load.rows, load.sessions, load.attention_s)
+        first_s = self._costs.mixed_seconds(load.rows, load.sessions, load.attention_s)
+        return first_s + load.later_s

@@ -86,6 +86,46 @@ def test_costs_that_were_wrong_are_corrected_by_the_steps_themselves() -> None:
     assert growths[-1] > 0.95 * (1 + STEP_GROWTH)
 
 
+@pytest.mark.parametrize("num_prefixes", [1, 4])
+def test_a_step_of_several_passes_grows_as_a_whole(num_prefixes: int) -> None:
+    """A draft's: the passes behind the first one run a token of each round. With a token more of
+    the prefix the whole step would last longer than it may."""
+    num_passes, num_rounds = 8, 4
+    budget = TokenBudget(2048, 64, COSTS)
+    rounds = [TokenDemand(num_tokens=2, num_last=1, context=300)] * num_rounds
+    later_s = (num_passes - 1) * COSTS.step_seconds(num_rounds, num_rounds, 300 * num_rounds)
+    usual = COSTS.step_seconds(2 * num_rounds, num_rounds, 300 * num_rounds) + later_s
+
+    def grown(num_tokens: int) -> float:
+        rows = 2 * num_rounds + num_tokens
+        return (COSTS.step_seconds(rows, num_rounds + 1, 300 * num_rounds) + later_s) / usual
+
+    budget.share(rounds)
+    budget.note_passes(num_passes)
+    budget.note_seconds(usual)
+    for _ in range(20):
+        part = budget.share([*rounds, *[prefix(4000)] * num_prefixes])[num_rounds]
+        assert grown(part) <= 1 + STEP_GROWTH * num_prefixes + 1e-9
+        assert grown(part + 1) > 1 + STEP_GROWTH * num_prefixes
+        budget.note_passes(num_passes)
+        budget.note_seconds(grown(part) * usual)
+
+
+def test_passes_that_admit_nothing_are_no_steps() -> None:
+    """As those of a draft that looks ahead: rounds are still expected behind them, and their time
+    corrects nothing."""
+
+    def parts(num_between: int) -> list[int]:
+        budget = TokenBudget(512, 64, COSTS)
+        budget.share([ROUND] * 4)
+        for _ in range(num_between):
+            assert budget.share([]) == []
+            budget.note_seconds(1.0)
+        return budget.share([*[ROUND] * 4, prefix(4000)]) + budget.share([prefix(4000)])
+
+    assert parts(10) == parts(0)
+
+
 WISHES = st.lists(
     st.builds(
         lambda tokens, last, context: TokenDemand(tokens, min(tokens, last), context),
