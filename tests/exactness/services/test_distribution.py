@@ -50,6 +50,7 @@ from outrider.grammar.token_mask import TokenMask
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.models.module_replacement import speed_up
 from outrider.request import GenerateRequest
+from outrider.speculation.random_streams import Place, RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokenizer import TokenizerText
 from target_service.actor import self_drafter_of
@@ -399,3 +400,19 @@ async def test_completions_follow_the_targets_law(cell: Cell, tmp_path: Path) ->
     assert not result.rejects
     if cell.num_draft_tokens and cell.max_tokens > 2:
         assert num_accepted > (cell.num_samples / 8 if cell.length_control else 0)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+async def test_noise_that_rounds_share_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault put in on purpose: under block every number is keyed by its absolute position, so
+    that a slot that was thrown away lends its noise to the next round."""
+
+    def absolute(self: RoundNoise, index: int, sibling: int = 0) -> Place:
+        return Place(self.committed_length + index, 0)
+
+    monkeypatch.setattr(RoundNoise, "place", absolute)
+    result, _ = await measure(replace(MANY_ROUNDS, num_samples=4_500), tmp_path)
+    assert result.rejects
