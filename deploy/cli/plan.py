@@ -71,7 +71,7 @@ class PlanOptions(PromptOptions):
     """Compare devices with and without drafts instead, from bytes and bandwidth, and run no model:
     h200-8b or h200-70b-fp8, and what differs, PRESET,KEY=VALUE,..
     [sessions=1,context=1024,target=16.06/32/131.1/1,draft=2.47/16/32.8/1,
-    head=0.85/1/4.1/1,acceptance=0.65,head_acceptance=0.71,hit_rate=0.84,memory_gb=127,
+    head=0.85/1/12.3/1,acceptance=0.65,head_acceptance=0.71,hit_rate=0.84,memory_gb=127,
     bandwidth_tb=3.6,compute_rows=206,layer_ms=0.07,session_ms=0.05,verdict_ms=0.07,round_ms=1.3,
     plain_ms=0.5]; a model is GB/LAYERS/KB/DEVICES, with the KB of a token's keys and values"""
 

@@ -23,7 +23,7 @@ from .rounds import Attempt, Line, Option, ServiceTimes, replay
 
 SHARES = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)
 """Drafts for each target that are looked at; 0 = the draft runs on the target's devices."""
-PRESETS = {"h200-8b": "", "h200-70b-fp8": "target=70.6/80/327.7/4,head=2.81/1/4.1/4,"}
+PRESETS = {"h200-8b": "", "h200-70b-fp8": "target=70.6/80/327.7/4,head=2.81/1/20.5/4,"}
 
 
 class _Model(NamedTuple):
@@ -47,7 +47,7 @@ class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=F
     """... behind so many tokens."""
     target: _Spec = "16.06/32/131.1"  # type: ignore[assignment]
     draft: _Spec = "2.47/16/32.8"  # type: ignore[assignment]
-    head: _Spec = "0.85/1/4.1"  # type: ignore[assignment]
+    head: _Spec = "0.85/1/12.3"  # type: ignore[assignment]
     acceptance: Share = 0.65
     head_acceptance: Share = 0.71
     hit_rate: Share = 0.84

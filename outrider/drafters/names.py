@@ -214,7 +214,7 @@ DRAFTERS = (
     DrafterDescription(
         "eagle3:DIR_OR_ID",
         "what a published EAGLE-3 head draws on the target, sent with its verdicts",
-        "the head's", "its weights; one layer more of the target's keys and values",
+        "the head's", "its weights; of a token one layer's key and value, and a row of its width",
         "none", "sparse",
     ),
     DrafterDescription(

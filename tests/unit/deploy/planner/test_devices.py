@@ -26,7 +26,7 @@ def _rows(text: str, round_trip_s: float = 0.0) -> list[dict[str, Any]]:
 
 def test_a_draft_of_several_devices_counts_as_several() -> None:
     """A head and a draft on the target's device have no more than the target."""
-    rows = _rows("h200-8b,draft=2.47/16/32.8/2,head=0.85/1/4.1/2")
+    rows = _rows("h200-8b,draft=2.47/16/32.8/2,head=0.85/1/12.3/2")
     assert [row["draft_devices"] for row in rows] == [0, 0.25, 0.5, 1, 2]
     for row in rows:
         occupied = 1 + row["draft_devices"]
