@@ -271,8 +271,8 @@ class ReplicaNode(Node):
         draw = sampler._drawn
         num_drawn: dict[tuple[str, int], int] = {}
 
-        def counted(branches: Any, rows: Any) -> Any:
-            drawn = draw(branches, rows)
+        def counted(branches: Any, *rows: Any) -> Any:
+            drawn = draw(branches, *rows)
             for branch in branches:
                 request = branch.request
                 key = request.session_id, request.noise.committed_length

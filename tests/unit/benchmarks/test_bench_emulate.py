@@ -59,7 +59,7 @@ def test_the_command_measures_every_mode_and_prints_one_json_object(
         return EmulatedEngine(spec, "target" if isinstance(config, TargetConfig) else "draft")
 
     monkeypatch.setattr(emulate, "STEPS", emulate.STEPS | {"verify_ms": 4.0, "draft_ms": 0.5})
-    monkeypatch.setattr(emulate, "LAW", emulate.LAW | {"vocab_size": 1_000, "support": 8})
+    monkeypatch.setattr(emulate, "LAW", emulate.LAW | {"vocab_size": 1_000, "support": 10})
     monkeypatch.setattr(emulate, "NUM_DRAFT_TOKENS_MAX", 3)
     monkeypatch.setattr(emulate, "running_pair", pair_here(tmp_path, engine_of, delays))
     stated = ["--acceptance-rates", rates] if rates else []
