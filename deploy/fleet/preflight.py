@@ -132,12 +132,14 @@ def _with_kind(config: DeploymentConfig, name: str, where: Path) -> DeploymentCo
     """The configuration, with its kind before the name of a published head, whose files are there.
     Raises `SettingError` for a drafter that is not served, and for what was named as one kind and
     is another."""
-    from outrider.models.published_drafters import DrafterFormat, recognise
+    from outrider.models.published_drafters import SERVED, DrafterFormat, recognise
 
     with blaming("draft_model"):
         found = recognise(where)
         if found is DrafterFormat.MTP:
-            raise ConfigError(f"drafter {name}: it holds MTP layers, which are not served")
+            raise ConfigError(
+                f"drafter {name}: it holds MTP layers, which are not served; {SERVED}"
+            )
         is_eagle3 = found is DrafterFormat.EAGLE3
         if config.draft.drafter.kind != EAGLE3:
             if not is_eagle3:
@@ -145,7 +147,10 @@ def _with_kind(config: DeploymentConfig, name: str, where: Path) -> DeploymentCo
             named = eagle3_name(config.draft.model, name)
             return replace(config, draft=replace(config.draft, model=named))
         if not is_eagle3:
-            raise ConfigError(f"drafter {name}: its files are not those of an EAGLE-3 head")
+            raise ConfigError(
+                f"drafter {name}: its files are not those of an EAGLE-3 head; without `{EAGLE3}:` "
+                "before the name its files say which kind it is"
+            )
     return config
 
 

@@ -21,19 +21,19 @@ from transformers.modeling_utils import load_state_dict
 from outrider.errors import ConfigError
 from outrider.models.drafter_checkpoint import CONFIG_FILE, is_trained_drafter
 from outrider.models.loading import open_weights, read_weights, refusing
-
-_PICKLED_FILE = "pytorch_model.bin"
+from outrider.models.sources import PICKLED_FILE
 
 
 class DrafterFormat(StrEnum):
-    """A kind of published drafter that is served."""
+    """A kind of published drafter that is not refused here. MTP layers are a kind of their own, as
+    they belong to a target; a start refuses them."""
 
     EAGLE3 = "eagle3"
     MTP = "mtp"
     PARD = "pard"
 
 
-_SERVED = "EAGLE-3 heads, PARD models and causal language models are; `outrider distill` makes more"
+SERVED = "EAGLE-3 heads, PARD models and causal language models are; `outrider distill` makes more"
 _UNSERVED_ARCHITECTURES = {
     "eagleforcausallm": "EAGLE",
     "eaglellamaforcausallm": "EAGLE",
@@ -70,7 +70,7 @@ def recognise(directory: Path) -> DrafterFormat | None:
         stated, names = read_config(directory), tensor_names(directory)
     if unserved := _unserved_kind(stated, names):
         raise ConfigError(
-            f"drafter {directory}: it is of the kind {unserved}, which is not served; {_SERVED}"
+            f"drafter {directory}: it is of the kind {unserved}, which is not served; {SERVED}"
         )
     if declared := stated.get("speculators_model_type"):
         return DrafterFormat(declared)
@@ -135,7 +135,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Every tensor of a published drafter: of safetensors or, where there are none, of torch's own
     file, of which nothing runs. Raises `ValueError`, or what the libraries raise."""
-    pickled = path / _PICKLED_FILE
+    pickled = path / PICKLED_FILE
     if any(path.glob("*.safetensors")) or not pickled.is_file():
         return read_weights(path)
     try:

@@ -32,7 +32,7 @@ _PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _CONFIG = "config.json"
 _DESCRIPTION = "drafter.json"
 """Of a drafter that was made for one target; what drafts on it has no configuration beside it."""
-_PICKLED_FILE = "pytorch_model.bin"
+PICKLED_FILE = "pytorch_model.bin"
 """Many published EAGLE-3 heads are in this form alone; only its tensors are read."""
 _SNAPSHOT_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 
@@ -108,7 +108,7 @@ def check_weights(directory: Path, name: str, *, heads: bool = False, drafts: bo
     if any(directory.glob("*.safetensors")):
         return
     pickled = sorted(p.name for p in directory.iterdir() if p.suffix in _PICKLED_SUFFIXES)
-    if drafts and _PICKLED_FILE in pickled and _has_draft_vocabulary(directory):
+    if drafts and PICKLED_FILE in pickled and _has_draft_vocabulary(directory):
         return
     if pickled:
         raise ConfigError(
@@ -163,7 +163,7 @@ def _snapshot(name: str, trust_remote_code: bool, drafts: bool) -> Path:
     try:
         path = Path(snapshot_download(name, allow_patterns=patterns))
         if drafts and not any(path.glob("*.safetensors")) and _has_draft_vocabulary(path):
-            path = Path(snapshot_download(name, allow_patterns=[*patterns, _PICKLED_FILE]))
+            path = Path(snapshot_download(name, allow_patterns=[*patterns, PICKLED_FILE]))
         return path
     # The hub client raises errors of many libraries; all of them mean that the model is not to
     # be had under this name now.
