@@ -160,7 +160,7 @@ class _Said:
         return value
 
     def draft_model(self, *, is_emulated: bool) -> tuple[str, str]:
-        """Who drafts, and the key that says so."""
+        """The `draft_model` setting, and the key that says so."""
         model, method = self.values.get("model"), self.one_of("method", tuple(_METHODS))
         if not isinstance(model, str | None):
             raise self.error("model", f"{model!r} is wrong; it must be a string")

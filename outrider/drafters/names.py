@@ -71,7 +71,7 @@ class DraftModel:
 
 @dataclass(frozen=True, slots=True)
 class DrafterChoice:
-    """Who proposes: a look-up; a model, or the target itself beside its verdicts, with heads, with
+    """What proposes: a look-up; a model, or the target itself beside its verdicts, with heads, with
     its first layers or with one layer more; or the look-up where it is confident and else one of
     these."""
 

@@ -87,7 +87,7 @@ class DraftLayer:
 
 def _slots_before(sequences: Sequence[HeldSequence], slots: _Ints, page_size: int) -> _Ints:
     """[T]: for each new token, which has one of `slots`, the slot of the one that it follows; its
-    own for the first token of a sequence, whose pair nobody looks at."""
+    own for the first token of a sequence, whose pair is never read."""
     found = []
     row = 0
     for held in sequences:

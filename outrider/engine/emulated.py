@@ -7,7 +7,7 @@ and step times are chosen, and everything else (services, transport, sessions, s
 
 With `acceptance_rates` the target's law depends on what it verifies: it gives a draft token all
 probability or none, by a keyed number and the token's place in the round. Every rule then accepts
-at these rates, whoever drafts and at any temperature. Texts depend on their drafts, and an audit
+at these rates, with any drafter and at any temperature. Texts depend on their drafts, and an audit
 finds them wrong.
 """
 
