@@ -177,6 +177,16 @@ async def test_a_step_corrects_what_steps_cost_unless_its_answer_was_known() -> 
     await draft.close()
 
 
+@pytest.mark.virtual
+async def test_without_look_ahead_a_step_is_foretold_by_its_passes() -> None:
+    """Three passes take 30 ms; each was foretold to take 20."""
+    draft = draft_over(step_s=0.030, costs=StepCosts((1, 64), (0.020, 0.020)))
+    await draft.send(item(PROMPT, look_ahead=0))
+    corrections = draft.service._proposer._budget._corrections
+    assert corrections == {False: pytest.approx(1 - 0.5 * CORRECTION_WEIGHT), True: 1.0}
+    await draft.close()
+
+
 async def test_a_round_may_want_fewer_tokens_than_were_drafted_for_it(draft: Replica) -> None:
     """As at the end of a completion."""
     _, *pushed = await draft.send(item(PROMPT))

@@ -121,7 +121,8 @@ def test_passes_that_admit_nothing_are_no_steps() -> None:
         for _ in range(num_between):
             assert budget.share([]) == []
             budget.note_seconds(1.0)
-        return budget.share([*[ROUND] * 4, prefix(4000)]) + budget.share([prefix(4000)])
+        later = ([prefix(4000)], [*[ROUND] * 4, prefix(4000)], [prefix(4000)])
+        return [grant for demands in later for grant in budget.share(demands)]
 
     assert parts(10) == parts(0)
 
