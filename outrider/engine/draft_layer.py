@@ -30,40 +30,65 @@ from outrider.models.eagle3 import Eagle3Head
 _Ints = npt.NDArray[np.int64]
 
 
+def pair_shape(head: Eagle3Head, dtype: torch.dtype, device: torch.device) -> LayerShape:
+    """What a slot holds of its pair: a key and a value."""
+    return LayerShape(head.num_kv_heads, head.head_dim, head.head_dim, dtype, device)
+
+
+def feature_shape(head: Eagle3Head, dtype: torch.dtype, device: torch.device) -> LayerShape:
+    """What a slot holds of its token: g, as a key of its own."""
+    return LayerShape(1, head.width, 0, dtype, device)
+
+
 def draft_shapes(head: Eagle3Head, dtype: torch.dtype, device: torch.device) -> list[LayerShape]:
-    """What a slot holds for the head: the key and value of a pair, and g as a key of its own."""
-    width = head.head_dim
-    return [
-        LayerShape(head.num_kv_heads, width, width, dtype, device),
-        LayerShape(1, head.width, 0, dtype, device),
-    ]
+    """What a slot holds for a `DraftLayer`."""
+    return [pair_shape(head, dtype, device), feature_shape(head, dtype, device)]
 
 
-class DraftLayer:
-    """A head on the pages of an engine."""
+class FeatureLayer:
+    """The part of a head that reads the model's layers: g of every token, in its slot."""
 
-    def __init__(self, head: Eagle3Head, layers: Sequence[KeysAndValues], page_size: int) -> None:
-        """`layers` are of `draft_shapes`."""
-        self._head = head
-        pairs, features = layers
-        self._pairs = LayerPages(pairs, window=None, scaling=head.head_dim**-0.5)
+    def __init__(self, head: Eagle3Head, features: KeysAndValues, page_size: int) -> None:
+        """`features` is of `feature_shape`."""
+        self._head, self._page_size = head, page_size
         self._features = features.keys[0]
         """[slots, D]."""
-        self._page_size = page_size
 
     def write(self, sequences: Sequence[HeldSequence], tapped: Sequence[Tensor]) -> Tensor:
         """g [T, D] of a step's T new tokens, of which the tapped layers read the first T rows of
-        `tapped`. Puts it, and the tokens' pairs, into their slots."""
-        ids, positions, slots, _ = rows_of(sequences, self._page_size)
-        before = _slots_before(sequences, slots, self._page_size)
-        places = np.maximum(positions - 1, 0)
-        sent = shipped([ids, places, slots, before], self._features.device)
-        token_ids, positions_, slots_, before_ = sent
+        `tapped`. Puts it into their slots."""
+        [slots] = shipped([rows_of(sequences, self._page_size)[2]], self._features.device)
+        return self.put(slots, tapped)
+
+    def put(self, slots: Tensor, tapped: Sequence[Tensor]) -> Tensor:
+        """As `write`, of tokens that have these slots [T]."""
         found = self._head.fuse(torch.cat([rows[: len(slots)] for rows in tapped], -1))
-        self._features.index_copy_(0, slots_, found)
-        features = self._features.index_select(0, before_)
-        self._write_pairs(slots_, *self._head.keys_and_values(features, token_ids, positions_))
+        self._features.index_copy_(0, slots, found)
         return found
+
+    def at(self, slots: Tensor) -> Tensor:
+        """g [n, D] of slots [n]."""
+        return self._features.index_select(0, slots)
+
+
+class PairLayer:
+    """The part of a head that drafts: the key and value of every pair, in the slot of its token."""
+
+    def __init__(self, head: Eagle3Head, pairs: KeysAndValues, page_size: int) -> None:
+        """`pairs` is of `pair_shape`."""
+        self._head, self._page_size = head, page_size
+        self._pairs = LayerPages(pairs, window=None, scaling=head.head_dim**-0.5)
+
+    def write(self, sequences: Sequence[HeldSequence], features: Tensor) -> None:
+        """Puts the pairs of a step's T new tokens into their slots, of g [T, D] of the tokens
+        before them; that of a sequence's first token is never read."""
+        ids, positions, slots, _ = rows_of(sequences, self._page_size)
+        places = np.maximum(positions - 1, 0)
+        self.put(*shipped([ids, places, slots], features.device), features)
+
+    def put(self, token_ids: Tensor, places: Tensor, slots: Tensor, features: Tensor) -> None:
+        """As `write`, of tokens [T] with these rotary positions and slots."""
+        self._put(slots, *self._head.keys_and_values(features, token_ids, places))
 
     def draft(self, sequences: Sequence[HeldSequence], features: Sequence[Tensor]) -> Tensor:
         """What the head puts out [N, D] for a pair of each of N sequences: of its feature [D] and
@@ -74,15 +99,38 @@ class DraftLayer:
         )
 
         def attend_pairs(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            self._write_pairs(plan.slots, keys, values)
+            self._put(plan.slots, keys, values)
             return attend(queries.transpose(0, 1)[None], self._pairs, plan.groups[None])[0]
 
         places = plan.position_ids[0] - 1
         return self._head.step(torch.stack([*features]), plan.token_ids[0], places, attend_pairs)
 
-    def _write_pairs(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    def _put(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """[T, heads, width] each."""
         self._pairs.cache.write(slots, keys.transpose(0, 1), values.transpose(0, 1))
+
+
+class DraftLayer:
+    """A whole head on the pages of an engine."""
+
+    def __init__(self, head: Eagle3Head, layers: Sequence[KeysAndValues], page_size: int) -> None:
+        """`layers` are of `draft_shapes`."""
+        pairs, features = layers
+        self._pairs = PairLayer(head, pairs, page_size)
+        self._features = FeatureLayer(head, features, page_size)
+        self._device, self._page_size = features.keys.device, page_size
+        self.draft = self._pairs.draft
+
+    def write(self, sequences: Sequence[HeldSequence], tapped: Sequence[Tensor]) -> Tensor:
+        """As `FeatureLayer.write`; puts the tokens' pairs into their slots, too."""
+        ids, positions, slots, _ = rows_of(sequences, self._page_size)
+        before = _slots_before(sequences, slots, self._page_size)
+        places = np.maximum(positions - 1, 0)
+        sent = shipped([ids, places, slots, before], self._device)
+        token_ids, places_, slots_, before_ = sent
+        found = self._features.put(slots_, tapped)
+        self._pairs.put(token_ids, places_, slots_, self._features.at(before_))
+        return found
 
 
 def _slots_before(sequences: Sequence[HeldSequence], slots: _Ints, page_size: int) -> _Ints:
