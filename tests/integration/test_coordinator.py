@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
+from pathlib import Path
+
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
-from models import byte_level_tokenizer
-from stack import VOCAB, Stack
-from toy_engine import toy_logits
+from stack import Stack, running_stack
 
+from outrider.engine.emulated import EmulatedEngine
+from outrider.engine.emulated_spec import EmulatedSpec
+from outrider.errors import OutriderError
 from outrider.request import GenerateRequest
-from outrider.sessions.store import FinishReason
-from outrider.speculation.sampling_params import SamplingParams
 from outrider.transport.channel import open_channel
 from outrider.v1 import coordinator_pb2 as pb
 
+pytestmark = pytest.mark.xdist_group("redis")
 
-async def test_tokens_text_usage_and_metrics(stack: Stack) -> None:
-    request = GenerateRequest(
-        (1, 2, 3), sampling=SamplingParams(temperature=0.0), max_tokens=12, num_draft_tokens=4,
-        include_rounds=True,
-    )  # fmt: skip
-    answer = await stack.client.complete(request)
-    plain = [1, 2, 3]
-    for _ in range(12):
-        plain.append(int(toy_logits(1, plain, VOCAB).argmax()))
-    assert list(answer.token_ids) == plain[3:]
-    tokenizer = byte_level_tokenizer(VOCAB)
-    assert answer.text == tokenizer.decode(answer.token_ids, skip_special_tokens=True)
-    assert answer.finish_reason is FinishReason.LENGTH
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 12)
-    metrics = answer.metrics
-    assert metrics.num_rounds == len(answer.rounds) > 1
-    # The draft is the target's equal, so whatever it proposes is accepted.
-    assert metrics.num_draft_tokens == metrics.num_accepted_draft_tokens > 6
-    ratio = 1 + metrics.num_accepted_draft_tokens / metrics.num_rounds
-    assert metrics.mean_acceptance_length == pytest.approx(ratio)
-    assert sum(r.num_accepted for r in answer.rounds) == metrics.num_accepted_draft_tokens
-    assert [len(answer.origins), answer.origins.count("accepted")] == [
-        12,
-        metrics.num_accepted_draft_tokens,
-    ]
+NUM_REQUESTS = 1_400
+QUICK = EmulatedSpec(vocab_size=16, support=8, verify_ms=1.0, draft_ms=0.1)
 
 
 async def test_what_cannot_be_decoded_or_is_missing_is_invalid(stack: Stack) -> None:
@@ -66,3 +47,19 @@ async def test_what_cannot_be_decoded_or_is_missing_is_invalid(stack: Stack) -> 
             bad_request = error_details_pb2.BadRequest()
             assert status.details[0].Unpack(bad_request)
             assert bad_request.field_violations[0].field == field
+
+
+async def test_a_burst_of_requests_is_served_whole(tmp_path: Path) -> None:
+    """Slower, but nobody is turned away."""
+
+    async def outcome(number: int) -> str:
+        request = GenerateRequest((1, 2, 3), max_tokens=2, seed=number, num_draft_tokens=0)
+        try:
+            return f"{len((await stack.client.complete(request)).token_ids)} tokens"
+        except OutriderError as error:
+            return f"{type(error).__name__}: {error}"
+
+    engines = EmulatedEngine(QUICK, "target"), EmulatedEngine(QUICK, "draft")
+    async with running_stack(*engines, tmp_path, max_sessions=NUM_REQUESTS) as stack:
+        outcomes = await asyncio.gather(*(outcome(number) for number in range(NUM_REQUESTS)))
+    assert Counter(outcomes) == {"2 tokens": NUM_REQUESTS}

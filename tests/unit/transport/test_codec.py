@@ -203,7 +203,7 @@ def test_verify_items_survive(item: VerifyItem) -> None:
 def test_draft_items_survive(
     head: RoundHead, count: int, siblings: tuple[int, ...], features: Features, budget_us: int
 ) -> None:
-    item = DraftItem(head, count, 0, None, siblings, features, budget_us)
+    item = DraftItem(head, count, 3, (1, 2), siblings, features, budget_us)
     data = DRAFT.item_to_proto(item).SerializeToString()
     found = DRAFT.item_from_proto(draft_pb2.DraftItem.FromString(data))
     assert (found, found.budget_us) == (item, budget_us)

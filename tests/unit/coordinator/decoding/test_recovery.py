@@ -284,10 +284,16 @@ async def test_a_request_that_cannot_be_met_harms_no_stream() -> None:
 
 
 async def test_a_coordinator_that_closes_leaves_its_sessions_to_others() -> None:
-    """At once."""
+    """At once, and those that run as soon as it knows that it will close."""
     async with two() as (made, other):
+        running = made.service.generate(SEEDED)
+        kept = await taken(running)
         async with aclosing(made.service.generate(SEEDED)) as events:
             broken = await taken(events)
+        made.service.hand_over()
+        await asyncio.sleep(0.1)
+        await kept.goes_on(other)
+        await running.aclose()
         await made.service.close()
         await broken.goes_on(other)
 
