@@ -455,15 +455,15 @@ class CoordinatorService:
         try:
             context.observer.opened(session.session_id, session.prompt_length, parameters.seed)
             self._committer.add(session)
-            target = self.targets.first
+            target = TargetClient(self.targets, context, self._config)
             draft = open_drafts(
                 self.drafts, context, self._fallback, self._config,
-                target_drafts=target is not None and target.drafts_itself,
+                target_drafts=target.drafts_itself,
             )  # fmt: skip
             run = SessionRun(
                 context,
                 replayed,
-                TargetClient(self.targets, context, self._config),
+                target,
                 draft,
                 committer=self._committer,
                 lengths=self._length_policy(context, drafts=draft is not None),

@@ -315,9 +315,9 @@ class ReplicaPool:
             self._tell_found()
 
     def _check(self, found: ReplicaDescription) -> None:
-        """Raises `Incompatible` for a target whose tokens mean something else than the first one's,
-        or that drafts in another way; and for a draft that does not go with the targets, or goes on
-        from something else than the first one."""
+        """Raises `Incompatible` for a target whose tokens mean something else than the first one's;
+        and for a draft that does not go with the targets, or goes on from something else than the
+        first one. Targets may draft in different ways, as while an upgrade replaces them."""
         if self.role == "draft":
             if self._targets is not None and self._targets.first is not None:
                 _check_pair(self._targets.first, found)
@@ -326,10 +326,10 @@ class ReplicaPool:
                     f"of the drafts {found.model!r} and {self.first.model!r} only one goes on from "
                     "what its target's head reads"
                 )
-        elif self.first is not None and _kind(found) != _kind(self.first):
+        elif self.first is not None and _tokens(found) != _tokens(self.first):
             raise Incompatible(
-                f"the target {found.model!r} has another vocabulary, tokenizer or way of "
-                f"drafting than {self.first.model!r}"
+                f"the target {found.model!r} has another vocabulary or tokenizer than "
+                f"{self.first.model!r}"
             )
 
 
@@ -360,13 +360,8 @@ def choose(key: bytes, loads: Mapping[str, int], seats: int) -> str | None:
     return max(roomy, key=lambda name: blake2b(name.encode(), key=key).digest())
 
 
-def _kind(target: ReplicaDescription) -> tuple[object, ...]:
-    return (
-        target.vocab_size,
-        target.tokenizer_fingerprint,
-        target.drafts_itself,
-        target.shows_features,
-    )
+def _tokens(target: ReplicaDescription) -> tuple[int, str]:
+    return target.vocab_size, target.tokenizer_fingerprint
 
 
 def _check_pair(target: ReplicaDescription, draft: ReplicaDescription) -> None:
@@ -473,6 +468,12 @@ class SessionRoute(Generic[Item, Answer]):
     def replica(self) -> str:
         """The replica's name in the session store; empty where there is none."""
         return "" if self._replica is None else self._replica.name
+
+    @property
+    def drafts_itself(self) -> bool:
+        """Whether the replica, or where there is none the first of its role, drafts for itself."""
+        found = self._pool.first if self._replica is None else self._replica.description
+        return found is not None and found.drafts_itself
 
     @property
     def cache_state(self) -> CacheState:

@@ -30,7 +30,7 @@ from outrider.config import (
     merge,
     translated_layers,
 )
-from outrider.drafters.names import eagle3_name, parse_drafter
+from outrider.drafters.names import same_drafter
 from outrider.errors import (
     NO_TOKENIZER,
     BadRequest,
@@ -213,7 +213,7 @@ def refuse_other_settings(arguments: Arguments, record: DeploymentRecord) -> Non
     values = merge(given, {})
     for key, source in sources.items():
         asked, runs = values[key], running.get(key)
-        same = _same_drafter(str(asked), str(runs)) if key == "draft_model" else asked == runs
+        same = same_drafter(str(asked), str(runs)) if key == "draft_model" else asked == runs
         if key in OF_CALLERS or (key not in SECRETS and same):
             continue
         shown = "" if key in SECRETS else f" with {runs!r}"
@@ -222,15 +222,6 @@ def refuse_other_settings(arguments: Arguments, record: DeploymentRecord) -> Non
             f"deployment runs already{shown} ({record.grpc_address}); stop it first (outrider stop)"
             ", or leave the flag out"
         )
-
-
-def _same_drafter(asked: str, runs: str) -> bool:
-    """Whether a deployment that was given the one runs the other: a published head's files have
-    told its kind."""
-    choice = parse_drafter(asked)
-    name = choice.model and choice.model.name
-    as_head = eagle3_name(asked, name) if name else asked
-    return parse_drafter(runs) in (choice, parse_drafter(as_head))
 
 
 def error_line(error: OutriderError, arguments: Arguments) -> str:

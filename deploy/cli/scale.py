@@ -15,6 +15,7 @@ from deploy.fleet.reconciler import CHANGE_S, FIXED, ReconcilerClient, connect_r
 from deploy.fleet.replica_set import Overview
 from deploy.fleet.spec import FleetSpec
 from outrider.config import WAIT_S_MAX, AutoscaleConfig
+from outrider.drafters.names import same_drafter
 from outrider.errors import ConfigError, SettingError
 from outrider.registry.registry import ROLES, Role
 from outrider.settings import Value
@@ -202,6 +203,9 @@ async def _upgrade(
             key: value for key, value in values.items()
             if key not in SECRETS and value not in (runs_with[key], place[key])
         }  # fmt: skip
+        asked = changes.get("draft_model")
+        if asked and same_drafter(str(asked), spec.given.draft.model):
+            del changes["draft_model"]
         runs = bool(changes) or (await reconciler.call("overview")).num_stale > 0
         if changes:
             await reconciler.call("change", changes, timeout_s=CHANGE_S)

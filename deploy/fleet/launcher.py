@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from outrider.config import BOUND_SETTINGS, DeploymentConfig
+from outrider.drafters.names import same_drafter
 from outrider.errors import OutriderError, SettingError, Unavailable
 from outrider.replica.process_setup import STANDARD_ERROR
 from outrider.sessions.embedded import EmbeddedRedis
@@ -164,6 +165,8 @@ class Deployment:
             key: asked[key] for key, value in runs.items()
             if asked[key] != value and key not in kept
         }  # fmt: skip
+        if same_drafter(self._given.draft.model, before.given.draft.model):
+            changes.pop("draft_model", None)
         if changes:
             self._report(f"replacing its replicas one by one: {', '.join(changes)}")
             await self.reconciler.call("change", changes, timeout_s=CHANGE_S)

@@ -344,6 +344,8 @@ class Fleet:
         self._replicas: dict[str, Replica] = {}
         self._num_started = 0
         self._troubles = {role: Trouble() for role in ROLES}
+        self._ports: dict[int, dict[str, int]] = {}
+        """Of each slot of a role that keeps its ports, those that its last replica had."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """What starts and watches each replica, or ends it, by name."""
         self._changed = asyncio.Event()
@@ -404,6 +406,7 @@ class Fleet:
         for _, name in sorted(by_age.items()):
             if name in adopted:
                 self._replicas[name] = adopted[name]
+                self._note_ports(adopted[name])
             else:
                 _log.warning("%s does not serve, and is ended", name)
                 await self._cluster.remove(there[name])
@@ -507,8 +510,24 @@ class Fleet:
     async def _begin(self, one: Replica) -> None:
         spec = self.spec
         takes_over = any(other is not one and other.slot == one.slot for other in self.of(one.role))
-        config = spec.replica_config(one.role, one.name, one.slot, takes_over=takes_over)
+        ports: Mapping[str, int] = {}
+        if spec.keeps_ports(one.role):
+            ports = self._ports.get(one.slot, ports)
+            if not takes_over:  # Another program may have them by now: the next try takes others.
+                self._ports.pop(one.slot, None)
+        config = spec.replica_config(
+            one.role, one.name, one.slot, takes_over=takes_over, ports=ports
+        )
         await one.begin(config, spec.log_directory, spec.config.model_timeout_s)
+        self._note_ports(one)
+
+    def _note_ports(self, one: Replica) -> None:
+        if self.spec.keeps_ports(one.role):
+            addresses = {"grpc_port": one.address, "port": one.http_address}
+            self._ports[one.slot] = {
+                key: int(address.rpartition(":")[2])
+                for key, address in addresses.items() if address
+            }  # fmt: skip
 
     async def _live(self, one: Replica) -> None:
         """Starts a replica that does not serve yet, watches it until it ends, and removes it."""

@@ -7,6 +7,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from coordinator.actor import CoordinatorActor
@@ -96,10 +97,19 @@ class FleetSpec:
         machine, for callers know their ports."""
         return role == "coordinator" and self.local
 
-    def replica_config(self, role: Role, name: str, slot: int, *, takes_over: bool = False) -> Any:
+    def replica_config(
+        self,
+        role: Role,
+        name: str,
+        slot: int,
+        *,
+        takes_over: bool = False,
+        ports: Mapping[str, int] = MappingProxyType({}),
+    ) -> Any:
         """The configuration that a replica is told; `slot` is its place among those of its role.
         One that `takes_over` begins while another replica of this deployment still has that
-        place. Raises `SettingError` for a port beyond the last."""
+        place. `ports` are those that it has, by key, where the settings say any free one. Raises
+        `SettingError` for a port beyond the last."""
         own: Any = getattr(self.config, role)
         slot = slot if self.local else 0
         member = Membership(
@@ -112,7 +122,8 @@ class FleetSpec:
             keys.append("grpc_port")
             changes |= {"shares_ports": self.local, "takes_over_ports": takes_over and self.local}
         for key in keys:
-            port = getattr(own, key) and getattr(own, key) + slot
+            first = getattr(own, key)
+            port = first + slot if first else ports.get(key, 0)
             if port > PORT_MAX:
                 with by_its_keys(type(own)):
                     raise SettingError(key, f"{port} is wrong; the last port is {PORT_MAX}")
@@ -192,9 +203,14 @@ def plan_fleet(
     if not drafts:
         del demands["draft"]
     config = replace(found, **parts)
+    reads = draft.drafter.model is not None and draft.drafter.model.reads_features
+    # What coordinators know of the way of drafting they learn from the first replicas that they
+    # meet, and so they are replaced, behind the others, where it changes.
+    beside: dict[Role, Any] = {"coordinator": (drafts, draft.drafter.on_target is None, reads)}
     plans = {
         role: hashlib.blake2b(
-            repr((demands.get(role), getattr(config, role))).encode(), digest_size=6
+            repr((demands.get(role), getattr(config, role), beside.get(role))).encode(),
+            digest_size=6,
         ).hexdigest()
         for role in ROLES
     }

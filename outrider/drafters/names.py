@@ -128,6 +128,19 @@ def eagle3_name(draft_model: str, name: str) -> str:
     return draft_model.removesuffix(name) + f"{EAGLE3}:{name}"
 
 
+def same_drafter(one: str, other: str) -> bool:
+    """Whether two `draft_model` may be the same: a published head may be named with its kind, or by
+    its name alone, as its files tell the kind."""
+    return bool({*_meanings(one)} & {*_meanings(other)})
+
+
+def _meanings(draft_model: str) -> tuple[DrafterChoice, ...]:
+    choice = parse_drafter(draft_model)
+    if choice.model is None or choice.model.name is None or choice.model.reads_features:
+        return (choice,)
+    return choice, parse_drafter(eagle3_name(draft_model, choice.model.name))
+
+
 def check_model_name(name: str) -> None:
     """Of a draft model that is no file here, and so is looked for on the hub. A name without a
     slash that is one of the words above, or nearly, is taken for a slip: a hub id can be written as

@@ -249,7 +249,6 @@ async def test_the_only_draft_being_broken_the_stand_in_goes_on_until_there_is_a
     ("role", "first", "other", "reason"),
     [
         ("target", TOY, replace(TOY, vocab_size=7), "another vocabulary"),
-        ("target", TOY, replace(TOY, drafts_itself=True), "way of drafting"),
         ("draft", TOY, replace(TOY, tokenizer_fingerprint="b"), "another tokenizer"),
         ("draft", TOY, replace(TOY, reads_features=True), "which 'big' does not show"),
     ],
@@ -276,6 +275,19 @@ async def test_only_replicas_that_fit_join(
         await pool.join("b", described(first))
     await pool.join_all({"d": described(other)})  # There is one already.
     assert list(pool.replicas) == ["b"]
+
+
+async def test_each_session_goes_by_its_own_targets_way_of_drafting() -> None:
+    """While an upgrade replaces targets by such as draft for themselves, and back."""
+    itself = described(replace(TOY, drafts_itself=True))
+    pool = pool_of(described())
+    await pool.join("r1", itself)
+    for name in ("r0", "r1"):
+        one = session()
+        one.target = CacheState(name, 0)
+        route: SessionRoute[Any, Any] = SessionRoute(pool, context_of(one))
+        assert route.drafts_itself is (name == "r1")
+        route.close()
 
 
 async def test_sessions_are_shared_out_evenly_and_alike_ones_meet() -> None:

@@ -156,3 +156,26 @@ async def test_a_take_over_asks_first_as_older_builds_are_asked(tmp_path: Path) 
     for following in deployment._following:
         following.cancel()
     assert asked == [(), (first,)]
+
+
+@pytest.mark.parametrize(
+    ("other", "asked"),
+    [
+        ({}, []),
+        ({"max_num_seqs": 7}, [{"max_num_seqs": 7}]),
+        ({"draft_model": "b"}, [{"draft_model": "b"}]),
+    ],
+)
+async def test_a_take_over_changes_what_is_another_setting(
+    tmp_path: Path, other: dict[str, Any], asked: list[dict[str, Any]]
+) -> None:
+    """A head that is named without its kind is the one that runs."""
+    settings = {"address": "head:1", "draft_model": "a/head"}
+    deployment: Any = Deployment(load_config(settings | other, {}), tmp_path)
+    runs = load_config(settings | {"draft_model": "eagle3:a/head"}, {})
+    deployment.reconciler = AsyncMock()
+    deployment.reconciler.call.return_value = Mock(given=runs)
+    deployment._go_on = AsyncMock()
+    await deployment._take_over()
+    calls = [call.args for call in deployment.reconciler.call.await_args_list]
+    assert calls == [("spec",), *(("change", changes) for changes in asked)]

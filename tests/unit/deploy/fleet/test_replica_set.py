@@ -198,8 +198,9 @@ async def test_what_another_plan_changes_is_replaced_one_by_one() -> None:
 
 
 async def test_a_coordinator_has_the_ports_of_the_one_that_it_replaces() -> None:
-    """And starts before that one ends, so that somebody listens on each port all the time."""
-    async with playing(num_coordinators=2, grpc_port=7000) as world:
+    """Also where it was any free one; and starts before that one ends, so that somebody listens on
+    each port all the time."""
+    async with playing(num_coordinators=2, grpc_port=7000, port=0) as world:
 
         def configs() -> list[Any]:
             return [world.actor(name).config for name in world.names("coordinator")]
@@ -207,6 +208,7 @@ async def test_a_coordinator_has_the_ports_of_the_one_that_it_replaces() -> None
         await world.registry.want({"coordinator": 3})
         await asyncio.sleep(10)
         old, slots = world.names("coordinator"), {7000, 7001, 7002}
+        by_http = {one.http_address.rpartition(":")[2] for one in world.fleet.of("coordinator")}
         assert not any(one.takes_over_ports for one in configs())
         await world.upgrade(deadline_ms=999)
         for _ in range(600):
@@ -215,6 +217,7 @@ async def test_a_coordinator_has_the_ports_of_the_one_that_it_replaces() -> None
             await asyncio.sleep(0.1)
         assert not {*world.names("coordinator")} & {*old}
         assert all(one.takes_over_ports for one in configs())
+        assert {str(one.port) for one in configs()} == by_http
         assert len(configs()) == len(slots)
 
 

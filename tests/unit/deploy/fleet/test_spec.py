@@ -126,6 +126,15 @@ def test_gpus_are_shared_out(gpus: float, settings: str, target: float, draft: f
     assert found == tuple((share, "cuda" if share else "cpu") for share in (target, draft))
 
 
+def test_coordinators_are_replaced_where_what_drafts_is_of_another_kind() -> None:
+    """Behind the others: they have learned from the first ones what these can do."""
+    kinds = ["a", "b", "medusa:a", "early-exit:a", "eagle:a", "eagle:b", "suffix"]
+    plans = [spec(engine="transformers", model="m", draft_model=one).plans for one in kinds]
+    a, b, medusa, early, eagle, eagle_b, suffix = (one["coordinator"] for one in plans)
+    assert (a, medusa, eagle) == (b, early, eagle_b)
+    assert len({a, medusa, eagle, suffix}) == 4
+
+
 @pytest.mark.parametrize(
     ("gpus", "settings", "expected"),
     [
