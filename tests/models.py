@@ -135,12 +135,13 @@ def save_tiny_model(
     dtype: torch.dtype = torch.float32,
     eos_token_id: int | None = None,
     max_model_len: int = MAX_MODEL_LEN,
+    num_layers: int = 2,
     tokenizer: PreTrainedTokenizerFast | None = None,
 ) -> Path:
     """Saves a random model as safetensors; returns `directory`. `vocab_size` is the width of its
     logits, so a wider one than a peer's (or its tokenizer's) is a padded vocabulary."""
     config = tiny_config(family, vocab_size, max_model_len)
-    config.eos_token_id = eos_token_id
+    config.eos_token_id, config.num_hidden_layers = eos_token_id, num_layers
     module = tiny_module(config, seed, dtype)
     module.generation_config.eos_token_id = eos_token_id
     module.save_pretrained(directory)

@@ -14,6 +14,7 @@ from benchmarks.report import Report
 from draft_service.training.options import STUDENT, DistillOptions, draft_model
 from outrider.config import TargetConfig, deployment_settings
 from outrider.drafters.names import (
+    EAGLE3,
     SHIPPED,
     DrafterChoice,
     DraftModel,
@@ -96,9 +97,9 @@ def distill(arguments: Arguments) -> int:
     check_out(options.out)
     target, text = _target(config)
     if start_name is not None:
-        trust, heads = config.trust_remote_code, options.kind != STUDENT
+        trust, heads = config.trust_remote_code, options.kind not in (STUDENT, EAGLE3)
         with blaming("start_from"):
-            start = resolve_model(start_name, trust_remote_code=trust, heads=heads)
+            start = resolve_model(start_name, trust_remote_code=trust, heads=heads, drafts=True)
         options = replace(options, start_from=start)
     options = replace(
         options,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from outrider.models.drafter_checkpoint import TrainedDescription
-
 from .documents import HELD_OUT_EVERY
 from .measuring import Measured
 from .options import DistillOptions, draft_model
@@ -20,13 +18,15 @@ token."""
 
 def render_card(
     options: DistillOptions,
-    description: TrainedDescription,
+    target: str,
+    fingerprint: str,
     trainer: Trainer,
     dataset: Dataset,
     seconds: Mapping[str, float],
     measured: Sequence[Measured],
 ) -> str:
-    """`seconds` by stage; acceptance in held-out texts, and in answers to `options.measure`."""
+    """Of a drafter for the `target` with tensors of this fingerprint; `seconds` by stage;
+    acceptance in held-out texts, and in answers to `options.measure`."""
     learner, cache, now = trainer.learner, dataset.cache, trainer.now
     learned = [cache.documents[index] for index in dataset.learned]
     passes = now.num_tokens / sum(document.num_learned for document in learned)
@@ -42,12 +42,11 @@ one of them. Texts by others were not searched.
 {_tables(of_prompts)}
 
 """
-    return f"""# A drafter for {description.target}
+    return f"""# A drafter for {target}
 
-Made by `outrider distill` for speculative decoding of the target {description.target} with tensors
-`{description.target_fingerprint}`, and for no other: its embeddings and head are the target's and
-are not stored here. Serve it with `outrider serve {description.target} --draft-model \
-{draft_model(options.kind, "DIR")}`.
+Made by `outrider distill` for speculative decoding of the target {target} with tensors
+`{fingerprint}`, and for no other: its embeddings and head are the target's{learner.said_of_ends}.
+Serve it with `outrider serve {target} --draft-model {draft_model(options.kind, "DIR")}`.
 
 - Of the kind `{options.kind}`.
 - {sum(w.numel() for w in learner.weights.values()) / 1e6:.1f} million parameters of its own, begun
@@ -55,7 +54,7 @@ are not stored here. Serve it with `outrider serve {description.target} --draft-
 - Of the head it has the rows for {len(learner.token_ids):,} tokens, to which the target gives at
   least {measured[0].covered:.1%} of its probability in held-out answers; other \
 tokens are never proposed.
-- Matrices are stored as int8 with one scale a row. What is measured here was measured after that.
+- {learner.said_of_storage} What is measured here was measured after that.
 - {now.num_steps:,} steps over {now.num_tokens:,} tokens, repetitions included: all that
   there is to learn from {passes:,.2f} times. Seed {options.seed}; {times}.
 

@@ -29,7 +29,6 @@ from outrider.engine.cuda.table_steps import find_backend
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import SettingError
 from outrider.kv_cache.storage import memory_budget
-from outrider.models.drafter_checkpoint import FORMAT, TrainedDescription, TrainedKind, as_stored
 from outrider.models.fingerprint import tensors_fingerprint
 from outrider.models.module_replacement import speed_up
 
@@ -110,7 +109,7 @@ class _Run:
         self._module, self._info = module, info = target.load()
         check_head(module)
         use_plain_attention(module)
-        self._learner = LEARNERS[TrainedKind(options.kind)](options, module)
+        self._learner = LEARNERS[options.kind](options, module)
         if options.start_from is not None:
             self._learner.load(options.start_from, target)
         self._vocab_size = len(module.get_input_embeddings().weight)
@@ -145,7 +144,7 @@ class _Run:
         trainer = self._train(dataset, max(TRAINING_SHARE * seconds, left))
         with torch.no_grad():
             for weight in learner.weights.values():
-                weight.copy_(as_stored(weight.detach()))
+                weight.copy_(learner.as_stored(weight.detach()))
         self._report("measuring", 0.0, None)
         began = time.monotonic()
         measured = [
@@ -158,17 +157,10 @@ class _Run:
             "training": trainer.spent.seconds,
             "measuring": time.monotonic() - began + sum(took for _, took in measured_by),
         }
-        description = TrainedDescription(
-            format=FORMAT,
-            kind=learner.kind,
-            target=self._target.name,
-            target_fingerprint=fingerprint,
-            vocab_size=self._vocab_size,
-            draft_vocab_size=len(learner.token_ids),
-        )
-        card = render_card(options, description, trainer, dataset, spent, measured)
+        whose = (self._target.name, fingerprint)
+        card = render_card(options, *whose, trainer, dataset, spent, measured)
         with filled(options.out) as directory:
-            learner.save(directory, description)
+            learner.save(directory, self._target, fingerprint)
             (directory / CARD_FILE).write_text(card, encoding="utf-8")
         of_prompts = measured[1] if options.measure else None
         return Distilled(

@@ -4,8 +4,8 @@ kind         a chain begins behind           and reads along it
 student      every place, of one token       the text's tokens
 Medusa       every learned token but the     the text's tokens, and what the target's head read at
              last of a document              the first place
-EAGLE        the same                        the text's tokens, and its own guesses of what the
-                                             target's head read
+EAGLE-3      every place but a text's first, the text's tokens, what the target's layers read
+             of one token                    before the first place, and its own outputs behind it
 early exit   every place, of one token       what the target's layer N put out there
 
 Draft token i of a chain is scored against what the target says of the place i further on. So the
@@ -23,16 +23,26 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from outrider.drafters.names import EAGLE3
 from outrider.errors import SettingError
 from outrider.models.drafter_checkpoint import (
+    FORMAT,
     LoadedHead,
     TrainedDescription,
     TrainedKind,
+    as_stored,
     head_of,
     save_head,
 )
-from outrider.models.eagle import EagleHead, load_eagle_on
+from outrider.models.eagle3 import (
+    Eagle3Config,
+    Eagle3Head,
+    Eagle3LayerConfig,
+    load_eagle3,
+    save_speculators,
+)
 from outrider.models.early_exit import (
     ExitHead,
     check_exit,
@@ -49,13 +59,19 @@ from outrider.settings import blaming
 
 from .documents import Array
 from .options import HEADS, LAYERS, DistillOptions
-from .teacher import Batch, Target
+from .teacher import Batch, Shown, Target
 
 NUM_DEPTHS = 3
-"""Tokens of the chains that an EAGLE head learns from, and is measured with."""
+"""Tokens of the chains that an EAGLE-3 head learns from, and is measured with."""
+_LAYERS_WITH_TAPS = 7
+"""The least that a target has whose layers 2, n // 2 and n - 3 are three."""
 _CHAIN_INNER_WIDTHS = 2
 _EXIT_INNER_WIDTHS = 4
 """The inner width of a new head, in widths of the target."""
+_EAGLE3_INNER_WIDTHS = 4
+_EPS, _ROPE_THETA = 1e-5, 10_000.0
+"""Of a new EAGLE-3 head: under the root of its norms, and of its rotations where the target does
+not state one base for all of its layers."""
 _FIRST_SCALE = 0.25
 """What the target's norm is multiplied by in a new exit head: the norm was made for what the last
 layer puts out, and is far too sure of what an early one does. (Cross-entropy before any training,
@@ -78,17 +94,20 @@ class Depth(NamedTuple):
 class Learner:
     """A drafter of one kind that learns. `load` or `make` gives it a module, once."""
 
-    kind: ClassVar[TrainedKind]
+    kind: ClassVar[str]
     num_learned_min: ClassVar[int] = 2
     """Learned tokens of a document that something can be drafted for: the first one may be the
     newest token of the first draft."""
-    layer: int | None = 0
-    """What of the target it learns from beside its answers: see `TeacherCache`."""
+    layer: Shown = 0
+    """What of the target it learns from beside its answers."""
     num_depths: int | None = None
     """Tokens of a chain that a step drafts; None = one, and further ones come from further
     steps."""
     began: str
     """What it begins as; for people."""
+    said_of_ends: ClassVar[str] = " and\nare not stored here"
+    said_of_storage: ClassVar[str] = "Matrices are stored as int8 with one scale a row."
+    """What its card says of the target's embeddings and head, and of its own weights."""
     key: str
     """What tells it from every other of the same target and texts."""
     module: Any
@@ -135,10 +154,26 @@ class Learner:
         gradient where one is wanted."""
         raise NotImplementedError
 
-    def save(self, directory: Path, description: TrainedDescription) -> None:
+    def as_stored(self, weight: Tensor) -> Tensor:
+        """What is left of a weight once it has been saved and loaded."""
+        return as_stored(weight)
+
+    def save(self, directory: Path, target: Target, fingerprint: str) -> None:
         """Writes its files, but for the card."""
-        token_ids = torch.from_numpy(self.token_ids)
-        save_head(directory, self.module, token_ids, description, self.layer or 0)
+        token_ids, description = self._description(target, fingerprint)
+        num_layers = self.layer if isinstance(self.layer, int) else 0
+        save_head(directory, self.module, token_ids, description, num_layers)
+
+    def _description(self, target: Target, fingerprint: str) -> tuple[Tensor, TrainedDescription]:
+        """The tokens of its logits, and whose drafter it is."""
+        return torch.from_numpy(self.token_ids), TrainedDescription(
+            format=FORMAT,
+            kind=TrainedKind(self.kind),
+            target=target.name,
+            target_fingerprint=fingerprint,
+            vocab_size=len(self._embeddings),
+            draft_vocab_size=len(self.token_ids),
+        )
 
     def _load(self, start: Path, target: Target, names: Any) -> LoadedHead[Any]:
         raise NotImplementedError
@@ -212,43 +247,110 @@ class Medusa(Learner):
         self.num_depths = len(module.heads)
 
 
-class Eagle(Learner):
-    """A head apart from the target: a step drafts `NUM_DEPTHS` tokens."""
+class Eagle3(Learner):
+    """One layer more, over what three layers of the target read: a step drafts `NUM_DEPTHS` tokens.
+    It is saved as speculators and vLLM load it."""
 
-    kind = TrainedKind.EAGLE
-    began = "a layer that passes on what the target's own head read"
+    kind = EAGLE3
+    began = "a layer that passes on what the target's last but two reads"
+    said_of_ends = ", copies\nof which are stored here"
+    said_of_storage = "Its files have the form of speculators 0.9."
     num_depths = NUM_DEPTHS
+    layer: tuple[int, ...]
+
+    def __init__(self, options: DistillOptions, target: Any) -> None:
+        super().__init__(options, target)
+        with blaming("kind"):
+            last_norm(target)
+            num_layers = len(layers_of(target))
+        if num_layers < _LAYERS_WITH_TAPS:
+            raise SettingError(
+                "kind",
+                f"an EAGLE-3 head reads three layers of its target, which has {num_layers}; "
+                f"{_LAYERS_WITH_TAPS} are the least",
+            )
+        self.layer = (2, num_layers // 2, num_layers - 3)
+
+    @property
+    def head(self) -> Tensor:
+        weight: Tensor = self.module.lm_head.weight
+        return weight
 
     def draft(self, batch: Batch) -> list[Depth]:
-        """Chains that the documents are long enough for; those of row r begin with its pair and are
-        scored against row r + 1, r + 2, .. The first pair of a document is that of its first
-        learned token: when an answer begins, there are no hidden states of what stands before."""
-        sizes = batch.sizes
-        parts = (batch.features.to(self.head.dtype), batch.token_ids.reshape(-1)[batch.rows + 1])
-        features, tokens = (
-            nn.utils.rnn.pad_sequence([*torch.split(part, sizes)], batch_first=True)
-            for part in parts
-        )
-        lengths = torch.tensor(sizes, device=features.device)
-        is_pair = torch.arange(features.shape[1], device=features.device) < lengths[:, None]
-        tokens = nn.functional.pad(tokens, (0, NUM_DEPTHS - 1))
+        """Chains that the documents are long enough for; those of row r begin with the pair of the
+        token there, and are scored against row r, r + 1, .. A text's first token has no pair."""
+        module, width = self.module, batch.token_ids.shape[1]
+        features = module.fuse(batch.taps[:, :-1].to(self.head.dtype))
+        tokens = nn.functional.pad(batch.token_ids[:, 1:], (0, NUM_DEPTHS - 1))
+        # Of each row's place in its text the pair is one lower, and so are all texts' lengths.
+        pairs = batch.rows - batch.rows // width - 1
+        [starts] = (batch.rows % width > 0).nonzero(as_tuple=True)
         found: list[Depth] = []
-        for depth, guessed in enumerate(self.module.unroll(features, tokens, NUM_DEPTHS)):
-            [rows] = (batch.behind > depth).nonzero(as_tuple=True)
-            if not len(rows):
+        for depth, hidden in enumerate(module.unroll(features, tokens, NUM_DEPTHS)):
+            starts = starts[batch.behind[starts] >= depth]
+            if not len(starts):
                 break
-            found.append(Depth(guessed[is_pair][rows], rows + depth + 1))
+            read = module.norm(hidden.flatten(0, 1)[pairs[starts]])
+            found.append(Depth(read, starts + depth))
         return found
 
+    def as_stored(self, weight: Tensor) -> Tensor:
+        """Itself."""
+        return weight
+
+    def save(self, directory: Path, target: Target, fingerprint: str) -> None:
+        """The library reads its target's configuration where the name that it is given says."""
+        is_id = "/" in target.name and not Path(target.name).exists()
+        save_speculators(
+            directory, self.module, self.token_ids.tolist(), num_draft_tokens=NUM_DEPTHS,
+            target_name=target.name if is_id else str(target.directory),
+            architectures=[type(self._target).__name__],
+        )  # fmt: skip
+
     def _load(self, start: Path, target: Target, names: Any) -> LoadedHead[Any]:
-        rows = self._target.get_output_embeddings().weight
-        return load_eagle_on(start, self._embeddings, rows, **names)
+        found = load_eagle3(
+            start, self._target, name=names["name"], target_name=names["target_name"]
+        )
+        self.layer = found.module.layer_ids
+        return LoadedHead(found.module, found.token_ids)
 
     def _make(self, token_ids: Tensor) -> Any:
-        inner = _CHAIN_INNER_WIDTHS * self._width
-        module = EagleHead(self._embeddings, self._rows(token_ids), inner)
-        self._fill(module.layer, ("join", "out", "down"))
-        return module
+        """The layer is as wide as the target's, and has as many heads. All that it reads is normed,
+        so that its weights need not learn how large that is."""
+        sizes, width = self._target.config.get_text_config(), self._width
+        heads = sizes.num_attention_heads
+        rope = getattr(sizes, "rope_parameters", None) or {}
+        layer = Eagle3LayerConfig(
+            vocab_size=len(self._embeddings), hidden_size=width,
+            intermediate_size=_EAGLE3_INNER_WIDTHS * width, num_attention_heads=heads,
+            num_key_value_heads=getattr(sizes, "num_key_value_heads", heads),
+            head_dim=getattr(sizes, "head_dim", None) or width // heads,
+            rms_norm_eps=_EPS, rope_theta=rope.get("rope_theta", _ROPE_THETA),
+            max_position_embeddings=sizes.max_position_embeddings,
+        )  # fmt: skip
+        with parameters_on_meta():
+            module = Eagle3Head(
+                Eagle3Config(
+                    layer=layer, draft_vocab_size=len(token_ids), layer_ids=self.layer,
+                    target_width=width, norm_before_residual=True, fc_norm=True,
+                )
+            )  # fmt: skip
+        module.embed_tokens.weight = self._embeddings
+        module.lm_head.weight = self._rows(token_ids)
+        self._fill(module, ("fc", "o_proj", "down_proj"))
+        module.fc.weight.data[:, -width:].diagonal().add_(1)
+        for part in module.modules():
+            if isinstance(part, LlamaRMSNorm):
+                part.weight = nn.Parameter(torch.ones(part.weight.shape).to(self._embeddings))
+        last = norm_weight(last_norm(self._target), width)
+        module.norm.weight = nn.Parameter(last.to(self._embeddings))
+        return module.to(self._embeddings.device)
+
+    def _train(self, module: Any, token_ids: Array) -> None:
+        super()._train(module, token_ids)
+        # One that was loaded may have embeddings of its own.
+        if (embeddings := self.weights.pop("embed_tokens.weight", None)) is not None:
+            embeddings.requires_grad_(False)
 
 
 class EarlyExit(Learner):
@@ -307,8 +409,8 @@ class Student(Learner):
         read = self.module.base_model(input_ids=batch.token_ids, use_cache=False)
         return _next_tokens(read.last_hidden_state.flatten(0, 1)[batch.rows])
 
-    def save(self, directory: Path, description: TrainedDescription) -> None:
-        save_drafter(directory, self.module, torch.from_numpy(self.token_ids), description)
+    def save(self, directory: Path, target: Target, fingerprint: str) -> None:
+        save_drafter(directory, self.module, *self._description(target, fingerprint))
 
     def _load(self, start: Path, target: Target, names: Any) -> LoadedHead[Any]:
         module, info = load_drafter(
@@ -354,7 +456,9 @@ class Student(Learner):
         use_plain_attention(module)
 
 
-LEARNERS = {learner.kind: learner for learner in (Student, Medusa, Eagle, EarlyExit)}
+LEARNERS: dict[str, type[Learner]] = {
+    learner.kind: learner for learner in (Student, Medusa, EarlyExit, Eagle3)
+}
 
 
 def _next_tokens(hidden: Tensor) -> list[Depth]:

@@ -22,10 +22,10 @@ class DistillOptions:
     out: Internal[Path]
     """The drafter's directory; it must not exist, be empty, or hold a drafter alone, which is
     replaced."""
-    kind: Literal["student", "medusa", "early-exit", "eagle"] = "student"
+    kind: Literal["student", "medusa", "early-exit", "eagle3"] = "student"
     """`student`: a small model of its own; `medusa`: heads on the target; `early-exit`: a head
-    behind the target's first layers; `eagle`: a layer in the draft service that reads the target's
-    hidden states."""
+    behind the target's first layers; `eagle3`: a layer over what three of the target's read, in
+    the form of speculators, which other programs load, too."""
     minutes: Annotated[float, between(0.01, 7 * 24 * 60)] = 30.0
     """To write, to read and to train, on a CPU or on a GPU, earlier parts of the same run included;
     measuring comes on top."""
@@ -52,8 +52,9 @@ class DistillOptions:
     """Of all randomness."""
     tokens: Annotated[int | None, between(0, 2**26)] = None
     """That the target writes, of which each takes some 260 bytes on disk, and but for a student two
-    for each number of the target's width, too; unset = what the minutes allow. With `--steps` and
-    without a GPU, a run can be repeated exactly."""
+    for each number of the target's width, too (six, and those of prompts as well, for `eagle3`);
+    unset = what the minutes allow. With `--steps` and without a GPU, a run can be repeated
+    exactly."""
     steps: Annotated[int | None, between(1, 10**7)] = None
     """Of training; unset = what the minutes allow."""
 

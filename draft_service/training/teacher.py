@@ -6,6 +6,8 @@ array       a row for each learned token, in the order of the documents
 `written`   float16, of the token that stands there
 `features`  [D] float16: what the target's head read to say so, or what one of its layers put out
             there; for drafters that learn from it
+`taps`      [taps * D] the bits of bfloat16, of every token of the text: what some of the target's
+            layers read there, side by side
 
 A file holds the arrays of `_DOCUMENTS_OF_A_FILE` documents.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +26,11 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from outrider.engine.interface import ModelInfo
 from outrider.errors import ConfigError
-from outrider.models.early_exit import watched_layer
+from outrider.models.early_exit import watched_layer, watched_layers
 from outrider.models.loading import load_model
 from outrider.speculation.logits_processing import largest
 
@@ -39,6 +42,11 @@ _TOKENS_OF_A_PASS = {"cpu": 4096, "cuda": 65_536}
 ROWS_OF_A_BLOCK = {"cpu": 256, "cuda": 8192}
 """Rows of logits that are made at once."""
 _DOCUMENTS_OF_A_FILE = 64
+_TAPS = "taps"
+Shown = int | tuple[int, ...] | None
+"""What is kept of the target beside its answers: nothing; with a number what the last of so many
+layers puts out, divided by its root mean square, as an exit head does first (it may be beyond
+float16); 0 = what the head reads; with several what these layers read, counted from 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,24 +78,23 @@ class TeacherCache:
         place: Path,
         documents: Sequence[Document],
         module: Any,
-        layer: int | None = None,
+        shown: Shown = None,
     ) -> None:
-        """In a folder of `place`, of the target's module. With a `layer` with what the last of so
-        many layers puts out, divided by its root mean square, as an exit head does first (it may be
-        beyond float16); 0 = with what the head reads."""
+        """In a folder of `place`, of the target's module."""
         self.documents: list[Document] = []
         for start in range(0, len(documents), _DOCUMENTS_OF_A_FILE):
             pool = documents[start : start + _DOCUMENTS_OF_A_FILE]
             self.documents += sorted(pool, key=lambda one: len(one.token_ids))
-        self.name = folder_name("answers", str(module.dtype), _fingerprint(documents), layer)
+        self.name = folder_name("answers", str(module.dtype), _fingerprint(documents), shown)
         self._directory = place / self.name
         self.spent = Stopwatch(self._directory)
         self.vocab_size = len(module.get_input_embeddings().weight)
         self.device: torch.device = module.device
         self._module = module
-        self._layer = layer
-        lengths = [document.num_learned for document in self.documents]
-        self._starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        self._shown = shown
+        sizes = [(one.num_learned, len(one.token_ids)) for one in self.documents]
+        self._starts = np.cumsum([(0, 0), *sizes], axis=0, dtype=np.int64)
+        """Of each document's learned tokens, and of all its tokens."""
         self._files: list[Any] = []
         while self._path.exists():
             self._open()
@@ -103,9 +110,12 @@ class TeacherCache:
     def _answer(self, index: int) -> dict[str, Array]:
         number = index // _DOCUMENTS_OF_A_FILE
         first = self._starts[number * _DOCUMENTS_OF_A_FILE]
-        rows = slice(*(self._starts[index : index + 2] - first).tolist())
+        learned, whole = (slice(*ends) for ends in (self._starts[index : index + 2] - first).T)
         file = self._files[number]
-        return {name: file.get_slice(name)[rows] for name in file.keys()}  # noqa: SIM118
+        return {
+            name: file.get_slice(name)[whole if name == _TAPS else learned]
+            for name in file.keys()  # noqa: SIM118
+        }
 
     def batches(self, indices: Sequence[int], size: int) -> list[list[int]]:
         """In batches of documents of similar length: up to so many tokens, with what pads each to
@@ -128,7 +138,7 @@ class TeacherCache:
             ):
                 pool = range(start, min(start + _DOCUMENTS_OF_A_FILE, len(self.documents)))
                 answers = _joined(
-                    ask(self._module, [self.documents[i] for i in batch], self._layer)
+                    ask(self._module, [self.documents[i] for i in batch], self._shown)
                     for batch in self.batches(pool, size)
                 )
                 with replacing(self._path) as partial:
@@ -173,18 +183,21 @@ def _joined(parts: Iterable[dict[str, Array]]) -> dict[str, Array]:
     return {name: np.concatenate([part[name] for part in found]) for name in found[0]}
 
 
-def ask(module: Any, documents: Sequence[Document], layer: int | None) -> dict[str, Array]:
+def ask(module: Any, documents: Sequence[Document], shown: Shown) -> dict[str, Array]:
     """The target's answers about the learned tokens of `documents`, one after another, by the names
-    of the arrays; `layer` as for `TeacherCache`."""
+    of the arrays."""
     device = module.device
     ids, rows, following = (torch.from_numpy(part).to(device) for part in packed(documents))
-    watching = watched_layer(module, layer) if layer else nullcontext()
-    with torch.inference_mode(), watching as watched:
+    with torch.inference_mode(), ExitStack() as stack:
+        watched: list[Any] = []
+        if isinstance(shown, tuple):
+            watched = stack.enter_context(watched_layers(module, shown))
+        elif shown:
+            watched = [stack.enter_context(watched_layer(module, shown))]
         # Padding stands behind every text, where a causal model does not look: no mask is needed.
         hidden = module.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        shown: Any = hidden if watched is None else watched.output
-        hidden, shown = (part.flatten(0, 1)[rows] for part in (hidden, shown))
-        blocks = (torch.split(part, ROWS_OF_A_BLOCK[device.type]) for part in (hidden, following))
+        read = hidden.flatten(0, 1)[rows]
+        blocks = (torch.split(part, ROWS_OF_A_BLOCK[device.type]) for part in (read, following))
         found = [_likeliest(module, *block) for block in zip(*blocks, strict=True)]
     tokens, logprobs, written = (
         torch.cat(column).cpu().numpy() for column in zip(*found, strict=True)
@@ -192,10 +205,16 @@ def ask(module: Any, documents: Sequence[Document], layer: int | None) -> dict[s
     is_small = len(module.get_output_embeddings().weight) <= np.iinfo(np.uint16).max + 1
     answers = {"ids": tokens.astype(np.uint16 if is_small else np.uint32), "logprobs": logprobs,
                "written": written}  # fmt: skip
-    if layer is not None:
-        if layer:
-            shown = nn.functional.rms_norm(shown.float(), shown.shape[-1:])
-        kept = shown.half()
+    if isinstance(shown, tuple):
+        taps = torch.cat([layer.read for layer in watched], -1).bfloat16().view(torch.int16)
+        lengths = torch.tensor([len(document.token_ids) for document in documents])
+        is_token = torch.arange(ids.shape[1]) < lengths[:, None]
+        answers[_TAPS] = taps[is_token.to(device)].cpu().numpy()
+    elif shown is not None:
+        if shown:
+            output = watched[0].output.flatten(0, 1)[rows].float()
+            read = nn.functional.rms_norm(output, output.shape[-1:])
+        kept = read.half()
         if not kept.isfinite().all():
             raise ConfigError("what the target's head reads is beyond the range of float16")
         answers["features"] = kept.cpu().numpy()
@@ -284,6 +303,9 @@ class Batch:
     features: Tensor
     """[R, D], float16: what the target's head read at each, or one of its layers put out; of width
     0 where neither was kept."""
+    taps: Tensor
+    """[B, T, taps * D], bfloat16: what some of the target's layers read at every token, side by
+    side; of width 0 where they were not kept."""
 
 
 class Dataset:
@@ -325,7 +347,12 @@ class Dataset:
             sizes=sizes,
             behind=self._put(np.concatenate([np.arange(size)[::-1] for size in sizes])),
             features=self._put(answers.get("features", np.zeros((len(rows), 0), np.float16))),
+            taps=self._taps(answers, [len(document.token_ids) for document in documents]),
         )
+
+    def _taps(self, answers: dict[str, Array], lengths: list[int]) -> Tensor:
+        flat = self._put(answers.get(_TAPS, np.zeros((sum(lengths), 0), np.int16)))
+        return pad_sequence([*torch.split(flat.view(torch.bfloat16), lengths)], batch_first=True)
 
     def _put(self, values: Array) -> Tensor:
         return torch.from_numpy(values).to(self.cache.device)

@@ -29,8 +29,8 @@ from draft_service.training.learners import (
 from draft_service.training.measuring import Measured, measure
 from draft_service.training.options import DistillOptions
 from draft_service.training.teacher import Batch, Dataset, Target, TeacherCache
-from outrider.models.drafter_checkpoint import WEIGHTS_FILE, TrainedKind
-from outrider.models.eagle import load_eagle
+from outrider.models.drafter_checkpoint import WEIGHTS_FILE
+from outrider.models.eagle3 import load_eagle3
 from outrider.models.early_exit import load_exit
 from outrider.models.medusa import load_heads
 from outrider.models.student import load_drafter
@@ -41,24 +41,25 @@ from outrider.speculation.text_acceptance import acceptance_of_windows, conditio
 VOCAB: Final = 48
 TOKEN_IDS: Final = np.array([token_id for token_id in range(VOCAB) if token_id % 6])
 NUM_HEADS: Final = 3
-KINDS: Final = list(TrainedKind)
+NUM_LAYERS: Final = 7
+KINDS: Final = list(LEARNERS)
 WISHES: Final[dict[str, dict[str, Any]]] = {
-    "student": {"layers": 1}, "medusa": {"heads": NUM_HEADS}, "eagle": {},
+    "student": {"layers": 1}, "medusa": {"heads": NUM_HEADS}, "eagle3": {},
     "early-exit": {"layers": 1},
 }  # fmt: skip
-LOUD: Final = ("down", "join", "out", "mix")
+LOUD: Final = ("down", "down_proj", "o_proj", "mix")
 
 
 @pytest.fixture(scope="module")
 def module() -> Any:
     config = tiny_config("llama", VOCAB)
-    config.num_hidden_layers = 3
+    config.num_hidden_layers = NUM_LAYERS
     return tiny_module(config)
 
 
 def new(module: Any, kind: str, seed: int = 0, **wishes: object) -> Any:
     options: Any = DistillOptions(out=Path(), kind=kind, seed=seed, **(WISHES[kind] | wishes))  # type: ignore[arg-type]
-    learner = LEARNERS[TrainedKind(kind)](options, module)
+    learner = LEARNERS[kind](options, module)
     learner.make(TOKEN_IDS)
     return learner
 
@@ -115,13 +116,17 @@ def chains(module: Any, learner: Any, document: Document) -> Iterator[list[tuple
                     chain.append((f, at))
                 yield chain
         else:
-            num = length - first
-            behind = torch.nn.functional.pad(ids[None, first:], (0, NUM_DEPTHS))
-            own, tokens = read[-1][:, first - 1 : -1], behind[:, : num + NUM_DEPTHS - 1]
-            guessed = list(learner.module.unroll(own, tokens, NUM_DEPTHS))
-            for start in range(num - 1):
-                depths = range(min(NUM_DEPTHS, num - 1 - start))
-                yield [(guessed[depth][0, start], first + start + depth) for depth in depths]
+            taps = torch.cat([read[index] for index in (2, NUM_LAYERS // 2, NUM_LAYERS - 3)], -1)
+            for newest in range(max(1, first - 1), length - 1):
+                places = range(newest, min(newest + NUM_DEPTHS, length - 1))
+                features = learner.module.fuse(taps[:, :newest])
+                behind = torch.nn.functional.pad(ids[None, 1:], (0, NUM_DEPTHS))
+                behind = behind[:, : newest + len(places) - 1]
+                found = learner.module.unroll(features, behind, len(places))
+                yield [
+                    (learner.module.norm(hidden[0, -1]), at)
+                    for hidden, at in zip(found, places, strict=True)
+                ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -290,14 +295,15 @@ def test_layers_that_copy_are_found_behind_those_that_gather() -> None:
 def loaded(kind: str, out: Path, target: Target) -> tuple[Any, Any]:
     """As it is loaded to be served: its module, and the tokens of its logits."""
     names: Any = {"name": "out", "target_directory": target.directory, "target_name": "tiny"}
-    if kind in ("student", "eagle"):
-        load: Any = load_drafter if kind == "student" else load_eagle
-        found, info = load(out, target.directory, name="out", target="tiny")
-        return getattr(found, "module", found), info.logit_token_ids
+    if kind == "student":
+        found, info = load_drafter(out, target.directory, name="out", target="tiny")
+        return found, info.logit_token_ids
     module: Any = target.load()[0]
-    if kind == "medusa":
+    if kind == "eagle3":
+        found = load_eagle3(out, module, name="out", target_name="tiny")
+    elif kind == "medusa":
         ends = (module.get_input_embeddings(), module.get_output_embeddings())
-        found: Any = load_heads(out, *(end.weight for end in ends), **names)
+        found = load_heads(out, *(end.weight for end in ends), **names)
     else:
         found = load_exit(out, module, **names)
     return found.module, found.token_ids
@@ -310,7 +316,7 @@ def test_what_is_stored_is_what_was_measured_and_learns_on(
     """Logit for logit, once it is loaded to be served, or to learn on: behind the layers and with
     the tokens that it has. Nothing else learns."""
     torch.set_num_threads(1)
-    directory = save_tiny_model(tmp_path / "target", eos_token_id=3)
+    directory = save_tiny_model(tmp_path / "target", eos_token_id=3, num_layers=NUM_LAYERS)
     target = Target("tiny", directory, Template((0, 5), (3, 6)), None)
     seen: list[tuple[Batch, list[torch.Tensor]]] = []
 
@@ -325,7 +331,7 @@ def test_what_is_stored_is_what_was_measured_and_learns_on(
 
     monkeypatch.setattr(distilling, "measure", watched)
     options = DistillOptions(
-        out=tmp_path / "out", kind=kind, draft_vocab=24, tokens=2500, steps=5, **WISHES[kind]
+        out=tmp_path / "out", kind=kind, draft_vocab=24, tokens=4000, steps=5, **WISHES[kind]
     )
     distill(options, target, tmp_path / "cache", lambda stage, part, point: None)
     module, token_ids = loaded(kind, tmp_path / "out", target)
@@ -333,7 +339,7 @@ def test_what_is_stored_is_what_was_measured_and_learns_on(
     [(batch, expected)] = seen
     start = tmp_path / "out"
     again = replace(options, start_from=start, layers=None, heads=None, draft_vocab=None)
-    learner: Any = LEARNERS[TrainedKind(kind)](again, target.load()[0])
+    learner: Any = LEARNERS[kind](again, target.load()[0])
     learner.load(start, target)
     with safe_open(start / WEIGHTS_FILE, "pt") as file:
         assert learner.weights.keys() <= set(file.keys())  # Of no weight that is not stored.
