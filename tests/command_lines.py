@@ -1,7 +1,5 @@
 """Commands that run in this process, and what they and their reports say."""
 
-from __future__ import annotations
-
 import io
 import json
 from typing import Any

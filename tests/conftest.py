@@ -1,7 +1,5 @@
 """What every test finds: its own state directory, no settings from the shell, one thread a step."""
 
-from __future__ import annotations
-
 import asyncio
 import faulthandler
 import gc

@@ -1,7 +1,5 @@
 """A small tokenizer, constraints of each kind, and walks through what they allow."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """A coordinator with everything else in one process."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping

@@ -1,8 +1,6 @@
 """Substitutes for the kernels of a CUDA device where there is none: attention that reads a step's
 tables by their definition, and the kernels of draws."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

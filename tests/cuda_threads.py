@@ -1,7 +1,5 @@
 """CUDA devices that are there by name alone."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -4,8 +4,6 @@ What runs there runs on `FakeTensorMode`; what runs on the CPU runs as ever. `De
 front of both and notes what a device would be asked to do.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """A plug-in of the library that quantises: weights in float16, at half their value."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the library's `generate` writes, and when a text of ours is the same."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

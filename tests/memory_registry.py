@@ -1,7 +1,5 @@
 """A registry without Redis."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

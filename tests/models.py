@@ -1,7 +1,5 @@
 """Makers of tiny models on disk, for tests: random, but far from uniform."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

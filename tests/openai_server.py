@@ -1,8 +1,6 @@
 """A server with OpenAI's streams that answers as a test says: cut short, with errors, several
 tokens a chunk, and so on. It runs on a thread of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """Makes paged engines for tests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """What must hold of the pages of an engine whenever no call of it runs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

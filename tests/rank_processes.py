@@ -1,7 +1,5 @@
 """Followers in processes of their own, for tests of ranks that really are apart."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import time

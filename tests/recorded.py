@@ -1,7 +1,5 @@
 """The record of a deployment of this process, for tests of what reads it."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 from contextlib import suppress

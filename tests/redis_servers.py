@@ -1,7 +1,5 @@
 """A Redis primary, its replica and a Sentinel, as processes of a test."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import subprocess

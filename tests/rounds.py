@@ -1,7 +1,5 @@
 """Messages for tests of the services, and a coordinator of ten lines to play rounds with."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Replicas that answer as a script says, and a session's clients of them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any
@@ -33,8 +31,6 @@ CONFIG = CoordinatorConfig(
 ANSWER_S, GONE_S, RETRY_S = 0.5, 4.0, 2.0
 """Of a draft and a target by these settings, and before a draft is asked again."""
 PROMPT = (5, 6, 7, 8)
-
-
 TOY = ReplicaDescription("toy", "w", "", 99, "float32", 0, (), 8)
 
 

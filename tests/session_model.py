@@ -1,7 +1,5 @@
 """Sessions for tests of stores."""
 
-from __future__ import annotations
-
 from outrider.sessions.state import Session
 from outrider.sessions.store import Append, Finish, FinishReason, SessionRecord
 from outrider.speculation.sampling_params import Rule

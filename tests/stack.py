@@ -1,7 +1,5 @@
 """The three services with real gRPC between them and the embedded Redis, in one process."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace

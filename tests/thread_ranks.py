@@ -1,8 +1,6 @@
 """Ranks that are threads of one process: a model that is shared out is compared with the whole one
 in a moment."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Maker of a tiny Llama in a GGUF file, for tests."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

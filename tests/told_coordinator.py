@@ -1,8 +1,6 @@
 """As much of a coordinator as its HTTP API calls, which says what it is told to; and slots in
 memory."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """An engine of a few tokens whose logits are a keyed hash of the prefix: instant, and exact to
 recompute. It keeps the promises of `Engine`, eviction included, and can be told to fail."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -2,8 +2,6 @@
 compared with, and what tests take in its place. It never fails to answer; what it has can be set
 back, as by a server that lost its last writes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 

@@ -10,8 +10,6 @@ the single faults. Exit code 1 where a request failed, was wrong or did not end,
 full length with all faults missed an aim.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

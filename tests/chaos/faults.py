@@ -15,8 +15,6 @@ While Redis' primary stands still or is held, Sentinel promotes the replica. The
 then, until the old one is killed and another replica started, as for one that was killed at once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

@@ -1,7 +1,5 @@
 """Requests at a steady rate, each compared with its fault-free stream, and when its tokens came."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Sequence

@@ -6,8 +6,6 @@ method, RFC 9110 section 9.3.6), so every link of every process comes by here wi
 Redis is reached by a port that leads to its socket.
 """
 
-from __future__ import annotations
-
 import asyncio
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Awaitable, Callable

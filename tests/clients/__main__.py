@@ -1,8 +1,6 @@
 """`python -m tests.clients`: starts the demo, runs each load generator against each endpoint of its
 HTTP port, and checks the reports against what was asked. Exit code 1 where one is not right."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

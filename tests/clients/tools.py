@@ -1,8 +1,6 @@
 """The load generators: how each is told what to do, what its report says, and whether a right
 server can have brought that about."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence

@@ -1,8 +1,6 @@
 """The law of a completion's first tokens, by enumeration, and Pearson's test of samples against a
 law."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

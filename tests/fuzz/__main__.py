@@ -5,8 +5,6 @@ answers must not change. Prints what failed, each with how to have it again, and
 `--only KIND --batch B` feeds nothing but that batch and those behind it.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import secrets

@@ -1,7 +1,5 @@
 """Calls of every gRPC method: with messages, with bytes that are none, in streams of any order."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Iterator, Sequence

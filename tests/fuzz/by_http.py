@@ -1,8 +1,6 @@
 """Requests to every route by HTTP, made from the server's own OpenAPI document, and looked at by
 it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Mapping

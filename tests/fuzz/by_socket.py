@@ -1,7 +1,5 @@
 """Bytes on the sockets of HTTP and gRPC that are no requests, or only nearly."""
 
-from __future__ import annotations
-
 import re
 import socket
 import struct

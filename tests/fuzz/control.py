@@ -1,7 +1,5 @@
 """A caller who asks for the same again and again, and must get the same."""
 
-from __future__ import annotations
-
 import time
 from typing import Any, Final
 

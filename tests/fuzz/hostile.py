@@ -1,8 +1,6 @@
 """Values that somebody may send who means no good, and messages made of them by their
 descriptors."""
 
-from __future__ import annotations
-
 from typing import Any, Final
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor

@@ -1,7 +1,5 @@
 """What was sent, and what came of it that must not."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

@@ -1,7 +1,5 @@
 """Inputs that have killed shared engines somewhere: each is fed once, before anything is drawn."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The process that is fuzzed, from outside."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -2,8 +2,6 @@
 target and a draft. Prints one line of JSON with addresses and keys; answers each line on its
 standard input with one of figures; ends when that is closed, and checks itself."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

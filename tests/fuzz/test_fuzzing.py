@@ -1,7 +1,5 @@
 """A short run of `make fuzz`, as a command."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

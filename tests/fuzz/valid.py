@@ -1,7 +1,5 @@
 """Messages that are in order, or nearly so: what hostile ones are made of."""
 
-from __future__ import annotations
-
 import json
 import struct
 from typing import Any, Final

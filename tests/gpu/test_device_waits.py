@@ -1,7 +1,5 @@
 """How often a step's verdicts wait for the device, and how many operators they need there."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,8 +1,6 @@
 """Whole generations on a CUDA device: the three services, with a target and a draft there, against
 the library's own generation."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Services that run here, and a Redis server with a client that looks into it."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path

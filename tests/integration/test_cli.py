@@ -1,7 +1,5 @@
 """The command line on the real model, each command in a process of its own, as a user runs it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

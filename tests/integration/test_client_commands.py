@@ -1,7 +1,5 @@
 """`generate`, `chat` and `status` as processes of their own, with services that run here."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -22,8 +20,6 @@ from outrider.client import ChatMessage, GenerateRequest
 from outrider.speculation.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
-
-
 WAIT_S = 30.0
 
 

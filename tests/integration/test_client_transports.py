@@ -1,7 +1,5 @@
 """The ways to a coordinator give the same: by gRPC, in this process, and blocking."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -1,7 +1,5 @@
 """The coordinator called by gRPC, with a target and a draft behind gRPC, and Redis."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from pathlib import Path

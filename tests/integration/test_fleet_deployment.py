@@ -1,8 +1,6 @@
 """A deployment on local Ray: processes, streams and a store as they are, and replicas that come, go
 and die under load without a request that notices."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

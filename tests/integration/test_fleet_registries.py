@@ -1,7 +1,5 @@
 """The registry against a real server."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import replace

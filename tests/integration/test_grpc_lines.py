@@ -1,7 +1,5 @@
 """What the documents say to type for gRPC, run by `buf` as a reader would."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

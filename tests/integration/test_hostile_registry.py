@@ -1,7 +1,5 @@
 """Who may write to Redis decides how many replicas there are, within bounds, and nothing else."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """A coordinator called by HTTP: by OpenAI's own clients, and by the window."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -136,8 +134,6 @@ LONG: Any = {"model": "model", "prompt": [1, 2, 3], "max_tokens": 4000, "seed": 
 
 
 WAIT_S = 20.0
-
-
 GRACE_S = 6.0
 """In which forty tokens come on a busy machine, too, and four thousand on no machine."""
 

@@ -1,7 +1,5 @@
 """What requests by HTTP leave: times by route and status, traces, and all that Prometheus sees."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

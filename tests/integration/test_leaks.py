@@ -1,7 +1,5 @@
 """Sessions of which many are cancelled or lose their connection leave nothing behind."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

@@ -1,8 +1,6 @@
 """Coordinators that ask for keys, by gRPC and HTTP: every method, every tenant, limits that they
 share, and TLS."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, suppress
@@ -22,13 +20,7 @@ from test_services_by_certificates import code_of
 from coordinator.auth.access_control import AccessControl, RedisSlots, watch_keys
 from coordinator.http_api.server import HttpOptions
 from outrider.api_keys import Caller, add_key
-from outrider.client import (
-    Client,
-    Finished,
-    GenerateRequest,
-    SamplingParams,
-    Started,
-)
+from outrider.client import Client, Finished, GenerateRequest, SamplingParams, Started
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.errors import NotFound, Overloaded, StoreUnavailable, Unauthenticated, Unavailable

@@ -1,8 +1,6 @@
 """A detached deployment with keys, TLS and certificates, as a user sets it up on the command
 line."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

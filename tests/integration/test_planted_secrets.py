@@ -1,8 +1,6 @@
 """What Ray is told of a deployment, and what a list of processes shows, has no password and no key;
 and Ray answers nobody without its token."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

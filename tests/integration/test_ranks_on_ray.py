@@ -1,8 +1,6 @@
 """Ranks of a model as Ray places them: logical GPUs and fractions of them, one group for each
 model."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """The Redis store against a real server."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -528,7 +526,4 @@ async def test_tls_is_checked_against_the_given_authority(
         with pytest.raises(ConfigError, match="cannot be reached"):
             await connected(url)
         with pytest.raises(ConfigError, match="cannot be reached"):
-            await connected(
-                url.replace("localhost", "127.0.0.1"),
-                ca_file=str(made.file),
-            )
+            await connected(url.replace("localhost", "127.0.0.1"), ca_file=str(made.file))

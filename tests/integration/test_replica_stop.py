@@ -1,7 +1,5 @@
 """How a replica stops: what was asked is answered, within a grace, and no longer."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -1,8 +1,6 @@
 """Numbers on a live deployment's pages move with what happens. That all that operators are promised
 is there is tested with the dashboard."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Traces and metrics of the three services: recorded in memory, sent by OTLP, and scraped."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace

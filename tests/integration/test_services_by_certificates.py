@@ -1,7 +1,5 @@
 """Targets and drafts that answer coordinators alone, by their certificates."""
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """A deployment whose target and draft are each shared by two ranks, on local Ray."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,8 +1,6 @@
 """Models that several processes share: the engine of the leader gives what the whole model gives,
 whatever is done to its sequences."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A session has a new owner: whatever the ones before it still send is refused, however much."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

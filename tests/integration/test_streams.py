@@ -1,8 +1,6 @@
 """Draft and target behind real gRPC servers on loopback: many sessions on one stream, broken
 links, bulky items, and callers who send nonsense."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Users reach a coordinator by TLS: who checks whom, and what the clients of this package need."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager

@@ -1,7 +1,5 @@
 """The chart, rendered by Helm into Kubernetes objects, and what is looked up in them."""
 
-from __future__ import annotations
-
 import subprocess
 import sysconfig
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """What the chart's values may say under `settings`, made from `outrider.config`. Run as a module,
 it writes that part of the chart's schema."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, Final

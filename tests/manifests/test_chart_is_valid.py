@@ -1,7 +1,5 @@
 """What the chart makes of any values is valid; slips in the values are refused."""
 
-from __future__ import annotations
-
 import gzip
 import re
 from functools import cache

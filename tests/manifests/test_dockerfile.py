@@ -1,7 +1,5 @@
 """What can be told of the image without building it."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib

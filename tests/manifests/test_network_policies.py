@@ -1,7 +1,5 @@
 """Who reaches what of a release, by its network policies as Kubernetes reads them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 

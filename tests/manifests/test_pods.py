@@ -1,7 +1,5 @@
 """What the pods of a release need to work, and what they must not have."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import time

@@ -7,8 +7,6 @@ FILE` names an earlier output: the exit code is 1 where more than 2 % of what wa
 survives now. `baseline.jsonl` is such an output.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

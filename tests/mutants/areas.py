@@ -1,7 +1,5 @@
 """What is mutated, by which tests each part is covered, and a mutant as a value."""
 
-from __future__ import annotations
-
 import difflib
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Alerts and dashboard: their PromQL is right, what they name is on a live deployment's pages, and
 each alert has its paragraph."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A headless Chromium. As a script it fails where that is not installed, and says how it is."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import sys

@@ -1,8 +1,6 @@
 """Draws the window for the documentation: given the URL of a coordinator of the demo model, this
 script writes `docs/window-light.png`, `window-dark.png` and `window-narrow.png`."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 from pathlib import Path

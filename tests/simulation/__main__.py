@@ -1,7 +1,5 @@
 """Runs seeds of the simulation: python -m tests.simulation --seeds 200 [--from 1000] | --seed 17"""
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os

@@ -28,8 +28,6 @@
 | `scale` | another number of replicas is wanted |
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections import Counter

@@ -1,8 +1,6 @@
 """Replicas of the simulation: real services in processes, each with its lease; the clients' way to
 coordinators; and the cluster of which a fleet sees them as actors."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence

@@ -4,8 +4,6 @@ Has the commands that the scripts and the stores use, with the answers of Redis 
 `test_redis_data.py` compares it with a real server. Scripts run in Lua 5.1, as in Redis.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from functools import cache, partial

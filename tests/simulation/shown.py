@@ -1,8 +1,6 @@
 """Emulated targets that show what their logits or their first layers' are made of, and who drafts
 from that: such a target itself, as one with heads or an early exit does, or a head in a draft."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Planted bugs, to show that runs can fail: each is found within a few seeds."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """Redis in memory beside a real server: the same commands, in scripts and alone, have the same
 answers, and leave the same keys. Times may differ by what a call takes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

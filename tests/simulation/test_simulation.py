@@ -1,7 +1,5 @@
 """Whole runs on a virtual clock under faults. `test_planted.py` shows that runs can fail."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -3,8 +3,6 @@
 A token depends on the two before it, of which there are so few that all rows are worked out once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache

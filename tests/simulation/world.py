@@ -1,8 +1,6 @@
 """A whole deployment in one event loop on a virtual clock: a fleet, its replicas, a Redis, clients,
 and the network between them. Every process runs the real code."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The table in `docs/settings.md`, made from `outrider.config`; run as a module, it is written."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from outrider.config import deployment_settings

@@ -1,7 +1,5 @@
 """What the documents say is true."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

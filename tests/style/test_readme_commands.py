@@ -1,7 +1,5 @@
 """The commands that the documents show can be typed: in this order, with flags that exist."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The style that can be measured (docs/ARCHITECTURE.md, style), held over every file of ours."""
 
-from __future__ import annotations
-
 import ast
 import functools
 from collections.abc import Iterator

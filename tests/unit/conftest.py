@@ -1,7 +1,5 @@
 """What is tested on every device that there is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Keys: what is kept of them, the file that has it, and who is found by them."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Waits between tries."""
 
-from __future__ import annotations
-
 import pytest
 
 from outrider.backoff import backoff, spread

@@ -1,7 +1,5 @@
 """Text from tokens as they come: whole characters, and in the end exactly the decoded text."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """For all tests of the core."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

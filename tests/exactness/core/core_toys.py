@@ -1,8 +1,6 @@
 """Toy language-model pairs whose every law can be written down, and the exact law of one round of
 them, by adding up everything that can happen in it."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass

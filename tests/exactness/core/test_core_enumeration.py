@@ -1,7 +1,5 @@
 """Every rule against full enumeration: no samples, no thresholds, equality to 1e-12."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

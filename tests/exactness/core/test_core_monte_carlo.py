@@ -3,8 +3,6 @@
 Each test rejects an exact rule with probability <= 1e-6, and finds a total variation of 0.02 with
 probability > 0.99 (`test_power`)."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from core_rounds import (

@@ -1,8 +1,6 @@
 """Faults that real implementations had, each put in on purpose and found by the same statistic
 that passes without it (`test_sequences_have_the_targets_law`). False alarm <= 1e-6 each."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

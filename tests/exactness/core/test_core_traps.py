@@ -2,8 +2,6 @@
 false alarm <= 1e-6 for each statistic. Trap 8, a draft token that is dropped for what it is, is in
 `test_core_enumeration.py`."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -19,13 +17,7 @@ from outrider.speculation.accept_reject import Verdict, decide
 from outrider.speculation.gumbel_max import _exponentials, race, token_keys, uniforms
 from outrider.speculation.logits_processing import target_probabilities
 from outrider.speculation.proposal import Proposal, SealedProposal, require_q
-from outrider.speculation.random_streams import (
-    RoundNoise,
-    Stream,
-    row_keys,
-    row_words,
-    uniform,
-)
+from outrider.speculation.random_streams import RoundNoise, Stream, row_keys, row_words, uniform
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokens import TokenSequence
 

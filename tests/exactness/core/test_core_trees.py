@@ -1,8 +1,6 @@
 """Trees of draft tokens: the law of a round by enumeration, of several rounds by their own noise,
 and the target's own tokens under the rules that take these."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -1,7 +1,5 @@
 """The audit of live sessions: quiet where services are honest, loud where they are not."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

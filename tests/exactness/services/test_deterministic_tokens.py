@@ -1,8 +1,6 @@
 """Bfloat16 through the services, with deterministic engines and with fused kernels: a request's
 tokens are those that it gets alone and without a draft."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path

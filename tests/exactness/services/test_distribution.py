@@ -7,8 +7,6 @@ Each cell: Pearson's chi-square, false alarm 1e-6; enough samples that a law at 
 itself.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

@@ -2,8 +2,6 @@
 alone, beside others, after preemption and behind a shared prefix; coupled gives the same tokens
 whatever drafts, and however far."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager

@@ -1,8 +1,6 @@
 """Environments of peers with a stand-in for vLLM, which counts on from the last token of a prompt,
 and writes down what it is told."""
 
-from __future__ import annotations
-
 import json
 import venv
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`bench device` on a CPU: what it reports, what it refuses, and what it does without."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """`bench emulate`: its figures by hand, the pair's law against its engines, and one small run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

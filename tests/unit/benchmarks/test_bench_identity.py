@@ -1,7 +1,5 @@
 """Answers with drafts are held against plain ones, prompt by prompt."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """The order in which sides take turns, what is kept of it, and how requests are made. What
 `HttpClient` reads is tested by `bench serve`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace

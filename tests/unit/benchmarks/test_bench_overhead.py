@@ -1,7 +1,5 @@
 """`bench overhead`: its figures by hand, and one small run of each part."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from typing import Any

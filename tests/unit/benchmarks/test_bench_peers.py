@@ -1,8 +1,6 @@
 """`bench peers`: its arithmetic, and the whole of it over a side that decodes nothing, a tiny
 model's library sides and fakes of other libraries and their servers."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Other processes of a benchmark: what they answer, how they end, and the relay between two."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """`bench serve`: when requests are sent, the figures, and the whole of it by gRPC and by HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -1,8 +1,6 @@
 """The processes of other libraries, with fakes of these in environments of their own, and the
 GGUF file that they read."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

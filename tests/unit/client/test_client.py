@@ -1,7 +1,5 @@
 """The client: what it makes of events, and how it reports what goes wrong."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Generations whose stream breaks: what a caller receives, and which coordinator is called when."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import secrets

@@ -1,7 +1,5 @@
 """Settings: four layers, one precedence, and errors that name the key."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

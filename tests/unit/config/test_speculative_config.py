@@ -1,7 +1,5 @@
 """`--speculative-config` of vLLM: what it sets, and what is refused by its key."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

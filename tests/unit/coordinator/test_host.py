@@ -1,7 +1,5 @@
 """A coordinator that begins: what it is called in the store, and what it does without a draft."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """The coordinator with everything else in one process: what ends a session, and how."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from typing import Any
@@ -25,12 +23,7 @@ from outrider.errors import (
 )
 from outrider.messages import ProposalReply
 from outrider.replica.executors import InlineExecutor
-from outrider.request import (
-    Finished,
-    GenerateRequest,
-    Started,
-    Tokens,
-)
+from outrider.request import Finished, GenerateRequest, Started, Tokens
 from outrider.sessions.store import FinishReason, SessionRecord
 from outrider.speculation.proposal import DraftDistribution, SealedProposal, encode_q
 from outrider.speculation.sampling_params import Rule, SamplingParams

@@ -1,7 +1,5 @@
 """A deterministic engine: a token's logits are bit-equal however it comes to be run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count

@@ -1,7 +1,5 @@
 """The toy pair: its specification, its laws, and the times it states."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

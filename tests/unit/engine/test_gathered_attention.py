@@ -1,7 +1,5 @@
 """A step's plan and the attention that reads it, against one token after another by definition."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

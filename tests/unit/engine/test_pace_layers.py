@@ -1,7 +1,5 @@
 """All layers in one call of TorchScript are what they are in Python, bit for bit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

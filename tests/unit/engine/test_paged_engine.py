@@ -1,8 +1,6 @@
 """The engine against the model's own forward pass and the library's `generate`; rollback, sharing
 and eviction against never having happened."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Steps through a model's first layers: what they put out, and that nothing is left of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

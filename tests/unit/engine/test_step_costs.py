@@ -1,7 +1,5 @@
 """What a step costs, and how that is measured on an engine."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """An engine whose steps are read from tables, against the model's own forward pass: on a CUDA
 device with its kernel, on a CPU with its substitute."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

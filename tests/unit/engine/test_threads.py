@@ -1,7 +1,5 @@
 """How many threads a step has, and their priority."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys
@@ -10,13 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from outrider.engine.threads import (
-    NICENESS,
-    RETREAT_S,
-    SLOW_STEPS,
-    TRIAL_STEPS,
-    ContendedThreads,
-)
+from outrider.engine.threads import NICENESS, RETREAT_S, SLOW_STEPS, TRIAL_STEPS, ContendedThreads
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,5 @@
 """A CUDA device of fake tensors for every test here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

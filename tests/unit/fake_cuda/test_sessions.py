@@ -2,8 +2,6 @@
 verdicts, masks, features, drafts by models and heads, and look-ahead. `test_steps.py` says what is
 not seen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache

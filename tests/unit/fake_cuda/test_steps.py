@@ -5,8 +5,6 @@ Not seen are streams, events, pinned memory and the order in which things happen
 result has a size that depends on numbers, as `nonzero`, fail here; and no kernel of ours is run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from itertools import count

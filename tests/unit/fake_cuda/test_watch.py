@@ -1,7 +1,5 @@
 """The fake device finds what a suite on it is to find; each of these is planted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any

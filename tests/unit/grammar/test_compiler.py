@@ -1,7 +1,5 @@
 """Constraints are compiled once, off the event loop, within a time; what cannot be is told."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

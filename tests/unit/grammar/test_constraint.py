@@ -1,7 +1,5 @@
 """A constraint is one value however it was written, and what is none is told by its field."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

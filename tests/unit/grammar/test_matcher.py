@@ -1,7 +1,5 @@
 """What the tokens so far allow is a function of them, whatever was tried and thrown away."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,8 +1,6 @@
 """Pages of sequences: what is shared, copied, remembered and evicted, and in which order; and the
 pool against an engine that remembers, for each slot, what was written there."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The table of what a replica holds, against a coordinator's view."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Bytes, and copies of pages and slots."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

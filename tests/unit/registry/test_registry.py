@@ -1,7 +1,5 @@
 """What a replica says of itself, and how long it is believed."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

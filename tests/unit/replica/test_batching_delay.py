@@ -1,7 +1,5 @@
 """When a step waits for sessions that will soon want one too."""
 
-from __future__ import annotations
-
 import asyncio
 from itertools import count
 

@@ -1,7 +1,5 @@
 """What a process that hosts a service does before and beside it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """The queue before a replica's steps: order of arrival, whatever a step could not finish."""
 
-from __future__ import annotations
-
 from rounds import make_head
 
 from outrider.messages import DraftItem

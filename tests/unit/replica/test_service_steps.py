@@ -1,8 +1,6 @@
 """Steps of a service: batches of distinct sessions, duplicates, deadlines, lost listeners; and what
 it knows of its sessions and its load."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace

@@ -1,18 +1,11 @@
 """How a step's tokens are shared: rounds first, long prefixes in parts, neither left out."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from outrider.engine.step_costs import StepCosts
-from outrider.replica.token_budget import (
-    ROUND_TOKENS_MAX,
-    STEP_GROWTH,
-    TokenBudget,
-    TokenDemand,
-)
+from outrider.replica.token_budget import ROUND_TOKENS_MAX, STEP_GROWTH, TokenBudget, TokenDemand
 
 COSTS = StepCosts((1, 16, 512), (0.010, 0.012, 0.260), session_s=0.0001, slot_s=1e-6)
 ROUND = TokenDemand(num_tokens=9, num_last=9, context=300)

@@ -1,7 +1,5 @@
 """Who goes on where pages are short: the old before the young, and nobody loses pages in vain."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any

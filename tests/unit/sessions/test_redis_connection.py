@@ -1,7 +1,5 @@
 """Addresses, passwords and failures of Redis, as a client meets them."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import time

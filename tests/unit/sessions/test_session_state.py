@@ -1,7 +1,5 @@
 """What a session's owner decides, sends to the store, and may show."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

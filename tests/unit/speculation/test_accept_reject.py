@@ -1,7 +1,5 @@
 """decide(): which draft tokens a verdict and uniforms accept; and acceptance over a text."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Sums of an audit against the plain formulas."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

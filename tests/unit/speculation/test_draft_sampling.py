@@ -1,7 +1,5 @@
 """Draft draws: quantised before they are sampled, and keyed as the target expects."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

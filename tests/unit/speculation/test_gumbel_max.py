@@ -1,7 +1,5 @@
 """The race, its waits, and that most of them need not be made."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from hypothesis import given, settings

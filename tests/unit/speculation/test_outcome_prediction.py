@@ -1,7 +1,5 @@
 """Guesses of corrections: the order in which the round's own race would let them win."""
 
-from __future__ import annotations
-
 import math
 import random
 

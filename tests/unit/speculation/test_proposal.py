@@ -1,7 +1,5 @@
 """encode_q and decode_q: inverse to each other, and never trusting what a peer sent."""
 
-from __future__ import annotations
-
 import itertools
 import struct
 

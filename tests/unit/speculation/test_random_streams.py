@@ -1,7 +1,5 @@
 """Keyed noise: known answers, ranges, and the same numbers from every way of asking."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

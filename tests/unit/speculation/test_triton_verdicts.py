@@ -19,15 +19,8 @@ pytest.importorskip("triton", reason="the compiler of the kernels is not install
 from outrider.errors import InvariantError  # noqa: E402
 from outrider.grammar.token_mask import TokenMask  # noqa: E402
 from outrider.speculation import cuda_verdicts, verification  # noqa: E402
-from outrider.speculation.draft_sampling import (  # noqa: E402
-    draw_from_logits,
-    draw_on_device,
-)
-from outrider.speculation.logits_processing import (  # noqa: E402
-    NO_HISTORY,
-    DraftVocabulary,
-    TokenHistory,
-)
+from outrider.speculation.draft_sampling import draw_from_logits, draw_on_device  # noqa: E402
+from outrider.speculation.logits_processing import NO_HISTORY, DraftVocabulary, TokenHistory  # noqa: E402
 from outrider.speculation.proposal import Proposal  # noqa: E402
 from outrider.speculation.random_streams import RoundNoise  # noqa: E402
 from outrider.speculation.sampling_params import Rule, SamplingParams  # noqa: E402

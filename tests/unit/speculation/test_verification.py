@@ -1,7 +1,5 @@
 """score(): verdicts on single proposals, checked against the formulas written out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,8 +1,6 @@
 """Sessions with a constraint, played against target and draft in process: what is committed meets
 it, whatever was drafted, thrown away or forgotten on the way."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Sequence

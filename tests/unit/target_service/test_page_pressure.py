@@ -1,7 +1,5 @@
 """Both services on engines with few pages: long prompts in parts, and nobody waits for ever."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

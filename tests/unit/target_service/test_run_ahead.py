@@ -1,7 +1,5 @@
 """Plain decoding ahead of the coordinator: the same tokens, fewer questions."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any

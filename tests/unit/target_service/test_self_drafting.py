@@ -1,7 +1,5 @@
 """A target that drafts itself: what it proposes, and that a verdict does not suffer from it."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,8 +1,6 @@
 """How much a long prompt slows other sessions, and how long it takes itself: on a virtual clock,
 with an engine that states its time and costs that were measured on it."""
 
-from __future__ import annotations
-
 import asyncio
 import statistics
 

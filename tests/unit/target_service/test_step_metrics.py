@@ -1,7 +1,5 @@
 """What a replica's steps tell of pages, prefixes, and parts of prompts."""
 
-from __future__ import annotations
-
 from rounds import Replica, make_head, session_name
 from scraping import Memory
 from toy_engine import ToyEngine

@@ -1,7 +1,5 @@
 """The target service in process: verdicts, what is refused, and that only the guilty are hurt."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Proposals that are trees, through the draft and the target service."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from rounds import GREEDY, Pair, Replica, make_head, session_name

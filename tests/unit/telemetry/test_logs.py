@@ -1,7 +1,5 @@
 """Logs are bounded: each file, each directory, and that beside the store's data."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

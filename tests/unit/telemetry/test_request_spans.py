@@ -1,7 +1,5 @@
 """Telemetry without services: settings, trace context, log lines, and what one request records."""
 
-from __future__ import annotations
-
 import json
 import logging
 import subprocess

@@ -1,7 +1,5 @@
 """Messages survive the wire unchanged, and nothing that does not fit gets in."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

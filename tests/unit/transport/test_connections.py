@@ -1,7 +1,5 @@
 """Connections that make no call, and links that are closed under their callers."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import time

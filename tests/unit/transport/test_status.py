@@ -1,7 +1,5 @@
 """Errors survive a gRPC status, and every kind keeps its meaning."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 from unittest.mock import AsyncMock

@@ -1,7 +1,5 @@
 """The replica's end of a stream: when it ends, with a replica that answers when it is told to."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Certificates of services: what is made, refused, renewed, and how long it lasts."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import stat

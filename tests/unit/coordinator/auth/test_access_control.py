@@ -1,7 +1,5 @@
 """Access control: what callers show, and how a generation holds its slot."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing

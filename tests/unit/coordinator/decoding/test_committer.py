@@ -1,7 +1,5 @@
 """The committer on a virtual clock: what is shown, what is stored, who waits."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence

@@ -1,7 +1,5 @@
 """What a client is told of rounds: only what is committed, consecutive rounds as one event."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any, cast
 

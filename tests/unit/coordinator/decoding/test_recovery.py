@@ -1,7 +1,5 @@
 """Sessions that go on after their stream broke."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math
@@ -51,11 +49,7 @@ from outrider.tokens import EMPTY_DIGEST, TokenSequence
 pytestmark = pytest.mark.virtual
 
 SEEDED = replace(REQUEST, seed=7, rule=Rule.COUPLED, max_tokens=30)
-
-
 GRACE_S = 5.0
-
-
 CANCELLED = FinishReason.CANCELLED
 
 
@@ -661,8 +655,6 @@ def test_other_tokens_than_are_stored_cannot_be_known() -> None:
 
 
 ENDED = replace(RECORD, finish_reason=FinishReason.DEADLINE, logprobs="")
-
-
 QUIET = replace(PARAMETERS, logprobs=None)
 
 

@@ -1,7 +1,5 @@
 """Acceptance and length by depth: what averages learn, and what they say where nothing is known."""
 
-from __future__ import annotations
-
 from math import prod
 from types import SimpleNamespace
 from typing import Any

@@ -4,8 +4,6 @@ Every world draws from a seed, so each run is the same. Where a rate is compared
 a constant K could have, that one is computed from the world's own chances and costs.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from math import prod
 

@@ -4,8 +4,6 @@ Each test plays the same session twice or more with different histories of what 
 compares every length. `docs/exactness.md` says why this makes the choice exact.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import asdict, replace

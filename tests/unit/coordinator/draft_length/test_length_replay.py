@@ -4,8 +4,6 @@ category, tokens of the prompt, tokens committed, and rounds with the longest pr
 these has the number of steps that the draft's model took and, in hundredths, the chance that as
 many tokens and more are accepted."""
 
-from __future__ import annotations
-
 import json
 import random
 from bisect import bisect_left

@@ -1,8 +1,6 @@
 """Length control in the whole of a coordinator: its rounds with replicas that state their times, on
 a virtual clock, with 2 ms of wire in each direction."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Costs of rounds: tables where nothing was measured, and measurements against a wrong table."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

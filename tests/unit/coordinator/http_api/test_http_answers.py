@@ -1,7 +1,5 @@
 """Events as OpenAI's answers, and as `POST /api/generate` tells them: pure functions."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The routes and who may call them, with a coordinator that says what it is told to."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence

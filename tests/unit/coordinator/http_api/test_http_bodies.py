@@ -1,7 +1,5 @@
 """Bodies of HTTP requests: how they are read, and the requests that they stand for."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

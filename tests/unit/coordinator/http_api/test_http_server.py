@@ -1,7 +1,5 @@
 """The server on real connections, with a coordinator that says what it is told to."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """The files of the page as they are served, and what its script makes of a round."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

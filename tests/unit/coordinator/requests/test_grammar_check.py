@@ -1,7 +1,5 @@
 """A coordinator compiles a request's constraint before it opens a session."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Which models, and how many threads, the peers of a deployment are given."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What the command line refuses by itself, and what it makes of what it is given."""
 
-from __future__ import annotations
-
 import re
 import socket
 import subprocess

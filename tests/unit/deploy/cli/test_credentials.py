@@ -1,7 +1,5 @@
 """What commands do with keys and certificates, and that they show nobody a key."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

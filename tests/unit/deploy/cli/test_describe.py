@@ -1,7 +1,5 @@
 """What `outrider collect-env` shows, and above all what it does not."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

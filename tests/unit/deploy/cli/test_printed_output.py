@@ -1,7 +1,5 @@
 """What commands print while they work, and the text that `generate` and `chat` print."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import sys

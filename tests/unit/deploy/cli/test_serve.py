@@ -1,7 +1,5 @@
 """What `outrider serve` prints and records, and what `outrider stop` finds and leaves."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shlex

@@ -1,7 +1,5 @@
 """`outrider plan --devices`: rows by hand, what is advised, and the table in the documentation."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

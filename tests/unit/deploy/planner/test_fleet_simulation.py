@@ -1,8 +1,6 @@
 """`outrider plan --simulate`: what it reads and prints, and a fleet against what can be reckoned by
 hand."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """`outrider plan`: what is refused, and one small run with services of its own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

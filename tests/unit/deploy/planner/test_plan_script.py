@@ -1,7 +1,5 @@
 """`outrider plan` on toy models: rounds that are told are those that are played."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import mean
@@ -15,11 +13,7 @@ from benchmarks.acceptance import Answer, LookupReader, ModelReader, Reading, Sa
 from benchmarks.measurement import Completion, Round
 from benchmarks.prompts import BenchPrompt
 from deploy.planner.choosing import Replays, choose
-from deploy.planner.rehearsal import (
-    PlayedSession,
-    fit,
-    validation,
-)
+from deploy.planner.rehearsal import PlayedSession, fit, validation
 from deploy.planner.report import PlanReport
 from deploy.planner.rounds import Option, ServiceTimes, scripted, total
 from draft_service.model_drafter import ModelDrafter

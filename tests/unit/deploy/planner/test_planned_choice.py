@@ -1,7 +1,5 @@
 """Times by hand and by a simulation of sessions that share steps; choices that follow from them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace
