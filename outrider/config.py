@@ -276,7 +276,7 @@ class TargetConfig(ModelServerConfig):
     heads: Internal[str] = ""
     """What its draft heads, or exit head, are called, where it drafts for itself; else empty."""
     heads_kind: Internal[str] = ""
-    """`medusa`, `early-exit` or `eagle3`."""
+    """`medusa`, `early-exit`, `eagle3` or `mtp`."""
     heads_directory: Internal[str] = ""
     """Where these are."""
     heads_support_entries: Internal[int] = DRAFT_SUPPORT_ENTRIES

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
 
+from outrider.drafters.names import MTP
 from outrider.engine.emulated_spec import SCHEME, EmulatedSpec
 from outrider.errors import ConfigError, did_you_mean
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
@@ -41,6 +42,7 @@ _SETTINGS = {
 _METHODS = {
     "ngram": "ngram", "[ngram]": "ngram", "ngram_gpu": "ngram", "suffix": "suffix",
     "draft_model": "{}", "eagle3": "eagle3:{}", "medusa": "medusa:{}",
+    "mtp": MTP, "deepseek_mtp": MTP, "glm4_moe_mtp": MTP, "qwen3_next_mtp": MTP,
 }  # fmt: skip
 """The `draft_model` of each method; {} = the key `model`."""
 _NGRAM = ("ngram", "[ngram]")
@@ -169,8 +171,10 @@ class _Said:
         form = _METHODS[method or "draft_model"]
         if "{}" not in form:
             if model not in (None, *_NGRAM, method):
-                raise self.error("model", f"{model!r} given, but {method} looks drafts up")
-            return form, "method"
+                why = "drafts with layers of the target" if form == MTP else "looks drafts up"
+                raise self.error("model", f"{model!r} given, but {method} {why}")
+            if form != MTP or not is_emulated:
+                return form, "method"
         if is_emulated:
             return SCHEME, "rejection_sample_method"
         if not model:

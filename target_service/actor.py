@@ -38,12 +38,12 @@ def self_drafter_of(engine: Engine, entries_max: int) -> SelfDrafter | None:
     from outrider.engine.paged_engine import PagedEngine
     from outrider.engine.paged_sequences import PagedSequences
 
-    from .self_drafting import Eagle3Drafter, ExitDrafter, HeadDrafter
+    from .self_drafting import ExitDrafter, HeadDrafter, PairDrafter
 
     if isinstance(engine, PagedEngine) and engine.exit_head is not None:
         return ExitDrafter(engine.exit_head, engine, entries_max)
     if isinstance(engine, PagedEngine) and engine.draft_layer is not None:
-        return Eagle3Drafter(engine.draft_layer, engine, entries_max)
+        return PairDrafter(engine.draft_layer, engine, entries_max)
     if isinstance(engine, PagedSequences) and engine.draft_heads is not None:
         return HeadDrafter(engine.draft_heads, entries_max)
     return None

@@ -12,7 +12,7 @@ from torch import Tensor
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft, DraftSampler
 from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import DraftingEngine, Engine, SequenceStep, ShallowEngine
-from outrider.models.eagle3 import LoadedEagle3
+from outrider.models.draft_head import LoadedDraftHead
 from outrider.models.early_exit import LoadedExit
 from outrider.models.medusa import LoadedHeads
 from outrider.speculation.logits_processing import DraftVocabulary
@@ -132,12 +132,13 @@ class ExitDrafter(_LayerDrafter):
         return logits
 
 
-class Eagle3Drafter(_LayerDrafter):
-    """Drafts with an EAGLE-3 head, which is one layer more on the target's pages."""
+class PairDrafter(_LayerDrafter):
+    """Drafts with a head that reads pairs, an EAGLE-3 head or an MTP layer, which is one layer more
+    on the target's pages."""
 
     reads_features: Final = True
 
-    def __init__(self, layer: LoadedEagle3, engine: DraftingEngine, entries_max: int) -> None:
+    def __init__(self, layer: LoadedDraftHead, engine: DraftingEngine, entries_max: int) -> None:
         super().__init__(layer.module, layer.token_ids, engine, entries_max)
 
     def _logits(self, steps: Mapping[int, SequenceStep], features: list[Tensor]) -> Tensor:
@@ -161,5 +162,5 @@ def _proposals(
     return [draft.proposal for draft in drafts]
 
 
-SelfDrafter = HeadDrafter | ExitDrafter | Eagle3Drafter
+SelfDrafter = HeadDrafter | ExitDrafter | PairDrafter
 """Proposes for rounds of the target that it is a part of."""

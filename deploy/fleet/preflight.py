@@ -24,7 +24,7 @@ from outrider.config import (
     deployment_settings,
     is_loopback,
 )
-from outrider.drafters.names import EAGLE3, check_model_name, eagle3_name
+from outrider.drafters.names import EAGLE3, MTP, check_model_name, eagle3_name
 from outrider.engine.emulated_spec import SCHEME, EmulatedSpec
 from outrider.errors import ConfigError, SettingError
 from outrider.registry.registry import ROLES
@@ -120,7 +120,7 @@ def check_names(config: DeploymentConfig) -> DeploymentConfig:
 
     with blaming("model"):
         check_name(config.target.model)
-    if name is None:
+    if name is None or drafter.kind == MTP:
         return config
     with blaming("draft_model"):
         check_name(name, heads=is_head, drafts=True)
@@ -138,7 +138,8 @@ def _with_kind(config: DeploymentConfig, name: str, where: Path) -> DeploymentCo
         found = recognise(where)
         if found is DrafterFormat.MTP:
             raise ConfigError(
-                f"drafter {name}: it holds MTP layers, which are not served; {SERVED}"
+                f"drafter {name}: it holds MTP layers, which are served from the target's own "
+                f"files alone (`{MTP}`); {SERVED}"
             )
         is_eagle3 = found is DrafterFormat.EAGLE3
         if config.draft.drafter.kind != EAGLE3:
@@ -180,15 +181,20 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
     # Imports the model library, which takes seconds and memory: only where it is needed.
     from outrider.models.drafter_checkpoint import TrainedKind, check_target, is_trained_drafter
     from outrider.models.loading import check_same_tokenizer
+    from outrider.models.mtp import check_mtp
 
     with blaming("draft_model"):
         if (heads := drafter.on_target) is not None:  # The target drafts for itself.
-            is_ours = drafter.kind != EAGLE3
-            where = resolve_model(heads, trust_remote_code=trust, heads=is_ours, drafts=True)
-            if is_ours:
-                check_target(where, TrainedKind(drafter.kind), name=heads, **made_for)
+            where = directory
+            if drafter.kind == MTP:
+                check_mtp(directory, name)
             else:
-                _with_kind(config, heads, where)
+                is_ours = drafter.kind != EAGLE3
+                where = resolve_model(heads, trust_remote_code=trust, heads=is_ours, drafts=True)
+                if is_ours:
+                    check_target(where, TrainedKind(drafter.kind), name=heads, **made_for)
+                else:
+                    _with_kind(config, heads, where)
             target = replace(
                 target, heads=heads, heads_kind=drafter.kind, heads_directory=str(where),
                 heads_support_entries=draft.support_entries,

@@ -18,14 +18,16 @@ MEDUSA = "medusa"
 EARLY_EXIT = "early-exit"
 _EAGLE = "eagle"
 EAGLE3 = "eagle3"
+MTP = "mtp"
 _DIRECTORIES = {
     MEDUSA: "the heads", EARLY_EXIT: "the exit head", EAGLE3: "the head", _EAGLE: "the head"
 }  # fmt: skip
 """Kinds that a directory follows, and what it holds."""
-_KINDS = (_QUANTIZED, _HYBRID, *_DIRECTORIES)
+_KINDS = (_QUANTIZED, _HYBRID, MTP, *_DIRECTORIES)
 NOT_ON_VLLM = {
     EARLY_EXIT: "drafts with the target's first layers, which vllm does not run alone",
     EAGLE3: "runs as a layer of the target, which vllm does not take",
+    MTP: "runs as a layer of the target, which vllm does not take",
 }
 """Kinds that need a target on transformers, and why."""
 _KIND = re.compile(r"[A-Za-z][\w-]+")
@@ -35,8 +37,8 @@ QUANTIZED_BITS = (8, 4)
 """Bits of a weight that a target can be made its own draft with."""
 _FORMS = (
     "`auto`, `ngram`, `suffix`, a model, `quantized:8`, `quantized:4`, `medusa:DIR`, "
-    "`early-exit:DIR`, `eagle:DIR`, `eagle3:DIR_OR_ID` or `hybrid:LOOKUP,MODEL`, whose MODEL "
-    "may be heads, too"
+    "`early-exit:DIR`, `eagle:DIR`, `eagle3:DIR_OR_ID`, `mtp` or `hybrid:LOOKUP,MODEL`, whose "
+    "MODEL may be heads, too"
 )
 
 
@@ -78,9 +80,10 @@ class DrafterChoice:
     lookup: LookupKind | None
     model: DraftModel | None
     on_target: str | None = None
-    """The directory, or the hub id, of what the target drafts with, where it does ..."""
+    """The directory, or the hub id, of what the target drafts with, where it does, or `mtp` for
+    what its own files hold ..."""
     kind: str = ""
-    """... and which kind it is: `medusa`, `early-exit` or `eagle3`."""
+    """... and which kind it is: `medusa`, `early-exit`, `eagle3` or `mtp`."""
 
     @property
     def is_lookup(self) -> bool:
@@ -102,6 +105,8 @@ def parse_drafter(name: str) -> DrafterChoice:
     form, colon, rest = name.partition(":")
     if name in _LOOKUPS:
         return DrafterChoice(_LOOKUPS[name], None)
+    if name == MTP:
+        return DrafterChoice(None, None, on_target=MTP, kind=MTP)
     if form == _HYBRID:
         return _parse_hybrid(name, rest)
     if form in _DIRECTORIES:
@@ -115,7 +120,7 @@ def parse_drafter(name: str) -> DrafterChoice:
             allowed = " or ".join(map(str, QUANTIZED_BITS))
             raise _wrong(name, f"the bits of a weight may be {allowed}")
         return DrafterChoice(None, DraftModel(None, int(rest)))
-    if colon and form in _LOOKUPS:
+    if colon and form in (*_LOOKUPS, MTP):
         raise _wrong(name, f"`{form}` takes nothing after it")
     if colon and _KIND.fullmatch(form):
         raise _wrong(name, f"there is no kind `{form}`{did_you_mean(form, _KINDS)}")
@@ -228,6 +233,11 @@ DRAFTERS = (
         "eagle3:DIR_OR_ID",
         "what a published EAGLE-3 head draws on the target, sent with its verdicts",
         "the head's", "its weights; of a token one layer's key and value, and a row of its width",
+        "none", "sparse",
+    ),
+    DrafterDescription(
+        MTP, "what the target's own MTP layer draws, sent with its verdicts", "the target's",
+        "its weights; of a token one layer's key and value, and a row of its width",
         "none", "sparse",
     ),
     DrafterDescription(

@@ -25,22 +25,22 @@ from outrider.engine.attention import LayerPages
 from outrider.engine.batch import HeldSequence, plan_step, rows_of, shipped
 from outrider.engine.gathered_attention import attend
 from outrider.kv_cache.storage import KeysAndValues, LayerShape
-from outrider.models.eagle3 import Eagle3Head
+from outrider.models.draft_head import DraftHead
 
 _Ints = npt.NDArray[np.int64]
 
 
-def pair_shape(head: Eagle3Head, dtype: torch.dtype, device: torch.device) -> LayerShape:
+def pair_shape(head: DraftHead, dtype: torch.dtype, device: torch.device) -> LayerShape:
     """What a slot holds of its pair: a key and a value."""
-    return LayerShape(head.num_kv_heads, head.head_dim, head.head_dim, dtype, device)
+    return LayerShape(head.num_kv_heads, head.key_width, head.value_width, dtype, device)
 
 
-def feature_shape(head: Eagle3Head, dtype: torch.dtype, device: torch.device) -> LayerShape:
+def feature_shape(head: DraftHead, dtype: torch.dtype, device: torch.device) -> LayerShape:
     """What a slot holds of its token: g, as a key of its own."""
     return LayerShape(1, head.width, 0, dtype, device)
 
 
-def draft_shapes(head: Eagle3Head, dtype: torch.dtype, device: torch.device) -> list[LayerShape]:
+def draft_shapes(head: DraftHead, dtype: torch.dtype, device: torch.device) -> list[LayerShape]:
     """What a slot holds for a `DraftLayer`."""
     return [pair_shape(head, dtype, device), feature_shape(head, dtype, device)]
 
@@ -48,7 +48,7 @@ def draft_shapes(head: Eagle3Head, dtype: torch.dtype, device: torch.device) -> 
 class FeatureLayer:
     """The part of a head that reads the model's layers: g of every token, in its slot."""
 
-    def __init__(self, head: Eagle3Head, features: KeysAndValues, page_size: int) -> None:
+    def __init__(self, head: DraftHead, features: KeysAndValues, page_size: int) -> None:
         """`features` is of `feature_shape`."""
         self._head, self._page_size = head, page_size
         self._features = features.keys[0]
@@ -74,17 +74,18 @@ class FeatureLayer:
 class PairLayer:
     """The part of a head that drafts: the key and value of every pair, in the slot of its token."""
 
-    def __init__(self, head: Eagle3Head, pairs: KeysAndValues, page_size: int) -> None:
+    def __init__(self, head: DraftHead, pairs: KeysAndValues, page_size: int) -> None:
         """`pairs` is of `pair_shape`."""
         self._head, self._page_size = head, page_size
-        self._pairs = LayerPages(pairs, window=None, scaling=head.head_dim**-0.5)
+        self._pairs = LayerPages(pairs, window=None, scaling=head.scaling)
 
     def write(self, sequences: Sequence[HeldSequence], features: Tensor) -> None:
         """Puts the pairs of a step's T new tokens into their slots, of g [T, D] of the tokens
         before them; that of a sequence's first token is never read."""
         ids, positions, slots, _ = rows_of(sequences, self._page_size)
         places = np.maximum(positions - 1, 0)
-        self.put(*shipped([ids, places, slots], features.device), features)
+        token_ids, places_, slots_ = shipped([ids, places, slots], features.device)
+        self.put(token_ids, places_, slots_, features)
 
     def put(self, token_ids: Tensor, places: Tensor, slots: Tensor, features: Tensor) -> None:
         """As `write`, of tokens [T] with these rotary positions and slots."""
@@ -113,7 +114,7 @@ class PairLayer:
 class DraftLayer:
     """A whole head on the pages of an engine."""
 
-    def __init__(self, head: Eagle3Head, layers: Sequence[KeysAndValues], page_size: int) -> None:
+    def __init__(self, head: DraftHead, layers: Sequence[KeysAndValues], page_size: int) -> None:
         """`layers` are of `draft_shapes`."""
         pairs, features = layers
         self._pairs = PairLayer(head, pairs, page_size)

@@ -47,7 +47,7 @@ from outrider.models.compatibility import (
     dependent_at,
     trial_tokens,
 )
-from outrider.models.eagle3 import LoadedEagle3
+from outrider.models.draft_head import LoadedDraftHead
 from outrider.models.early_exit import (
     LoadedExit,
     Watched,
@@ -84,7 +84,7 @@ class PagedEngine(PagedSequences):
         draft_heads: LoadedHeads | None = None,
         shows_features: bool = False,
         exit_head: LoadedExit | None = None,
-        draft_layer: LoadedEagle3 | None = None,
+        draft_layer: LoadedDraftHead | None = None,
         kernels: PaceKernels | None = None,
     ) -> None:
         """At most `max_num_seqs` sequences in one step; pages for at most `kv_cache_memory_bytes`,

@@ -8,6 +8,7 @@ target's, behind the text itself and behind one pair of its own, for each way to
 way                   feature of the pair that ends at token j
 stated                what the stated layers read at j - 1
 one layer up or down  what the layers behind or before these read at j - 1
+before the last norm  what that reads at j - 1, for MTP layers, which read what it puts out
 pairs one off         what the stated layers read at j; named, and not served: token j has not run
 """
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +25,8 @@ from torch import Tensor
 from outrider.engine.interface import ModelInfo
 from outrider.errors import BadRequest
 from outrider.models.compatibility import trial_tokens
-from outrider.models.eagle3 import LoadedEagle3
+from outrider.models.draft_head import LoadedDraftHead
+from outrider.models.early_exit import layers_of, watched_layers
 from outrider.tokenizer import TokenizerText
 
 TOKENS_WRITTEN = 64
@@ -39,12 +41,15 @@ _PROMPT = "Explain in a few sentences why the sky is blue."
 _log = logging.getLogger(__name__)
 
 
+_Loaded = TypeVar("_Loaded", bound=LoadedDraftHead)
+
+
 def checked_head(
-    loaded: LoadedEagle3, target: Any, info: ModelInfo, tokenizer: Any | None, name: str
-) -> LoadedEagle3:
-    """The head called `name`, set to the layers that it agrees best with, and a `note` for people
-    where those are not the stated ones, or where it agrees too little whatever it reads. `target`
-    is a module of the library, with attention of its own."""
+    loaded: _Loaded, target: Any, info: ModelInfo, tokenizer: Any | None, name: str
+) -> _Loaded:
+    """The head called `name`, set to read what it agrees best with, and a `note` for people where
+    that is not what is stated, or where it agrees too little whatever it reads. `target` is a
+    module of the library, with attention of its own."""
     try:
         note = _check(loaded, target, _prompt(info, tokenizer))
     except Exception as error:  # noqa: BLE001 (it costs speed, at most, and is said)
@@ -70,17 +75,21 @@ def _prompt(info: ModelInfo, tokenizer: Any | None) -> Sequence[int]:
 
 
 @torch.inference_mode()
-def _check(loaded: LoadedEagle3, target: Any, prompt: Sequence[int]) -> str:
+def _check(loaded: LoadedDraftHead, target: Any, prompt: Sequence[int]) -> str:
     head = loaded.module
     text = _written(target, prompt)
-    output = target(input_ids=text[None], output_hidden_states=True, use_cache=False)
-    hidden, likeliest = [states[0] for states in output.hidden_states], output.logits[0].argmax(-1)
+    num_layers = len(layers_of(target))
+    ways = head.ways(num_layers)
+    with watched_layers(target, range(max(num_layers - 1, *head.layer_ids) + 1)) as taps:
+        likeliest = target(input_ids=text[None], use_cache=False).logits[0].argmax(-1)
+        hidden = [tap.rows_read() for tap in taps]
     token_ids = torch.tensor(loaded.token_ids, device=text.device)
     first = max(0, len(prompt) - 2)  # The chain whose first token is the first one written.
 
-    def agreement(layer_ids: Sequence[int], offset: int = 0) -> float:
+    def agreement(way: str, offset: int = 0) -> float:
         """The share of places where the head agrees, of all depths together."""
-        features = head.fuse(torch.cat([hidden[index] for index in layer_ids], -1))
+        head.read_as(ways[way])
+        features = head.fuse(torch.cat([hidden[index] for index in head.layer_ids], -1))
         num_chains = len(text) - _DEPTHS
         chains = features[offset : offset + num_chains]
         right = [
@@ -89,26 +98,23 @@ def _check(loaded: LoadedEagle3, target: Any, prompt: Sequence[int]) -> str:
         ]
         return float(torch.stack(right)[:, first:].double().mean())
 
-    stated = head.layer_ids
-    shifted = [tuple(index + by for index in stated) for by in (1, -1)]
-    last = len(hidden) - 2
-    ways = [stated, *(ids for ids in shifted if min(ids) >= 0 and max(ids) <= last)]
-    found = {ids: agreement(ids) for ids in ways}
-    best = max(ways, key=lambda ids: found[ids])
-    tried = [f"layers {_listed(ids)}: {found[ids]:.0%}" for ids in ways]
+    stated = next(iter(ways))
+    found = {way: agreement(way) for way in ways}
+    best = max(ways, key=lambda way: found[way])
+    tried = [f"{way}: {share:.0%}" for way, share in found.items()]
     tried.append(f"pairs one off: {agreement(stated, 1):.0%}")
     summary = f"of {_DEPTHS * TOKENS_WRITTEN} places ({'; '.join(tried)})"
     _log.info("the head agrees with its target at so many %s", summary)
     if found[best] < found[stated] + _GAIN_MIN:
         best = stated
-    head.layer_ids = best
+    head.read_as(ways[best])
     if found[best] < AGREEMENT_MIN:
         return (
             f"agrees with its target at {found[best]:.0%} {summary}, where {AGREEMENT_MIN:.0%} is "
             "little: it was made for another target, or reads it in a way that is not known here"
         )
     if best != stated:
-        return f"reads the layers {_listed(best)} in place of those that its files state, {summary}"
+        return f"reads the {best} in place of those that its files state, {summary}"
     return ""
 
 
@@ -121,7 +127,3 @@ def _written(target: Any, prompt: Sequence[int]) -> Tensor:
         cache, new = output.past_key_values, output.logits[:, -1:].argmax(-1)
         text.append(new)
     return torch.cat(text, -1)[0]
-
-
-def _listed(layer_ids: Sequence[int]) -> str:
-    return ", ".join(map(str, layer_ids))

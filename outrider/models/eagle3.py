@@ -22,7 +22,7 @@ Both have `fc`, `norm`, `lm_head`, and `d2t` where the draft vocabulary is a par
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from outrider.errors import ConfigError
+from outrider.models.draft_head import Attend, DraftHead, LoadedDraftHead
 from outrider.models.drafter_checkpoint import CONFIG_FILE, WEIGHTS_FILE
 from outrider.models.loading import parameters_on_meta, refusing
 from outrider.models.published_drafters import read_config, read_tensors
@@ -67,10 +68,6 @@ _NOT_WEIGHTS = ("inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
 _SPECULATORS_VERSION = "0.9.0"
 """Of the library whose form is written."""
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Of queries [N, heads, head_dim], keys and values [N, kv heads, head_dim] of N pairs: what each
-query makes of the pairs up to its own, [N, heads, head_dim]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +125,7 @@ class _Layer(nn.Module):
         self.mlp = LlamaMLP(config)
 
 
-class Eagle3Head(nn.Module):
+class Eagle3Head(DraftHead):
     """A head of width D for a target with hidden states of width D_t. Its parameters have the
     names of the speculators form. Attention scores are scaled by head_dim ** -0.5."""
 
@@ -143,6 +140,8 @@ class Eagle3Head(nn.Module):
         self.num_heads: int = layer.num_attention_heads
         self.num_kv_heads: int = layer.num_key_value_heads
         self.head_dim: int = layer.head_dim
+        self.key_width = self.value_width = self.head_dim
+        self.scaling = self.head_dim**-0.5
         self.embed_tokens = nn.Embedding(layer.vocab_size, width)
         self.input_norm = LlamaRMSNorm(taps_width, eps) if config.norm_before_fc else None
         self.fc_norm = (
@@ -165,6 +164,19 @@ class Eagle3Head(nn.Module):
     @layer_ids.setter
     def layer_ids(self, layer_ids: tuple[int, ...]) -> None:
         self.config = replace(self.config, layer_ids=layer_ids)
+
+    def ways(self, num_layers: int) -> dict[str, Any]:
+        """The stated layers, and those one higher and one lower."""
+        found = [tuple(index + by for index in self.layer_ids) for by in (0, 1, -1)]
+        return {
+            f"layers {', '.join(map(str, layer_ids))}": layer_ids
+            for layer_ids in found
+            if min(layer_ids) >= 0 and max(layer_ids) < num_layers
+        }
+
+    def read_as(self, way: tuple[int, ...]) -> None:
+        """Reads these layers."""
+        self.layer_ids = way
 
     def fuse(self, hidden: Tensor) -> Tensor:
         """g [.., D] of the taps [.., taps * D_t], side by side in the order of `layer_ids`."""
@@ -208,24 +220,6 @@ class Eagle3Head(nn.Module):
         logits: Tensor = self.lm_head(self.norm(hidden))
         return logits.float()
 
-    def unroll(self, features: Tensor, token_ids: Tensor, num_depths: int) -> Iterator[Tensor]:
-        """h [B, L, D] of the first, second, .. pair of a chain that starts at each pair of B texts
-        and goes on as the text does, with gradients: of features [B, L, D] and the tokens [B, L +
-        num_depths - 1] behind them. A chain sees the text's pairs up to its start, then its own."""
-        num_pairs = features.shape[1]
-        pairs: list[tuple[Tensor, Tensor]] = []
-
-        def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            pairs.append((keys, values))
-            return _attend_in_chains(queries, pairs)
-
-        for depth in range(num_depths):
-            behind = token_ids[:, depth : depth + num_pairs]
-            positions = torch.arange(depth, depth + num_pairs, device=features.device)
-            hidden = self.step(features, behind, positions.expand_as(behind), attend)
-            yield hidden
-            features = self.carry(hidden)
-
     @property
     def _layer(self) -> Any:
         return self.layers[0]
@@ -259,38 +253,11 @@ def _rotated(heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     return rotated
 
 
-def _attend_in_chains(queries: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """[B, L, heads, E]: of the newest queries of chains, over the text's keys and values, the first
-    of `pairs` [B, L, kv heads, E], up to each chain's start and over the chain's own, the others.
-    """
-
-    def by_head(vectors: Tensor) -> Tensor:
-        """[B, heads, L, E]"""
-        heads = queries.shape[2] // vectors.shape[2]
-        return vectors.repeat_interleave(heads, 2).transpose(1, 2)
-
-    asked = by_head(queries) * queries.shape[-1] ** -0.5
-    (text_keys, text_values), *own = [(by_head(keys), by_head(values)) for keys, values in pairs]
-    later = torch.ones(asked.shape[2], asked.shape[2], device=asked.device).triu(1).bool()
-    scores = (asked @ text_keys.transpose(-1, -2)).masked_fill(later, -torch.inf)
-    chains = [(asked * keys).sum(-1, keepdim=True) for keys, _ in own]
-    inside = torch.promote_types(asked.dtype, torch.float32)
-    weights = torch.cat([scores, *chains], -1).softmax(-1, dtype=inside).to(asked.dtype)
-    mixed = weights[..., : asked.shape[2]] @ text_values
-    for index, (_, values) in enumerate(own, asked.shape[2]):
-        mixed = mixed + weights[..., index : index + 1] * values
-    return mixed.transpose(1, 2)
-
-
 @dataclass(frozen=True)
-class LoadedEagle3:
-    """A head for one target."""
+class LoadedEagle3(LoadedDraftHead):
+    """An EAGLE-3 head for one target."""
 
     module: Eagle3Head
-    token_ids: tuple[int, ...]
-    """[draft vocabulary], ascending: the target's tokens that its logits are of."""
-    note: str = ""
-    """What people should know of how it reads its target; empty where all is well."""
 
 
 def load_eagle3(path: Path, target: Any, *, name: str, target_name: str) -> LoadedEagle3:

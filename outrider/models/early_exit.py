@@ -124,16 +124,27 @@ class Watched(nn.Module):
 def watch_layers(
     module: Any, indices: Sequence[int], *, keeps_output: bool = False
 ) -> list[Watched]:
-    """Puts a watch on these of the model's layers, counted from 0. Raises `ConfigError` for a model
-    that has no such layers."""
-    layers = layers_of(module)
-    wrong = [index for index in indices if not 0 <= index < len(layers)]
+    """Puts a watch on these of the model's layers, counted from 0; one more than there are is the
+    norm behind them. Raises `ConfigError` for a model that has no such layers."""
+    num_layers = len(layers_of(module))
+    wrong = [index for index in indices if not 0 <= index <= num_layers]
     if wrong:
-        raise ConfigError(f"it has no layer {wrong[0]}, only {len(layers)} counted from 0")
-    watched = [Watched(layers[index], keeps_output=keeps_output) for index in indices]
-    for index, one in zip(indices, watched, strict=True):
-        layers[index] = one
+        raise ConfigError(f"it has no layer {wrong[0]}, only {num_layers} counted from 0")
+    watched = []
+    for index in indices:
+        parent, name = _place_of(module, index)
+        watched.append(Watched(getattr(parent, name), keeps_output=keeps_output))
+        setattr(parent, name, watched[-1])
     return watched
+
+
+def _place_of(module: Any, index: int) -> tuple[nn.Module, str]:
+    """Where a layer, or behind all of them the last norm, is: in which module, under what name."""
+    layers = layers_of(module)
+    if index < len(layers):
+        return layers, str(index)
+    last_norm(module)
+    return module.base_model, "norm"
 
 
 @contextmanager
@@ -146,7 +157,7 @@ def watched_layers(
         yield watched
     finally:
         for index, one in zip(indices, watched, strict=True):
-            layers_of(module)[index] = one.inner
+            setattr(*_place_of(module, index), one.inner)
 
 
 @contextmanager

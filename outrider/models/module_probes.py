@@ -95,12 +95,13 @@ class _Stub(nn.Module):
 
 
 def call_attention(
-    block: Any, width: int, like: Tensor
+    block: Any, width: int, like: Tensor, rotated: int
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]] | None:
     """What `block` makes of rows [1, 4, width], up to its layer `o_proj`: query, key and value as
     the attention function gets them and what it gives `o_proj`, and what else that function gets
-    but for what the block itself was given. None if it cannot be called as Llama's can."""
-    rows, angles = probe_rows(width, like), probe_rows(block.head_dim, like)
+    but for what the block itself was given. Angles are of `rotated` elements of each head. None if
+    it cannot be called as Llama's can."""
+    rows, angles = probe_rows(width, like), probe_rows(rotated, like)
     calls: list[Any] = []
     mask, given = object(), {"position_ids": angles[..., 0].long(), "calls": calls}
     try:

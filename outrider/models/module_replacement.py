@@ -315,11 +315,13 @@ def _fused_attention(block: Any) -> nn.Module | None:
     head_dim = getattr(block, "head_dim", 0)
     if not head_dim or head_dim % 2 or any(p.out_features % head_dim for p in linears):
         return None
-    called = call_attention(block, width, weight)
+    if call_attention(block, width, weight, head_dim // 2) is not None:
+        return None  # It rotates as much of each head as there are angles for: in GLM a part.
+    called = call_attention(block, width, weight, head_dim)
     if called is None or not all(isinstance(v, _PLAIN_OPTION) for v in called[1].values()):
         return None
     fused = FusedAttention(block, eager, called[1])
-    again = call_attention(fused, width, weight)
+    again = call_attention(fused, width, weight, head_dim)
     return fused if again is not None and all(map(agree, called[0], again[0])) else None
 
 

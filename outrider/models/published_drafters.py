@@ -25,8 +25,8 @@ from outrider.models.sources import PICKLED_FILE
 
 
 class DrafterFormat(StrEnum):
-    """A kind of published drafter that is not refused here. MTP layers are a kind of their own, as
-    they belong to a target; a start refuses them."""
+    """A kind of published drafter that is not refused here. MTP layers belong to a target, and are
+    served from its files; a start refuses those that lie apart."""
 
     EAGLE3 = "eagle3"
     MTP = "mtp"

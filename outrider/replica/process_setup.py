@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from outrider.config import AUTO_ENGINE, VLLM, DraftConfig, ReplicaConfig, TargetConfig
-from outrider.drafters.names import EAGLE3, EARLY_EXIT, MEDUSA, NOT_ON_VLLM, LookupKind
+from outrider.drafters.names import EAGLE3, EARLY_EXIT, MEDUSA, MTP, NOT_ON_VLLM, LookupKind
 from outrider.errors import ConfigError, SettingError
 from outrider.settings import blaming, by_its_keys
 from outrider.telemetry.logs import JsonLines, LogFile, make_room
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from outrider.engine.step_costs import StepCosts
     from outrider.engine.tensor_parallel.sharding import Ranks
     from outrider.grammar.compiler import Grammars
+    from outrider.models.draft_head import LoadedDraftHead
     from outrider.models.drafter_checkpoint import Whose
     from outrider.models.eagle import LoadedEagle
 
@@ -392,17 +393,22 @@ def _own_drafter(config: ReplicaConfig, module: torch.nn.Module, info: ModelInfo
     from outrider.models.medusa import load_heads
 
     path = Path(config.heads_directory)
-    if config.heads_kind == EAGLE3:
+    if config.heads_kind in (EAGLE3, MTP):
         from outrider.models.drafter_check import checked_head
         from outrider.models.eagle3 import load_eagle3
         from outrider.models.loading import load_tokenizer
+        from outrider.models.mtp import load_mtp
 
         with blaming("draft_model"):
-            head = load_eagle3(path, module, name=config.heads, target_name=config.model)
+            layer: LoadedDraftHead
+            if config.heads_kind == MTP:
+                layer = load_mtp(path, module, target_name=config.model)
+            else:
+                layer = load_eagle3(path, module, name=config.heads, target_name=config.model)
         tokenizer = load_tokenizer(
             Path(config.directory), trust_remote_code=config.trust_remote_code
         )
-        return {"draft_layer": checked_head(head, module, info, tokenizer, config.heads)}
+        return {"draft_layer": checked_head(layer, module, info, tokenizer, config.heads)}
     whose: Whose = {
         "name": config.heads,
         "target_directory": Path(config.directory),

@@ -46,6 +46,7 @@ def _merged(said: object, **flags: object) -> dict[str, Any]:
              "unseeded_rule": "token"},
         ),
         ({"method": "eagle3", "model": "a/b"}, {"draft_model": "eagle3:a/b"}),
+        ({"method": "glm4_moe_mtp"}, {"draft_model": "mtp"}),
         (
             {"model": "a/b", "rejection_sample_method": "block"},
             {"draft_model": "a/b", "unseeded_rule": "block"},
@@ -79,7 +80,8 @@ def test_synthetic_acceptance_is_of_an_emulated_pair(said: dict[str, object], ra
     [
         ({"methode": 1}, "methode: 1 given, but there is no such key; did you mean method?"),
         ({"zzz": None}, "zzz: None given, but there is no such key; known are method, model, "),
-        ({"method": "mtp"}, "method: 'mtp' is wrong; it must be one of ngram, "),
+        ({"method": "ernie_mtp"}, "method: 'ernie_mtp' is wrong; it must be one of ngram, "),
+        ({"method": "mtp", "model": "a/b"}, "model: 'a/b' given, but mtp drafts with layers of"),
         ({"method": "eagle3"}, "model: eagle3 needs one: it is missing"),
         ({"num_speculative_tokens": 3}, "model: method, or model, is missing"),
         ({"method": "ngram", "model": "a/b"}, "model: 'a/b' given, but ngram looks drafts up"),

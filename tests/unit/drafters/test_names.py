@@ -23,6 +23,7 @@ from outrider.errors import SettingError
         ("hybrid:suffix,medusa:/a,b", DrafterChoice(LookupKind.SUFFIX, None, "/a,b", "medusa")),
         ("early-exit:/a,b", DrafterChoice(None, None, "/a,b", "early-exit")),
         ("hybrid:suffix,eagle3:a/b", DrafterChoice(LookupKind.SUFFIX, None, "a/b", "eagle3")),
+        ("hybrid:suffix,mtp", DrafterChoice(LookupKind.SUFFIX, None, "mtp", "mtp")),
         ("eagle:a", DrafterChoice(None, DraftModel("a", reads_features=True))),
         (
             "hybrid:ngram,eagle:a",
@@ -40,6 +41,7 @@ def test_a_name_says_who_proposes(name: str, choice: DrafterChoice) -> None:
     [
         ("quantized:3", "may be 8 or 4"),
         ("suffix:4", "`suffix` takes nothing after it"),
+        ("mtp:a/b", "`mtp` takes nothing after it"),
         ("hybrid:demo,suffix", "LOOKUP `ngram` or `suffix`"),
         ("hybrid:suffix,hybrid:ngram,demo", "its second part must be a model"),
         ("medusa:", "the directory of the heads is missing"),

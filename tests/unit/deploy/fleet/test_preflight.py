@@ -23,6 +23,7 @@ from models import (
     save_tiny_model,
     save_tiny_raw_eagle3,
 )
+from mtp_models import MtpReference, mtp_target
 
 from deploy.fleet.preflight import (
     check_before_start,
@@ -173,11 +174,29 @@ def test_a_published_head_is_known_by_its_files(
             check_before_start(
                 load_config({"model": str(tiny), "draft_model": str(head), **settings}, {})
             )
-    for kind, message in (("dflash", "kind dflash, which is"), ("mtp", "MTP layers, which are")):
+    for kind, message in (
+        ("dflash", "kind dflash, which is not served"), ("mtp", "from the target's own files alone")
+    ):  # fmt: skip
         stated = {"speculators_model_type": kind, "draft_vocab_size": 3}
         (head / "config.json").write_text(json.dumps(stated))
-        with pytest.raises(SettingError, match=f"^draft_model: .*{message} not served"):
+        with pytest.raises(SettingError, match=f"^draft_model: .*{message}"):
             resolved(tiny, draft_model=str(head))
+
+
+def test_mtp_layers_are_the_targets_own(tiny: Path, tmp_path: Path) -> None:
+    """Told, with what they do not go with, before a start."""
+    path = MtpReference(mtp_target("glm4_moe")).save(tmp_path)
+    for given in ("mtp", "hybrid:suffix,mtp"):
+        target = resolved(path, draft_model=given).target
+        assert (target.heads, target.heads_kind) == ("mtp", "mtp")
+        assert target.heads_directory == target.directory == str(path)
+    for settings, message in (
+        ({"model": str(tiny)}, "^draft_model: .*model_type is 'llama'; MTP layers of deepseek_v3"),
+        ({"tensor_parallel_size": 2}, "^tensor_parallel_size: .*one rank"),
+        ({"engine": "vllm"}, "^draft_model: .*which vllm does not take"),
+    ):
+        with pytest.raises(SettingError, match=message):
+            resolve_models(load_config({"model": str(path), "draft_model": "mtp", **settings}, {}))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,115 @@
+"""What runs as one more layer on a target's pages, whatever its kind: see `draft_layer.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Of queries [N, heads, key width], keys [N, kv heads, key width] and values [N, kv heads, value
+width] of N pairs: what each query makes of the pairs up to its own, [N, heads, value width]."""
+
+
+class DraftHead(nn.Module):
+    """A head of width D that reads pairs: of g, what it makes of a target's layers at a token, and
+    the token behind it. Wherever shapes begin with .., they may begin with any sizes."""
+
+    width: int
+    num_kv_heads: int
+    key_width: int
+    value_width: int
+    scaling: float
+    """What scores of attention are multiplied by."""
+    layer_ids: tuple[int, ...]
+    """The taps: i is what the target's layer i reads, counted from 0; what the norm behind the
+    last layer reads is one more."""
+
+    def ways(self, num_layers: int) -> dict[str, Any]:
+        """How it may have been made to read a target of so many layers, by what people call what
+        it reads; the stated way first."""
+        raise NotImplementedError
+
+    def read_as(self, way: Any) -> None:
+        """Reads the target in one of the `ways` from now on."""
+        raise NotImplementedError
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        """g [.., D] of the taps [.., taps * D_t], side by side in the order of `layer_ids`."""
+        raise NotImplementedError
+
+    def keys_and_values(
+        self, features: Tensor, token_ids: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """[.., kv heads, width] each, keys rotated, of pairs of features [.., D] and tokens [..] at
+        rotary positions [..]."""
+        raise NotImplementedError
+
+    def step(
+        self, features: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
+        """h [.., D] of pairs as for `keys_and_values`."""
+        raise NotImplementedError
+
+    def carry(self, hidden: Tensor) -> Tensor:
+        """[.., D]: what stands for a feature in the pair that follows h [.., D]."""
+        raise NotImplementedError
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[.., draft vocabulary], float32, of h [.., D]."""
+        raise NotImplementedError
+
+    def unroll(self, features: Tensor, token_ids: Tensor, num_depths: int) -> Iterator[Tensor]:
+        """h [B, L, D] of the first, second, .. pair of a chain that starts at each pair of B texts
+        and goes on as the text does, with gradients: of features [B, L, D] and the tokens [B, L +
+        num_depths - 1] behind them. A chain sees the text's pairs up to its start, then its own."""
+        num_pairs = features.shape[1]
+        pairs: list[tuple[Tensor, Tensor]] = []
+
+        def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            pairs.append((keys, values))
+            return _attend_in_chains(queries * self.scaling, pairs)
+
+        for depth in range(num_depths):
+            behind = token_ids[:, depth : depth + num_pairs]
+            positions = torch.arange(depth, depth + num_pairs, device=features.device)
+            hidden = self.step(features, behind, positions.expand_as(behind), attend)
+            yield hidden
+            features = self.carry(hidden)
+
+
+@dataclass(frozen=True)
+class LoadedDraftHead:
+    """A head for one target."""
+
+    module: DraftHead
+    token_ids: tuple[int, ...]
+    """[draft vocabulary], ascending: the target's tokens that its logits are of."""
+    note: str = ""
+    """What people should know of how it reads its target; empty where all is well."""
+
+
+def _attend_in_chains(queries: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """[B, L, heads, E]: of the newest queries of chains, scaled, over the text's keys and values,
+    the first of `pairs` [B, L, kv heads, E], up to each chain's start and over the chain's own, the
+    others."""
+
+    def by_head(vectors: Tensor) -> Tensor:
+        """[B, heads, L, E]"""
+        heads = queries.shape[2] // vectors.shape[2]
+        return vectors.repeat_interleave(heads, 2).transpose(1, 2)
+
+    asked = by_head(queries)
+    (text_keys, text_values), *own = [(by_head(keys), by_head(values)) for keys, values in pairs]
+    later = torch.ones(asked.shape[2], asked.shape[2], device=asked.device).triu(1).bool()
+    scores = (asked @ text_keys.transpose(-1, -2)).masked_fill(later, -torch.inf)
+    chains = [(asked * keys).sum(-1, keepdim=True) for keys, _ in own]
+    inside = torch.promote_types(asked.dtype, torch.float32)
+    weights = torch.cat([scores, *chains], -1).softmax(-1, dtype=inside).to(asked.dtype)
+    mixed = weights[..., : asked.shape[2]] @ text_values
+    for index, (_, values) in enumerate(own, asked.shape[2]):
+        mixed = mixed + weights[..., index : index + 1] * values
+    return mixed.transpose(1, 2)

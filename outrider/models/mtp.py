@@ -1,0 +1,298 @@
+"""A target's own layer for multi-token prediction (MTP, arXiv 2412.19437), as one more layer beside
+it:
+
+    g_i    = what the target's last norm puts out at position i
+    pair j = (g_{j-1}, token j), from 1; its rotary position is j - 1
+    x_j    = eh_proj [enorm(embedding of token j), hnorm(g_{j-1})]
+    h_j    = norm(layer(x_j)), where the layer, of the target's own kind, sees the pairs 1 .. j
+    logits of the token behind token j = head(h_j)
+
+In a drafted pair h stands for g, and the same layer runs again. So do the library and `speculators`
+define it; vLLM takes zeros for the embedding of the first pair of DeepSeek and GLM.
+
+family                  tensors in the target's files
+deepseek_v3, glm4_moe   `model.layers.N.` of N layers of the target: `enorm`, `hnorm`, `eh_proj`,
+                        `shared_head.norm`, and those of a layer; `embed_tokens` and
+                        `shared_head.head` are copies of the target's
+qwen3_next              `mtp.`: `pre_fc_norm_embedding`, `pre_fc_norm_hidden`, `fc`, `norm`, and
+                        `layers.0.` with those of a layer
+
+Of several such layers the first is used, as it is by vLLM where it drafts more tokens than there
+are layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from copy import copy, deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_layers import MtpModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, LoadStateDictConfig
+
+from outrider.errors import ConfigError
+from outrider.models.draft_head import Attend, DraftHead, LoadedDraftHead
+from outrider.models.early_exit import last_norm
+from outrider.models.loading import DTYPES, open_weights, refusing
+from outrider.models.published_drafters import read_config
+
+_PREFIXES = {
+    "deepseek_v3": "model.layers.{num_hidden_layers}.",
+    "glm4_moe": "model.layers.{num_hidden_layers}.",
+    "qwen3_next": "mtp.",
+}
+"""How the names of the first layer's tensors begin, by the target's `model_type`."""
+_EMBEDDINGS, _HEAD = "embed_tokens.weight", "shared_head.head.weight"
+_LATER = "mtp.layers."
+"""What the names of later layers of the second form begin with, before their number."""
+_SCALE, _BLOCK = "_scale_inv", (128, 128)
+"""Behind the name of a weight in float8, of its scales; rows and columns that share one."""
+_ATTENTION = "outrider_mtp"
+"""Name of the attention that calls the `attend` that the layer was called with."""
+_NORMED = {"hidden states behind the last norm": True, "hidden states before the last norm": False}
+
+
+class MtpHead(DraftHead):
+    """An MTP layer of the library, `layer`, of a target whose norm behind its `num_layers` layers
+    is `norm`."""
+
+    def __init__(
+        self,
+        layer: Any,
+        *,
+        rotary: Any,
+        norm: nn.Module,
+        num_layers: int,
+        embeddings: Tensor,
+        head: Tensor,
+    ) -> None:
+        """With its weights. Embeddings and head are [vocabulary, D]."""
+        super().__init__()
+        block = layer.mtp_block
+        block.self_attn.config._attn_implementation = _ATTENTION
+        self.layer = layer
+        self.rotary_emb = rotary
+        self.target_norm = norm
+        with torch.device("meta"):
+            self.embed_tokens = nn.Embedding(*embeddings.shape)
+            self.lm_head = nn.Linear(head.shape[1], head.shape[0], bias=False)
+        self.embed_tokens.weight = nn.Parameter(embeddings, requires_grad=False)
+        self.lm_head.weight = nn.Parameter(head, requires_grad=False)
+        self.layer_ids = (num_layers,)
+        self.width = embeddings.shape[1]
+        self._is_normed = True
+        self.scaling = block.self_attn.scaling
+        first = torch.zeros(1, dtype=torch.long, device=head.device)
+        keys, values = self.keys_and_values(head.new_zeros(1, self.width), first, first)
+        self.num_kv_heads, self.key_width = keys.shape[1:]
+        self.value_width = values.shape[-1]
+
+    def ways(self, num_layers: int) -> dict[str, Any]:
+        """Behind and before the target's last norm; programs differ in which one they read."""
+        return _NORMED
+
+    def read_as(self, way: bool) -> None:
+        """Reads what that norm puts out, or what it reads."""
+        self._is_normed = way
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        """g [.., D] of what the target's last norm reads, [.., D]."""
+        normed: Tensor = self.target_norm(hidden) if self._is_normed else hidden
+        return normed
+
+    def keys_and_values(
+        self, features: Tensor, token_ids: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See `DraftHead.keys_and_values`; nothing behind the layer's attention is run."""
+        found: list[Tensor] = []
+
+        def note(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            found.extend((keys, values))
+            return queries.new_zeros(*queries.shape[:-1], values.shape[-1])
+
+        rows, angles = self._inputs(features, token_ids, positions)
+        block = self.layer.mtp_block
+        block.self_attn(
+            hidden_states=block.input_layernorm(rows), position_embeddings=angles,
+            attention_mask=None, attend=note,
+        )  # fmt: skip
+        keys, values = (rows.view(*token_ids.shape, *rows.shape[-2:]) for rows in found)
+        return keys, values
+
+    def step(
+        self, features: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
+        """See `DraftHead.step`; h is behind the layer's own norm."""
+
+        def attend_rows(*heads: Tensor) -> Tensor:
+            return attend(*(rows.view(*token_ids.shape, *rows.shape[-2:]) for rows in heads))
+
+        rows, angles = self._inputs(features, token_ids, positions)
+        hidden = self.layer.mtp_block(
+            rows, attention_mask=None, position_embeddings=angles, attend=attend_rows
+        )
+        normed: Tensor = self.layer.post_norm(hidden)
+        return normed.view(features.shape)
+
+    def carry(self, hidden: Tensor) -> Tensor:
+        """See `DraftHead.carry`."""
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[.., vocabulary], float32, of h [.., D]."""
+        logits: Tensor = self.lm_head(hidden)
+        return logits.float()
+
+    def _inputs(
+        self, features: Tensor, token_ids: Tensor, positions: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """x [B, L, D] of pairs, and cosines and sines of their positions."""
+        layer = self.layer
+        embedded = layer.enorm(self.embed_tokens(token_ids))
+        joined = layer.eh_proj(torch.cat([embedded, layer.hnorm(features)], -1))
+        rows = joined.view(-1, *joined.shape[-2:])
+        return rows, self.rotary_emb(rows, positions.view(-1, positions.shape[-1]))
+
+
+def _attention(
+    block: nn.Module, query: Tensor, key: Tensor, value: Tensor, _: None, attend: Attend, **__: Any
+) -> tuple[Tensor, None]:
+    """Of [B, heads, L, width] each: what `attend` makes of [B, L, heads, width]."""
+    heads = (rows.transpose(1, 2).contiguous() for rows in (query, key, value))
+    return attend(*heads), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _attention)
+
+
+def check_mtp(path: Path, name: str) -> str:
+    """How the names of the tensors of the first MTP layer begin in the files of the model in
+    `path`, called `name`. Raises `ConfigError` where it has none that can be used."""
+    with refusing(f"model {name}:"):
+        stated = read_config(path)
+        with open_weights(path) as files:
+            names = [*files]
+    family = stated.get("model_type")
+    if family not in _PREFIXES:
+        allowed = ", ".join(_PREFIXES)
+        raise ConfigError(
+            f"model {name}: model_type is {family!r}; MTP layers of {allowed} are served"
+        )
+    prefix = _PREFIXES[family].format(num_hidden_layers=stated.get("num_hidden_layers"))
+    if not any(key.startswith(prefix) for key in names):
+        num_stated = stated.get("num_nextn_predict_layers", 0)
+        raise ConfigError(
+            f"model {name}: this checkpoint has no MTP layers: num_nextn_predict_layers is "
+            f"{num_stated}, and no tensor's name begins with {prefix}"
+        )
+    return prefix
+
+
+def load_mtp(path: Path, target: Any, *, target_name: str) -> LoadedDraftHead:
+    """The first MTP layer of the target in `path`, called `target_name`, for its module, of its
+    dtype and on its device. Raises `ConfigError` for a target without, and for weights that are
+    broken."""
+    prefix = check_mtp(path, target_name)
+    what = f"model {target_name}: its MTP layer"
+    with refusing(what):
+        try:
+            with open_weights(path) as files:
+                tensors = {
+                    key: file.get_tensor(key)
+                    for key, file in files.items()
+                    if (key.startswith(prefix) and not key.startswith(_LATER))
+                    or key.startswith(f"{_LATER}0.")
+                }  # fmt: skip
+            tensors = _dequantized(tensors, read_config(path), target.dtype)
+            shared = {
+                key: _own_or_shared(tensors.pop(prefix + key, None), module.weight, key)
+                for key, module in (
+                    (_EMBEDDINGS, target.get_input_embeddings()),
+                    (_HEAD, target.get_output_embeddings()),
+                )
+            }
+            model = _with_weights(target, tensors)
+        except ConfigError as error:
+            raise ConfigError(f"{what}: {error}") from error
+    head = MtpHead(
+        model.layers[0].requires_grad_(False).eval(), rotary=model.rotary_emb,
+        norm=last_norm(target), num_layers=target.config.get_text_config().num_hidden_layers,
+        embeddings=shared[_EMBEDDINGS], head=shared[_HEAD],
+    )  # fmt: skip
+    return LoadedDraftHead(head.eval(), tuple(range(len(shared[_HEAD]))))
+
+
+def _dequantized(
+    tensors: dict[str, Tensor], stated: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The tensors, with those in float8 that have scales by blocks multiplied by these, and of
+    `dtype`."""
+    quantization = stated.get("quantization_config") or {}
+    rows, columns = quantization.get("weight_block_size") or _BLOCK
+    found = {}
+    for key, values in tensors.items():
+        if key.endswith(_SCALE):
+            continue
+        scales = tensors.get(key + _SCALE)
+        if scales is not None:
+            spread = scales.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+            values = (values.float() * spread[: values.shape[0], : values.shape[1]]).to(dtype)
+        elif values.dtype not in DTYPES.values():
+            raise ConfigError(
+                f"{key} is stored as {values.dtype}; floating point of 16 bits or more and float8 "
+                f"with a {_SCALE.removeprefix('_')} for each block are served"
+            )
+        found[key] = values
+    return found
+
+
+def _own_or_shared(own: Tensor | None, shared: Tensor, name: str) -> Tensor:
+    """The target's weight, unless the layer's own copy of it is another one."""
+    if own is None:
+        return shared
+    if own.shape != shared.shape:
+        raise ConfigError(f"{name} is {[*own.shape]}; the target's is {[*shared.shape]}")
+    own = own.to(shared.device, shared.dtype)
+    return shared if torch.equal(own, shared) else own
+
+
+def _with_weights(target: Any, tensors: dict[str, Tensor]) -> Any:
+    """The library's model of one MTP layer for `target`, with these weights."""
+    like = copy(target)  # With a configuration of its own, and none of what its loading needed.
+    like.config, like._weight_conversions = deepcopy(target.config), None
+    sizes = like.config.get_text_config()
+    sizes.num_mtp_layers = 1
+    if getattr(sizes, "layer_types", None):
+        sizes.mtp_layer_types = ["full_attention"]
+    with ExitStack() as stack:
+        for context in MtpModel.get_init_context(target.dtype, False, False, None):
+            stack.enter_context(context)
+        model = MtpModel(like, 1)
+    found, _ = convert_and_load_state_dict_in_model(
+        model=model,
+        state_dict=tensors,
+        load_config=LoadStateDictConfig(
+            weight_mapping=model.get_weight_conversions(like), dtype=target.dtype,
+            dtype_plan=target._get_dtype_plan(target.dtype), device_map={"": target.device},
+        ),
+    )  # fmt: skip
+    # Embeddings and head are the target's, and given to the layer apart.
+    if missing := [key for key in found.missing_keys if key.startswith("layers.")]:
+        raise ConfigError(f"its files lack the weights {min(missing)}")
+    if found.unexpected_keys:
+        unknown = min(found.unexpected_keys)
+        raise ConfigError(f"its files have the weights {unknown}, which no such layer has")
+    if found.mismatched_keys:
+        name, given, needed = min(found.mismatched_keys)
+        raise ConfigError(f"{name} is {[*given]}; {[*needed]} is needed")
+    if found.conversion_errors:
+        raise ConfigError("; ".join(found.conversion_errors.values()))
+    for name, values in model.state_dict().items():
+        if name.startswith("layers.") and not values.isfinite().all():
+            raise ConfigError(f"{name} is not finite")
+    return model

@@ -1,0 +1,146 @@
+"""Makers of tiny checkpoints with MTP layers, and what such a layer puts out by its definition."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import tiny_config, tiny_module
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import DeepseekV3Config, Glm4MoeConfig, Qwen3NextConfig
+
+from outrider.models.draft_head import LoadedDraftHead
+from outrider.models.mtp import load_mtp
+
+FAMILIES = ("deepseek_v3", "glm4_moe", "qwen3_next")
+_NEXT_NAMES = {
+    "enorm.": "pre_fc_norm_embedding.", "hnorm.": "pre_fc_norm_hidden.", "eh_proj.": "fc.",
+    "shared_head.norm.": "norm.",
+}  # fmt: skip
+
+
+def mtp_target(
+    family: str, vocab_size: int = 32, max_model_len: int = 128, dtype: torch.dtype = torch.float32
+) -> Any:
+    """A random target of a family that has MTP layers, with experts, without its MTP layer."""
+    sizes = tiny_config("llama", vocab_size, max_model_len).to_dict()
+    kept = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim",
+            "num_key_value_heads", "intermediate_size", "max_position_embeddings")  # fmt: skip
+    shared = {key: sizes[key] for key in kept} | {
+        "tie_word_embeddings": False, "moe_intermediate_size": 16, "num_experts_per_tok": 2,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
+    routed = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+    match family:
+        case "deepseek_v3":
+            config = DeepseekV3Config(
+                **shared | routed | {"num_key_value_heads": 4, "head_dim": 4}, q_lora_rank=12,
+                kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8,
+            )  # fmt: skip
+        case "glm4_moe":
+            config = Glm4MoeConfig(**shared, **routed, use_qk_norm=True)
+        case _:
+            config = Qwen3NextConfig(
+                **shared | {"num_hidden_layers": 4}, num_experts=4, linear_key_head_dim=8,
+                shared_expert_intermediate_size=16, linear_value_head_dim=8,
+                linear_num_key_heads=2, linear_num_value_heads=4,
+            )  # fmt: skip
+    return tiny_module(config, dtype=dtype)
+
+
+class MtpReference:
+    """The library's own layer of the target's family, run over whole sequences of pairs."""
+
+    def __init__(self, target: Any, seed: int = 1) -> None:
+        """With random weights. The target is the library's."""
+        config = deepcopy(target.config)
+        config._attn_implementation = "eager"
+        num_layers, norm = config.num_hidden_layers, type(target.model.norm)
+        kinds = getattr(config, "layer_types", None)
+        index = kinds.index("full_attention") if kinds else num_layers
+        self.target, self.family = target, config.model_type
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.layer = type(target.model.layers[-1])(config, index).to(target.dtype).eval()
+            width = config.hidden_size
+            self.norms = [norm(width).to(target.dtype) for _ in range(3)]
+            self.project = torch.nn.Linear(2 * width, width, bias=False, dtype=target.dtype)
+            for module in (self.layer, *self.norms, self.project):
+                for tensor in module.requires_grad_(False).state_dict().values():
+                    noise = torch.randn_like(tensor)
+                    tensor.copy_(0.4 * noise if tensor.dim() > 1 else tensor + 0.1 * noise)
+        self.prefix = "mtp." if kinds else f"model.layers.{num_layers}."
+
+    def tensors(self) -> dict[str, Tensor]:
+        """As they are published."""
+        names = ("enorm", "hnorm", "shared_head.norm")
+        own = {f"{name}.weight": norm.weight for name, norm in zip(names, self.norms, strict=True)}
+        own["eh_proj.weight"] = self.project.weight
+        for name, tensor in self.layer.state_dict().items():
+            if ".experts." not in name:
+                own[name] = tensor
+                continue
+            for index, expert in enumerate(tensor):
+                place = f"mlp.experts.{index}."
+                if name.endswith("gate_up_proj"):
+                    own[f"{place}gate_proj.weight"], own[f"{place}up_proj.weight"] = expert.chunk(2)
+                else:
+                    own[f"{place}down_proj.weight"] = expert
+        if self.prefix != "mtp.":
+            return {self.prefix + name: tensor.clone() for name, tensor in own.items()}
+        renamed = {}
+        for name, tensor in own.items():
+            [new] = [
+                name.replace(old, new) for old, new in _NEXT_NAMES.items() if name.startswith(old)
+            ] or [f"layers.0.{name}"]
+            renamed[f"mtp.{new}"] = tensor.clone()
+        return renamed
+
+    def save(self, directory: Path) -> Path:
+        """The target with this layer; returns `directory`."""
+        self.target.save_pretrained(directory)
+        stated = json.loads((directory / "config.json").read_text())
+        if self.prefix != "mtp.":
+            stated["num_nextn_predict_layers"] = 1
+        (directory / "config.json").write_text(json.dumps(stated))
+        weights = directory / "model.safetensors"
+        save_file(load_file(weights) | self.tensors(), weights, metadata={"format": "pt"})
+        return directory
+
+    def features(self, text: Tensor) -> Tensor:
+        """g [T, D] of a text [T]."""
+        hidden: Tensor = self.target.model(text[None]).last_hidden_state[0]
+        return hidden
+
+    def chain(self, text: Tensor, num_depths: int) -> tuple[list[Tensor], list[int]]:
+        """h [D] of each pair of a greedy chain behind a text [T], the last of whose tokens ends the
+        first drafted pair; and the tokens that are drafted."""
+        features, tokens = self.features(text[:-1]), text[1:]
+        hidden, drafted = [], []
+        for _ in range(num_depths):
+            found = self._last(features, tokens)
+            hidden.append(found)
+            drafted.append(int(self.target.lm_head(found).argmax()))
+            features = torch.cat([features, found[None]])
+            tokens = torch.cat([tokens, torch.tensor(drafted[-1:])])
+        return hidden, drafted
+
+    def _last(self, features: Tensor, tokens: Tensor) -> Tensor:
+        embedding_norm, hidden_norm, last_norm = self.norms
+        embedded = embedding_norm(self.target.model.embed_tokens(tokens))
+        rows = self.project(torch.cat([embedded, hidden_norm(features)], -1))[None]
+        num = len(tokens)
+        angles = self.target.model.rotary_emb(rows, torch.arange(num)[None])
+        mask = torch.full((num, num), -torch.inf, dtype=rows.dtype).triu(1)[None, None]
+        found = self.layer(rows, attention_mask=mask, position_embeddings=angles)
+        hidden: Tensor = last_norm(found[0, -1])
+        return hidden
+
+
+def tiny_mtp(target: Any, directory: Path) -> LoadedDraftHead:
+    """A random MTP layer for a target's module, by way of files."""
+    return load_mtp(MtpReference(target).save(directory), target, target_name="tiny")

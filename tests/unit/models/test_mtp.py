@@ -1,0 +1,164 @@
+"""MTP layers: loaded from their target's files, run on its pages, against their definition."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import save_tiny_model, twin
+from mtp_models import FAMILIES, MtpReference, mtp_target, tiny_mtp
+from safetensors.torch import load_file, save_file
+
+from outrider.engine.interface import ModelInfo, SequenceStep
+from outrider.engine.paged_engine import PagedEngine
+from outrider.errors import ConfigError
+from outrider.models.draft_head import LoadedDraftHead
+from outrider.models.drafter_check import checked_head
+from outrider.models.module_replacement import speed_up
+from outrider.models.mtp import check_mtp, load_mtp
+
+VOCAB, LENGTH, DEPTHS = 32, 310, 3
+INFO = ModelInfo("tiny", VOCAB, LENGTH, "float32", (), "w", "t")
+LENGTHS = (1, 2, 15, 16, 17, 100, 300)
+CLOSE = 2e-4
+"""Of a row's norm, in float32."""
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool((found - expected).norm() <= CLOSE * expected.norm())
+
+
+@pytest.fixture(params=FAMILIES)
+def reference(request: pytest.FixtureRequest) -> MtpReference:
+    torch.set_num_threads(1)
+    return MtpReference(mtp_target(request.param, VOCAB, LENGTH))
+
+
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_chains_on_pages_are_those_of_the_definition(
+    reference: MtpReference, is_fast: bool, tmp_path: Path
+) -> None:
+    """Hidden states, logits and greedy tokens. The native engine refuses targets with linear
+    attention, so of these the layer alone is run."""
+    module = twin(reference.target)
+    before = {key: values.clone() for key, values in module.state_dict().items()}
+    loaded = load_mtp(reference.save(tmp_path), module, target_name="tiny")
+    assert all(torch.equal(before[key], values) for key, values in module.state_dict().items())
+    assert loaded.token_ids == tuple(range(VOCAB))
+    if is_fast:
+        for each in (module, loaded.module):
+            speed_up(each)
+    random = torch.Generator().manual_seed(0)
+    head = loaded.module
+    text = torch.randint(VOCAB, (LENGTHS[-1] + 1,), generator=random)
+    engine = None
+    if reference.family == "qwen3_next":
+        with pytest.raises(ConfigError, match="tokens cannot be taken back"):
+            PagedEngine(module, INFO, draft_layer=loaded)
+    else:
+        engine = PagedEngine(module, INFO, draft_layer=loaded)
+    for num in LENGTHS:
+        hidden, drafted = reference.chain(text[: num + 1], DEPTHS)
+        if engine is None:
+            behind = torch.cat([text[1 : num + 1], torch.tensor(drafted[:-1])])
+            features = reference.features(text[:num])
+            found = [rows[0, -1] for rows in head.unroll(features[None], behind[None], DEPTHS)]
+        else:
+            found = drafted_by(engine, head, text[: num + 1].tolist(), drafted)
+        assert [int(head.logits(row).argmax()) for row in found] == drafted
+        for row, expected in zip(found, hidden, strict=True):
+            assert close(row, expected)
+            assert close(head.logits(row), reference.target.lm_head(expected))
+
+
+def drafted_by(
+    engine: PagedEngine, head: Any, text: list[int], drafted: list[int]
+) -> list[torch.Tensor]:
+    """h [D] of a chain behind a text whose last token has not been run, in two steps."""
+    half = len(text) // 2
+    for tokens in (text[:half], text[half:-1]):
+        if tokens:
+            engine.forward([SequenceStep("a", tuple(tokens), 1)])
+    feature, found = engine.features()[0][-1], []
+    for token in (text[-1], *drafted[:-1]):
+        [[row]] = engine.forward_draft([SequenceStep("a", (token,), 1)], [feature])
+        found.append(row)
+        feature = head.carry(row)
+    engine.release("a")
+    return found
+
+
+def test_what_its_files_hold_beside_is_used(tmp_path: Path) -> None:
+    """Embeddings and a head of its own where they are others than the target's, weights in float8
+    with their scales, a second layer, which is left alone; and what is missing, unknown, of
+    another shape or stored in another way is named."""
+    reference = MtpReference(mtp_target("deepseek_v3"))
+    path, prefix = reference.save(tmp_path) / "model.safetensors", reference.prefix
+    stored, target = load_file(path), reference.target
+
+    def load(**changed: torch.Tensor | None) -> LoadedDraftHead:
+        tensors = stored | {prefix + key: values for key, values in changed.items()}
+        kept = {key: values.clone() for key, values in tensors.items() if values is not None}
+        save_file(kept, path, metadata={"format": "pt"})
+        return load_mtp(tmp_path, target, target_name="tiny")
+
+    theirs, weight = target.lm_head.weight, stored[f"{prefix}mlp.experts.1.up_proj.weight"]
+    head: Any = load(**{"shared_head.head.weight": theirs.clone()}).module
+    assert head.lm_head.weight.data_ptr() == theirs.data_ptr()
+    head = load(**{"embed_tokens.weight": 2 * theirs}).module
+    assert torch.equal(head.embed_tokens.weight, 2 * theirs)
+    assert head.lm_head.weight.data_ptr() == theirs.data_ptr()
+    stored["model.layers.3.enorm.weight"] = torch.ones(1)
+    blocks = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 20]}}
+    stated = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(stated | blocks))
+    scales = torch.tensor([[0.5, 2.0], [4.0, 0.25]])
+    rounded = (weight / 4).to(torch.float8_e4m3fn)
+    name = "mlp.experts.1.up_proj.weight"
+    head = load(**{name: rounded, f"{name}_scale_inv": scales}).module
+    expected = rounded.float().unflatten(0, (2, 8))
+    expected = torch.cat(
+        [expected[..., :20] * scales[:, None, :1], expected[..., 20:] * scales[:, None, 1:]], -1
+    ).flatten(0, 1)
+    found = head.layer.mtp_block.mlp.experts.gate_up_proj[1][16:]
+    assert torch.equal(found, expected)
+    for changed, message in (
+        ({name: rounded}, f"{name} is stored as torch.float8_e4m3fn; "),
+        ({"enorm.weight": None}, "its files lack the weights layers.0.enorm.weight"),
+        (
+            {"more.weight": weight + 1},
+            "its files have the weights .*more.weight, which no such layer",
+        ),
+        ({"enorm.weight": weight}, r"layers.0.enorm.weight is \[16, 32\]; \[32\] is needed"),
+        ({"embed_tokens.weight": weight}, r"embed_tokens.weight is \[16, 32\]; the target's is"),
+        ({"enorm.weight": torch.full((32,), torch.nan)}, "layers.0.enorm.weight is not finite"),
+    ):
+        with pytest.raises(ConfigError, match=f"^model tiny: its MTP layer: .*{message}"):
+            load(**changed)
+
+
+def test_targets_without_such_layers_are_refused(tmp_path: Path) -> None:
+    plain = save_tiny_model(tmp_path / "plain")
+    with pytest.raises(ConfigError, match=r"^model PLAIN: model_type is 'llama'; MTP "):
+        check_mtp(plain, "PLAIN")
+    mtp_target("glm4_moe").save_pretrained(tmp_path / "glm")
+    stated = json.loads((tmp_path / "glm/config.json").read_text())
+    stated["num_nextn_predict_layers"] = 0
+    (tmp_path / "glm/config.json").write_text(json.dumps(stated))
+    with pytest.raises(ConfigError, match="no MTP layers: num_nextn_predict_layers is 0, and no"):
+        check_mtp(tmp_path / "glm", "GLM")
+
+
+def test_the_check_tells_on_which_side_of_the_last_norm_it_reads(tmp_path: Path) -> None:
+    """A layer made to say what its target does, of what the last norm reads."""
+    target = mtp_target("glm4_moe", VOCAB, 128)
+    target.model.norm.weight.normal_(1.0, 2.0)
+    loaded = tiny_mtp(target, tmp_path)
+    head: Any = loaded.module
+    for norm, values in ((head.layer.enorm, 0.0), (head.layer.post_norm, target.model.norm.weight)):
+        norm.weight.copy_(torch.as_tensor(values))
+    found = checked_head(loaded, target, INFO, None, "mtp")
+    assert "hidden states before the last norm: " in found.note
