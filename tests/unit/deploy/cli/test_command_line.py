@@ -2,8 +2,6 @@
 
 import re
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -166,29 +164,6 @@ def test_help_shows_the_common_options_and_all_where_that_is_asked_for(
     assert {"--draft-model", "--config", "--help"} <= common
     assert len(common & flags) <= 14
     assert f"--help=all shows {len(found - common)} more options." in shown[0]
-
-
-@pytest.mark.parametrize(
-    ("words", "more"), [(["--help"], {"pydantic", "rich"}), (["serve", "--help"], set())]
-)
-def test_help_is_quick_to_load(words: list[str], more: set[str]) -> None:
-    """Reading the command line imports no model library, no Ray and no Redis client; the list of
-    commands not even the settings."""
-    heavy = {"torch", "transformers", "ray", "redis", "grpc", "numpy", *more}
-    program = (
-        "import sys\n"
-        "from deploy.cli.main import main\n"
-        "try:\n"
-        f"    main({words})\n"
-        "except SystemExit:\n"
-        "    pass\n"
-        f"sys.exit(','.join(sorted({heavy} & set(sys.modules))) or 0)\n"
-    )
-    completed = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60
-    )
-    assert completed.returncode == 0, completed.stderr
-    assert "--help" in completed.stdout
 
 
 def test_a_prompt_may_begin_with_a_dash() -> None:
