@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from outrider.drafters.names import EAGLE3
 from outrider.errors import ConfigError, SettingError
 from outrider.files import locked
 from outrider.models.drafter_checkpoint import (
@@ -19,6 +20,7 @@ from outrider.models.drafter_checkpoint import (
     WEIGHTS_FILE,
     is_trained_drafter,
 )
+from outrider.models.published_drafters import read_config
 
 CARD_FILE = "README.md"
 CACHE_VERSION = 3
@@ -97,7 +99,7 @@ def check_out(out: Path) -> Path:
         out = out.resolve()
         if out.exists():
             names = {path.name for path in out.iterdir()} if out.is_dir() else set()
-            if not out.is_dir() or (names and not is_trained_drafter(out)):
+            if not out.is_dir() or (names and not _holds_drafter(out)):
                 raise SettingError("out", f"{out} is there already, and is no drafter's directory")
             if others := names - _DRAFTER_FILES:
                 raise SettingError(
@@ -131,6 +133,14 @@ def filled(out: Path) -> Iterator[Path]:
                 raise
     except OSError as error:
         raise SettingError("out", f"{out}: no drafter could be written there: {error}") from error
+
+
+def _holds_drafter(directory: Path) -> bool:
+    try:
+        is_head = read_config(directory).get("speculators_model_type") == EAGLE3
+    except (OSError, ValueError):
+        is_head = False
+    return is_head or is_trained_drafter(directory)
 
 
 def _beside(out: Path) -> tempfile.TemporaryDirectory[str]:

@@ -1,9 +1,13 @@
 """What `speculators` makes of EAGLE-3 checkpoints. Runs in an environment that has that library,
 and not Outrider, whose transformers it does not take.
 
-make DIRECTORY VERIFIER                saves a random head for the model in VERIFIER
-run CHECKPOINT INPUTS OUTPUTS          runs one over a text: `taps` [T, 3 D], `token_ids` [T], and
-                                       drafts `drafts` [len(prefixes), depths] by greedy choice
+train DIRECTORY VERIFIER INPUTS        saves a head for the model in VERIFIER, after some steps with
+                                       the library's loss on one text: `taps` [1, T, 3 D],
+                                       `token_ids` [1, T], and what the model's last norm read
+                                       there, `last` [1, T, D]
+run CHECKPOINT INPUTS OUTPUTS          runs one over texts: `taps` [N, T, 3 D], `token_ids` [N, T],
+                                       and drafts `drafts` [N, len(prefixes), depths] by greedy
+                                       choice
 """
 
 from __future__ import annotations
@@ -15,20 +19,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from speculators import SpeculatorModel
 from speculators.config import SpeculatorsConfig, VerifierConfig
+from speculators.losses import resolve_loss_config
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from torch import Tensor
 from transformers import AutoConfig, Qwen3Config
 
 DRAFT_VOCAB = 12
+NUM_STEPS = 12
 
 
-def make(directory: str, verifier: str) -> None:
+def train(directory: str, verifier: str, inputs: str) -> None:
     target = AutoConfig.from_pretrained(verifier)
     layer = Qwen3Config(
         vocab_size=target.vocab_size, hidden_size=target.hidden_size, num_hidden_layers=1,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=48,
-        attn_implementation="eager",
+        attn_implementation="sdpa",
     )  # fmt: skip
     config = Eagle3SpeculatorConfig(
         transformer_layer_config=layer, draft_vocab_size=DRAFT_VOCAB, norm_before_residual=True,
@@ -41,11 +47,28 @@ def make(directory: str, verifier: str) -> None:
     )  # fmt: skip
     torch.manual_seed(0)
     model = Eagle3DraftModel(config)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.3)
     token_ids = torch.randperm(target.vocab_size)[:DRAFT_VOCAB].sort().values
     t2d = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, token_ids, True)
     model.load_vocab_mappings(t2d, token_ids - torch.arange(DRAFT_VOCAB))
+    model.load_verifier_weights()
+    learned = [weight for weight in model.parameters() if weight.requires_grad]
+    for weight in learned:
+        torch.nn.init.normal_(weight, 1.0 if weight.dim() == 1 else 0.0, 0.3)
+    optimizer = torch.optim.AdamW(learned, lr=1e-2)
+    given = load_file(inputs)
+    losses = []
+    for _ in range(NUM_STEPS):
+        _, loss, _ = model(
+            given["taps"], given["token_ids"], torch.zeros_like(given["token_ids"]),
+            verifier_last_hidden_states=given["last"], ttt_steps=3,
+            loss_config=resolve_loss_config("kl_div", "eager"),
+        )  # fmt: skip
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    if not losses[-1] < 0.9 * losses[0]:
+        raise SystemExit(f"it does not learn: {losses}")
     model.save_pretrained(directory)
 
 
@@ -87,14 +110,20 @@ def run(checkpoint: str, inputs: str, outputs: str) -> None:
     model = Recorded(SpeculatorModel.from_pretrained(checkpoint, config=config).float().eval())
     given = load_file(inputs)
     taps, token_ids, num_depths = given["taps"], given["token_ids"], int(given["num_depths"])
+    texts = [*zip(taps, token_ids, strict=True)]
     drafts = [
-        model.draft(taps[:length], token_ids[:length], num_depths)
+        model.draft(some[:length], ids[:length], num_depths)
+        for some, ids in texts
         for length in given["prefixes"].tolist()
     ]
-    model.run(taps, token_ids, num_depths)
-    found = {"hidden": torch.stack(model.hidden), "logits": torch.stack(model.logits)}
+    hidden, logits = [], []
+    for some, ids in texts:
+        model.run(some, ids, num_depths)
+        hidden.append(torch.stack(model.hidden))
+        logits.append(torch.stack(model.logits))
+    found = {"hidden": torch.stack(hidden, 1), "logits": torch.stack(logits, 1)}
     save_file(found | {"drafts": torch.stack(drafts)}, outputs)
 
 
 if __name__ == "__main__":
-    {"make": make, "run": run}[sys.argv[1]](*sys.argv[2:])
+    {"train": train, "run": run}[sys.argv[1]](*sys.argv[2:])

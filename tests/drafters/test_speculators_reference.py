@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+from draft_service.training.distilling import distill
+from draft_service.training.documents import Template
+from draft_service.training.options import DistillOptions
+from draft_service.training.teacher import Target
 from outrider.models.eagle3 import (
     Eagle3Config,
     Eagle3Head,
@@ -102,32 +107,47 @@ def greedy_draft(loaded: LoadedEagle3, features: Tensor, token_ids: Tensor) -> T
     return torch.cat(drafted)
 
 
-def check_equal(directory: Path, target: Any, text: Tensor, prefixes: list[int]) -> None:
+def read(target: Any, texts: Tensor, layer_ids: Iterable[int]) -> dict[str, Tensor]:
+    """Pairs of the texts [N, T + 1], and what the target's last norm read at their tokens."""
+    last: list[Tensor] = []
+    hook = target.model.norm.register_forward_pre_hook(lambda _, inputs: last.append(inputs[0]))
+    with torch.no_grad():
+        states = target(texts, output_hidden_states=True).hidden_states
+    hook.remove()
+    taps = torch.cat([states[index][:, :-1] for index in layer_ids], -1)
+    return {"taps": taps, "token_ids": texts[:, 1:].contiguous(), "last": last[0][:, 1:].clone()}
+
+
+def check_equal(directory: Path, target: Any, texts: Tensor, prefixes: list[int]) -> None:
     """Of the checkpoint in `directory`: hidden states and logits of chains behind each pair of the
-    text, and greedy drafts behind the prefixes of so many pairs."""
+    texts, and greedy drafts behind the prefixes of so many pairs of each."""
     loaded = load_eagle3(directory, target, name="HEAD", target_name="TARGET")
     module = loaded.module
-    with torch.no_grad():
-        states = target(text[None], output_hidden_states=True).hidden_states
-    taps = torch.cat([states[index][0, :-1] for index in module.layer_ids], -1)
-    given = {
-        "taps": taps, "token_ids": text[1:], "prefixes": torch.tensor(prefixes),
-        "num_depths": torch.tensor(NUM_DEPTHS),
-    }  # fmt: skip
-    save_file(given, str(directory / "inputs"))
+    given = read(target, texts, module.layer_ids)
+    counts = {"prefixes": torch.tensor(prefixes), "num_depths": torch.tensor(NUM_DEPTHS)}
+    save_file(given | counts, str(directory / "inputs"))
     reference("run", directory, directory / "inputs", directory / "outputs")
     expected = load_file(str(directory / "outputs"))
 
-    features = module.fuse(taps)
-    behind = torch.nn.functional.pad(text[1:], (0, NUM_DEPTHS - 1))
-    for depth, hidden in enumerate(module.unroll(features[None], behind[None], NUM_DEPTHS)):
-        rows = slice(0, len(features) - depth)
-        for found, wanted in ((hidden[0], "hidden"), (module.logits(hidden[0]), "logits")):
+    features, tokens = module.fuse(given["taps"]), given["token_ids"]
+    behind = torch.nn.functional.pad(tokens, (0, NUM_DEPTHS - 1))
+    for depth, hidden in enumerate(module.unroll(features, behind, NUM_DEPTHS)):
+        rows = slice(0, features.shape[1] - depth)
+        for found, wanted in ((hidden, "hidden"), (module.logits(hidden), "logits")):
             torch.testing.assert_close(
-                found[rows], expected[wanted][depth][rows], rtol=2e-4, atol=2e-4
+                found[:, rows], expected[wanted][depth][:, rows], rtol=2e-4, atol=2e-4
             )
-    drafts = [greedy_draft(loaded, features[:n], text[1 : n + 1]) for n in prefixes]
+    drafts = [
+        greedy_draft(loaded, own[:length], ids[:length])
+        for own, ids in zip(features, tokens, strict=True)
+        for length in prefixes
+    ]
     assert torch.equal(torch.stack(drafts), expected["drafts"])
+
+
+def random_texts(target: Any, num_texts: int, num_pairs: int) -> Tensor:
+    torch.manual_seed(2)
+    return torch.randint(0, target.config.vocab_size, (num_texts, num_pairs + 1))
 
 
 @pytest.mark.parametrize(
@@ -151,17 +171,30 @@ def test_heads_of_ours_do_the_same_there(
     target = AutoModelForCausalLM.from_pretrained(tiny_target)
     token_ids = [0, 3, 4, 9, 15, 16, 17, 22, 30]
     save(tmp_path, random_head(target, token_ids, **changes), token_ids, tiny_target)
-    torch.manual_seed(2)
-    text = torch.randint(0, target.config.vocab_size, (NUM_PAIRS + 1,))
-    check_equal(tmp_path, target, text, [*range(1, 10), 64, 65, NUM_PAIRS])
+    texts = random_texts(target, 1, NUM_PAIRS)
+    check_equal(tmp_path, target, texts, [*range(1, 10), 64, 65, NUM_PAIRS])
 
 
-def test_a_head_of_the_library_does_the_same_here(tiny_target: Path, tmp_path: Path) -> None:
-    reference("make", tmp_path, tiny_target)
+def test_a_head_that_the_library_trained_does_the_same_here(
+    tiny_target: Path, tmp_path: Path
+) -> None:
+    """With its loss, and saved by its own code."""
     target = AutoModelForCausalLM.from_pretrained(tiny_target)
-    torch.manual_seed(2)
-    text = torch.randint(0, target.config.vocab_size, (NUM_PAIRS + 1,))
-    check_equal(tmp_path, target, text, [*range(1, 33), 64, 127, 128, 129, NUM_PAIRS])
+    texts = random_texts(target, 1, NUM_PAIRS)
+    save_file(read(target, texts, (1, 2, 4)), str(tmp_path / "inputs"))
+    reference("train", tmp_path, tiny_target, tmp_path / "inputs")
+    check_equal(tmp_path, target, texts, [*range(1, 33), 64, 127, 128, 129, NUM_PAIRS])
+
+
+def test_a_head_that_distill_made_does_the_same_there(tiny_target: Path, tmp_path: Path) -> None:
+    """Behind 20 prompts, from its files as they lie there."""
+    whose = Target("tiny", tiny_target, Template((0, 5), (3, 6)), None)
+    options = DistillOptions(
+        out=tmp_path / "head", kind="eagle3", draft_vocab=24, tokens=4000, steps=12
+    )
+    distill(options, whose, tmp_path / "cache", lambda *_: None)
+    target = AutoModelForCausalLM.from_pretrained(tiny_target)
+    check_equal(tmp_path / "head", target, random_texts(target, 20, 40), [3, 17, 40])
 
 
 @pytest.mark.real_model
@@ -173,4 +206,4 @@ def test_heads_of_the_demo_do_the_same_there(tmp_path: Path) -> None:
     save(tmp_path, random_head(target, token_ids), token_ids, directory)
     readme = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
     text = torch.tensor(AutoTokenizer.from_pretrained(directory)(readme)["input_ids"])
-    check_equal(tmp_path, target, text[: NUM_PAIRS + 1], [1, 2, 3, 7, 64, 150, NUM_PAIRS])
+    check_equal(tmp_path, target, text[None, : NUM_PAIRS + 1], [1, 2, 3, 7, 64, 150, NUM_PAIRS])

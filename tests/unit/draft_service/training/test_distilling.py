@@ -23,7 +23,6 @@ from draft_service.training.options import DistillOptions
 from draft_service.training.teacher import Target
 from draft_service.training.training import Point
 from outrider.errors import ConfigError, SettingError
-from outrider.models.drafter_checkpoint import TrainedKind, check_target
 from outrider.models.student import load_drafter
 
 WISHES: Final = {"layers": 1, "draft_vocab": 24, "tokens": 2500, "steps": 30, "seed": 3}
@@ -181,15 +180,18 @@ def test_a_drafter_learns_on(
     check_same(weights(whole[0]), before)
 
 
+@pytest.mark.parametrize(("kind", "wishes"), [("medusa", ["--heads", "2"]), ("eagle3", [])])
 def test_the_command_makes_one_that_serves(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    kind: str, wishes: list[str],
+) -> None:  # fmt: skip
     """With a chat template, prompts, texts and conversations of its own; one JSON object, or what
-    to type next. What comes out may learn on, by its directory."""
+    to type next. What comes out may learn on, by its directory, in which the next one may lie."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     model = save_tiny_model(
-        tmp_path / "target", vocab_size=336, eos_token_id=0, tokenizer=byte_level_tokenizer()
-    )
+        tmp_path / "target", vocab_size=336, eos_token_id=0, num_layers=7,
+        tokenizer=byte_level_tokenizer(),
+    )  # fmt: skip
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     (corpus / "a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
@@ -203,7 +205,7 @@ def test_the_command_makes_one_that_serves(
     command = ["distill", str(model), "--corpus", str(corpus), "--tokens", "300", "--kind"]
     code = main(
         [
-            *command, "medusa", "--out", str(tmp_path / "out"), "--heads", "2", "--json",
+            *command, kind, "--out", str(tmp_path / "out"), *wishes, "--json",
             "--draft-vocab", "64", "--steps", "4", "--prompts", str(tmp_path / "prompts.jsonl"),
             "--measure", str(tmp_path / "measure.jsonl"),
         ]
@@ -215,17 +217,15 @@ def test_the_command_makes_one_that_serves(
     assert 0 < found["sampled"] < 1
     assert 0 < found["of_prompts"]["num_positions"] <= 4 * 128
     assert "training" not in captured.err
-    check_target(
-        tmp_path / "out", TrainedKind.MEDUSA, name="out", target_directory=model,
-        target_name="target",
-    )  # fmt: skip
     again = [
-        *command, "medusa", "--out", str(tmp_path / "next"), "--steps", "2",
+        *command, kind, "--out", str(tmp_path / "out"), "--steps", "2",
         "--start-from", str(tmp_path / "out"),
     ]  # fmt: skip
     assert main(again) == 0
     *_, to_type = capsys.readouterr().out.splitlines()
-    assert to_type.endswith(f"outrider serve {model} --draft-model medusa:{tmp_path / 'next'}")
+    assert to_type.endswith(f"outrider serve {model} --draft-model {kind}:{tmp_path / 'out'}")
+    card = " ".join((tmp_path / "out" / "README.md").read_text().split())
+    assert ("are not stored here" in card) == ("int8" in card) == (kind == "medusa")
     assert main([*again[:7], "student", "--out", str(tmp_path / "x"), *again[10:]]) == 2
     assert "--start-from: " in capsys.readouterr().err
 
@@ -236,6 +236,8 @@ def test_the_command_makes_one_that_serves(
         (["--layers", "9"], "--layers: 9 is more than the target's 2"),
         (["--heads", "2"], "--heads: a drafter of the kind `student` has none"),
         (["--kind", "early-exit", "--layers", "2"], "--layers: it cannot be left behind 2 of its"),
+        (["--kind", "eagle"], "--kind: 'eagle' is wrong; it must be one of student, medusa, early"),
+        (["--kind", "eagle3"], "--kind: an EAGLE-3 head reads three layers of its target, which"),
         (["--draft-vocab", "1"], "--draft-vocab: '1' is wrong"),
         (["--start-from", "demo-drafter", "--layers", "2"], "--layers: the drafter that is"),
         (["--start-from", "ngram"], "--start-from: 'ngram' is no drafter that can learn; it must"),
