@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from copy import deepcopy
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ class MtpReference:
             for module in (self.layer, *self.norms, self.project):
                 for tensor in module.requires_grad_(False).state_dict().values():
                     noise = torch.randn_like(tensor)
-                    tensor.copy_(0.4 * noise if tensor.dim() > 1 else tensor + 0.1 * noise)
+                    tensor.copy_(0.2 * noise if tensor.dim() > 1 else tensor + 0.1 * noise)
         self.prefix = "mtp." if kinds else f"model.layers.{num_layers}."
 
     def tensors(self) -> dict[str, Tensor]:
@@ -141,6 +142,8 @@ class MtpReference:
         return hidden
 
 
-def tiny_mtp(target: Any, directory: Path) -> LoadedDraftHead:
+def tiny_mtp(target: Any) -> LoadedDraftHead:
     """A random MTP layer for a target's module, by way of files."""
-    return load_mtp(MtpReference(target).save(directory), target, target_name="tiny")
+    with TemporaryDirectory() as directory:
+        path = MtpReference(target).save(Path(directory))
+        return load_mtp(path, target, target_name="tiny")

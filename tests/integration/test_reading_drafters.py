@@ -20,6 +20,7 @@ from models import (
     save_tiny_model,
     save_tiny_raw_eagle3,
 )
+from mtp_models import MtpReference, mtp_target
 
 from deploy.fleet.preflight import resolve_models
 from deploy.fleet.spec import ACTORS, plan_fleet
@@ -72,19 +73,24 @@ async def actors_here(directory: Path, **settings: Any) -> AsyncIterator[dict[Ro
         ("eagle", save_tiny_eagle, True),
         ("eagle3", save_tiny_eagle3, False),
         ("", save_tiny_raw_eagle3, False),
+        ("mtp", None, False),
     ],
 )
 async def test_it_writes_what_its_target_writes(
-    tmp_path: Path, kind: str, save: Callable[..., Path], has_draft: bool
+    tmp_path: Path, kind: str, save: Callable[..., Path] | None, has_draft: bool
 ) -> None:
     """Greedy, with the heads' proposals in every round but the first. The look-up that goes first
     is never so sure as is asked of it here. A published head, whose kind its files tell, is random,
     and that is said of it."""
-    target = save_tiny_model(
-        tmp_path / "target", vocab_size=VOCAB_SIZE, tokenizer=byte_level_tokenizer(VOCAB_SIZE)
-    )
-    heads = save(tmp_path / "heads", target, range(0, VOCAB_SIZE, 3))
-    named = f"{kind}:{heads}" if kind else str(heads)
+    target, tokenizer = tmp_path / "target", byte_level_tokenizer(VOCAB_SIZE)
+    if save is None:  # Its own files hold what it drafts with.
+        MtpReference(mtp_target("glm4_moe", VOCAB_SIZE)).save(target)
+        tokenizer.save_pretrained(target)
+        heads = named = kind
+    else:
+        save_tiny_model(target, vocab_size=VOCAB_SIZE, tokenizer=tokenizer)
+        heads = str(save(tmp_path / "heads", target, range(0, VOCAB_SIZE, 3)))
+        named = f"{kind}:{heads}" if kind else heads
     settings = {
         "model": str(target), "draft_model": f"hybrid:suffix,{named}", "device": "cpu",
         "dtype": "float32", "length_control": False,
@@ -106,7 +112,7 @@ async def test_it_writes_what_its_target_writes(
         note = (await link.describe(10.0)).draft_note
         await link.close()
         assert note.startswith(f"drafter {heads} agrees with its target at ") is (
-            kind in ("eagle3", "")
+            kind in ("eagle3", "", "mtp")
         )
         ids: list[int] = []
         rounds: list[RoundReport] = []
@@ -118,4 +124,5 @@ async def test_it_writes_what_its_target_writes(
     early = [entry.proposed_token_ids for entry in rounds[1 : NUM_TOKENS // 3]]
     assert {len(token_ids) for token_ids in early} == {2}
     # The heads have logits of these alone, and the fallback drafter copies any.
-    assert all(token_id % 3 == 0 for token_ids in early for token_id in token_ids)
+    if save is not None:
+        assert all(token_id % 3 == 0 for token_ids in early for token_id in token_ids)

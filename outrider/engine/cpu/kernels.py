@@ -128,8 +128,7 @@ class FusedLayers(nn.Module):
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Of embeddings [1, T, D], cosines and sines [1, T, width / 2] of each rotation, slots [T]
         and the layers' caches, as many as are to run: what the last layer puts out, what that is
-        yet to be added to, and what the layers of `taps`, counted from 0, read, in their order; one
-        more than there are is what the norm behind them reads."""
+        yet to be added to, and what the layers of `taps`, counted from 0, read, in their order."""
         residual = rows
         tapped: list[Tensor] = []
         for i in range(len(keys)):
@@ -153,8 +152,6 @@ class FusedLayers(nn.Module):
                 self.write(key, value, own_keys, own_values, copies.slots)
                 self.attend_rows(layer, query, own_keys, own_values, output, paths)
             rows, residual = self.after(layer, output, residual)
-        if len(keys) in taps:
-            tapped.append(rows + residual)
         return rows, residual, tapped
 
     def before(

@@ -29,6 +29,7 @@ from models import (
     tiny_module,
     twin,
 )
+from mtp_models import mtp_target, tiny_mtp
 from stack import HYBRID, RARE, Stack, running_stack
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -120,8 +121,8 @@ class Cell:
     num_draft_tokens: int
     params: str = "plain"
     drafter: str = "model"
-    """`parallel`: a model in one pass, whose last token stands for those to come; `heads`, `exit`
-    or `eagle3`: the target itself; `eagle`: a head that reads its features; or `none`."""
+    """`parallel`: a model in one pass, whose last token stands for those to come; `heads`, `exit`,
+    `eagle3` or `mtp`: the target itself; `eagle`: a head that reads its features; or `none`."""
     token_ids: tuple[int, ...] = ()
     """Those of the target's that are drafted; empty = as many as the next one says."""
     draft_vocab_size: int = 3
@@ -175,6 +176,8 @@ CELLS = [
     Cell(
         Rule.TOKEN, 3, "top-p", "eagle3", (0, 2), siblings=1, num_samples=3_000, detects=SOON
     ),
+    # A target's own MTP layer, with latent attention and experts.
+    Cell(Rule.TOKEN, 3, "top-p", "mtp", siblings=1, num_samples=3_000, detects=SOON),
     # A model that drafts in one pass.
     Cell(
         Rule.BLOCK, 3, "top-p", "parallel", draft_vocab_size=4, num_samples=3_500, detects=SOON
@@ -288,6 +291,8 @@ def engines_of(cell: Cell, module: Any) -> dict[str, Any]:
         options["exit_head"] = tiny_exit(module, ids)
     elif cell.drafter == "eagle3":
         options["draft_layer"] = tiny_eagle3(module, ids)
+    elif cell.drafter == "mtp":
+        options["draft_layer"] = tiny_mtp(module)
     elif cell.drafter == "eagle":
         options["shows_features"] = True
         found["eagle"] = EagleDrafter(tiny_eagle(module, ids), RARE, sessions_max=CONCURRENCY)
@@ -366,7 +371,10 @@ def drafting_pays() -> Iterator[None]:
 
 async def measure(cell: Cell, directory: Path) -> tuple[Fit, int]:
     """How well completions fit the law, and how many draft tokens were accepted in all."""
-    module = tiny(cell.vocab_size, 3, num_layers=2 if cell.drafter in ("exit", "eagle3") else 1)
+    if cell.drafter == "mtp":
+        module = flatter(mtp_target("deepseek_v3", cell.vocab_size))
+    else:
+        module = tiny(cell.vocab_size, 3, num_layers=2 if cell.drafter in ("exit", "eagle3") else 1)
     options: dict[str, Any] = {}
     if cell.grammar:
         options = {"text": TokenizerText(letters(), "small"), "grammars": grammars}

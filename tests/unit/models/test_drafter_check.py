@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from models import tiny_config, tiny_eagle3, tiny_module
+from mtp_models import mtp_target, tiny_mtp
 
 from outrider.engine.interface import ModelInfo
 from outrider.models.compatibility import trial_tokens
+from outrider.models.draft_head import LoadedDraftHead
 from outrider.models.drafter_check import TOKENS_WRITTEN, checked_head
-from outrider.models.eagle3 import LoadedEagle3
+from outrider.models.early_exit import watched_layers
 
 VOCAB, LENGTH = 32, 128
 LAYER_IDS = (2, 4, 6)
@@ -26,20 +28,20 @@ def target() -> Any:
     return tiny_module(config)
 
 
-def fitted_head(target: Any) -> LoadedEagle3:
-    """A head that reads `LAYER_IDS`, and whose last matrix has been fitted to what the target
-    writes behind the trial's tokens."""
+def fitted_head(target: Any, loaded: LoadedDraftHead) -> LoadedDraftHead:
+    """A head whose last matrix has been fitted to what the target writes behind the trial's tokens,
+    of what it reads now."""
     prompt = torch.tensor([trial_tokens(INFO)])
     text = target.generate(prompt, max_new_tokens=TOKENS_WRITTEN, do_sample=False)
-    output = target(text, output_hidden_states=True)
-    loaded = tiny_eagle3(target, range(VOCAB), layer_ids=LAYER_IDS)
-    head = loaded.module
-    taps = torch.cat([output.hidden_states[index] for index in LAYER_IDS], -1)
-    drafted = [*head.unroll(head.fuse(taps)[:, :-2], text[:, 1:], 2)]
-    rows = head.norm(torch.cat(drafted, 1)[0])
-    likeliest = output.logits[0].argmax(-1)
+    head: Any = loaded.module
+    with watched_layers(target, head.layer_ids) as taps:
+        likeliest = target(text).logits[0].argmax(-1)
+        features = head.fuse(torch.cat([tap.rows_read() for tap in taps], -1))
+    drafted = torch.cat([*head.unroll(features[None, :-2], text[:, 1:], 2)], 1)[0]
+    rows = head.norm(drafted) if hasattr(head, "norm") else drafted
     wanted = torch.nn.functional.one_hot(torch.cat([likeliest[1:-1], likeliest[2:]]), VOCAB)
-    head.lm_head.weight.copy_(torch.linalg.lstsq(rows, wanted.float()).solution.T)
+    fitted = torch.linalg.lstsq(rows, wanted.float()).solution.T
+    head.lm_head.weight = torch.nn.Parameter(fitted, requires_grad=False)
     return loaded
 
 
@@ -47,7 +49,7 @@ def fitted_head(target: Any) -> LoadedEagle3:
 def test_the_layers_that_a_head_was_made_for_are_found(
     target: Any, by: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loaded = fitted_head(target)
+    loaded: Any = fitted_head(target, tiny_eagle3(target, range(VOCAB), layer_ids=LAYER_IDS))
     stated = tuple(index + by for index in LAYER_IDS)
     loaded.module.layer_ids = stated
     with caplog.at_level(logging.INFO):
@@ -58,6 +60,23 @@ def test_the_layers_that_a_head_was_made_for_are_found(
     if found.note:
         assert "reads the layers 2, 4, 6 in place of those that its files state" in found.note
         assert f"layers {', '.join(map(str, stated))}: " in found.note
+
+
+@pytest.mark.parametrize("is_normed", [True, False])
+def test_the_side_of_the_last_norm_that_an_mtp_layer_was_made_for_is_found(is_normed: bool) -> None:
+    target = mtp_target("glm4_moe", VOCAB, LENGTH)
+    target.model.norm.weight.copy_(torch.linspace(-2, 3, target.config.hidden_size))
+    loaded = tiny_mtp(target)
+    loaded.module.read_as(is_normed)
+    fitted_head(target, loaded)
+    loaded.module.read_as(True)
+    found = checked_head(loaded, target, INFO, None, "mtp")
+    rows = torch.randn(1, target.config.hidden_size)
+    assert torch.equal(found.module.fuse(rows), target.model.norm(rows) if is_normed else rows)
+    assert found.note.startswith(
+        "" if is_normed else "drafter mtp reads the hidden states before the last norm in place of"
+    )
+    assert bool(found.note) is not is_normed
 
 
 def test_a_head_that_is_of_no_use_is_named(target: Any, caplog: pytest.LogCaptureFixture) -> None:

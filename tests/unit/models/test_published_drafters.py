@@ -10,15 +10,20 @@ import pytest
 import torch
 from models import tiny_module
 from safetensors.torch import save_file
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 
 from outrider.errors import ConfigError
 from outrider.models.eagle3 import LoadedEagle3, load_eagle3
+from outrider.models.mtp import load_mtp
 from outrider.models.published_drafters import DrafterFormat, recognise
 
 SCALE = 16
 """Every width of a published drafter is divided by it."""
-WIDTHS = ("hidden_size", "intermediate_size", "head_dim", "vocab_size", "draft_vocab_size")
+WIDTHS = (
+    "hidden_size", "intermediate_size", "head_dim", "vocab_size", "draft_vocab_size",
+    "moe_intermediate_size", "shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank",
+    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+)  # fmt: skip
 
 
 def scaled(config: dict[str, Any]) -> dict[str, Any]:
@@ -35,7 +40,13 @@ def save_facts(facts: dict[str, Any], directory: Path) -> None:
     tensors = {}
     for name, tensor in facts["tensors"].items():
         shape = [max(1, size // SCALE) for size in tensor["shape"]]
-        tensors[name] = torch.randn(shape, dtype=torch.bfloat16)
+        if ".mlp.gate." in name:  # A row for each expert.
+            shape[0] = tensor["shape"][0]
+        if name.endswith("_scale_inv"):  # Of blocks of 128 in each direction.
+            shape = [-(-size // 128) for size in tensors[name.removesuffix("_scale_inv")].shape]
+        is_float8 = tensor.get("dtype") == "F8_E4M3"
+        dtype = torch.float8_e4m3fn if is_float8 else torch.bfloat16
+        tensors[name] = torch.randn(shape).to(dtype)
     if "d2t" in tensors:
         num_all, num = facts["target"]["vocab"] // SCALE, len(tensors["d2t"])
         token_ids = torch.randperm(num_all)[:num].sort().values
@@ -98,6 +109,38 @@ def test_published_heads_load(
     features = loaded.module.fuse(torch.randn(1, 3, 3 * config.target_width, dtype=torch.bfloat16))
     [hidden] = loaded.module.unroll(features, torch.tensor([[1, 2, 3]]), 1)
     assert loaded.module.logits(hidden).shape == (1, 3, len(loaded.token_ids))
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "num_layers", "has_own_head"),
+    [("mtp_deepseek_v3", "deepseek_v3", 1, True), ("mtp_qwen3_next", "qwen3_next", 4, False)],
+)
+def test_published_mtp_layers_load(
+    name: str, family: str, num_layers: int, has_own_head: bool, test_data: Path, tmp_path: Path
+) -> None:
+    """On a target with fewer layers. What no such layer has would be refused."""
+    facts = facts_of(test_data, name)
+    stated, before = facts["config"], facts["config"]["num_hidden_layers"]
+    stated |= {
+        "model_type": family, "num_hidden_layers": num_layers, "first_k_dense_replace": num_layers
+    }  # fmt: skip
+    facts["tensors"] = {
+        key.replace(f"layers.{before}.", f"layers.{num_layers}."): tensor
+        for key, tensor in facts["tensors"].items()
+    }
+    save_facts(facts, tmp_path)
+    assert recognise(tmp_path) == DrafterFormat.MTP
+    target = tiny_module(AutoConfig.from_pretrained(tmp_path), dtype=torch.bfloat16)
+    head: Any = load_mtp(tmp_path, target, target_name=name).module
+    width = facts["target"]["hidden_size"] // SCALE
+    for own, shared in (
+        (head.embed_tokens.weight, target.get_input_embeddings().weight),
+        (head.lm_head.weight, target.get_output_embeddings().weight),
+    ):
+        assert (own.data_ptr() != shared.data_ptr()) == has_own_head
+    features = torch.randn(1, 3, width, dtype=torch.bfloat16)
+    *_, hidden = head.unroll(features, torch.tensor([[1, 2, 3, 4]]), 2)
+    assert head.logits(hidden).shape == (1, 3, facts["target"]["vocab"] // SCALE)
 
 
 def test_a_head_whose_sizes_are_not_stated_is_refused(test_data: Path, tmp_path: Path) -> None:
