@@ -99,7 +99,7 @@ def distill(arguments: Arguments) -> int:
     if start_name is not None:
         trust, heads = config.trust_remote_code, options.kind not in (STUDENT, EAGLE3)
         with blaming("start_from"):
-            start = resolve_model(start_name, trust_remote_code=trust, heads=heads, drafts=True)
+            start = resolve_model(start_name, trust_remote_code=trust, heads=heads)
         options = replace(options, start_from=start)
     options = replace(
         options,

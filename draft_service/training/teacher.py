@@ -107,14 +107,15 @@ class TeacherCache:
         """The arrays of these documents, one after another."""
         return _joined(self._answer(index) for index in indices)
 
-    def _answer(self, index: int) -> dict[str, Array]:
+    def _answer(self, index: int, names: Sequence[str] = ()) -> dict[str, Array]:
+        """The arrays of one document; of these names alone, where there are some."""
         number = index // _DOCUMENTS_OF_A_FILE
         first = self._starts[number * _DOCUMENTS_OF_A_FILE]
         learned, whole = (slice(*ends) for ends in (self._starts[index : index + 2] - first).T)
         file = self._files[number]
         return {
             name: file.get_slice(name)[whole if name == _TAPS else learned]
-            for name in file.keys()  # noqa: SIM118
+            for name in names or file.keys()
         }
 
     def batches(self, indices: Sequence[int], size: int) -> list[list[int]]:
@@ -154,7 +155,7 @@ class TeacherCache:
         mass = np.zeros(self.vocab_size)
         for index, document in enumerate(self.known):
             if not document.is_held_out:
-                answer = self._answer(index)
+                answer = self._answer(index, ("ids", "logprobs"))
                 weights = np.exp(answer["logprobs"].astype(np.float32)).ravel()
                 mass += np.bincount(answer["ids"].ravel(), weights, minlength=self.vocab_size)
         return np.sort(np.argsort(-mass, kind="stable")[:num_wanted])

@@ -349,3 +349,5 @@ def test_what_is_stored_is_what_was_measured_and_learns_on(
         for ours, theirs in zip(logits(learner, batch), expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-5 if kind == "student" else 0, rtol=0)
     assert all(weight.requires_grad for weight in learner.weights.values())
+    ends = ("embed_tokens.weight", "lm_head.weight")
+    assert not any(name.endswith(ends) for name in learner.weights)
