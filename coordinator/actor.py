@@ -10,6 +10,8 @@ from outrider.replica.process_setup import PlacedActor, log_to, use_threads
 from outrider.sessions.redis_address import with_password
 
 if TYPE_CHECKING:
+    from coordinator.decoding.trial import TrialSums
+
     from .host import CoordinatorHost
 
 
@@ -33,6 +35,11 @@ class CoordinatorActor(PlacedActor):
 
         self.host = CoordinatorHost(config)
         return await self.host.start()
+
+    async def trial_sums(self) -> TrialSums | None:
+        """Of the newest trial of a drafter; None while it does not serve."""
+        service = None if self.host is None else self.host.service
+        return None if service is None else service.trial_sums
 
     async def wait(self) -> None:
         """Returns when the server has stopped."""

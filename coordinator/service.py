@@ -16,6 +16,7 @@ from coordinator.decoding.detokenizer import Completion
 from coordinator.decoding.loop import RoundMeter, SessionRun
 from coordinator.decoding.recovery import Replayed, replay, told_again
 from coordinator.decoding.sessions import OwnedSessions
+from coordinator.decoding.trial import SessionTrial, TrialMeter, TrialSums
 from coordinator.draft_length.controller import LengthControls
 from coordinator.draft_length.policy import FixedLength, LengthPolicy
 from coordinator.requests.validation import (
@@ -27,6 +28,7 @@ from coordinator.requests.validation import (
 )
 from coordinator.routing.discovery import Discovery
 from coordinator.routing.draft_client import open_drafts
+from coordinator.routing.drafts import Drafts
 from coordinator.routing.replica_pool import ReplicaPool, SessionContext
 from coordinator.routing.target_client import TargetClient
 from outrider.config import CoordinatorConfig
@@ -129,7 +131,10 @@ class CoordinatorService:
         self._watching: list[asyncio.Task[None]] = []
         self._served: ReplicaDescription | None = None
         self._lengths: LengthControls | None = None
+        self._trial_lengths: tuple[str, LengthControls] | None = None
+        """Of the draft that is on trial, by the name of its replica."""
         self._meter = RoundMeter()
+        self._trial = TrialMeter()
         self._observation = observation
         self._registry = registry
         self._known: dict[str, Mapping[Any, float]] = {}
@@ -183,6 +188,11 @@ class CoordinatorService:
     @property
     def figures(self) -> Figures:
         return self._meter.figures
+
+    @property
+    def trial_sums(self) -> TrialSums:
+        """Of the newest trial of a drafter."""
+        return self._trial.sums
 
     async def generate(
         self,
@@ -466,11 +476,12 @@ class CoordinatorService:
                 target,
                 draft,
                 committer=self._committer,
-                lengths=self._length_policy(context, drafts=draft is not None),
+                lengths=self._length_policy(context, draft),
                 length_max=(self.targets.newest(parameters.weights) or self.served).max_model_len,
                 meter=self._meter,
                 arrived=arrived,
                 reads_beside=not self._config.drafting_delays,
+                trial=self._session_trial(draft),
             )
             self._sessions.running[session.session_id] = run
         except BaseException:
@@ -486,16 +497,28 @@ class CoordinatorService:
             text_stream=None if self.text is None else self.text.stream(),
         )
 
-    def _length_policy(self, context: SessionContext, *, drafts: bool) -> LengthPolicy:
+    def _session_trial(self, draft: Drafts | None) -> SessionTrial | None:
+        """Hears of a session with a draft replica while one is on trial."""
+        replica = self.drafts.on_trial
+        if replica is None or draft is None or draft.on_trial is None:
+            return None
+        return self._trial.begin(replica.name)
+
+    def _length_policy(self, context: SessionContext, draft: Drafts | None) -> LengthPolicy:
         record, parameters = context.session.record, context.parameters
-        num_draft_tokens = parameters.num_draft_tokens if drafts else 0
+        num_draft_tokens = 0 if draft is None else parameters.num_draft_tokens
         is_chain = record.rule is Rule.BLOCK or parameters.sampling.penalised
         siblings = 0 if is_chain else self._siblings
         if self._lengths is None:
             return FixedLength(num_draft_tokens, self._config.run_ahead_rounds, siblings)
         num_elsewhere = sum(peer.load for peer in self.fleet.peers)
         self._lengths.hear_load(self.targets.num_present, num_elsewhere, self.drafts.first)
-        return self._lengths.open(
+        lengths, tried = self._lengths, self.drafts.on_trial
+        if tried is not None and draft is not None and draft.on_trial:
+            if self._trial_lengths is None or self._trial_lengths[0] != tried.name:
+                self._trial_lengths = tried.name, lengths.of_another(tried.description)
+            lengths = self._trial_lengths[1]
+        return lengths.open(
             record.rule, record.seed, num_draft_tokens, record.prompt_length, siblings
         )
 

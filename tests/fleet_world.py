@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from memory_registry import MemoryRegistry
 
+from coordinator.decoding.trial import TrialSums
 from deploy.fleet.ray_cluster import Actor, Demand
 from deploy.fleet.replica_set import Fleet
 from deploy.fleet.spec import FleetSpec, plan_fleet
@@ -45,6 +46,8 @@ class Sitter(Actor):
             await asyncio.shield(self.end)
         if method == "traffic":
             return self.num_items
+        if method == "trial_sums":
+            return self._cluster.trial_sums()
         if method == "engagement":
             if self.config is None:
                 return Engagement()
@@ -82,6 +85,8 @@ class Machines:
         """Roles whose actors were started behind the first ones."""
         self.text = ""
         """What a reconciler has saved."""
+        self.trial_sums: Callable[[], TrialSums | None] = lambda: None
+        """What coordinators tell of a trial."""
         self.failure: OutriderError | None = None
         """What that raises, while it is set."""
 

@@ -12,6 +12,7 @@ from itertools import chain
 
 from coordinator.decoding.committer import Committer
 from coordinator.decoding.recovery import Replayed, write_logprobs
+from coordinator.decoding.trial import SessionTrial
 from coordinator.draft_length.acceptance import NO_SIBLINGS, fitting, sibling_chances
 from coordinator.draft_length.policy import LengthPolicy, PlayedRound, RoundLength
 from coordinator.routing.drafts import NOTHING_WANTED, Drafted, Drafts, LookupProbe
@@ -56,11 +57,13 @@ class SessionRun:
         meter: RoundMeter,
         arrived: float,
         reads_beside: bool = True,
+        trial: SessionTrial | None = None,
     ) -> None:
         """Starts decoding a session that the committer knows, behind what is `replayed` of it.
         `length_max` is the target's: of committed tokens and a proposal's together. It `arrived`
         at a time of the event loop's clock. The draft reads the prompt while the target does, if it
-        `reads_beside`; else with the first round that has a draft."""
+        `reads_beside`; else with the first round that has a draft. A `trial` is told of its rounds,
+        by whether the draft is on trial."""
         self.session = context.session
         self.session_id = self.session.session_id
         self.parameters = context.parameters
@@ -82,6 +85,7 @@ class SessionRun:
         self._meter = meter
         self._arrived = arrived
         self._reads_beside = reads_beside
+        self._trial = trial
         self._probe: LookupProbe | None = None
         if draft is not None and draft.is_lookup and lengths.listens:
             self._probe = LookupProbe(draft.lookup, lengths, self.parameters.num_draft_tokens)
@@ -188,6 +192,9 @@ class SessionRun:
         self._target.close()
         if self._draft is not None:
             self._draft.close()
+        if self._trial is not None:
+            self._trial.end()
+            self._trial = None
         session = self.session
         try:
             if not (self._is_recorded or self._handed_over):
@@ -253,9 +260,11 @@ class SessionRun:
         """One round; returns why the completion ends with it, if it does."""
         self._observer.round_began(index)
         record, start_length = self.session.record, self.session.length
+        began_at = asyncio.get_running_loop().time()
         noise = RoundNoise(record.seed, record.rule, start_length)
         length = self._lengths.choose(index, self._completion.remaining)
         drafted = await self._propose(index, length, noise)
+        on_trial = None if self._draft is None else self._draft.on_trial
         wanted, room = NOTHING_WANTED, self._length_max - start_length - len(drafted.proposal) - 1
         if self._draft is not None:
             wanted = self._draft.next_wanted(length, room)
@@ -286,6 +295,9 @@ class SessionRun:
             self._note(drafted, reply, outcome)
         if self._probe is not None:
             self._probe.note(length.num_draft_tokens, noise, outcome.token_ids[0])
+        if self._trial is not None and index > 0 and on_trial is not None:
+            seconds = asyncio.get_running_loop().time() - began_at
+            self._trial.note(on_trial, outcome.num_accepted, len(outcome.token_ids), seconds)
         return self._commit(index, drafted, reply, verify_s, outcome)
 
     async def _propose(self, index: int, length: RoundLength, noise: RoundNoise) -> Drafted:

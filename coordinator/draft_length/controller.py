@@ -195,6 +195,16 @@ class LengthControls:
     def costs(self) -> RoundCosts:
         return self._learned.costs
 
+    def of_another(self, draft: ReplicaDescription) -> LengthControls:
+        """For sessions of another draft, which learn apart and share the load."""
+        found = LengthControls(
+            self._target, draft, self.run_ahead_rounds, self.tuning, delays=self._delays,
+            watches=self.watches,
+        )  # fmt: skip
+        found.load = self.load
+        found._learned = found._nothing_learned(self.load)
+        return found
+
     def hear_load(
         self, num_targets: int, num_elsewhere: int, draft: ReplicaDescription | None
     ) -> None:

@@ -182,7 +182,8 @@ class Discovery:
 
     async def _join(self, pool: ReplicaPool, record: ReplicaRecord) -> None:
         try:
-            await pool.join(record.name, self._link(pool.role, record.address))
+            link = self._link(pool.role, record.address)
+            await pool.join(record.name, link, record.trial_share)
             if record.leaving:  # Its sessions may have nowhere else to go.
                 pool.retire(record.name)
             _log.info("the %s %s has joined", pool.role, record.name)

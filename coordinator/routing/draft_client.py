@@ -176,6 +176,10 @@ class DraftClient(_ModelDrafts):
     def cache_state(self) -> CacheState | None:
         return self._route.cache_state
 
+    @property
+    def on_trial(self) -> bool | None:
+        return self._route.on_trial
+
     def prefill(self, num_draft_tokens: int) -> None:
         """Lets the draft read the prompt while the target does, and look ahead of a round without
         a proposal, for so many tokens."""

@@ -110,6 +110,11 @@ class Drafts:
         """What the store is told of the draft's side; None where no replica drafts."""
         return None
 
+    @property
+    def on_trial(self) -> bool | None:
+        """Whether the replica that drafts is on trial; None where none drafts."""
+        return None
+
     def prefill(self, num_draft_tokens: int) -> None:
         """The prompt is being read, for a first round without a proposal; the next one may want up
         to so many tokens. Waits for nothing."""

@@ -74,6 +74,9 @@ class ReplicaConnection:
         self.description = description
         self.leaving = False
         """Whether its sessions are to go elsewhere."""
+        self.trial_share = 0.0
+        """Share of the new sessions that go to it, and to no other, while it is on trial; 0 = it is
+        not."""
         self.away = False
         """Whether it could not be reached when it was last tried, and has not said since what it
         runs."""
@@ -172,8 +175,15 @@ class ReplicaPool:
         found = [replica for replica in replicas if replica.is_open] or replicas
         return found[-1].description if found else None
 
-    async def join(self, name: str, link: Link) -> None:
-        """Takes a replica in, whose link is the pool's from now on. Raises `Unavailable` where it
+    @property
+    def on_trial(self) -> ReplicaConnection | None:
+        """The newest replica on trial that is present, if there is one."""
+        found = [one for one in self.replicas.values() if one.trial_share and one.is_open]
+        return found[-1] if found else None
+
+    async def join(self, name: str, link: Link, trial_share: float = 0.0) -> None:
+        """Takes a replica in, whose link is the pool's from now on, perhaps for a trial on a share
+        of the sessions. Raises `Unavailable` where it
         does not say what it runs, `Incompatible` where that does not fit; then it is not taken
         in."""
         check(name not in self.replicas, f"{name} has joined already")
@@ -183,7 +193,7 @@ class ReplicaPool:
         except BaseException:
             await link.close()
             raise
-        self.admit(name, link, description)
+        self.admit(name, link, description, trial_share)
 
     async def join_all(self, links: Mapping[str, Link]) -> None:
         """Takes replicas in, of which some may be gone or not fit. Raises what `join` raises where
@@ -197,10 +207,13 @@ class ReplicaPool:
         if errors and not self.replicas:
             raise next(iter(errors.values()))
 
-    def admit(self, name: str, link: Link, description: ReplicaDescription) -> None:
+    def admit(
+        self, name: str, link: Link, description: ReplicaDescription, trial_share: float = 0.0
+    ) -> None:
         """As `join`, for a replica of which it is known what it runs, and that it fits."""
         self.first = self.first or description
         self.replicas[name] = ReplicaConnection(self, link, name, description)
+        self.replicas[name].trial_share = trial_share
         self._tell_found()
 
     def retire(self, name: str) -> None:
@@ -225,12 +238,14 @@ class ReplicaPool:
         without: Collection[ReplicaConnection] = (),
         preferred: str = "",
         numerics: str = "",
+        session_id: str = "",
     ) -> ReplicaConnection | None:
         """Where a session may go that shares pages with those of the same `affinity`, by
         `choose`; to `preferred` before all others, and to none of `without`. One that is
         away only where none is left behind for it. `weights` are those that it needs; empty =
         any. Replicas with these `numerics` come before others, whatever their load: there its
-        text goes on as it would have, to the last token."""
+        text goes on as it would have, to the last token. One on trial has its share of the
+        sessions, by their id, and others only where there is no other."""
         fitting = [
             replica
             for replica in self.replicas.values()
@@ -241,6 +256,13 @@ class ReplicaPool:
             found = fitting
         if preferred in (one.name for one in found):
             return self.replicas[preferred]
+        if any(one.trial_share for one in found):
+            place = _place(session_id)
+            found = (
+                [one for one in found if place < one.trial_share]
+                or [one for one in found if not one.trial_share]
+                or found
+            )
         if numerics:
             found = [one for one in found if one.description.numerics == numerics] or found
         seats = min((one.description.max_num_seqs for one in found), default=0)
@@ -360,6 +382,11 @@ def choose(key: bytes, loads: Mapping[str, int], seats: int) -> str | None:
     return max(roomy, key=lambda name: blake2b(name.encode(), key=key).digest())
 
 
+def _place(session_id: str) -> float:
+    """Of a session among all, in [0, 1): the same at every coordinator."""
+    return int.from_bytes(blake2b(session_id.encode(), digest_size=4).digest()) / 2**32
+
+
 def _tokens(target: ReplicaDescription) -> tuple[int, str]:
     return target.vocab_size, target.tokenizer_fingerprint
 
@@ -460,7 +487,10 @@ class SessionRoute(Generic[Item, Answer]):
         """The last round that a push has answered while its question was on the way."""
         self._waiter: asyncio.Future[None] | None = None
         self._lost: Exception | None = None
-        self._enter(pool.find(self._affinity, self._weights, preferred=held.replica))
+        found = pool.find(
+            self._affinity, self._weights, preferred=held.replica, session_id=session.session_id
+        )
+        self._enter(found)
         self.cached_length = held.cached_length if held.replica == self.replica else 0
         """Committed tokens that the replica is thought to hold."""
 
@@ -468,6 +498,11 @@ class SessionRoute(Generic[Item, Answer]):
     def replica(self) -> str:
         """The replica's name in the session store; empty where there is none."""
         return "" if self._replica is None else self._replica.name
+
+    @property
+    def on_trial(self) -> bool | None:
+        """Whether the replica is on trial; None where there is none."""
+        return None if self._replica is None else self._replica.trial_share > 0
 
     @property
     def drafts_itself(self) -> bool:
@@ -591,10 +626,12 @@ class SessionRoute(Generic[Item, Answer]):
         the new one is thought to hold nothing."""
         before = self._replica
         without = self._rejected if before is None else [*self._rejected, before]
-        found = self._pool.find(self._affinity, self._weights, without, numerics=self._numerics)
+        session_id = self.context.session.session_id
+        found = self._pool.find(
+            self._affinity, self._weights, without, numerics=self._numerics, session_id=session_id
+        )
         if found is None:
             return False
-        session_id = self.context.session.session_id
         _log.debug("session %s moves: %s, %s", session_id, self.replica, found.name)
         self._leave()
         self._num_moves += 1

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from benchmarks.report import Report
@@ -14,6 +15,7 @@ from deploy.fleet.preflight import whole_paths
 from deploy.fleet.reconciler import CHANGE_S, FIXED, ReconcilerClient, connect_reconciler
 from deploy.fleet.replica_set import Overview
 from deploy.fleet.spec import FleetSpec
+from deploy.fleet.trial import MINUTES_DEFAULT, MINUTES_MAX, SHARE_MAX
 from outrider.config import WAIT_S_MAX, AutoscaleConfig
 from outrider.drafters.names import same_drafter
 from outrider.errors import ConfigError, SettingError
@@ -71,7 +73,10 @@ def scale(arguments: Arguments) -> int:
     where = find_deployment(arguments)
 
     def left(overview: Overview) -> str:
-        serving = {role: len(overview.addresses(role)) for role in counts}
+        serving = {
+            role: sum(bool(one.address) and not (one.leaves or one.on_trial) for one in those)
+            for role, those in ((role, overview.of(role)) for role in counts)
+        }
         said = ", ".join(f"{role}={number}" for role, number in serving.items())
         return "" if serving == counts else f"serving now: {said}"
 
@@ -162,7 +167,17 @@ def parsed_bounds(words: Sequence[str]) -> dict[str, Any]:
     argument(
         "target", "another target model, with the same tokenizer", required=False,
     ),
-    _wait_option("all replicas are new ones"),
+    _wait_option("a trial has ended and all replicas are new ones"),
+    option(
+        "--trial-share", type=Seconds(0, SHARE_MAX), metavar="SHARE",
+        help="first try what changes of draft replicas, as by --draft-model: with one replica that "
+        "gets this share of the new sessions. All are replaced only if sessions decode faster with "
+        "it. 0 ends a trial that runs",
+    ),
+    option(
+        "--trial-minutes", type=Seconds(0.01, MINUTES_MAX), default=MINUTES_DEFAULT,
+        metavar="MINUTES", help=f"the most that a trial takes [{MINUTES_DEFAULT:g}]",
+    ),
     json_option(),
     *setting_options(common=COMMON),
 )  # fmt: skip
@@ -175,25 +190,35 @@ def upgrade(arguments: Arguments) -> int:
             raise SettingError(key, f"cannot change while a deployment runs: {FIXED[key]}")
     values = whole_paths(given_settings(arguments))
     where = find_deployment(arguments)
-    changes, runs, overview = asyncio.run(_upgrade(where, values, arguments.wait))
+    seconds = arguments.trial_minutes * 60
+    trial = None if arguments.trial_share is None else (arguments.trial_share, seconds)
+    changes, runs, overview = asyncio.run(_upgrade(where, values, arguments.wait, trial))
     num_stale = overview.num_stale
+    tried = overview.trial if trial and (changes or not trial[0]) else None
     said = "nothing changes"
     if runs:
         what = ", ".join(sorted(changes)) or "the upgrade that runs already"
         said = f"{what}: {f'replicas still to be replaced: {num_stale}' if num_stale else 'done'}"
-    values = {"changes": changes, "replicas_to_replace": num_stale}
-    code = tell(Report(values, [said]), arguments.json)
-    if arguments.wait and num_stale:
+    told: dict[str, Any] = {"changes": changes, "replicas_to_replace": num_stale}
+    if tried is not None:
+        said = f"{tried}\n{said}" if tried.state == "taken" else str(tried)
+        told["trial"] = asdict(tried)
+    code = tell(Report(told, [said]), arguments.json)
+    if arguments.wait and (num_stale or (tried is not None and tried.state == "runs")):
         raise overview.late("done", arguments.wait)
     return code
 
 
 async def _upgrade(
-    where: DeploymentLocation, values: dict[str, Value], wait_s: float
+    where: DeploymentLocation,
+    values: dict[str, Value],
+    wait_s: float,
+    trial: tuple[float, float] | None = None,
 ) -> tuple[dict[str, Value], bool, Overview]:
     """Asks for what changes, and waits at most `wait_s` until all replicas are replaced, also by an
     upgrade that runs already: what changes, whether replicas are replaced, and what there is then.
-    Raises `ConfigError` where the changes are refused."""
+    A `trial`, on a share of the sessions and for so many seconds, comes first; of a share of 0 it
+    ends what runs. Raises `ConfigError` where the changes are refused."""
     progress("asking the deployment", at_once=False)
     async with connect_reconciler(where) as reconciler:
         spec: FleetSpec = await reconciler.call("spec")
@@ -206,11 +231,21 @@ async def _upgrade(
         asked = changes.get("draft_model")
         if asked and same_drafter(str(asked), spec.given.draft.model):
             del changes["draft_model"]
+        ends_trial = trial is not None and trial[0] == 0
+        if ends_trial:
+            changes.clear()
         runs = bool(changes) or (await reconciler.call("overview")).num_stale > 0
-        if changes:
+        if ends_trial:
+            await reconciler.call("end_trial")
+        elif trial and changes:
+            await reconciler.call("begin_trial", changes, *trial, timeout_s=CHANGE_S)
+        elif changes:
             await reconciler.call("change", changes, timeout_s=CHANGE_S)
         progress("replacing replicas", at_once=False)
-        return changes, runs, await _overview(
-            reconciler, wait_s,
-            lambda now: f"replicas still to be replaced: {n}" if (n := now.num_stale) else "",
-        )  # fmt: skip
+        return changes, runs, await _overview(reconciler, wait_s, _left_to_do)
+
+
+def _left_to_do(now: Overview) -> str:
+    if now.trial is not None and now.trial.state == "runs":
+        return str(now.trial)
+    return f"replicas still to be replaced: {now.num_stale}" if now.num_stale else ""

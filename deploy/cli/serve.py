@@ -475,9 +475,12 @@ def status_table(found: Facts) -> RenderableType:
                 facts.get("name", role), Text(facts["address"]), Text(health, HEALTH[health]),
                 Text("\n".join(filter(None, _lines(facts)))),
             )  # fmt: skip
-        wanted = deployment.get("wanted", {}).get(role, len(replicas))
-        if len(replicas) != wanted:
-            table.add_row(role, "", "", f"{len(replicas)} of {wanted} running")
+        number = sum(not facts.get("trial_share") for facts in replicas)
+        wanted = deployment.get("wanted", {}).get(role, number)
+        if number != wanted:
+            table.add_row(role, "", "", f"{number} of {wanted} running")
+    if trial := deployment.get("trial"):
+        parts.append(Text(trial))
     if error := found.get("registry_error"):
         parts.append(Text(f"what replicas do is not known: {error}", style="yellow"))
     if address := deployment.get("http_address"):
@@ -501,7 +504,8 @@ def _lines(facts: Facts) -> Iterator[str]:
         yield facts["draft_note"]
     if "lease_age_s" in facts:
         age = f"last seen {facts['lease_age_s']:.1f} s ago"
-        on = (facts["host"], f"pid {facts['pid']}", facts["device"], age)
+        trial = f"on trial for {facts['trial_share']:.0%}" if facts["trial_share"] else ""
+        on = (facts["host"], f"pid {facts['pid']}", facts["device"], age, trial)
         yield ", ".join(filter(None, on))
         figures = facts["figures"]
         known = (key for key in FIGURES if figures[key] is not None)

@@ -74,7 +74,10 @@ class Autoscaler:
         if not self.config.bounds:
             return
         wanted = await self._registry.wanted()
-        records = {role: await self._registry.records(role) for role in ROLES}
+        records = {
+            role: [one for one in await self._registry.records(role) if not one.trial_share]
+            for role in ROLES
+        }
         for change in self.decide(asyncio.get_running_loop().time(), wanted, records):
             _log.info("wanted: %s=%d, %s", *change)
             await self._registry.want({change[0]: change[1]})

@@ -115,6 +115,7 @@ class Deployment:
             redis=asdict(redis), deployment=self.name, ray_address=self.ray.found,
             ray_token=str(self.ray.token or ""),
             asks_for_keys=config.coordinator.asks_for_keys, wanted={**overview.wanted},
+            trial=str(overview.trial or ""),
             settings=config.values(secrets=False),
         )  # fmt: skip
 

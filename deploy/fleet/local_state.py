@@ -64,6 +64,8 @@ class DeploymentRecord:
     """Whether its callers need a key."""
     wanted: dict[Any, int] = field(default_factory=dict)
     """How many replicas of each role there should be."""
+    trial: str = ""
+    """How the trial of a drafter goes, or has ended; empty where there was none."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Every setting by key, but for those that hold secrets."""
 

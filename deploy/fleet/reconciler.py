@@ -7,7 +7,8 @@ that are there.
 | how replicas are made | its own arguments, which Ray keeps |
 | which there are | Ray, by their names, and each of them |
 | how many there should be | Redis, where nothing but counts is read |
-| which settings and bounds are others since | Ray's head (`Cluster.save`) |
+| which settings and bounds are others since, and what is tried | Ray's head (`Cluster.save`) |
+| how a trial goes | the coordinators |
 
 Ray lets in only callers that show the cluster's token, and they may run code anyway. So this, and
 nothing in Redis, is how settings come to a deployment that runs.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -25,7 +27,7 @@ from dataclasses import replace
 from typing import Any
 
 from outrider.config import BOUND_SETTINGS, AutoscaleConfig, DeploymentConfig, configuration
-from outrider.errors import OutriderError, SettingError, Unavailable
+from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import Role
 from outrider.replica.process_setup import PlacedActor, log_at, log_to
@@ -47,6 +49,7 @@ from .ray_cluster import (
 )
 from .replica_set import FIRST_REST_S, Fleet, Overview
 from .spec import FleetSpec, plan_fleet
+from .trial import Trial, TrialReport, added, check_trial, judged
 
 _SAME_REDIS = "sessions stay in their Redis"
 _SCALE = "use `outrider scale`"
@@ -72,9 +75,11 @@ SHARING = frozenset({"device", "target_num_gpus", "draft_num_gpus", "tensor_para
 """Changes that name one of these have the cluster's GPUs counted, and shared out, anew."""
 
 
-Changes = tuple[dict[str, Value], float | None]
+Tried = tuple[dict[str, Value], float, float]
+"""The settings, the share and the seconds of a `Trial`."""
+Changes = tuple[dict[str, Value], float | None, Tried | None]
 """What differs from the settings that a deployment was started with, by `outrider upgrade` and
-`autoscale`; and `cluster_gpus` of a `FleetSpec`, where they were counted again."""
+`autoscale`; `cluster_gpus` of a `FleetSpec`, where they were counted again; and what is tried."""
 
 
 def changed(given: DeploymentConfig, changes: Mapping[str, Value]) -> DeploymentConfig:
@@ -106,6 +111,11 @@ NEWS_S = 10.0
 """Longest wait for another overview ..."""
 NEWS_PERIOD_S = 0.5
 """... and between two looks at whether there is one."""
+TRIAL_LOOK_S = 2.0
+"""Between two looks at how a trial goes."""
+TRIAL_CALL_S = 5.0
+"""What a coordinator may take to tell."""
+END_TRIAL = "end it with `outrider upgrade --trial-share 0`"
 CHANGE_S = 900.0
 """What making a plan of other settings may take: a model's files may have to be fetched."""
 
@@ -125,8 +135,12 @@ class Reconciler(PlacedActor):
         except SettingError as error:  # A method tells: Ray flattens what a constructor raises.
             self._no_password = error
         self._original = spec
-        self._changes: Changes = {}, None
+        self._changes: Changes = {}, None, None
         """Those that hold, all together since the deployment began."""
+        self._report: TrialReport | None = None
+        self._trial_over_at = math.inf
+        """When the time of a trial is over, of the loop's clock. It begins once its replica
+        serves, and anew where this reconciler returns."""
         self._changing = asyncio.Lock()
         self._registry = RedisRegistry(redis, spec.deployment)
         self._cluster = Cluster(namespace, local=spec.local)
@@ -185,6 +199,8 @@ class Reconciler(PlacedActor):
             return self._autoscaler.config
         async with self._changing:
             before, fleet = self._changes, self._fleet
+            if fleet.trial is not None and not values.keys() <= {*BOUND_SETTINGS}:
+                raise ConfigError(f"{self._report}; wait for its end, or {END_TRIAL}")
             changes, gpus = before[0] | values, before[1]
             if not SHARING.isdisjoint(values):
                 gpus = resources().get("GPU", 0.0)
@@ -203,14 +219,97 @@ class Reconciler(PlacedActor):
                 wanted = await self._registry.wanted()
                 if not wanted.get("draft"):  # No replica drafted before.
                     await self._registry.want({"draft": spec.counts["draft"]})
-            await self._save(changes, gpus)
-            try:
-                self._use(spec)
-            except BaseException:  # A replica has been placed since it was checked.
-                await self._save(*before)
-                raise
+            await self._adopt_spec(spec, (changes, gpus, before[2]))
             _log.info("other settings: %s", ", ".join(values))
         return self._autoscaler.config
+
+    async def _adopt_spec(self, spec: FleetSpec, changes: Changes) -> None:
+        before = self._changes
+        await self._save(*changes)
+        try:
+            self._use(spec)
+        except BaseException:  # A replica has been placed since it was checked.
+            await self._save(*before)
+            raise
+
+    async def begin_trial(self, values: dict[str, Value], share: float, seconds: float) -> None:
+        """Tries settings of draft replicas by one of these on a share of the new sessions, and goes
+        on with them where they are better. Raises as `change`, and `ConfigError` for what cannot be
+        tried. Repeating it does nothing."""
+        await self._ready()
+        async with self._changing:
+            (changes, gpus, tried), fleet = self._changes, self._fleet
+            if tried is not None:
+                if tried == (values, share, seconds):
+                    return
+                raise ConfigError(f"{self._report}; wait for its end, or {END_TRIAL}")
+            spec = await self._plan(changes | values, gpus)
+            check_trial(fleet.spec, spec)
+            if self._overview().num_stale or not fleet.wanted["draft"]:
+                raise ConfigError(
+                    "--trial-share: draft replicas are compared with the new one: wait until all "
+                    "are of one kind, and `outrider scale draft=1` where there is none"
+                )
+            await self._save(changes, gpus, (values, share, seconds))
+            self._try_out(Trial(values, share, seconds, spec))
+
+    def _try_out(self, trial: Trial) -> None:
+        self._report = TrialReport(trial.spec.given.draft.model, trial.share)
+        self._trial_over_at = math.inf
+        self._fleet.try_out(trial)
+        _log.info("%s", self._report)
+
+    async def end_trial(self) -> None:
+        """Ends the trial that runs, if one does: what held before still holds."""
+        await self._ready()
+        if (trial := self._fleet.trial) is not None:
+            await self._decide(trial, False, "it was ended by `outrider upgrade --trial-share 0`")
+
+    async def _watch_trials(self) -> None:
+        while True:
+            await asyncio.sleep(TRIAL_LOOK_S)
+            if (trial := self._fleet.trial) is None:
+                continue
+            try:
+                is_better, reason = await self._compare(trial)
+                await self._decide(trial, is_better, reason)
+            except OutriderError as error:
+                _log.warning("the trial of a drafter is looked at again: %s", error)
+
+    async def _compare(self, trial: Trial) -> tuple[bool | None, str]:
+        """As `judged`."""
+        fleet, now = self._fleet, asyncio.get_running_loop().time()
+        if fleet.trial_failure:
+            return False, fleet.trial_failure
+        replica = fleet.on_trial
+        if replica is None or not replica.address:
+            return None, "its replica is being started"
+        self._trial_over_at = min(self._trial_over_at, now + trial.seconds)
+        serving = [one for one in fleet.of("coordinator") if one.address and not one.leaves]
+        found = await asyncio.gather(
+            *(one.leader.call("trial_sums", timeout_s=TRIAL_CALL_S) for one in serving)
+        )
+        return judged(added(found, replica.name), now >= self._trial_over_at)
+
+    async def _decide(self, trial: Trial, is_better: bool | None, reason: str) -> None:
+        """Notes how the trial goes, and ends it where that is decided."""
+        async with self._changing:
+            if self._fleet.trial is not trial or self._report is None:
+                return
+            changes, gpus, _ = self._changes
+            if is_better:
+                changes = changes | trial.values
+                await self._adopt_spec(await self._plan(changes, gpus), (changes, gpus, None))
+            elif is_better is not None:
+                await self._save(changes, gpus, None)
+            else:
+                self._report = replace(self._report, reason=reason)
+                return
+            self._report = replace(
+                self._report, state="taken" if is_better else "not taken", reason=reason
+            )
+            self._fleet.try_out(None)
+            _log.info("%s", self._report)
 
     async def _plan(self, changes: Mapping[str, Value], gpus: float | None) -> FleetSpec:
         """By all changes together. Raises `ConfigError` for what cannot work."""
@@ -235,9 +334,14 @@ class Reconciler(PlacedActor):
         """Goes by the changes that an earlier reconciler of the deployment had saved."""
         if text := await self._cluster.saved():
             match json.loads(text):
-                case [dict() as values, None | int() | float() as gpus]:
+                case [dict() as values, None | int() | float() as gpus, None | list() as tried]:
                     self._use(await self._plan(values, gpus))
-                    self._changes = values, gpus
+                    self._changes = values, gpus, None
+                    if tried is not None:
+                        others, share, seconds = tried
+                        spec = await self._plan(values | others, gpus)
+                        self._changes = values, gpus, (others, share, seconds)
+                        self._try_out(Trial(others, share, seconds, spec))
                 case _:
                     raise ValueError("what Ray's head has are no changes of this release")
 
@@ -265,7 +369,12 @@ class Reconciler(PlacedActor):
     def _overview(self) -> Overview:
         fleet = self._fleet
         found = Overview(
-            dict(fleet.wanted), fleet.views(), fleet.hopeless, self._upgrades, fleet.failures
+            dict(fleet.wanted),
+            fleet.views(),
+            fleet.hopeless,
+            self._upgrades,
+            fleet.failures,
+            self._report,
         )
         self._upgrades = found.num_stale > 0
         return found
@@ -300,7 +409,7 @@ class Reconciler(PlacedActor):
                 await retried("the changes that hold", self._restore)
                 await self._fleet.adopt()
             self._keeps.set()
-            await asyncio.gather(self._fleet.run(), self._autoscaler.run())
+            await asyncio.gather(self._fleet.run(), self._autoscaler.run(), self._watch_trials())
         except Exception:  # noqa: BLE001 (whatever it is, another one may do better)
             _log.exception("the fleet is not looked after any more")
             await asyncio.sleep(FIRST_REST_S)

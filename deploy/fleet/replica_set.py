@@ -31,6 +31,7 @@ from outrider.replica.process_setup import Place
 
 from .ray_cluster import Actor, Cluster, retried
 from .spec import FleetSpec
+from .trial import PLAN, Trial, TrialReport
 
 _log = logging.getLogger(__name__)
 
@@ -75,6 +76,8 @@ class ReplicaView:
     """Of its ranks, the one that serves first; empty while it does not serve."""
     http_address: str = ""
     """HOST:PORT where a coordinator answers by HTTP; empty where it does not."""
+    on_trial: bool = False
+    """Whether it is beside those that are wanted, and never stale."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,8 @@ class Overview:
     """Whether the spec has changed, and there has not been a whole fleet made by it yet."""
     failures: tuple[str, ...] = ()
     """Why replicas did not start that are still missing."""
+    trial: TrialReport | None = None
+    """Of the trial of a drafter that runs, or of the last one since this reconciler began."""
 
     def of(self, role: Role) -> list[ReplicaView]:
         """The replicas of a role."""
@@ -108,7 +113,9 @@ class Overview:
         total = 0
         for role in ROLES:
             num_old = sum(one.stale for one in self.of(role))
-            num_new = sum(bool(one.address) and not one.stale for one in self.of(role))
+            num_new = sum(
+                bool(one.address) and not (one.stale or one.on_trial) for one in self.of(role)
+            )
             total += max(num_old, self.wanted.get(role, 0) - num_new)
         return total
 
@@ -170,10 +177,15 @@ class Replica:
     def view(self, plan: str) -> ReplicaView:
         """What others are told of it; `plan` is the one that holds now."""
         return ReplicaView(
-            self.name, self.role, self.address, self.leaves, stale=self.plan != plan,
+            self.name, self.role, self.address, self.leaves,
+            stale=self.plan != plan and not self.on_trial,
             places=tuple(actor.place for actor in self.ranks) if self.address else (),
-            http_address=self.http_address,
+            http_address=self.http_address, on_trial=self.on_trial,
         )  # fmt: skip
+
+    @property
+    def on_trial(self) -> bool:
+        return self.plan.startswith(PLAN)
 
     async def begin(self, config: object, log_directory: str, timeout_s: float) -> None:
         """Starts its service, and the other ranks of its model."""
@@ -344,6 +356,10 @@ class Fleet:
         self._replicas: dict[str, Replica] = {}
         self._num_started = 0
         self._troubles = {role: Trouble() for role in ROLES}
+        self.trial: Trial | None = None
+        """What is tried beside the replicas that are wanted: by one draft replica of its own."""
+        self.trial_failure = ""
+        """Why that has not started, or is gone."""
         self._ports: dict[int, dict[str, int]] = {}
         """Of each slot of a role that keeps its ports, those that its last replica had."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -383,14 +399,17 @@ class Fleet:
         finds no place; and `StoreUnavailable`."""
         await self._registry.want(self.wanted)
         self._num_started = await self._registry.started()
-        replicas = [self._new(role) for role in ROLES for _ in range(self.wanted[role])]
+        replicas = [
+            self._new(role, self.spec.plans[role])
+            for role in ROLES for _ in range(self.wanted[role])
+        ]  # fmt: skip
         await self._place(*replicas)
         for roles in (("target", "draft"), ("coordinator",)):
             starting = [self._begin(one) for one in replicas if one.role in roles]
             raise_first(await asyncio.gather(*starting, return_exceptions=True))
 
     async def _place(self, *replicas: Replica) -> None:
-        demands = [replace(self.spec.demands[one.role], name=one.name) for one in replicas]
+        demands = [replace(self._spec_of(one).demands[one.role], name=one.name) for one in replicas]
         placed = await self._cluster.place(demands, self.spec.config.startup_timeout_s)
         for one, ranks in zip(replicas, placed, strict=True):
             one.ranks = ranks
@@ -423,7 +442,7 @@ class Fleet:
         """What the other fleet had been told and has done. Until that is known nothing is done: a
         replica that is started could not be announced, and its name might not be its own."""
         wanted, num_started = await self._registry.wanted(), await self._registry.started()
-        there = {role: len(self.of(role)) for role in ROLES if self.of(role)}
+        there = Counter(one.role for one in self.replicas if not one.on_trial)
         self.wanted = self.spec.bounded(self.wanted | there | wanted)
         self._num_started = max(self._num_started, num_started)
 
@@ -438,6 +457,17 @@ class Fleet:
         """Another spec: what it changes is replaced, one by one. Raises as `settled`."""
         self.spec = self.settled(spec)
         self._forget_troubles()
+
+    def try_out(self, trial: Trial | None) -> None:
+        """Begins a trial, or ends the one that runs: then its replica leaves."""
+        self.trial, self.trial_failure = trial, ""
+        self._changed.set()
+
+    @property
+    def on_trial(self) -> Replica | None:
+        """The replica that a trial runs with, if there is one."""
+        plan = "" if self.trial is None else self.trial.plan
+        return next((one for one in self.of("draft") if one.plan == plan and not one.leaves), None)
 
     def _forget_troubles(self) -> None:
         self._troubles = {role: Trouble() for role in ROLES}
@@ -463,9 +493,16 @@ class Fleet:
         crowded = {role for role, one in self._troubles.items() if one.crowded}
         in_place = {role for role in ROLES if self.spec.replaced_in_place(role)} | crowded
         crowded = {role for role in crowded if not self._troubles[role].made_way}
-        starts, leaves = next_steps(self.wanted, self.views(), held_back, in_place, crowded)
+        there = [one for one in self.views() if not one.on_trial]
+        starts, leaves = next_steps(self.wanted, there, held_back, in_place, crowded)
         for role in starts:
-            self._follow(self._new(role))
+            self._follow(self._new(role, self.spec.plans[role]))
+        if self.trial is not None and self.on_trial is None and not self.trial_failure:
+            self._follow(self._new("draft", self.trial.plan))
+        leaves += [
+            one.name for one in self.of("draft")
+            if one.on_trial and one is not self.on_trial and not one.leaves
+        ]  # fmt: skip
         for name in leaves:
             one = self._replicas[name]
             one.leaves = True
@@ -489,8 +526,8 @@ class Fleet:
             await asyncio.gather(*(one.stop(grace_s) for one in going))
         self._replicas.clear()
 
-    def _new(self, role: Role) -> Replica:
-        one = Replica(role, self._num_started, self._free_slot(role), self.spec.plans[role])
+    def _new(self, role: Role, plan: str) -> Replica:
+        one = Replica(role, self._num_started, self._free_slot(role), plan)
         self._num_started += 1
         self._replicas[one.name] = one
         return one
@@ -507,8 +544,15 @@ class Fleet:
         left = [slot for slot in reversed(stale) if slot not in taken]
         return left[0] if left else min({*range(len(taken) + 1)} - taken)
 
+    def _spec_of(self, one: Replica) -> FleetSpec:
+        if not one.on_trial:
+            return self.spec
+        if self.trial is None:
+            raise Unavailable(f"the trial of {one.name} has ended")
+        return self.trial.spec
+
     async def _begin(self, one: Replica) -> None:
-        spec = self.spec
+        spec = self._spec_of(one)
         takes_over = any(other is not one and other.slot == one.slot for other in self.of(one.role))
         ports: Mapping[str, int] = {}
         if spec.keeps_ports(one.role):
@@ -518,6 +562,9 @@ class Fleet:
         config = spec.replica_config(
             one.role, one.name, one.slot, takes_over=takes_over, ports=ports
         )
+        if one.on_trial and self.trial is not None:
+            member = replace(config.membership, plan=one.plan, trial_share=self.trial.share)
+            config = replace(config, membership=member)
         await one.begin(config, spec.log_directory, spec.config.model_timeout_s)
         self._note_ports(one)
 
@@ -537,8 +584,9 @@ class Fleet:
             if not one.address:
                 await self._start(one)
             began = loop.time()
-            error = await one.ended()
-            _log.error("%s is gone, and is replaced: %s", one.name, error or "it has stopped")
+            gone = f": {await one.ended() or 'it has stopped'}"
+            reason = f"{one.name} is gone{gone}" if one.on_trial else ""
+            _log.error(reason or f"{one.name} is gone, and is replaced{gone}")
         except StoreUnavailable as error:
             _log.warning("%s did not start for want of Redis: %s", one.name, error)
             is_its_own = False
@@ -547,6 +595,11 @@ class Fleet:
             _log.error(reason)
         except Exception:  # noqa: BLE001 (the fleet goes on, whatever one replica does)
             _log.exception("%s did not start", one.name)
+        if one.on_trial:
+            if one is self.on_trial:
+                self.trial_failure = reason or f"{one.name} did not start"
+            await self._remove(one)
+            return
         trouble = self._troubles[one.role]
         trouble.reason = reason or trouble.reason
         if loop.time() - began > STABLE_S:
@@ -560,7 +613,7 @@ class Fleet:
         try:
             await self._place(one)
         except ConfigError:
-            self._troubles[one.role].crowded |= not one.ranks
+            self._troubles[one.role].crowded |= not (one.ranks or one.on_trial)
             raise
         await self._begin(one)
         trouble = self._troubles[one.role]

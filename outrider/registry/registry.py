@@ -87,6 +87,8 @@ class ReplicaRecord:
     """Whether it ends soon, and gets no more sessions."""
     load: _Number = 0
     """Sessions that it runs."""
+    trial_share: Annotated[float, between(0, 1)] = 0.0
+    """Of a draft on trial: the share of the new sessions that it gets; 0 = it is on none."""
     figures: Figures = NO_FIGURES
 
     def to_json(self) -> str:
@@ -120,6 +122,8 @@ class Membership:
     """Its place among the replicas of its role that share a machine: ports count up from it."""
     plan: str = ""
     """Names what it was started by."""
+    trial_share: float = 0.0
+    """See `ReplicaRecord.trial_share`."""
 
 
 @dataclass(frozen=True)

@@ -196,6 +196,7 @@ class ReplicaHost(PlacedActor):
                 weights=runs.weights,
                 device=config.device,
                 leaving=self._engagement.leaving,
+                trial_share=member.trial_share,
                 load=len(service.sessions),
                 figures=service.figures,
             )

@@ -277,6 +277,31 @@ async def test_only_replicas_that_fit_join(
     assert list(pool.replicas) == ["b"]
 
 
+async def test_a_share_of_the_sessions_goes_to_a_draft_on_trial() -> None:
+    """The same ones at each coordinator, and no others: 0.25 of 1,000 within five standard
+    deviations. All stay where they are until it leaves; where it is alone it has all."""
+    pools = [pool_of(described(), described(), role="draft") for _ in range(2)]
+    routes = []
+    for pool in pools:
+        early = SessionRoute[Any, Any](pool, context_of(session(name="f" * 32)))
+        await pool.join("tried", described(), 0.25)
+        assert pool.on_trial is pool.replicas["tried"]
+        names = [f"{index:032x}" for index in range(1000)]
+        routes.append([SessionRoute[Any, Any](pool, context_of(session(name=n))) for n in names])
+        assert early.on_trial is False
+    tried = [[route.on_trial for route in those] for those in routes]
+    assert tried[0] == tried[1]
+    assert 250 - 69 < sum(map(bool, tried[0])) < 250 + 69
+    pools[0].retire("tried")
+    assert all(route.move() for route in routes[0] if route.on_trial)
+    assert (pools[0].on_trial, any(route.on_trial for route in routes[0])) == (None, False)
+    for name in ("r0", "r1"):
+        pools[1].retire(name)
+    [other] = [route for route in routes[1] if not route.on_trial][:1]
+    assert other.move()
+    assert other.on_trial
+
+
 async def test_each_session_goes_by_its_own_targets_way_of_drafting() -> None:
     """While an upgrade replaces targets by such as draft for themselves, and back."""
     itself = described(replace(TOY, drafts_itself=True))

@@ -18,6 +18,7 @@ from deploy.cli.main import main
 from deploy.fleet.local_state import publish, state_directory
 from deploy.fleet.reconciler import changed
 from deploy.fleet.replica_set import Overview, ReplicaView
+from deploy.fleet.trial import TrialReport
 from outrider.config import BOUND_SETTINGS, AutoscaleConfig, load_config
 from outrider.errors import ConfigError, Unavailable
 from outrider.limits import REPLICAS_MAX
@@ -51,6 +52,10 @@ class Fleet:
         self.num_leaving = 0
         """Of each role, beside those that serve."""
         self.failures: tuple[str, ...] = ()
+        self.trials: list[tuple[dict[str, Any], float, float]] = []
+        self.verdict: Any = "taken"
+        self.reports: list[TrialReport | None] = [None]
+        """Of a trial, one look after the other; the last one stays."""
 
     async def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         if self.num_lost:
@@ -76,7 +81,16 @@ class Fleet:
             self.scaling = replace(self.scaling, **values)
         return self.scaling
 
+    async def begin_trial(self, values: dict[str, Any], share: float, seconds: float) -> None:
+        self.trials.append((values, share, seconds))
+        runs = TrialReport("b", share)
+        self.reports = [runs, runs, replace(runs, state=self.verdict, reason="-4 %")]
+
+    async def end_trial(self) -> None:
+        self.reports = [TrialReport("b", 0.2, "not taken", "it was ended")]
+
     async def overview(self) -> Overview:
+        trial = self.reports[0] if len(self.reports) == 1 else self.reports.pop(0)
         counts = self.seen[0] if len(self.seen) == 1 else self.seen.pop(0)
         num_stale = self.stale[0] if len(self.stale) == 1 else self.stale.pop(0)
         views = [
@@ -87,7 +101,7 @@ class Fleet:
         if num_stale:
             old = ReplicaView("target-0", "target", "h:1", stale=True)
             wanted, views = {}, [old] * num_stale
-        return Overview(wanted, tuple(views), None, bool(num_stale), self.failures)
+        return Overview(wanted, tuple(views), None, bool(num_stale), self.failures, trial)
 
 
 @pytest.fixture
@@ -127,6 +141,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
         (["autoscale", "target=0:2"], "target=0:2: '0:2' is wrong; it must be LEAST:MOST within "),
         (["autoscale", "target="], "error: target=: must be target=LEAST:MOST or off\n"),
         (["autoscale", "nobody=1:2"], "nobody=1:2: unknown role; use coordinator, target or draft"),
+        (["upgrade", "--trial-share", "1"], "--trial-share: 1.0 is not in the range 0<=x<=0.9"),
         (["upgrade", "--num-targets", "3"], "--num-targets: cannot be another one while a deploym"),
         (["upgrade", "--internal-tls-dir", "tls"], "--internal-tls-dir: cannot be turned on or of"),
         (["upgrade", "--api-key", "k" * 20], "--api-key: cannot change while a deployment runs: a"),
@@ -240,3 +255,23 @@ def test_what_is_left_of_an_upgrade_is_told(
     fleet.stale = [2, 1, 0]
     assert main([*words, "--wait", "60"]) == 0
     assert capsys.readouterr().out == "the upgrade that runs already: done\n"
+
+
+@pytest.mark.parametrize("verdict", ["taken", "not taken"])
+def test_a_trial_is_waited_for_and_its_end_is_told(
+    capsys: pytest.CaptureFixture[str], fleet: Fleet, verdict: str
+) -> None:
+    """Without a wait it goes on. A share of 0 ends it, whatever a file of settings says."""
+    fleet.verdict, words = verdict, ["upgrade", "--draft-model", "b", "--trial-share", "0.2"]
+    assert main([*words, "--trial-minutes", "2", "--wait", "60"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"trial of b on 20% of the sessions: {verdict}: -4 %\n")
+    assert ("draft_model: done" in out) == (verdict == "taken")
+    assert (fleet.trials, fleet.changes) == ([({"draft_model": "b"}, 0.2, 120.0)], [])
+    told, _ = reported(capsys, *words)
+    assert (told["trial"]["state"], fleet.trials[1][2]) == ("runs", 900.0)
+    assert main([*words[:3], "--trial-share", "0"]) == 0
+    assert "not taken: it was ended" in capsys.readouterr().out
+    assert main(["upgrade", "--trial-share", "0.5"]) == 0
+    assert capsys.readouterr().out == "nothing changes\n"
+    assert len(fleet.trials) == 2

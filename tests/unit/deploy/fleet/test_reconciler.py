@@ -15,11 +15,12 @@ import pytest
 import ray
 from fleet_world import World
 
+from coordinator.decoding.trial import DrafterSums, TrialSums
 from deploy.fleet import reconciler as module
 from deploy.fleet.reconciler import Reconciler, changed
 from deploy.fleet.replica_set import Fleet
 from outrider.config import DeploymentConfig, load_config
-from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
+from outrider.errors import ConfigError, EngineLost, OutriderError, SettingError, Unavailable
 from outrider.replica.process_setup import Place
 
 pytestmark = pytest.mark.virtual
@@ -275,6 +276,105 @@ async def test_drafts_come_where_there_were_none_for_want_of_use(
     async with playing(monkeypatch, draft_model="suffix") as (host, found):
         await found.change({"draft_model": "hybrid:suffix,emulated"})
         assert (await host.world.registry.wanted())["draft"] == 1
+
+
+def sums_of(host: Host, gain: float) -> None:
+    """From now on coordinators tell that the newest draft decodes so many times as fast."""
+    trial = host.world.machines.actors[-1].name
+    old = DrafterSums(50, 900, 900, 1800, 90.0, 50 * 36.0**2, 50 * 1.8**2, 50 * 36.0 * 1.8)
+    squares = old.square_tokens, old.square_seconds / gain**2, old.products / gain
+    new = DrafterSums(50, 900, 900, 1800, 90.0 / gain, *squares)
+    host.world.machines.trial_sums = lambda: TrialSums(trial, old, new)
+
+
+TRIED = {"draft_num_threads": 3}
+
+
+@pytest.mark.parametrize("crashes", [False, True])
+@pytest.mark.parametrize(("gain", "state"), [(1.1, "taken"), (0.9, "not taken")])
+async def test_a_drafter_on_trial_is_taken_only_where_it_is_better(
+    monkeypatch: pytest.MonkeyPatch, gain: float, state: str, crashes: bool
+) -> None:
+    """It stands beside those that are wanted, which serve all the time; other settings wait for its
+    end. A reconciler that returns goes on with it."""
+    async with playing(monkeypatch, num_drafts=2) as (host, found):
+        before = await found.spec()
+        names = [one.name for one in (await found.overview()).of("draft")]
+        for _ in range(2):  # It may be asked again.
+            await found.begin_trial(TRIED, 0.25, 600.0)
+        await asyncio.sleep(10)
+        if crashes:
+            found = await host.restart(found)
+            await asyncio.sleep(10)
+        drafts = (await found.overview()).of("draft")
+        assert [one.name for one in drafts if not one.on_trial] == names
+        [tried] = (one for one in drafts if one.on_trial)
+        config = host.world.actor(tried.name).config
+        assert (config.num_threads, config.membership.trial_share) == (3, 0.25)
+        with pytest.raises(ConfigError, match=r"on 25% of the sessions: runs: .* end it with"):
+            await found.change({"deadline_ms": 999})
+        await found.change({"autoscale_targets": "1:4"})
+        assert (await found.spec()).plans == before.plans
+        sums_of(host, gain)
+        for _ in range(600):
+            overview = await found.overview()
+            assert len(overview.addresses("draft")) >= 2
+            await asyncio.sleep(0.1)
+        assert overview.trial is not None
+        assert (overview.trial.state, overview.num_stale) == (state, 0)
+        assert f"{gain - 1:+.1%}" in overview.trial.reason
+        assert [one.name for one in overview.of("draft")] == names or gain > 1
+        spec = await found.spec()
+        assert spec.given.draft.num_threads == (3 if gain > 1 else before.given.draft.num_threads)
+        assert spec.config.autoscale.bounds == {"target": (1, 4)}
+        drafts = overview.of("draft")
+        assert len(drafts) == 2
+        configs = [host.world.actor(one.name).config for one in drafts]
+        assert not any(one.membership.trial_share for one in configs)
+
+
+@pytest.mark.parametrize("ends", ["time", "command", "death", "start"])
+async def test_a_trial_that_shows_nothing_leaves_all_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    async with playing(monkeypatch) as (host, found):
+        before, names = await found.spec(), [one.name for one in (await found.overview()).replicas]
+        if ends == "start":
+            host.world.machines.failures["draft"] = ConfigError("no memory")
+        await found.begin_trial(TRIED, 0.25, 100.0)
+        await asyncio.sleep(60)
+        if ends == "death":
+            host.world.machines.actors[-1].end.set_exception(EngineLost("no memory"))
+        if ends == "command":
+            await found.end_trial()
+        await asyncio.sleep(60)
+        overview = await found.overview()
+        assert overview.trial is not None
+        said = {"time": "0 sessions", "command": "was ended by `outrider upgrade --trial-share 0`"}
+        assert overview.trial.state == "not taken"
+        assert said.get(ends, "no memory") in overview.trial.reason
+        assert [one.name for one in overview.replicas] == names
+        assert await found.spec() == before
+        host.world.machines.failures.clear()
+        await found.change({"deadline_ms": 999})
+
+
+@pytest.mark.parametrize(
+    ("first", "values", "said"),
+    [
+        ("emulated", {"draft_model": "suffix"}, "'suffix' has none; without --trial-share it is"),
+        ("suffix", {"draft_model": "emulated"}, "'suffix' has none; without --trial-share it is"),
+        ("emulated", {"max_num_seqs": 7}, "change each coordinator and each target, too|target, t"),
+        ("emulated", {"deadline_ms": 7}, "draft replicas would stay as they are"),
+    ],
+)
+async def test_what_draft_replicas_alone_cannot_try_is_refused(
+    monkeypatch: pytest.MonkeyPatch, first: str, values: dict[str, Any], said: str
+) -> None:
+    async with playing(monkeypatch, draft_model=first) as (_, found):
+        with pytest.raises(ConfigError, match=said):
+            await found.begin_trial(values, 0.25, 600.0)
+        assert (await found.overview()).trial is None
 
 
 def test_a_draft_goes_with_the_target_that_it_was_chosen_for() -> None:

@@ -1,0 +1,125 @@
+"""The trial of a drafter: one draft replica with other settings beside those that there are, for a
+share of the sessions. Whether it is better is decided by the tokens that sessions get in a second
+of decoding. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from coordinator.decoding.trial import DrafterSums, TrialSums
+from outrider.errors import ConfigError, SettingError
+from outrider.registry.registry import ROLES
+from outrider.settings import Value
+
+from .spec import FleetSpec
+
+SHARE_MAX = 0.9
+MINUTES_DEFAULT = 15.0
+MINUTES_MAX = 7 * 24 * 60.0
+SESSIONS_MIN = 10
+"""That must have ended with each drafter before anything is decided ..."""
+ROUNDS_MIN = 200
+"""... and their rounds."""
+EARLY_ERRORS = 4.0
+"""A difference of so many standard errors ends a trial: it is looked at again and again ..."""
+LATE_ERRORS = 2.0
+"""... and one of so many, once the time is over."""
+PLAN = "trial-"
+"""Begins the plan of a replica on trial."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One that runs."""
+
+    values: dict[str, Value]
+    """The settings that are tried."""
+    share: float
+    """Of the new sessions."""
+    seconds: float
+    """How long it takes at most, from when its replica serves."""
+    spec: FleetSpec
+    """Of a deployment with these settings."""
+
+    @property
+    def plan(self) -> str:
+        return PLAN + self.spec.plans["draft"]
+
+
+@dataclass(frozen=True)
+class TrialReport:
+    """How a trial goes, or has ended."""
+
+    draft_model: str
+    share: float
+    state: Literal["runs", "taken", "not taken"] = "runs"
+    reason: str = "its replica is being started"
+
+    def __str__(self) -> str:
+        tried = f"trial of {self.draft_model} on {self.share:.0%} of the sessions"
+        return f"{tried}: {self.state}: {self.reason}"
+
+
+def check_trial(before: FleetSpec, tried: FleetSpec) -> None:
+    """Raises `ConfigError` for settings that a draft replica beside the others cannot try."""
+    now, then = (spec.config.draft.model for spec in (before, tried))
+    at_once = "without --trial-share it is replaced at once"
+    for spec, model in ((before, now), (tried, then)):
+        if "draft" not in spec.demands:
+            raise SettingError(
+                "draft_model",
+                f"{then!r} cannot be tried beside {now!r}: a trial compares draft replicas, and "
+                f"{model!r} has none; {at_once}",
+            )
+    if before.plans["draft"] == tried.plans["draft"]:
+        raise ConfigError("--trial-share: draft replicas would stay as they are; nothing to try")
+    others = [role for role in ROLES if role != "draft" and before.plans[role] != tried.plans[role]]
+    if others:
+        raise SettingError(
+            "draft_model",
+            f"{then!r} cannot be tried beside {now!r}: a trial changes draft replicas alone, and "
+            f"these settings change each {' and each '.join(others)}, too; {at_once}",
+        )
+
+
+def added(found: Iterable[TrialSums | None], replica: str) -> TrialSums:
+    """What all coordinators have of the trial of this replica."""
+    sums = TrialSums(replica)
+    for one in found:
+        if one is not None and one.replica == replica:
+            sums = TrialSums(replica, sums.old + one.old, sums.new + one.new)
+    return sums
+
+
+def judged(sums: TrialSums, is_over: bool) -> tuple[bool | None, str]:
+    """Whether the new drafter is better, None where that is not known yet, and why. Once the time
+    `is_over` it is known."""
+    old, new = sums.old, sums.new
+    for which, one in (("old", old), ("new", new)):
+        if one.num_sessions < SESSIONS_MIN or one.num_rounds < ROUNDS_MIN:
+            reason = (
+                f"{one.num_sessions} sessions and {one.num_rounds} rounds with the {which} one, "
+                f"{SESSIONS_MIN} and {ROUNDS_MIN} are needed"
+            )
+            return (False if is_over else None), reason
+    gain = _ratio(new.tokens_per_second, old.tokens_per_second) - 1
+    error = (1 + gain) * math.hypot(old.relative_error, new.relative_error)
+    reason = f"{_rates(new)}, {_rates(old)} before: {gain:+.1%} +- {error:.1%} tokens/s"
+    needed = (LATE_ERRORS if is_over else EARLY_ERRORS) * error
+    if abs(gain) > needed or is_over:
+        return gain > needed, reason
+    return None, reason
+
+
+def _ratio(one: float, other: float) -> float:
+    return one / other if other > 0 else math.inf
+
+
+def _rates(one: DrafterSums) -> str:
+    return (
+        f"{one.tokens_per_second:.1f} tokens/s a session and {one.accepted_per_round:.2f} "
+        f"accepted a round in {one.num_rounds} rounds"
+    )

@@ -1,0 +1,104 @@
+"""Drafters that are replaced, at once or after a trial, while requests run, on local Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import byte_level_tokenizer, save_tiny_model
+
+from deploy.fleet.launcher import Deployment
+from deploy.fleet.replica_set import Overview
+from outrider.client import Client, GenerateRequest
+from outrider.config import load_config
+from outrider.speculation.sampling_params import SamplingParams
+
+VOCAB_SIZE = 320
+PROMPTS = [tuple(range(first, first + 20)) for first in range(10, 18)]
+NUM_TOKENS = 64
+END_S = 120.0
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(5 * END_S)]
+
+
+class Load:
+    """Requests that run all the time, each of which must have the text that it had at first."""
+
+    def __init__(self, address: str) -> None:
+        self.num_done = 0
+        self._client = Client(address)
+        self._texts: dict[int, list[int]] = {}
+
+    async def _ask(self, index: int) -> None:
+        request = GenerateRequest(
+            PROMPTS[index], sampling=SamplingParams(temperature=0.0), max_tokens=NUM_TOKENS,
+            num_draft_tokens=4, ignore_eos=True,
+        )  # fmt: skip
+        found = (await self._client.complete(request)).token_ids
+        assert [*found] == self._texts.setdefault(index, [*found])
+        self.num_done += 1
+
+    async def run(self) -> None:
+        async with self._client:
+            while True:
+                await asyncio.gather(*map(self._ask, range(len(PROMPTS))))
+
+
+@asynccontextmanager
+async def under_load(deployment: Deployment) -> AsyncIterator[Load]:
+    """Raises what a request raised."""
+    load = Load(deployment.address)
+    running = asyncio.create_task(load.run())
+    yield load
+    before = load.num_done
+    async with asyncio.timeout(END_S):
+        while load.num_done < before + 2 * len(PROMPTS) and not running.done():
+            await asyncio.sleep(0.05)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+async def done(deployment: Deployment) -> Overview:
+    async with asyncio.timeout(END_S):
+        while True:
+            found: Overview = await deployment.reconciler.call("overview")
+            if not found.num_stale and (found.trial is None or found.trial.state != "runs"):
+                return found
+            await asyncio.sleep(0.2)
+
+
+async def test_drafters_are_replaced_under_load_and_a_worse_one_is_not_taken(
+    tmp_path: Path,
+) -> None:
+    """No request fails, and texts stay. A copy of the target drafts better than a random model."""
+    tokenizer = byte_level_tokenizer(VOCAB_SIZE)
+    for seed, name in enumerate(("target", "random")):
+        save_tiny_model(tmp_path / name, seed=seed, vocab_size=VOCAB_SIZE, tokenizer=tokenizer)
+    copy, bad = tmp_path / "copy", str(tmp_path / "random")
+    shutil.copytree(tmp_path / "target", copy)
+    settings: dict[str, Any] = {
+        "model": str(tmp_path / "target"), "draft_model": bad, "device": "cpu",
+        "dtype": "float32", "grpc_port": 0, "http": False, "length_control": False,
+        "target_num_threads": 1, "draft_num_threads": 1,
+    }  # fmt: skip
+    async with Deployment(load_config(settings, {}), tmp_path / "state") as deployment:
+        call = deployment.reconciler.call
+        async with under_load(deployment):
+            [first] = deployment.overview.of("draft")
+            for drafter, share, state in ((str(copy), 0.5, "taken"), (bad, 0.3, "not taken")):
+                await call("begin_trial", {"draft_model": drafter}, share, END_S)
+                found = await done(deployment)
+                assert found.trial is not None
+                assert found.trial.state == state, found.trial
+            [second] = (one for one in found.of("draft") if not one.leaves)
+            assert second.name != first.name
+            assert (await call("spec")).config.draft.directory == str(copy)
+            for drafter in ("suffix", bad):
+                await call("change", {"draft_model": drafter}, timeout_s=END_S)
+                await done(deployment)
