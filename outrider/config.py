@@ -17,7 +17,14 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from pydantic import Field
 
 from outrider.api_keys import given_keys
-from outrider.drafters.names import AUTO, NOT_ON_VLLM, DrafterChoice, LookupKind, parse_drafter
+from outrider.drafters.names import (
+    AUTO,
+    EAGLE3,
+    NOT_ON_VLLM,
+    DrafterChoice,
+    LookupKind,
+    parse_drafter,
+)
 from outrider.errors import ConfigError, SettingError
 from outrider.limits import (
     BATCHED_TOKENS_DEFAULT,
@@ -610,6 +617,8 @@ class DeploymentConfig:
         if self.draft.model == AUTO:
             object.__setattr__(self, "draft", replace(self.draft, model=LookupKind.SUFFIX.value))
         ranks = self.target.tensor_parallel_size
+        if self.draft.drafter.kind == EAGLE3:  # The leader has the head.
+            ranks = 1
         for key, value, reason in (
             ("tensor_parallel_size", ranks if ranks > 1 else 0, "which takes one rank"),
             ("look_ahead", self.coordinator.look_ahead, "once the outcome is known"),

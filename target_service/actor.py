@@ -35,6 +35,7 @@ class TargetActor(ReplicaHost):
 
 
 def self_drafter_of(engine: Engine, entries_max: int) -> SelfDrafter | None:
+    from outrider.engine.interface import DraftingEngine
     from outrider.engine.paged_engine import PagedEngine
     from outrider.engine.paged_sequences import PagedSequences
 
@@ -42,8 +43,9 @@ def self_drafter_of(engine: Engine, entries_max: int) -> SelfDrafter | None:
 
     if isinstance(engine, PagedEngine) and engine.exit_head is not None:
         return ExitDrafter(engine.exit_head, engine, entries_max)
-    if isinstance(engine, PagedEngine) and engine.draft_layer is not None:
-        return PairDrafter(engine.draft_layer, engine, entries_max)
+    layer = getattr(engine, "draft_layer", None)
+    if isinstance(engine, DraftingEngine) and layer is not None:
+        return PairDrafter(layer, engine, entries_max)
     if isinstance(engine, PagedSequences) and engine.draft_heads is not None:
         return HeadDrafter(engine.draft_heads, entries_max)
     return None

@@ -247,14 +247,18 @@ def tiny_exit(
 
 
 def tiny_eagle3(
-    target: Any, token_ids: Sequence[int], seed: int = 1, layer_ids: Sequence[int] = ()
+    target: Any,
+    token_ids: Sequence[int],
+    seed: int = 1,
+    layer_ids: Sequence[int] = (),
+    width: int = 24,
 ) -> LoadedEagle3:
-    """A random EAGLE-3 head of another width than its target's, with logits of `token_ids`. It
-    reads the last two layers unless others are said."""
+    """A random EAGLE-3 head, by default of another width than its target's, with logits of
+    `token_ids`. It reads the last two layers unless others are said."""
     sizes = target.config
     layer = LlamaConfig(
-        vocab_size=sizes.vocab_size, hidden_size=24, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, intermediate_size=40,
+        vocab_size=sizes.vocab_size, hidden_size=width, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, intermediate_size=40,
     )  # fmt: skip
     taps = tuple(layer_ids) or tuple(range(sizes.num_hidden_layers))[-2:]
     config = Eagle3Config(

@@ -26,8 +26,7 @@ _DIRECTORIES = {
 _KINDS = (_QUANTIZED, _HYBRID, MTP, *_DIRECTORIES)
 NOT_ON_VLLM = {
     EARLY_EXIT: "drafts with the target's first layers, which vllm does not run alone",
-    EAGLE3: "runs as a layer of the target, which vllm does not take",
-    MTP: "runs as a layer of the target, which vllm does not take",
+    MTP: "runs as a layer of the target's own module, which vllm does not have",
 }
 """Kinds that need a target on transformers, and why."""
 _KIND = re.compile(r"[A-Za-z][\w-]+")

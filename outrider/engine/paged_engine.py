@@ -30,7 +30,7 @@ from outrider.engine.cuda.table_steps import DeviceBackend, TableSteps
 from outrider.engine.draft_layer import DraftLayer, draft_shapes
 from outrider.engine.gathered_attention import Forward, GatheredSteps, Steps
 from outrider.engine.interface import ModelInfo, SequenceStep
-from outrider.engine.paged_sequences import PagedSequences
+from outrider.engine.paged_sequences import PagedSequences, newest_rows
 from outrider.engine.threads import ContendedThreads
 from outrider.errors import ConfigError, InvariantError, SettingError, check
 from outrider.kv_cache.block_pool import BlockPool
@@ -80,7 +80,7 @@ class PagedEngine(PagedSequences):
         contended_threads: int | None = None,
         deterministic: bool = False,
         backend: DeviceBackend | None = None,
-        all_agree: Callable[[bool], bool] = bool,
+        least: Callable[[int], int] = int,
         draft_heads: LoadedHeads | None = None,
         shows_features: bool = False,
         exit_head: LoadedExit | None = None,
@@ -93,12 +93,12 @@ class PagedEngine(PagedSequences):
         many while other processes use the cores. `deterministic`: the logits of a chain's tokens
         are bit-equal however they come to be run, alone or beside others, at once or in parts, or
         after a prefix that others ran.
-        `backend` is what other steps are run with, unless the trial fails with it: of ranks
-        that share the model, unless one's does, by `all_agree`. With `draft_heads`, or if it
-        `shows_features`, it has `features`; with an `exit_head` `forward_shallow` for it; with a
-        `draft_layer`, whose dtype and device are the module's, `features` and `forward_draft`.
-        `kernels` are those that the modules were replaced for (`speed_up`): where they fit the
-        whole model, and the trial passes with them, all steps run on them.
+        `backend` is what other steps are run with, unless the trial fails with it, or that of
+        another rank. Ranks agree on that and on pages by the `least` of their numbers. With
+        `draft_heads`, or if it `shows_features`, it has `features`; with an `exit_head`
+        `forward_shallow` for it; with a `draft_layer`, which of ranks the leader alone has, of the
+        module's dtype and on its device, `features` and `forward_draft`. The modules were replaced
+        for `kernels` (`speed_up`): all steps run on these where they fit and pass the trial.
 
         Its `info.max_model_len` is what fits all pages, if that is less. Raises `ConfigError` for
         a model that cannot be run on pages, or not deterministically."""
@@ -110,7 +110,7 @@ class PagedEngine(PagedSequences):
         self._contended: ContendedThreads | None = None  # Not in the trial.
         self._logits_dtype = torch.float64 if self._dtype == torch.float64 else torch.float32
         self._backend = None if deterministic else backend
-        self._deterministic, self._all_agree, self._kernels = deterministic, all_agree, kernels
+        self._deterministic, self._least, self._kernels = deterministic, least, kernels
         self._decoder: FusedDecoder | None = None
         self._span_tokens = SPAN_TOKENS_MAX
         self._thread_counts = sorted({num_threads, contended_threads or num_threads})
@@ -156,6 +156,7 @@ class PagedEngine(PagedSequences):
             shapes += self._draft_shapes
         self._try(expected)
         num_pages = min(pages_in(kv_cache_memory_bytes, shapes), max_num_seqs * pages_of_longest)
+        num_pages = self._least(num_pages)
         self._max_num_seqs = max_num_seqs
         if self._deterministic and self._decoder is None:
             self._make_independent(num_pages)
@@ -212,7 +213,7 @@ class PagedEngine(PagedSequences):
         for is_last in (False, True):
             self._use_pages(num_pages)
             num_rows = dependent_at(self, self._max_num_seqs)
-            self.rows_are_equal = self._all_agree(num_rows is None)
+            self.rows_are_equal = bool(self._least(num_rows is None))
             if self.rows_are_equal:
                 return
             if not is_last:
@@ -241,7 +242,7 @@ class PagedEngine(PagedSequences):
             self._check_trial(*expected)
             return
         # Of the ranks that share a model, only the leader has logits to look at.
-        if not all(self._all_agree(self._passes(trial)) for trial in trials):
+        if not all(self._least(self._passes(trial)) for trial in trials):
             self._decoder, self._backend, self.rows_are_equal = None, None, False
             self._use_pages(num_pages)
             self._check_trial(*expected)
@@ -267,7 +268,6 @@ class PagedEngine(PagedSequences):
         shapes = [layer.shape for layer in self._layers]
         cache = KVCache(shapes, num_pages, self._decoder is not None, self._draft_shapes)
         self._caches = cache.layers
-        self._draft: DraftLayer | None = None
         if self.draft_layer is not None:
             self._draft = DraftLayer(self.draft_layer.module, cache.plain_layers, PAGE_SIZE)
         self._use_pool(BlockPool(num_pages, PAGE_SIZE), cache, self._max_num_seqs)
@@ -312,10 +312,7 @@ class PagedEngine(PagedSequences):
             return []
         rows, sizes = self._run(self._contending(self._run_whole, steps, True), steps)
         if self._draft is not None:
-            fused = torch.split(self._seen, [len(step.token_ids) for step in steps])
-            self._features = [
-                found[len(found) - size :] for found, size in zip(fused, sizes, strict=True)
-            ]
+            self._features = newest_rows(self._seen, steps)
         if self._head is not None:
             if self._decoder is not None:
                 self._seen = self._head.read[0]  # type: ignore[index]
@@ -329,20 +326,6 @@ class PagedEngine(PagedSequences):
             raise InvariantError("an engine without an exit head runs no shallow steps")
         check(not any(step.parents for step in steps), "shallow steps have no trees")
         run = self._contending(self._shallow_steps.run, steps, False)
-        return list(torch.split(*self._run(run, steps, whole=False))) if steps else []
-
-    def forward_draft(
-        self, steps: Sequence[SequenceStep], features: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """See `DraftingEngine.forward_draft`; for an engine with a draft layer."""
-        if self._draft is None:
-            raise InvariantError("an engine without a draft layer runs no draft steps")
-        check(len(steps) == len(features), "a draft step has one feature")
-        for step in steps:
-            is_single = len(step.token_ids) == step.num_logits == 1 and not step.parents
-            check(is_single, f"{step.sequence_id}: a draft step has one token")
-            check(self.length(step.sequence_id) > 0, f"{step.sequence_id}: no pair has been run")
-        run = self._contending(partial(self._draft.draft, features=features), steps, False)
         return list(torch.split(*self._run(run, steps, whole=False))) if steps else []
 
     def features(self) -> list[Tensor]:

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from outrider.engine.batch import HeldSequence
+from outrider.engine.draft_layer import DraftLayer
 from outrider.engine.interface import ModelInfo, SequenceStep, check_steps
+from outrider.errors import InvariantError, check
 from outrider.kv_cache.block_pool import BlockPool, Copy
+from outrider.models.draft_head import LoadedDraftHead
 from outrider.models.medusa import LoadedHeads
 
 
@@ -39,7 +43,11 @@ class PagedSequences:
     info: ModelInfo
     stated_seconds = 0.0
     draft_heads: LoadedHeads | None = None
-    """Heads that draft for the model."""
+    """Heads that draft for the model ..."""
+    draft_layer: LoadedDraftHead | None = None
+    """... or a head that does so on its pages ..."""
+    _draft: DraftLayer | None = None
+    """... and its part of these."""
 
     def _use_pool(self, pool: BlockPool, cache: PageStore, max_num_seqs: int) -> None:
         """Begins anew with the empty pages of a pool."""
@@ -72,6 +80,34 @@ class PagedSequences:
             self._pool.written(steps)
         sizes = [step.num_logits for step in steps]
         return rows[: sum(sizes)], sizes
+
+    def forward_draft(
+        self, steps: Sequence[SequenceStep], features: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """See `DraftingEngine.forward_draft`; for an engine with a draft layer."""
+        if self._draft is None:
+            raise InvariantError("an engine without a draft layer runs no draft steps")
+        check(len(steps) == len(features), "a draft step has one feature")
+        for step in steps:
+            is_single = len(step.token_ids) == step.num_logits == 1 and not step.parents
+            check(is_single, f"{step.sequence_id}: a draft step has one token")
+            check(self.length(step.sequence_id) > 0, f"{step.sequence_id}: no pair has been run")
+        run = self._contending(partial(self._draft.draft, features=features), steps, False)
+        return list(torch.split(*self._run(run, steps, whole=False))) if steps else []
+
+    def take_slots(self, steps: Sequence[SequenceStep]) -> None:
+        """What a rank does that has no draft layer while the leader's draws: as `forward_draft`,
+        but for what it computes."""
+        self._run(lambda _: torch.empty(0), steps, whole=False)
+
+    def _contending(
+        self,
+        run: Callable[[Sequence[HeldSequence]], Tensor],
+        steps: Sequence[SequenceStep],
+        is_whole: bool,
+    ) -> Callable[[Sequence[HeldSequence]], Tensor]:
+        """How a step is run beside other processes."""
+        return run
 
     def fork(self, sequence_id: str, branch_id: str) -> None:
         """See `Engine.fork`."""
@@ -126,6 +162,12 @@ class PagedSequences:
                 if self.length(one.step.sequence_id):
                     self._pool.keep(one.step.sequence_id, one.length)
             raise
+
+
+def newest_rows(rows: Tensor, steps: Sequence[SequenceStep]) -> list[Tensor]:
+    """Of rows [T, ..] of all new tokens of these steps, each step's last `num_logits`."""
+    parts = torch.split(rows, [len(step.token_ids) for step in steps])
+    return [part[len(part) - step.num_logits :] for part, step in zip(parts, steps, strict=True)]
 
 
 def _add(pending: dict[int, int], copies: Sequence[Copy]) -> None:

@@ -41,6 +41,7 @@ from vllm.ir import set_default_torch_wrap
 from vllm.model_executor.determinism.batch_invariant import init_batch_invariance
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.v1.attention.backends.utils import (
     get_supported_kv_cache_layouts,
     record_kv_cache_layout,
@@ -63,14 +64,27 @@ from vllm.v1.worker.gpu.attn_utils import (
 from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
 from outrider.engine.batch import HeldSequence, rows_of
+from outrider.engine.draft_layer import DraftLayer, draft_shapes
 from outrider.engine.interface import SequenceStep
-from outrider.engine.paged_sequences import PagedSequences
-from outrider.engine.tensor_parallel.sharding import Ranks, least
+from outrider.engine.paged_sequences import PagedSequences, newest_rows
+from outrider.engine.tensor_parallel.sharding import Ranks, least, of_leader
 from outrider.errors import ConfigError, SettingError, Unavailable, check
 from outrider.kv_cache.block_pool import BlockPool, Copy
-from outrider.kv_cache.storage import memory_budget
+from outrider.kv_cache.storage import KeysAndValues, memory_budget
 from outrider.limits import BATCHED_TOKENS_DEFAULT, NUM_DRAFT_TOKENS_MAX
-from outrider.models.compatibility import check_answers, dependent_at, trial_tokens
+from outrider.models.compatibility import (
+    check_answers,
+    check_features,
+    dependent_at,
+    trial_tokens,
+)
+from outrider.models.draft_head import LoadedDraftHead
+from outrider.models.drafter_check import (
+    TOKENS_WRITTEN,
+    DraftCheck,
+    Reading,
+    likeliest_tokens,
+)
 from outrider.models.fingerprint import numerics_fingerprint
 from outrider.models.loading import LoadOptions, describe_files, refusing, use_device
 
@@ -88,7 +102,8 @@ threads of their own."""
 
 
 class VllmEngine(PagedSequences):
-    """A `FeatureEngine`. Chains alone: no attention backend of vLLM takes trees."""
+    """A `FeatureEngine` and `DraftingEngine`. Chains alone: no attention backend of vLLM takes
+    trees."""
 
     shows_features = True
 
@@ -104,6 +119,8 @@ class VllmEngine(PagedSequences):
         ranks: Ranks | None = None,
         deterministic: bool = False,
         enforce_eager: bool = False,
+        draft_layer: LoadedDraftHead | None = None,
+        draft_check: DraftCheck | None = None,
         **options: Unpack[LoadOptions],
     ) -> None:
         """The model in `path`, or the share of it that one of `ranks` has, with at most
@@ -111,8 +128,11 @@ class VllmEngine(PagedSequences):
         `kv_cache_memory_bytes`, or where that is 0 what `memory_budget` leaves.
 
         Steps are compiled, and captured on a CUDA device, unless `enforce_eager`. `deterministic`:
-        they are not, and logits are bit-equal whatever else is in a step. Raises `ConfigError` for
-        a model that vLLM does not load, or whose state cannot be cut back."""
+        they are not, and logits are bit-equal whatever else is in a step. With a `draft_layer`,
+        which of ranks the leader alone has, it has `features` and `forward_draft` for it, once it
+        has passed the `draft_check`, which of ranks all have. Raises `ConfigError` for a model that
+        vLLM does not load, whose state cannot be cut back, or that does not show what such a layer
+        reads."""
         self._device, self._ranks = use_device(**options), ranks
         self._deterministic = deterministic
         name, compiles = options.get("name", str(path)), not (enforce_eager or deterministic)
@@ -120,24 +140,14 @@ class VllmEngine(PagedSequences):
         # Trials have so many tokens, and so many are drafted that a draft reads beside others.
         most = max_num_batched_tokens + max_num_seqs * (NUM_DRAFT_TOKENS_MAX + 2)
         most = max(most, BATCHED_TOKENS_DEFAULT)
-        compilation: dict[str, Any] = {"cudagraph_mode": "NONE"}
-        if captures:
-            size = min(_CAPTURED_MAX, most)
-            compilation = {"cudagraph_mode": "PIECEWISE", "max_cudagraph_capture_size": size}
         with refusing(f"model {name}:"):
-            self._config: Any = EngineArgs(
-                model=str(path), dtype=options.get("dtype", "auto"),
-                max_model_len=options.get("max_model_len"), max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=most, compilation_config=compilation,
-                trust_remote_code=options.get("trust_remote_code", False),
-                tensor_parallel_size=1 if ranks is None else ranks.size,
-                enforce_eager=not compiles, block_size=_PAGE_SIZES[self._device.type],
-                skip_tokenizer_init=True, enable_prefix_caching=False, async_scheduling=False,
-            ).create_engine_config()  # fmt: skip
+            self._config = self._new_config(path, max_num_seqs, most, compiles, options)
             self._set_operators()
             with set_current_vllm_config(self._config), _without_accelerator(self._device):
                 self._join_groups()
                 self._model: Any = get_model(vllm_config=self._config).eval()
+                if draft_check is not None:
+                    self._take_head(draft_layer, name)
                 if ranks is not None:
                     ranks.wait_for_all()
                 reserve = _CAPTURED_BYTES if captures else 0
@@ -156,12 +166,40 @@ class VllmEngine(PagedSequences):
         )
         self._sizes: list[int] = []
         """Numbers of tokens that captured steps are padded to, ascending."""
+        self._skips_compiled = False
+        self._tapped: list[Tensor] = []
+        """What the last step's layers read [.., D], of those that show it, ascending."""
         with refusing(f"model {name}:"):
-            self._warm_up()
+            if draft_check is not None:
+                self._use_draft_layer(draft_check, max_num_seqs)
+            self._warm_up(draft_check is not None)
             if captures:
                 self._capture(max_num_batched_tokens)
         if deterministic:
             self._check_rows(max_num_seqs)
+
+    def _new_config(
+        self,
+        path: Path,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        compiles: bool,
+        options: LoadOptions,
+    ) -> Any:
+        """Of steps with so many sequences and tokens."""
+        compilation: dict[str, Any] = {"cudagraph_mode": "NONE"}
+        if compiles and self._device.type == "cuda":
+            size = min(_CAPTURED_MAX, max_num_tokens)
+            compilation = {"cudagraph_mode": "PIECEWISE", "max_cudagraph_capture_size": size}
+        return EngineArgs(
+            model=str(path), dtype=options.get("dtype", "auto"),
+            max_model_len=options.get("max_model_len"), max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_tokens, compilation_config=compilation,
+            trust_remote_code=options.get("trust_remote_code", False),
+            tensor_parallel_size=1 if self._ranks is None else self._ranks.size,
+            enforce_eager=not compiles, block_size=_PAGE_SIZES[self._device.type],
+            skip_tokenizer_init=True, enable_prefix_caching=False, async_scheduling=False,
+        ).create_engine_config()  # fmt: skip
 
     def _set_operators(self) -> None:
         """Sets which form of an operator is run, as vLLM's worker does. Otherwise norms are Python
@@ -201,7 +239,11 @@ class VllmEngine(PagedSequences):
         if len(sizes) != 1:
             raise ConfigError(f"model {name}: its layers have pages of {sorted(sizes)} tokens")
         [self._page_size] = sizes
-        page_bytes = sum(spec.page_size_bytes * len(layers) for spec, layers in groups.items())
+        model_bytes = sum(spec.page_size_bytes * len(layers) for spec, layers in groups.items())
+        kept = []
+        if self.draft_layer is not None:
+            kept = draft_shapes(self.draft_layer.module, config.model_config.dtype, self._device)
+        page_bytes = model_bytes + self._page_size * sum(shape.slot_bytes for shape in kept)
         if num_bytes < page_bytes:
             reason = f"{num_bytes} bytes hold no page of keys and values; one takes {page_bytes}"
             raise SettingError("kv_cache_memory_bytes", reason)
@@ -221,7 +263,7 @@ class VllmEngine(PagedSequences):
             )
             tensors.append(
                 KVCacheTensor(
-                    size=num_blocks * page_bytes, layers=[*names], layer_stride=layer_stride,
+                    size=num_blocks * model_bytes, layers=[*names], layer_stride=layer_stride,
                     block_stride=block_stride, offset=offset,
                 )
             )  # fmt: skip
@@ -236,17 +278,80 @@ class VllmEngine(PagedSequences):
             config.compilation_config.static_forward_context, self._caches, self._device,
             kernel_sizes, config, attn_groups=[one for group in self._groups for one in group],
         )  # fmt: skip
-        store = _Blocks(tensors_by_layer, num_blocks)
+        self._draft_pages = [KeysAndValues(shape, num_pages * self._page_size) for shape in kept]
+        store = _Blocks(tensors_by_layer, num_blocks, self._draft_pages, self._page_size)
         self._use_pool(BlockPool(num_pages, self._page_size), store, max_num_seqs)
 
-    def _warm_up(self) -> None:
+    def _take_head(self, draft_layer: LoadedDraftHead | None, name: str) -> None:
+        """Gives a head the model's dtype, and for its embeddings and its last matrix those of the
+        model, where these are the same and whole. Raises `ConfigError` for a model, called `name`,
+        that does not show what a head reads, also on a rank that has none."""
+        if not supports_eagle3(self._model):
+            raise ConfigError(
+                f"model {name}: vLLM's {type(self._model).__name__} does not show what its layers "
+                "read, which an EAGLE-3 head needs; give --engine transformers or another drafter"
+            )
+        self.draft_layer = draft_layer
+        theirs = [parameter for parameter in self._model.parameters() if parameter.dim() == 2]
+        for own in () if draft_layer is None else draft_layer.module.parameters():
+            own.data = own.data.to(self._config.model_config.dtype)
+            rows = [one[: len(own)] for one in theirs if one.dtype == own.dtype]  # Some are padded.
+            own.data = next((one for one in rows if torch.equal(one, own)), own.data)
+
+    def _use_draft_layer(self, draft_check: DraftCheck, max_num_seqs: int) -> None:
+        """Sets which layers show what they read: on all ranks those that the leader's head reads,
+        as their graphs must be alike."""
+        num_layers = self._config.model_config.hf_text_config.num_hidden_layers
+        self._show(range(num_layers + 1))
+        self._skips_compiled = True
+        self.draft_layer = draft_check(self.draft_layer, self._read, self.info)
+        self._skips_compiled = False
+        is_shown = torch.zeros(num_layers + 1, dtype=torch.int64, device=self._device)
+        if self.draft_layer is not None:
+            is_shown[[*self.draft_layer.module.layer_ids]] = 1
+        if self._ranks is not None:
+            is_shown = of_leader(self._ranks, is_shown)
+        self._show(is_shown.nonzero()[:, 0].tolist())
+        # What was read is no prefix for anybody: the head has written nothing of it.
+        self._use_pool(BlockPool(self._pool.num_pages, self._page_size), self._cache, max_num_seqs)
+        if self.draft_layer is not None:
+            head = self.draft_layer.module
+            self._draft = DraftLayer(head, self._draft_pages, self._page_size)
+
+    def _show(self, layer_ids: Sequence[int]) -> None:
+        """From now on these layers, ascending, show what they read; the last one what it puts
+        out, too, by a number that is one more."""
+        self._model.set_aux_hidden_state_layers(tuple(layer_ids))
+        # Compiled models are kept by it.
+        self._config.additional_config["shown_layers"] = list(layer_ids)
+
+    def _read(self, prompt: Sequence[int]) -> Reading:
+        """A `Reader`. All layers show what they read."""
+        texts, likeliest, shown = [], [], []
+        new = torch.tensor(prompt, device=self._device)
+        for _ in range(1 + TOKENS_WRITTEN):
+            [logits] = self.forward([SequenceStep("text", tuple(new.tolist()), len(new))])
+            texts.append(new)
+            shown.append([rows[: len(new)].clone() for rows in self._tapped])
+            likeliest.append(likeliest_tokens(logits, self._ranks))
+            new = likeliest[-1][-1:]
+        hidden = [torch.cat(rows) for rows in zip(*shown, strict=True)]
+        return Reading(torch.cat(texts), hidden, torch.cat(likeliest), len(hidden) - 1)
+
+    def _warm_up(self, is_shown: bool) -> None:
         """Compiles the model. Raises `ConfigError` where logits depend on how a text is cut into
-        steps, as with attention for MLA on CPUs."""
+        steps, as with attention for MLA on CPUs; where layers show what they read, also on what is
+        compiled, of which vLLM keeps files."""
         ids = trial_tokens(self.info)
+        self._skips_compiled = is_shown
         [expected] = self.forward([SequenceStep("first", ids, len(ids))])
+        [features] = self.features()
+        self._skips_compiled = False
         self.release("first")
         try:
             check_answers(self, expected)
+            if self._draft is not None:
+                check_features(self, features)
         except ConfigError as error:
             reason = "vLLM cannot run its texts in parts on this device"
             raise ConfigError(f"model {self.info.name}: {reason} ({error})") from error
@@ -286,13 +391,26 @@ class VllmEngine(PagedSequences):
             return []
         check(not any(step.parents for step in steps), "vLLM runs no trees")
         with _RUNNING:
-            rows, sizes = self._run(self._step, steps)
-        self._features = list(torch.split(self._hidden, sizes))
+            rows, sizes = self._run(self._run_whole, steps)
+        if self._draft is None:
+            self._features = list(torch.split(self._hidden, sizes))
+        else:
+            self._features = newest_rows(self._fused, steps)
         return list(torch.split(rows.to(torch.float32, copy=True), sizes))
 
     def features(self) -> list[Tensor]:
         """See `FeatureEngine.features`."""
         return self._features
+
+    def _run_whole(self, sequences: Sequence[HeldSequence]) -> Tensor:
+        """The model's part of a step and, where there is a draft layer, that one's."""
+        rows = self._step(sequences)
+        if self._draft is not None and self.draft_layer is not None:
+            layer_ids = self.draft_layer.module.layer_ids
+            shown = dict(zip(sorted(layer_ids), self._tapped, strict=True))
+            tapped = [shown[index] for index in layer_ids]
+            self._fused = self._draft.write(sequences, tapped)
+        return rows
 
     def _step(self, sequences: Sequence[HeldSequence]) -> Tensor:
         if self._deterministic and sum(len(held.step.token_ids) for held in sequences) == 1:
@@ -341,29 +459,43 @@ class VllmEngine(PagedSequences):
             attention, self._config, num_tokens=size, slot_mapping=mapping,
             cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE if is_captured else CUDAGraphMode.NONE,
             batch_descriptor=BatchDescriptor(num_tokens=size) if is_captured else None,
+            skip_compiled=self._skips_compiled,
         )  # fmt: skip
         with context:
-            hidden: Tensor = self._model(
-                input_ids=self._ids[:size], positions=self._positions[:size]
-            )
+            found: Any = self._model(input_ids=self._ids[:size], positions=self._positions[:size])
+        # With layers that show what they read it is a pair.
+        hidden: Tensor
+        hidden, self._tapped = found if isinstance(found, tuple) else (found, [])
         return hidden
 
 
 class _Blocks:
-    """The caches of all layers, block by block."""
+    """The caches of all layers, block by block, and what a draft layer keeps beside them."""
 
-    def __init__(self, caches: dict[str, Tensor], num_blocks: int) -> None:
+    def __init__(
+        self,
+        caches: dict[str, Tensor],
+        num_blocks: int,
+        draft_pages: Sequence[KeysAndValues],
+        page_size: int,
+    ) -> None:
         self._caches, self._num_blocks = list(caches.values()), num_blocks
+        self._draft_pages, self._page_size = draft_pages, page_size
 
     @property
     def num_bytes(self) -> int:
         # Layers may share theirs.
-        return sum({cache.data_ptr(): cache.nbytes for cache in self._caches}.values())
+        models = sum({cache.data_ptr(): cache.nbytes for cache in self._caches}.values())
+        return models + sum(one.keys.nbytes + one.values.nbytes for one in self._draft_pages)
 
     def copy_pages(self, copies: Sequence[Copy]) -> None:
         copy_kv_cache_blocks_inplace(
             self._caches, self._num_blocks, [KVCacheBlockCopy(*copy) for copy in copies]
         )
+        if copies:
+            for one in self._draft_pages:
+                sources, targets = torch.tensor(copies, device=one.keys.device).unbind(1)
+                one.copy(sources, targets, self._page_size)
 
     def move_slots(self, moves: Sequence[Copy]) -> None:
         check(not moves, "only trees leave slots to be moved")

@@ -15,14 +15,16 @@ pairs one off         what the stated layers read at j; named, and not served: t
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.engine.interface import ModelInfo
+from outrider.engine.tensor_parallel.sharding import Ranks, of_leader
 from outrider.errors import BadRequest
 from outrider.models.compatibility import trial_tokens
 from outrider.models.draft_head import LoadedDraftHead
@@ -41,21 +43,44 @@ _PROMPT = "Explain in a few sentences why the sky is blue."
 _log = logging.getLogger(__name__)
 
 
-_Loaded = TypeVar("_Loaded", bound=LoadedDraftHead)
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A prompt, `TOKENS_WRITTEN` tokens that the target wrote behind it, and what it makes of all
+    of them."""
+
+    token_ids: Tensor
+    """[T]"""
+    hidden: Sequence[Tensor]
+    """What each layer reads [T, D], and then what the norm behind the last one does, if there is
+    one."""
+    likeliest: Tensor
+    """[T]: the likeliest token behind each."""
+    num_layers: int
+
+
+Reader = Callable[[Sequence[int]], Reading]
+"""Of a prompt."""
+DraftCheck = Callable[[LoadedDraftHead | None, Reader, ModelInfo], LoadedDraftHead | None]
+"""`checked_head`, for one target."""
 
 
 def checked_head(
-    loaded: _Loaded, target: Any, info: ModelInfo, tokenizer: Any | None, name: str
-) -> _Loaded:
+    loaded: LoadedDraftHead | None, read: Reader, info: ModelInfo, tokenizer: Any | None, name: str
+) -> LoadedDraftHead | None:
     """The head called `name`, set to read what it agrees best with, and a `note` for people where
-    that is not what is stated, or where it agrees too little whatever it reads. `target` is a
-    module of the library, with attention of its own."""
+    that is not what is stated, or where it agrees too little whatever it reads. A rank that has no
+    head reads along with the leader."""
+    note = ""
     try:
-        note = _check(loaded, target, _prompt(info, tokenizer))
+        with torch.inference_mode():
+            prompt = _prompt(info, tokenizer)
+            reading = read(prompt)
+            if loaded is not None:
+                note = _check(loaded, reading, len(prompt))
     except Exception as error:  # noqa: BLE001 (it costs speed, at most, and is said)
         _log.debug("the check of drafter %s has failed", name, exc_info=True)
         note = f"is not checked: {error!r}"
-    if not note:
+    if not note or loaded is None:
         return loaded
     note = f"drafter {name} {note}"
     _log.warning("%s", note)
@@ -74,17 +99,12 @@ def _prompt(info: ModelInfo, tokenizer: Any | None) -> Sequence[int]:
     return ids[: info.max_model_len // 2]
 
 
-@torch.inference_mode()
-def _check(loaded: LoadedDraftHead, target: Any, prompt: Sequence[int]) -> str:
+def _check(loaded: LoadedDraftHead, reading: Reading, prompt_length: int) -> str:
     head = loaded.module
-    text = _written(target, prompt)
-    num_layers = len(layers_of(target))
-    ways = head.ways(num_layers)
-    with watched_layers(target, range(max(num_layers - 1, *head.layer_ids) + 1)) as taps:
-        likeliest = target(input_ids=text[None], use_cache=False).logits[0].argmax(-1)
-        hidden = [tap.rows_read() for tap in taps]
+    text, hidden, likeliest = reading.token_ids, reading.hidden, reading.likeliest
+    ways = head.ways(reading.num_layers)
     token_ids = torch.tensor(loaded.token_ids, device=text.device)
-    first = max(0, len(prompt) - 2)  # The chain whose first token is the first one written.
+    first = max(0, prompt_length - 2)  # The chain whose first token is the first one written.
 
     def agreement(way: str, offset: int = 0) -> float:
         """The share of places where the head agrees, of all depths together."""
@@ -118,12 +138,28 @@ def _check(loaded: LoadedDraftHead, target: Any, prompt: Sequence[int]) -> str:
     return ""
 
 
-def _written(target: Any, prompt: Sequence[int]) -> Tensor:
-    """[T]: the prompt, and what the target finds likeliest behind it."""
+def library_reader(target: Any, ranks: Ranks | None) -> Reader:
+    """Of a module of the library, with attention of its own, or of one that `ranks` share."""
+    return partial(_read, target, ranks)
+
+
+def _read(target: Any, ranks: Ranks | None, prompt: Sequence[int]) -> Reading:
     new = torch.tensor([prompt], device=next(target.parameters()).device)
     text, cache = [new], None
     for _ in range(TOKENS_WRITTEN):
         output = target(input_ids=new, past_key_values=cache, use_cache=True)
-        cache, new = output.past_key_values, output.logits[:, -1:].argmax(-1)
+        cache, new = output.past_key_values, likeliest_tokens(output.logits[:, -1:], ranks)
         text.append(new)
-    return torch.cat(text, -1)[0]
+    whole, num_layers = torch.cat(text, -1), len(layers_of(target))
+    has_norm = isinstance(getattr(target.base_model, "norm", None), nn.Module)
+    with watched_layers(target, range(num_layers + has_norm)) as taps:
+        logits = target(input_ids=whole, use_cache=False).logits[0]
+        hidden = [tap.rows_read() for tap in taps]
+    return Reading(whole[0], hidden, likeliest_tokens(logits, ranks), num_layers)
+
+
+def likeliest_tokens(logits: Tensor, ranks: Ranks | None) -> Tensor:
+    """[..] of logits [.., V], which of ranks the leader alone has."""
+    if ranks is None:
+        return logits.argmax(-1)
+    return of_leader(ranks, logits.argmax(-1) if ranks.rank == 0 else logits.sum(-1).long())

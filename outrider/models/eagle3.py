@@ -25,7 +25,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -43,8 +43,9 @@ from transformers.models.llama.modeling_llama import (
 from outrider.errors import ConfigError
 from outrider.models.draft_head import Attend, DraftHead, LoadedDraftHead
 from outrider.models.drafter_checkpoint import CONFIG_FILE, WEIGHTS_FILE
-from outrider.models.loading import parameters_on_meta, refusing
+from outrider.models.loading import LoadOptions, parameters_on_meta, refusing
 from outrider.models.published_drafters import read_config, read_tensors
+from outrider.models.student import target_ends
 
 _LAYER = "transformer_layer_config"
 """Where the speculators form has the sizes of the layer; the raw form has them at the top."""
@@ -281,6 +282,19 @@ def load_eagle3(path: Path, target: Any, *, name: str, target_name: str) -> Load
         except ConfigError as error:
             raise ConfigError(f"drafter {name}: {error}") from error
     return LoadedEagle3(module.requires_grad_(False).eval(), tuple(token_ids.tolist()))
+
+
+def load_eagle3_apart(
+    path: Path, target_directory: Path, *, target: str, **options: Unpack[LoadOptions]
+) -> LoadedEagle3:
+    """As `load_eagle3`, with embeddings and head from the files of the target, called `target`: for
+    an engine that holds them in a form of its own."""
+    name = options.get("name", str(path))
+    named: LoadOptions = {**options, "name": target}
+    module, embeddings, rows = target_ends(target_directory, drafter=name, **named)
+    module.get_input_embeddings().weight = embeddings
+    module.get_output_embeddings().weight = nn.Parameter(rows, requires_grad=False)
+    return load_eagle3(path, module, name=name, target_name=target)
 
 
 def _require(fits: bool, field: str, given: Any, allowed: str) -> None:

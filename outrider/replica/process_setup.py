@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from outrider.engine.tensor_parallel.sharding import Ranks
     from outrider.grammar.compiler import Grammars
     from outrider.models.draft_head import LoadedDraftHead
+    from outrider.models.drafter_check import DraftCheck
     from outrider.models.drafter_checkpoint import Whose
     from outrider.models.eagle import LoadedEagle
 
@@ -190,7 +192,7 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
     weight = next(module.parameters())
     device = weight.device
     backend = None if config.deterministic else find_backend(device, weight.dtype)
-    own = _own_drafter(config, module, info)
+    own = _own_drafter(config, module, info, ranks)
     kernels = _kernels(config, device, weight.dtype, ranks)
     with blaming("draft_model"):
         speed_up(module, bits=_bits(config), kernels=kernels)
@@ -201,9 +203,6 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
     num_bytes = config.kv_cache_memory_bytes or memory_budget(
         device, config.gpu_memory_utilization, config.num_gpus
     )
-    if ranks is not None:  # they hold the same pages
-        num_bytes = least(ranks, num_bytes, device)
-
     # A target's small steps leave a core to other processes while these use it.
     is_set = config.num_threads > 0 or config.deterministic
     spares = config.role == "target" and device.type == "cpu" and ranks is None and not is_set
@@ -218,7 +217,7 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
             contended_threads=num_threads - 1 if spares and num_threads > 1 else None,
             deterministic=config.deterministic,
             backend=backend,
-            all_agree=lambda fine: fine if ranks is None else bool(least(ranks, fine, device)),
+            least=int if ranks is None else partial(least, ranks, device=device),
             shows_features=_shows_features(config),
             kernels=kernels,
             **own,
@@ -245,8 +244,10 @@ def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) ->
     os.environ["VLLM_BATCH_INVARIANT"] = str(int(config.deterministic and is_cuda))
     with by_its_keys(type(config)):
         check_vllm(config)
-    heads = None
-    if isinstance(config, TargetConfig) and config.heads_kind:
+    heads, layer, layer_check = None, None, None
+    if isinstance(config, TargetConfig) and config.heads_kind == EAGLE3:
+        layer, layer_check = _draft_layer(config, None, ranks), _draft_check(config)
+    elif isinstance(config, TargetConfig) and config.heads_kind:
         from outrider.models.medusa import load_heads_apart
 
         with blaming("draft_model"):  # Before the pages take what memory is left.
@@ -267,6 +268,8 @@ def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) ->
             ranks=ranks,
             deterministic=config.deterministic,
             enforce_eager=config.enforce_eager,
+            draft_layer=layer,
+            draft_check=layer_check,
             **_loading(config, num_threads),
         )
         _check_length(engine, config)
@@ -384,9 +387,11 @@ def _shows_features(config: ReplicaConfig) -> bool:
     )
 
 
-def _own_drafter(config: ReplicaConfig, module: torch.nn.Module, info: ModelInfo) -> dict[str, Any]:
+def _own_drafter(
+    config: ReplicaConfig, module: torch.nn.Module, info: ModelInfo, ranks: Ranks | None
+) -> dict[str, Any]:
     """The draft heads, the exit head or the draft layer on a target, whose weights and attention
-    are the library's still, as `PagedEngine` takes it."""
+    are the library's still, as `PagedEngine` takes it. Of ranks the leader alone has any."""
     if not isinstance(config, TargetConfig) or not config.heads_kind:
         return {}
     from outrider.models.early_exit import load_exit
@@ -394,21 +399,13 @@ def _own_drafter(config: ReplicaConfig, module: torch.nn.Module, info: ModelInfo
 
     path = Path(config.heads_directory)
     if config.heads_kind in (EAGLE3, MTP):
-        from outrider.models.drafter_check import checked_head
-        from outrider.models.eagle3 import load_eagle3
-        from outrider.models.loading import load_tokenizer
-        from outrider.models.mtp import load_mtp
+        from outrider.models.drafter_check import library_reader
 
-        with blaming("draft_model"):
-            layer: LoadedDraftHead
-            if config.heads_kind == MTP:
-                layer = load_mtp(path, module, target_name=config.model)
-            else:
-                layer = load_eagle3(path, module, name=config.heads, target_name=config.model)
-        tokenizer = load_tokenizer(
-            Path(config.directory), trust_remote_code=config.trust_remote_code
-        )
-        return {"draft_layer": checked_head(layer, module, info, tokenizer, config.heads)}
+        layer = _draft_layer(config, module, ranks)
+        if ranks is not None:
+            ranks.wait_for_all()
+        layer = _draft_check(config)(layer, library_reader(module, ranks), info)
+        return {} if layer is None else {"draft_layer": layer}
     whose: Whose = {
         "name": config.heads,
         "target_directory": Path(config.directory),
@@ -420,6 +417,38 @@ def _own_drafter(config: ReplicaConfig, module: torch.nn.Module, info: ModelInfo
         target: Any = module
         embeddings, head = target.get_input_embeddings(), target.get_output_embeddings()
         return {"draft_heads": load_heads(path, embeddings.weight, head.weight, **whose)}
+
+
+def _draft_layer(
+    config: TargetConfig, module: torch.nn.Module | None, ranks: Ranks | None
+) -> LoadedDraftHead | None:
+    """The published head or the MTP layer on a target. The library's `module` is that, or where it
+    is None or shared out its files are read. Of ranks the leader alone has it."""
+    from outrider.models.eagle3 import load_eagle3, load_eagle3_apart
+    from outrider.models.mtp import load_mtp
+
+    if ranks is not None and ranks.rank:
+        return None
+    path = Path(config.heads_directory)
+    with blaming("draft_model"):
+        if config.heads_kind == MTP:
+            return load_mtp(path, module, target_name=config.model)
+        if module is not None and ranks is None:
+            return load_eagle3(path, module, name=config.heads, target_name=config.model)
+        return load_eagle3_apart(
+            path, Path(config.directory), target=config.model,
+            **{**_loading(config), "name": config.heads},
+        )  # fmt: skip
+
+
+def _draft_check(config: TargetConfig) -> DraftCheck:
+    """How a head is checked on this target."""
+    from outrider.models.drafter_check import checked_head
+    from outrider.models.loading import load_tokenizer
+
+    path = Path(config.directory)
+    tokenizer = load_tokenizer(path, trust_remote_code=config.trust_remote_code)
+    return partial(checked_head, tokenizer=tokenizer, name=config.heads)
 
 
 def _bits(config: ReplicaConfig) -> int | None:

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from exactness.services.test_deterministic_tokens import check_tokens
+from exactness.services.test_identity import Counted
 from library_text import library_text
-from models import tiny_config, tiny_module
+from models import save_tiny_eagle3, tiny_config, tiny_module
 from rank_processes import JOIN_S, follow_model, processes
+from stack import NUM_SEQUENCES, running_stack
 
 from outrider.config import TargetConfig
 from outrider.engine.interface import Engine, SequenceStep
@@ -19,8 +22,11 @@ from outrider.engine.paged_engine import PagedEngine
 from outrider.engine.tensor_parallel.group import SUM_BYTES_MAX
 from outrider.engine.tensor_parallel.rank_process import RankLeader
 from outrider.errors import BadRequest
+from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.models.loading import load_model
 from outrider.models.sources import resolve_model
+from outrider.replica.process_setup import build_engine
+from target_service.actor import self_drafter_of
 
 
 @contextmanager
@@ -107,6 +113,49 @@ def test_a_shared_engine_gives_what_the_whole_one_gives(tmp_path: Path) -> None:
         module, _ = load_model(Path(config.directory), dtype=config.dtype, device="cpu")
         library_text(module, prompt, 24).check(written)
         assert engine.page_counts() == whole.page_counts()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+async def test_a_head_drafts_on_the_leader(size: int, tmp_path: Path) -> None:
+    """As on the whole model, on ranks that hold the same pages; and what is written is what would
+    be without: with trees, greedy, and coupled for any number of drafted tokens."""
+    model = tiny_config("llama", vocab_size=37)
+    model.hidden_size = model.intermediate_size = 48
+    model.num_attention_heads = model.num_key_value_heads = 6
+    model.num_hidden_layers = 3
+    module = tiny_module(model, dtype=torch.float64)
+    module.save_pretrained(tmp_path / "model")
+    head = save_tiny_eagle3(tmp_path / "head", tmp_path / "model", range(0, 37, 2))
+    config = replace(
+        _config(tmp_path / "model", "float64"), kv_cache_memory_bytes=2**20,
+        max_num_seqs=NUM_SEQUENCES, heads="head", heads_kind="eagle3", heads_directory=str(head),
+    )  # fmt: skip
+    whole: Any = build_engine(config, 1)
+    with _shared(config, size) as (engine, _):
+        shared: Any = engine
+        assert shared.draft_layer.note == whole.draft_layer.note
+        # A rank's share of the model is smaller, but the leader's pages hold the head's part, too.
+        assert shared.page_counts().num_pages > whole.page_counts().num_pages
+        for one in (shared, whole):
+            one.forward([SequenceStep("a", tuple(range(1, 36)), 3)])
+            one.fork("a", "branch")
+        drafted = [SequenceStep(name, (5,), 1) for name in ("a", "branch")]
+        found = [
+            [*one.features(), *one.forward_draft(drafted, [one.features()[0][2]] * 2)]
+            for one in (shared, whole)
+        ]
+        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+        for name in ("a", "branch"):
+            shared.keep(name, 35)
+            shared.release(name)
+        drafter = Counted(self_drafter_of(shared, DRAFT_SUPPORT_ENTRIES))
+        async with running_stack(
+            shared, None, tmp_path, draft_siblings=1, self_drafter=drafter
+        ) as stack:
+            for temperature in (0.0, 1.0):
+                prompts = [(3, 1, 4, 1, 5), tuple(range(30)), tuple(range(32))]
+                await check_tokens(stack, prompts, 16, 1, temperature)
+        assert drafter.num_tokens > 100
 
 
 def test_a_deterministic_shared_engine_gives_one_answer(tmp_path: Path) -> None:

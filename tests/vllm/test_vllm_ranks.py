@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import MAX_MODEL_LEN, config_of, leave_groups
-from models import tiny_module
+from models import save_tiny_eagle3, tiny_module
 from rank_processes import JOIN_S, follow_model, processes
+from test_vllm_draft_layer import Pair, ids
 
 from outrider.config import TargetConfig
 from outrider.engine.interface import SequenceStep
 from outrider.engine.tensor_parallel.rank_process import RankLeader
+from outrider.replica.process_setup import build_engine
 
 TOLERANCE = 1e-3
 
@@ -51,3 +54,33 @@ def test_ranks_give_the_logits_of_the_library(family: str, size: int, tmp_path: 
             engine.close()
     assert (found[0] - expected[40:45]).abs().max() <= TOLERANCE
     assert (found[1] - expected[40:]).abs().max() <= TOLERANCE
+
+
+def test_a_head_drafts_on_the_leader(tmp_path: Path) -> None:
+    """As on the native engine, once all ranks have read its check's text."""
+    model: Any = config_of("llama")
+    model.num_hidden_layers, model.vocab_size = 4, 128
+    module = tiny_module(model)
+    module.save_pretrained(tmp_path / "model")
+    head = save_tiny_eagle3(tmp_path / "head", tmp_path / "model", range(0, 128, 2))
+    config = TargetConfig(
+        engine="vllm", model="tiny", directory=str(tmp_path / "model"), dtype="float32",
+        device="cpu", num_threads=1, max_num_seqs=4, max_model_len=MAX_MODEL_LEN,
+        kv_cache_memory_bytes=2**24, tensor_parallel_size=2, enforce_eager=True,
+        heads="head", heads_kind="eagle3", heads_directory=str(head),
+    )  # fmt: skip
+    native = replace(config, engine="transformers", tensor_parallel_size=1)
+    leadership = RankLeader(2, 2, JOIN_S)
+    with processes(follow_model, [(config, leadership.rendezvous, 1)]):
+        engine: Any = leadership.engine(config, 1)
+        try:
+            pair = Pair(engine, build_engine(native, 1))
+            pair.forward(SequenceStep("a", ids(70), 2))
+            pair.draft("a")
+            pair.call("fork", "a", "branch")
+            pair.draft("branch", "a")
+            pair.forward(SequenceStep("branch", ids(3), 3), SequenceStep("a", ids(2), 2))
+            pair.draft("branch", "a")
+        finally:
+            leave_groups()
+            engine.close()

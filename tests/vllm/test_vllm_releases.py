@@ -17,9 +17,16 @@ CHANGES: dict[str, str] = {}
 """What must change in the engine for the next release: by the name that it imports."""
 
 
+METHODS = (
+    ("vllm.model_executor.models.interfaces", "SupportsEagle3.set_aux_hidden_state_layers"),
+    ("vllm.model_executor.models.interfaces", "EagleModelMixin._maybe_add_hidden_state"),
+)
+"""What the engine calls of objects, or depends on, and does not import."""
+
+
 def imported() -> list[tuple[str, str]]:
-    """(module, name) of every import from vLLM."""
-    return [
+    """(module, name) of every import from vLLM, and of `METHODS`."""
+    return [*METHODS] + [
         (node.module, alias.name)
         for node in ast.walk(ast.parse(ENGINE.read_text("utf-8")))
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("vllm.")
@@ -44,8 +51,12 @@ def signature(root: Path, module: str, name: str) -> str | None:
     source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     if not source.is_file():
         return None
+    name, _, method = name.partition(".")
     for node in ast.parse(source.read_text("utf-8")).body:
         match node:
+            case ast.ClassDef() if node.name == name and method:
+                found = (one for one in node.body if getattr(one, "name", "") == method)
+                return next((ast.unparse(one) for one in found), None)
             case ast.FunctionDef() if node.name == name:
                 return ast.unparse(node.args)
             case ast.ClassDef() if node.name == name:

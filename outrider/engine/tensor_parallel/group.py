@@ -56,7 +56,7 @@ class RankGroup(Ranks):
         self.rank = rank
         self.size = size = rendezvous.num_ranks
         self._store = store
-        self._timeout_s = timeout_s
+        self._timeout_s, self._num_waits = timeout_s, 0
         self._sockets: SocketAllReduce | None = None
         self._in_order = in_order and size > 2  # of two numbers the order does not matter
         if rendezvous.host == LOOPBACK:
@@ -80,7 +80,8 @@ class RankGroup(Ranks):
         self._through_cpu = backend == "gloo" and device.type != "cpu"
 
     def wait_for_all(self) -> None:
-        names = [f"loaded/{rank}" for rank in range(self.size)]
+        self._num_waits += 1
+        names = [f"loaded/{self._num_waits}/{rank}" for rank in range(self.size)]
         try:
             self._store.set(names[self.rank], "")
             self._store.wait(names, timedelta(seconds=self._timeout_s))

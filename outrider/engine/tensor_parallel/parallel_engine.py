@@ -24,7 +24,8 @@ from outrider.errors import EngineLost, OutOfPages, OutriderError, Unavailable, 
 from outrider.limits import FRAME_OF_CALLS_BYTES_MAX
 
 _CALLS = frozenset({"attach", "fork", "keep", "mark_idle", "release"})
-_FORWARD = "forward"
+_STEPS = frozenset({"forward", "take_slots"})
+"""Calls whose arguments are steps."""
 _UNSENT_BYTES_MAX = 2**18
 """Calls that go out with the next step, unless they are more than this."""
 
@@ -50,7 +51,7 @@ class ParallelEngine:
     ) -> None:
         """`leave` ends this rank's part in what the others' steps do together."""
         self._leave = leave
-        self._engine = engine
+        self._engine: Any = engine
         self.info, self.length, self.page_counts = engine.info, engine.length, engine.page_counts
         self.can_hold, self.find = engine.can_hold, engine.find
         self.take_step_seconds = engine.take_step_seconds
@@ -59,6 +60,8 @@ class ParallelEngine:
         self.keep: Callable[..., None] = partial(self._on_all, "keep")
         self.mark_idle: Callable[..., None] = partial(self._on_all, "mark_idle")
         self.release: Callable[..., None] = partial(self._on_all, "release")
+        self.draft_layer = getattr(engine, "draft_layer", None)
+        self.shows_features = self.draft_layer is not None
         self._followers = followers
         self._max_num_seqs = max_num_seqs
         self._unsent = bytearray()
@@ -70,23 +73,36 @@ class ParallelEngine:
         check_steps(steps, self.info, self._max_num_seqs, self.length)
         if not self._engine.can_hold(steps):
             raise OutOfPages("the sequences of this step find no room beside those in use")
-        self._unsent += pack_call(
-            _FORWARD,
-            *((step.sequence_id, step.token_ids, step.num_logits, step.parents) for step in steps),
-        )
+        self._unsent += pack_steps("forward", steps)
         try:
             self._followers.send(self._taken())
-            return self._engine.forward(steps)
+            rows: list[torch.Tensor] = self._engine.forward(steps)
         except BaseException as error:
             self._break(error)
             if not isinstance(error, Exception):
                 raise
             _log.exception("a step failed after the ranks had been told of it; no more follow")
             raise EngineLost(f"a step failed on some ranks: {error}") from error
+        return rows
+
+    def features(self) -> list[torch.Tensor]:
+        """See `FeatureEngine.features`; with a draft layer."""
+        found: list[torch.Tensor] = self._engine.features()
+        return found
+
+    def forward_draft(
+        self, steps: Sequence[SequenceStep], features: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """See `DraftingEngine.forward_draft`. The leader has all of the draft layer; its followers
+        take the same slots."""
+        found: list[torch.Tensor] = self._changed("forward_draft", steps, features)
+        self._note(pack_steps("take_slots", steps))
+        return found
 
     @property
     def stated_seconds(self) -> float:
-        return self._engine.stated_seconds
+        seconds: float = self._engine.stated_seconds
+        return seconds
 
     def close(self) -> None:
         """The followers end, those in the middle of a step too."""
@@ -94,16 +110,24 @@ class ParallelEngine:
         self._leave()
 
     def _on_all(self, name: str, *arguments: Any) -> Any:
-        """What is refused has changed nothing. What fails otherwise has, and the followers have not
-        heard of it."""
+        result = self._changed(name, *arguments)
+        self._note(pack_call(name, *arguments))
+        return result
+
+    def _changed(self, name: str, *arguments: Any) -> Any:
+        """Makes a call here. What is refused has changed nothing. What fails otherwise has, and the
+        followers have not heard of it."""
         try:
-            result = getattr(self._engine, name)(*arguments)
+            return getattr(self._engine, name)(*arguments)
         except OutriderError:
             raise
         except BaseException as error:
             self._break(error)
             raise
-        self._unsent += pack_call(name, *arguments)
+
+    def _note(self, call: bytes) -> None:
+        """The followers hear of it with the next step, or when there is much to hear."""
+        self._unsent += call
         if len(self._unsent) >= _UNSENT_BYTES_MAX:
             frame = self._taken()
             if self._broken is None:
@@ -111,7 +135,6 @@ class ParallelEngine:
                     self._followers.send(frame)
                 except Unavailable as error:
                     self._break(error)  # The next step raises it.
-        return result
 
     def _taken(self) -> bytes:
         frame, self._unsent = bytes(self._unsent), bytearray()
@@ -129,6 +152,13 @@ def pack_call(name: str, *arguments: Any) -> bytes:
     return packed
 
 
+def pack_steps(name: str, steps: Sequence[SequenceStep]) -> bytes:
+    """One call whose arguments are steps."""
+    return pack_call(
+        name, *((one.sequence_id, one.token_ids, one.num_logits, one.parents) for one in steps)
+    )
+
+
 def _plain(value: Any) -> Any:
     """What MessagePack has no type for: another sequence of token ids, or a number of one."""
     return list(value) if isinstance(value, Sequence) else int(value)
@@ -140,8 +170,8 @@ def replay(frame: bytes, engine: Engine) -> None:
     calls = msgpack.Unpacker(use_list=False, max_buffer_size=FRAME_OF_CALLS_BYTES_MAX)
     calls.feed(frame)
     for name, *arguments in calls:
-        if name == _FORWARD:
-            engine.forward([SequenceStep(*step) for step in arguments])
+        if name in _STEPS:
+            getattr(engine, name)([SequenceStep(*step) for step in arguments])
         else:
             check(name in _CALLS, f"{name} is no call of an engine")
             getattr(engine, name)(*arguments)

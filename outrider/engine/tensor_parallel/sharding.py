@@ -209,6 +209,11 @@ def least(ranks: Ranks, number: int, device: torch.device) -> int:
     return int(ranks.all_gather(torch.tensor([number], device=device)).min())
 
 
+def of_leader(ranks: Ranks, tensor: Tensor) -> Tensor:
+    """The leader's `tensor`; all ranks give one of its shape and dtype."""
+    return ranks.all_gather(tensor)[..., : tensor.shape[-1]]
+
+
 def _cut_to_share(module: Any, plan: Mapping[str, str], ranks: Ranks) -> dict[str, Share]:
     """Cuts what is shared out to this rank's size, still without values (on the meta device).
     Returns the shares by the names that the tensors are stored by."""

@@ -13,7 +13,7 @@ from mtp_models import mtp_target, tiny_mtp
 from outrider.engine.interface import ModelInfo
 from outrider.models.compatibility import trial_tokens
 from outrider.models.draft_head import LoadedDraftHead
-from outrider.models.drafter_check import TOKENS_WRITTEN, checked_head
+from outrider.models.drafter_check import TOKENS_WRITTEN, checked_head, library_reader
 from outrider.models.early_exit import watched_layers
 
 VOCAB, LENGTH = 32, 128
@@ -53,7 +53,7 @@ def test_the_layers_that_a_head_was_made_for_are_found(
     stated = tuple(index + by for index in LAYER_IDS)
     loaded.module.layer_ids = stated
     with caplog.at_level(logging.INFO):
-        found = checked_head(loaded, target, INFO, None, "HEAD")
+        found: Any = checked_head(loaded, library_reader(target, None), INFO, None, "HEAD")
     assert found.module.layer_ids == LAYER_IDS
     assert "pairs one off: " in caplog.text
     assert bool(found.note) is (by != 0)
@@ -70,7 +70,7 @@ def test_the_side_of_the_last_norm_that_an_mtp_layer_was_made_for_is_found(is_no
     loaded.module.read_as(is_normed)
     fitted_head(target, loaded)
     loaded.module.read_as(True)
-    found = checked_head(loaded, target, INFO, None, "mtp")
+    found: Any = checked_head(loaded, library_reader(target, None), INFO, None, "mtp")
     rows = torch.randn(1, target.config.hidden_size)
     assert torch.equal(found.module.fuse(rows), target.model.norm(rows) if is_normed else rows)
     assert found.note.startswith(
@@ -82,12 +82,12 @@ def test_the_side_of_the_last_norm_that_an_mtp_layer_was_made_for_is_found(is_no
 def test_a_head_that_is_of_no_use_is_named(target: Any, caplog: pytest.LogCaptureFixture) -> None:
     """A random one, with the layers that were stated; and one that cannot be checked is served."""
     loaded = tiny_eagle3(target, range(VOCAB), layer_ids=LAYER_IDS)
-    found = checked_head(loaded, target, INFO, None, "HEAD")
+    found: Any = checked_head(loaded, library_reader(target, None), INFO, None, "HEAD")
     assert found.module.layer_ids == LAYER_IDS
     for layers in ("2, 4, 6", "3, 5, 7", "1, 3, 5"):
         assert f"layers {layers}: " in found.note
     assert found.note.startswith("drafter HEAD agrees with its target at ")
     assert found.note in caplog.text
-    broken = checked_head(loaded, None, INFO, None, "HEAD")
+    broken: Any = checked_head(loaded, library_reader(None, None), INFO, None, "HEAD")
     assert broken.module is loaded.module
     assert "drafter HEAD is not checked: " in broken.note

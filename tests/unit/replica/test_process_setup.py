@@ -200,9 +200,6 @@ def test_a_quantised_checkpoint_that_the_library_loads_is_served(
             "0.32.0", TargetConfig(engine="vllm", heads="early-exit:x", heads_kind="early-exit"),
             "engine: early-exit:x",
         ),
-        (
-            "0.32.0", TargetConfig(engine="vllm", heads="x", heads_kind="eagle3"), "engine: x runs",
-        ),
         ("0.32.0", DraftConfig(engine="vllm", model="quantized:8"), "engine: .*quantized:8"),
         (
             "0.32.0", DraftConfig(own_engine="vllm", model="student", target_directory="target"),

@@ -165,8 +165,7 @@ def test_a_published_head_is_known_by_its_files(
             assert (target.heads, target.heads_directory) == (name, str(head))
             assert config.draft.directory == ""
     for settings, message in (
-        ({"tensor_parallel_size": 2}, "^tensor_parallel_size: .*one rank"),
-        ({"engine": "vllm"}, "^draft_model: .*which vllm does not take"),
+        ({"look_ahead": 2}, "^look_ahead: .*once the outcome is known"),
         ({"draft_model": f"eagle3:{tiny}"}, "^draft_model: .*not those of an EAGLE-3 head"),
         ({"draft_model": "eagle3:"}, "^draft_model: .*the head is missing"),
     ):
@@ -193,7 +192,7 @@ def test_mtp_layers_are_the_targets_own(tiny: Path, tmp_path: Path) -> None:
     for settings, message in (
         ({"model": str(tiny)}, "^draft_model: .*model_type is 'llama'; MTP layers of deepseek_v3"),
         ({"tensor_parallel_size": 2}, "^tensor_parallel_size: .*one rank"),
-        ({"engine": "vllm"}, "^draft_model: .*which vllm does not take"),
+        ({"engine": "vllm"}, "^draft_model: .*which vllm does not have"),
     ):
         with pytest.raises(SettingError, match=message):
             resolve_models(load_config({"model": str(path), "draft_model": "mtp", **settings}, {}))

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.tensor_parallel.parallel_engine import (
+    _STEPS,
     ParallelEngine,
     follow,
     pack_call,
+    pack_steps,
     replay,
 )
 from outrider.engine.tensor_parallel.rank_rpc import FrameReceiver, FrameSender, tune
@@ -64,6 +66,15 @@ class RecordingEngine:
 
         return call
 
+    def forward_draft(
+        self, steps: Sequence[SequenceStep], features: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        self.take_slots(steps)
+        return [*features]
+
+    def take_slots(self, steps: Sequence[SequenceStep]) -> None:
+        self.calls.append(("take_slots", list(steps)))
+
     def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
         if self.failure is not None:
             raise self.failure
@@ -107,7 +118,7 @@ _names = st.text(max_size=20)
 _numbers = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=9).map(tuple)
 _steps = st.builds(SequenceStep, _names, _numbers, st.integers(0, 9), _numbers)
 _calls = st.one_of(
-    st.tuples(st.just("forward"), st.lists(_steps, max_size=3)),
+    st.tuples(st.sampled_from(["forward", "take_slots"]), st.lists(_steps, max_size=3)),
     st.tuples(st.just("attach"), _names, _numbers, _names),
     st.tuples(st.just("keep"), _names, st.integers(0, 2**40), _numbers),
     st.tuples(st.just("fork"), _names, _names),
@@ -126,9 +137,7 @@ def test_calls_travel_unchanged(calls: list[tuple[Any, ...]]) -> None:
 
 def _packed(call: tuple[Any, ...]) -> bytes:
     name, *arguments = call
-    if name == "forward":
-        arguments = [(s.sequence_id, s.token_ids, s.num_logits, s.parents) for s in arguments[0]]
-    return pack_call(name, *arguments)
+    return pack_steps(name, *arguments) if name in _STEPS else pack_call(name, *arguments)
 
 
 @pytest.mark.parametrize("name", ["close", "info", "_engine"])
@@ -142,6 +151,8 @@ def test_followers_make_the_leaders_calls_in_its_order() -> None:
     with _team(num_followers=2) as (leader, recorders, loops):
         leader.attach("a", (1, 2, 3), "tenant")
         leader.forward([_step("a", 1, 2, 3)])
+        feature = torch.zeros(3)
+        assert leader.forward_draft([_step("a", 7)], [feature]) == [feature]
         leader.keep("a", 1, (2,))
         leader.fork("a", "a/1")
         leader.mark_idle("a")
@@ -149,7 +160,7 @@ def test_followers_make_the_leaders_calls_in_its_order() -> None:
         leader.forward([_step("a", 4), _step("c", 5, 6, num_logits=0)])
         leader.close()
         assert [loop.result(WAIT_S) for loop in loops] == [None, None]
-        assert len(recorders[0].calls) == 7
+        assert len(recorders[0].calls) == 8
         assert recorders[0].calls == recorders[1].calls == recorders[2].calls
 
 
@@ -204,6 +215,7 @@ def test_a_follower_that_fails_ends_the_steps() -> None:
         (("attach", "b", (1, 2)), MemoryError),
         (("fork", "a", "b"), MemoryError),
         (("keep", "a", 1, (2,)), MemoryError),
+        (("forward_draft", [_step("a", 4)], []), MemoryError),
     ],
     ids=str,
 )

@@ -1,0 +1,170 @@
+"""An EAGLE-3 head on the pages of vLLM's models, against one on the native engine's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import MAX_MODEL_LEN, VOCAB, MakeEngine, config_of, save
+from exactness.services.test_deterministic_tokens import check_tokens
+from exactness.services.test_identity import Counted
+from models import save_tiny_eagle3, tiny_eagle3, tiny_module, twin
+from stack import running_stack
+
+from outrider.config import TargetConfig
+from outrider.engine.interface import ModelInfo, SequenceStep
+from outrider.engine.paged_engine import PagedEngine
+from outrider.errors import ConfigError
+from outrider.limits import DRAFT_SUPPORT_ENTRIES
+from outrider.models.drafter_check import Reading, library_reader
+from outrider.replica.process_setup import build_engine
+from target_service.actor import self_drafter_of
+
+NUM_LAYERS = 4
+TAPS = (2, 0, 3)
+PAGE_SIZE = 32
+"""Of vLLM's engine on a CPU: a multiple of the native one's."""
+
+
+def saved(family: str, directory: Path) -> Any:
+    config = config_of(family)
+    config.num_hidden_layers = NUM_LAYERS
+    if hasattr(config, "layer_types"):
+        config.layer_types = ["full_attention"] * NUM_LAYERS
+    module = tiny_module(config)
+    module.save_pretrained(directory)
+    return module
+
+
+def ids(num: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(torch.randint(VOCAB, (num,), generator=torch.manual_seed(seed)).tolist())
+
+
+class Pair:
+    """vLLM's engine and the native one, which must do the same."""
+
+    def __init__(self, ours: Any, native: Any) -> None:
+        self.engines = (ours, native)
+
+    def call(self, name: str, *arguments: Any) -> None:
+        found, expected = (getattr(engine, name)(*arguments) for engine in self.engines)
+        assert found == expected
+
+    def forward(self, *steps: SequenceStep) -> None:
+        logits = [engine.forward(steps) for engine in self.engines]
+        torch.testing.assert_close(*logits, atol=1e-3, rtol=1e-3)
+        features = [engine.features() for engine in self.engines]
+        torch.testing.assert_close(*features, atol=1e-3, rtol=1e-3)
+
+    def draft(self, *names: str) -> None:
+        """Chains behind these sequences, and back again."""
+        width = self.engines[0].draft_layer.module.width
+        features = list(torch.randn(len(names), width, generator=torch.manual_seed(3)))
+        lengths = [self.engines[0].length(name) for name in names]
+        for depth in range(3):
+            steps = [SequenceStep(name, ids(1, depth), 1) for name in names]
+            found = [engine.forward_draft(steps, features) for engine in self.engines]
+            torch.testing.assert_close(*found, atol=1e-3, rtol=1e-3)
+            features = [rows[0] for rows in found[1]]
+        for name, length in zip(names, lengths, strict=True):
+            self.call("keep", name, length)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {}),
+        ("qwen3", {}),
+        ("llama", {"enforce_eager": False}),
+        ("llama", {"deterministic": True}),
+    ],
+    ids=str,
+)
+def test_a_head_reads_and_drafts_as_on_the_native_engine(
+    family: str, options: dict[str, bool], tmp_path: Path, make_engine: MakeEngine
+) -> None:
+    """Prompts and verifications beside them, cuts, found prefixes, forks within a page and behind
+    one. It reads the layers that its check sets, of a text as the library writes it."""
+    module = saved(family, tmp_path)
+    readings: list[Reading] = []
+
+    def check(loaded: Any, read: Any, info: ModelInfo) -> Any:
+        readings.extend(reader(ids(9)) for reader in (read, library_reader(twin(module), None)))
+        loaded.module.layer_ids = TAPS
+        return loaded
+
+    head = tiny_eagle3(module, range(0, VOCAB, 2), layer_ids=(1, 2, 3))
+    ours = make_engine(tmp_path, draft_layer=head, draft_check=check, **options)
+    with torch.no_grad():
+        found, expected = readings
+        assert torch.equal(found.token_ids, expected.token_ids)
+        assert torch.equal(found.likeliest, expected.likeliest)
+        for rows in zip(found.hidden, expected.hidden, strict=True):
+            torch.testing.assert_close(*rows, atol=1e-3, rtol=1e-3)
+    info = ModelInfo("tiny", VOCAB, MAX_MODEL_LEN, "float32", (), "", "")
+    other = tiny_eagle3(module, range(0, VOCAB, 2), layer_ids=TAPS)
+    pair = Pair(ours, PagedEngine(module, info, draft_layer=other))
+    first = ids(2 * PAGE_SIZE + 7)
+    pair.forward(SequenceStep("a", first, 2))
+    pair.draft("a")
+    pair.forward(SequenceStep("b", ids(11, 1), 11), SequenceStep("a", ids(5, 2), 5))
+    pair.call("keep", "a", 2 * PAGE_SIZE + 9)
+    pair.draft("b", "a")
+    pair.call("fork", "a", "branch")
+    pair.draft("branch")
+    pair.forward(SequenceStep("branch", ids(3, 4), 1), SequenceStep("a", ids(1, 5), 1))
+    pair.call("attach", "hit", (*first[: 2 * PAGE_SIZE], *ids(4, 6)))
+    assert ours.length("hit") == 2 * PAGE_SIZE
+    pair.forward(SequenceStep("hit", ids(4, 6), 1), SequenceStep("one", (5,), 1))
+    pair.draft("hit", "one", "a", "branch", "b")
+
+
+def test_pages_are_counted_with_what_the_head_keeps(
+    tmp_path: Path, make_engine: MakeEngine
+) -> None:
+    """And it has no weights of its own where the model has the same."""
+    config = config_of("llama")
+    config.vocab_size = VOCAB - 3  # Which vLLM pads.
+    module = tiny_module(config)
+    module.save_pretrained(tmp_path)
+    head = tiny_eagle3(module, range(9), width=64)
+    head.module.embed_tokens.weight.data = module.get_input_embeddings().weight.detach().clone()
+    numbers = 2 * 2 * 2 * 32 + 2 * 2 * 8 + 64  # Keys and values of 2 layers, and of pairs; g.
+    page_bytes = PAGE_SIZE * numbers * 4
+    engine = make_engine(
+        tmp_path, draft_layer=head, draft_check=lambda loaded, *_: loaded,
+        kv_cache_memory_bytes=8 * page_bytes,
+    )  # fmt: skip
+    assert engine.page_counts().num_pages == 8
+    theirs = [parameter.data_ptr() for parameter in engine._model.parameters()]
+    assert head.module.embed_tokens.weight.data_ptr() in theirs
+    assert head.module.lm_head.weight.data_ptr() not in theirs
+
+
+def test_a_model_that_does_not_show_its_layers_is_refused(
+    tmp_path: Path, make_engine: MakeEngine
+) -> None:
+    head = tiny_eagle3(save("gemma3", tmp_path), range(VOCAB))
+    with pytest.raises(ConfigError, match=r"vLLM's Gemma3\w+ does not show what its layers read"):
+        make_engine(tmp_path, draft_layer=head, draft_check=lambda loaded, *_: loaded)
+
+
+async def test_text_is_the_same_with_and_without_a_head(tmp_path: Path) -> None:
+    """Greedy and coupled, through the services, alone and at once."""
+    saved("llama", tmp_path / "model")
+    head = save_tiny_eagle3(tmp_path / "head", tmp_path / "model", range(0, VOCAB, 2))
+    config = TargetConfig(
+        model="tiny", directory=str(tmp_path / "model"), engine="vllm", device="cpu",
+        dtype="float32", max_model_len=MAX_MODEL_LEN, kv_cache_memory_bytes=2**24, max_num_seqs=64,
+        deterministic=True, heads="head", heads_kind="eagle3", heads_directory=str(head),
+    )  # fmt: skip
+    engine: Any = build_engine(config, 1)
+    assert engine.draft_layer.note  # It agrees with its target by chance alone.
+    drafter = Counted(self_drafter_of(engine, DRAFT_SUPPORT_ENTRIES))
+    async with running_stack(engine, None, tmp_path, self_drafter=drafter) as stack:
+        for temperature in (0.0, 1.0):
+            prompts = [ids(num, num) for num in (5, 40, 70)]
+            await check_tokens(stack, prompts, 16, 1, temperature)
+    assert drafter.num_tokens > 100
