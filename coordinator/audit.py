@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from typing import Any
 
 from coordinator.decoding.sessions import OwnedSessions
@@ -23,6 +22,7 @@ from coordinator.routing.target_client import TargetClient
 from outrider.config import CoordinatorConfig
 from outrider.errors import OutriderError, Unavailable
 from outrider.limits import AUDITED_SEEDS_MAX, AUDITS_CHOSEN_MAX, NUM_DRAFT_TOKENS_MAX
+from outrider.newest import Newest
 from outrider.sessions.state import Session
 from outrider.sessions.store import Counters, SessionRecord
 from outrider.speculation.proposal import SealedProposal
@@ -48,7 +48,7 @@ class Auditor:
         self._config = config
         self._sessions = sessions
         self._observation = observation
-        self._seeds: OrderedDict[int, None] = OrderedDict()
+        self._seeds: Newest[int, None] = Newest(AUDITED_SEEDS_MAX)
         """Of sessions that were chosen: others of the same seed have the same noise."""
         self._num_chosen = 0
         """Sessions that run, wait to be audited, or are being audited."""
@@ -69,8 +69,6 @@ class Auditor:
         else:
             if not greedy:
                 self._seeds[session.record.seed] = None
-            if len(self._seeds) > AUDITED_SEEDS_MAX:
-                self._seeds.popitem(last=False)
             self._num_chosen += 1
             return True
         return False

@@ -11,7 +11,7 @@ import json
 import logging
 import signal
 import sys
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -29,6 +29,7 @@ from outrider.limits import (
     COMPILE_WAIT_S_MAX,
     TOO_SLOW_S,
 )
+from outrider.newest import Newest
 from outrider.shared_calls import SharedCalls
 
 _log = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ class ConstraintChecks:
 
         self._compilers = [_Compiler(first_line) for _ in range(COMPILE_THREADS)]
         self._idle = list(self._compilers)
-        self._errors: OrderedDict[_Key, OutriderError | None] = OrderedDict()
+        self._errors: Newest[_Key, OutriderError | None] = Newest(CHECKED_CONSTRAINTS_MAX)
         """Of constraints that were compiled; None = it can be."""
         self._running: SharedCalls[_Key, None] = SharedCalls()
         self._turns = FairQueue()
@@ -133,8 +134,6 @@ class ConstraintChecks:
             self._idle.append(compiler)
         error = BadRequest(constraint.kind, reason) if reason else None
         self._errors[key] = error
-        if len(self._errors) > CHECKED_CONSTRAINTS_MAX:
-            self._errors.popitem(last=False)
         if reason in (_TOO_SLOW, _TOO_LARGE):  # Perhaps by chance.
             asyncio.get_running_loop().call_later(TOO_SLOW_S, self._errors.pop, key, None)
 

@@ -3,7 +3,6 @@ trusted, and the text of each session."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -11,6 +10,7 @@ from typing import Any
 
 from outrider.drafters.drafter import DraftRequest
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
+from outrider.newest import Newest
 from outrider.speculation.proposal import EMPTY_PROPOSAL, Proposal
 from outrider.tokens import EMPTY_DIGEST, TokenSequence, extend_digest
 
@@ -54,7 +54,7 @@ class LookupDrafter:
 
     def __init__(self, begin: Callable[[DraftRequest], Any]) -> None:
         self._begin = begin
-        self._texts: OrderedDict[str, Any] = OrderedDict()
+        self._texts: Newest[str, Any] = Newest(SEQUENCES_PER_REPLICA_MAX)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         """See `Drafter.propose`."""
@@ -70,8 +70,6 @@ class LookupDrafter:
             text = self._begin(request)
         text.extend(request.token_ids[len(text) :])
         self._texts[request.session_id] = text
-        if len(self._texts) > SEQUENCES_PER_REPLICA_MAX:
-            self._texts.popitem(last=False)
         return self._guess(request, text)
 
     def release(self, session_id: str) -> None:

@@ -9,7 +9,6 @@ import logging
 import math
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, replace
@@ -34,6 +33,7 @@ from outrider.limits import (
     MASK_S_MAX,
     TOO_SLOW_S,
 )
+from outrider.newest import Newest
 from outrider.shared_calls import SharedCalls
 
 logger = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ class Grammars:
         self._tokenizer: GrammarTokenizer | None = None
         self._loading = threading.Lock()
         self._lock = threading.Lock()
-        self._found: OrderedDict[_Key, Grammar | _Refusal] = OrderedDict()
+        self._found: Newest[_Key, Grammar | _Refusal] = Newest(GRAMMARS_MAX)
         self._held: WeakValueDictionary[_Key, Grammar] = WeakValueDictionary()
         """Those of them that are grammars, and others that had to make room."""
         self._slow: WeakSet[Grammar] = WeakSet()
@@ -229,7 +229,7 @@ class Grammars:
                 self._drop(key)
                 return None
             if found is not None:
-                self._put(key, found)
+                self._found[key] = found
             return found
 
     def _compile(self, constraint: Constraint, tenant: str) -> Grammar | _Refusal:
@@ -260,18 +260,12 @@ class Grammars:
     def _keep(self, key: _Key, found: Grammar | _Refusal) -> None:
         with self._lock:
             self._drop(key)
-            self._put(key, found)
+            self._found[key] = found
             if isinstance(found, Grammar):
                 self._held[key] = found
 
     def _known(self, key: _Key) -> Grammar | _Refusal | None:
         return self._found.get(key) or self._held.get(key)
-
-    def _put(self, key: _Key, found: Grammar | _Refusal) -> None:
-        self._found[key] = found
-        self._found.move_to_end(key)
-        if len(self._found) > GRAMMARS_MAX:
-            self._found.popitem(last=False)
 
     def _drop(self, key: _Key) -> None:
         self._found.pop(key, None)

@@ -8,7 +8,6 @@ write there. Others that spell a part of the same text could be consumed, and st
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,6 +17,7 @@ from outrider.errors import BadRequest, Incompatible, OutriderError, check
 from outrider.grammar.compiler import Grammar, Grammars
 from outrider.grammar.token_mask import TokenMask
 from outrider.limits import FOLLOWED_AT_ONCE, MASK_S_MAX, MATCHERS_MAX
+from outrider.newest import Newest
 
 _USED_UP = "it alone takes too many states"
 
@@ -208,7 +208,7 @@ class Matchers:
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
-        self._matchers: OrderedDict[str, PrefixMatcher] = OrderedDict()
+        self._matchers: Newest[str, PrefixMatcher] = Newest(MATCHERS_MAX)
 
     def follow(
         self, session_id: str, compiled: Grammar | OutriderError, completion: Sequence[int]
@@ -230,8 +230,6 @@ class Matchers:
             kind = compiled.constraint.kind
             raise Incompatible(f"{kind}: token {num_legal} of the completion does not meet it here")
         self._matchers[session_id] = matcher
-        if len(self._matchers) > MATCHERS_MAX:
-            self._matchers.popitem(last=False)
         return Followed(matcher, len(completion))
 
     def release(self, session_id: str) -> None:
