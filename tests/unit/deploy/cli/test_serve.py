@@ -6,19 +6,21 @@ import shlex
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
+from io import StringIO
 from pathlib import Path
 from unittest.mock import AsyncMock
 
 import pytest
 import recorded
 from recorded import record
+from rich.console import Console
 
 from deploy.cli import options
 from deploy.cli.main import main, parse
 from deploy.cli.options import connected, deployment_config, refuse_other_settings
 from deploy.cli.output import program, progress
-from deploy.cli.serve import _until_it_fails, endpoints_text
+from deploy.cli.serve import PRINTS, _until_it_fails, endpoints_text, status_table
 from deploy.fleet.launcher import Deployment
 from deploy.fleet.local_state import (
     FILE_NAME,
@@ -32,12 +34,26 @@ from deploy.fleet.local_state import (
 from deploy.fleet.replica_set import Overview, ReplicaView
 from outrider.config import load_config
 from outrider.errors import ConfigError, Unavailable
-from outrider.registry.registry import Role
+from outrider.registry.registry import ROLES, ReplicaRecord, Role
 
 SYNTHETIC = (
     '{"num_speculative_tokens": 1, "rejection_sample_method": "synthetic",'
     ' "synthetic_acceptance_rates": [0.8]}'
 )
+
+
+def test_a_trial_is_told_by_status_and_its_replica_is_none_that_is_wanted() -> None:
+    trial = asdict(ReplicaRecord("draft", "draft-3", "h:5", "h", 1, trial_share=0.2))
+    known = {"serving": True, "error": None, "draft_note": "", "dtype": "", "model": "b"}
+    prints = dict.fromkeys(PRINTS, "")
+    found = {f"{role}s": [trial | known | prints | {"lease_age_s": 0.5}] for role in ROLES}
+    found |= {"running": True, "deployment": asdict(record(trial="trial of b: runs")) | {"log": ""}}
+    console = Console(width=160, file=StringIO())
+    console.print(status_table(found))
+    shown = console.file.getvalue()
+    assert "trial of b: runs\n" in shown.replace(" \n", "\n")
+    assert "last seen 0.5 s ago, on trial for 20%" in shown
+    assert shown.count("0 of 1 running") == 3
 
 
 def test_what_serve_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
