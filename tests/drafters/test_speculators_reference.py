@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from models import tiny_config, tiny_module
+from mtp_models import MtpReference, mtp_target
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -20,13 +21,14 @@ from draft_service.training.distilling import distill
 from draft_service.training.documents import Template
 from draft_service.training.options import DistillOptions
 from draft_service.training.teacher import Target
+from outrider.models.draft_head import LoadedDraftHead
 from outrider.models.eagle3 import (
     Eagle3Config,
     Eagle3Head,
-    LoadedEagle3,
     load_eagle3,
     save_speculators,
 )
+from outrider.models.mtp import load_mtp
 from outrider.models.sources import resolve_model
 
 PYTHON = os.environ.get("SPECULATORS_PYTHON", "")
@@ -83,9 +85,11 @@ def save(directory: Path, head: Eagle3Head, token_ids: list[int], target: Path) 
     )  # fmt: skip
 
 
-def greedy_draft(loaded: LoadedEagle3, features: Tensor, token_ids: Tensor) -> Tensor:
+def greedy_draft(
+    loaded: LoadedDraftHead, features: Tensor, token_ids: Tensor
+) -> tuple[Tensor, Tensor]:
     """[NUM_DEPTHS]: the chain behind the last of these pairs, from keys and values of the earlier
-    ones."""
+    ones; and its hidden states [NUM_DEPTHS, D]."""
     module, length = loaded.module, len(token_ids)
     places = torch.arange(length + NUM_DEPTHS)
     keys, values = module.keys_and_values(features[:-1], token_ids[:-1], places[: length - 1])
@@ -97,14 +101,15 @@ def greedy_draft(loaded: LoadedEagle3, features: Tensor, token_ids: Tensor) -> T
             *(heads.transpose(0, 1) for heads in (queries, keys, values)), enable_gqa=True
         ).transpose(0, 1)
 
-    feature, token, drafted = features[-1:], token_ids[-1:], []
+    feature, token, drafted, states = features[-1:], token_ids[-1:], [], []
     for depth in range(NUM_DEPTHS):
         place = places[length - 1 + depth, None]
         hidden = module.step(feature, token, place, attend)
         token = torch.tensor(loaded.token_ids)[module.logits(hidden).argmax(-1)]
         drafted.append(token)
+        states.append(hidden)
         feature = module.carry(hidden)
-    return torch.cat(drafted)
+    return torch.cat(drafted), torch.cat(states)
 
 
 def read(target: Any, texts: Tensor, layer_ids: Iterable[int]) -> dict[str, Tensor]:
@@ -138,7 +143,7 @@ def check_equal(directory: Path, target: Any, texts: Tensor, prefixes: list[int]
                 found[:, rows], expected[wanted][depth][:, rows], rtol=2e-4, atol=2e-4
             )
     drafts = [
-        greedy_draft(loaded, own[:length], ids[:length])
+        greedy_draft(loaded, own[:length], ids[:length])[0]
         for own, ids in zip(features, tokens, strict=True)
         for length in prefixes
     ]
@@ -195,6 +200,25 @@ def test_a_head_that_distill_made_does_the_same_there(tiny_target: Path, tmp_pat
     distill(options, whose, tmp_path / "cache", lambda *_: None)
     target = AutoModelForCausalLM.from_pretrained(tiny_target)
     check_equal(tmp_path / "head", target, random_texts(target, 20, 40), [3, 17, 40])
+
+
+def test_an_mtp_layer_does_the_same_there(tmp_path: Path) -> None:
+    """Of Qwen3-Next, the only family served of which the library has one."""
+    made = MtpReference(mtp_target("qwen3_next", max_model_len=NUM_PAIRS + NUM_DEPTHS))
+    loaded = load_mtp(made.save(tmp_path), made.target, target_name="TARGET")
+    [text] = random_texts(made.target, 1, NUM_PAIRS)
+    features, prefixes = made.features(text[:-1]), [*range(2, 10), 64, 65, NUM_PAIRS]
+    given = {
+        "features": features, "token_ids": text[1:].contiguous(),
+        "prefixes": torch.tensor(prefixes), "num_depths": torch.tensor(NUM_DEPTHS),
+    }  # fmt: skip
+    save_file(given, str(tmp_path / "inputs"))
+    reference("mtp", tmp_path, tmp_path / "inputs", tmp_path / "outputs")
+    expected = load_file(str(tmp_path / "outputs"))
+    found = [greedy_draft(loaded, features[:n], text[1 : n + 1]) for n in prefixes]
+    drafts, hidden = (torch.stack(each) for each in zip(*found, strict=True))
+    assert torch.equal(drafts, expected["drafts"])
+    torch.testing.assert_close(hidden, expected["hidden"], rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.real_model
