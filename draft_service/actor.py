@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from outrider.config import DraftConfig
-from outrider.limits import EAGLE_WINDOWS
 from outrider.replica.host import ReplicaHost
-from outrider.replica.process_setup import build_eagle, build_grammars, build_lookup
+from outrider.replica.process_setup import build_grammars, build_head, try_drafting_kernels
 from outrider.settings import blaming
 
 if TYPE_CHECKING:
@@ -23,35 +22,26 @@ class DraftActor(ReplicaHost):
     def build(
         self, config: DraftConfig, executor: ThreadExecutor, engine: Any, costs: StepCosts | None
     ) -> DraftService:
-        import torch
-
-        from outrider.drafters.lookup import NgramDrafter
-        from outrider.speculation.verification import try_kernels
-
-        from .eagle_drafter import EagleDrafter
+        from .feature_drafter import FeatureDrafter, HeadEngine
         from .parallel_drafter import parallel_token
         from .service import DraftService
 
-        grammars, max_num_seqs = build_grammars(config), config.step_sessions
-        if engine is not None:
-            with blaming("draft_model"):
+        options: dict[str, Any] = {
+            "max_num_seqs": config.step_sessions,
+            "max_num_batched_tokens": config.max_num_batched_tokens,
+            "grammars": build_grammars(config),
+        }
+        entries_max = config.support_entries
+        with blaming("draft_model"):
+            if engine is not None:
                 return DraftService.with_model(
-                    engine, executor, max_num_seqs=max_num_seqs, grammars=grammars, costs=costs,
-                    max_num_batched_tokens=config.max_num_batched_tokens,
-                    entries_max=config.support_entries, parallel_token=parallel_token(config),
+                    engine, executor, costs=costs, entries_max=entries_max,
+                    parallel_token=parallel_token(config), **options,
                 )  # fmt: skip
-        lookup = build_lookup(config)
-        eagle, info = build_eagle(config)
-        weight = next(eagle.module.parameters())
-        logits = torch.randn(2, len(eagle.token_ids), device=weight.device)
-        executor.call(lambda: try_kernels(logits, eagle.token_ids))
-        drafter = EagleDrafter(
-            eagle,
-            lookup or NgramDrafter(config.ngram_min, config.ngram_max),
-            min_score=None if lookup is None else config.hybrid_min_score,
-            sessions_max=EAGLE_WINDOWS * max_num_seqs,
-            entries_max=config.support_entries,
-        )
-        return DraftService.with_eagle(
-            drafter, info, executor, max_num_seqs=max_num_seqs, grammars=grammars
-        )
+            head, info, num_bytes = build_head(config)
+            engine = HeadEngine(
+                head, info, max_num_seqs=config.step_sessions, kv_cache_memory_bytes=num_bytes
+            )
+        executor.call(lambda: try_drafting_kernels(head))
+        drafter = FeatureDrafter(head, engine, entries_max)
+        return DraftService.with_features(drafter, executor, **options)

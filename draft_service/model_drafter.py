@@ -31,6 +31,9 @@ class ModelDrafter:
     biases the output.
     """
 
+    looks_ahead = True
+    """Whether sessions may look ahead with it."""
+
     def __init__(self, engine: Engine, entries_max: int = DRAFT_SUPPORT_ENTRIES) -> None:
         self.engine = engine
         self.vocabulary = DraftVocabulary.of(engine.info.logit_token_ids)

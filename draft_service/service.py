@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
-from draft_service.eagle_drafter import EagleDrafter
+from draft_service.feature_drafter import FeatureDrafter
 from draft_service.model_drafter import ModelDrafter
 from draft_service.parallel_drafter import ParallelDrafter
 from draft_service.worker import Proposer
 from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline
-from outrider.engine.interface import Engine, ModelInfo
+from outrider.engine.interface import Engine
 from outrider.engine.step_costs import StepCosts
 from outrider.grammar.compiler import Grammars
 from outrider.limits import BATCHED_TOKENS_DEFAULT, DRAFT_SUPPORT_ENTRIES
@@ -76,18 +76,20 @@ class DraftService(SteppedService):
         return cls(proposer, executor, description, budget.note_seconds)
 
     @classmethod
-    def with_eagle(
+    def with_features(
         cls,
-        eagle: EagleDrafter,
-        info: ModelInfo,
+        drafter: FeatureDrafter,
         executor: StepExecutor,
         *,
         max_num_seqs: int,
+        max_num_batched_tokens: int = BATCHED_TOKENS_DEFAULT,
         grammars: Grammars | None = None,
     ) -> DraftService:
-        """Drafts from what the target's head reads, with a head that is told by `info`; by
-        `grammars` what a session's constraint allows."""
-        description = replace(describe_model(info, max_num_seqs, None), reads_features=True)
-        proposer = Proposer(eagle, grammars=grammars)
-        eagle.on_dropped = proposer.forget_tokens
-        return cls(proposer, executor, description)
+        """Drafts from features that its target sends; by `grammars` what a session's constraint
+        allows. Coordinators are told no costs: a pass of many committed tokens attends for the last
+        one alone."""
+        budget = TokenBudget(max_num_batched_tokens, max_num_seqs, None)
+        described = describe_model(drafter.engine.info, max_num_seqs, None)
+        proposer = Proposer(drafter, budget, grammars)
+        description = replace(described, reads_features=True)
+        return cls(proposer, executor, description, budget.note_seconds)

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from draft_service.eagle_drafter import EagleDrafter
 from draft_service.model_drafter import ModelDrafter
 from draft_service.parallel_drafter import ParallelDrafter
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft
@@ -67,7 +66,7 @@ class Proposer(StepWorker):
 
     def __init__(
         self,
-        drafter: ModelDrafter | EagleDrafter,
+        drafter: ModelDrafter,
         budget: TokenBudget | None = None,
         grammars: Grammars | None = None,
     ) -> None:
@@ -78,7 +77,7 @@ class Proposer(StepWorker):
         super().__init__(engine, budget, grammars)
         self._drafter, self._budget = drafter, budget
         self._look_ahead: LookAhead | None = None
-        if budget is not None and isinstance(drafter, ModelDrafter):
+        if budget is not None and drafter.looks_ahead:
             self._look_ahead = LookAhead(drafter, self._table, budget.max_steps)
         self._unfinished: dict[str, _Drafting] = {}
         """By session: what the drafter goes on with when its item comes again."""

@@ -22,6 +22,7 @@ from outrider.drafters.names import (
     EAGLE3,
     NOT_ON_VLLM,
     DrafterChoice,
+    DraftModel,
     LookupKind,
     parse_drafter,
 )
@@ -289,7 +290,7 @@ class TargetConfig(ModelServerConfig):
     heads_support_entries: Internal[int] = DRAFT_SUPPORT_ENTRIES
     """Tokens that their distributions may keep on the wire."""
     shows_features: Internal[bool] = False
-    """Whether a draft is to read what its head reads."""
+    """Whether an EAGLE-3 head runs on draft replicas, which this one sends features."""
 
 
 @checked("draft_", _OF_REPLICAS + _OF_MODELS)
@@ -309,6 +310,9 @@ class DraftConfig(ModelServerConfig):
     ] = ""
     """What runs the draft, as `engine`; empty = what runs the target."""
     num_cpus: Cpus = 0.25
+    eagle3_on: Literal["target", "draft"] = "target"
+    """Where an EAGLE-3 head drafts: on the target, or on draft replicas. The target sends these a
+    row of the head's width for each token."""
     support_entries: Annotated[int, between(2, 4096, alias="draft_support_entries")] = (
         DRAFT_SUPPORT_ENTRIES
     )
@@ -364,7 +368,11 @@ class DraftConfig(ModelServerConfig):
     @property
     def drafter(self) -> DrafterChoice:
         """Who proposes."""
-        return parse_drafter(self.model)
+        choice = parse_drafter(self.model)
+        if self.eagle3_on == "draft" and choice.kind == EAGLE3:
+            head = DraftModel(choice.on_target, reads_features=True)
+            return replace(choice, model=head, on_target=None)
+        return choice
 
 
 ReplicaConfig = TargetConfig | DraftConfig
@@ -617,7 +625,8 @@ class DeploymentConfig:
         if self.draft.model == AUTO:
             object.__setattr__(self, "draft", replace(self.draft, model=LookupKind.SUFFIX.value))
         ranks = self.target.tensor_parallel_size
-        if self.draft.drafter.kind == EAGLE3:  # The leader has the head.
+        apart = self.draft.eagle3_on == "draft" and self.draft.drafter.kind == EAGLE3
+        if self.draft.drafter.kind == EAGLE3 and not apart:  # The leader has the head.
             ranks = 1
         for key, value, reason in (
             ("tensor_parallel_size", ranks if ranks > 1 else 0, "which takes one rank"),
@@ -638,6 +647,10 @@ class DeploymentConfig:
             raise SettingError(
                 "draft_model",
                 f"{self.draft.model} {lacking}; give --engine transformers or another drafter",
+            )
+        if self.target.engine == VLLM and apart:
+            raise SettingError(
+                "eagle3_on", "draft given, which vllm does not keep rows for; give target"
             )
         if siblings and self.target.engine == AUTO_ENGINE:
             object.__setattr__(self, "target", replace(self.target, engine=TRANSFORMERS))

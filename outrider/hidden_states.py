@@ -1,11 +1,19 @@
-"""What a target's head read at some of a session's tokens, as it travels: no numeric library."""
+"""What a drafting head makes of a target's layers at some of a session's tokens, as it travels: no
+numeric library."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider.limits import FEATURES_BYTES_MAX, FEATURES_MAX
+
 BYTES_OF_A_NUMBER = 2
 """bfloat16, the lower byte first."""
+
+
+def rows_max(width: int) -> int:
+    """Rows of so many numbers that a message has at most."""
+    return min(FEATURES_MAX, FEATURES_BYTES_MAX // (width * BYTES_OF_A_NUMBER))
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +33,3 @@ class Features:
     @property
     def end(self) -> int:
         return self.first + len(self)
-
-    def since(self, place: int) -> Features | None:
-        """Those from a place on; None where there are none."""
-        skipped = max(0, place - self.first)
-        if skipped >= len(self):
-            return None
-        rows = self.rows[skipped * self.width * BYTES_OF_A_NUMBER :]
-        return Features(self.first + skipped, self.width, rows)
-
-    def joined(self, later: Features) -> Features:
-        """With those that follow; `later` alone where these do not reach so far."""
-        if later.width != self.width or not self.first <= later.first <= self.end:
-            return later
-        kept = self.rows[: (later.first - self.first) * self.width * BYTES_OF_A_NUMBER]
-        return Features(self.first, self.width, kept + later.rows)

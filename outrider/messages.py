@@ -112,8 +112,8 @@ class VerifyItem:
     """Tokens that a target which drafts itself may propose for the next round."""
     next_siblings: tuple[int, ...] = ()
     """Candidates beside its first, second, ... token: see `DraftRequest.siblings`."""
-    wants_features: bool = False
-    """Whether the features of what the verdict commits are wanted."""
+    features_from: int | None = None
+    """The place from which on features of committed tokens are wanted; None = they are not."""
     next_budget_us: int = 0
     """Time to draft the next round's proposal, from when its drafting begins; 0 = no bound."""
     audit: bool = False
@@ -145,7 +145,7 @@ class DraftItem:
     """Candidates beside the first, second, ... token that the proposal may have: see
     `DraftRequest.siblings`. Not where the draft looks ahead."""
     features: Features | None = None
-    """Of committed tokens, where the draft reads features and there are some that it may lack."""
+    """Of committed tokens that the draft lacks, where it reads features."""
     budget_us: int = field(default=0, compare=False)
     """Time left to draft it, from when the item arrives; 0 = no bound."""
     deadline: DraftDeadline = field(default=NO_DEADLINE, compare=False, repr=False)
@@ -200,7 +200,8 @@ class VerdictReply:
     next_out_of_time: bool = False
     """Whether it is short because its time had run out."""
     features: Features | None = None
-    """Where wanted: of the last committed token and of those that were accepted behind it."""
+    """Where wanted: from there on, as many as a message has, of the tokens that are committed with
+    this verdict but the last one."""
     audit: AuditSums | None = None
     """Of an item that audits."""
 
@@ -275,7 +276,7 @@ class ReplicaDescription:
     drafts_itself: bool = False
     """Whether a target proposes the next round's tokens with its verdicts."""
     shows_features: bool = False
-    """Whether a target says what its head read ..."""
+    """Whether a target keeps what a head makes of its layers, and says it where asked ..."""
     reads_features: bool = False
     """... and a draft proposes from that."""
     numerics: str = ""

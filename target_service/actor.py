@@ -44,6 +44,8 @@ def self_drafter_of(engine: Engine, entries_max: int) -> SelfDrafter | None:
     if isinstance(engine, PagedEngine) and engine.exit_head is not None:
         return ExitDrafter(engine.exit_head, engine, entries_max)
     layer = getattr(engine, "draft_layer", None)
+    if isinstance(engine, PagedEngine) and engine.feature_width:
+        return None
     if isinstance(engine, DraftingEngine) and layer is not None:
         return PairDrafter(layer, engine, entries_max)
     if isinstance(engine, PagedSequences) and engine.draft_heads is not None:

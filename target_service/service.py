@@ -52,8 +52,7 @@ class TargetService(SteppedService):
         description = replace(
             describe_model(engine.info, max_num_seqs, costs),
             drafts_itself=self_drafter is not None,
-            # With a draft layer they are what that reads, which is nothing for a draft replica.
-            shows_features=verifier.shown is not None and layer is None,
+            shows_features=verifier.keeper is not None,
             draft_note="" if layer is None else layer.note,
         )
         batching_delay = None
@@ -192,7 +191,7 @@ class RunAhead:
     def next_item(self, length_max: int) -> VerifyItem | None:
         """The next round, if the allowance and `length_max` tokens reach that far; the round that
         was asked for in any case. It states as held what the round before has left in the cache,
-        and appends that round's own token."""
+        and appends that round's own token. No draft waits for its features."""
         head = self._item.head
         rounds = len(self.replies)
         if rounds == 0:
@@ -208,4 +207,4 @@ class RunAhead:
             append=(self._tokens[-1],),
             traceparent="",  # It names the round that was asked for, and this is another one.
         )
-        return replace(self._item, head=own)
+        return replace(self._item, head=own, features_from=None)

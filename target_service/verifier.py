@@ -9,19 +9,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from outrider.drafters.drafter import DraftDeadline, DraftRequest
-from outrider.engine.interface import Engine, FeatureEngine, SequenceStep
+from outrider.engine.interface import Engine, FeatureEngine, FeatureKeeper, SequenceStep
 from outrider.engine.threads import on_threads
 from outrider.errors import BadRequest, OutriderError
 from outrider.grammar.compiler import Grammars
 from outrider.grammar.token_mask import Allowed, TokenMask
-from outrider.hidden_states import BYTES_OF_A_NUMBER, Features
+from outrider.hidden_states import Features, rows_max
 from outrider.messages import PositionLogprobs, VerdictReply, VerifyAnswer, VerifyItem
 from outrider.replica.step_request import Unfinished
 from outrider.replica.token_budget import TokenBudget
@@ -31,7 +30,6 @@ from outrider.speculation.audit import audit
 from outrider.speculation.logits_processing import (
     NO_HISTORY,
     TokenHistory,
-    joined_rows,
     masked_logits,
     raw_logprobs,
     row_masks,
@@ -125,6 +123,10 @@ class Verifier(StepWorker):
         """The engine, where it shows what its head reads."""
         if isinstance(engine, FeatureEngine) and engine.shows_features:
             self.shown = engine
+        self.keeper: FeatureKeeper | None = None
+        """The engine, where it keeps features for drafts to read."""
+        if isinstance(engine, FeatureKeeper) and engine.feature_width:
+            self.keeper = engine
         self._self_drafter = self_drafter
 
     def step(self, items: Sequence[VerifyItem]) -> list[VerifyAnswer | Unfinished]:
@@ -197,7 +199,8 @@ class Verifier(StepWorker):
         if self.shown is not None:
             for one, rows in zip(rounds, self.shown.features(), strict=True):
                 one.shown = rows
-            self._add_features(rounds)
+        if self.keeper is not None:
+            self._add_features(rounds, self.keeper)
         if self._self_drafter is not None:
             self._add_proposals(rounds, self._self_drafter)
 
@@ -246,17 +249,27 @@ class Verifier(StepWorker):
         self._engine.keep(name, length, [length + index for index in path])
         self._table.record(name, (*new, *(drafted[index] for index in path)))
 
-    def _add_features(self, rounds: Sequence[_Round]) -> None:
-        """To verdicts that want it, what the head read at the tokens that they commit."""
-        wanting = [one for one in _answered(rounds) if one.item.wants_features]
-        shown = [one.shown for one in wanting]
-        rows = [
-            (0, *(place + 1 for place in one.outcome(one.answer.verdict).path)) for one in wanting
-        ]
-        firsts = [one.head.committed_length - 1 for one in wanting]
-        all_features = sealed_features(shown, rows, firsts)
-        for one, features in zip(wanting, all_features, strict=True):
-            one.answer = replace(one.answer, features=features)
+    def _add_features(self, rounds: Sequence[_Round], keeper: FeatureKeeper) -> None:
+        """To verdicts that want it, what is kept of committed tokens; all of it comes from a device
+        in one copy."""
+        wanting: list[_Round] = []
+        ranges: list[tuple[str, int, int]] = []
+        width = keeper.feature_width
+        for one in _answered(rounds):
+            first = one.item.features_from
+            if first is None:
+                continue
+            # The correction has no slot yet.
+            end = one.head.committed_length + one.outcome(one.answer.verdict).num_accepted
+            if first < end:
+                wanting.append(one)
+                ranges.append((one.head.session_id, first, min(end, first + rows_max(width))))
+        if not wanting:
+            return
+        numbers = keeper.held_features(ranges).to("cpu", torch.bfloat16).view(torch.uint8).numpy()
+        ends = np.cumsum([end - first for _, first, end in ranges])[:-1]
+        for one, (_, first, _), rows in zip(wanting, ranges, np.split(numbers, ends), strict=True):
+            one.answer = replace(one.answer, features=Features(first, width, rows.tobytes()))
 
     def _add_proposals(self, rounds: Sequence[_Round], drafter: SelfDrafter) -> None:
         """To verdicts that want it, what is drafted behind them. A proposal that fails costs speed
@@ -346,20 +359,3 @@ def _logprobs(
         rows=(*(parent + 1 for parent in proposal.tree.parents), *range(len(proposal) + 1)),
     )
     return tuple(PositionLogprobs(logprob, top) for logprob, top in entries)
-
-
-def sealed_features(
-    shown: Sequence[Tensor], rows: Sequence[Sequence[int]], firsts: Sequence[int]
-) -> list[Features]:
-    """These rows of each part of `shown` [.., D], of tokens from each of the places `firsts` on, as
-    they travel; all of them come from a device in one copy."""
-    if not shown:
-        return []
-    starts = accumulate(map(len, shown[:-1]), initial=0)
-    wanted = [start + row for start, own in zip(starts, rows, strict=True) for row in own]
-    numbers = joined_rows(shown)[wanted].to("cpu", torch.bfloat16).view(torch.uint8).numpy()
-    sizes = np.cumsum([*map(len, rows)])[:-1]
-    return [
-        Features(first, part.shape[1] // BYTES_OF_A_NUMBER, part.tobytes())
-        for first, part in zip(firsts, np.split(numbers, sizes), strict=True)
-    ]

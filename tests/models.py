@@ -31,7 +31,6 @@ from outrider.models.drafter_checkpoint import (
     head_of,
     save_head,
 )
-from outrider.models.eagle import EagleHead, LoadedEagle
 from outrider.models.eagle3 import Eagle3Config, Eagle3Head, LoadedEagle3, save_speculators
 from outrider.models.early_exit import ExitHead, LoadedExit
 from outrider.models.fingerprint import tensors_fingerprint
@@ -227,13 +226,6 @@ def tiny_heads(
     return LoadedHeads(_filled(heads, linears, target.dtype, seed), tuple(token_ids))
 
 
-def tiny_eagle(target: Any, token_ids: Sequence[int], seed: int = 1) -> LoadedEagle:
-    """A random head that reads features, with weights of the target and logits of `token_ids`."""
-    module = EagleHead(*_shared(target, token_ids), 2 * target.config.hidden_size)
-    layers = module.layer.children()
-    return LoadedEagle(_filled(module, layers, target.dtype, seed), tuple(token_ids))
-
-
 def tiny_exit(
     target: Any, token_ids: Sequence[int], num_layers: int = 1, seed: int = 1
 ) -> LoadedExit:
@@ -307,12 +299,6 @@ def save_tiny_heads(
     module = AutoModelForCausalLM.from_pretrained(target)
     made = tiny_heads(module, token_ids, num_heads)
     return _save_head(directory, TrainedKind.MEDUSA, target, module, made)
-
-
-def save_tiny_eagle(directory: Path, target: Path, token_ids: Sequence[int]) -> Path:
-    """Saves such a head for the model in `target`; returns `directory`."""
-    module = AutoModelForCausalLM.from_pretrained(target)
-    return _save_head(directory, TrainedKind.EAGLE, target, module, tiny_eagle(module, token_ids))
 
 
 def save_tiny_exit(

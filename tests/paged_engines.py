@@ -10,6 +10,7 @@ from models import MAX_MODEL_LEN
 from pages import check_pages
 from reference_kernels import ReferenceKernels
 
+from draft_service import feature_drafter
 from outrider.engine import paged_engine
 from outrider.engine.cuda.table_steps import DeviceBackend
 from outrider.engine.interface import ModelInfo, SequenceStep
@@ -88,7 +89,7 @@ def checked_engines(fused: bool = False) -> Iterator[EngineMaker]:
 
 def shorten_pages(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """A few new tokens then need more of them."""
-    for module in (paged_engine, storage):
+    for module in (feature_drafter, paged_engine, storage):
         monkeypatch.setattr(module, "PAGE_SIZE", size)
 
 

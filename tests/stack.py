@@ -13,7 +13,7 @@ from coordinator.auth.access_control import OPEN, AccessControl
 from coordinator.grpc_api import CoordinatorServicer
 from coordinator.http_api.server import HttpOptions, HttpServer
 from coordinator.service import CoordinatorService
-from draft_service.eagle_drafter import EagleDrafter
+from draft_service.feature_drafter import FeatureDrafter
 from draft_service.service import DraftService
 from draft_service.worker import Proposer
 from outrider.client import Client
@@ -94,9 +94,8 @@ def _draft_service(
     executor = ThreadExecutor("draft", getattr(engine, "take_step_seconds", lambda: 0.0))
     if engine is None:
         return draft_without_model(NgramDrafter(), executor, **options)
-    if isinstance(engine, EagleDrafter):
-        info = ModelInfo("eagle", 0, 0, "", (), "", "")
-        return DraftService.with_eagle(engine, info, executor, **options)
+    if isinstance(engine, FeatureDrafter):
+        return DraftService.with_features(engine, executor, **options)
     return DraftService.with_model(engine, executor, parallel_token=parallel_token, **options)
 
 
@@ -131,7 +130,7 @@ async def running_stack(
     target_observer: ObservedSteps | None = None,
     draft_observer: ObservedSteps | None = None,
     self_drafter: SelfDrafter | None = None,
-    eagle: EagleDrafter | None = None,
+    head: FeatureDrafter | None = None,
     parallel_token: int | None = None,
     lifetimes: Mapping[str, int] | None = None,
     registry: RedisRegistry | None = None,
@@ -139,22 +138,22 @@ async def running_stack(
     **settings: Any,
 ) -> AsyncIterator[Stack]:
     """Target and draft on the given engines; a `lookup` goes before the draft's, or proposes alone
-    where that is None (by default n-grams); an `eagle` in place of both. With a `self_drafter` the
-    draft is not asked, and the stand-in for either of these finds next to nothing. Everything is
-    checked and closed at the end. `directory` is for Redis, `settings` the coordinator's. By
-    `grammars` sessions are held to their constraints."""
+    where that is None (by default n-grams); a `head` in place of the draft's engine. With a
+    `self_drafter` the draft is not asked, and the stand-in for either of these finds next to
+    nothing. Everything is checked and closed at the end. `directory` is for Redis, `settings` the
+    coordinator's. By `grammars` sessions are held to their constraints."""
     async with AsyncExitStack() as stack:
         redis = stack.enter_context(EmbeddedRedis(directory))
         target = TargetService(
             target_engine, ThreadExecutor("target", target_engine.take_step_seconds),
             max_num_seqs=NUM_SEQUENCES, self_drafter=self_drafter, grammars=grammars and grammars(),
         )  # fmt: skip
-        looks_up = not (draft_engine or eagle or self_drafter)
+        looks_up = not (draft_engine or head or self_drafter)
         if looks_up:
             settings["lookup"] = DraftConfig()
         elif lookup and draft_engine:
             settings["lookup"] = hybrid
-        draft = _draft_service(draft_engine or eagle, grammars and grammars(), parallel_token)
+        draft = _draft_service(draft_engine or head, grammars and grammars(), parallel_token)
         for service, observer in ((target, target_observer), (draft, draft_observer)):
             if observer is not None:
                 service.observe(observer)
@@ -169,7 +168,7 @@ async def running_stack(
             store=store,
             targets={"t": target_link(target_server.address)},
             drafts={} if looks_up else {"d": draft_link(draft_server.address)},
-            fallback=RARE if self_drafter or eagle else lookup or NgramDrafter(),
+            fallback=RARE if self_drafter or head else lookup or NgramDrafter(),
             text=text,
             observation=observation,
             registry=registry,

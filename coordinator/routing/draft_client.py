@@ -29,7 +29,6 @@ from outrider.errors import (
 from outrider.hidden_states import Features
 from outrider.limits import (
     DRAFT_DEADLINE_MS_MAX,
-    FEATURES_MAX,
     LOOK_AHEAD_MAX,
     NUM_DRAFT_TOKENS_MAX,
     SILENT_DRAFT_S,
@@ -42,32 +41,6 @@ from outrider.speculation.random_streams import RoundNoise
 from outrider.tokens import TokenSequence
 
 _log = logging.getLogger(__name__)
-
-
-class FeatureWindow:
-    """Of one session: `FEATURES_MAX` tokens at most, and which of them the draft has answered to.
-    The store has none of it: after a take-over, as after a gap, it begins with what comes."""
-
-    def __init__(self) -> None:
-        self._kept = Features(0, 1, b"")
-        self.told = 0
-        """The place before which the draft was told of all."""
-
-    def put(self, features: Features, committed_length: int) -> None:
-        """A verdict on a round that began with so many tokens has come with these; they begin with
-        the last of them, or are of no use."""
-        if features.first != committed_length - 1:
-            _log.warning("features from %d on, behind %d tokens", features.first, committed_length)
-            return
-        kept = self._kept.joined(features)
-        self._kept = kept.since(kept.end - FEATURES_MAX) or kept
-
-    @property
-    def news(self) -> Features | None:
-        return self._kept.since(self.told)
-
-    def tell(self) -> None:
-        self.told = self._kept.end
 
 
 class PushedProposals:
@@ -156,7 +129,8 @@ class DraftClient(_ModelDrafts):
         self._observer = context.observer
         self._retry_s = config.draft_retry_ms / 1e3
         self._reads_features = pool.first is not None and pool.first.reads_features
-        self._features = FeatureWindow()
+        self._features: Features | None = None
+        """What the newest verdict has brought, until the draft has it."""
         self._look_ahead = 0
         """Outcomes of each round that are to be worked out before they are known."""
         if not (self._reads_features or context.parameters.constraint):
@@ -182,7 +156,9 @@ class DraftClient(_ModelDrafts):
 
     def prefill(self, num_draft_tokens: int) -> None:
         """Lets the draft read the prompt while the target does, and look ahead of a round without
-        a proposal, for so many tokens."""
+        a proposal, for so many tokens. A draft that reads features has none of the prompt yet."""
+        if self._reads_features:
+            return
         number = self._route.begin(0)
         self._looked_for = min(num_draft_tokens, self._model_tokens)
         self._try_send(number, self._looked_for if self._look_ahead else 0, ())
@@ -196,7 +172,9 @@ class DraftClient(_ModelDrafts):
         if self._is_hybrid:
             guess, score = self.lookup.guess(num_wanted, noise)
             if score >= self._confident:
-                if self._look_ahead > 0:
+                if self._features is not None:
+                    self._feed(self._route.begin(round_index))
+                elif self._look_ahead > 0:
                     number = self._route.begin(round_index)
                     self._pushed.begin(number, self._session.tokens)
                     self._looked_for = min(num_wanted, self._model_tokens)
@@ -210,6 +188,8 @@ class DraftClient(_ModelDrafts):
         if drafted is None:
             # An empty guess is one, too: it is not looked up again.
             filled_in = self.lookup.propose(num_wanted, noise) if guess is None else guess
+            if self._is_behind:  # It was not asked, so nothing is learned.
+                return Drafted(filled_in, "fallback", 0.0, 0)
             num_asked = 0 if self._is_late else num_wanted
             return Drafted(filled_in, "fallback", loop.time() - start, num_asked)
         if num_drawn < num_wanted and drafted.num_asked == num_drawn:
@@ -220,10 +200,10 @@ class DraftClient(_ModelDrafts):
     async def _by_replica(
         self, round_index: int, length: RoundLength, start: float
     ) -> Drafted | None:
-        """None where the replica is away or silent, refuses, or had no time for a first token. It
-        is told how much time there is and decides itself, before each draw, whether to make it: a
-        proposal that has been drawn is never given up for being late, as how late it is may depend
-        on its tokens."""
+        """None where the replica is away or silent, refuses, lacks features, or had no time for a
+        first token. It is told how much time there is and decides itself, before each draw, whether
+        to make it: a proposal that has been drawn is never given up for being late, as how late it
+        is may depend on its tokens."""
         num_wanted = length.num_draft_tokens
         self._is_late = False
         if self._route.is_left:
@@ -282,7 +262,9 @@ class DraftClient(_ModelDrafts):
                     raise error_from_code(answer.code, answer.message)
                 if isinstance(answer, Resync):
                     self._route.resync(answer)
-                    self._features.told = 0
+                if self._is_behind:
+                    self._feed(number)
+                    return None
                 budget = budget_us(draw_until - loop.time())
                 self._send(number, num_wanted, siblings=length.siblings, budget=budget)
                 answer = await self._route.take(give_up_at - loop.time())
@@ -296,16 +278,19 @@ class DraftClient(_ModelDrafts):
             return None
         finally:
             self._asked = None
-        self._features.tell()
+        self._features = None
         self._is_late = answer.out_of_time and not answer.proposal
         return answer
 
     def next_wanted(self, length: RoundLength, room: int) -> NextWanted:
-        return NextWanted(features=self._reads_features)
+        """Features from the first one on that the draft lacks, if it may be asked next."""
+        if not self._reads_features or not self._route.heard or length.next_max == 0:
+            return NOTHING_WANTED
+        held = self._route.cached_length if self._held is None else self._held.cached_length
+        return NextWanted(features_from=max(0, held - 1))
 
     def hear(self, reply: VerdictReply) -> None:
-        if reply.features is not None:
-            self._features.put(reply.features, self._session.length)
+        self._features = reply.features
 
     def settle(self, common_length: int) -> None:
         if self._held is not None:
@@ -372,10 +357,34 @@ class DraftClient(_ModelDrafts):
         budget: int = 0,
     ) -> None:
         head = self._route.head(number)
-        news = self._features.news
         self._route.send(
-            DraftItem(head, num_draft_tokens, self._look_ahead, held, siblings, news, budget)
+            DraftItem(
+                head, num_draft_tokens, self._look_ahead, held, siblings, self._features, budget
+            )
         )
+
+    @property
+    def _reach(self) -> int:
+        """Committed tokens that the draft can hold once it has the features that are here: it needs
+        that of a token to run the next one."""
+        held, features = self._route.cached_length, self._features
+        if features is None or features.first >= max(1, held):
+            return held
+        return max(held, min(features.end + 1, self._session.length))
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether the draft cannot run all committed tokens yet."""
+        return self._reads_features and self._reach < self._session.length
+
+    def _feed(self, number: int) -> None:
+        """Lets the draft run what it can, and waits for nothing: where the message is lost, or the
+        draft has no pages for it, a resync follows."""
+        reach = self._reach
+        if self._route.heard and reach > self._route.cached_length:
+            self._try_send(number, 0, ())
+            if self._route.heard:
+                self._route.cached_length, self._features = reach, None
 
     def _lose(self, error: Exception) -> None:
         _log.debug("a round goes on without its draft: %r", error)
@@ -389,7 +398,7 @@ class DraftClient(_ModelDrafts):
     def _move(self) -> bool:
         if not self._route.move():
             return False
-        self._route.heard, self._features.told = True, 0
+        self._route.heard = True
         return True
 
     def _probe(self, number: int, length: RoundLength) -> None:

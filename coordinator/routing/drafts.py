@@ -51,8 +51,8 @@ class NextWanted:
 
     num_draft_tokens: int = 0
     siblings: tuple[int, ...] = ()
-    features: bool = False
-    """Whether somebody else drafts from what its head reads."""
+    features_from: int | None = None
+    """See `VerifyItem.features_from`."""
     budget_us: int = 0
     """Time to draft, see `VerifyItem.next_budget_us`."""
 

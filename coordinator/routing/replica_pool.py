@@ -346,7 +346,7 @@ class ReplicaPool:
             if self.first is not None and found.reads_features != self.first.reads_features:
                 raise Incompatible(
                     f"of the drafts {found.model!r} and {self.first.model!r} only one goes on from "
-                    "what its target's head reads"
+                    "features that its target sends"
                 )
         elif self.first is not None and _tokens(found) != _tokens(self.first):
             raise Incompatible(
@@ -401,7 +401,7 @@ def _check_pair(target: ReplicaDescription, draft: ReplicaDescription) -> None:
         )
     if draft.reads_features and not target.shows_features:
         raise Incompatible(
-            f"the draft {draft.model!r} goes on from what its target's head reads, which "
+            f"the draft {draft.model!r} goes on from features that its target sends, which "
             f"{target.model!r} does not show"
         )
 

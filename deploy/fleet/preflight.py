@@ -24,7 +24,7 @@ from outrider.config import (
     deployment_settings,
     is_loopback,
 )
-from outrider.drafters.names import EAGLE3, MTP, check_model_name, eagle3_name
+from outrider.drafters.names import EAGLE3, MTP, DraftModel, check_model_name, eagle3_name
 from outrider.engine.emulated_spec import SCHEME, EmulatedSpec
 from outrider.errors import ConfigError, SettingError
 from outrider.registry.registry import ROLES
@@ -158,8 +158,19 @@ def _with_kind(config: DeploymentConfig, name: str, where: Path) -> DeploymentCo
 def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
     """The configuration with the directories of models and tokenizer. Takes minutes where a model
     must be converted or fetched first. Raises `SettingError` for a model that is not to be had,
-    for a length that one does not take, for ranks that one cannot be shared out among, and for a
-    draft whose tokenizer differs from the target's."""
+    for a length that one does not take, for ranks that one cannot be shared out among, for a draft
+    whose tokenizer differs from the target's, and for a place that only an EAGLE-3 head has."""
+    found = _resolved(config)
+    if found.draft.eagle3_on == "draft" and found.draft.drafter.kind != EAGLE3:
+        raise SettingError(
+            "eagle3_on",
+            f"draft given, but {found.draft.model} is no EAGLE-3 head; leave it out, or name one "
+            "as --draft-model",
+        )
+    return found
+
+
+def _resolved(config: DeploymentConfig) -> DeploymentConfig:
     config = check_names(config)
     target, draft, drafter = config.target, config.draft, config.draft.drafter
     coordinator = replace(config.coordinator, lookup=_lookup_of(draft))
@@ -184,47 +195,42 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
     from outrider.models.mtp import check_mtp
 
     with blaming("draft_model"):
-        if (heads := drafter.on_target) is not None:  # The target drafts for itself.
-            where = directory
-            if drafter.kind == MTP:
-                check_mtp(directory, name)
-            else:
-                is_ours = drafter.kind != EAGLE3
-                where = resolve_model(heads, trust_remote_code=trust, heads=is_ours, drafts=True)
-                if is_ours:
-                    check_target(where, TrainedKind(drafter.kind), name=heads, **made_for)
-                else:
-                    _with_kind(config, heads, where)
+        model = drafter.model or DraftModel(drafter.on_target)
+        drafts, where = name, directory
+        if drafter.kind == MTP:
+            drafts = MTP
+            check_mtp(directory, name)
+        elif model.name is not None:  # Else it drafts with the target's weights.
+            drafts, is_head = model.name, drafter.reads_target and drafter.kind != EAGLE3
+            where = resolve_model(drafts, trust_remote_code=trust, heads=is_head, drafts=True)
+            named = config if is_head else _with_kind(config, drafts, where)
+            if named is not config:  # Only its files, which came from the hub, say so.
+                return _resolved(named)
+            if is_head:
+                check_target(where, TrainedKind(drafter.kind), name=drafts, **made_for)
+            elif drafter.kind != EAGLE3 and is_trained_drafter(where):
+                check_target(where, TrainedKind.STUDENT, name=drafts, **made_for)
+                draft = replace(draft, target=name, target_directory=str(directory))
+            elif drafter.kind != EAGLE3:
+                check_same_tokenizer(name, drafts, trust_remote_code=trust)
+        if drafter.reads_target:
             target = replace(
-                target, heads=heads, heads_kind=drafter.kind, heads_directory=str(where),
-                heads_support_entries=draft.support_entries,
+                target, heads=drafts, heads_kind=drafter.kind, heads_directory=str(where),
+                heads_support_entries=draft.support_entries, shows_features=model.reads_features,
             )  # fmt: skip
-        if (model := drafter.model) is not None:
-            drafts, where, reads = name, directory, model.reads_features
-            if model.name is not None:  # Else it drafts with the target's weights.
-                drafts = model.name
-                where = resolve_model(drafts, trust_remote_code=trust, heads=reads, drafts=True)
-                named = config if reads else _with_kind(config, drafts, where)
-                if named is not config:  # Only its files, which came from the hub, say so.
-                    return resolve_models(named)
-                if reads or is_trained_drafter(where):
-                    kind = TrainedKind.EAGLE if reads else TrainedKind.STUDENT
-                    check_target(where, kind, name=drafts, **made_for)
-                    draft = replace(draft, target=name, target_directory=str(directory))
-                else:
-                    check_same_tokenizer(name, drafts, trust_remote_code=trust)
+        if model.reads_features:
+            draft = replace(draft, target=name, target_directory=str(directory))
+        elif drafter.model is not None:
+            _check_size(draft, drafts, where, trust)
+        if drafter.model is not None:
             draft = replace(draft, directory=str(where))
-            target = replace(target, shows_features=reads)
-            if not reads:
-                _check_size(draft, drafts, where, trust)
     return replace(config, target=target, draft=draft, coordinator=coordinator)
 
 
 def _lookup_of(draft: DraftConfig) -> DraftConfig | None:
     """What coordinators look drafts up by, if anything, and nothing of the draft replicas: an
-    upgrade of those alone replaces no coordinator. A head that reads features looks up itself."""
-    drafter = draft.drafter
-    if drafter.lookup is None or (drafter.model is not None and drafter.model.reads_features):
+    upgrade of those alone replaces no coordinator."""
+    if draft.drafter.lookup is None:
         return None
     prefixes = ("model", "ngram_", "suffix_", "hybrid_")
     names = [one.name for one in fields(draft) if one.name.startswith(prefixes)]

@@ -16,12 +16,14 @@ _QUANTIZED = "quantized"
 _HYBRID = "hybrid"
 MEDUSA = "medusa"
 EARLY_EXIT = "early-exit"
-_EAGLE = "eagle"
 EAGLE3 = "eagle3"
 MTP = "mtp"
-_DIRECTORIES = {
-    MEDUSA: "the heads", EARLY_EXIT: "the exit head", EAGLE3: "the head", _EAGLE: "the head"
-}  # fmt: skip
+FORMER_KIND = "eagle"
+FORMER_KIND_IS_GONE = (
+    f"heads of the kind `{FORMER_KIND}` are not served any more; make another one with `outrider "
+    f"distill TARGET --kind {EAGLE3}`, which goes by `{EAGLE3}:DIR`"
+)
+_DIRECTORIES = {MEDUSA: "the heads", EARLY_EXIT: "the exit head", EAGLE3: "the head"}
 """Kinds that a directory follows, and what it holds."""
 _KINDS = (_QUANTIZED, _HYBRID, MTP, *_DIRECTORIES)
 NOT_ON_VLLM = {
@@ -36,8 +38,8 @@ QUANTIZED_BITS = (8, 4)
 """Bits of a weight that a target can be made its own draft with."""
 _FORMS = (
     "`auto`, `ngram`, `suffix`, a model, `quantized:8`, `quantized:4`, `medusa:DIR`, "
-    "`early-exit:DIR`, `eagle:DIR`, `eagle3:DIR_OR_ID`, `mtp` or `hybrid:LOOKUP,MODEL`, whose "
-    "MODEL may be heads, too"
+    "`early-exit:DIR`, `eagle3:DIR_OR_ID`, `mtp` or `hybrid:LOOKUP,MODEL`, whose MODEL may be "
+    "heads, too"
 )
 
 
@@ -67,7 +69,7 @@ class DraftModel:
     bits: int | None = None
     """... of so many bits; None = as they are."""
     reads_features: bool = False
-    """Whether it is a head that goes on from what the target's own head read."""
+    """Whether it is a head that goes on from features which the target sends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,8 @@ class DrafterChoice:
     """The directory, or the hub id, of what the target drafts with, where it does, or `mtp` for
     what its own files hold ..."""
     kind: str = ""
-    """... and which kind it is: `medusa`, `early-exit`, `eagle3` or `mtp`."""
+    """... and which kind it is: `medusa`, `early-exit`, `mtp` or `eagle3`, which may run apart from
+    the target."""
 
     @property
     def is_lookup(self) -> bool:
@@ -111,14 +114,14 @@ def parse_drafter(name: str) -> DrafterChoice:
     if form in _DIRECTORIES:
         if not rest:
             raise _wrong(name, f"the directory of {_DIRECTORIES[form]} is missing")
-        if form == _EAGLE:
-            return DrafterChoice(None, DraftModel(rest, reads_features=True))
         return DrafterChoice(None, None, on_target=rest, kind=form)
     if form == _QUANTIZED:
         if rest not in map(str, QUANTIZED_BITS):
             allowed = " or ".join(map(str, QUANTIZED_BITS))
             raise _wrong(name, f"the bits of a weight may be {allowed}")
         return DrafterChoice(None, DraftModel(None, int(rest)))
+    if colon and form == FORMER_KIND:
+        raise _wrong(name, FORMER_KIND_IS_GONE)
     if colon and form in (*_LOOKUPS, MTP):
         raise _wrong(name, f"`{form}` takes nothing after it")
     if colon and _KIND.fullmatch(form):
@@ -140,7 +143,7 @@ def same_drafter(one: str, other: str) -> bool:
 
 def _meanings(draft_model: str) -> tuple[DrafterChoice, ...]:
     choice = parse_drafter(draft_model)
-    if choice.model is None or choice.model.name is None or choice.model.reads_features:
+    if choice.model is None or choice.model.name is None:
         return (choice,)
     return choice, parse_drafter(eagle3_name(draft_model, choice.model.name))
 
@@ -224,13 +227,8 @@ DRAFTERS = (
         "outrider distill --kind early-exit", "its weights", "needed", "sparse",
     ),
     DrafterDescription(
-        "eagle:DIR", "what one layer draws from the target's hidden states",
-        "outrider distill --kind eagle", "its weights, the target's rows, 64 tokens a session",
-        "needed", "sparse",
-    ),
-    DrafterDescription(
         "eagle3:DIR_OR_ID",
-        "what a published EAGLE-3 head draws on the target, sent with its verdicts",
+        "what an EAGLE-3 head draws on the target, or from rows that it sends a draft",
         "the head's", "its weights; of a token one layer's key and value, and a row of its width",
         "none", "sparse",
     ),

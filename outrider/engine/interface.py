@@ -212,6 +212,22 @@ class DraftingEngine(FeatureEngine, Protocol):
         ...
 
 
+@runtime_checkable
+class FeatureKeeper(Engine, Protocol):
+    """An engine that may keep, with every slot, what a head that drafts apart from it makes of the
+    model's layers there."""
+
+    @property
+    def feature_width(self) -> int:
+        """D, the numbers that it keeps of a slot; 0 = none. Constant."""
+        ...
+
+    def held_features(self, ranges: Sequence[tuple[str, int, int]]) -> Tensor:
+        """Where it does, [n, D]: of sequences the slots from a first one up to an end, all of which
+        hold tokens, one range after another; in the model's dtype, on its device."""
+        ...
+
+
 def check_steps(
     steps: Sequence[SequenceStep],
     info: ModelInfo,

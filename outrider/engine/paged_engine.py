@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from outrider.engine.attention import LayerPages, find_layers
-from outrider.engine.batch import HeldSequence
+from outrider.engine.batch import HeldSequence, shipped
 from outrider.engine.cpu.decoder import CannotFuse, FusedDecoder
 from outrider.engine.cpu.fused_steps import SPAN_TOKENS_MAX, FusedSteps, find_span_tokens
 from outrider.engine.cpu.kernels import PaceKernels
 from outrider.engine.cuda.table_steps import DeviceBackend, TableSteps
-from outrider.engine.draft_layer import DraftLayer, draft_shapes
+from outrider.engine.draft_layer import DraftLayer, FeatureLayer, draft_shapes, feature_shape
 from outrider.engine.gathered_attention import Forward, GatheredSteps, Steps
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_sequences import PagedSequences, newest_rows
@@ -70,6 +70,11 @@ class PagedEngine(PagedSequences):
     """A `FeatureEngine`, `ShallowEngine` and `DraftingEngine`. The module belongs to it from now
     on: its attention is replaced, and it cannot be called from elsewhere."""
 
+    feature_width = 0
+    """See `FeatureKeeper.feature_width`."""
+    _kept: FeatureLayer | None = None
+    """What a draft layer keeps that drafts apart."""
+
     def __init__(
         self,
         module: nn.Module,
@@ -82,9 +87,9 @@ class PagedEngine(PagedSequences):
         backend: DeviceBackend | None = None,
         least: Callable[[int], int] = int,
         draft_heads: LoadedHeads | None = None,
-        shows_features: bool = False,
         exit_head: LoadedExit | None = None,
         draft_layer: LoadedDraftHead | None = None,
+        drafts_apart: bool = False,
         kernels: PaceKernels | None = None,
     ) -> None:
         """At most `max_num_seqs` sequences in one step; pages for at most `kv_cache_memory_bytes`,
@@ -95,10 +100,11 @@ class PagedEngine(PagedSequences):
         after a prefix that others ran.
         `backend` is what other steps are run with, unless the trial fails with it, or that of
         another rank. Ranks agree on that and on pages by the `least` of their numbers. With
-        `draft_heads`, or if it `shows_features`, it has `features`; with an `exit_head`
-        `forward_shallow` for it; with a `draft_layer`, which of ranks the leader alone has, of the
-        module's dtype and on its device, `features` and `forward_draft`. The modules were replaced
-        for `kernels` (`speed_up`): all steps run on these where they fit and pass the trial.
+        `draft_heads` it has `features`; with an `exit_head` `forward_shallow` for it; with a
+        `draft_layer`, which of ranks the leader alone has, of the module's dtype and on its device,
+        `features` and `forward_draft`, or, if that `drafts_apart` and need do no more than `fuse`,
+        `features` and `held_features`. The modules were replaced for `kernels` (`speed_up`): all
+        steps run on these where they fit and pass the trial.
 
         Its `info.max_model_len` is what fits all pages, if that is less. Raises `ConfigError` for
         a model that cannot be run on pages, or not deterministically."""
@@ -115,11 +121,10 @@ class PagedEngine(PagedSequences):
         self._span_tokens = SPAN_TOKENS_MAX
         self._thread_counts = sorted({num_threads, contended_threads or num_threads})
         self.draft_heads, self.exit_head, self.draft_layer = draft_heads, exit_head, draft_layer
-        shows_head = shows_features or draft_heads is not None
-        others = shows_head or exit_head is not None
-        check(draft_layer is None or not others, "a draft layer drafts alone")
-        self.shows_features = shows_head or draft_layer is not None
-        self._head = watch_head(module) if shows_head else None
+        check(draft_layer is None or not (draft_heads or exit_head), "a draft layer drafts alone")
+        self._drafts_apart = drafts_apart
+        self.shows_features = draft_heads is not None or draft_layer is not None
+        self._head = None if draft_heads is None else watch_head(module)
         self._taps: dict[int, Watched] = {}
         """The layers that a draft layer reads, in its order; fused kernels keep what these read
         themselves."""
@@ -152,7 +157,10 @@ class PagedEngine(PagedSequences):
             head = self.draft_layer.module
             watched = watch_layers(self._module, head.layer_ids)
             self._taps = dict(zip(head.layer_ids, watched, strict=True))
-            self._draft_shapes = draft_shapes(head, self._dtype, self._device)
+            held = (head, self._dtype, self._device)
+            self._draft_shapes = draft_shapes(*held)
+            if self._drafts_apart:
+                self.feature_width, self._draft_shapes = head.width, [feature_shape(*held)]
             shapes += self._draft_shapes
         self._try(expected)
         num_pages = min(pages_in(kv_cache_memory_bytes, shapes), max_num_seqs * pages_of_longest)
@@ -269,7 +277,11 @@ class PagedEngine(PagedSequences):
         cache = KVCache(shapes, num_pages, self._decoder is not None, self._draft_shapes)
         self._caches = cache.layers
         if self.draft_layer is not None:
-            self._draft = DraftLayer(self.draft_layer.module, cache.plain_layers, PAGE_SIZE)
+            head, layers = self.draft_layer.module, cache.plain_layers
+            if self.feature_width:
+                self._kept = FeatureLayer(head, layers[0], PAGE_SIZE)
+            else:
+                self._draft = DraftLayer(head, layers, PAGE_SIZE)
         self._use_pool(BlockPool(num_pages, PAGE_SIZE), cache, self._max_num_seqs)
         self._steps = self._new_steps(len(self._layers), self._call)
         self._shallow_steps: Steps | None = None
@@ -311,7 +323,7 @@ class PagedEngine(PagedSequences):
         if not steps:
             return []
         rows, sizes = self._run(self._contending(self._run_whole, steps, True), steps)
-        if self._draft is not None:
+        if self.draft_layer is not None:
             self._features = newest_rows(self._seen, steps)
         if self._head is not None:
             if self._decoder is not None:
@@ -333,6 +345,14 @@ class PagedEngine(PagedSequences):
         check(self.shows_features, "an engine that shows no features keeps none")
         return self._features
 
+    def held_features(self, ranges: Sequence[tuple[str, int, int]]) -> Tensor:
+        """See `FeatureKeeper.held_features`; for an engine whose draft layer drafts apart."""
+        if self._kept is None:
+            raise InvariantError("an engine whose draft layer is not apart keeps no features")
+        slots = self._slots(ranges)
+        with torch.inference_mode():
+            return self._kept.at(*shipped([slots], self._device))
+
     def _contending(
         self,
         run: Callable[[Sequence[HeldSequence]], Tensor],
@@ -349,12 +369,13 @@ class PagedEngine(PagedSequences):
     def _run_whole(self, sequences: Sequence[HeldSequence]) -> Tensor:
         """`Steps.run` of the whole model and, where there is a draft layer, of its part."""
         rows = self._steps.run(sequences)
-        if self._draft is not None:
+        layer = self._draft or self._kept
+        if layer is not None:
             if isinstance(self._steps, FusedSteps):
                 tapped = [self._steps.tapped[index] for index in self._taps]
             else:
                 tapped = [watched.rows_read() for watched in self._taps.values()]
-            self._seen = self._draft.write(sequences, tapped)
+            self._seen = layer.write(sequences, tapped)
         return rows
 
     def _call(self, token_ids: Tensor, position_ids: Tensor, logit_rows: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -121,6 +123,18 @@ class PagedSequences:
         if path and self._copies:
             self._settle()
         _add(self._moves, self._pool.keep(sequence_id, length, path))
+
+    def _slots(self, ranges: Sequence[tuple[str, int, int]]) -> npt.NDArray[np.int64]:
+        """[n]: those of the places from a first up to an end of sequences that hold them."""
+        if self._copies or self._moves:
+            self._settle()
+        size = self._pool.counts().page_size
+        found = []
+        for name, first, end in ranges:
+            check(0 <= first <= end <= self.length(name), f"{name} does not hold {first}..{end}")
+            places = np.arange(first, end)
+            found.append(np.array(self._pool.pages(name))[places // size] * size + places % size)
+        return np.concatenate(found)
 
     def _settle(self) -> None:
         """Makes the copies that wait; where that fails, what the pool believes to be written is

@@ -23,6 +23,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from outrider.drafters.names import FORMER_KIND, FORMER_KIND_IS_GONE
 from outrider.errors import ConfigError
 from outrider.models.fingerprint import tensors_fingerprint
 from outrider.models.loading import read_weights, refusing
@@ -50,9 +51,6 @@ class TrainedKind(StrEnum):
     """Heads on the target (`medusa.py`)."""
     EARLY_EXIT = "early-exit"
     """A head behind the target's first layers (`early_exit.py`)."""
-    EAGLE = "eagle"
-    """A head apart from the target, which reads what the target's own head read
-    (`eagle.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +95,8 @@ def read_description(directory: Path, name: str) -> TrainedDescription:
         description = TypeAdapter(TrainedDescription).validate_json(text, strict=True)
     except ValidationError as error:
         found = error.errors()[0]
+        if found["loc"] == ("kind",) and found["input"] == FORMER_KIND:
+            raise ConfigError(f"{wrong}: {FORMER_KIND_IS_GONE}") from error
         key = ".".join(map(str, found["loc"]))
         given = "" if found["type"] == "missing" else f", not {found['input']!r}"
         raise ConfigError(

@@ -179,6 +179,10 @@ class Eagle3Head(DraftHead):
         """Reads these layers."""
         self.layer_ids = way
 
+    def drop_pairs(self) -> None:
+        """Frees all but what `fuse` needs; nothing else may be called then."""
+        del self.embed_tokens, self.layers, self.norm, self.lm_head
+
     def fuse(self, hidden: Tensor) -> Tensor:
         """g [.., D] of the taps [.., taps * D_t], side by side in the order of `layer_ids`."""
         if self.input_norm is not None:

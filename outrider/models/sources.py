@@ -18,7 +18,7 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
-from outrider.drafters.names import SHIPPED
+from outrider.drafters.names import FORMER_KIND, FORMER_KIND_IS_GONE, SHIPPED
 from outrider.errors import ConfigError
 from outrider.files import locked
 from outrider.models.fingerprint import file_fingerprint
@@ -104,6 +104,8 @@ def check_weights(directory: Path, name: str, *, heads: bool = False, drafts: bo
         if (directory / _DESCRIPTION).is_file():
             kind = _kind_of(directory / _DESCRIPTION)
             hint = f"; draft heads go by `{kind}:{name}`, and serve no one but their target"
+            if kind == FORMER_KIND:
+                hint = f"; {FORMER_KIND_IS_GONE}"
         raise ConfigError(f"model {name}: no {config} in {directory}{hint}")
     if any(directory.glob("*.safetensors")):
         return

@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from outrider.config import AUTO_ENGINE, VLLM, DraftConfig, ReplicaConfig, TargetConfig
-from outrider.drafters.names import EAGLE3, EARLY_EXIT, MEDUSA, MTP, NOT_ON_VLLM, LookupKind
+from outrider.drafters.names import EAGLE3, EARLY_EXIT, MTP, NOT_ON_VLLM, LookupKind
 from outrider.errors import ConfigError, SettingError
 from outrider.settings import blaming, by_its_keys
 from outrider.telemetry.logs import JsonLines, LogFile, make_room
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from outrider.models.draft_head import LoadedDraftHead
     from outrider.models.drafter_check import DraftCheck
     from outrider.models.drafter_checkpoint import Whose
-    from outrider.models.eagle import LoadedEagle
+    from outrider.models.eagle3 import LoadedEagle3
 
 T = TypeVar("T")
 STANDARD_ERROR = "-"
@@ -218,7 +218,7 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
             deterministic=config.deterministic,
             backend=backend,
             least=int if ranks is None else partial(least, ranks, device=device),
-            shows_features=_shows_features(config),
+            drafts_apart=isinstance(config, TargetConfig) and config.shows_features,
             kernels=kernels,
             **own,
         )
@@ -321,6 +321,8 @@ def _lacking_on_vllm(config: ReplicaConfig) -> tuple[str, str] | None:
     if config.dtype == "float64":
         return "dtype", "float64 given, which vllm does not run"
     if isinstance(config, TargetConfig):
+        if config.shows_features:
+            return "engine", f"{config.heads} drafts elsewhere, which vllm does not keep rows for"
         lacking = NOT_ON_VLLM.get(config.heads_kind)
         return ("engine", f"{config.heads} {lacking}") if lacking else None
     if config.target_directory or _bits(config) is not None:
@@ -380,13 +382,6 @@ def _loading(config: ReplicaConfig, num_threads: int | None = None) -> dict[str,
     }  # fmt: skip
 
 
-def _shows_features(config: ReplicaConfig) -> bool:
-    """Whether drafting needs the head's inputs."""
-    return isinstance(config, TargetConfig) and (
-        config.heads_kind == MEDUSA or config.shows_features
-    )
-
-
 def _own_drafter(
     config: ReplicaConfig, module: torch.nn.Module, info: ModelInfo, ranks: Ranks | None
 ) -> dict[str, Any]:
@@ -400,12 +395,17 @@ def _own_drafter(
     path = Path(config.heads_directory)
     if config.heads_kind in (EAGLE3, MTP):
         from outrider.models.drafter_check import library_reader
+        from outrider.models.eagle3 import Eagle3Head
 
         layer = _draft_layer(config, module, ranks)
         if ranks is not None:
             ranks.wait_for_all()
         layer = _draft_check(config)(layer, library_reader(module, ranks), info)
-        return {} if layer is None else {"draft_layer": layer}
+        if layer is None:
+            return {}
+        if config.shows_features and isinstance(layer.module, Eagle3Head):
+            layer.module.drop_pairs()
+        return {"draft_layer": layer}
     whose: Whose = {
         "name": config.heads,
         "target_directory": Path(config.directory),
@@ -457,19 +457,27 @@ def _bits(config: ReplicaConfig) -> int | None:
     return None if draft is None else draft.bits
 
 
-def build_eagle(config: DraftConfig) -> tuple[LoadedEagle, ModelInfo]:
-    """The head that goes on from a target's features, and what it is. Blocks; raises
-    `ConfigError`."""
-    from outrider.models.eagle import load_eagle
+def build_head(config: DraftConfig) -> tuple[LoadedEagle3, ModelInfo, int]:
+    """The EAGLE-3 head that a draft runs, what it is, and the bytes for its keys and values.
+    Blocks; raises `ConfigError`."""
+    from outrider.kv_cache.storage import memory_budget
+    from outrider.models.eagle3 import load_eagle3_apart
+    from outrider.models.fingerprint import tensors_fingerprint
+    from outrider.models.loading import describe, empty_model
     from outrider.models.module_replacement import speed_up
 
-    with blaming("draft_model"):
-        eagle, info = load_eagle(
-            Path(config.directory), Path(config.target_directory), target=config.target,
-            **_loading(config),
-        )  # fmt: skip
-        speed_up(eagle.module)
-    return eagle, info
+    path, target = Path(config.directory), Path(config.target_directory)
+    options = _loading(config)
+    head = load_eagle3_apart(path, target, target=config.target, **options)
+    described = describe(empty_model(target, **options), target, **options)
+    info = replace(
+        described, weights_fingerprint=tensors_fingerprint(path), logit_token_ids=head.token_ids
+    )
+    speed_up(head.module)
+    num_bytes = config.kv_cache_memory_bytes or memory_budget(
+        head.module.fc.weight.device, config.gpu_memory_utilization, config.num_gpus
+    )
+    return head, info, num_bytes
 
 
 def build_lookup(config: DraftConfig) -> LookupDrafter | None:
@@ -524,8 +532,19 @@ def try_device_kernels(engine: Engine) -> None:
         try_kernels(logits, engine.info.logit_token_ids)
         for name in ("draft_heads", "exit_head", "draft_layer"):
             if (own := getattr(engine, name, None)) is not None:
-                rows = torch.randn(2, len(own.token_ids), device=logits.device)
-                try_kernels(rows, own.token_ids)
+                try_drafting_kernels(own)
+
+
+def try_drafting_kernels(head: Any) -> None:
+    """The same for what is drawn from a head."""
+    import torch
+
+    from outrider.speculation.verification import try_kernels
+
+    weight = next(head.module.parameters())
+    if weight.device.type == "cuda":
+        rows = torch.randn(2, len(head.token_ids), device=weight.device)
+        try_kernels(rows, head.token_ids)
 
 
 def step_costs(engine: Engine, config: ReplicaConfig) -> StepCosts:

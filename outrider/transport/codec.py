@@ -21,12 +21,11 @@ from google.protobuf.message_factory import GetMessageClass
 from outrider.engine.step_costs import StepCosts
 from outrider.errors import BadRequest, InvariantError
 from outrider.grammar.constraint import DIGEST_BYTES, Constraint
-from outrider.hidden_states import BYTES_OF_A_NUMBER, Features
+from outrider.hidden_states import BYTES_OF_A_NUMBER, Features, rows_max
 from outrider.limits import (
     DEADLINE_MS_MAX,
     DRAFT_DEADLINE_MS_MAX,
     ERROR_MESSAGE_CHARS_MAX,
-    FEATURES_MAX,
     FEATURES_WIDTH_MAX,
     LOGIT_BIAS_ENTRIES_MAX,
     LOGPROBS_MAX,
@@ -72,6 +71,7 @@ _LIMITS: Mapping[str, int] = {
     "VerifyItem.num_logprobs": LOGPROBS_MAX,
     "VerifyItem.num_next_draft_tokens": NUM_DRAFT_TOKENS_MAX,
     "VerifyItem.next_siblings": NUM_DRAFT_TOKENS_MAX,
+    "VerifyItem.features_from": SESSION_TOKENS_MAX,
     "VerifyItem.next_budget_us": 1000 * DRAFT_DEADLINE_MS_MAX,
     "DraftItem.num_draft_tokens": NUM_DRAFT_TOKENS_MAX,
     "DraftItem.look_ahead": LOOK_AHEAD_MAX,
@@ -322,8 +322,9 @@ def _features_from_proto(message: types_pb2.Features, path: str) -> Features:
     if not 0 < message.width <= FEATURES_WIDTH_MAX:
         raise BadRequest(f"{path}.width", f"{message.width} is not in 1..{FEATURES_WIDTH_MAX}")
     num, rest = divmod(len(message.rows), message.width * BYTES_OF_A_NUMBER)
-    if rest or not 0 < num <= FEATURES_MAX:
-        whole = f"1 to {FEATURES_MAX} rows of {message.width} numbers"
+    most = rows_max(message.width)
+    if rest or not 0 < num <= most:
+        whole = f"1 to {most} rows of {message.width} numbers"
         raise BadRequest(f"{path}.rows", f"{len(message.rows)} bytes are not {whole}")
     return from_proto(message, Features, path)
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from models import (
     byte_level_tokenizer,
-    save_tiny_eagle,
     save_tiny_eagle3,
     save_tiny_exit,
     save_tiny_heads,
@@ -70,7 +69,7 @@ async def actors_here(directory: Path, **settings: Any) -> AsyncIterator[dict[Ro
     [
         ("medusa", save_tiny_heads, False),
         ("early-exit", save_tiny_exit, False),
-        ("eagle", save_tiny_eagle, True),
+        ("eagle3", save_tiny_eagle3, True),
         ("eagle3", save_tiny_eagle3, False),
         ("", save_tiny_raw_eagle3, False),
         ("mtp", None, False),
@@ -94,6 +93,7 @@ async def test_it_writes_what_its_target_writes(
     settings = {
         "model": str(target), "draft_model": f"hybrid:suffix,{named}", "device": "cpu",
         "dtype": "float32", "length_control": False,
+        "eagle3_on": "draft" if has_draft else "target",
         "num_draft_tokens": 2, "hybrid_min_score": 4.0, "hybrid_model_tokens": 2,
     }  # fmt: skip
     module, _ = load_model(target)

@@ -26,7 +26,8 @@ from target_service.service import TargetService
 from tests.simulation.network import Network
 from tests.simulation.processes import Process
 from tests.simulation.shown import (
-    CheckedEagle,
+    CheckedHead,
+    KeepingEngine,
     ShallowEngine,
     ShownDrafter,
     ShownEngine,
@@ -190,7 +191,7 @@ class Machines:
         await self.head.wait()
 
 
-EAGLE_STEP_S = 0.002
+HEAD_STEP_S = 0.002
 NUM_SEQUENCES = 3
 """In a step: fewer than sessions at times. Nor do the pages of `SPEC` suffice for all of them, so
 that some are preempted."""
@@ -210,11 +211,10 @@ def draft_service(kind: type[QuickEngine] = QuickEngine) -> DraftService:
     return DraftService.with_model(engine, executor, max_num_seqs=NUM_SEQUENCES)
 
 
-def eagle_service() -> DraftService:
-    info = QuickEngine(SPEC, "draft", NUM_SEQUENCES).info
-    drafter = CheckedEagle(SPEC, sessions_max=NUM_SEQUENCES)
-    executor = InlineExecutor(lambda: EAGLE_STEP_S)
-    return DraftService.with_eagle(drafter, info, executor, max_num_seqs=NUM_SEQUENCES)
+def head_service() -> DraftService:
+    drafter = CheckedHead(SPEC, NUM_SEQUENCES)
+    executor = InlineExecutor(lambda: HEAD_STEP_S)
+    return DraftService.with_features(drafter, executor, max_num_seqs=NUM_SEQUENCES)
 
 
 Builders = dict[str, Callable[[], Any]]
@@ -223,7 +223,7 @@ KINDS: tuple[Builders, ...] = (
     {"target": target_service, "draft": draft_service},
     {"target": partial(target_service, ShownEngine, ShownDrafter), "draft": draft_service},
     {"target": partial(target_service, ShallowEngine, exit_drafter), "draft": draft_service},
-    {"target": partial(target_service, ShownEngine), "draft": eagle_service},
+    {"target": partial(target_service, KeepingEngine), "draft": head_service},
 )
 """Drafts beside a target that drafts itself are asked by nobody."""
 HASTY: Builders = {"target": target_service, "draft": partial(draft_service, UnevenEngine)}

@@ -1,21 +1,23 @@
-"""Emulated targets that show what their logits or their first layers' are made of, and who drafts
-from that: such a target itself, as one with heads or an early exit does, or a head in a draft."""
+"""Emulated targets that show what their logits or their first layers' are made of, or keep
+features, and what drafts from that: such a target itself, as one with heads or an early exit does,
+or a head in a draft."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import LlamaConfig
 
-from draft_service.eagle_drafter import EagleDrafter
+from draft_service.feature_drafter import FeatureDrafter, HeadEngine
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.drafters.drafter import DraftRequest
-from outrider.drafters.lookup import NgramDrafter
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.interface import SequenceStep, check_steps
 from outrider.errors import check
-from outrider.limits import DRAFT_SUPPORT_ENTRIES
-from outrider.models.eagle import EagleHead, LoadedEagle
+from outrider.limits import DRAFT_SUPPORT_ENTRIES, PAGE_SIZE
+from outrider.models.eagle3 import Eagle3Config, Eagle3Head, LoadedEagle3
 from outrider.models.early_exit import LoadedExit
 from outrider.speculation.draft_sampling import draw_from_logits
 from outrider.speculation.proposal import Proposal
@@ -95,30 +97,51 @@ def exit_drafter(spec: EmulatedSpec, engine: ShallowEngine) -> ExitDrafter:
     return ExitDrafter(exit_head, engine, DRAFT_SUPPORT_ENTRIES)
 
 
-class CheckedEagle(EagleDrafter):
-    """A random head over two tokens of context. What it hears of a place must be of its token."""
+class KeepingEngine(QuickEngine):
+    """Keeps of each slot its token."""
 
-    def __init__(self, spec: EmulatedSpec, sessions_max: int) -> None:
+    feature_width = 2
+
+    def held_features(self, ranges: Sequence[tuple[str, int, int]]) -> torch.Tensor:
+        tokens = [
+            token for name, first, end in ranges
+            for token in self._pool.token_ids(name, first)[: end - first]
+        ]  # fmt: skip
+        check(len(tokens) == sum(end - first for _, first, end in ranges), "it holds them")
+        return torch.tensor(tokens, dtype=torch.float32)[:, None].expand(-1, self.feature_width)
+
+
+class CheckedHead(FeatureDrafter):
+    """A random head. What it is sent of a place must be of its token."""
+
+    def __init__(self, spec: EmulatedSpec, max_num_seqs: int) -> None:
+        width, token_ids = KeepingEngine.feature_width, tuple(range(spec.vocab_size - 1))
+        layer = LlamaConfig(
+            vocab_size=spec.vocab_size, hidden_size=width, num_attention_heads=1, head_dim=width,
+            num_key_value_heads=1, intermediate_size=4,
+        )  # fmt: skip
+        config = Eagle3Config(
+            layer=layer, draft_vocab_size=len(token_ids), layer_ids=(0,), target_width=width
+        )
+        module = Eagle3Head(config).requires_grad_(False).eval()
         generator = torch.Generator().manual_seed(0)
+        for parameter in module.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(generator=generator)
+        head = LoadedEagle3(module, token_ids)
+        info = replace(QuickEngine(spec, "draft", 1).info, logit_token_ids=token_ids)
+        slot_bytes = 2 * width * 4
+        engine = HeadEngine(
+            head, info, max_num_seqs=max_num_seqs,
+            kv_cache_memory_bytes=spec.num_pages * PAGE_SIZE * slot_bytes,
+        )  # fmt: skip
+        super().__init__(head, engine)
 
-        def numbers(*shape: int) -> torch.nn.Parameter:
-            return torch.nn.Parameter(torch.randn(shape, generator=generator), requires_grad=False)
-
-        width = 2
-        module = EagleHead(numbers(spec.vocab_size, width), numbers(spec.vocab_size - 1, width), 4)
-        for linear in module.layer.children():
-            linear.weight = numbers(*linear.weight.shape)
-        loaded = LoadedEagle(module.eval(), tuple(range(spec.vocab_size - 1)))
-        super().__init__(loaded, NgramDrafter(), sessions_max=sessions_max)
-
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        for request in requests:
-            features = request.features
-            if features is not None:
-                rows = torch.frombuffer(bytearray(features.rows), dtype=torch.bfloat16)
-                newest = rows.view(len(features), -1)[:, -1].long().tolist()
-                check(
-                    newest == list(request.token_ids[features.first : features.end]),
-                    "features are of the tokens that they are said to be of",
-                )
-        return super().propose(requests)
+    def begin(self, request: DraftRequest) -> AutoregressiveDraft | None:
+        features = request.features
+        if features is not None:
+            rows = torch.frombuffer(bytearray(features.rows), dtype=torch.bfloat16)
+            kept = rows.view(len(features), -1)[:, -1].long().tolist()
+            known = request.token_ids[features.first : features.end]
+            check(kept[: len(known)] == list(known), "features are of their tokens")
+        return super().begin(request)

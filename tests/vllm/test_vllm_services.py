@@ -35,7 +35,6 @@ START_S, STEP_S = 240.0, 0.03
     "cell",
     [
         Cell(Rule.TOKEN, 2, "top-k", num_samples=2_400, detects=SOON),
-        Cell(Rule.BLOCK, 3, drafter="eagle", token_ids=(0, 1), num_samples=3_000, detects=SOON),
         Cell(Rule.BLOCK, 3, drafter="heads", token_ids=(0, 1), num_samples=3_000, detects=SOON),
     ],
     ids=str,
@@ -43,8 +42,7 @@ START_S, STEP_S = 240.0, 0.03
 async def test_completions_follow_the_targets_law(
     cell: Cell, tmp_path: Path, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a draft that looks ahead, and with heads that read the target's features, apart from it
-    and on it."""
+    """With a draft that looks ahead, and with heads that read the target's features."""
 
     def narrow(family: str, vocab_size: int) -> Any:
         config = config_of(family)

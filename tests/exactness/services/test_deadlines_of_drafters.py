@@ -11,22 +11,22 @@ from typing import Any
 
 import pytest
 import torch
-from models import tiny_config, tiny_eagle, tiny_eagle3, tiny_exit, tiny_heads, tiny_module, twin
+from models import tiny_config, tiny_eagle3, tiny_exit, tiny_heads, tiny_module, twin
 from rounds import make_head
 from toy_engine import ToyEngine
 
-from draft_service.eagle_drafter import EagleDrafter
+from draft_service.feature_drafter import FeatureDrafter, HeadEngine
 from draft_service.model_drafter import ModelDrafter
 from draft_service.parallel_drafter import ParallelDrafter
 from draft_service.worker import Proposer
 from outrider.drafters import autoregressive_draft
 from outrider.drafters.drafter import DraftDeadline, DraftRequest
-from outrider.drafters.lookup import NgramDrafter
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.hidden_states import Features
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.messages import DraftItem, ProposalReply
+from outrider.models.eagle3 import LoadedEagle3
 from outrider.replica.step_request import Answers
 from outrider.replica.token_budget import TokenBudget
 from outrider.speculation.proposal import Proposal
@@ -42,6 +42,7 @@ FLATTER = 0.01
 """Scales the logits of the random heads, so that they draw many different tokens."""
 QUICK_S, SLOW_S = 1.0, 4.0
 PLAIN = SamplingParams()
+INFO = ModelInfo("tiny", VOCAB, LENGTH, "float64", (), "w", "t")
 TOGETHER = 50
 
 
@@ -105,6 +106,12 @@ def tiny_target() -> Any:
     return module
 
 
+def flat_head(module: Any) -> LoadedEagle3:
+    layer = tiny_eagle3(module, HEAD_IDS)
+    layer.module.lm_head.weight.mul_(FLATTER)
+    return layer
+
+
 def by_target(kind: str) -> Propose:
     module = twin(tiny_target())
     width = module.config.hidden_size
@@ -112,11 +119,9 @@ def by_target(kind: str) -> Propose:
     if kind == "medusa":
         options = {"draft_heads": tiny_heads(module, HEAD_IDS, K)}
     elif kind == "eagle3":
-        layer = tiny_eagle3(module, HEAD_IDS)
-        layer.module.lm_head.weight.mul_(FLATTER)
+        layer = flat_head(module)
         options, width = {"draft_layer": layer}, layer.module.width
-    info = ModelInfo("tiny", VOCAB, LENGTH, "float64", (), "w", "t")
-    engine = PagedEngine(module, info, **options)
+    engine = PagedEngine(module, INFO, **options)
     drafter = self_drafter_of(engine, DRAFT_SUPPORT_ENTRIES)
     assert drafter is not None
     names = [f"s{number}" for number in range(TOGETHER)]
@@ -170,12 +175,13 @@ def by_draft(proposer: Proposer, look_ahead: int = 0, features: Features | None 
 def drafting(kind: str) -> Propose:
     if kind in ("medusa", "early-exit", "eagle3"):
         return by_target(kind)
-    if kind == "eagle":
-        eagle = tiny_eagle(twin(tiny_target()), HEAD_IDS)
-        width = eagle.module.embeddings.shape[1]
+    if kind == "apart":
+        layer = flat_head(twin(tiny_target()))
+        width = layer.module.width
         rows = torch.linspace(-1.0, 1.0, (len(PROMPT) - 1) * width).bfloat16()
         features = Features(0, width, rows.view(torch.uint8).numpy().tobytes())
-        worker = Proposer(EagleDrafter(eagle, NgramDrafter(), sessions_max=TOGETHER))
+        head = HeadEngine(layer, INFO, max_num_seqs=TOGETHER, kv_cache_memory_bytes=2**20)
+        worker = Proposer(FeatureDrafter(layer, head), TokenBudget(512, TOGETHER))
         return by_draft(worker, features=features)
     engine = ToyEngine(VOCAB, DRAFT_SALT)
     drafter = ParallelDrafter(engine, 0) if kind == "parallel" else ModelDrafter(engine)
@@ -193,7 +199,7 @@ def proposed(
     return found
 
 
-KINDS = ("medusa", "early-exit", "eagle3", "eagle", "model", "look-ahead")
+KINDS = ("medusa", "early-exit", "eagle3", "apart", "model", "look-ahead")
 SIBLINGS = (2, 1, 1)
 CELLS = [(kind, ()) for kind in KINDS] + [(kind, SIBLINGS) for kind in (*KINDS[:-1], "parallel")]
 """Chains that are drafted in parallel are drawn together: `test_parallel_drafts.py`."""

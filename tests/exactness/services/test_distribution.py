@@ -22,7 +22,6 @@ from exactness.law import Fit, completion_law, fit
 from models import (
     tiny_config,
     tiny_drafter,
-    tiny_eagle,
     tiny_eagle3,
     tiny_exit,
     tiny_heads,
@@ -30,12 +29,12 @@ from models import (
     twin,
 )
 from mtp_models import mtp_target, tiny_mtp
-from stack import HYBRID, RARE, Stack, running_stack
+from stack import HYBRID, Stack, running_stack
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from coordinator.draft_length.round_cost import Forecast, RoundCosts
-from draft_service.eagle_drafter import EagleDrafter
+from draft_service.feature_drafter import FeatureDrafter, HeadEngine
 from outrider.client import Client, InProcessTransport
 from outrider.drafters.lookup import LookupDrafter, NgramDrafter
 from outrider.drafters.names import LookupKind
@@ -122,7 +121,8 @@ class Cell:
     params: str = "plain"
     drafter: str = "model"
     """`parallel`: a model in one pass, whose last token stands for those to come; `heads`, `exit`,
-    `eagle3` or `mtp`: the target itself; `eagle`: a head that reads its features; or `none`."""
+    `eagle3` or `mtp`: the target itself; `apart`: an EAGLE-3 head that it sends features; or
+    `none`."""
     token_ids: tuple[int, ...] = ()
     """Those of the target's that are drafted; empty = as many as the next one says."""
     draft_vocab_size: int = 3
@@ -167,9 +167,9 @@ CELLS = [
         Rule.TOKEN, 2, "top-k", vocab_size=4, draft_vocab_size=6, siblings=2, num_samples=2_400,
         detects=SOON,
     ),
-    # A head that reads the target's features, in trees.
+    # A head that is sent the target's features, in trees.
     Cell(
-        Rule.TOKEN, 2, drafter="eagle", token_ids=(0, 1), siblings=1, num_samples=3_000,
+        Rule.TOKEN, 2, drafter="apart", token_ids=(0, 1), siblings=1, num_samples=3_000,
         detects=SOON,
     ),
     # An EAGLE-3 head on the target's pages, which knows two of its tokens.
@@ -211,7 +211,7 @@ ADAPTIVE_CELLS = [
             Rule.TOKEN, 3, "plain", drafter, (0, 2, 3), vocab_size=4, grammar=True,
             siblings=int(drafter == "heads"), **FEW,
         )
-        for drafter in ("heads", "exit", "eagle", "eagle3")
+        for drafter in ("heads", "exit", "apart", "eagle3")
     ),
 ]  # fmt: skip
 """What may go wrong where more than the target's answers decides what is drafted, in few samples:
@@ -246,7 +246,7 @@ GRID = [
     *(Cell(rule, 4, draft_seed=3, draft_bits=8, num_tokens=4, **WIDE) for rule in RULES),
     *(
         Cell(rule, 4, params, drafter, (0, 1, 3), vocab_size=4, **WIDE)
-        for drafter in ("heads", "exit", "eagle", "eagle3")
+        for drafter in ("heads", "exit", "apart", "eagle3")
         for rule, params in product(RULES, ("plain", "penalised", "biased"))
     ),
     *(
@@ -293,9 +293,12 @@ def engines_of(cell: Cell, module: Any) -> dict[str, Any]:
         options["draft_layer"] = tiny_eagle3(module, ids)
     elif cell.drafter == "mtp":
         options["draft_layer"] = tiny_mtp(module)
-    elif cell.drafter == "eagle":
-        options["shows_features"] = True
-        found["eagle"] = EagleDrafter(tiny_eagle(module, ids), RARE, sessions_max=CONCURRENCY)
+    elif cell.drafter == "apart":
+        head = tiny_eagle3(module, ids)
+        options |= {"draft_layer": head, "drafts_apart": True}
+        info = ModelInfo("head", module.config.vocab_size, 128, "float32", (), "w", "tiny", ids)
+        engine = HeadEngine(head, info, max_num_seqs=64, kv_cache_memory_bytes=2**20)
+        found["head"] = FeatureDrafter(head, engine)
     elif ids:
         draft = flatter(tiny_drafter(module, ids, seed=cell.draft_seed))
         found["draft_engine"] = engine_of(draft, (), token_ids=ids)
@@ -374,7 +377,8 @@ async def measure(cell: Cell, directory: Path) -> tuple[Fit, int]:
     if cell.drafter == "mtp":
         module = flatter(mtp_target("deepseek_v3", cell.vocab_size))
     else:
-        module = tiny(cell.vocab_size, 3, num_layers=2 if cell.drafter in ("exit", "eagle3") else 1)
+        num_layers = 2 if cell.drafter in ("exit", "eagle3", "apart") else 1
+        module = tiny(cell.vocab_size, 3, num_layers)
     options: dict[str, Any] = {}
     if cell.grammar:
         options = {"text": TokenizerText(letters(), "small"), "grammars": grammars}

@@ -17,6 +17,7 @@ from paged_engines import shorten_pages
 from pages import check_pages
 from stack import Stack, running_stack
 
+from draft_service.feature_drafter import FeatureDrafter, HeadEngine
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.interface import ModelInfo, SequenceStep
@@ -274,6 +275,17 @@ class Counted:
         return found
 
 
+class CountedHead(FeatureDrafter):
+    """Knows how much it drafted."""
+
+    num_tokens = 0
+
+    def propose(self, requests: Sequence[Any]) -> list[Any]:
+        found = super().propose(requests)
+        self.num_tokens += sum(len(one) for one in found if isinstance(one, Proposal))
+        return found
+
+
 TINY_VOCAB = 24
 TINY_PAGES = 28
 """For half of what these tiny sessions hold."""
@@ -294,7 +306,8 @@ def tiny_engine(module: Any, **own: Any) -> Target:
     info = ModelInfo("tiny", TINY_VOCAB, 128, "float64", (), "w", "tiny")
     slot_bytes = 3 * 2 * 2 * 8 * 8
     if (layer := own.get("draft_layer")) is not None:
-        slot_bytes += (2 * 2 * 8 + layer.module.width) * 8
+        pair_width = 0 if own.get("drafts_apart") else 2 * 2 * 8
+        slot_bytes += (pair_width + layer.module.width) * 8
     num_bytes = TINY_PAGES * SMALL_PAGE * slot_bytes
     return Target(module, info, max_num_seqs=CROWD, kv_cache_memory_bytes=num_bytes, **own)
 
@@ -336,6 +349,29 @@ async def test_a_target_that_drafts_itself_writes_what_it_would_without(
         await check_tiny(stack, original)
     assert drafter.num_tokens > CROWD * 12
     check_pages(target)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("siblings", [0, 2])
+async def test_a_head_apart_from_its_target_leaves_the_text_as_it_is(
+    tiny: Any, tmp_path: Path, siblings: int
+) -> None:
+    """Both are short of pages; what either loses is computed, or sent, again."""
+    original, ids = twin(tiny), tuple(range(0, TINY_VOCAB, 2))
+    head = tiny_eagle3(tiny, ids)
+    target = tiny_engine(tiny, draft_layer=head, drafts_apart=True)
+    info = ModelInfo("head", TINY_VOCAB, 128, "float64", (), "w", "tiny", ids)
+    num_bytes = TINY_PAGES * SMALL_PAGE * 2 * 2 * 8 * 8
+    draft = HeadEngine(head, info, max_num_seqs=CROWD, kv_cache_memory_bytes=num_bytes)
+    drafter = CountedHead(head, draft)
+    async with running_stack(
+        target, None, tmp_path, draft_siblings=siblings, head=drafter
+    ) as stack:
+        await check_tiny(stack, original)
+        assert stack.draft._worker.figures.num_preemptions > 0
+    assert drafter.num_tokens > CROWD * 12
+    for engine in (target, draft):
+        check_pages(engine)
 
 
 @pytest.mark.timeout(300)

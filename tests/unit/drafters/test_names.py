@@ -24,11 +24,6 @@ from outrider.errors import SettingError
         ("early-exit:/a,b", DrafterChoice(None, None, "/a,b", "early-exit")),
         ("hybrid:suffix,eagle3:a/b", DrafterChoice(LookupKind.SUFFIX, None, "a/b", "eagle3")),
         ("hybrid:suffix,mtp", DrafterChoice(LookupKind.SUFFIX, None, "mtp", "mtp")),
-        ("eagle:a", DrafterChoice(None, DraftModel("a", reads_features=True))),
-        (
-            "hybrid:ngram,eagle:a",
-            DrafterChoice(LookupKind.NGRAM, DraftModel("a", reads_features=True)),
-        ),
     ],
 )
 def test_a_name_says_who_proposes(name: str, choice: DrafterChoice) -> None:
@@ -45,6 +40,7 @@ def test_a_name_says_who_proposes(name: str, choice: DrafterChoice) -> None:
         ("hybrid:demo,suffix", "LOOKUP `ngram` or `suffix`"),
         ("hybrid:suffix,hybrid:ngram,demo", "its second part must be a model"),
         ("medusa:", "the directory of the heads is missing"),
+        ("hybrid:suffix,eagle:a", "heads of the kind `eagle` are not served any more"),
     ],
 )
 def test_a_name_that_is_none_is_refused_with_those_that_are(name: str, says: str) -> None:

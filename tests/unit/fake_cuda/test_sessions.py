@@ -13,14 +13,14 @@ import pytest
 import torch
 from constrained import CONSTRAINTS, grammar, grammars, hf_tokenizer
 from fake_cuda import BACKEND, CUDA, VOCAB, DeviceWatch, fake_engine, to_device
-from models import tiny_config, tiny_eagle, tiny_exit, tiny_heads, tiny_module
+from models import tiny_config, tiny_eagle3, tiny_exit, tiny_heads, tiny_module
 from rounds import GREEDY, PENALISED, make_head
 
-from draft_service.eagle_drafter import EagleDrafter
+from draft_service.feature_drafter import FeatureDrafter, HeadEngine
 from draft_service.model_drafter import ModelDrafter
 from draft_service.worker import Proposer
 from outrider.drafters import autoregressive_draft
-from outrider.drafters.lookup import LookupDrafter
+from outrider.engine.interface import ModelInfo
 from outrider.hidden_states import Features
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.messages import DraftItem, ProposalReply, RoundHead, VerdictReply, VerifyItem
@@ -53,27 +53,32 @@ _sessions = count(1)
 @cache
 def verifier(kind: str = "") -> Verifier:
     module = tiny_module(tiny_config("llama", VOCAB))
-    make: Any = {"heads": tiny_heads, "exit": tiny_exit}.get(kind)
+    make: Any = {"heads": tiny_heads, "exit": tiny_exit, "apart": tiny_eagle3}.get(kind)
     head = None if make is None else make(module, range(0, VOCAB, 2))
     if head is not None:
         to_device(head.module)
-    options = {"heads": {"draft_heads": head}, "exit": {"exit_head": head}}.get(kind, {})
+    options: Any = {
+        "heads": {"draft_heads": head},
+        "exit": {"exit_head": head},
+        "apart": {"draft_layer": head, "drafts_apart": True},
+    }.get(kind, {})
     engine = fake_engine(to_device(module), BACKEND, **options)
     drafters: Any = {
         "heads": lambda: HeadDrafter(head, DRAFT_SUPPORT_ENTRIES),
         "exit": lambda: ExitDrafter(head, engine, DRAFT_SUPPORT_ENTRIES),
     }
-    drafter = drafters[kind]() if kind else None
+    drafter = drafters[kind]() if kind in drafters else None
     return Verifier(engine, TokenBudget(2**20, 1024), drafter, perf_counter, grammars())
 
 
 @cache
 def proposer(kind: str = "") -> Proposer:
-    if kind == "eagle":
-        eagle = tiny_eagle(tiny_module(tiny_config("llama", VOCAB)), range(0, VOCAB, 2))
-        to_device(eagle.module)
-        lookup = LookupDrafter(lambda _: pytest.fail("features have come"))
-        return Proposer(EagleDrafter(eagle, lookup, sessions_max=1024))
+    if kind == "apart":
+        head = tiny_eagle3(tiny_module(tiny_config("llama", VOCAB)), range(0, VOCAB, 2))
+        to_device(head.module)
+        info = ModelInfo("head", VOCAB, 64, "float32", (), "w", "t", head.token_ids)
+        own = HeadEngine(head, info, max_num_seqs=1024, kv_cache_memory_bytes=2**26)
+        return Proposer(FeatureDrafter(head, own), TokenBudget(2**20, 1024), grammars())
     module = to_device(tiny_module(tiny_config("llama", VOCAB)))
     engine = fake_engine(module, BACKEND)
     return Proposer(ModelDrafter(engine), TokenBudget(2**20, 1024), grammars())
@@ -169,16 +174,16 @@ def drafts(
     return begun
 
 
-def eagle(num: int) -> Callable[[], None]:
+def apart(num: int) -> Callable[[], None]:
     """Two tokens for each, behind features of two more."""
     sessions = [next(_sessions) for _ in range(num)]
 
     def propose(tokens: tuple[int, ...], held: int, first: int) -> None:
-        rows = Features(first, 32, bytes(2 * 32 * (len(tokens) - 1 - first)))
+        rows = Features(first, 24, bytes(2 * 24 * (len(tokens) - 1 - first)))
         heads = [
             head(tokens, one, Rule.TOKEN, WARM, held=held, round_index=held) for one in sessions
         ]
-        answers = proposer("eagle").step([DraftItem(one, 2, features=rows) for one in heads])
+        answers = proposer("apart").step([DraftItem(one, 2, features=rows) for one in heads])
         assert all(len(one.proposal.token_ids) == 2 for one in answers)
 
     propose((65, 66, 67), 0, 0)
@@ -214,7 +219,7 @@ CASES: dict[str, tuple[Case, tuple[int, int, int]]] = {
     "masked": (constrained(verdicts, Rule.TOKEN), (1, 3, 14)),
     "tree": (verdicts(Rule.COUPLED, FILTERED, TREE), (1, 4, 14)),
     "tree of q": (verdicts(Rule.TOKEN, FILTERED, TREE, drafted=(97, 98, 105)), (1, 2, 10)),
-    "features": (verdicts(Rule.TOKEN, FILTERED, kind="heads", wants_features=True), (2, 4, 17)),
+    "features": (verdicts(Rule.TOKEN, FILTERED, kind="apart", features_from=0), (2, 5, 20)),
     "heads": (verdicts(Rule.TOKEN, WARM, kind="heads", num_next_draft_tokens=2), (3, 7, 92)),
     "early exit": (verdicts(Rule.TOKEN, WARM, kind="exit", num_next_draft_tokens=2), (3, 7, 91)),
     "drafts by token": (drafts(Rule.TOKEN, WARM), (2, 4, 50)),
@@ -225,7 +230,7 @@ CASES: dict[str, tuple[Case, tuple[int, int, int]]] = {
     "drafts masked and not": (constrained(drafts, Rule.COUPLED, is_mixed=True), (4, 4, 66)),
     "siblings": (drafts(Rule.TOKEN, FILTERED, siblings=(1, 1)), (2, 2, 18)),
     "drafts filtered": (drafts(Rule.TOKEN, FILTERED), (2, 4, 56)),
-    "eagle": (eagle, (2, 8, 205)),
+    "apart": (apart, (2, 11, 113)),
     "ahead token": (ahead(Rule.TOKEN, WARM), (5, 10, 120)),
     "ahead coupled": (ahead(Rule.COUPLED, WARM), (5, 10, 132)),
     "ahead greedy": (ahead(Rule.GREEDY, GREEDY), (5, 6, 66)),
@@ -233,7 +238,7 @@ CASES: dict[str, tuple[Case, tuple[int, int, int]]] = {
 """Reads, sends and operators for 1 and for 16 sessions, and so for any number: the most that may be
 needed, beside those of the library's modules, with a pass of a model of two layers, or two passes
 for two drafts, or five for proposals that are looked ahead of."""
-OPERATORS_A_SESSION = {"eagle": 11}
+OPERATORS_A_SESSION = {"apart": 11}
 """Beside those: it keeps what attention sees of each session in tensors of its own."""
 
 

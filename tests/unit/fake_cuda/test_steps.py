@@ -11,7 +11,7 @@ from itertools import count
 
 import pytest
 from fake_cuda import BACKEND, VOCAB, DeviceWatch, fake_engine, to_device
-from models import tiny_config, tiny_eagle3, tiny_exit, tiny_module
+from models import tiny_config, tiny_eagle3, tiny_exit, tiny_heads, tiny_module
 
 from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_engine import PagedEngine
@@ -28,10 +28,11 @@ def engine(kind: str) -> PagedEngine:
         layer = tiny_eagle3(module, range(VOCAB))
         to_device(layer.module)
         return fake_engine(to_device(module), BACKEND, draft_layer=layer)
-    exit_head = tiny_exit(module, range(VOCAB))
-    to_device(exit_head.module)
+    exit_head, heads = tiny_exit(module, range(VOCAB)), tiny_heads(module, range(VOCAB))
+    for own in (exit_head, heads):
+        to_device(own.module)
     backend = None if kind == "gathered" else BACKEND
-    return fake_engine(to_device(module), backend, exit_head=exit_head, shows_features=True)
+    return fake_engine(to_device(module), backend, exit_head=exit_head, draft_heads=heads)
 
 
 def grown(engine: PagedEngine, num: int, length: int = 5) -> list[str]:

@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 import torch
 from models import (
-    save_tiny_eagle,
     save_tiny_exit,
     save_tiny_heads,
     save_tiny_model,
     tiny_config,
-    tiny_eagle,
     tiny_exit,
     tiny_heads,
     tiny_module,
@@ -28,15 +26,14 @@ from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError
 from outrider.models.drafter_checkpoint import DESCRIPTION_FILE, WEIGHTS_FILE
-from outrider.models.eagle import load_eagle
 from outrider.models.early_exit import load_exit
 from outrider.models.loading import load_model
 from outrider.models.medusa import load_heads_apart
 from outrider.models.module_replacement import speed_up
 
 HEAD_IDS = (1, 4, 5, 9, 20)
-SAVE = {"medusa": save_tiny_heads, "early-exit": save_tiny_exit, "eagle": save_tiny_eagle}
-MAKE = {"medusa": tiny_heads, "early-exit": tiny_exit, "eagle": tiny_eagle}
+SAVE = {"medusa": save_tiny_heads, "early-exit": save_tiny_exit}
+MAKE = {"medusa": tiny_heads, "early-exit": tiny_exit}
 
 
 @dataclass
@@ -47,8 +44,6 @@ class Case:
 
     def load(self, target: Path | None = None) -> Any:
         target = target or self.target
-        if self.kind == "eagle":
-            return load_eagle(self.saved, target, name="head", target="tiny")[0]
         if self.kind == "medusa":
             return load_heads_apart(self.saved, target, name="head", target="tiny")
         module, _ = load_model(target)
@@ -57,15 +52,10 @@ class Case:
 
     def answers(self, module: Any, rows: torch.Tensor) -> torch.Tensor:
         """Of features [3, D] before tokens."""
-        token_ids, found = torch.tensor([1, 2, 3]), None
-        match self.kind:
-            case "medusa":
-                found = [module.advance(depth, rows, token_ids) for depth in range(2)]
-            case "early-exit":
-                found = [module(rows)]
-            case _:
-                found = list(module.unroll(rows[None], token_ids[None], 1))
-        return torch.stack(found)
+        token_ids = torch.tensor([1, 2, 3])
+        if self.kind == "early-exit":
+            return module(rows)  # type: ignore[no-any-return]
+        return torch.stack([module.advance(depth, rows, token_ids) for depth in range(2)])
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +104,7 @@ def _drop(name: str) -> Callable[[dict[str, torch.Tensor]], Any]:
     [
         ("medusa", _drop("heads.1.gate_up.weight"), "lack the weights heads.1.gate_up.weight"),
         ("medusa", _put("heads.0.down.weight", 0.0), "heads.0.gate_up.weight does not fit"),
-        ("eagle", _put("layer.out.weight", 0.0), "layer.out.weight does not fit"),
-        ("eagle", _fill("layer.out.weight.scale", torch.nan), "layer.out.weight does"),
+        ("medusa", _fill("heads.0.down.weight.scale", torch.nan), "heads.0.down.weight does"),
         ("early-exit", _put("num_layers", 1.0), "num_layers is no whole number"),
         (
             "early-exit",
@@ -135,7 +124,7 @@ def test_broken_files_are_refused(
         case.load()
 
 
-@pytest.mark.parametrize("case", ["eagle"], indirect=True)
+@pytest.mark.parametrize("case", ["medusa"], indirect=True)
 def test_heads_for_another_vocabulary_are_refused(case: Case) -> None:
     path = case.saved / DESCRIPTION_FILE
     path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 99}))

@@ -16,6 +16,7 @@ from outrider.hidden_states import Features
 from outrider.limits import (
     DEADLINE_MS_MAX,
     DRAFT_DEADLINE_MS_MAX,
+    FEATURES_BYTES_MAX,
     FEATURES_MAX,
     FEATURES_WIDTH_MAX,
     LOGPROBS_MAX,
@@ -138,7 +139,7 @@ VERIFY_ITEMS = st.builds(
     st.none() | st.integers(0, LOGPROBS_MAX),
     st.integers(0, NUM_DRAFT_TOKENS_MAX),
     st.lists(st.integers(0, SIBLINGS_MAX), max_size=2).map(tuple),
-    st.booleans(),
+    st.none() | st.integers(0, SESSION_TOKENS_MAX),
     st.integers(0, 1000 * DRAFT_DEADLINE_MS_MAX),
     st.booleans(),
 )
@@ -334,6 +335,8 @@ def test_limits_of_draft_items_from_both_sides(field: str, most: int) -> None:
     ("width", "num_bytes", "field"),
     [
         (2, 4 * FEATURES_MAX, None),
+        (2**13, FEATURES_BYTES_MAX, None),
+        (2**13, FEATURES_BYTES_MAX + 2**14, "features.rows"),
         (2, 4 * FEATURES_MAX + 4, "features.rows"),
         (2, 6, "features.rows"),
         (2, 0, "features.rows"),

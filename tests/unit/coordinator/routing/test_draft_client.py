@@ -23,7 +23,7 @@ from session_links import (
 )
 
 from coordinator.draft_length.policy import RoundLength
-from coordinator.routing.draft_client import DraftClient, FeatureWindow, PushedProposals
+from coordinator.routing.draft_client import DraftClient, PushedProposals
 from coordinator.routing.drafts import NextWanted, SessionLookup
 from outrider.config import DraftConfig
 from outrider.drafters.drafter import DraftRequest
@@ -63,31 +63,58 @@ async def test_a_draft_reads_the_prompt_once() -> None:
 
 
 async def test_a_draft_that_reads_features_is_sent_what_it_lacks() -> None:
-    """What it has not answered to; all that are kept where it asks for a resync."""
+    """It is asked once it can run all tokens, and the look-up drafts until then: while the prompt
+    comes with several verdicts, and again where it has forgotten the session, or was away."""
 
-    def resync(item: Any) -> Resync:
-        return Resync(item.head.key, 0, 0)
+    def answer(item: Any) -> ProposalReply | Resync:
+        nonlocal held
+        if item.head.base_length > held:
+            return Resync(item.head.key, held, one.tokens.digest(held))
+        if item.features is not None:
+            assert item.features.first <= max(0, held - 1)
+            held = max(held, item.features.end + 1)
+        found = (
+            proposal(item) if held == one.length else proposal(replace(item, num_draft_tokens=0))
+        )
+        return replace(found, cached_length=held)
 
-    def shown(place: int) -> VerdictReply:
-        key = ReplyKey("0" * 32, 0, 0)
-        features = Features(place, 1, bytes([place, 0]))
-        return VerdictReply(key, Verdict((), (9,)), 0, features=features)
-
-    link = ScriptedLink(proposal, proposal, resync, proposal, LinkLost("down"), None)
+    held, sources, wanted = 0, [], []
+    link = ScriptedLink()
     link.description = replace(TOY, reads_features=True)
     one = session()
     draft = draft_of(link, one=one)
-    wanted = draft.next_wanted(RoundLength(2, 0), 9)
-    assert wanted == NextWanted(features=True)
-    for index in range(5):
-        await draft.propose(index, asked(1), NOISE)
-        draft.hear(shown(3 + index))
-        one.decide((9,), Counters())
+    draft.prefill(3)
+    for index in range(18):
+        link.script = [answer, answer]
+        match index:
+            case 6:
+                held = 2
+            case 9:
+                link.script = [LinkLost("down")]
+            case 12:
+                await asyncio.sleep(RETRY_S)
+        if index > 0:
+            drafted = await draft.propose(index, asked(1), NOISE)
+            await asyncio.sleep(0.001)  # What is not waited for comes before the next round.
+            sources.append(drafted.source == "replica")
+            assert drafted.num_asked == (1 if sources[-1] else 0)
+        first = draft.next_wanted(RoundLength(1, 0, next_max=1), 9).features_from
+        wanted.append(first)
+        features = None
+        if first is not None and first < one.length:
+            features = Features(first, 1, bytes(2 * (min(one.length, first + 3) - first)))
+        key = ReplyKey("0" * 32, 0, 0)
+        draft.hear(VerdictReply(key, Verdict((), (9,)), 0, features=features))
         draft.settle(one.length)
-    await asyncio.sleep(RETRY_S)
-    await draft.propose(5, asked(1), NOISE)
+        one.decide((9,), Counters())
+    assert draft.next_wanted(RoundLength(1, 0), 9) == NextWanted()
     sent = [item.features and (item.features.first, item.features.end) for item in link.sent]
-    assert sent == [None, (3, 4), (4, 5), (3, 5), (5, 6), (5, 8)]
+    assert wanted == [0, 3, 5, 6, 7, 8, 1, 4, 7, *[None] * 3, 7, 10, 13, 16, 19, 20]
+    assert sources == [False, *[True] * 4, *[False] * 10, True, True]
+    assert sent == [
+        (0, 3), (3, 5), (5, 6), (6, 7), (7, 8), (8, 9), (1, 4), (4, 7), (7, 10), None,
+        (7, 10), (10, 13), (13, 16), (16, 19), (19, 20),
+    ]  # fmt: skip
 
 
 async def test_a_silent_draft_costs_one_wait_and_is_used_again_when_it_answers() -> None:
@@ -247,46 +274,6 @@ async def test_a_proposal_without_its_q_is_not_passed_on() -> None:
     draft = draft_of(link, one=session(rule=Rule.TOKEN))
     drafted = await draft.propose(1, asked(3), RoundNoise(3, Rule.TOKEN, len(PROMPT)))
     assert drafted.source == "fallback"
-
-
-def rows(first: int, end: int, mark: int = 0) -> Features:
-    """Each row names its place."""
-    return Features(
-        first, 2, b"".join(bytes([p % 256, p // 256, mark, 0]) for p in range(first, end))
-    )
-
-
-def test_the_newest_are_kept_and_told_once() -> None:
-    window = FeatureWindow()
-    assert window.news is None
-    window.put(rows(5, 7), 5 + 1)
-    assert window.news == rows(5, 7)
-    window.tell()
-    assert window.news is None
-    window.put(rows(7, 10), 7 + 1)
-    assert window.news == rows(7, 10)
-    window.told = 0
-    assert window.news == rows(5, 10)
-
-
-def test_behind_a_gap_it_begins_anew_and_what_comes_later_stands() -> None:
-    window = FeatureWindow()
-    window.put(rows(5, 7), 5 + 1)
-    window.put(rows(9, 11), 9 + 1)
-    assert window.news == rows(9, 11)
-    window.put(rows(10, 12, mark=1), 10 + 1)
-    found = window.news
-    assert found is not None
-    assert found.since(9) == Features(9, 2, rows(9, 10).rows + rows(10, 12, mark=1).rows)
-    window.put(Features(12, 3, bytes(6)), 13)  # Of another width: another target's.
-    assert window.news == Features(12, 3, bytes(6))
-
-
-def test_what_cannot_be_of_the_round_is_left_out() -> None:
-    window = FeatureWindow()
-    for committed_length in (5, 7):
-        window.put(rows(5, 7), committed_length)
-    assert window.news is None
 
 
 BYTES = 10_000

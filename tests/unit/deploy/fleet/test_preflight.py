@@ -16,7 +16,6 @@ import pytest
 from models import (
     MAX_MODEL_LEN,
     byte_level_tokenizer,
-    save_tiny_eagle,
     save_tiny_eagle3,
     save_tiny_exit,
     save_tiny_heads,
@@ -130,17 +129,20 @@ def test_a_target_has_the_heads_that_were_made_for_it(
             resolved(model, draft_model=named)
 
 
-def test_a_draft_that_reads_features_has_a_target_that_shows_them(
-    tiny: Path, tmp_path: Path
-) -> None:
-    eagle = save_tiny_eagle(tmp_path / "eagle", tiny, (1, 2, 5))
-    config = resolved(tiny, draft_model=f"hybrid:ngram,eagle:{eagle}")
-    assert config.target.shows_features
-    assert not resolved(tiny).target.shows_features
-    assert (config.draft.directory, config.draft.target_directory) == (str(eagle), str(tiny))
-    for named, message in ((str(eagle), "draft heads go by `eagle:"), (f"eagle:{tiny}", "drafter")):
-        with pytest.raises(SettingError, match=f"draft_model: .*{message}"):
-            resolved(tiny, draft_model=named)
+def test_a_head_may_run_on_draft_replicas(tiny: Path, tmp_path: Path) -> None:
+    """Both roles are told where it is. Nothing else has a place to choose."""
+    head = save_tiny_eagle3(tmp_path / "head", tiny, (1, 2, 5))
+    for given in (str(head), f"hybrid:ngram,{head}"):
+        config = resolved(tiny, draft_model=given, eagle3_on="draft")
+        target, draft = config.target, config.draft
+        assert (target.heads_kind, target.heads_directory) == ("eagle3", str(head))
+        assert target.shows_features
+        assert (draft.directory, draft.target_directory) == (str(head), str(tiny))
+        assert (config.coordinator.lookup is not None) == given.startswith("hybrid")
+        assert not resolved(tiny, draft_model=given).target.shows_features
+    for other in ("suffix", str(tiny), "quantized:8"):
+        with pytest.raises(SettingError, match=f"^eagle3_on: .*{other} is no EAGLE-3 head"):
+            resolved(tiny, draft_model=other, eagle3_on="draft")
 
 
 @pytest.mark.parametrize("save", [save_tiny_eagle3, save_tiny_raw_eagle3])
@@ -204,14 +206,14 @@ def test_mtp_layers_are_the_targets_own(tiny: Path, tmp_path: Path) -> None:
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"look_ahead": 4}, "look_ahead"),
         ({"engine": "emulated:vocab_size=8"}, "draft_model"),
-        ({"draft_model": "eagle:heads", "draft_tensor_parallel_size": 2},
+        ({"draft_model": "eagle3:heads", "eagle3_on": "draft", "draft_tensor_parallel_size": 2},
          "draft_tensor_parallel_size"),
     ],
 )  # fmt: skip
 def test_what_reading_the_target_does_not_go_with_is_refused(
     settings: dict[str, object], key: str
 ) -> None:
-    with pytest.raises(SettingError, match=rf"^{key}: .*(medusa|eagle):heads"):
+    with pytest.raises(SettingError, match=rf"^{key}: .*(medusa|eagle3):heads"):
         load_config({"draft_model": "medusa:heads", **settings}, {})
 
 

@@ -128,11 +128,16 @@ def test_gpus_are_shared_out(gpus: float, settings: str, target: float, draft: f
 
 def test_coordinators_are_replaced_where_what_drafts_is_of_another_kind() -> None:
     """Behind the others: they have learned from the first ones what these can do."""
-    kinds = ["a", "b", "medusa:a", "early-exit:a", "eagle:a", "eagle:b", "suffix"]
-    plans = [spec(engine="transformers", model="m", draft_model=one).plans for one in kinds]
-    a, b, medusa, early, eagle, eagle_b, suffix = (one["coordinator"] for one in plans)
-    assert (a, medusa, eagle) == (b, early, eagle_b)
-    assert len({a, medusa, eagle, suffix}) == 4
+    kinds = ["a", "b", "medusa:a", "early-exit:a", "eagle3:a", "suffix"]
+    given: dict[str, Any] = {"engine": "transformers", "model": "m"}
+    plans = [spec(**given, draft_model=one).plans for one in kinds]
+    apart, apart_b = (
+        spec(**given, draft_model=f"eagle3:{one}", eagle3_on="draft").plans["coordinator"]
+        for one in "ab"
+    )
+    a, b, medusa, early, eagle3, suffix = (one["coordinator"] for one in plans)
+    assert (a, medusa, medusa, apart) == (b, early, eagle3, apart_b)
+    assert len({a, medusa, apart, suffix}) == 4
 
 
 @pytest.mark.parametrize(
@@ -170,7 +175,7 @@ def test_models_are_apart_where_neither_waits_for_the_other(
         ({"look_ahead": 5}, False, 5),
         ({"look_ahead": 0}, True, 0),
         ({"draft_model": "suffix"}, True, 0),
-        ({"draft_model": "eagle:head"}, True, 0),
+        ({"draft_model": "eagle3:head", "eagle3_on": "draft"}, True, 0),
     ],
 )
 def test_a_draft_looks_ahead_where_it_takes_nothing_from_the_target(

@@ -1,0 +1,164 @@
+"""Drafting with an EAGLE-3 head apart from its target, which sends what the head makes of its
+layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draft_service.model_drafter import ModelDrafter
+from outrider.drafters.autoregressive_draft import AutoregressiveDraft
+from outrider.drafters.drafter import DraftRequest
+from outrider.engine.batch import HeldSequence
+from outrider.engine.draft_layer import PairLayer, pair_shape
+from outrider.engine.interface import ModelInfo, SequenceStep
+from outrider.engine.paged_sequences import PagedSequences
+from outrider.errors import BadRequest, InvariantError, OutriderError, check
+from outrider.kv_cache.block_pool import BlockPool
+from outrider.kv_cache.storage import KVCache, pages_in
+from outrider.limits import DRAFT_SUPPORT_ENTRIES, PAGE_SIZE
+from outrider.models.eagle3 import LoadedEagle3
+from outrider.speculation.proposal import Proposal
+
+
+class HeadEngine(PagedSequences):
+    """An `Engine` whose slots hold pairs of a head, and whose passes are told the features."""
+
+    def __init__(
+        self, head: LoadedEagle3, info: ModelInfo, *, max_num_seqs: int, kv_cache_memory_bytes: int
+    ) -> None:
+        """At most `max_num_seqs` sequences in one step; pages for at most `kv_cache_memory_bytes`,
+        and no more than so many sequences of full length fill."""
+        weight = head.module.embed_tokens.weight
+        shape = pair_shape(head.module, weight.dtype, weight.device)
+        longest = max_num_seqs * -(-info.max_model_len // PAGE_SIZE)
+        num_pages = min(pages_in(kv_cache_memory_bytes, [shape]), longest)
+        self.info = replace(info, max_model_len=min(info.max_model_len, num_pages * PAGE_SIZE))
+        cache = KVCache([shape], num_pages)
+        self._layer = PairLayer(head.module, cache.layers[0], PAGE_SIZE)
+        self._use_pool(BlockPool(num_pages, PAGE_SIZE), cache, max_num_seqs)
+
+    def forward(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
+        """Nothing: a pass needs features."""
+        raise InvariantError("a head's pass needs features")
+
+    def run(self, steps: Sequence[SequenceStep], features: Tensor) -> Tensor:
+        """As `Engine.forward`, with the features [T, D] of the tokens before each of the T new
+        ones, any for a sequence's first; returns what the head puts out, [L, D], for the last token
+        of each of the L steps that want a logit."""
+        check(all(step.num_logits <= 1 for step in steps), "a head is asked for its last token")
+        ends = [end - 1 for end in accumulate(len(step.token_ids) for step in steps)]
+        wanted = [index for index, step in enumerate(steps) if step.num_logits]
+
+        def run(sequences: Sequence[HeldSequence]) -> Tensor:
+            self._layer.write(sequences, features)
+            if not wanted:
+                return features[:0]
+            newest = features[[ends[index] for index in wanted]]
+            return self._layer.draft([_last(sequences[index]) for index in wanted], [*newest])
+
+        return self._run(run, steps)[0]
+
+    def draft(self, steps: Sequence[SequenceStep], features: Sequence[Tensor]) -> Tensor:
+        """What the head puts out [N, D] for one drafted token of each of N sequences, of features
+        [D]. The slots are never shared, and given back by `keep` before the next `run`."""
+        rows, _ = self._run(lambda held: self._layer.draft(held, features), steps, whole=False)
+        return rows
+
+
+def _last(held: HeldSequence) -> HeldSequence:
+    """Its step's last token alone."""
+    *before, newest = held.step.token_ids
+    step = SequenceStep(held.step.sequence_id, (newest,), 1)
+    return HeldSequence(step, held.length + len(before), held.pages)
+
+
+class _HeadDraft(AutoregressiveDraft):
+    """What its next token is drawn from."""
+
+    carried: Tensor
+    """[D]: what stands for the feature of its newest token's predecessor."""
+
+
+class FeatureDrafter(ModelDrafter):
+    """A `ModelDrafter` whose engine holds committed tokens alone after `propose`: those whose
+    features have come with its requests. Where some are missing nothing is proposed. No session
+    looks ahead."""
+
+    looks_ahead = False
+    engine: Any
+
+    def __init__(
+        self, head: LoadedEagle3, engine: HeadEngine, entries_max: int = DRAFT_SUPPORT_ENTRIES
+    ) -> None:
+        super().__init__(engine, entries_max)
+        self._head = head.module
+
+    def propose(
+        self, requests: Sequence[DraftRequest | AutoregressiveDraft]
+    ) -> list[Proposal | OutriderError | AutoregressiveDraft]:
+        """See `ModelDrafter.propose`."""
+        found = super().propose(requests)
+        for request, result in zip(requests, found, strict=True):
+            if not isinstance(result, AutoregressiveDraft):
+                asked = request.request if isinstance(request, AutoregressiveDraft) else request
+                length = len(asked.token_ids)
+                if self.engine.length(asked.session_id) > length:
+                    self.engine.keep(asked.session_id, length)
+        return found
+
+    def begin(self, request: DraftRequest) -> AutoregressiveDraft | None:
+        """See `ModelDrafter.begin`: of the committed tokens those are run whose features are known,
+        and where that is not all, nothing is drawn. Raises `BadRequest` for features that cannot be
+        this head's."""
+        draft = super().begin(request)
+        if draft is None:
+            return None
+        held, features = self.engine.length(request.session_id), request.features
+        if features is None:
+            return None
+        width, length = self._head.width, request.noise.committed_length
+        if features.width != width:
+            raise BadRequest("features.width", f"{features.width} given; the head's has {width}")
+        if features.end >= length:
+            raise BadRequest("features", f"are of places up to {features.end}, of {length} tokens")
+        unseen = draft.unseen[: max(0, features.end + 1 - held)]
+        if not unseen or features.first >= max(1, held):
+            return None
+        num_wanted = draft.num_wanted if len(unseen) == len(draft.unseen) else 0
+        return _HeadDraft(request, num_wanted, unseen)
+
+    def _pass(self, branches: Sequence[Any], beside: Sequence[SequenceStep] = ()) -> list[Tensor]:
+        """Those that have begun go on from what they carry, beside the others."""
+        fresh = [branch for branch in branches if not branch.token_ids]
+        begun = [branch for branch in branches if branch.token_ids]
+        hidden = []
+        if fresh:
+            rows = torch.cat([self._rows(branch) for branch in fresh])
+            weight = self._head.embed_tokens.weight
+            hidden.append(self.engine.run([*map(self._step, fresh)], rows.to(weight)))
+        if begun:
+            carried = [branch.carried for branch in begun]
+            hidden.append(self.engine.draft([*map(self._step, begun)], carried))
+        rows = torch.cat(hidden)
+        drawing = [branch for branch in (*fresh, *begun) if branch.num_wanted > 0]
+        for branch, row in zip(drawing, self._head.carry(rows), strict=True):
+            branch.carried = row
+        logits = self._head.logits(rows)
+        found = {id(branch): logits[row : row + 1] for row, branch in enumerate(drawing)}
+        return [found.get(id(branch), logits[:0]) for branch in branches]
+
+    def _rows(self, branch: AutoregressiveDraft) -> Tensor:
+        """[T, D], bfloat16: the features of the tokens before those that are run."""
+        features, held = branch.request.features, self.engine.length(branch.sequence_id)
+        if features is None:
+            raise InvariantError("a pass without features")
+        rows = torch.frombuffer(bytearray(features.rows), dtype=torch.bfloat16)
+        rows = rows.view(len(features), features.width)
+        places = torch.arange(held, held + len(branch.unseen)) - 1
+        return rows[places.clamp(min=0) - features.first]

@@ -1,0 +1,276 @@
+"""A head that drafts apart from its target, from features that this sends: rounds of both
+services."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from models import flat_module, tiny_eagle3, twin
+from pages import check_pages
+from rounds import RULES, Listener, Replica, ask, make_head, outcome_of
+
+from draft_service.feature_drafter import FeatureDrafter, HeadEngine
+from draft_service.service import DraftService
+from outrider import hidden_states
+from outrider.engine.interface import ModelInfo
+from outrider.engine.paged_engine import PagedEngine
+from outrider.hidden_states import Features
+from outrider.limits import PAGE_SIZE
+from outrider.messages import DraftItem, ProposalReply, Refused, Resync, VerdictReply, VerifyItem
+from outrider.models.eagle3 import LoadedEagle3
+from outrider.replica.executors import InlineExecutor
+from outrider.speculation.draft_sampling import draw_from_logits
+from outrider.speculation.logits_processing import DraftVocabulary, TokenHistory
+from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.transport.link import MemoryLink
+
+VOCAB, LENGTH = 24, 120
+PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
+HEAD_IDS = tuple(range(0, VOCAB, 2))
+SEED = 11
+TOLERANCE = 1e-2
+"""Of features in bfloat16, beside those of the library."""
+
+
+@dataclass
+class Pair:
+    """A target that keeps features, its module once more, and a draft that reads them."""
+
+    module: Any
+    head: LoadedEagle3
+    target: Replica
+    engine: HeadEngine
+    draft: MemoryLink
+    proposals: Listener
+    held: dict[int, int] = field(default_factory=dict)
+    """Tokens that the draft has of each session."""
+
+    async def verify(
+        self, tokens: Sequence[int], proposal: SealedProposal, first: int | None, **head: Any
+    ) -> VerdictReply:
+        reply = await self.target.ask(
+            VerifyItem(
+                make_head(tokens, seed=SEED, prompt_length=len(PROMPT), **head),
+                proposal,
+                features_from=first,
+            )
+        )
+        assert isinstance(reply, VerdictReply), reply
+        return reply
+
+    def item(
+        self, tokens: Sequence[int], features: Features | None, num: int = 3, **options: Any
+    ) -> DraftItem:
+        siblings, session = options.pop("siblings", ()), options.setdefault("session", 1)
+        held = min(self.held.get(session, 0), len(tokens) - 1)
+        head = make_head(tokens, held, seed=SEED, prompt_length=len(PROMPT), **options)
+        return DraftItem(head, num, siblings=siblings, features=features)
+
+    async def propose(self, *asked: Any, **options: Any) -> ProposalReply:
+        item = self.item(*asked, **options)
+        reply = await ask(self.draft, self.proposals, item)
+        assert isinstance(reply, ProposalReply), reply
+        self.held[options.get("session", 1)] = reply.cached_length
+        return reply
+
+    def features(self, tokens: Sequence[int], first: int, end: int | None = None) -> Features:
+        """Of these places, by the library's own pass; as they travel."""
+        states = self.module(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        taps = torch.cat([states[index][0] for index in self.head.module.layer_ids], -1)
+        rows = self.head.module.fuse(taps)[first : len(tokens) - 1 if end is None else end]
+        rows = rows.detach().bfloat16()
+        return Features(first, rows.shape[1], rows.view(torch.uint8).numpy().tobytes())
+
+    def expected(
+        self, tokens: Sequence[int], rows: bytes, rule: Rule, sampling: SamplingParams, num: int = 3
+    ) -> Proposal:
+        """By the head's own chains over all features at once."""
+        numbers = torch.frombuffer(bytearray(rows), dtype=torch.bfloat16)
+        features = numbers.view(1, -1, self.head.module.width).double()
+        assert features.shape[1] == len(tokens) - 1
+        noise, drafted, q = RoundNoise(SEED, rule, len(tokens)), list(tokens), []
+        for depth in range(num):
+            behind = torch.tensor([drafted[1:]])
+            *_, hidden = self.head.module.unroll(features, behind, depth + 1)
+            history = TokenHistory(PROMPT, tuple(drafted[len(PROMPT) :]))
+            [(token_id, distribution)], _ = draw_from_logits(
+                self.head.module.logits(hidden[:, -1]), sampling, [noise], [depth],
+                history=history, vocabulary=DraftVocabulary.of(HEAD_IDS),
+            )  # fmt: skip
+            drafted.append(token_id)
+            q.append(distribution)
+        token_ids = tuple(drafted[len(tokens) :])
+        return Proposal(token_ids, tuple(q) if rule.needs_q else ())
+
+
+@asynccontextmanager
+async def running(num_pages: int = 64) -> AsyncIterator[Pair]:
+    module = flat_module(VOCAB, LENGTH)
+    original = twin(module)
+    head, short = tiny_eagle3(original, HEAD_IDS), tiny_eagle3(original, HEAD_IDS)
+    short.module.drop_pairs()
+    info = ModelInfo("tiny", VOCAB, LENGTH, "float64", (), "w", "t")
+    engine = PagedEngine(module, info, draft_layer=short, drafts_apart=True)
+    num_bytes = num_pages * PAGE_SIZE * 2 * 2 * 8 * 8
+    described = replace(info, name="head", logit_token_ids=HEAD_IDS)
+    drafting = HeadEngine(head, described, max_num_seqs=8, kv_cache_memory_bytes=num_bytes)
+    draft = DraftService.with_features(
+        FeatureDrafter(head, drafting), InlineExecutor(lambda: 0.0), max_num_seqs=8
+    )
+    link = MemoryLink(draft)
+    async with Replica("target", engine, max_num_seqs=8) as target:
+        yield Pair(original, head, target, drafting, link, Listener(link))
+    await link.close()
+    draft.check_integrity()
+    check_pages(drafting)
+    await draft.close()
+
+
+@pytest.mark.parametrize(("rule", "sampling"), RULES)
+@pytest.mark.parametrize("rows_max", [512, 5])
+async def test_what_is_drafted_round_after_round(
+    rule: Rule, sampling: SamplingParams, rows_max: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With draft tokens accepted and refused, from what each verdict has sent: what the head draws
+    that sees all of it at once. Where a message has few rows, the prompt's come with several
+    verdicts, and nothing is drafted until the last ones are there."""
+    monkeypatch.setattr(hidden_states, "FEATURES_MAX", rows_max)
+    async with running() as pair:
+        tokens, proposal, accepted, shown = list(PROMPT), NOTHING_SEALED, [], b""
+        for index in range(12):
+            options: dict[str, Any] = {"rule": rule, "sampling": sampling, "round_index": index}
+            length, first = len(tokens), max(0, pair.held.get(1, 0) - 1)
+            reply = await pair.verify(tokens, proposal, first, **options)
+            outcome = outcome_of(reply, proposal, rule, SEED, length)
+            accepted.append(outcome.num_accepted)
+            tokens += outcome.token_ids
+            new = reply.features
+            assert new is not None
+            assert (new.first, new.end) == (first, min(len(tokens) - 1, first + rows_max))
+            assert _close(new, pair.features(tokens, first, new.end))
+            shown += new.rows
+            found = await pair.propose(tokens, new, **options)
+            proposal = found.proposal
+            assert found.cached_length == new.end + 1
+            if new.end < len(tokens) - 1:
+                assert not proposal
+            else:
+                assert proposal.open() == pair.expected(tokens, shown, rule, sampling)
+        assert rule is Rule.GREEDY or len(set(accepted)) > 1
+
+
+def _close(ours: Features, theirs: Features) -> bool:
+    a, b = (
+        torch.frombuffer(bytearray(features.rows), dtype=torch.bfloat16).float()
+        for features in (ours, theirs)
+    )
+    return bool((a - b).abs().max() < TOLERANCE * b.abs().max())
+
+
+async def test_a_tree_sends_the_path_that_was_accepted() -> None:
+    """The spine is the chain's; where a candidate beside it is accepted, its features are sent."""
+    async with running() as pair:
+        text, options = [*PROMPT, 7], {"rule": Rule.COUPLED}
+        features = pair.features(text, 0)
+        tree = (await pair.propose(text, features, 2, siblings=(2, 1), **options)).proposal
+        assert tree.parents == (-1, -1, -1, 0, 0)
+        expected = pair.expected(text, features.rows, Rule.COUPLED, SamplingParams(), 2)
+        assert tree.open().spine_ids == expected.token_ids
+        seen_beside = False
+        for seed in range(40):
+            head = make_head(text, seed=seed, session=seed + 3, **options)
+            reply = await pair.target.ask(VerifyItem(head, tree, features_from=4))
+            outcome = outcome_of(reply, tree, Rule.COUPLED, seed, len(text))
+            assert _close(reply.features, pair.features([*text, *outcome.token_ids], 4))
+            seen_beside |= any(place not in tree.tree.spine for place in outcome.path)
+        assert seen_beside
+
+
+async def test_features_of_all_that_is_held_can_be_had_again() -> None:
+    """Behind a prefix that another session has left, and as often as they are asked for."""
+    text = [*PROMPT, *(i * 7 % VOCAB for i in range(3 * PAGE_SIZE))]
+    async with running() as pair:
+        for session in (1, 2):
+            for first in (0, 5):
+                found = await pair.verify(
+                    text, NOTHING_SEALED, first, session=session, round_index=first
+                )
+                assert found.features is not None
+                end = len(text)  # The verdict's own token is the one without a slot.
+                expected = pair.features([*text, 0], first)
+                assert (found.features.first, found.features.end) == (first, end)
+                assert _close(found.features, expected)
+        assert pair.target.engine.page_counts().prefix_hits > 0
+
+
+async def test_sessions_are_drafted_for_together_each_from_its_own() -> None:
+    """Of several lengths and rules, one of them on pages that another has left."""
+    text = [*PROMPT, *(i * 7 % VOCAB for i in range(40))]
+    asked = {1: (12, Rule.TOKEN, 2), 2: (38, Rule.COUPLED, 3), 3: (2, Rule.TOKEN, 1)}
+    async with running() as pair:
+        before = await pair.propose(text, pair.features(text, 0), 1, session=9)
+        assert before.cached_length == len(text)
+        for number, (length, rule, num) in asked.items():
+            features = pair.features(text[:length], 0)
+            pair.draft.send(pair.item(text[:length], features, num, session=number, rule=rule))
+        replies = {int(r.key.session_id, 16): r for r in (await pair.proposals.wait(4))[1:]}
+        for number, (length, rule, num) in asked.items():
+            rows = pair.features(text[:length], 0).rows
+            expected = pair.expected(text[:length], rows, rule, SamplingParams(), num)
+            assert replies[number].proposal.open() == expected
+        assert pair.engine.page_counts().prefix_hits > 0
+
+
+async def test_a_session_that_was_forgotten_is_asked_for_again() -> None:
+    """By what it holds a coordinator knows which features it lacks."""
+    text = [*PROMPT, *(i * 5 % VOCAB for i in range(20))]
+    async with running() as pair:
+        await pair.propose(text[:20], pair.features(text[:20], 0))
+        pair.engine.release(make_head(text).session_id)
+        pair.held[1] = 20
+        again = pair.item(text[:21], pair.features(text[:21], 19), round_index=1)
+        found = await ask(pair.draft, pair.proposals, again)
+        assert isinstance(found, Resync)
+        pair.held[1] = found.cached_length
+        # It begins on the page that it has left; a gap behind that changes nothing.
+        for first, expected in ((17, (0, PAGE_SIZE)), (15, (3, 21))):
+            features = pair.features(text[:21], first)
+            reply = await pair.propose(text[:21], features, round_index=1)
+            assert (len(reply.proposal), reply.cached_length) == expected
+
+
+async def test_features_of_tokens_that_were_never_committed_are_forgotten() -> None:
+    """As when a coordinator that has died had decided more than was stored."""
+    first, second = ([*PROMPT, *(i * step % VOCAB for i in range(12))] for step in (5, 7))
+    async with running() as pair:
+        await pair.propose(first, pair.features(first, 0), rule=Rule.TOKEN)
+        pair.held[1] = 9
+        features = pair.features(second, 8)
+        found = await pair.propose(second, features, rule=Rule.TOKEN, epoch=2)
+        whole = pair.features(second, 0, 8).rows + features.rows
+        assert found.proposal.open() == pair.expected(second, whole, Rule.TOKEN, SamplingParams())
+
+
+@pytest.mark.parametrize(
+    ("features", "name"),
+    [(Features(0, 4, bytes(8)), "features.width"), (Features(0, 24, bytes(7 * 48)), "features")],
+)
+async def test_features_that_cannot_be_are_refused(features: Features, name: str) -> None:
+    """And harm no other session of the step."""
+    async with running() as pair:
+        text = (1, 2, 3, 4, 1, 2, 3)
+        good = pair.features(text, 0)
+        expected = (await pair.propose(text, good, session=9)).proposal
+        for number, rows in ((1, features), (2, good)):
+            pair.draft.send(pair.item(text, rows, session=number))
+        replies = {int(r.key.session_id, 16): r for r in (await pair.proposals.wait(3))[1:]}
+        assert isinstance(replies[1], Refused)
+        assert replies[1].message.startswith(f"{name}:")
+        assert replies[2].proposal == expected
