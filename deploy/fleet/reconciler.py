@@ -273,8 +273,9 @@ class Reconciler(PlacedActor):
             try:
                 is_better, reason = await self._compare(trial)
                 await self._decide(trial, is_better, reason)
-            except OutriderError as error:
-                _log.warning("the trial of a drafter is looked at again: %s", error)
+            except Exception as error:  # noqa: BLE001 (the fleet goes on, and it is looked at again)
+                known = isinstance(error, OutriderError)
+                _log.warning("the trial of a drafter goes on: %s", error, exc_info=not known)
 
     async def _compare(self, trial: Trial) -> tuple[bool | None, str]:
         """As `judged`."""
