@@ -115,10 +115,10 @@ def test_a_shared_engine_gives_what_the_whole_one_gives(tmp_path: Path) -> None:
         assert engine.page_counts() == whole.page_counts()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-async def test_a_head_drafts_on_the_leader(size: int, tmp_path: Path) -> None:
-    """As on the whole model, on ranks that hold the same pages; and what is written is what would
-    be without: with trees, greedy, and coupled for any number of drafted tokens."""
+@pytest.mark.parametrize(("size", "temperature"), [(2, 1.0), (3, 0.0)])
+async def test_a_head_drafts_on_the_leader(size: int, temperature: float, tmp_path: Path) -> None:
+    """As on the whole model, on ranks that hold the same pages; and what is written, coupled or
+    greedy and with trees, is the same for any number of drafted tokens."""
     model = tiny_config("llama", vocab_size=37)
     model.hidden_size = model.intermediate_size = 48
     model.num_attention_heads = model.num_key_value_heads = 6
@@ -152,10 +152,9 @@ async def test_a_head_drafts_on_the_leader(size: int, tmp_path: Path) -> None:
         async with running_stack(
             shared, None, tmp_path, draft_siblings=1, self_drafter=drafter
         ) as stack:
-            for temperature in (0.0, 1.0):
-                prompts = [(3, 1, 4, 1, 5), tuple(range(30)), tuple(range(32))]
-                await check_tokens(stack, prompts, 16, 1, temperature)
-        assert drafter.num_tokens > 100
+            prompts = [(3, 1, 4, 1, 5), tuple(range(30)), tuple(range(32))]
+            await check_tokens(stack, prompts, 16, 1, temperature)
+        assert drafter.num_tokens > 50
 
 
 def test_a_deterministic_shared_engine_gives_one_answer(tmp_path: Path) -> None:

@@ -103,6 +103,7 @@ def test_a_head_reads_and_drafts_as_on_the_native_engine(
         assert torch.equal(found.likeliest, expected.likeliest)
         for rows in zip(found.hidden, expected.hidden, strict=True):
             torch.testing.assert_close(*rows, atol=1e-3, rtol=1e-3)
+    assert ours.find(found.token_ids.tolist()).length == 0  # The head has nothing of it.
     info = ModelInfo("tiny", VOCAB, MAX_MODEL_LEN, "float32", (), "", "")
     other = tiny_eagle3(module, range(0, VOCAB, 2), layer_ids=TAPS)
     pair = Pair(ours, PagedEngine(module, info, draft_layer=other))
