@@ -88,6 +88,17 @@ def test_acceptance_grows_and_what_comes_out_is_a_drafter_with_its_card(
     assert sorted(path.name for path in place.iterdir()) == ["cache", "out"]
 
 
+def test_acceptance_of_an_eagle3_head_grows(target: Target, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "target", eos_token_id=3, num_layers=7)
+    points: list[Point] = []
+    run(
+        replace(target, directory=path), tmp_path,
+        lambda stage, part, point: points.extend([point] if point else []),
+        kind="eagle3", layers=None, tokens=4000, steps=60,
+    )  # fmt: skip
+    assert points[-1].sampled > points[0].sampled + 0.005  # It begins near the most that it finds.
+
+
 @pytest.mark.parametrize(("stage", "part"), [("writing", 0.5), ("reading", 0.4), ("training", 0.6)])
 def test_a_run_that_is_killed_ends_as_one_that_was_not(
     target: Target, whole: tuple[Path, list[Point]], tmp_path: Path, stage: str, part: float
