@@ -36,6 +36,7 @@ START_S, STEP_S = 240.0, 0.03
     [
         Cell(Rule.TOKEN, 2, "top-k", num_samples=2_400, detects=SOON),
         Cell(Rule.BLOCK, 3, drafter="heads", token_ids=(0, 1), num_samples=3_000, detects=SOON),
+        Cell(Rule.BLOCK, 3, drafter="eagle3", token_ids=(0, 1), num_samples=3_000, detects=SOON),
     ],
     ids=str,
 )
@@ -49,10 +50,11 @@ async def test_completions_follow_the_targets_law(
         config.vocab_size, config.hidden_size = vocab_size, 32
         return config
 
-    def engine_of(module: Any, _: Any, draft_heads: Any = None, **options: bool) -> Any:
+    def engine_of(module: Any, _: Any, draft_heads: Any = None, draft_layer: Any = None) -> Any:
         directory = tmp_path / f"model-{id(module)}"
         module.save_pretrained(directory)
-        engine = make_engine(directory, max_num_seqs=64)
+        check = None if draft_layer is None else lambda loaded, *_: loaded
+        engine = make_engine(directory, max_num_seqs=64, draft_layer=draft_layer, draft_check=check)
         engine.draft_heads = draft_heads
         return engine
 
