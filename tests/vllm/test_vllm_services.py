@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -159,3 +161,18 @@ async def test_text_goes_on_at_another_target(tmp_path: Path) -> None:
         os.kill(victim.places[0].pid, signal.SIGKILL)
         assert max(progress) < NUM_LONG // 2
         assert await texts == expected
+
+
+def test_openmp_is_the_one_that_vllm_requires() -> None:
+    """It names itself when torch first shares an operator among threads."""
+    program = (
+        "from outrider.replica.process_setup import use_threads; use_threads(2, 'vllm')\n"
+        "import torch; torch.zeros(2**22).add_(1)"
+    )
+    if not Path(sys.prefix, "lib", "libiomp5.so").exists():
+        pytest.skip("this build of vLLM comes without it")
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | {"KMP_VERSION": "TRUE"},
+        check=True, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert "Intel(R) OMP version" in ran.stderr
