@@ -21,6 +21,9 @@ _BLOCKS_PER_FILE = 64
 _BLOCKS_PER_TENSOR = 4
 _HEADER_BYTES_MAX = 100 * 2**20
 """The safetensors format's own bound on a header."""
+PICKLED_FILE = "pytorch_model.bin"
+"""Many published EAGLE-3 heads are in this form alone; only its tensors are read, and they only
+where there are no safetensors."""
 _digest = partial(hashlib.blake2b, digest_size=16)
 _COUNTS = frozenset({"cpu_name", "num_logical_cores", "num_physical_cores", "num_sockets"})
 """What torch says of a processor beside its instructions and caches."""
@@ -66,9 +69,13 @@ def weights_fingerprint(directory: Path) -> str:
 
 def tensors_fingerprint(directory: Path) -> str:
     """Of the names, types, shapes and sampled blocks of all tensors: the same however they are
-    spread over safetensors files, and whatever the configuration beside them says."""
+    spread over safetensors files, and whatever the configuration beside them says. Where there are
+    none: of the file that torch wrote."""
     entries: dict[str, bytes] = {}
-    for path in sorted(directory.glob("*.safetensors")):
+    paths = sorted(directory.glob("*.safetensors"))
+    if not paths and (pickled := directory / PICKLED_FILE).is_file():
+        return file_fingerprint(pickled)
+    for path in paths:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if length > _HEADER_BYTES_MAX:

@@ -20,8 +20,8 @@ from transformers.modeling_utils import load_state_dict
 
 from outrider.errors import ConfigError
 from outrider.models.drafter_checkpoint import CONFIG_FILE, is_trained_drafter
+from outrider.models.fingerprint import PICKLED_FILE
 from outrider.models.loading import open_weights, read_weights, refusing
-from outrider.models.sources import PICKLED_FILE
 
 
 class DrafterFormat(StrEnum):

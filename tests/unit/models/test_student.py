@@ -18,7 +18,7 @@ from outrider.config import load_config
 from outrider.engine.interface import SequenceStep
 from outrider.errors import ConfigError, SettingError
 from outrider.models.drafter_checkpoint import DESCRIPTION_FILE, WEIGHTS_FILE, as_stored
-from outrider.models.fingerprint import tensors_fingerprint
+from outrider.models.fingerprint import PICKLED_FILE, tensors_fingerprint
 from outrider.models.student import load_drafter
 from outrider.replica.process_setup import build_engine
 
@@ -123,3 +123,12 @@ def test_the_fingerprint_is_the_tensors(target: Path, tmp_path: Path) -> None:
     tensors[names[0]].view(-1)[0] += 1
     save_file({name: tensors[name] for name in names[:5]}, copy / "b.safetensors")
     assert tensors_fingerprint(copy) != tensors_fingerprint(target)
+
+
+def test_the_fingerprint_tells_heads_in_torchs_own_file_apart(tmp_path: Path) -> None:
+    for seed, name in enumerate(("a", "a-again", "b")):
+        torch.manual_seed(seed // 2)
+        (tmp_path / name).mkdir()
+        torch.save({"fc.weight": torch.randn(8, 8)}, tmp_path / name / PICKLED_FILE)
+    a, again, b = (tensors_fingerprint(tmp_path / name) for name in ("a", "a-again", "b"))
+    assert a == again != b
