@@ -160,8 +160,31 @@ class Learned:
         self.by_rule = {rule: Experience(tuning) for rule in Rule}
 
 
+class _KnownSeeds:
+    """Those that sessions had under rules whose noise is keyed by the round, whatever draft."""
+
+    def __init__(self) -> None:
+        self.running: dict[int, LengthControl] = {}
+        """The first session of each seed, while it runs."""
+        self.times_forgotten = 0
+        self._seeds: set[int] = set()
+
+    def __contains__(self, seed: int) -> bool:
+        return seed in self._seeds
+
+    def make_room(self) -> None:
+        """Forgets those whose sessions have ended, where there are too many for one more."""
+        if len(self._seeds) >= max(DRAFTED_SEEDS_MAX, len(self.running) + 1):
+            self._seeds = set(self.running)
+            self.times_forgotten += 1
+
+    def add(self, seed: int, first: LengthControl) -> None:
+        self._seeds.add(seed)
+        self.running[seed] = first
+
+
 class LengthControls:
-    """The length controls of one coordinator's sessions."""
+    """The length controls of one coordinator's sessions, or of those with a draft on trial."""
 
     def __init__(
         self,
@@ -184,25 +207,30 @@ class LengthControls:
         self.run_ahead_rounds = run_ahead_rounds
         self.tuning = tuning
         self.load = Load()
-        self._learned = self._nothing_learned(self.load)
-        """What new sessions read and add to."""
-        self._seeds: set[int] = set()
-        """That sessions had under rules whose noise is keyed by the round."""
-        self._running: dict[int, LengthControl] = {}
-        """The first session of each seed, while it runs."""
+        self._seeds = _KnownSeeds()
+        self._learned: tuple[int, Learned] | None = None
+        """Since how many times of forgetting, and what."""
+
+    @property
+    def learned(self) -> Learned:
+        """What new sessions read and add to. A session with a forgotten seed is a first one again,
+        so what its earlier one told goes with the seed."""
+        num_times = self._seeds.times_forgotten
+        if self._learned is None or self._learned[0] != num_times:
+            self._learned = num_times, self._nothing_learned(self.load)
+        return self._learned[1]
 
     @property
     def costs(self) -> RoundCosts:
-        return self._learned.costs
+        return self.learned.costs
 
     def of_another(self, draft: ReplicaDescription) -> LengthControls:
-        """For sessions of another draft, which learn apart and share the load."""
+        """For sessions of another draft, which learn apart and share the load and the seeds."""
         found = LengthControls(
             self._target, draft, self.run_ahead_rounds, self.tuning, delays=self._delays,
             watches=self.watches,
         )  # fmt: skip
-        found.load = self.load
-        found._learned = found._nothing_learned(self.load)
+        found.load, found._seeds = self.load, self._seeds
         return found
 
     def hear_load(
@@ -230,30 +258,24 @@ class LengthControls:
         self.load.num_sessions += 1
         bounds = (num_draft_tokens, prompt_length, siblings_max)
         if rule.absolute_noise:
-            return LengthControl(self, self._learned, rule, *bounds)
-        if self._knows(seed):
-            first = self._running.get(seed)
+            return LengthControl(self, self.learned, rule, *bounds)
+        if seed in self._seeds:
+            first = self._seeds.running.get(seed)
             if first is not None:
                 first.fix()
             repeated = LengthControl(self, self._nothing_learned(Load()), rule, *bounds)
             repeated.fix()
             return repeated
-        if len(self._seeds) >= max(DRAFTED_SEEDS_MAX, len(self._running) + 1):
-            # A session with a forgotten seed is a first one again, so what they told goes, too.
-            self._seeds = set(self._running)
-            self._learned = self._nothing_learned(self.load)
-        self._seeds.add(seed)
-        self._running[seed] = LengthControl(self, self._learned, rule, *bounds, seed)
-        return self._running[seed]
+        self._seeds.make_room()
+        first = LengthControl(self, self.learned, rule, *bounds, seed)
+        self._seeds.add(seed, first)
+        return first
 
     def close(self, seed: int | None) -> None:
         """Ends a session, the first of `seed` unless that is None."""
         self.load.num_sessions -= 1
         if seed is not None:
-            self._running.pop(seed, None)
-
-    def _knows(self, seed: int) -> bool:
-        return seed in self._seeds
+            self._seeds.running.pop(seed, None)
 
     def _nothing_learned(self, load: Load) -> Learned:
         target, draft = self._target, None if self._draft is None else self._draft.step_costs

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from coordinator_bench import CONFIG, REQUEST, STEP_S, Bench, SlowText, bench, failing
+from rounds import SeverableLink
 from stack import toy_text
 from toy_engine import ToyEngine
 
@@ -254,3 +255,24 @@ async def test_the_stop_string_that_ended_an_answer_is_said() -> None:
         stopped = await b.events(replace(REQUEST, stop=("\0never", said[3:5])))
     found = [event.stop_string for event in (whole[-1], stopped[-1]) if isinstance(event, Finished)]
     assert found == [None, said[3:5]]
+
+
+async def test_sessions_of_a_draft_on_trial_learn_apart_but_know_all_seeds() -> None:
+    async with bench(length_control=True) as b:
+
+        async def drafted(seed: int) -> list[int]:
+            """Rounds that those without a trial have learned from, and those in it."""
+            await b.events(replace(REQUEST, seed=seed, rule=Rule.TOKEN, sampling=SamplingParams()))
+            found = [b.service._lengths, *(b.service._trial_lengths or ())[1:]]
+            return [lengths.costs.num_drafted for lengths in found if lengths is not None]
+
+        [before] = await drafted(seed=1)
+        await b.service.drafts.join("tried", SeverableLink(b.draft), trial_share=1.0)
+        both = [before, 0]
+        assert await drafted(seed=1) == both
+        [without, tried] = await drafted(seed=2)
+        assert without == before > 0 < tried
+        b.service.drafts.retire("tried")
+        assert await drafted(seed=2) == [before, tried]
+        await b.service.drafts.join("other", SeverableLink(b.draft), trial_share=1.0)
+        assert await drafted(seed=2) == both

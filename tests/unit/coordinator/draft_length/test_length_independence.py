@@ -82,6 +82,27 @@ def test_a_repeated_seed_has_lengths_that_no_session_changes(rule: Rule, has_end
     assert len(found) == 1
 
 
+@pytest.mark.parametrize("trial_is_first", [True, False])
+def test_a_seed_is_known_to_the_sessions_of_a_draft_on_trial(
+    trial_is_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And theirs to the others, until it is forgotten with what both have learned."""
+    monkeypatch.setattr("coordinator.draft_length.controller.DRAFTED_SEEDS_MAX", 2)
+    one = made()
+    arms = [one, one.of_another(description(StepCosts((1,), (0.001,))))]
+    first, second = [
+        arm.open(Rule.TOKEN, 7, BOUND, 10) for arm in (arms[::-1] if trial_is_first else arms)
+    ]
+    assert not any(control.choose(0, ENDLESS).is_timed for control in (first, second))
+    told = [arm.learned for arm in arms]
+    assert told[0] is not told[1]
+    first.close()
+    arms[trial_is_first].open(Rule.TOKEN, 8, BOUND, 10).close()
+    arms[trial_is_first].open(Rule.TOKEN, 9, BOUND, 10)
+    assert not any(arm.learned is before for arm, before in zip(arms, told, strict=True))
+    assert arms[not trial_is_first].open(Rule.TOKEN, 7, BOUND, 10).choose(0, ENDLESS).is_timed
+
+
 @pytest.mark.parametrize("rule", SHARED_NOISE)
 def test_no_time_bounds_the_drafts_of_sessions_with_one_seed(rule: Rule) -> None:
     """How long a step lasts follows from the tokens of all sessions. The first session's drafts
