@@ -42,6 +42,9 @@ from outrider.tokens import TokenSequence
 
 _log = logging.getLogger(__name__)
 
+_VAIN_FEEDS_MAX = 2
+"""Feeds in a row after which a draft holds no more than before, and is left alone for a while."""
+
 
 class PushedProposals:
     """Of one session, for its next round; those of earlier rounds are forgotten.
@@ -131,6 +134,12 @@ class DraftClient(_ModelDrafts):
         self._reads_features = pool.first is not None and pool.first.reads_features
         self._features: Features | None = None
         """What the newest verdict has brought, until the draft has it."""
+        self._held_before = 0
+        """Tokens that the draft was thought to hold before the newest feed."""
+        self._num_vain = 0
+        """Feeds in a row that did not raise that."""
+        self._is_behind = False
+        """Whether the round was not asked for, since the draft cannot run all committed tokens."""
         self._look_ahead = 0
         """Outcomes of each round that are to be worked out before they are known."""
         if not (self._reads_features or context.parameters.constraint):
@@ -169,6 +178,7 @@ class DraftClient(_ModelDrafts):
         loop = asyncio.get_running_loop()
         start = loop.time()
         num_wanted, guess = length.num_draft_tokens, None
+        self._hear_feed()
         if self._is_hybrid:
             guess, score = self.lookup.guess(num_wanted, noise)
             if score >= self._confident:
@@ -188,7 +198,7 @@ class DraftClient(_ModelDrafts):
         if drafted is None:
             # An empty guess is one, too: it is not looked up again.
             filled_in = self.lookup.propose(num_wanted, noise) if guess is None else guess
-            if self._is_behind:  # It was not asked, so nothing is learned.
+            if self._is_behind:  # Nothing is learned.
                 return Drafted(filled_in, "fallback", 0.0, 0)
             num_asked = 0 if self._is_late else num_wanted
             return Drafted(filled_in, "fallback", loop.time() - start, num_asked)
@@ -245,6 +255,7 @@ class DraftClient(_ModelDrafts):
     async def _ask(self, number: int, length: RoundLength, start: float) -> ProposalReply | None:
         """What the replica answers. A round that is not timed waits until its replica is lost, or a
         step of that must have hung."""
+        self._is_behind = self._lacks_features
         if not self._route.heard:
             self._probe(number, length)
             return None
@@ -262,9 +273,11 @@ class DraftClient(_ModelDrafts):
                     raise error_from_code(answer.code, answer.message)
                 if isinstance(answer, Resync):
                     self._route.resync(answer)
+                    self._is_behind = self._lacks_features
                 if self._is_behind:
                     self._feed(number)
                     return None
+                self._route.awaited = None  # What it is asked now tells as much.
                 budget = budget_us(draw_until - loop.time())
                 self._send(number, num_wanted, siblings=length.siblings, budget=budget)
                 answer = await self._route.take(give_up_at - loop.time())
@@ -286,11 +299,14 @@ class DraftClient(_ModelDrafts):
         """Features from the first one on that the draft lacks, if it may be asked next."""
         if not self._reads_features or not self._route.heard or length.next_max == 0:
             return NOTHING_WANTED
+        if self._features is not None and self._route.awaited is not None:
+            return NOTHING_WANTED  # These go first.
         held = self._route.cached_length if self._held is None else self._held.cached_length
         return NextWanted(features_from=max(0, held - 1))
 
     def hear(self, reply: VerdictReply) -> None:
-        self._features = reply.features
+        if reply.features is not None or self._route.awaited is None:
+            self._features = reply.features
 
     def settle(self, common_length: int) -> None:
         if self._held is not None:
@@ -342,11 +358,14 @@ class DraftClient(_ModelDrafts):
         loop = asyncio.get_running_loop()
         loop.call_soon(loop.call_soon, tell)
 
-    def _try_send(self, number: int, num_draft_tokens: int, held: tuple[int, ...]) -> None:
+    def _try_send(self, number: int, num_draft_tokens: int, held: tuple[int, ...]) -> bool:
+        """Whether it is on its way; where it is not, the draft may be another one now."""
         try:
             self._send(number, num_draft_tokens, held)
         except (LinkLost, Overloaded) as error:
             self._lose(error)
+            return False
+        return True
 
     def _send(
         self,
@@ -373,18 +392,39 @@ class DraftClient(_ModelDrafts):
         return max(held, min(features.end + 1, self._session.length))
 
     @property
-    def _is_behind(self) -> bool:
+    def _lacks_features(self) -> bool:
         """Whether the draft cannot run all committed tokens yet."""
         return self._reads_features and self._reach < self._session.length
 
     def _feed(self, number: int) -> None:
-        """Lets the draft run what it can, and waits for nothing: where the message is lost, or the
-        draft has no pages for it, a resync follows."""
-        reach = self._reach
-        if self._route.heard and reach > self._route.cached_length:
-            self._try_send(number, 0, ())
-            if self._route.heard:
-                self._route.cached_length, self._features = reach, None
+        """Lets the draft run what it can, and waits for nothing. What it says of that is heard
+        before it is fed again, unless it says nothing for long."""
+        held, reach, now = self._route.cached_length, self._reach, asyncio.get_running_loop().time()
+        is_waiting = self._route.awaited is not None and now < self._ask_again_at
+        if not self._route.heard or is_waiting or reach <= held:
+            return
+        if self._try_send(number, 0, ()):
+            self._route.awaited, self._ask_again_at = number, now + self._retry_s
+            self._held_before, self._route.cached_length, self._features = held, reach, None
+
+    def _hear_feed(self) -> None:
+        """Learns what the draft holds behind the newest feed, once it has said so: more than it was
+        fed where others have left pages of the same tokens, and less where it has no pages."""
+        answer = self._route.take_awaited()
+        if answer is None:
+            return
+        if isinstance(answer, Refused):
+            self._lose(error_from_code(answer.code, answer.message))
+            return
+        if isinstance(answer, Resync):
+            self._route.resync(answer)
+        else:
+            self._route.cached_length = answer.cached_length
+        is_vain = self._route.cached_length <= self._held_before
+        self._num_vain = self._num_vain + 1 if is_vain else 0
+        if self._num_vain == _VAIN_FEEDS_MAX:
+            self._num_vain, self._route.heard = 0, False
+            self._ask_again_at = asyncio.get_running_loop().time() + self._retry_s
 
     def _lose(self, error: Exception) -> None:
         _log.debug("a round goes on without its draft: %r", error)

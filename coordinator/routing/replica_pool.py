@@ -483,6 +483,8 @@ class SessionRoute(Generic[Item, Answer]):
         self._num_moves = 0
         self._round = 0
         self._answers: dict[int, Answer] = {}
+        self.awaited: int | None = None
+        """An earlier round whose answer is kept for `take_awaited`."""
         self._pushed_round = -1
         """The last round that a push has answered while its question was on the way."""
         self._waiter: asyncio.Future[None] | None = None
@@ -525,7 +527,7 @@ class SessionRoute(Generic[Item, Answer]):
         for, or run ahead of, where it was before. So what is late from there answers nothing when
         it comes back."""
         self._round = round_index + self._num_moves * (RUN_AHEAD_ROUNDS_MAX + 1)
-        self._answers = {r: a for r, a in self._answers.items() if r >= self._round}
+        self._answers = {r: a for r, a in self._answers.items() if self._is_wanted(r)}
         self.was_lost, self._lost = self._lost is not None, None
         return self._round
 
@@ -580,7 +582,7 @@ class SessionRoute(Generic[Item, Answer]):
         if key.round == self._pushed_round:
             self._pushed_round = -1
             return True
-        if key.round < self._round:
+        if not self._is_wanted(key.round):
             return False
         known = self._answers.get(key.round)
         if isinstance(known, VerdictReply | ProposalReply):
@@ -591,6 +593,14 @@ class SessionRoute(Generic[Item, Answer]):
         self._wake()
         return True
 
+    def take_awaited(self) -> Answer | None:
+        """The answer that is `awaited`, once it is there; then none is awaited any more."""
+        number = self.awaited
+        if number is None or number not in self._answers:
+            return None
+        self.awaited = None
+        return self._answers.pop(number)
+
     def put_pushed(self, answer: Answer) -> None:
         """A proposal that was pushed has met the question for it on the way. The replica answers
         the question with the same proposal, which is not stale when it comes."""
@@ -599,7 +609,7 @@ class SessionRoute(Generic[Item, Answer]):
 
     def lose(self, error: Exception) -> None:
         """The stream to the replica has broken."""
-        self._lost = error
+        self._lost, self.awaited = error, None
         self._wake()
 
     def resync(self, answer: Resync) -> None:
@@ -653,7 +663,7 @@ class SessionRoute(Generic[Item, Answer]):
         if self._replica is not None:
             del self._replica.routes[self.context.session.session_id]
             self._left[self._replica.name] = self._replica
-            self._replica = None
+            self._replica = self.awaited = None
 
     def _enter(self, replica: ReplicaConnection | None) -> None:
         if replica is not None:
@@ -663,6 +673,9 @@ class SessionRoute(Generic[Item, Answer]):
             self._lost = None
             self._numerics = self._numerics or replica.description.numerics
             self._replica = replica
+
+    def _is_wanted(self, number: int) -> bool:
+        return number >= self._round or number == self.awaited
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

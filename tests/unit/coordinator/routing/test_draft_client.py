@@ -38,7 +38,7 @@ from outrider.hidden_states import Features
 from outrider.limits import SILENT_DRAFT_S
 from outrider.messages import ProposalReply, ReplyKey, Resync, VerdictReply
 from outrider.sessions.state import Session
-from outrider.sessions.store import Counters
+from outrider.sessions.store import CacheState, Counters
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.proposal import SealedProposal
 from outrider.speculation.random_streams import RoundNoise
@@ -115,6 +115,96 @@ async def test_a_draft_that_reads_features_is_sent_what_it_lacks() -> None:
         (0, 3), (3, 5), (5, 6), (6, 7), (7, 8), (8, 9), (1, 4), (4, 7), (7, 10), None,
         (7, 10), (10, 13), (13, 16), (16, 19), (19, 20),
     ]  # fmt: skip
+
+
+def holding(*held: int | None) -> list[Any]:
+    """Answers to feeds: what a draft holds then; None for a session that is not known."""
+
+    def answer(number: int | None) -> Any:
+        def reply(item: Any) -> ProposalReply | Resync:
+            if number is None:
+                return Resync(item.head.key, 0, 0)
+            return replace(proposal(replace(item, num_draft_tokens=0)), cached_length=number)
+
+        return reply
+
+    return [answer(number) for number in held]
+
+
+def reading_draft(*links: ScriptedLink) -> tuple[DraftClient, Session]:
+    """A draft that reads features, of a session that is longer than a few verdicts bring."""
+    for link in links:
+        link.description = replace(TOY, reads_features=True)
+    one = session(tuple(range(40)))
+    return draft_of(*links, one=one), one
+
+
+async def feed(draft: DraftClient, one: Session, index: int) -> int | None:
+    """Plays a round whose verdict brings three rows; where they begin."""
+    assert (await draft.propose(index, asked(1), NOISE)).num_asked == 0
+    first = draft.next_wanted(RoundLength(1, 0, next_max=1), 9).features_from
+    features = None if first is None else Features(first, 1, bytes(6))
+    verdict = Verdict((), (9,))
+    draft.hear(VerdictReply(ReplyKey("0" * 32, 0, 0), verdict, 0, features=features))
+    draft.settle(one.length)
+    one.decide((9,), Counters())
+    await asyncio.sleep(0.001)
+    return first
+
+
+@pytest.mark.parametrize(
+    ("held", "wanted"),
+    [
+        ((4, 7, 10, 13), [0, 3, 6, 9, 12]),
+        ((36, 39), [0, 3, 35, 38]),  # On pages that others have left.
+        ((4, None, 4, 7), [0, 3, 6, 0, 3]),
+        ((0, 0), [0, 3, 0, 3, None, None]),  # It can hold nothing, and is left alone for a while.
+    ],
+)
+async def test_what_a_draft_holds_behind_a_feed_is_what_it_says(
+    held: tuple[int | None, ...], wanted: list[int | None]
+) -> None:
+    link = ScriptedLink(*holding(*held))
+    draft, one = reading_draft(link)
+    assert [await feed(draft, one, index) for index in range(len(wanted))] == wanted
+
+
+async def test_a_draft_is_fed_again_when_it_has_said_what_it_holds() -> None:
+    """Later than a round takes, too; what is here for it is not asked for again meanwhile."""
+    link = ScriptedLink()
+    draft, one = reading_draft(link)
+    assert [await feed(draft, one, index) for index in range(4)] == [0, 3, None, None]
+    assert len(link.sent) == 1
+    link.on_answer(holding(4)[0](link.sent[0]))
+    assert await feed(draft, one, 4) == 6
+    assert [item.features.first for item in link.sent] == [0, 3]
+    # One that says nothing is asked again after a while.
+    await feed(draft, one, 5)
+    await asyncio.sleep(RETRY_S)
+    await feed(draft, one, 6)
+    assert len(link.sent) == 3
+
+
+async def test_a_feed_that_is_not_sent_says_nothing_of_the_next_draft() -> None:
+    first, second = ScriptedLink(LinkLost("gone")), ScriptedLink(*holding(4))
+    draft, one = reading_draft(first, second)
+    assert [await feed(draft, one, index) for index in range(3)] == [0, 0, 3]
+    assert [item.features.first for item in second.sent] == [0]
+
+
+async def test_a_draft_that_was_asked_and_lost_counts_as_asked() -> None:
+    """Also where the one that follows lacks features."""
+    first, second = ScriptedLink(*holding(4)), ScriptedLink()
+    draft, one = reading_draft(first, second)
+    await feed(draft, one, 0)
+    await feed(draft, one, 1)
+    features = Features(3, 1, bytes(2 * (one.length - 4)))
+    draft.hear(VerdictReply(ReplyKey("0" * 32, 0, 0), Verdict((), (9,)), 0, features=features))
+    asyncio.get_running_loop().call_later(0.1, lambda: first.on_lost(LinkLost("gone")))
+    drafted = await draft.propose(2, asked(3), NOISE)
+    assert (drafted.source, drafted.num_asked) == ("fallback", 3)
+    assert drafted.seconds == pytest.approx(0.1)
+    assert draft.cache_state == CacheState("r1", 0)
 
 
 async def test_a_silent_draft_costs_one_wait_and_is_used_again_when_it_answers() -> None:
