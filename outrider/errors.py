@@ -17,6 +17,7 @@
     ├── DeadlineExceeded      DEADLINE_EXCEEDED     504
     ├── ConfigError           (start-up only: one line and exit code 2)
     │   └── SettingError                                  names the setting
+    ├── StepUndone            INTERNAL              500   a draft step failed, which is undone
     └── InvariantError        INTERNAL              500   our bug, nothing else
 
 An error says what was wrong, what was expected, and what to do.
@@ -153,6 +154,10 @@ class SettingError(ConfigError):
     def __reduce__(self) -> tuple[type[SettingError], tuple[str, str]]:
         # It travels between processes: an actor's start-up raises it.
         return type(self), (self.key, self.reason)
+
+
+class StepUndone(OutriderError):
+    """A draft step failed. Its sequences have given back the slots that they had taken for it."""
 
 
 class InvariantError(OutriderError):

@@ -16,7 +16,7 @@ from torch import Tensor
 from outrider.engine.batch import HeldSequence
 from outrider.engine.draft_layer import DraftLayer
 from outrider.engine.interface import ModelInfo, SequenceStep, check_steps
-from outrider.errors import InvariantError, check
+from outrider.errors import InvariantError, StepUndone, check
 from outrider.kv_cache.block_pool import BlockPool, Copy
 from outrider.models.draft_head import LoadedDraftHead
 from outrider.models.medusa import LoadedHeads
@@ -94,7 +94,14 @@ class PagedSequences:
             is_single = len(step.token_ids) == step.num_logits == 1 and not step.parents
             check(is_single, f"{step.sequence_id}: a draft step has one token")
             check(self.length(step.sequence_id) > 0, f"{step.sequence_id}: no pair has been run")
-        run = self._contending(partial(self._draft.draft, features=features), steps, False)
+        draft = self._contending(partial(self._draft.draft, features=features), steps, False)
+
+        def run(sequences: Sequence[HeldSequence]) -> Tensor:
+            try:
+                return draft(sequences)
+            except Exception as error:
+                raise StepUndone(f"a draft step failed: {error}") from error
+
         return list(torch.split(*self._run(run, steps, whole=False))) if steps else []
 
     def take_slots(self, steps: Sequence[SequenceStep]) -> None:

@@ -20,7 +20,7 @@ from outrider.engine.interface import (
     check_steps,
 )
 from outrider.engine.tensor_parallel.rank_rpc import FrameReceiver, FrameSender
-from outrider.errors import EngineLost, OutOfPages, OutriderError, Unavailable, check
+from outrider.errors import EngineLost, OutOfPages, OutriderError, StepUndone, Unavailable, check
 from outrider.limits import FRAME_OF_CALLS_BYTES_MAX
 
 _CALLS = frozenset({"attach", "fork", "keep", "mark_idle", "release"})
@@ -94,8 +94,14 @@ class ParallelEngine:
         self, steps: Sequence[SequenceStep], features: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         """See `DraftingEngine.forward_draft`. The leader has all of the draft layer; its followers
-        take the same slots."""
-        found: list[torch.Tensor] = self._changed("forward_draft", steps, features)
+        take the same slots, and give them back where it fails to draft."""
+        lengths = {step.sequence_id: self.length(step.sequence_id) for step in steps}
+        try:
+            found: list[torch.Tensor] = self._changed("forward_draft", steps, features)
+        except StepUndone:
+            undone = (pack_call("keep", *each) for each in lengths.items())
+            self._note(pack_steps("take_slots", steps) + b"".join(undone))
+            raise
         self._note(pack_steps("take_slots", steps))
         return found
 
@@ -115,8 +121,8 @@ class ParallelEngine:
         return result
 
     def _changed(self, name: str, *arguments: Any) -> Any:
-        """Makes a call here. What is refused has changed nothing. What fails otherwise has, and the
-        followers have not heard of it."""
+        """Makes a call here. What is refused has changed nothing, or what `StepUndone` says. What
+        fails otherwise has, and the followers have not heard of it."""
         try:
             return getattr(self._engine, name)(*arguments)
         except OutriderError:

@@ -15,7 +15,7 @@ from pages import check_pages
 from outrider.engine.cpu.kernels import KernelsUnavailable, load_pace
 from outrider.engine.interface import DraftingEngine, ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
-from outrider.errors import ConfigError, InvariantError
+from outrider.errors import ConfigError, InvariantError, StepUndone
 from outrider.limits import PAGE_SIZE
 from outrider.models.eagle3 import LoadedEagle3
 from outrider.models.module_replacement import speed_up
@@ -182,6 +182,9 @@ def test_a_draft_step_leaves_nothing_behind() -> None:
     pair = Pair("gathered")
     pair.forward([SequenceStep("a", ids(9), 1)])
     before = pair.engine.page_counts()
+    with pytest.raises(StepUndone, match="a draft step failed"):
+        pair.engine.forward_draft([SequenceStep("a", (8,), 1)], [torch.zeros(pair.head.width + 1)])
+    assert (pair.engine.length("a"), pair.engine.page_counts()) == (9, before)
     pair.engine.forward_draft([SequenceStep("a", (8,), 1)], [pair.features(ids(9))[-1]])
     with pytest.raises(InvariantError, match="its last slots are shallow"):
         pair.engine.forward([SequenceStep("a", (3,), 1)])

@@ -29,6 +29,7 @@ from outrider.errors import (
     EngineLost,
     InvariantError,
     OutOfPages,
+    StepUndone,
     Unavailable,
 )
 
@@ -61,7 +62,7 @@ class RecordingEngine:
                 raise OutOfPages("no page for the branch")
             self.calls.append((name, *arguments))
             if name == "keep":
-                self.lengths[arguments[0]] = arguments[1] + len(arguments[2])
+                self.lengths[arguments[0]] = arguments[1] + sum(map(len, arguments[2:]))
             return 0
 
         return call
@@ -232,6 +233,24 @@ def test_a_leader_that_fails_ends_its_followers(
         loops[0].result(WAIT_S)
         with pytest.raises(EngineLost):
             leader.forward([_step("a", 4)])
+
+
+def test_a_draft_step_that_the_leader_undoes_is_undone_on_all_ranks() -> None:
+    with _team() as (leader, recorders, loops):
+        leader.forward([_step("a", 1, 2, 3), _step("b", 4)])
+        steps = [_step("a", 7), _step("b", 8)]
+
+        def undo(*_: object) -> None:
+            raise StepUndone("no memory")
+
+        recorders[0].forward_draft = undo
+        with pytest.raises(StepUndone):
+            leader.forward_draft(steps, [torch.zeros(3)] * 2)
+        leader.forward([_step("a", 5)])
+        leader.close()
+        loops[0].result(WAIT_S)
+        undone = [("take_slots", steps), ("keep", "a", 3), ("keep", "b", 1)]
+        assert recorders[1].calls[1:-1] == undone
 
 
 def _fail(*_: object) -> None:
