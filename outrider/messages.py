@@ -279,6 +279,8 @@ class ReplicaDescription:
     """Whether a target keeps what a head makes of its layers, and says it where asked ..."""
     reads_features: bool = False
     """... and a draft proposes from that."""
+    features: str = ""
+    """Of either: names the target's weights and the head, which must be the same."""
     numerics: str = ""
     """Names how logits are computed, where those of a token are bit-equal whatever else is in its
     step: with equal names and weights logits are equal. Empty where they depend on the step."""

@@ -245,11 +245,14 @@ class ReplicaPool:
         away only where none is left behind for it. `weights` are those that it needs; empty =
         any. Replicas with these `numerics` come before others, whatever their load: there its
         text goes on as it would have, to the last token. One on trial has its share of the
-        sessions, by their id, and others only where there is no other."""
+        sessions, by their id, and others only where there is no other. Only one that `can_read`
+        what there is of the session."""
         fitting = [
             replica
             for replica in self.replicas.values()
-            if replica not in without and weights in ("", replica.description.weights)
+            if replica not in without
+            and weights in ("", replica.description.weights)
+            and self.can_read(replica.description, session_id)
         ]
         found = [replica for replica in fitting if replica.is_open]
         if not found and not without:
@@ -268,6 +271,16 @@ class ReplicaPool:
         seats = min((one.description.max_num_seqs for one in found), default=0)
         name = choose(affinity, {one.name: len(one.routes) for one in found}, seats)
         return None if name is None else self.replicas[name]
+
+    def can_read(self, replica: ReplicaDescription, session_id: str) -> bool:
+        """Whether it reads no features, or just those of the target that the session has now: while
+        an upgrade replaces both there are those of two heads."""
+        if self._targets is None or not replica.reads_features:
+            return True
+        return any(
+            session_id in target.routes and target.description.features == replica.features
+            for target in self._targets.replicas.values()
+        )
 
     async def watch(self) -> None:
         """Looks for replicas that are away, at once and then now and then, until it is cancelled;
@@ -545,6 +558,8 @@ class SessionRoute(Generic[Item, Answer]):
             raise LinkLost(f"the {self._pool.role} {replica.name} is away")
         if self._weights not in ("", replica.description.weights):
             raise LinkLost(f"the {self._pool.role} {replica.name} has other weights now")
+        if not self._pool.can_read(replica.description, self.context.session.session_id):
+            raise LinkLost(f"the draft {replica.name} does not read what the target shows now")
         try:
             replica.link.send(item)
         except LinkLost:

@@ -30,6 +30,8 @@ class ModelInfo:
     """... a head over a part of the vocabulary: the token of each of its columns, ascending."""
     numerics: str = ""
     """See `ReplicaDescription.numerics`."""
+    features: str = ""
+    """See `ReplicaDescription.features`."""
 
 
 @dataclass(frozen=True, slots=True)

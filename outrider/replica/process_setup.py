@@ -200,6 +200,9 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
     device = weight.device
     backend = None if config.deterministic else find_backend(device, weight.dtype)
     own = _own_drafter(config, module, info, ranks)
+    shows_features = isinstance(config, TargetConfig) and config.shows_features
+    if isinstance(config, TargetConfig) and shows_features:
+        info = replace(info, features=_features_of(info, Path(config.heads_directory)))
     kernels = _kernels(config, device, weight.dtype, ranks)
     with blaming("draft_model"):
         speed_up(module, bits=_bits(config), kernels=kernels)
@@ -225,7 +228,7 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
             deterministic=config.deterministic,
             backend=backend,
             least=int if ranks is None else partial(least, ranks, device=device),
-            drafts_apart=isinstance(config, TargetConfig) and config.shows_features,
+            drafts_apart=shows_features,
             kernels=kernels,
             **own,
         )
@@ -469,7 +472,6 @@ def build_head(config: DraftConfig) -> tuple[LoadedEagle3, ModelInfo, int]:
     Blocks; raises `ConfigError`."""
     from outrider.kv_cache.storage import memory_budget
     from outrider.models.eagle3 import load_eagle3_apart
-    from outrider.models.fingerprint import tensors_fingerprint
     from outrider.models.loading import describe, empty_model
     from outrider.models.module_replacement import speed_up
 
@@ -477,14 +479,25 @@ def build_head(config: DraftConfig) -> tuple[LoadedEagle3, ModelInfo, int]:
     options = _loading(config)
     head = load_eagle3_apart(path, target, target=config.target, **options)
     described = describe(empty_model(target, **options), target, **options)
+    features = _features_of(described, path)
     info = replace(
-        described, weights_fingerprint=tensors_fingerprint(path), logit_token_ids=head.token_ids
+        described,
+        weights_fingerprint=features,
+        logit_token_ids=head.token_ids,
+        features=features,
     )
     speed_up(head.module)
     num_bytes = config.kv_cache_memory_bytes or memory_budget(
         head.module.fc.weight.device, config.gpu_memory_utilization, config.num_gpus
     )
     return head, info, num_bytes
+
+
+def _features_of(target: ModelInfo, head: Path) -> str:
+    """See `ReplicaDescription.features`."""
+    from outrider.models.fingerprint import tensors_fingerprint
+
+    return f"{target.weights_fingerprint}/{tensors_fingerprint(head)}"
 
 
 def build_lookup(config: DraftConfig) -> LookupDrafter | None:

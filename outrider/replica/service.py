@@ -587,6 +587,7 @@ def describe_model(
         max_num_seqs=max_num_seqs,
         step_costs=costs,
         numerics=info.numerics,
+        features=info.features,
     )
 
 

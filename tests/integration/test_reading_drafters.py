@@ -109,8 +109,10 @@ async def test_it_writes_what_its_target_writes(
     ):
         assert ("draft" in addresses) is has_draft
         link = target_link(addresses["target"])
-        note = (await link.describe(10.0)).draft_note
+        target_description = await link.describe(10.0)
+        note = target_description.draft_note
         await link.close()
+        assert bool(target_description.features) is has_draft
         assert note.startswith(f"drafter {heads} agrees with its target at ") is (
             kind in ("eagle3", "", "mtp")
         )

@@ -242,7 +242,8 @@ def test_draft_answers_survive(answer: ProposalReply | Resync | Refused) -> None
 def test_descriptions_survive() -> None:
     costs = StepCosts((1, 8), (0.01, 0.02), 1e-3, 1e-6, 1e-7)
     described = ReplicaDescription(
-        "m", "w", "t", 49_152, "bfloat16", 2048, (0, 2), 64, costs, drafts_itself=True
+        "m", "w", "t", 49_152, "bfloat16", 2048, (0, 2), 64, costs, drafts_itself=True,
+        features="f",
     )  # fmt: skip
     message = to_proto(described, types_pb2.ReplicaDescription)
     assert from_proto(message, ReplicaDescription) == described

@@ -277,6 +277,32 @@ async def test_only_replicas_that_fit_join(
     assert list(pool.replicas) == ["b"]
 
 
+async def test_a_draft_reads_the_features_of_its_own_head_alone() -> None:
+    """While an upgrade replaces targets and drafts, those of two heads are there; none drafts for
+    a session on a target of the other head, or on none."""
+    old, new = (described(replace(TOY, shows_features=True, features=name)) for name in "ab")
+    targets = pool_of(old)
+    drafts = ReplicaPool("draft", targets)
+    reading = replace(TOY, reads_features=True)
+    await drafts.join_all({"b": described(replace(reading, features="b"))})
+    context = context_of(session())
+    early: SessionRoute[Any, Any] = SessionRoute(drafts, context_of(session(name="1")))
+    target: SessionRoute[Any, Any] = SessionRoute(targets, context)
+    draft: SessionRoute[Any, Any] = SessionRoute(drafts, context)
+    assert (early.replica, draft.replica) == ("", "")
+    await drafts.join("a", described(replace(reading, features="a")))
+    assert draft.move()
+    assert draft.replica == "a"
+    draft.send(None)
+    targets.admit("new", new, new.description)
+    assert target.move()
+    with pytest.raises(LinkLost, match="does not read what the target shows now"):
+        draft.send(None)
+    assert draft.move()
+    assert draft.replica == "b"
+    assert not early.move()
+
+
 async def test_a_share_of_the_sessions_goes_to_a_draft_on_trial() -> None:
     """The same ones at each coordinator, and no others: 0.25 of 1,000 within five standard
     deviations. All stay where they are until it leaves; where it is alone it has all."""
