@@ -70,7 +70,8 @@ RELEASES_REMEMBERED_MAX = 2**16
 run at a time, so that short ones do not displace a quiet one."""
 ENGINE_SEQUENCES_MAX = 64  # sequences in one step, by default (`--max-num-seqs`)
 FEATURES_MAX = 512  # committed tokens whose features a message has ...
-FEATURES_BYTES_MAX = 4 * 2**20  # ... and their bytes
+FEATURES_BYTES_MAX = 4 * 2**20  # ... and their bytes ...
+FEATURES_STEP_BYTES_MAX = 8 * 2**20  # ... and those of all messages of a step
 FEATURES_WIDTH_MAX = 2**15  # numbers in the features of a token
 HYBRID_SCORE_MIN = 0.6  # expected tokens at which a look-up replaces the model
 HYBRID_MODEL_TOKENS = 1  # draft tokens of a hybrid's model in a round

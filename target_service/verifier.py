@@ -20,7 +20,8 @@ from outrider.engine.threads import on_threads
 from outrider.errors import BadRequest, OutriderError
 from outrider.grammar.compiler import Grammars
 from outrider.grammar.token_mask import Allowed, TokenMask
-from outrider.hidden_states import Features, rows_max
+from outrider.hidden_states import BYTES_OF_A_NUMBER, Features, rows_max
+from outrider.limits import FEATURES_STEP_BYTES_MAX
 from outrider.messages import PositionLogprobs, VerdictReply, VerifyAnswer, VerifyItem
 from outrider.replica.step_request import Unfinished
 from outrider.replica.token_budget import TokenBudget
@@ -251,24 +252,21 @@ class Verifier(StepWorker):
 
     def _add_features(self, rounds: Sequence[_Round], keeper: FeatureKeeper) -> None:
         """To verdicts that want it, what is kept of committed tokens; all of it comes from a device
-        in one copy."""
-        wanting: list[_Round] = []
-        ranges: list[tuple[str, int, int]] = []
+        in one copy. Where it fails, their drafts have to wait."""
         width = keeper.feature_width
-        for one in _answered(rounds):
-            first = one.item.features_from
-            if first is None:
-                continue
-            # The correction has no slot yet.
-            end = one.head.committed_length + one.outcome(one.answer.verdict).num_accepted
-            if first < end:
-                wanting.append(one)
-                ranges.append((one.head.session_id, first, min(end, first + rows_max(width))))
-        if not wanting:
+        wanting: list[tuple[_Round, int, int]] = []
+        try:
+            wanting = _features_wanted(rounds, width)
+            if not wanting:
+                return
+            ranges = [(one.head.session_id, first, end) for one, first, end in wanting]
+            kept = keeper.held_features(ranges).to("cpu", torch.bfloat16)
+        except Exception:
+            logger.exception("no features come with %d verdicts", len(wanting))
             return
-        numbers = keeper.held_features(ranges).to("cpu", torch.bfloat16).view(torch.uint8).numpy()
-        ends = np.cumsum([end - first for _, first, end in ranges])[:-1]
-        for one, (_, first, _), rows in zip(wanting, ranges, np.split(numbers, ends), strict=True):
+        ends = np.cumsum([end - first for _, first, end in wanting])[:-1]
+        parts = np.split(kept.view(torch.uint8).numpy(), ends)
+        for (one, first, _), rows in zip(wanting, parts, strict=True):
             one.answer = replace(one.answer, features=Features(first, width, rows.tobytes()))
 
     def _add_proposals(self, rounds: Sequence[_Round], drafter: SelfDrafter) -> None:
@@ -331,6 +329,29 @@ class Verifier(StepWorker):
 def _answered(rounds: Sequence[_Round]) -> list[_Round]:
     """Those with a verdict."""
     return [one for one in rounds if isinstance(one.answer, VerdictReply)]
+
+
+def _features_wanted(rounds: Sequence[_Round], width: int) -> list[tuple[_Round, int, int]]:
+    """From which place to which features go with a verdict: as many as a message and a step may
+    have. Those that lack the fewest come first, since a draft that lacks one row proposes nothing;
+    the others have more of theirs with the next verdict."""
+    lacking: list[tuple[_Round, int, int]] = []
+    for one in _answered(rounds):
+        first = one.item.features_from
+        if first is None:
+            continue
+        # The correction has no slot yet.
+        end = one.head.committed_length + one.outcome(one.answer.verdict).num_accepted
+        if first < end:
+            lacking.append((one, first, end))
+    wanted: list[tuple[_Round, int, int]] = []
+    num_left = FEATURES_STEP_BYTES_MAX // (width * BYTES_OF_A_NUMBER)
+    for one, first, end in sorted(lacking, key=lambda entry: entry[2] - entry[1]):
+        num = min(end - first, rows_max(width), num_left)
+        if num > 0:
+            wanted.append((one, first, first + num))
+            num_left -= num
+    return wanted
 
 
 def _verdicts(questions: Sequence[Question]) -> list[Verdict | OutriderError]:

@@ -30,6 +30,7 @@ from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedPropos
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.link import MemoryLink
+from target_service import verifier
 
 VOCAB, LENGTH = 24, 120
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
@@ -64,6 +65,16 @@ class Pair:
         )
         assert isinstance(reply, VerdictReply), reply
         return reply
+
+    async def verify_together(self, lengths: Sequence[int]) -> list[VerdictReply]:
+        """In one step, without a proposal, for sessions of these lengths, from the first token
+        on."""
+        items = [
+            VerifyItem(make_head(range(length), session=number), features_from=0)
+            for number, length in enumerate(lengths)
+        ]
+        replies = await self.target.send(*items)
+        return sorted(replies, key=lambda reply: reply.key.session_id)
 
     def item(
         self, tokens: Sequence[int], features: Features | None, num: int = 3, **options: Any
@@ -208,6 +219,34 @@ async def test_features_of_all_that_is_held_can_be_had_again() -> None:
                 assert (found.features.first, found.features.end) == (first, end)
                 assert _close(found.features, expected)
         assert pair.target.engine.page_counts().prefix_hits > 0
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "sent"), [(64, [22, 2, 12]), (20, [6, 2, 12]), (2, [0, 2, 0])]
+)
+async def test_a_step_sends_so_many_features_first_to_those_that_lack_fewest(
+    num_rows: int, sent: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running() as pair:
+        num_bytes = num_rows * pair.head.module.width * 2
+        monkeypatch.setattr(verifier, "FEATURES_STEP_BYTES_MAX", num_bytes)
+        replies = await pair.verify_together([22, 2, 12])
+        assert [len(reply.features or b"") for reply in replies] == sent
+
+
+async def test_a_verdict_comes_without_features_that_cannot_be_had(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where the device has no memory for them."""
+
+    def fail(ranges: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    async with running() as pair:
+        monkeypatch.setattr(pair.target.engine, "held_features", fail)
+        replies = await pair.verify_together([3, 4])
+        assert [reply.features for reply in replies] == [None, None]
+        assert "no features come with 2 verdicts" in caplog.text
 
 
 async def test_sessions_are_drafted_for_together_each_from_its_own() -> None:
