@@ -26,6 +26,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
+from coordinator.decoding.trial import TrialSums
 from outrider.config import BOUND_SETTINGS, AutoscaleConfig, DeploymentConfig, configuration
 from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
 from outrider.registry.redis_registry import RedisRegistry
@@ -245,6 +246,7 @@ class Reconciler(PlacedActor):
                 raise ConfigError(f"{self._report}; wait for its end, or {END_TRIAL}")
             spec = await self._plan(changes | values, gpus)
             check_trial(fleet.spec, spec)
+            fleet.settled(spec)
             if self._overview().num_stale or not fleet.wanted["draft"]:
                 raise ConfigError(
                     "--trial-share: draft replicas are compared with the new one: wait until all "
@@ -288,9 +290,11 @@ class Reconciler(PlacedActor):
         self._trial_over_at = min(self._trial_over_at, now + trial.seconds)
         serving = [one for one in fleet.of("coordinator") if one.address and not one.leaves]
         found = await asyncio.gather(
-            *(one.leader.call("trial_sums", timeout_s=TRIAL_CALL_S) for one in serving)
+            *(one.leader.call("trial_sums", timeout_s=TRIAL_CALL_S) for one in serving),
+            return_exceptions=True,
         )
-        return judged(added(found, replica.name), now >= self._trial_over_at)
+        told = [one for one in found if isinstance(one, TrialSums)]  # One may be silent for long.
+        return judged(added(told, replica.name), now >= self._trial_over_at)
 
     async def _decide(self, trial: Trial, is_better: bool | None, reason: str) -> None:
         """Notes how the trial goes, and ends it where that is decided."""
@@ -298,14 +302,17 @@ class Reconciler(PlacedActor):
             if self._fleet.trial is not trial or self._report is None:
                 return
             changes, gpus, _ = self._changes
-            if is_better:
-                changes = changes | trial.values
-                await self._adopt_spec(await self._plan(changes, gpus), (changes, gpus, None))
-            elif is_better is not None:
-                await self._save(changes, gpus, None)
-            else:
+            if is_better is None:
                 self._report = replace(self._report, reason=reason)
                 return
+            if is_better:
+                taken = changes | trial.values
+                try:
+                    await self._adopt_spec(await self._plan(taken, gpus), (taken, gpus, None))
+                except ConfigError as error:
+                    is_better, reason = False, f"{error} ({reason})"
+            if not is_better:
+                await self._save(changes, gpus, None)
             self._report = replace(
                 self._report, state="taken" if is_better else "not taken", reason=reason
             )
@@ -339,12 +346,22 @@ class Reconciler(PlacedActor):
                     self._use(await self._plan(values, gpus))
                     self._changes = values, gpus, None
                     if tried is not None:
-                        others, share, seconds = tried
-                        spec = await self._plan(values | others, gpus)
-                        self._changes = values, gpus, (others, share, seconds)
-                        self._try_out(Trial(others, share, seconds, spec))
+                        await self._restore_trial(*tried)
                 case _:
                     raise ValueError("what Ray's head has are no changes of this release")
+
+    async def _restore_trial(self, values: dict[str, Value], share: float, seconds: float) -> None:
+        changes, gpus, _ = self._changes
+        try:
+            spec = await self._plan(changes | values, gpus)
+        except ConfigError as error:  # The fleet is to be kept all the same.
+            await self._save(changes, gpus, None)
+            model = str(values.get("draft_model", self._fleet.spec.given.draft.model))
+            self._report = TrialReport(model, share, "not taken", str(error))
+            _log.error("%s", self._report)
+            return
+        self._changes = changes, gpus, (values, share, seconds)
+        self._try_out(Trial(values, share, seconds, spec))
 
     def _use(self, spec: FleetSpec) -> None:
         log_at(spec.config.coordinator.log_level)

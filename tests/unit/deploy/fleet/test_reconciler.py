@@ -359,6 +359,35 @@ async def test_a_trial_that_shows_nothing_leaves_all_as_it_was(
         await found.change({"deadline_ms": 999})
 
 
+@pytest.mark.parametrize("crashes", [False, True])
+async def test_a_drafter_that_is_gone_ends_its_trial(
+    monkeypatch: pytest.MonkeyPatch, crashes: bool
+) -> None:
+    """Where it would be taken, though a coordinator is silent, and where the trial would go on."""
+    silent = iter([True, False] * 99)
+
+    def told() -> TrialSums | None:
+        if next(silent):
+            raise Unavailable("no answer")
+        return sums()
+
+    async with playing(monkeypatch, num_coordinators=2) as (host, found):
+        await found.begin_trial({"draft_model": "gone"}, 0.25, 600.0)
+        await asyncio.sleep(10)
+        host.missing.add("gone")
+        sums_of(host, 1.1)
+        sums, host.world.machines.trial_sums = host.world.machines.trial_sums, told
+        if crashes:
+            found = await host.restart(found)
+        await asyncio.sleep(60)
+        overview = await found.overview()
+        assert overview.trial is not None
+        assert overview.trial.state == "not taken"
+        assert overview.trial.reason.startswith("draft_model: is not to be had")
+        assert not any(one.on_trial for one in overview.replicas)
+        await found.change({"deadline_ms": 999})
+
+
 @pytest.mark.parametrize(
     ("first", "values", "said"),
     [
