@@ -257,6 +257,8 @@ def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) ->
     heads, layer, layer_check = None, None, None
     if isinstance(config, TargetConfig) and config.heads_kind == EAGLE3:
         layer, layer_check = _draft_layer(config, None, ranks), _draft_check(config)
+        if ranks is not None:  # The leader alone loads one, which may take its time.
+            ranks.wait_for_all()
     elif isinstance(config, TargetConfig) and config.heads_kind:
         from outrider.models.medusa import load_heads_apart
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,10 @@ import pytest
 import torch
 from cuda_threads import cuda_of
 from models import byte_level_tokenizer, save_tiny_model
-from thread_ranks import thread_ranks
+from thread_ranks import ThreadRank, on_each, thread_ranks
 
 from outrider.config import DraftConfig, TargetConfig
-from outrider.engine.interface import SequenceStep
+from outrider.engine.interface import ModelInfo, PageCounts, SequenceStep
 from outrider.engine.tensor_parallel import group, parallel_engine, rank_process
 from outrider.engine.tensor_parallel.rank_rpc import LOOPBACK, Rendezvous
 from outrider.errors import BadRequest, ConfigError, SettingError
@@ -133,10 +134,22 @@ def test_steps_of_a_replica_run_on_its_device(monkeypatch: pytest.MonkeyPatch) -
 
 def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """With an index, which NCCL needs; where it meets the others, where it loads, and where it
-    follows."""
+    follows. Leader and follower say what they have loaded: which model, and how many pages."""
     chosen = cuda_of(monkeypatch)
     found: list[str] = []
-    ends = SimpleNamespace(confirm=lambda *_: None, receive=lambda: None, close=lambda: None)
+    said: list[bytes] = []
+    ends = SimpleNamespace(
+        confirm=lambda digest, *_: said.append(digest), receive=lambda: None, close=lambda: None
+    )
+    info = ModelInfo("tiny", 100, 64, "float32", (), "weights", "")
+    loaded = iter(
+        [(info, 5), (info, 5), (replace(info, weights_fingerprint="others"), 5), (info, 6)]
+    )
+
+    def build(config: TargetConfig, *_: object) -> Any:
+        found.append(config.device)
+        info, num_pages = next(loaded)
+        return SimpleNamespace(info=info, page_counts=lambda: PageCounts(num_pages, 0, 0, 0, 0))
 
     def meet(*arguments: Any, **_: Any) -> tuple[Any, Any]:
         found.extend(str(one) for one in arguments if isinstance(one, torch.device))
@@ -146,10 +159,7 @@ def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(group, name, meet)
     for name in ("use_threads", "log_to"):
         monkeypatch.setattr(rank_process, name, lambda *_: None)
-    monkeypatch.setattr(rank_process, "_digest", lambda _: b"")
-    monkeypatch.setattr(
-        rank_process, "build_engine", lambda config, *_: found.append(config.device)
-    )
+    monkeypatch.setattr(rank_process, "build_engine", build)
 
     async def follow() -> None:
         host = rank_process.RankHost()
@@ -162,9 +172,39 @@ def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     assert [str(device) for _, device in chosen] == ["cuda:1", "cuda:1"]
     leader = rank_process.RankLeader(2, 2, 1.0)
     monkeypatch.setattr(parallel_engine, "ParallelEngine", lambda *_: None)
-    leader.engine(TargetConfig(device="cuda"), 1)
+    for _ in range(3):
+        leader.engine(TargetConfig(device="cuda"), 1)
     leader.close()
-    assert found[2:] == ["cuda:0", "cuda"]
+    assert found[2:] == ["cuda:0", "cuda"] * 3
+    assert [digest == said[0] for digest in said] == [True, True, False, False]
+
+
+def test_ranks_on_vllm_meet_once_the_leader_has_loaded_its_head(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Meeting has a step's time at most."""
+    loaded, met = threading.Event(), []
+
+    def load(_config: TargetConfig, _module: None, ranks: ThreadRank) -> None:
+        if ranks.rank == 0:
+            threading.Event().wait(0.2)
+            loaded.set()
+
+    def meet(*_: object, **options: Any) -> Any:
+        met.append(loaded.is_set())
+        return SimpleNamespace(info=SimpleNamespace(max_model_len=10**6))
+
+    monkeypatch.setitem(
+        sys.modules, "outrider.engine.vllm_engine", SimpleNamespace(VllmEngine=meet)
+    )
+    for name, stand_in in (
+        ("vllm_version", lambda: "0.32.0"), ("_draft_check", lambda _: None), ("_draft_layer", load)
+    ):  # fmt: skip
+        monkeypatch.setattr(process_setup, name, stand_in)
+    config = TargetConfig(engine="vllm", device="cpu", heads="eagle3:x", heads_kind="eagle3")
+    ranks = thread_ranks(2)
+    on_each(2, lambda rank: build_engine(config, 1, ranks[rank]))
+    assert met == [True, True]
 
 
 def test_a_quantised_checkpoint_that_the_library_loads_is_served(
