@@ -91,3 +91,21 @@ def test_a_head_that_is_of_no_use_is_named(target: Any, caplog: pytest.LogCaptur
     broken: Any = checked_head(loaded, library_reader(None, None), INFO, None, "HEAD")
     assert broken.module is loaded.module
     assert "drafter HEAD is not checked: " in broken.note
+
+
+def test_a_check_that_fails_leaves_the_stated_layers(
+    target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where other layers were being tried."""
+    loaded = tiny_eagle3(target, range(VOCAB), layer_ids=LAYER_IDS)
+    head, fuse = loaded.module, loaded.module.fuse
+
+    def fuse_stated(hidden: torch.Tensor) -> torch.Tensor:
+        if head.layer_ids != LAYER_IDS:
+            raise RuntimeError("no")
+        return fuse(hidden)
+
+    monkeypatch.setattr(head, "fuse", fuse_stated)
+    found: Any = checked_head(loaded, library_reader(target, None), INFO, None, "HEAD")
+    assert "drafter HEAD is not checked: RuntimeError('no')" in found.note
+    assert found.module.layer_ids == LAYER_IDS
