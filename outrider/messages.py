@@ -13,6 +13,7 @@ from outrider.engine.step_costs import StepCosts
 from outrider.errors import BadRequest, OutriderError
 from outrider.grammar.constraint import Constraint
 from outrider.hidden_states import Features
+from outrider.limits import NUM_DRAFT_TOKENS_MAX
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.audit_totals import AuditSums
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
@@ -125,6 +126,12 @@ class VerifyItem:
         """Tokens that it has for a step, if the target holds the stated prefix."""
         return max(1, len(self.head.append) + len(self.proposal))
 
+    @property
+    def is_answered_in_bulk(self) -> bool:
+        """Whether features of more tokens are wanted than a round commits."""
+        first = self.features_from
+        return first is not None and self.head.committed_length - first > NUM_DRAFT_TOKENS_MAX + 2
+
     awaits_answer: ClassVar[bool] = True
     gives_way: ClassVar[bool] = False
     """Every verdict is waited for."""
@@ -160,6 +167,8 @@ class DraftItem:
     def awaits_answer(self) -> bool:
         """Whether it asks for anything but guesses of later rounds."""
         return self.held is None
+
+    is_answered_in_bulk: ClassVar[bool] = False
 
     @property
     def gives_way(self) -> bool:

@@ -1,9 +1,9 @@
 """The coordinator's end of the stream to a replica, over gRPC.
 
-One channel, up to two streams on it: one for ordinary items, one for bulky ones (long prompts), so
-that a prompt on its way does not hold up the rounds of other sessions. Sampling parameters travel
-once per session and stream; after that their hash stands for them, until the replica says
-`Resync`, which may mean that it does not know them.
+One channel, up to two streams on it: one for ordinary items, one for bulky ones (long prompts) and
+for those with bulky answers (features of many tokens), so that these do not hold up the rounds of
+other sessions. Sampling parameters travel once per session and stream; after that their hash stands
+for them, until the replica says `Resync`, which may mean that it does not know them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class GrpcLink(Link):
         self._describe = self._channel.unary_unary(codec.path("Describe"))
         self._release = self._channel.unary_unary(codec.path("Release"))
         self._streams: dict[str, _Stream] = {}
-        """The open ones: "normal" for ordinary items, "bulk" for those over `BULK_ITEM_BYTES`."""
+        """The open ones: "normal" for ordinary items, "bulk" for those over `BULK_ITEM_BYTES`, or
+        whose answers are bulky."""
         self._failures = 0
         self._down_until = 0.0
         self._background: set[asyncio.Task[None]] = set()
@@ -85,7 +86,7 @@ class GrpcLink(Link):
         size = message.ByteSize()
         if size > _ITEM_BYTES_MAX:
             raise BadRequest("head.append", f"an item of {size} bytes is over {_ITEM_BYTES_MAX}")
-        if size > BULK_ITEM_BYTES:
+        if size > BULK_ITEM_BYTES or item.is_answered_in_bulk:
             stream = self._stream("bulk")
             message = stream.encode(item)
         stream.put(item, message)

@@ -168,6 +168,19 @@ async def test_a_constraint_travels_once(pair: Pair) -> None:
     await link.close()
 
 
+@pytest.mark.parametrize(("first", "name"), [(None, "normal"), (82, "normal"), (0, "bulk")])
+async def test_many_features_come_by_the_stream_of_bulky_items(
+    pair: Pair, first: int | None, name: str
+) -> None:
+    """So that they do not stand before the verdicts of other sessions."""
+    link = target_link(pair.target_server.address)
+    text = [index % 7 for index in range(100)]
+    await ask(link, Listener(link), VerifyItem(make_head(text), features_from=first))
+    used = [name for name, stream in link._streams.items() if stream._sent]
+    await link.close()
+    assert used == [name]
+
+
 async def send_raw(address: str, frames: list[bytes]) -> tuple[list[Any], grpc.StatusCode, str]:
     """What a stream answers to raw bytes, and how it ends."""
     channel: Any = open_channel(address)
