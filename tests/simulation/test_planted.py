@@ -13,11 +13,13 @@ from coordinator.routing.discovery import Discovery
 from coordinator.routing.replica_pool import SessionRoute
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.errors import OutriderError, StoreUnavailable
+from outrider.hidden_states import Features
 from outrider.kv_cache.session_table import Aligned, SessionTable
 from outrider.sessions import redis_store
 from outrider.sessions.redis_scripts import Script
 from outrider.sessions.state import Session
 from outrider.sessions.store import SessionRecord
+from target_service import verifier
 from tests.simulation.faults import GREATER
 from tests.simulation.processes import Process, wall_clock_s
 from tests.simulation.redis_host import Command, RedisServer
@@ -184,6 +186,13 @@ def names_believed_for_ever(patch: Patch) -> None:
     patch.setattr(Discovery, "_doubt", stays)
 
 
+def features_of_the_token_behind(patch: Patch) -> None:
+    def late(first: int, width: int, rows: bytes) -> Features:
+        return Features(first, width, rows[2 * width :] + rows[-2 * width :])
+
+    patch.setattr(verifier, "Features", late)
+
+
 KINDS: dict[Callable[[Patch], None], tuple[str, ...]] = {
     shown_before_committed: (), refused_tokens_kept: (), running_stream_fails: (),
     callers_length_trusted: (), epochs_disregarded: ("oust",),
@@ -191,6 +200,7 @@ KINDS: dict[Callable[[Patch], None], tuple[str, ...]] = {
     leases_absolute: ("clock_jump", "death", "stall"), deadline_after_the_draw: (),
     mailbox_left_behind: (), release_of_a_session_that_may_return: ("break",),
     late_answers_believed: (), lost_tail_forgotten: ("restart",), names_believed_for_ever: (),
+    features_of_the_token_behind: (),
 }  # fmt: skip
 """Greater faults under which each is looked for; empty for all."""
 
