@@ -403,7 +403,10 @@ class CoordinatorService:
         with suppress(OutriderError):
             self._known["replicas_wanted"] = await registry.wanted()
             self._known["replicas_present"] = {
-                role: sum(not record.leaving for record in await registry.records(role))
+                role: sum(
+                    not (record.leaving or record.trial_share)
+                    for record in await registry.records(role)
+                )
                 for role in ROLES
             }
 

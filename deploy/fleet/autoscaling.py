@@ -74,10 +74,7 @@ class Autoscaler:
         if not self.config.bounds:
             return
         wanted = await self._registry.wanted()
-        records = {
-            role: [one for one in await self._registry.records(role) if not one.trial_share]
-            for role in ROLES
-        }
+        records = {role: await self._registry.records(role) for role in ROLES}
         for change in self.decide(asyncio.get_running_loop().time(), wanted, records):
             _log.info("wanted: %s=%d, %s", *change)
             await self._registry.want({change[0]: change[1]})
@@ -89,8 +86,11 @@ class Autoscaler:
             if (count := wanted.get(role)) is None:
                 continue
             change = None
+            on_trial = any(one.trial_share for one in records[role])
             if not least <= count <= most:
                 change = role, min(max(count, least), most), f"it must be {least} to {most}"
+            elif on_trial:  # How the rounds of the sessions wait says little of the others.
+                self._calm.pop(role, None)
             elif now >= self._changed_at.get(role, -math.inf) + self.config.autoscale_cooldown_s:
                 change = self._change(now, role, count, records)
             if change is not None:

@@ -26,6 +26,7 @@ HISTOGRAMS = (
 async def announce(registry: MemoryRegistry) -> None:
     await registry.want({"target": 3, "draft": 1, "coordinator": 1})
     roles: dict[str, Role] = {"a": "target", "b": "target", "c": "draft", "d": "target"}
+    await registry.announce(ReplicaRecord("draft", "e", "h:1", "h", 1, trial_share=0.5))
     for name, role in roles.items():
         found = ReplicaRecord(role=role, name=name, address="h:1", host="h", pid=1)
         await registry.announce(replace(found, leaving=name == "d"))
@@ -87,6 +88,7 @@ async def test_numbers_move_with_what_happens(tmp_path: Path) -> None:
         assert grown(f"outrider_{name}_seconds_count") >= 2, name
     assert after.value("outrider_replicas_wanted", role="target") == 3
     assert after.value("outrider_replicas_present", role="target") == 2
+    assert after.value("outrider_replicas_present", role="draft") == 1
     assert after.value("outrider_replicas_present", role="coordinator") == 0
     assert after.value("outrider_target_available") == 1
     assert after.value("outrider_store_available") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -154,3 +155,17 @@ async def test_what_is_wanted_follows_what_replicas_say() -> None:
     registry.failure = StoreUnavailable("away")
     with pytest.raises(StoreUnavailable):
         await scaling.look()
+
+
+async def test_drafts_stay_as_many_while_one_is_on_trial() -> None:
+    """Its rounds count among those that coordinators tell of. Bounds hold all the same."""
+    registry = MemoryRegistry()
+    scaling = Autoscaler(registry, AutoscaleConfig())
+    await registry.want({"target": 1, "draft": 1, "coordinator": 1})
+    await registry.announce(record("coordinator", 9, draft_waits=0.9))
+    await registry.announce(record("draft", busy=0.9))
+    await registry.announce(replace(record("draft", busy=0.9), name="draft-1", trial_share=0.5))
+    for bounds, count in (("1:4", 1), ("2:4", 2)):
+        scaling.config = AutoscaleConfig(autoscale_drafts=bounds)
+        await scaling.look()
+        assert (await registry.wanted())["draft"] == count
