@@ -117,29 +117,32 @@ class MtpReference:
         hidden: Tensor = self.target.model(text[None]).last_hidden_state[0]
         return hidden
 
-    def chain(self, text: Tensor, num_depths: int) -> tuple[list[Tensor], list[int]]:
-        """h [D] of each pair of a greedy chain behind a text [T], the last of whose tokens ends the
-        first drafted pair; and the tokens that are drafted."""
+    def chain(
+        self, text: Tensor, num_depths: int, *, carries_normed: bool = True
+    ) -> tuple[list[Tensor], list[int]]:
+        """norm(h) [D] of each pair of a greedy chain behind a text [T], the last of whose tokens
+        ends the first drafted pair; and the tokens that are drafted. It goes on with norm(h), or
+        with h."""
         features, tokens = self.features(text[:-1]), text[1:]
         hidden, drafted = [], []
         for _ in range(num_depths):
             found = self._last(features, tokens)
-            hidden.append(found)
-            drafted.append(int(self.target.lm_head(found).argmax()))
-            features = torch.cat([features, found[None]])
+            hidden.append(self.norms[2](found))
+            drafted.append(int(self.target.lm_head(hidden[-1]).argmax()))
+            carried = hidden[-1] if carries_normed else found
+            features = torch.cat([features, carried[None]])
             tokens = torch.cat([tokens, torch.tensor(drafted[-1:])])
         return hidden, drafted
 
     def _last(self, features: Tensor, tokens: Tensor) -> Tensor:
-        embedding_norm, hidden_norm, last_norm = self.norms
+        embedding_norm, hidden_norm, _ = self.norms
         embedded = embedding_norm(self.target.model.embed_tokens(tokens))
         rows = self.project(torch.cat([embedded, hidden_norm(features)], -1))[None]
         num = len(tokens)
         angles = self.target.model.rotary_emb(rows, torch.arange(num)[None])
         mask = torch.full((num, num), -torch.inf, dtype=rows.dtype).triu(1)[None, None]
-        found = self.layer(rows, attention_mask=mask, position_embeddings=angles)
-        hidden: Tensor = last_norm(found[0, -1])
-        return hidden
+        found: Tensor = self.layer(rows, attention_mask=mask, position_embeddings=angles)[0, -1]
+        return found
 
 
 def tiny_mtp(target: Any) -> LoadedDraftHead:

@@ -8,7 +8,8 @@ target's, behind the text itself and behind one pair of its own, for each way to
 way                   feature of the pair that ends at token j
 stated                what the stated layers read at j - 1
 one layer up or down  what the layers behind or before these read at j - 1
-before the last norm  what that reads at j - 1, for MTP layers, which read what it puts out
+before the last norm  what that reads at j - 1, for MTP layers, which read what it puts out; and
+                      for the second pair what their own norm reads, in place of what it puts out
 pairs one off         what the stated layers read at j; named, and not served: token j has not run
 """
 
@@ -137,7 +138,7 @@ def _check(loaded: LoadedDraftHead, reading: Reading, prompt_length: int) -> str
             "little: it was made for another target, or reads it in a way that is not known here"
         )
     if best != stated:
-        return f"reads the {best} in place of those that its files state, {summary}"
+        return f"reads the {best} in place of the {stated}, {summary}"
     return ""
 
 

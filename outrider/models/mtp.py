@@ -4,11 +4,12 @@ it:
     g_i    = what the target's last norm puts out at position i
     pair j = (g_{j-1}, token j), from 1; its rotary position is j - 1
     x_j    = eh_proj [enorm(embedding of token j), hnorm(g_{j-1})]
-    h_j    = norm(layer(x_j)), where the layer, of the target's own kind, sees the pairs 1 .. j
-    logits of the token behind token j = head(h_j)
+    h_j    = layer(x_j), where the layer, of the target's own kind, sees the pairs 1 .. j
+    logits of the token behind token j = head(norm(h_j))
 
-In a drafted pair h stands for g, and the same layer runs again. So do the library and `speculators`
-define it; vLLM takes zeros for the embedding of the first pair of DeepSeek and GLM.
+In a drafted pair norm(h) stands for g, and the same layer runs again. So do the library and
+`speculators` define it. vLLM takes h itself there for DeepSeek and GLM, and zeros for the embedding
+of their first pair. `ways` has the first of these two.
 
 family                  tensors in the target's files
 deepseek_v3, glm4_moe   `model.layers.N.` of N layers of the target: `enorm`, `hnorm`, `eh_proj`,
@@ -54,7 +55,14 @@ _SCALE, _BLOCK = "_scale_inv", (128, 128)
 """Behind the name of a weight in float8, of its scales; rows and columns that share one."""
 _ATTENTION = "outrider_mtp"
 """Name of the attention that calls the `attend` that the layer was called with."""
-_NORMED = {"hidden states behind the last norm": True, "hidden states before the last norm": False}
+_OWN = ", and its own before its norm"
+_WAYS = {
+    f"hidden states {side} the last norm{own}": (side == "behind", own != _OWN)
+    for own in ("", _OWN)
+    for side in ("behind", "before")
+}
+"""Whether the target's last norm is run on what is read of it, and the layer's own norm on what is
+carried from pair to pair."""
 
 
 class MtpHead(DraftHead):
@@ -85,7 +93,7 @@ class MtpHead(DraftHead):
         self.lm_head.weight = nn.Parameter(head, requires_grad=False)
         self.layer_ids = (num_layers,)
         self.width = embeddings.shape[1]
-        self._is_normed = True
+        self._is_normed = self._carries_normed = True
         self.scaling = block.self_attn.scaling
         first = torch.zeros(1, dtype=torch.long, device=head.device)
         keys, values = self.keys_and_values(head.new_zeros(1, self.width), first, first)
@@ -93,12 +101,13 @@ class MtpHead(DraftHead):
         self.value_width = values.shape[-1]
 
     def ways(self, num_layers: int) -> dict[str, Any]:
-        """Behind and before the target's last norm; programs differ in which one they read."""
-        return _NORMED
+        """Behind and before the target's last norm, and its own; programs differ in which ones they
+        read."""
+        return _WAYS
 
-    def read_as(self, way: bool) -> None:
-        """Reads what that norm puts out, or what it reads."""
-        self._is_normed = way
+    def read_as(self, way: tuple[bool, bool]) -> None:
+        """Reads what these norms put out, or what they read."""
+        self._is_normed, self._carries_normed = way
 
     def fuse(self, hidden: Tensor) -> Tensor:
         """g [.., D] of what the target's last norm reads, [.., D]."""
@@ -127,25 +136,25 @@ class MtpHead(DraftHead):
     def step(
         self, features: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend
     ) -> Tensor:
-        """See `DraftHead.step`; h is behind the layer's own norm."""
+        """See `DraftHead.step`; h is before the layer's own norm."""
 
         def attend_rows(*heads: Tensor) -> Tensor:
             return attend(*(rows.view(*token_ids.shape, *rows.shape[-2:]) for rows in heads))
 
         rows, angles = self._inputs(features, token_ids, positions)
-        hidden = self.layer.mtp_block(
+        hidden: Tensor = self.layer.mtp_block(
             rows, attention_mask=None, position_embeddings=angles, attend=attend_rows
         )
-        normed: Tensor = self.layer.post_norm(hidden)
-        return normed.view(features.shape)
+        return hidden.view(features.shape)
 
     def carry(self, hidden: Tensor) -> Tensor:
         """See `DraftHead.carry`."""
-        return hidden
+        carried: Tensor = self.layer.post_norm(hidden) if self._carries_normed else hidden
+        return carried
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[.., vocabulary], float32, of h [.., D]."""
-        logits: Tensor = self.lm_head(hidden)
+        logits: Tensor = self.lm_head(self.layer.post_norm(hidden))
         return logits.float()
 
     def _inputs(

@@ -89,7 +89,7 @@ def greedy_draft(
     loaded: LoadedDraftHead, features: Tensor, token_ids: Tensor
 ) -> tuple[Tensor, Tensor]:
     """[NUM_DEPTHS]: the chain behind the last of these pairs, from keys and values of the earlier
-    ones; and its hidden states [NUM_DEPTHS, D]."""
+    ones; and what each pair carries on [NUM_DEPTHS, D]."""
     module, length = loaded.module, len(token_ids)
     places = torch.arange(length + NUM_DEPTHS)
     keys, values = module.keys_and_values(features[:-1], token_ids[:-1], places[: length - 1])
@@ -107,8 +107,8 @@ def greedy_draft(
         hidden = module.step(feature, token, place, attend)
         token = torch.tensor(loaded.token_ids)[module.logits(hidden).argmax(-1)]
         drafted.append(token)
-        states.append(hidden)
         feature = module.carry(hidden)
+        states.append(feature)
     return torch.cat(drafted), torch.cat(states)
 
 

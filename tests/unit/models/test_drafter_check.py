@@ -38,7 +38,7 @@ def fitted_head(target: Any, loaded: LoadedDraftHead) -> LoadedDraftHead:
         likeliest = target(text).logits[0].argmax(-1)
         features = head.fuse(torch.cat([tap.rows_read() for tap in taps], -1))
     drafted = torch.cat([*head.unroll(features[None, :-2], text[:, 1:], 2)], 1)[0]
-    rows = head.norm(drafted) if hasattr(head, "norm") else drafted
+    rows = (head.norm if hasattr(head, "norm") else head.layer.post_norm)(drafted)
     wanted = torch.nn.functional.one_hot(torch.cat([likeliest[1:-1], likeliest[2:]]), VOCAB)
     fitted = torch.linalg.lstsq(rows, wanted.float()).solution.T
     head.lm_head.weight = torch.nn.Parameter(fitted, requires_grad=False)
@@ -58,25 +58,40 @@ def test_the_layers_that_a_head_was_made_for_are_found(
     assert "pairs one off: " in caplog.text
     assert bool(found.note) is (by != 0)
     if found.note:
-        assert "reads the layers 2, 4, 6 in place of those that its files state" in found.note
-        assert f"layers {', '.join(map(str, stated))}: " in found.note
+        layers = f"layers {', '.join(map(str, stated))}"
+        assert f"reads the layers 2, 4, 6 in place of the {layers}, " in found.note
 
 
+@pytest.mark.parametrize("carries_normed", [True, False])
 @pytest.mark.parametrize("is_normed", [True, False])
-def test_the_side_of_the_last_norm_that_an_mtp_layer_was_made_for_is_found(is_normed: bool) -> None:
+def test_the_sides_of_norms_that_an_mtp_layer_was_made_for_are_found(
+    is_normed: bool, carries_normed: bool
+) -> None:
+    """The target's last one, and the layer's own."""
     target = mtp_target("glm4_moe", VOCAB, LENGTH)
-    target.model.norm.weight.copy_(torch.linspace(-2, 3, target.config.hidden_size))
     loaded = tiny_mtp(target)
-    loaded.module.read_as(is_normed)
+    head: Any = loaded.module
+    width = target.config.hidden_size
+    for norm in (target.model.norm, head.layer.post_norm):
+        norm.weight.copy_(torch.tensor([1.0, -1.0]).repeat(width // 2))
+    head.layer.eh_proj.weight[:, width:] *= 4  # What it reads of the hidden state.
+    head.read_as((is_normed, carries_normed))
     fitted_head(target, loaded)
-    loaded.module.read_as(True)
+    head.read_as((True, True))
     found: Any = checked_head(loaded, library_reader(target, None), INFO, None, "mtp")
-    rows = torch.randn(1, target.config.hidden_size)
+    rows = torch.randn(1, width)
     assert torch.equal(found.module.fuse(rows), target.model.norm(rows) if is_normed else rows)
+    carried = head.layer.post_norm(rows) if carries_normed else rows
+    assert torch.equal(found.module.carry(rows), carried)
+    side = "behind" if is_normed else "before"
+    own = "" if carries_normed else ", and its own before its norm"
+    stated = "hidden states behind the last norm"
     assert found.note.startswith(
-        "" if is_normed else "drafter mtp reads the hidden states before the last norm in place of"
+        f"drafter mtp reads the hidden states {side} the last norm{own} in place of the {stated}, "
+        if (side, own) != ("behind", "")
+        else ""
     )
-    assert bool(found.note) is not is_normed
+    assert bool(found.note) is not (is_normed and carries_normed)
 
 
 def test_a_head_that_is_of_no_use_is_named(target: Any, caplog: pytest.LogCaptureFixture) -> None:

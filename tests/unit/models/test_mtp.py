@@ -36,12 +36,14 @@ def reference(request: pytest.FixtureRequest) -> MtpReference:
     return MtpReference(mtp_target(request.param, VOCAB, LENGTH))
 
 
-@pytest.mark.parametrize("is_fast", [False, True])
+@pytest.mark.parametrize(
+    ("is_fast", "carries_normed"), [(False, True), (True, True), (False, False)]
+)
 def test_chains_on_pages_are_those_of_the_definition(
-    reference: MtpReference, is_fast: bool, tmp_path: Path
+    reference: MtpReference, is_fast: bool, carries_normed: bool, tmp_path: Path
 ) -> None:
-    """Hidden states, logits and greedy tokens. The native engine refuses targets with linear
-    attention, so of these the layer alone is run."""
+    """Hidden states, logits and greedy tokens, in both ways to go on. The native engine refuses
+    targets with linear attention, so of these the layer alone is run."""
     module = twin(reference.target)
     before = {key: values.clone() for key, values in module.state_dict().items()}
     loaded = load_mtp(reference.save(tmp_path), module, target_name="tiny")
@@ -51,7 +53,8 @@ def test_chains_on_pages_are_those_of_the_definition(
         for each in (module, loaded.module):
             speed_up(each)
     random = torch.Generator().manual_seed(0)
-    head = loaded.module
+    head: Any = loaded.module
+    head.read_as((True, carries_normed))
     text = torch.randint(VOCAB, (LENGTHS[-1] + 1,), generator=random)
     engine = None
     if reference.family == "qwen3_next":
@@ -60,7 +63,7 @@ def test_chains_on_pages_are_those_of_the_definition(
     else:
         engine = PagedEngine(module, INFO, draft_layer=loaded)
     for num in LENGTHS:
-        hidden, drafted = reference.chain(text[: num + 1], DEPTHS)
+        hidden, drafted = reference.chain(text[: num + 1], DEPTHS, carries_normed=carries_normed)
         if engine is None:
             behind = torch.cat([text[1 : num + 1], torch.tensor(drafted[:-1])])
             features = reference.features(text[:num])
@@ -69,7 +72,7 @@ def test_chains_on_pages_are_those_of_the_definition(
             found = drafted_by(engine, head, text[: num + 1].tolist(), drafted)
         assert [int(head.logits(row).argmax()) for row in found] == drafted
         for row, expected in zip(found, hidden, strict=True):
-            assert close(row, expected)
+            assert close(head.layer.post_norm(row), expected)
             assert close(head.logits(row), reference.target.lm_head(expected))
 
 
