@@ -117,11 +117,21 @@ class Proposer(StepWorker):
 
     def _work(self, item: DraftItem) -> _Drafting:
         """What goes on of an item; what goes on of another one of its session is given up."""
-        work = self._unfinished.pop(item.head.session_id, None)
+        name = item.head.session_id
+        work = self._unfinished.get(name)
         if work is None or work.item is not item:
+            self._give_up(name)
             return _Drafting(item, isinstance(self._drafter, ParallelDrafter))
+        del self._unfinished[name]
         work.answer = None
         return work
+
+    def _give_up(self, session_id: str) -> None:
+        """A draft that has not ended leaves no slots of what it has drawn: those that hold a head's
+        guesses will not do for committed tokens, even where these are equal."""
+        work = self._unfinished.pop(session_id, None)
+        if work is not None and self._table.length(session_id):
+            self._table.keep(session_id, len(work.request.token_ids))
 
     def _begin(self, works: Sequence[_Drafting]) -> None:
         new = [work for work in works if not hasattr(work, "request")]
@@ -135,7 +145,7 @@ class Proposer(StepWorker):
 
     def park(self, session_ids: Sequence[str]) -> None:
         for session_id in session_ids:
-            self._unfinished.pop(session_id, None)
+            self._give_up(session_id)
             if self._look_ahead is not None:
                 self._look_ahead.forget(session_id)
         super().park(session_ids)

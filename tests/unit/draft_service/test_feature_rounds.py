@@ -17,6 +17,7 @@ from rounds import RULES, Listener, Replica, ask, make_head, outcome_of
 from draft_service.feature_drafter import FeatureDrafter, HeadEngine
 from draft_service.service import DraftService
 from outrider import hidden_states
+from outrider.drafters.drafter import DraftDeadline
 from outrider.engine.interface import ModelInfo
 from outrider.engine.paged_engine import PagedEngine
 from outrider.hidden_states import Features
@@ -24,6 +25,7 @@ from outrider.limits import PAGE_SIZE
 from outrider.messages import DraftItem, ProposalReply, Refused, Resync, VerdictReply, VerifyItem
 from outrider.models.eagle3 import LoadedEagle3
 from outrider.replica.executors import InlineExecutor
+from outrider.replica.step_request import Unfinished
 from outrider.speculation.draft_sampling import draw_from_logits
 from outrider.speculation.logits_processing import DraftVocabulary, TokenHistory
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
@@ -50,6 +52,7 @@ class Pair:
     engine: HeadEngine
     draft: MemoryLink
     proposals: Listener
+    service: Any
     held: dict[int, int] = field(default_factory=dict)
     """Tokens that the draft has of each session."""
 
@@ -137,7 +140,7 @@ async def running(num_pages: int = 64) -> AsyncIterator[Pair]:
     )
     link = MemoryLink(draft)
     async with Replica("target", engine, max_num_seqs=8) as target:
-        yield Pair(original, head, target, drafting, link, Listener(link))
+        yield Pair(original, head, target, drafting, link, Listener(link), draft)
     await link.close()
     draft.check_integrity()
     check_pages(drafting)
@@ -313,3 +316,28 @@ async def test_features_that_cannot_be_are_refused(features: Features, name: str
         assert isinstance(replies[1], Refused)
         assert replies[1].message.startswith(f"{name}:")
         assert replies[2].proposal == expected
+
+
+@pytest.mark.parametrize("parks", [True, False])
+async def test_a_draft_that_is_given_up_leaves_no_slots_of_its_guesses(parks: bool) -> None:
+    """Its step ends as another session's time is over; then its stream closes, or a newer item
+    comes. What is committed next is what it had drawn."""
+    async with running() as pair:
+        worker, text = pair.service._worker, list(PROMPT)
+        first = pair.item(text, pair.features(text, 0))
+        times = iter([0.0] * 3)
+        hasty = replace(
+            pair.item(text, pair.features(text, 0), 2, session=2),
+            deadline=DraftDeadline(1.0, lambda: next(times, 2.0)),
+        )
+        assert worker.step([first, hasty])[0] is Unfinished.CONTINUES
+        name = first.head.session_id
+        text += worker._unfinished[name].draft.token_ids
+        assert pair.engine.length(name) == len(text) - 1
+        if parks:
+            worker.park([name])
+        pair.held[1] = len(PROMPT)
+        features = pair.features([*text, 0], len(PROMPT) - 1)
+        [found] = worker.step([pair.item([*text, 0], features, round_index=1)])
+        assert isinstance(found, ProposalReply), found
+        assert len(found.proposal) == 3
