@@ -469,6 +469,14 @@ class Fleet:
         plan = "" if self.trial is None else self.trial.plan
         return next((one for one in self.of("draft") if one.plan == plan and not one.leaves), None)
 
+    def _is_tried(self, one: Replica) -> bool:
+        """Whether a replica on trial is to stay: also one whose settings have been taken, until
+        another with these serves."""
+        plan = self.spec.plans["draft"]
+        is_taken = one.plan == PLAN + plan and self.wanted["draft"] > 0
+        serves = any(other.address and other.plan == plan for other in self.of("draft"))
+        return one is self.on_trial or (is_taken and not serves)
+
     def _forget_troubles(self) -> None:
         self._troubles = {role: Trouble() for role in ROLES}
         self._changed.set()
@@ -497,11 +505,16 @@ class Fleet:
         starts, leaves = next_steps(self.wanted, there, held_back, in_place, crowded)
         for role in starts:
             self._follow(self._new(role, self.spec.plans[role]))
-        if self.trial is not None and self.on_trial is None and not self.trial_failure:
+        if (
+            self.trial is not None
+            and self.on_trial is None
+            and not self.trial_failure
+            and "draft" not in held_back
+        ):
             self._follow(self._new("draft", self.trial.plan))
         leaves += [
             one.name for one in self.of("draft")
-            if one.on_trial and one is not self.on_trial and not one.leaves
+            if one.on_trial and not one.leaves and not self._is_tried(one)
         ]  # fmt: skip
         for name in leaves:
             one = self._replicas[name]
@@ -595,7 +608,7 @@ class Fleet:
             _log.error(reason)
         except Exception:  # noqa: BLE001 (the fleet goes on, whatever one replica does)
             _log.exception("%s did not start", one.name)
-        if one.on_trial:
+        if one.on_trial and is_its_own:
             if one is self.on_trial:
                 self.trial_failure = reason or f"{one.name} did not start"
             await self._remove(one)

@@ -20,7 +20,14 @@ from deploy.fleet import reconciler as module
 from deploy.fleet.reconciler import Reconciler, changed
 from deploy.fleet.replica_set import Fleet
 from outrider.config import DeploymentConfig, load_config
-from outrider.errors import ConfigError, EngineLost, OutriderError, SettingError, Unavailable
+from outrider.errors import (
+    ConfigError,
+    EngineLost,
+    OutriderError,
+    SettingError,
+    StoreUnavailable,
+    Unavailable,
+)
 from outrider.replica.process_setup import Place
 
 pytestmark = pytest.mark.virtual
@@ -316,6 +323,11 @@ async def test_a_drafter_on_trial_is_taken_only_where_it_is_better(
         await found.change({"autoscale_targets": "1:4"})
         assert (await found.spec()).plans == before.plans
         sums_of(host, gain)
+        host.world.machines.loading.clear()
+        await asyncio.sleep(20)
+        stays = [one.leaves for one in (await found.overview()).replicas if one.on_trial]
+        assert stays == ([False] if gain > 1 else [])  # Until another of its kind serves.
+        host.world.machines.loading.set()
         for _ in range(600):
             overview = await found.overview()
             assert len(overview.addresses("draft")) >= 2
@@ -357,6 +369,20 @@ async def test_a_trial_that_shows_nothing_leaves_all_as_it_was(
         assert await found.spec() == before
         host.world.machines.failures.clear()
         await found.change({"deadline_ms": 999})
+
+
+async def test_a_trial_outlasts_a_store_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with playing(monkeypatch) as (host, found):
+        host.world.machines.failures["draft"] = StoreUnavailable("away")
+        await found.begin_trial(TRIED, 0.5, 100.0)
+        await asyncio.sleep(30)
+        assert host.world.machines.starts.count("draft") < 40
+        host.world.machines.failures.clear()
+        await asyncio.sleep(10)
+        overview = await found.overview()
+        assert overview.trial is not None
+        assert overview.trial.state == "runs"
+        assert any(one.on_trial and one.address for one in overview.replicas)
 
 
 @pytest.mark.parametrize("crashes", [False, True])
