@@ -136,11 +136,13 @@ def observers(
 
 
 @asynccontextmanager
-async def watched_stack(directory: Path, **options: Any) -> AsyncIterator[Watched]:
-    """Each service serves its metrics."""
+async def watched_stack(
+    directory: Path, target_s: float = 0.0, **options: Any
+) -> AsyncIterator[Watched]:
+    """Each service serves its metrics. A pass of the target takes `target_s`."""
     exports, registry = started_exports("prometheus=0"), MemoryRegistry()
     config = CoordinatorConfig(trace_first_rounds=1, trace_every_rounds=0)
-    target = ToyEngine(VOCAB, salt=1, max_model_len=256)
+    target = ToyEngine(VOCAB, salt=1, max_model_len=256, pass_s=target_s)
     draft = options.pop("draft_engine", None) or ToyEngine(VOCAB, salt=2, max_model_len=256)
     try:
         async with running_stack(

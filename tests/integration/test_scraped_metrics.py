@@ -34,7 +34,7 @@ async def announce(registry: MemoryRegistry) -> None:
 
 async def test_numbers_move_with_what_happens(tmp_path: Path) -> None:
     same = ToyEngine(VOCAB, salt=1, max_model_len=256)
-    async with watched_stack(tmp_path, draft_engine=same) as watched:
+    async with watched_stack(tmp_path, target_s=0.03, draft_engine=same) as watched:
         await announce(watched.registry)
         await watched.stack.client.complete(REQUEST)
         before = await watched.until("outrider_replicas_present", 2, role="target")
@@ -73,9 +73,9 @@ async def test_numbers_move_with_what_happens(tmp_path: Path) -> None:
         assert grown(f"outrider_{name}_total") == count, name
     accepted = grown("outrider_spec_decode_num_accepted_tokens_total")
     assert accepted == counted["spec_decode_num_accepted_tokens_per_pos"]
-    # The draft looks ahead of every round with a proposal.
+    # The draft looks ahead of every round with a proposal and is in time for some.
     hits, misses = (grown(f"outrider_look_ahead_{name}_total") for name in ("hits", "misses"))
-    assert hits == sum(report.look_ahead_hit for report in reports)
+    assert hits == sum(report.look_ahead_hit for report in reports) > 0
     assert hits + misses == grown("outrider_spec_decode_num_drafts_total") > 0
     for side in ("target", "draft"):
         # A message each way in each round, of more than a session's id.
