@@ -316,6 +316,9 @@ class VllmEngine(PagedSequences):
         self._use_pool(BlockPool(self._pool.num_pages, self._page_size), self._cache, max_num_seqs)
         if self.draft_layer is not None:
             head = self.draft_layer.module
+            ascending = sorted(head.layer_ids)
+            self._taps = [ascending.index(layer_id) for layer_id in head.layer_ids]
+            """Where in `_tapped` is what the head reads."""
             self._draft = DraftLayer(head, self._draft_pages, self._page_size)
 
     def _show(self, layer_ids: Sequence[int]) -> None:
@@ -405,11 +408,8 @@ class VllmEngine(PagedSequences):
     def _run_whole(self, sequences: Sequence[HeldSequence]) -> Tensor:
         """The model's part of a step and, where there is a draft layer, that one's."""
         rows = self._step(sequences)
-        if self._draft is not None and self.draft_layer is not None:
-            layer_ids = self.draft_layer.module.layer_ids
-            shown = dict(zip(sorted(layer_ids), self._tapped, strict=True))
-            tapped = [shown[index] for index in layer_ids]
-            self._fused = self._draft.write(sequences, tapped)
+        if self._draft is not None:
+            self._fused = self._draft.write(sequences, [self._tapped[at] for at in self._taps])
         return rows
 
     def _step(self, sequences: Sequence[HeldSequence]) -> Tensor:
