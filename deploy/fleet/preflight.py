@@ -230,11 +230,14 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
 def _lookup_of(draft: DraftConfig) -> DraftConfig | None:
     """What coordinators look drafts up by, if anything, and nothing of the draft replicas: an
     upgrade of those alone replaces no coordinator."""
-    if draft.drafter.lookup is None:
+    lookup = draft.drafter.lookup
+    if lookup is None:
         return None
-    prefixes = ("model", "ngram_", "suffix_", "hybrid_")
+    prefixes = ("ngram_", "suffix_", "hybrid_")
     names = [one.name for one in fields(draft) if one.name.startswith(prefixes)]
-    return DraftConfig(**{name: getattr(draft, name) for name in names})
+    # Whichever model a hybrid has.
+    model = lookup.value if draft.drafter.is_lookup else f"hybrid:{lookup},model"
+    return DraftConfig(model=model, **{name: getattr(draft, name) for name in names})
 
 
 def emulated_spec(text: str) -> EmulatedSpec:

@@ -100,6 +100,10 @@ def test_coordinators_are_told_of_a_look_up_and_nothing_of_draft_replicas(tiny: 
     assert lookup(draft_model=str(tiny)) is None
     hybrid = f"hybrid:suffix,{tiny}"
     before = lookup(draft_model=hybrid)
+    link = tiny.with_name("another-name")
+    link.symlink_to(tiny)
+    assert lookup(draft_model=f"hybrid:suffix,{link}") == before
+    assert lookup(draft_model=f"hybrid:ngram,{link}") != before
     assert lookup(draft_model=hybrid, draft_num_threads=2, draft_port=7001) == before
     assert lookup(draft_model=hybrid, suffix_depth=8) != before
 
