@@ -160,7 +160,7 @@ class CoordinatorService:
             _log.warning("no draft is there yet: %s", error)
         if config.length_control:
             self._lengths = LengthControls(
-                target, self.drafts.first, config.run_ahead_rounds,
+                target, self.drafts.first_kept, config.run_ahead_rounds,
                 delays=config.drafting_delays, watches=self._looks_up,
             )  # fmt: skip
         self._served = replace(target, model=config.served_model_name or target.model)
@@ -515,7 +515,7 @@ class CoordinatorService:
         if self._lengths is None:
             return FixedLength(num_draft_tokens, self._config.run_ahead_rounds, siblings)
         num_elsewhere = sum(peer.load for peer in self.fleet.peers)
-        self._lengths.hear_load(self.targets.num_present, num_elsewhere, self.drafts.first)
+        self._lengths.hear_load(self.targets.num_present, num_elsewhere, self.drafts.first_kept)
         lengths, tried = self._lengths, self.drafts.on_trial
         if tried is not None and draft is not None and draft.on_trial:
             if self._trial_lengths is None or self._trial_lengths[0] != tried.name:

@@ -181,6 +181,12 @@ class ReplicaPool:
         found = [one for one in self.replicas.values() if one.trial_share and one.is_open]
         return found[-1] if found else None
 
+    @property
+    def first_kept(self) -> ReplicaDescription | None:
+        """What the oldest replica runs that is not on trial, if there is one."""
+        found = (one.description for one in self.replicas.values() if not one.trial_share)
+        return next(found, None)
+
     async def join(self, name: str, link: Link, trial_share: float = 0.0) -> None:
         """Takes a replica in, whose link is the pool's from now on, perhaps for a trial on a share
         of the sessions. Raises `Unavailable` where it

@@ -276,3 +276,14 @@ async def test_sessions_of_a_draft_on_trial_learn_apart_but_know_all_seeds() -> 
         assert await drafted(seed=2) == [before, tried]
         await b.service.drafts.join("other", SeverableLink(b.draft), trial_share=1.0)
         assert await drafted(seed=2) == both
+
+        # A coordinator may meet the draft on trial first.
+        lengths = b.service._lengths
+        assert lengths is not None
+        lengths._draft = None
+        kept = b.service.drafts.replicas.pop(next(iter(b.service.drafts.replicas)))
+        await drafted(seed=3)
+        assert lengths._draft is None
+        b.service.drafts.replicas["kept"] = kept
+        await drafted(seed=4)
+        assert lengths._draft is kept.description
