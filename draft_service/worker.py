@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from draft_service.feature_drafter import FeatureDrafter
 from draft_service.model_drafter import ModelDrafter
 from draft_service.parallel_drafter import ParallelDrafter
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft
@@ -38,16 +39,22 @@ class _Drafting(Work):
     is_whole: bool
     """Whether a proposal follows; else a part of the prefix is run."""
 
-    def __init__(self, item: DraftItem, in_one_pass: bool) -> None:
+    def __init__(self, item: DraftItem, in_one_pass: bool, reads_features: bool) -> None:
         """`in_one_pass`: the tokens of a proposal have rows in the pass of the last committed
         one."""
         super().__init__(item)
         self._in_one_pass = in_one_pass
+        self._reads_features = reads_features
 
     @property
     def demand(self) -> SlotDemand:
-        """The last token of a proposal is drawn, and run only to look ahead."""
+        """The last token of a proposal is drawn, and run only to look ahead. Where features are
+        read, a token needs that of the one before."""
         item = self.item
+        if self._reads_features:
+            reach = 0 if item.features is None else item.features.end + 1
+            if reach < item.head.committed_length:
+                return SlotDemand(item.head, 0, reach=reach)
         if item.held is not None:
             return SlotDemand(item.head, len(item.held), len(item.held) + 1)
         num_extra = max(0, item.num_draft_tokens - (item.look_ahead == 0))
@@ -121,7 +128,8 @@ class Proposer(StepWorker):
         work = self._unfinished.get(name)
         if work is None or work.item is not item:
             self._give_up(name)
-            return _Drafting(item, isinstance(self._drafter, ParallelDrafter))
+            in_one_pass = isinstance(self._drafter, ParallelDrafter)
+            return _Drafting(item, in_one_pass, isinstance(self._drafter, FeatureDrafter))
         del self._unfinished[name]
         work.answer = None
         return work

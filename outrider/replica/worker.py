@@ -40,6 +40,8 @@ class SlotDemand(NamedTuple):
     """Slots beyond its committed tokens."""
     num_last: int = 1
     """The last committed token, and those of the extra ones that are run in one pass with it."""
+    reach: int | None = None
+    """Where not all of its committed tokens can be run yet: so many, and nothing behind them."""
 
 
 class Admitted(NamedTuple):
@@ -102,12 +104,14 @@ class Admissions:
         return self._grant(demands, found, begun)
 
     def _whole(self, demand: SlotDemand, begun: _Begun) -> SequenceStep:
-        """A step that takes the slots of all that the item asks for; or, where it claims to have
+        """A step that takes the slots of all that the item can run; or, where it claims to have
         more tokens than all pages hold, more than that."""
         name = demand.head.session_id
         num_held = begun[name].length if name in begun else self._engine.length(name)
-        num = demand.head.committed_length + demand.num_extra - num_held
-        num = min(max(1, num), self._num_slots + 1)
+        length = demand.head.committed_length + demand.num_extra
+        if demand.reach is not None and length <= self._num_slots:
+            length = demand.reach
+        num = min(max(1, length - num_held), self._num_slots + 1)
         return SequenceStep(name, (_ANY_TOKEN,) * num, 0)
 
     def _place(self, found: list[_Found], wholes: dict[int, SequenceStep], begun: _Begun) -> None:
@@ -173,11 +177,11 @@ class Admissions:
     def _token_demand(self, demand: SlotDemand, aligned: Aligned, begun: _Begun) -> TokenDemand:
         name = demand.head.session_id
         num_found = begun[name].length if name in begun else 0
-        return TokenDemand(
-            len(aligned.new_tokens) - num_found + demand.num_last - 1,
-            demand.num_last,
-            len(aligned.sequence) + num_found,
-        )
+        num_held = len(aligned.sequence) + num_found
+        num_new = len(aligned.new_tokens) - num_found
+        if demand.reach is not None:
+            num_new = max(1, demand.reach - num_held)
+        return TokenDemand(num_new + demand.num_last - 1, demand.num_last, num_held)
 
 
 class Work:

@@ -288,6 +288,17 @@ async def test_a_session_that_was_forgotten_is_asked_for_again() -> None:
             assert (len(reply.proposal), reply.cached_length) == expected
 
 
+async def test_features_of_few_tokens_take_pages_for_these_alone() -> None:
+    """However long their session is: it is the older one, and others keep what they have."""
+    long, short = ([i * step % VOCAB for i in range(3 * PAGE_SIZE)] for step in (5, 7))
+    async with running(num_pages=3) as pair:
+        for end, session in ((3, 1), (3, 2), (6, 1)):
+            text = long if session == 1 else short[: end + 1]
+            await pair.propose(text, pair.features(text, 0, end), session=session)
+        assert pair.held == {1: 7, 2: 4}
+        assert pair.engine.length(make_head(short, session=2).session_id) == 4
+
+
 async def test_features_of_tokens_that_were_never_committed_are_forgotten() -> None:
     """As when a coordinator that has died had decided more than was stored."""
     first, second = ([*PROMPT, *(i * step % VOCAB for i in range(12))] for step in (5, 7))

@@ -85,6 +85,17 @@ def test_a_length_that_is_only_claimed_costs_nothing(monkeypatch: pytest.MonkeyP
     assert max(lengths) < 100
 
 
+@pytest.mark.parametrize(("num_pages", "is_whole"), [(30, True), (25, True), (24, None)])
+def test_an_item_takes_what_it_can_run(num_pages: int, is_whole: bool | None) -> None:
+    """Of tokens, too; but nothing where no pages could hold all that it has."""
+    at = Setting(num_pages, max_tokens=64)
+    at.step(at.demand(1, 4), at.demand(2, 4))
+    (found,) = at.admissions.admit([at.demand(1, 100, base=4)._replace(reach=6)])
+    assert found is WAITS if is_whole is None else found.is_whole
+    assert at.held(1, 2) == [4, 4]
+    assert at.admissions.figures.num_prefill_chunks == 0
+
+
 def test_a_lost_session_is_told_only_when_it_fits_again() -> None:
     """And then whole, with what it will draft: session 2 of 4 + 4 tokens has lost its page to
     session 1, which has three of the four pages; resynchronising it takes two."""
