@@ -50,7 +50,7 @@ from .ray_cluster import (
 )
 from .replica_set import FIRST_REST_S, Fleet, Overview
 from .spec import FleetSpec, plan_fleet
-from .trial import Trial, TrialReport, added, check_trial, judged
+from .trial import Trial, TrialReport, added, check_share, check_trial, judged
 
 _SAME_REDIS = "sessions stay in their Redis"
 _SCALE = "use `outrider scale`"
@@ -100,6 +100,11 @@ def changed(given: DeploymentConfig, changes: Mapping[str, Value]) -> Deployment
         # What was chosen for the other target need not fit this one.
         del values["draft_model"]
     return configuration(values | dict(changes))
+
+
+def _shared(values: Mapping[str, Value], gpus: float | None) -> float | None:
+    """The cluster's GPUs that are shared out with these changes, and were with those before."""
+    return gpus if SHARING.isdisjoint(values) else resources().get("GPU", 0.0)
 
 
 _log = logging.getLogger(__name__)
@@ -202,9 +207,7 @@ class Reconciler(PlacedActor):
             before, fleet = self._changes, self._fleet
             if fleet.trial is not None and not values.keys() <= {*BOUND_SETTINGS}:
                 raise ConfigError(f"{self._report}; wait for its end, or {END_TRIAL}")
-            changes, gpus = before[0] | values, before[1]
-            if not SHARING.isdisjoint(values):
-                gpus = resources().get("GPU", 0.0)
+            changes, gpus = before[0] | values, _shared(values, before[1])
             if values.keys() <= {*BOUND_SETTINGS}:
                 given = changed(self._original.given, changes)
                 config = replace(fleet.spec.config, autoscale=given.autoscale)
@@ -244,7 +247,7 @@ class Reconciler(PlacedActor):
                 if tried == (values, share, seconds):
                     return
                 raise ConfigError(f"{self._report}; wait for its end, or {END_TRIAL}")
-            spec = await self._plan(changes | values, gpus)
+            spec = await self._plan(changes | values, _shared(values, gpus))
             check_trial(fleet.spec, spec)
             fleet.settled(spec)
             if self._overview().num_stale or not fleet.wanted["draft"]:
@@ -252,6 +255,7 @@ class Reconciler(PlacedActor):
                     "--trial-share: draft replicas are compared with the new one: wait until all "
                     "are of one kind, and `outrider scale draft=1` where there is none"
                 )
+            check_share(share, fleet.wanted["draft"])
             await self._save(changes, gpus, (values, share, seconds))
             self._try_out(Trial(values, share, seconds, spec))
 
@@ -306,9 +310,9 @@ class Reconciler(PlacedActor):
                 self._report = replace(self._report, reason=reason)
                 return
             if is_better:
-                taken = changes | trial.values
+                taken, shared = changes | trial.values, trial.spec.cluster_gpus
                 try:
-                    await self._adopt_spec(await self._plan(taken, gpus), (taken, gpus, None))
+                    await self._adopt_spec(await self._plan(taken, shared), (taken, shared, None))
                 except ConfigError as error:
                     is_better, reason = False, f"{error} ({reason})"
             if not is_better:
@@ -353,7 +357,7 @@ class Reconciler(PlacedActor):
     async def _restore_trial(self, values: dict[str, Value], share: float, seconds: float) -> None:
         changes, gpus, _ = self._changes
         try:
-            spec = await self._plan(changes | values, gpus)
+            spec = await self._plan(changes | values, _shared(values, gpus))
         except ConfigError as error:  # The fleet is to be kept all the same.
             await self._save(changes, gpus, None)
             model = str(values.get("draft_model", self._fleet.spec.given.draft.model))

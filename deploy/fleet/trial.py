@@ -85,6 +85,18 @@ def check_trial(before: FleetSpec, tried: FleetSpec) -> None:
         )
 
 
+def check_share(share: float, num_drafts: int) -> None:
+    """Raises `ConfigError` for a share that would load the replica on trial much more, or less,
+    than each of the others."""
+    fair = 1 / (num_drafts + 1)
+    least, most = fair / 2, min(2 * fair, SHARE_MAX)
+    if not least <= share <= most:
+        raise ConfigError(
+            f"--trial-share: {share:g} is wrong beside {num_drafts} draft replicas; it must be "
+            f"from {least:.3g} to {most:.3g}, best {fair:.3g}: else queues differ, and not drafters"
+        )
+
+
 def added(found: Iterable[TrialSums | None], replica: str) -> TrialSums:
     """What all coordinators have of the trial of this replica."""
     sums = TrialSums(replica)

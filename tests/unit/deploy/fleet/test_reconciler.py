@@ -428,8 +428,42 @@ async def test_what_draft_replicas_alone_cannot_try_is_refused(
 ) -> None:
     async with playing(monkeypatch, draft_model=first) as (_, found):
         with pytest.raises(ConfigError, match=said):
-            await found.begin_trial(values, 0.25, 600.0)
+            await found.begin_trial(values, 0.5, 600.0)
         assert (await found.overview()).trial is None
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "share", "said"),
+    [
+        (1, 0.2, "--trial-share: 0.2 is wrong beside 1 .* from 0.25 to 0.9, best 0.5: else queues"),
+        (3, 0.6, "--trial-share: 0.6 is wrong beside 3 .* from 0.125 to 0.5, best 0.25: else"),
+    ],
+)
+async def test_a_share_that_loads_drafts_unlike_is_refused(
+    monkeypatch: pytest.MonkeyPatch, num_drafts: int, share: float, said: str
+) -> None:
+    async with playing(monkeypatch, num_drafts=num_drafts) as (_, found):
+        with pytest.raises(ConfigError, match=said):
+            await found.begin_trial(TRIED, share, 600.0)
+        assert (await found.overview()).trial is None
+
+
+async def test_a_trial_shares_the_gpus_out_as_its_settings_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of those that there are now, also once they are taken and a reconciler returns."""
+    settings = {"target_num_gpus": 1.0, "draft_num_gpus": 1.0}
+    async with playing(monkeypatch, gpus=2.0, **ON_GPUS, **settings) as (host, found):
+        host.amounts["GPU"] = 8.0
+        await found.begin_trial({"draft_num_gpus": 2.0}, 0.5, 600.0)
+        await asyncio.sleep(10)
+        sums_of(host, 1.1)
+        await asyncio.sleep(60)
+        for _ in range(2):
+            spec = await found.spec()
+            assert (spec.demands["draft"].num_gpus, spec.cluster_gpus) == (2.0, 8.0)
+            found = await host.restart(found)
+            await asyncio.sleep(1)
 
 
 def test_a_draft_goes_with_the_target_that_it_was_chosen_for() -> None:
