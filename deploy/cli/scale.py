@@ -25,6 +25,7 @@ from outrider.settings import Value
 from .command import Arguments, Option, Seconds, argument, command, json_option, option
 from .options import (
     COMMON,
+    PLACE_KEYS,
     SECRETS,
     find_deployment,
     given_settings,
@@ -172,7 +173,7 @@ def parsed_bounds(words: Sequence[str]) -> dict[str, Any]:
         "--trial-share", type=Seconds(0, SHARE_MAX), metavar="SHARE",
         help="first try what changes of draft replicas, as by --draft-model: with one replica that "
         "gets this share of the new sessions. All are replaced only if sessions decode faster with "
-        "it. 0 ends a trial that runs",
+        "it. Beside N replicas best 1 / (N + 1). 0 ends a trial that runs",
     ),
     option(
         "--trial-minutes", type=Seconds(0.01, MINUTES_MAX), default=MINUTES_DEFAULT,
@@ -188,6 +189,11 @@ def upgrade(arguments: Arguments) -> int:
     for key in SECRETS:  # What runs does not tell them, so they cannot be compared.
         if key in arguments.settings:
             raise SettingError(key, f"cannot change while a deployment runs: {FIXED[key]}")
+    if arguments.trial_share is None and "trial_minutes" in arguments.given:
+        raise ConfigError("--trial-minutes: is the time of a trial; give --trial-share, too")
+    others = sorted({*arguments.settings} - {*PLACE_KEYS})
+    if arguments.trial_share == 0 and others:
+        raise SettingError(others[0], "cannot change by --trial-share 0, which ends a trial alone")
     values = whole_paths(given_settings(arguments))
     where = find_deployment(arguments)
     seconds = arguments.trial_minutes * 60

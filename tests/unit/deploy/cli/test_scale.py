@@ -142,6 +142,14 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
         (["autoscale", "target="], "error: target=: must be target=LEAST:MOST or off\n"),
         (["autoscale", "nobody=1:2"], "nobody=1:2: unknown role; use coordinator, target or draft"),
         (["upgrade", "--trial-share", "1"], "--trial-share: 1.0 is not in the range 0<=x<=0.9"),
+        (
+            ["upgrade", "--trial-minutes", "3"],
+            "--trial-minutes: is the time of a trial; give --tri",
+        ),
+        (
+            ["upgrade", "--trial-share", "0", "--draft-model", "b"],
+            "--draft-model: cannot change by --trial-share 0, which ends a trial alone",
+        ),
         (["upgrade", "--num-targets", "3"], "--num-targets: cannot be another one while a deploym"),
         (["upgrade", "--internal-tls-dir", "tls"], "--internal-tls-dir: cannot be turned on or of"),
         (["upgrade", "--api-key", "k" * 20], "--api-key: cannot change while a deployment runs: a"),
@@ -259,7 +267,7 @@ def test_what_is_left_of_an_upgrade_is_told(
 
 @pytest.mark.parametrize("verdict", ["taken", "not taken"])
 def test_a_trial_is_waited_for_and_its_end_is_told(
-    capsys: pytest.CaptureFixture[str], fleet: Fleet, verdict: str
+    capsys: pytest.CaptureFixture[str], fleet: Fleet, verdict: str, tmp_path: Path
 ) -> None:
     """Without a wait it goes on. A share of 0 ends it, whatever a file of settings says."""
     fleet.verdict, words = verdict, ["upgrade", "--draft-model", "b", "--trial-share", "0.2"]
@@ -270,7 +278,9 @@ def test_a_trial_is_waited_for_and_its_end_is_told(
     assert (fleet.trials, fleet.changes) == ([({"draft_model": "b"}, 0.2, 120.0)], [])
     told, _ = reported(capsys, *words)
     assert (told["trial"]["state"], fleet.trials[1][2]) == ("runs", 900.0)
-    assert main([*words[:3], "--trial-share", "0"]) == 0
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("draft_model: b")
+    assert main(["upgrade", "--config", str(settings), "--trial-share", "0"]) == 0
     assert "not taken: it was ended" in capsys.readouterr().out
     assert main(["upgrade", "--trial-share", "0.5"]) == 0
     assert capsys.readouterr().out == "nothing changes\n"
