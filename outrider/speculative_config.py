@@ -170,7 +170,7 @@ class _Said:
             method = model
         form = _METHODS[method or "draft_model"]
         if "{}" not in form:
-            if model not in (None, *_NGRAM, method):
+            if model not in (None, method, *(_NGRAM if form == "ngram" else ())):
                 why = "drafts with layers of the target" if form == MTP else "looks drafts up"
                 raise self.error("model", f"{model!r} given, but {method} {why}")
             if form != MTP or not is_emulated:

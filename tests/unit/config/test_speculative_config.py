@@ -26,6 +26,8 @@ def _merged(said: object, **flags: object) -> dict[str, Any]:
              "prompt_lookup_min": 2, "quantization": None, "parallel_drafting": False},
             {"draft_model": "ngram", "num_draft_tokens": 5, "ngram_min": 2, "ngram_max": 4},
         ),
+        ({"model": "[ngram]", "method": "ngram_gpu"},
+         {"draft_model": "ngram", "ngram_min": 5, "ngram_max": 5}),
         ({"model": "[ngram]"}, {"draft_model": "ngram", "ngram_min": 5, "ngram_max": 5}),
         (
             {"method": "ngram_gpu", "prompt_lookup_max": 3},
@@ -82,6 +84,8 @@ def test_synthetic_acceptance_is_of_an_emulated_pair(said: dict[str, object], ra
         ({"zzz": None}, "zzz: None given, but there is no such key; known are method, model, "),
         ({"method": "ernie_mtp"}, "method: 'ernie_mtp' is wrong; it must be one of ngram, "),
         ({"method": "mtp", "model": "a/b"}, "model: 'a/b' given, but mtp drafts with layers of"),
+        ({"method": "mtp", "model": "ngram"}, "model: 'ngram' given, but mtp drafts with layers"),
+        ({"method": "suffix", "model": "[ngram]"}, "model: '[ngram]' given, but suffix looks dra"),
         ({"method": "eagle3"}, "model: eagle3 needs one: it is missing"),
         ({"num_speculative_tokens": 3}, "model: method, or model, is missing"),
         ({"method": "ngram", "model": "a/b"}, "model: 'a/b' given, but ngram looks drafts up"),
