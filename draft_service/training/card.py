@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from .documents import HELD_OUT_EVERY
 from .measuring import Measured
 from .options import DistillOptions, draft_model
+from .storage import MADE_HERE
 from .teacher import Dataset, TeacherCache
 from .training import Point, Trainer
 
@@ -44,7 +45,7 @@ one of them. Texts by others were not searched.
 """
     return f"""# A drafter for {target}
 
-Made by `outrider distill` for speculative decoding of the target {target} with tensors
+{MADE_HERE} for speculative decoding of the target {target} with tensors
 `{fingerprint}`, and for no other: its embeddings and head are the target's{learner.said_of_ends}.
 Serve it with `outrider serve {target} --draft-model {draft_model(options.kind, "DIR")}`.
 

@@ -253,9 +253,11 @@ class Eagle3(Learner):
     It is saved as speculators and vLLM load it."""
 
     kind = EAGLE3
-    began = "a layer that passes on what the target's last but two reads"
     said_of_ends = ", copies\nof which are stored here"
-    said_of_storage = "Its files have the form of speculators 0.9."
+    said_of_storage = (
+        "Its files have the form of speculators 0.9. Where `name_or_path` in its\n  `config.json` "
+        "is a directory, change it to where the target lies there."
+    )
     num_depths = NUM_DEPTHS
     layer: tuple[int, ...]
 
@@ -336,6 +338,10 @@ class Eagle3(Learner):
                     target_width=width, norm_before_residual=True, fc_norm=True,
                 )
             )  # fmt: skip
+        self.began = (
+            "a layer that passes on what the target's last but two reads, with "
+            f"{_FIRST_SCALE:g} of its last norm"
+        )
         module.embed_tokens.weight = self._embeddings
         module.lm_head.weight = self._rows(token_ids)
         self._fill(module, ("fc", "o_proj", "down_proj"))

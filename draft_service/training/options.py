@@ -20,8 +20,8 @@ class DistillOptions:
     """The drafter."""
 
     out: Internal[Path]
-    """The drafter's directory; it must not exist, be empty, or hold a drafter alone, which is
-    replaced."""
+    """The drafter's directory; it must not exist, be empty, or hold a drafter alone that
+    was made so, which is replaced."""
     kind: Literal["student", "medusa", "early-exit", "eagle3"] = "student"
     """`student`: a small model of its own; `medusa`: heads on the target; `early-exit`: a head
     behind the target's first layers; `eagle3`: a layer over what three of the target's read, in

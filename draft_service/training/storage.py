@@ -23,6 +23,8 @@ from outrider.models.drafter_checkpoint import (
 from outrider.models.published_drafters import read_config
 
 CARD_FILE = "README.md"
+MADE_HERE = "Made by `outrider distill`"
+"""On every card."""
 CACHE_VERSION = 3
 """Grows when the same folder would be filled otherwise; what older versions left is not used."""
 _DRAFTER_FILES = {CONFIG_FILE, DESCRIPTION_FILE, WEIGHTS_FILE, CARD_FILE, "loss.svg"}
@@ -100,7 +102,9 @@ def check_out(out: Path) -> Path:
         if out.exists():
             names = {path.name for path in out.iterdir()} if out.is_dir() else set()
             if not out.is_dir() or (names and not _holds_drafter(out)):
-                raise SettingError("out", f"{out} is there already, and is no drafter's directory")
+                raise SettingError(
+                    "out", f"{out} is there already, and holds no drafter that was made here"
+                )
             if others := names - _DRAFTER_FILES:
                 raise SettingError(
                     "out", f"{out} holds {min(others)} beside a drafter, and is not replaced"
@@ -136,8 +140,12 @@ def filled(out: Path) -> Iterator[Path]:
 
 
 def _holds_drafter(directory: Path) -> bool:
+    """Whether it was made here. A head in the form of speculators is told from those of others by
+    its card."""
     try:
-        is_head = read_config(directory).get("speculators_model_type") == EAGLE3
+        is_head = read_config(directory).get("speculators_model_type") == EAGLE3 and MADE_HERE in (
+            directory / CARD_FILE
+        ).read_text("utf-8")
     except (OSError, ValueError):
         is_head = False
     return is_head or is_trained_drafter(directory)

@@ -15,7 +15,7 @@ import torch
 from models import save_tiny_model, tiny_config, tiny_module
 from safetensors import safe_open
 
-from draft_service.training import distilling
+from draft_service.training import distilling, learners
 from draft_service.training.distilling import distill
 from draft_service.training.documents import HELD_OUT_EVERY, Document, Template
 from draft_service.training.learners import (
@@ -219,6 +219,14 @@ def test_a_new_exit_is_the_targets_own_norm_and_head(family: str) -> None:
     found = 4 * exit_head.module.logits(hidden)
     assert (found - expected).abs().max() < 0.05 * expected.abs().max()
     assert sorted(exit_head.weights) == ["down.weight", "gate_up.weight", "mix.weight", "scale"]
+
+
+def test_heads_that_begin_otherwise_resume_nothing_of_each_other(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = new(module, "eagle3").key
+    monkeypatch.setattr(learners, "_FIRST_SCALE", 1.0)
+    assert new(module, "eagle3").key != before
 
 
 def test_a_new_student_is_the_target() -> None:

@@ -54,8 +54,12 @@ def test_what_cannot_be_filled_is_refused_beforehand(tmp_path: Path) -> None:
     (drafter(tmp_path / "shared") / "thesis.tex").write_text("x")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("x")
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text('{"speculators_model_type": "eagle3"}')
+    (tmp_path / "theirs" / "README.md").write_text("# A head by others")
     for out, message in {
-        "other": "is there already, and is no drafter's directory",
+        "theirs": "is there already, and holds no drafter that was made here",
+        "other": "is there already, and holds no drafter that was made here",
         "shared": "holds thesis.tex beside a drafter",
         "file/out": "no drafter can be written there",
         "loop": "no drafter can be written there",
