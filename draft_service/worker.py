@@ -74,17 +74,16 @@ class Proposer(StepWorker):
     def __init__(
         self,
         drafter: ModelDrafter,
-        budget: TokenBudget | None = None,
+        budget: TokenBudget,
         grammars: Grammars | None = None,
     ) -> None:
-        """`budget` is of a `ModelDrafter`'s steps, which works out what comes next where items ask
-        for it. Without `grammars` what is drafted for sessions with a constraint may not meet it,
-        and is then refused by the target."""
-        engine = drafter.engine if isinstance(drafter, ModelDrafter) else None
-        super().__init__(engine, budget, grammars)
+        """It works out what comes next where items ask for it and the drafter looks ahead. Without
+        `grammars` what is drafted for sessions with a constraint may not meet it, and is then
+        refused by the target."""
+        super().__init__(drafter.engine, budget, grammars)
         self._drafter, self._budget = drafter, budget
         self._look_ahead: LookAhead | None = None
-        if budget is not None and drafter.looks_ahead:
+        if drafter.looks_ahead:
             self._look_ahead = LookAhead(drafter, self._table, budget.max_steps)
         self._unfinished: dict[str, _Drafting] = {}
         """By session: what the drafter goes on with when its item comes again."""
@@ -92,7 +91,7 @@ class Proposer(StepWorker):
     @property
     def stated_seconds(self) -> float:
         """See `Engine.stated_seconds`."""
-        return 0.0 if self._engine is None else self._engine.stated_seconds
+        return self._engine.stated_seconds
 
     def looks_ahead(self, item: DraftItem) -> bool:
         """Whether tokens of the rounds behind an item may be drawn before these are asked for; may
@@ -111,7 +110,7 @@ class Proposer(StepWorker):
             self._begin([work for work in works if not ahead.works_on(work.item)])
             known_at_once = any(isinstance(w.answer, Answers) and w.answer.answers for w in works)
             active = [work for work in works if ahead.works_on(work.item)]
-            if known_at_once and self._budget is not None:
+            if known_at_once:
                 self._budget.drop_step()
             elif active:
                 found = ahead.advance([work.item for work in active])
@@ -165,10 +164,6 @@ class Proposer(StepWorker):
         self._drafter.release(session_id)
         super().release(session_id)
 
-    def forget_tokens(self, session_id: str) -> None:
-        """The session is asked for again by a resync, with all that goes with its tokens."""
-        self._table.release(session_id)
-
     def _give_way(self) -> None:
         if self._look_ahead is not None:
             self._look_ahead.give_way()
@@ -209,14 +204,13 @@ class Proposer(StepWorker):
     def _pass(self, works: Sequence[_Drafting]) -> Sequence[_Found]:
         asked: list[Any] = [work.draft or work.request for work in works]
         found = self._drafter.propose(asked)
-        if self._budget is not None and isinstance(self._drafter, ModelDrafter):
-            self._budget.note_passes(max(1, self._drafter.num_passes))
+        self._budget.note_passes(max(1, self._drafter.num_passes))
         return found
 
     def _undo(self, work: _Drafting) -> None:
         request, engine = work.request, self._engine
         before = len(request.token_ids) - len(work.new_tokens)
-        if engine and not work.draft and engine.length(request.session_id) > before:
+        if not work.draft and engine.length(request.session_id) > before:
             engine.keep(request.session_id, before)
 
     def _finish(self, works: Sequence[_Drafting], found: Sequence[_Found]) -> None:
@@ -233,8 +227,7 @@ class Proposer(StepWorker):
 
     def _answer(self, work: _Drafting, proposal: Proposal) -> None:
         key, deadline = work.head.key, work.item.deadline
-        # Without an engine nothing is cached of the guesses, and nothing needs to be.
-        held = self._record(work, () if self._engine is None else proposal.spine_ids)
+        held = self._record(work, proposal.spine_ids)
         if work.is_whole or held < len(work.request.token_ids):
             # A part that was not run holds what the model cannot read: no more of it will be.
             sealed, length = SealedProposal.of(proposal), work.head.committed_length

@@ -15,18 +15,15 @@ from coordinator.http_api.server import HttpOptions, HttpServer
 from coordinator.service import CoordinatorService
 from draft_service.feature_drafter import FeatureDrafter
 from draft_service.service import DraftService
-from draft_service.worker import Proposer
 from outrider.client import Client
 from outrider.config import CoordinatorConfig, DraftConfig
-from outrider.drafters.drafter import Drafter
 from outrider.drafters.lookup import LookupDrafter, NgramDrafter
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
-from outrider.engine.interface import Engine, ModelInfo
+from outrider.engine.interface import Engine
 from outrider.grammar.compiler import Grammars
 from outrider.registry.redis_registry import RedisRegistry
-from outrider.replica.executors import StepExecutor, ThreadExecutor
-from outrider.replica.service import describe_model
+from outrider.replica.executors import ThreadExecutor
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_store import RedisStore
@@ -41,8 +38,6 @@ from outrider.v1 import coordinator_pb2
 from target_service.self_drafting import SelfDrafter
 from target_service.service import TargetService
 
-_WITHOUT_MODEL = ModelInfo("lookup", 0, 0, "", (), "", "")
-"""It fits any target."""
 CONFIG = CoordinatorConfig(
     served_model_name="model",
     num_draft_tokens=4,
@@ -77,23 +72,11 @@ class Stack:
     """The coordinator's."""
 
 
-def draft_without_model(
-    drafter: Drafter, executor: StepExecutor, *, max_num_seqs: int, grammars: Grammars | None = None
-) -> DraftService:
-    """A draft service over a drafter without a model; by `grammars`, its proposals end where a
-    session's constraint ends them."""
-    proposer = Proposer(drafter, grammars=grammars)
-    description = describe_model(_WITHOUT_MODEL, max_num_seqs, None)
-    return DraftService(proposer, executor, description)
-
-
 def _draft_service(
     engine: Any, grammars: Grammars | None, parallel_token: int | None
 ) -> DraftService:
     options: dict[str, Any] = {"max_num_seqs": NUM_SEQUENCES, "grammars": grammars}
     executor = ThreadExecutor("draft", getattr(engine, "take_step_seconds", lambda: 0.0))
-    if engine is None:
-        return draft_without_model(NgramDrafter(), executor, **options)
     if isinstance(engine, FeatureDrafter):
         return DraftService.with_features(engine, executor, **options)
     return DraftService.with_model(engine, executor, parallel_token=parallel_token, **options)
@@ -153,7 +136,8 @@ async def running_stack(
             settings["lookup"] = DraftConfig()
         elif lookup and draft_engine:
             settings["lookup"] = hybrid
-        draft = _draft_service(draft_engine or head, grammars and grammars(), parallel_token)
+        drafting = draft_engine or head or ToyEngine()  # Not asked, where it is neither.
+        draft = _draft_service(drafting, grammars and grammars(), parallel_token)
         for service, observer in ((target, target_observer), (draft, draft_observer)):
             if observer is not None:
                 service.observe(observer)

@@ -22,8 +22,9 @@ class RoundLength:
     siblings: tuple[int, ...] = ()
     """Candidates that are asked for beside the first, second, ... draft token."""
     next_max: int = 0
-    """Draft tokens that a target which drafts itself is to have for the next round. That asks for
-    as many, or for fewer where the completion ends; 0 where that is sure to have none."""
+    """Draft tokens that the next round asks for, or fewer where the completion ends: a target which
+    drafts itself is to have them by then. 0 where that round is sure to have none: then a draft
+    that reads features is sent none either."""
     draft_budget_s: float = math.inf
     """How long its proposal is worth drawing for, beside what bounds every wait."""
     next_siblings: tuple[int, ...] = ()

@@ -93,8 +93,8 @@ class DraftRequest:
     them; a drafter that has none proposes a chain. None with penalties, which count tokens, or
     under block."""
     features: Features | None = None
-    """What the target's head read at some committed tokens, those without a token behind them left
-    out; None where there is nothing new, and for drafters that do not read it."""
+    """What a head makes of its target's layers at some committed tokens, which its target sends;
+    None where there is nothing new, and for drafters that do not read it."""
     allowed: Allowed | None = None
     """What may follow the committed tokens, by the session's grammar; None = anything, or nobody
     here knows."""

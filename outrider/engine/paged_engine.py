@@ -67,8 +67,8 @@ _log = logging.getLogger(__name__)
 
 
 class PagedEngine(PagedSequences):
-    """A `FeatureEngine`, `ShallowEngine` and `DraftingEngine`. The module belongs to it from now
-    on: its attention is replaced, and it cannot be called from elsewhere."""
+    """A `FeatureEngine`, `ShallowEngine`, `DraftingEngine` and `FeatureKeeper`. The module belongs
+    to it from now on: its attention is replaced, and it cannot be called from elsewhere."""
 
     feature_width = 0
     """See `FeatureKeeper.feature_width`."""
@@ -103,7 +103,7 @@ class PagedEngine(PagedSequences):
         `draft_heads` it has `features`; with an `exit_head` `forward_shallow` for it; with a
         `draft_layer`, which of ranks the leader alone has, of the module's dtype and on its device,
         `features` and `forward_draft`, or, if that `drafts_apart` and need do no more than `fuse`,
-        `features` and `held_features`. The modules were replaced for `kernels` (`speed_up`): all
+        `held_features`. The modules were replaced for `kernels` (`speed_up`): all
         steps run on these where they fit and pass the trial.
 
         Its `info.max_model_len` is what fits all pages, if that is less. Raises `ConfigError` for
@@ -169,6 +169,7 @@ class PagedEngine(PagedSequences):
         if self._deterministic and self._decoder is None:
             self._make_independent(num_pages)
         self._use_pages(num_pages)
+        self.shows_features &= not self._drafts_apart  # The trial alone looks at them then.
         self.info = replace(
             info,
             max_model_len=min(info.max_model_len, num_pages * PAGE_SIZE),
@@ -323,7 +324,7 @@ class PagedEngine(PagedSequences):
         if not steps:
             return []
         rows, sizes = self._run(self._contending(self._run_whole, steps, True), steps)
-        if self.draft_layer is not None:
+        if self.draft_layer is not None and self.shows_features:
             self._features = newest_rows(self._seen, steps)
         if self._head is not None:
             if self._decoder is not None:

@@ -2,7 +2,7 @@
 
     who       writes tokens                       truth about what is held
     target    after `Engine.forward`              `Engine.length`
-    draft     after `Drafter.propose`             `Engine.length`, or the table without an engine
+    draft     after `Drafter.propose`             `Engine.length`
 
 A round in a service: `align(head)`, and `begin(head)` where nothing is held; run
 `Aligned.new_tokens`, at once or in parts, and what belongs to the service (the proposal, its own
@@ -49,7 +49,7 @@ class _Entry:
 
 
 class SessionTable:
-    """session id -> tokens, beside an engine's slots (or alone, without an engine).
+    """session id -> tokens, beside an engine's slots.
 
     At most `sequences_max` sessions; the one unused for longest makes room, and is asked for
     again by `Resync` when it comes back. So one step may align `sequences_max` sessions at most.
@@ -58,7 +58,7 @@ class SessionTable:
 
     sequences_max = SEQUENCES_PER_REPLICA_MAX
 
-    def __init__(self, engine: Engine | None = None) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._num_seen = 0
@@ -96,7 +96,7 @@ class SessionTable:
         """Begins a session that is aligned and holds nothing on what others of its tenant have left
         of the same tokens, which the engine's `find` tells before. A step of it follows."""
         entry = self._entries.get(head.session_id)
-        if self._engine is None or entry is None or len(entry.sequence):
+        if entry is None or len(entry.sequence):
             raise InvariantError(f"session {head.session_id} cannot begin")
         num_shared = self._engine.attach(head.session_id, head.append, head.tenant)
         entry.sequence.extend(head.append[:num_shared])
@@ -104,15 +104,13 @@ class SessionTable:
 
     def record(self, session_id: str, token_ids: Sequence[int]) -> int:
         """Notes that these tokens were run after those held: as many of them as the engine has
-        taken slots for; all of them without an engine. Returns the length held now."""
+        taken slots for. Returns the length held now."""
         sequence = self._known(session_id).sequence
-        missing = len(token_ids)
-        if self._engine is not None:
-            missing = self._engine.length(session_id) - len(sequence)
-            check(
-                0 <= missing <= len(token_ids),
-                f"the engine holds {missing} slots more than the table; {len(token_ids)} were run",
-            )
+        missing = self._engine.length(session_id) - len(sequence)
+        check(
+            0 <= missing <= len(token_ids),
+            f"the engine holds {missing} slots more than the table; {len(token_ids)} were run",
+        )
         sequence.extend(token_ids[:missing])
         return len(sequence)
 
@@ -160,7 +158,7 @@ class SessionTable:
         """The session is idle until it is aligned again: the engine may take its slots.
         Unknown ones are ignored."""
         entry = self._entries.get(session_id)
-        if entry is not None and self._engine is not None:
+        if entry is not None:
             entry.parked = True
             self._engine.mark_idle(session_id)
 
@@ -170,22 +168,19 @@ class SessionTable:
         if entry is not None:
             entry.sequence.truncate(0)
             entry.confirmed_length = 0
-            if self._engine is not None:
-                self._engine.release(session_id)
+            self._engine.release(session_id)
 
     def release(self, session_id: str) -> None:
         """Forgets the session and frees its slots; unknown ones are ignored."""
         self._entries.pop(session_id, None)
-        if self._engine is not None:
-            self._engine.release(session_id)
+        self._engine.release(session_id)
 
     def check_integrity(self) -> None:
         """Raises `InvariantError` unless tokens and slots agree for every session."""
         check(len(self._entries) <= self.sequences_max, "the table has outgrown its limit")
         for session_id, entry in self._entries.items():
-            if self._engine is not None:
-                slots, tokens = self._engine.length(session_id), len(entry.sequence)
-                check(slots in (0, tokens), f"{session_id}: {slots} slots for {tokens} tokens")
+            slots, tokens = self._engine.length(session_id), len(entry.sequence)
+            check(slots in (0, tokens), f"{session_id}: {slots} slots for {tokens} tokens")
 
     def _known(self, session_id: str) -> _Entry:
         entry = self._entries.get(session_id)
@@ -200,8 +195,7 @@ class SessionTable:
                 self.release(next(iter(self._entries)))
             self._num_seen += 1
             entry = self._entries[head.session_id] = _Entry(self._num_seen)
-            if self._engine is not None:
-                self._engine.release(head.session_id)
+            self._engine.release(head.session_id)
             return entry
         entry.parked = False
         self._entries.move_to_end(head.session_id)
@@ -212,11 +206,11 @@ class SessionTable:
         """The session's tokens, of which those without slots are forgotten: the engine may have
         evicted them."""
         sequence = entry.sequence
-        slots = len(sequence) if self._engine is None else self._engine.length(session_id)
+        slots = self._engine.length(session_id)
         if slots < len(sequence):
             sequence.truncate(slots)
             entry.confirmed_length = min(entry.confirmed_length, slots)
-        elif slots > len(sequence) and self._engine is not None:
+        elif slots > len(sequence):
             # A step that failed between `forward` and `record` left slots of unknown tokens.
             self._engine.keep(session_id, len(sequence))
         return sequence
@@ -234,6 +228,5 @@ class SessionTable:
     def _cut(self, session_id: str, sequence: TokenSequence, length: int) -> None:
         if length == len(sequence):
             return
-        if self._engine is not None:
-            self._engine.keep(session_id, length)
+        self._engine.keep(session_id, length)
         sequence.truncate(length)

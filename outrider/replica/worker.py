@@ -202,19 +202,15 @@ class StepWorker:
     """Does the work of a step, on the executor's side: owns the sessions of an engine, and what
     tokens they hold."""
 
-    def __init__(
-        self, engine: Engine | None, budget: TokenBudget | None, grammars: Grammars | None
-    ) -> None:
-        """`budget` bounds each step of the `engine`; both are None for a drafter that keeps no
-        slots. By `grammars` sessions are held to their constraints."""
+    def __init__(self, engine: Engine, budget: TokenBudget, grammars: Grammars | None) -> None:
+        """`budget` bounds each step of the `engine`. By `grammars` sessions are held to their
+        constraints."""
         self._engine = engine
         self._table = SessionTable(engine)
-        self._admissions: Admissions | None = None
-        if engine is not None and budget is not None:
-            self._admissions = Admissions(engine, self._table, budget, self._give_way)
+        self._admissions = Admissions(engine, self._table, budget, self._give_way)
         self.grammars = grammars
         self._matchers = None if grammars is None else Matchers(grammars)
-        self.figures = StepFigures() if self._admissions is None else self._admissions.figures
+        self.figures = self._admissions.figures
         """May be read on any thread."""
         self._note_figures()
 
@@ -246,8 +242,7 @@ class StepWorker:
         """Frees pages of work that no item waits for."""
 
     def _note_figures(self) -> None:
-        if self._engine is not None:
-            self.figures.pages = self._engine.page_counts()
+        self.figures.pages = self._engine.page_counts()
 
     def _admit(self, works: Sequence[Any]) -> None:
         """Prepares those that go on; the others are answered."""
@@ -257,16 +252,7 @@ class StepWorker:
             except OutriderError as error:
                 work.answer = refusal(work.head.key, error)
         valid = [work for work in works if work.answer is None]
-        demands = [work.demand for work in valid]
-        admissions: Sequence[Admission]
-        if self._admissions is None:
-            aligned = [_align(self._table, demand.head) for demand in demands]
-            admissions = [  # Where there are no pages, nothing waits for any.
-                Admitted(one, len(one.new_tokens)) if isinstance(one, Aligned) else one
-                for one in aligned
-            ]
-        else:
-            admissions = self._admissions.admit(demands)
+        admissions = self._admissions.admit([work.demand for work in valid])
         for work, admission in zip(valid, admissions, strict=True):
             if isinstance(admission, Admitted):
                 self._prepare(work, admission)

@@ -11,11 +11,10 @@ import pytest
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 from rounds import Listener, make_head
-from stack import draft_without_model
 from toy_engine import ToyEngine
 
+from draft_service.service import DraftService
 from outrider.config import DraftConfig, TargetConfig
-from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import SettingError, Unavailable
 from outrider.messages import VerifyItem
 from outrider.registry.registry import ROLES, Role
@@ -63,7 +62,7 @@ async def hosted(role: Role, directory: Path) -> AsyncIterator[str]:
         address = await host.serve(target, TargetConfig(internal_tls_dir=tls))
     else:
         executor = ThreadExecutor("draft", lambda: 0.0)
-        draft = draft_without_model(NgramDrafter(), executor, max_num_seqs=4)
+        draft = DraftService.with_model(ToyEngine(), executor, max_num_seqs=4)
         address = await host.serve(draft, DraftConfig(internal_tls_dir=tls))
     try:
         yield address

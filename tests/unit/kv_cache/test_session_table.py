@@ -27,11 +27,9 @@ def head(committed: list[int], base_length: int, session_id: str = "s") -> Round
 class Replica:
     """A service's use of table and engine."""
 
-    def __init__(
-        self, with_engine: bool = True, sequences_max: int = 8, num_pages: int = 256
-    ) -> None:
+    def __init__(self, sequences_max: int = 8, num_pages: int = 256) -> None:
         spec = SPEC.model_copy(update={"num_pages": num_pages})
-        self.engine = EmulatedEngine(spec, "target") if with_engine else None
+        self.engine = EmulatedEngine(spec, "target")
         self.table = SessionTable(self.engine)
         self.table.sequences_max = sequences_max
 
@@ -40,21 +38,16 @@ class Replica:
         aligned = self.table.align(at)
         if isinstance(aligned, Resync):
             return aligned
-        if self.engine is not None and not len(aligned.sequence):
+        if not len(aligned.sequence):
             aligned = self.table.begin(at)
         run = (*aligned.new_tokens, *guesses)
-        if self.engine is not None:
-            self.engine.forward([SequenceStep(at.session_id, run, 1)])
+        self.engine.forward([SequenceStep(at.session_id, run, 1)])
         return self.table.record(at.session_id, run)
 
 
-@pytest.fixture(params=[True, False], ids=["engine", "no engine"])
-def replica(request: pytest.FixtureRequest) -> Replica:
-    return Replica(request.param)
-
-
-def test_resync_offers_what_is_known_to_be_committed(replica: Replica) -> None:
+def test_resync_offers_what_is_known_to_be_committed() -> None:
     """Guesses are not offered: the coordinator may have refused them."""
+    replica = Replica()
     replica.answer(head([1, 2, 3], 0), (4, 5))
     answer = replica.answer(head([1, 2, 3, 7, 8, 9], 5))
     assert answer == Resync(ReplyKey("s", 1, 0), 3, TokenSequence([1, 2, 3]).digest())
@@ -69,7 +62,6 @@ def test_a_new_session_begins_on_what_others_have_left_of_its_tokens() -> None:
     """Two whole pages; of another tenant none; and never the last token, whose logits are gone.
     Nothing is looked up for one that only asks."""
     replica = Replica()
-    assert replica.engine is not None
     replica.answer(head(PROMPT, 0, session_id="a"))
     replica.table.release("a")
     at = head(PROMPT, 0, session_id="b")
@@ -153,7 +145,6 @@ class CoordinatorAndReplica(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("abcde"))
     def evict(self, name: str) -> None:
-        assert self.replica.engine is not None
         self.replica.engine.release(name)
 
     def tokens(self, name: str) -> list[int]:
@@ -170,7 +161,8 @@ TestCoordinatorAndReplica.settings = settings(
 )
 
 
-def test_a_head_that_overstates_its_prefix_is_a_resync(replica: Replica) -> None:
+def test_a_head_that_overstates_its_prefix_is_a_resync() -> None:
     """Lengths that no sequence can have are answered, not trusted."""
+    replica = Replica()
     replica.answer(head([1, 2, 3], 0))
     assert isinstance(replica.answer(replace(head([1], 0), base_length=10**9)), Resync)
