@@ -136,7 +136,9 @@ async def running_stack(
             settings["lookup"] = DraftConfig()
         elif lookup and draft_engine:
             settings["lookup"] = hybrid
-        drafting = draft_engine or head or ToyEngine()  # Not asked, where it is neither.
+        unasked = ToyEngine()
+        unasked.info = replace(unasked.info, tokenizer_fingerprint="")  # It fits any target.
+        drafting = draft_engine or head or unasked
         draft = _draft_service(drafting, grammars and grammars(), parallel_token)
         for service, observer in ((target, target_observer), (draft, draft_observer)):
             if observer is not None:
