@@ -77,6 +77,9 @@ def _draft_service(
 ) -> DraftService:
     options: dict[str, Any] = {"max_num_seqs": NUM_SEQUENCES, "grammars": grammars}
     executor = ThreadExecutor("draft", getattr(engine, "take_step_seconds", lambda: 0.0))
+    if engine is None:  # It is not asked, and fits any target.
+        engine = ToyEngine()
+        engine.info = replace(engine.info, tokenizer_fingerprint="")
     if isinstance(engine, FeatureDrafter):
         return DraftService.with_features(engine, executor, **options)
     return DraftService.with_model(engine, executor, parallel_token=parallel_token, **options)
@@ -136,10 +139,7 @@ async def running_stack(
             settings["lookup"] = DraftConfig()
         elif lookup and draft_engine:
             settings["lookup"] = hybrid
-        unasked = ToyEngine()
-        unasked.info = replace(unasked.info, tokenizer_fingerprint="")  # It fits any target.
-        drafting = draft_engine or head or unasked
-        draft = _draft_service(drafting, grammars and grammars(), parallel_token)
+        draft = _draft_service(draft_engine or head, grammars and grammars(), parallel_token)
         for service, observer in ((target, target_observer), (draft, draft_observer)):
             if observer is not None:
                 service.observe(observer)
