@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,16 @@ class DrafterSums:
         return DrafterSums(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     @property
+    def as_session(self) -> DrafterSums:
+        """The same rounds, counted as those of one session."""
+        if not self.num_rounds:
+            return self
+        return replace(
+            self, num_sessions=1, square_tokens=self.num_tokens**2,
+            square_seconds=self.seconds**2, products=self.num_tokens * self.seconds,
+        )  # fmt: skip
+
+    @property
     def tokens_per_second(self) -> float:
         return self.num_tokens / self.seconds if self.seconds > 0 else 0.0
 
@@ -45,25 +55,6 @@ class DrafterSums:
         squares = self.square_tokens - 2 * rate * self.products + rate**2 * self.square_seconds
         correction = self.num_sessions / (self.num_sessions - 1)
         return math.sqrt(max(0.0, squares) * correction) / self.num_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class _Rounds:
-    """Of one session with one drafter."""
-
-    num_rounds: int = 0
-    num_accepted: int = 0
-    num_tokens: int = 0
-    seconds: float = 0.0
-
-    @property
-    def sums(self) -> DrafterSums:
-        if not self.num_rounds:
-            return DrafterSums()
-        return DrafterSums(
-            1, self.num_rounds, self.num_accepted, self.num_tokens, self.seconds,
-            self.num_tokens**2, self.seconds**2, self.num_tokens * self.seconds,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +89,14 @@ class SessionTrial:
 
     def __init__(self, on_end: Callable[[DrafterSums, DrafterSums], None]) -> None:
         self._on_end = on_end
-        self._rounds = {False: _Rounds(), True: _Rounds()}
+        self._rounds = {False: DrafterSums(), True: DrafterSums()}
 
     def note(self, is_new: bool, num_accepted: int, num_tokens: int, seconds: float) -> None:
         """A round has been decided, whose drafter is the new one or another."""
-        before = self._rounds[is_new]
-        self._rounds[is_new] = _Rounds(
-            before.num_rounds + 1, before.num_accepted + num_accepted,
-            before.num_tokens + num_tokens, before.seconds + seconds,
-        )  # fmt: skip
+        self._rounds[is_new] += DrafterSums(
+            num_rounds=1, num_accepted=num_accepted, num_tokens=num_tokens, seconds=seconds
+        )
 
     def end(self) -> None:
         """The session has ended."""
-        self._on_end(self._rounds[False].sums, self._rounds[True].sums)
+        self._on_end(self._rounds[False].as_session, self._rounds[True].as_session)

@@ -26,7 +26,6 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from coordinator.decoding.trial import TrialSums
 from outrider.config import BOUND_SETTINGS, AutoscaleConfig, DeploymentConfig, configuration
 from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
 from outrider.registry.redis_registry import RedisRegistry
@@ -297,7 +296,7 @@ class Reconciler(PlacedActor):
             *(one.leader.call("trial_sums", timeout_s=TRIAL_CALL_S) for one in serving),
             return_exceptions=True,
         )
-        told = [one for one in found if isinstance(one, TrialSums)]  # One may be silent for long.
+        told = [one for one in found if not isinstance(one, BaseException)]  # Silent for long.
         return judged(added(told, replica.name), now >= self._trial_over_at)
 
     async def _decide(self, trial: Trial, is_better: bool | None, reason: str) -> None:

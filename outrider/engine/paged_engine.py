@@ -338,8 +338,7 @@ class PagedEngine(PagedSequences):
         if self._shallow_steps is None:
             raise InvariantError("an engine without an exit head runs no shallow steps")
         check(not any(step.parents for step in steps), "shallow steps have no trees")
-        run = self._contending(self._shallow_steps.run, steps, False)
-        return list(torch.split(*self._run(run, steps, whole=False))) if steps else []
+        return self._run_part(self._shallow_steps.run, steps)
 
     def features(self) -> list[Tensor]:
         """See `FeatureEngine.features`."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -94,20 +93,27 @@ class PagedSequences:
             is_single = len(step.token_ids) == step.num_logits == 1 and not step.parents
             check(is_single, f"{step.sequence_id}: a draft step has one token")
             check(self.length(step.sequence_id) > 0, f"{step.sequence_id}: no pair has been run")
-        draft = self._contending(partial(self._draft.draft, features=features), steps, False)
+        draft = self._draft.draft
 
         def run(sequences: Sequence[HeldSequence]) -> Tensor:
             try:
-                return draft(sequences)
+                return draft(sequences, features)
             except Exception as error:
                 raise StepUndone(f"a draft step failed: {error}") from error
 
-        return list(torch.split(*self._run(run, steps, whole=False))) if steps else []
+        return self._run_part(run, steps)
 
     def take_slots(self, steps: Sequence[SequenceStep]) -> None:
         """What a rank does that has no draft layer while the leader's draws: as `forward_draft`,
         but for what it computes."""
         self._run(lambda _: torch.empty(0), steps, whole=False)
+
+    def _run_part(
+        self, run: Callable[[Sequence[HeldSequence]], Tensor], steps: Sequence[SequenceStep]
+    ) -> list[Tensor]:
+        """What each step puts out of a pass through less than the whole model."""
+        run = self._contending(run, steps, False)
+        return list(torch.split(*self._run(run, steps, whole=False))) if steps else []
 
     def _contending(
         self,

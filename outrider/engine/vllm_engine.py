@@ -312,7 +312,7 @@ class VllmEngine(PagedSequences):
         if self._ranks is not None:
             is_shown = of_leader(self._ranks, is_shown)
         self._show(is_shown.nonzero()[:, 0].tolist())
-        # What was read is no prefix for anybody: the head has written nothing of it.
+        # No sequence may have what was read as its prefix: the head has written nothing of it.
         self._use_pool(BlockPool(self._pool.num_pages, self._page_size), self._cache, max_num_seqs)
         if self.draft_layer is not None:
             head = self.draft_layer.module
