@@ -183,6 +183,10 @@ class Eagle3Head(DraftHead):
         """Frees all but what `fuse` needs; nothing else may be called then."""
         del self.embed_tokens, self.layers, self.norm, self.lm_head
 
+    def drop_fuse(self) -> None:
+        """Frees what only `fuse` needs, which may not be called then."""
+        del self.fc, self.input_norm, self.fc_norm
+
     def fuse(self, hidden: Tensor) -> Tensor:
         """g [.., D] of the taps [.., taps * D_t], side by side in the order of `layer_ids`."""
         if self.input_norm is not None:

@@ -488,9 +488,10 @@ def build_head(config: DraftConfig) -> tuple[LoadedEagle3, ModelInfo, int]:
         logit_token_ids=head.token_ids,
         features=features,
     )
+    head.module.drop_fuse()
     speed_up(head.module)
     num_bytes = config.kv_cache_memory_bytes or memory_budget(
-        head.module.fc.weight.device, config.gpu_memory_utilization, config.num_gpus
+        head.module.embed_tokens.weight.device, config.gpu_memory_utilization, config.num_gpus
     )
     return head, info, num_bytes
 

@@ -128,15 +128,16 @@ class Pair:
 async def running(num_pages: int = 64) -> AsyncIterator[Pair]:
     module = flat_module(VOCAB, LENGTH)
     original = twin(module)
-    head, short = tiny_eagle3(original, HEAD_IDS), tiny_eagle3(original, HEAD_IDS)
-    short.module.drop_pairs()
+    head, fusing, drafts = (tiny_eagle3(original, HEAD_IDS) for _ in range(3))
+    fusing.module.drop_pairs()
+    drafts.module.drop_fuse()
     info = ModelInfo("tiny", VOCAB, LENGTH, "float64", (), "w", "t")
-    engine = PagedEngine(module, info, draft_layer=short, drafts_apart=True)
+    engine = PagedEngine(module, info, draft_layer=fusing, drafts_apart=True)
     num_bytes = num_pages * PAGE_SIZE * 2 * 2 * 8 * 8
     described = replace(info, name="head", logit_token_ids=HEAD_IDS)
-    drafting = HeadEngine(head, described, max_num_seqs=8, kv_cache_memory_bytes=num_bytes)
+    drafting = HeadEngine(drafts, described, max_num_seqs=8, kv_cache_memory_bytes=num_bytes)
     draft = DraftService.with_features(
-        FeatureDrafter(head, drafting), InlineExecutor(lambda: 0.0), max_num_seqs=8
+        FeatureDrafter(drafts, drafting), InlineExecutor(lambda: 0.0), max_num_seqs=8
     )
     link = MemoryLink(draft)
     async with Replica("target", engine, max_num_seqs=8) as target:
