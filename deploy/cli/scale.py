@@ -177,7 +177,7 @@ def parsed_bounds(words: Sequence[str]) -> dict[str, Any]:
     ),
     option(
         "--trial-minutes", type=Seconds(0.01, MINUTES_MAX), default=MINUTES_DEFAULT,
-        metavar="MINUTES", help=f"the most that a trial takes [{MINUTES_DEFAULT:g}]",
+        metavar="MINUTES", help="the most that a trial takes",
     ),
     json_option(),
     *setting_options(common=COMMON),

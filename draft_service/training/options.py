@@ -24,8 +24,8 @@ class DistillOptions:
     was made so, which is replaced."""
     kind: Literal["student", "medusa", "early-exit", "eagle3"] = "student"
     """`student`: a small model of its own; `medusa`: heads on the target; `early-exit`: a head
-    behind the target's first layers; `eagle3`: a layer over what three of the target's read, in
-    the form of speculators, which other programs load, too."""
+    behind the target's first layers; `eagle3`: a layer that reads three of the target's, written
+    in the form of `speculators`, which other programs load, too."""
     minutes: Annotated[float, between(0.01, 7 * 24 * 60)] = 30.0
     """To write, to read and to train, on a CPU or on a GPU, earlier parts of the same run included;
     measuring comes on top."""

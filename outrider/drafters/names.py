@@ -229,8 +229,9 @@ DRAFTERS = (
     DrafterDescription(
         "eagle3:DIR_OR_ID",
         "what an EAGLE-3 head draws on the target, or from rows that it sends a draft",
-        "the head's", "its weights; of a token one layer's key and value, and a row of its width",
-        "none", "sparse",
+        "a published head, or outrider distill --kind eagle3",
+        "its weights; of a token one layer's key and value, and a row of its width",
+        "needed where not published", "sparse",
     ),
     DrafterDescription(
         MTP, "what the target's own MTP layer draws, sent with its verdicts", "the target's",
