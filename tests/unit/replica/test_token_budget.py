@@ -57,6 +57,17 @@ def test_beside_rounds_a_part_is_as_long_as_the_step_may_grow(
     assert grown(part) <= 1 + STEP_GROWTH * num_prefixes < grown(part + 1)
 
 
+def test_the_last_of_many_prompts_is_read_as_fast_as_the_first() -> None:
+    """Once the others decode; later, when those rounds have gone on, it waits as any one does."""
+    rounds = [ROUND] * 7
+    after_seven, alone = TokenBudget(512, 64, COSTS), TokenBudget(512, 64, COSTS)
+    first = after_seven.share([ROUND, *[prefix(4000)] * 7])[1]
+    assert after_seven.share([*rounds, prefix(4000)])[7] > 0.9 * first
+    for _ in range(60):
+        after_seven.share(rounds)
+    assert after_seven.share([*rounds, prefix(4000)]) == alone.share([*rounds, prefix(4000)])
+
+
 def test_costs_that_were_wrong_are_corrected_by_the_steps_themselves() -> None:
     """Contexts are cheaper than was measured, so that rounds last less than was foretold, and parts
     that were made for them are too long at first. Soon a gap grows as little as it may."""
