@@ -110,7 +110,12 @@ class Answer:
 
     def take(self, index: int, event: Event) -> Sequence[Json]:
         """What is told once an event of a choice has come; often nothing."""
-        choice, chunks = self._choices[index], list[Json]()
+        self._note(self._choices[index], event)
+        if not self._asked.body.stream or not isinstance(event, Tokens | Finished):
+            return ()
+        return self._parts(index, event)
+
+    def _note(self, choice: _Choice, event: Event) -> None:
         match event:
             case Started():
                 choice.started = event
@@ -126,8 +131,10 @@ class Answer:
                 self._rounds[len(event.proposed_token_ids), event.num_accepted] += 1
             case Finished():
                 choice.finished = event
-        if not self._asked.body.stream or not isinstance(event, Tokens | Finished):
-            return ()
+
+    def _parts(self, index: int, event: Tokens | Finished) -> Sequence[Json]:
+        """Of a stream, what is told of an event that a client waits for."""
+        choice, chunks = self._choices[index], list[Json]()
         if self.opening is not None and not choice.is_opened:
             choice.is_opened = True
             chunks.append(self._chunk(self._choice(index, self.opening)))

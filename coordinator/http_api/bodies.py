@@ -149,28 +149,25 @@ class StreamOptions(Body):
 
 
 class GenerationBody(Body):
-    """What both kinds of generation have."""
+    """What every kind of generation has."""
 
     unserved = {
-        **_idle("metadata request_id", _ANY),
+        **_idle("request_id", _ANY),
         **_idle("stop_token_ids", []),
         **_idle("skip_special_tokens spaces_between_special_tokens", True),
-        **_idle("include_stop_str_in_output use_beam_search echo", False),
-        **_idle("length_penalty best_of", 1),
+        **_idle("include_stop_str_in_output use_beam_search", False),
+        **_idle("length_penalty", 1),
         **_idle("priority", 0),
         **_idle("service_tier", "auto", "default"),
-        **_idle("prompt_logprobs guided_grammar"),
+        **_idle("prompt_logprobs"),
     }
 
     model: str = ""
     """The served model's name; it may be left out."""
-    max_tokens: int | None = None
     min_tokens: int = 0
     """Only with ignore_eos and without stop."""
     temperature: float | None = None
     top_p: float | None = None
-    n: int = Field(default=1, ge=1, le=ANSWERS_MAX)
-    """Texts for one prompt."""
     seed: int | None = Field(default=None, ge=-(2 ** (SEED_BITS - 1)), le=SEED_MAX)
     """A negative one is the same as itself plus 2**64."""
     stop: Annotated[
@@ -178,7 +175,6 @@ class GenerationBody(Body):
         _form(f"a string or a list of at most {STOP_STRINGS_MAX} strings"),
     ] = []
     stream: bool = False
-    stream_options: StreamOptions | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] = Field(default={}, max_length=LOGIT_BIAS_ENTRIES_MAX)
@@ -191,13 +187,30 @@ class GenerationBody(Body):
     ignore_eos: bool = False
     deadline_ms: int | None = None
     """When the answer is cut off, ms from now."""
+    speculation: Speculation = Speculation()
+    structured_outputs: Described = {}
+    """What form the answer has, as vLLM has it: json, json_object, regex or choice."""
+
+
+class ChoicesBody(GenerationBody):
+    """What chat completions and completions have besides."""
+
+    unserved = {
+        **GenerationBody.unserved,
+        **_idle("metadata", _ANY),
+        **_idle("echo", False),
+        **_idle("best_of", 1),
+        **_idle("guided_grammar"),
+    }
+
+    max_tokens: int | None = None
+    n: int = Field(default=1, ge=1, le=ANSWERS_MAX)
+    """Texts for one prompt."""
+    stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     """Tell the tokens beside the text."""
-    speculation: Speculation = Speculation()
     response_format: Described | None = None
     """What form the answer has: text, json_object, or json_schema with its schema."""
-    structured_outputs: Described = {}
-    """The same as vLLM has it: json, json_object, regex or choice."""
     guided_json: Annotated[dict[str, Any] | str, BeforeValidator(_few_values)] | None = None
     """A schema, as vLLM had it before structured_outputs."""
     guided_regex: str | None = None
@@ -353,11 +366,11 @@ class Message(Body):
         return ChatMessage(self.role, content)
 
 
-class ChatBody(GenerationBody):
+class ChatBody(ChoicesBody):
     """Of a chat completion."""
 
     unserved = {
-        **GenerationBody.unserved,
+        **ChoicesBody.unserved,
         **_idle("parallel_tool_calls safety_identifier", _ANY),
         **_idle("prompt_cache_key prompt_cache_retention", _ANY),
         **_idle("tools functions", []),
@@ -404,11 +417,11 @@ class ChatBody(GenerationBody):
         )
 
 
-class CompletionBody(GenerationBody):
+class CompletionBody(ChoicesBody):
     """Of a completion of raw text or tokens."""
 
     unserved = {
-        **GenerationBody.unserved,
+        **ChoicesBody.unserved,
         **_idle("suffix", ""),
         **_idle("add_special_tokens", True),
     }
@@ -448,7 +461,7 @@ _NAMES = {name: f"speculation.{name}" for name in ("rule", "num_draft_tokens", "
 class TranslatedBody:
     """A body, and the coordinator's requests that it stands for."""
 
-    body: GenerationBody
+    body: ChoicesBody
     requests: tuple[GenerateRequest, ...]
     """`n` for each prompt, all of the first prompt first."""
     names: Mapping[str, str]
