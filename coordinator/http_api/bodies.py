@@ -28,6 +28,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import InitErrorDetails
 
 from outrider.errors import BadRequest
 from outrider.grammar.constraint import Constraint
@@ -64,6 +65,14 @@ def _idle(names: str, *values: Any) -> Unserved:
     return dict.fromkeys(names.split(), values)
 
 
+def field_error(name: str, reason: str) -> ValidationError:
+    """What is wrong with one field of a body, for a validator of the whole body to raise."""
+    told: InitErrorDetails = {
+        "type": "value_error", "loc": (name,), "input": None, "ctx": {"error": ValueError(reason)}
+    }  # fmt: skip
+    return ValidationError.from_exception_data(name, [told])
+
+
 class Body(BaseModel):
     """A JSON object. Unknown fields, NaN and infinity are refused; nothing is converted; null is as
     good as nothing."""
@@ -80,7 +89,14 @@ class Body(BaseModel):
             return values
         if len(values) > HTTP_FIELDS_MAX:
             raise ValueError(f"has {len(values)} fields; at most {HTTP_FIELDS_MAX} are allowed")
-        return {name: value for name, value in values.items() if not cls._is_idle(name, value)}
+        kept = {name: value for name, value in values.items() if not cls._is_idle(name, value)}
+        for name in kept:
+            if (idle := cls.unserved.get(name)) is not None:
+                allowed = " or ".join(json.dumps(value) for value in idle)
+                raise field_error(
+                    name, "is not supported; leave it out" + (allowed and f", or give {allowed}")
+                )
+        return kept
 
     @classmethod
     def _is_idle(cls, name: str, value: Any) -> bool:
@@ -480,15 +496,6 @@ class TranslatedBody:
         if name.startswith("prompt") and len(self.requests) > self.body.n:
             name = name.replace("prompt", f"prompt[{index // self.body.n}]", 1)
         return BadRequest(name, error.reason)
-
-
-def unserved_reason(name: str) -> str:
-    """Why a field that no body has is refused."""
-    for kind in (ChatBody, CompletionBody, Message):
-        if name in kind.unserved:
-            allowed = " or ".join(json.dumps(value) for value in kind.unserved[name])
-            return "is not supported; leave it out" + (allowed and f", or give {allowed}")
-    return "there is no such field"
 
 
 # Tags that are no identifiers name no part of a field in an error.

@@ -27,7 +27,6 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.auth.access_control import AccessControl
-from coordinator.http_api.bodies import unserved_reason
 from outrider.api_keys import ANYBODY, Caller
 from outrider.errors import (
     BadRequest,
@@ -166,7 +165,7 @@ def wrong_body(errors: Sequence[Mapping[str, Any]]) -> BadRequest:
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     reason = str(found["msg"]).removeprefix("Value error, ")
     if is_unknown:
-        reason = unserved_reason(str(last))
+        reason = "there is no such field"
     elif found["type"] == "missing":
         reason = "is missing"
     elif found["type"] != "value_error":
