@@ -63,7 +63,20 @@ class _Choice:
         return f"token_id:{token_id}".encode() if self._text is None else self._text.spell(token_id)
 
 
-class Answer:
+class Told:
+    """How an answer is told as server-sent events, where nothing else is said."""
+
+    is_named: ClassVar[bool] = False
+    """Whether the type of each event stands before its data, too."""
+    last: ClassVar[bytes] = b"data: [DONE]\n\n"
+    """What ends the stream."""
+
+    def failed(self, error: Json) -> Sequence[Json]:
+        """What is told of an error behind the first event."""
+        return [error]
+
+
+class Answer(Told):
     """An answer to all choices of a request. What differs between chat and completions is in the
     two classes below."""
 
@@ -278,7 +291,7 @@ class CompletionAnswer(Answer):
         }
 
 
-class NativeEvents:
+class NativeEvents(Told):
     """The events of one session as `POST /api/generate` tells them."""
 
     def __init__(self, text: TokenizerText | None) -> None:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,6 +36,7 @@ from coordinator.http_api.reading import (
     json_response,
     to_json,
 )
+from coordinator.http_api.responses import ResponseAnswer, ResponsesBody
 from coordinator.routing.discovery import SeenReplica
 from coordinator.service import CoordinatorService
 from outrider.api_keys import Caller
@@ -45,11 +47,11 @@ from outrider.request import Event, Finished
 if TYPE_CHECKING:
     from coordinator.http_api.server import TlsFiles
     from outrider.telemetry.metrics import HttpTimes
+    from outrider.tokenizer import TokenizerText
 
 
 Events = AsyncGenerator[tuple[int, Event]]
 """Of all choices of a request, each with its choice's index."""
-_LAST = b"data: [DONE]\n\n"
 _HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -90,7 +92,9 @@ class Generated(Response):
         except Exception as error:
             if not self._has_begun:
                 raise
-            await self._send(send, error_body(error), more=False)
+            for part in self._answer.failed(error_body(error)):
+                await self._send(send, part)
+            await send({"type": "http.response.body"})
         finally:
             for task in tasks:
                 task.cancel()
@@ -103,16 +107,17 @@ class Generated(Response):
                     await self._send(send, part)
         whole = self._answer.whole()
         if whole is None:
-            await send({"type": "http.response.body", "body": _LAST})
+            await send({"type": "http.response.body", "body": self._answer.last})
         else:
             await json_response(whole)(scope, receive, send)
 
-    async def _send(self, send: Send, part: Json, *, more: bool = True) -> None:
+    async def _send(self, send: Send, part: Json) -> None:
         if not self._has_begun:
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             self._has_begun = True
-        body = b"data: " + to_json(part) + b"\n\n"
-        await send({"type": "http.response.body", "body": body, "more_body": more})
+        name = f"event: {part['type']}\n".encode() if self._answer.is_named else b""
+        body = name + b"data: " + to_json(part) + b"\n\n"
+        await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 async def _interleaved(streams: Sequence[AsyncGenerator[Event]], asked: TranslatedBody) -> Events:
@@ -378,7 +383,11 @@ def build_app(
 def _add_generation(
     app: FastAPI, service: CoordinatorService, access: AccessControl, closing: asyncio.Event
 ) -> None:
-    def answered(request: Request, body: ChatBody | CompletionBody, kind: type[Answer]) -> Response:
+    def answered(
+        request: Request,
+        body: ChatBody | CompletionBody | ResponsesBody,
+        kind: Callable[[TranslatedBody, TokenizerText | None, int, int], Answer],
+    ) -> Response:
         asked = body.translate()
         bound = service.defaults.num_draft_tokens
         answer = kind(asked, service.text, bound, int(time.time()))
@@ -393,6 +402,11 @@ def _add_generation(
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Goes on with raw text or tokens."""
         return answered(request, body, CompletionAnswer)
+
+    @app.post("/v1/responses", responses=_STREAMS)
+    async def responses(body: ResponsesBody, request: Request) -> Response:
+        """Goes on with a conversation, of which nothing is kept."""
+        return answered(request, body, partial(ResponseAnswer, body))
 
     told = {"description": _EVENTS, "content": {"text/event-stream": {}}}
 

@@ -167,7 +167,7 @@ class StreamOptions(Body):
 class GenerationBody(Body):
     """What every kind of generation has."""
 
-    unserved = {
+    unserved: ClassVar[Unserved] = {
         **_idle("request_id", _ANY),
         **_idle("stop_token_ids", []),
         **_idle("skip_special_tokens spaces_between_special_tokens", True),
@@ -382,6 +382,15 @@ class Message(Body):
         return ChatMessage(self.role, content)
 
 
+def few_parts(messages: Any) -> Any:
+    """Counts the parts of all messages, before any is looked at."""
+    if isinstance(messages, list):
+        contents = (one.get("content") for one in messages if isinstance(one, dict))
+        if sum(len(one) for one in contents if isinstance(one, list)) > CHAT_PARTS_MAX:
+            raise ValueError(f"have more than {CHAT_PARTS_MAX} parts in all")
+    return messages
+
+
 class ChatBody(ChoicesBody):
     """Of a chat completion."""
 
@@ -400,19 +409,14 @@ class ChatBody(ChoicesBody):
         **_idle("audio prediction web_search_options chat_template"),
     }
 
-    messages: Annotated[Several[Message], Field(min_length=1, max_length=CHAT_MESSAGES_MAX)]
+    messages: Annotated[
+        Several[Message],
+        Field(min_length=1, max_length=CHAT_MESSAGES_MAX),
+        BeforeValidator(few_parts),
+    ]
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int = 0
-
-    @field_validator("messages", mode="before")
-    @classmethod
-    def _few_parts(cls, messages: Any) -> Any:
-        if isinstance(messages, list):
-            contents = (one.get("content") for one in messages if isinstance(one, dict))
-            if sum(len(one) for one in contents if isinstance(one, list)) > CHAT_PARTS_MAX:
-                raise ValueError(f"have more than {CHAT_PARTS_MAX} parts in all")
-        return messages
 
     def translate(self) -> TranslatedBody:
         """Raises `BadRequest` for fields that contradict each other. OpenAI has two

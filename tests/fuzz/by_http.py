@@ -33,6 +33,7 @@ _KINDS: Final[dict[str, st.SearchStrategy[Any]]] = {
 _BASES: Final = {
     "ChatBody": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
     "CompletionBody": {"prompt": [1, 2, 3], "max_tokens": 4},
+    "ResponsesBody": {"input": "hi", "max_output_tokens": 4},
 }
 """Bodies that are in order, by their schema's name."""
 _TEXT_BODIES: Final = (

@@ -73,6 +73,31 @@ async def test_chat_is_what_grpc_says(stack: Stack, client: AsyncOpenAI) -> None
     assert chunks[-1].usage == answer.usage
 
 
+async def test_a_response_is_what_chat_says(client: AsyncOpenAI) -> None:
+    """Whole, and as a stream that the client itself puts together; also of a conversation that
+    has a former answer's items."""
+    chat = await client.chat.completions.create(
+        model="model", messages=MESSAGES, max_tokens=12, temperature=0
+    )
+    fields: Any = {"model": "model", "max_output_tokens": 12, "temperature": 0}
+    response = await client.responses.create(**fields, input="hello")
+    assert response.output_text == chat.choices[0].message.content
+    assert (response.status, response.model, response.error) == ("incomplete", "model", None)
+    assert chat.usage is not None
+    assert response.usage is not None
+    assert response.usage.total_tokens == chat.usage.total_tokens
+    conversation: Any = [*MESSAGES, *response.output, {"role": "user", "content": "and then?"}]
+    expected = await client.responses.create(**fields, input=conversation)
+    async with client.responses.stream(**fields, input=conversation) as stream:
+        events = [event async for event in stream]
+    assert events[-1].type == "response.incomplete"
+    texts = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(texts) == expected.output_text == events[-1].response.output_text
+    with pytest.raises(openai.BadRequestError) as bad:
+        await client.responses.create(**fields, input="a", previous_response_id=response.id)
+    assert bad.value.param == "previous_response_id"
+
+
 @pytest.mark.parametrize("num_draft_tokens", [0, 4])
 async def test_a_seed_gives_the_same_tokens_everywhere(
     stack: Stack, client: AsyncOpenAI, num_draft_tokens: int
@@ -128,6 +153,10 @@ async def test_a_class_of_pydantic(constraining: AsyncOpenAI) -> None:
             model="model", messages=MESSAGES, response_format=schema
         )
     assert bad.value.param == "response_format.json_schema.schema"
+    response = await constraining.responses.parse(
+        model="model", input="hello", text_format=Shape, max_output_tokens=200
+    )
+    assert isinstance(response.output_parsed, Shape)
 
 
 LONG: Any = {"model": "model", "prompt": [1, 2, 3], "max_tokens": 4000, "seed": 1}

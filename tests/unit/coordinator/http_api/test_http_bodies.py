@@ -304,6 +304,11 @@ def filled(before: str, item: str, after: str) -> bytes:
 CONVERSATION = '{"messages":[{"role":"user","content":"a"}],'
 BODIES: dict[str, tuple[str, Callable[[], bytes], str | None]] = {
     "messages": (NATIVE, lambda: filled('{"messages":[', '{"role":"a"}', "]}"), None),
+    "items": (
+        "/v1/responses",
+        lambda: json.dumps({"input": [USER] * (HTTP_CONTAINERS_MAX - 2)}).encode(),
+        "input",
+    ),
     "a schema": (
         CHAT,
         lambda: filled(

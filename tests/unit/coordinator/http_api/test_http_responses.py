@@ -1,0 +1,252 @@
+"""`POST /v1/responses`: the chat completion that it stands for, and OpenAI's items and events."""
+
+import json
+from typing import Any
+
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+from test_http_app import Front
+from test_http_bodies import refused
+from told_coordinator import FINISHED, STARTED, TOKENS, ToldCoordinator
+
+from coordinator.http_api.bodies import ChatBody, TranslatedBody
+from coordinator.http_api.responses import ResponsesBody
+from outrider.errors import BadRequest, Unavailable
+from outrider.limits import CHAT_MESSAGES_MAX, CHAT_PARTS_MAX
+from outrider.messages import PositionLogprobs
+from outrider.request import Event, Finished, Tokens
+from outrider.sessions.store import FinishReason
+from outrider.speculation.accept_reject import Origin
+
+ID = STARTED.session_id
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FORMAT = {"type": "json_schema", "name": "it", "schema": SCHEMA, "strict": True}
+LOGPROBS = "message.output_text.logprobs"
+MORE = Tokens(1, (8, 9), "bc", (Origin.BONUS,) * 2, ())
+
+
+def asked(**fields: Any) -> TranslatedBody:
+    return ResponsesBody.model_validate({"input": "hi"} | fields).translate()
+
+
+def message(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "message", "role": role, "content": content, **more}
+
+
+ANSWERED = message(
+    "assistant",
+    [{"type": "output_text", "text": "b", "annotations": [], "logprobs": None}],
+    id="msg_1", status="completed", phase=None,
+)  # fmt: skip
+"""An item as an answer has it."""
+
+
+@pytest.mark.parametrize(
+    ("fields", "chat"),
+    [
+        ({"input": "a"}, {"messages": [("user", "a")]}),
+        (
+            {"input": [{"role": "user", "content": "a"}], "instructions": "be brief"},
+            {"messages": [("system", "be brief"), ("user", "a")]},
+        ),
+        (
+            {
+                "input": [
+                    message("developer", [{"type": "input_text", "text": one} for one in "xy"]),
+                    {"type": "reasoning", "id": "rs_1", "summary": [], "content": None},
+                    ANSWERED,
+                    message("user", "c"),
+                ]
+            },
+            {"messages": [("system", "x\ny"), ("assistant", "b"), ("user", "c")]},
+        ),
+        ({"max_output_tokens": 5, "top_p": 0.5}, {"max_completion_tokens": 5, "top_p": 0.5}),
+        ({"text": {"format": {"type": "text"}}}, {}),
+        (
+            {"text": {"format": {"type": "json_object"}}},
+            {"response_format": {"type": "json_object"}},
+        ),
+        (
+            {"text": {"format": FORMAT, "verbosity": "medium"}},
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+        ),
+        ({"include": [LOGPROBS]}, {"logprobs": True}),
+        ({"top_logprobs": 3}, {"logprobs": True, "top_logprobs": 3}),
+        (
+            {"seed": 3, "top_k": 4, "stop": "x", "speculation": {"num_draft_tokens": 2}},
+            {"seed": 3, "top_k": 4, "stop": "x", "speculation": {"num_draft_tokens": 2}},
+        ),
+        (
+            {
+                "store": True, "background": False, "truncation": "disabled", "tools": [],
+                "previous_response_id": None, "tool_choice": "auto", "include": [], "user": "me",
+                "reasoning": {"effort": None}, "stream_options": {"include_obfuscation": False},
+                "metadata": {"a": "b"}, "service_tier": "auto", "parallel_tool_calls": True,
+            },
+            {},
+        ),
+    ],
+)  # fmt: skip
+def test_it_stands_for_a_chat_completion(fields: Any, chat: Any) -> None:
+    messages = chat.get("messages", [("user", "hi")])
+    body = chat | {"messages": [{"role": role, "content": text} for role, text in messages]}
+    assert asked(**fields).requests == ChatBody.model_validate(body).translate().requests
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"input": None}, "input: is missing"),
+        ({"input": 5}, "input: must be a string or a list of items"),
+        ({"input": []}, "input: list should have at least 1 item"),
+        (
+            {"input": [message("user", "a")] * CHAT_MESSAGES_MAX},
+            "input: list should have at most 4095 items",
+        ),
+        ({"input": [message("user", [{}] * (CHAT_PARTS_MAX + 1))]}, "input: have more than"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]: must be an item of the"),
+        ({"input": [5]}, "input[0]: must be an item of the type message"),
+        ({"input": [message("user", "a"), message("tool", "b")]}, "input[1].role: "),
+        ({"input": [{"role": "user"}]}, "input[0].content: is missing"),
+        ({"input": [message("user", [{"type": "input_image"}])]}, "input[0].content[0].type: "),
+        ({"input": [message("user", "a", tool_calls=[])]}, "input[0].tool_calls: there is no"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id: is not supported; leave"),
+        ({"conversation": "conv_1"}, "conversation: is not supported; leave it out"),
+        ({"background": True}, "background: is not supported; leave it out, or give false"),
+        ({"truncation": "auto"}, 'truncation: is not supported; leave it out, or give "disabled"'),
+        ({"include": ["reasoning.encrypted_content"]}, "include[0]: input should be 'message.out"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort: is not supported; leave it out, or"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type: got 'xml'"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema: is missing"),
+        ({"text": {"format": {**FORMAT, "schema": 1}}}, "text.format.schema: "),
+        ({"text": {"verbosity": "low"}}, "text.verbosity: is not supported; leave it out, or"),
+        ({"metadata": {"a": 1}}, "metadata.a: input should be a valid string"),
+        ({"n": 2}, "n: there is no such field"),
+        ({"max_tokens": 2}, "max_tokens: there is no such field"),
+        ({"logit_bias": {"x": 1}}, "logit_bias: 'x' is not a token id"),
+    ],
+)
+def test_what_is_refused_names_the_field(fields: dict[str, Any], said: str) -> None:
+    assert said in refused(asked, fields).message
+
+
+@pytest.mark.parametrize(
+    ("field", "own"),
+    [
+        ("chat", "input"),
+        ("max_tokens", "max_output_tokens"),
+        ("logprobs", "top_logprobs"),
+        ("json_schema", "text.format.schema"),
+        ("sampling.top_p", "top_p"),
+        ("num_draft_tokens", "speculation.num_draft_tokens"),
+    ],
+)
+def test_the_coordinators_errors_name_the_bodys_fields(field: str, own: str) -> None:
+    found = asked(text={"format": FORMAT}).renamed(BadRequest(field, "is wrong"), 0)
+    assert found.field == own
+
+
+async def answered(*events: Event | Exception, **fields: Any) -> Any:
+    front = Front(ToldCoordinator(STARTED, *events))
+    return await front.send("POST", "/v1/responses", json={"input": "hi", **fields})
+
+
+def part(text: str, logprobs: Any = ()) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": [*logprobs]}
+
+
+def item(text: str, status: str) -> dict[str, Any]:
+    told = message("assistant", [part(text)], id=f"msg_{ID}", status=status)
+    return dict(sorted(told.items()))
+
+
+async def test_a_whole_response() -> None:
+    """As OpenAI's own types have it; nothing is stored, whatever was asked."""
+    found = (await answered(TOKENS, MORE, FINISHED, store=True, metadata={"a": "b"})).json()
+    Response.model_validate(found)
+    assert (found["id"], found["object"], found["status"]) == (
+        f"resp_{ID}",
+        "response",
+        "completed",
+    )
+    assert [dict(sorted(one.items())) for one in found["output"]] == [item("abc", "completed")]
+    assert found["usage"] == {
+        "input_tokens": 2,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": 3,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 5,
+    }
+    assert (found["store"], found["metadata"], found["temperature"]) == (False, {"a": "b"}, 1.0)
+    assert found["metrics"]["speculative_decoding"]["num_spec_steps"] == 1
+
+
+@pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.DEADLINE])
+async def test_a_response_that_was_cut_off_is_incomplete(reason: FinishReason) -> None:
+    ended = Finished(reason, FINISHED.usage, FINISHED.metrics)
+    found = (await answered(TOKENS, ended)).json()
+    assert found["status"] == found["output"][0]["status"] == "incomplete"
+    assert found["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert found["stop_reason"] == (None if reason is FinishReason.LENGTH else "deadline")
+
+
+def told(stream: str) -> list[dict[str, Any]]:
+    """The events of a stream, each of which names its type and is numbered."""
+    *parts, end = stream.split("\n\n")
+    assert end == ""
+    found = []
+    for number, each in enumerate(parts):
+        name, data = each.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert (name, event["sequence_number"]) == (f"event: {event['type']}", number)
+        TypeAdapter(ResponseStreamEvent).validate_python(event)
+        found.append(event)
+    return found
+
+
+NAMES = [
+    "created", "in_progress", "output_item.added", "content_part.added", "output_text.delta",
+    "output_text.delta", "output_text.done", "content_part.done", "output_item.done", "completed",
+]  # fmt: skip
+
+
+async def test_a_streamed_response() -> None:
+    """Each item is opened, grows and is closed; the last event has what a whole answer has."""
+    events = told((await answered(TOKENS, MORE, FINISHED, stream=True)).text)
+    assert [event["type"].removeprefix("response.") for event in events] == NAMES
+    assert [event["delta"] for event in events[4:6]] == ["a", "bc"]
+    assert {event["item_id"] for event in events if "item_id" in event} == {f"msg_{ID}"}
+    assert events[0]["response"]["output"] == []
+    assert events[2]["item"]["content"] == []
+    assert events[3]["part"] == part("")
+    assert (events[6]["text"], events[7]["part"]) == ("abc", part("abc"))
+    whole = (await answered(TOKENS, MORE, FINISHED)).json()
+    assert events[-1]["response"] | {"created_at": 0, "completed_at": 0} == whole | {
+        "created_at": 0, "completed_at": 0
+    }  # fmt: skip
+    assert events[-2]["item"] == whole["output"][0]
+
+
+async def test_an_error_behind_the_first_token_is_a_failed_response() -> None:
+    """One before has its status, as everywhere."""
+    *events, last = told((await answered(TOKENS, Unavailable("gone"), stream=True)).text)
+    assert [event["type"] for event in events] == [f"response.{name}" for name in NAMES[:5]]
+    response = last["response"]
+    assert (last["type"], response["status"]) == ("response.failed", "failed")
+    assert (response["error"]["code"], response["error"]["message"]) == ("server_error", "gone")
+    assert response["output"] == [item("a", "incomplete")]
+    assert (await answered(Unavailable("gone"), stream=True)).status_code == 503
+
+
+async def test_log_probabilities_are_those_of_chat() -> None:
+    entry = PositionLogprobs(-0.5, ((7, -0.5), (8, -1.5)))
+    event = Tokens(0, (7,), "a", (Origin.BONUS,), (entry,))
+    fields: Any = {"include": [LOGPROBS], "top_logprobs": 2}
+    [message] = (await answered(event, FINISHED, **fields)).json()["output"]
+    [logprob] = message["content"][0]["logprobs"]
+    assert (logprob["token"], logprob["logprob"]) == ("token_id:7", -0.5)
+    assert [top["logprob"] for top in logprob["top_logprobs"]] == [-0.5, -1.5]
+    events = told((await answered(event, FINISHED, stream=True, **fields)).text)
+    assert events[4]["logprobs"] == events[5]["logprobs"] == [logprob]
+    assert events[3]["part"]["logprobs"] == []
