@@ -498,6 +498,8 @@ class CoordinatorService:
             stop=parameters.stop,
             eos_token_ids=() if parameters.ignore_eos else self.served.eos_token_ids,
             text_stream=None if self.text is None else self.text.stream(),
+            min_tokens=parameters.sampling.min_tokens,
+            stop_token_ids=parameters.sampling.stop_token_ids,
         )
 
     def _session_trial(self, draft: Drafts | None) -> SessionTrial | None:

@@ -27,7 +27,7 @@ import torch
 from draft_service.model_drafter import ModelDrafter
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.drafters.drafter import DraftRequest
-from outrider.engine.interface import SequenceStep
+from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.errors import EngineLost, OutOfPages, OutriderError
 from outrider.kv_cache.session_table import SessionTable
 from outrider.limits import DRAFT_SUPPORT_ENTRIES, LOOK_AHEAD_BYTES_MAX
@@ -35,7 +35,7 @@ from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, Re
 from outrider.replica.step_request import Answers, refusal
 from outrider.replica.worker import draft_request
 from outrider.speculation.draft_sampling import LikelyTokens
-from outrider.speculation.logits_processing import joined_rows
+from outrider.speculation.logits_processing import allowed_early, joined_rows
 from outrider.speculation.outcome_prediction import (
     RANKS_MAX,
     OutcomeGuesses,
@@ -110,10 +110,13 @@ class RoundAhead:
         num_logits = 1 if self.basis is not None else len(self.drafted) + 1
         return SequenceStep(self.session_id, self.to_read, num_logits)
 
-    def request(self, name: str, committed: tuple[int, ...]) -> DraftRequest:
+    def request(self, name: str, committed: tuple[int, ...], info: ModelInfo) -> DraftRequest:
+        head, sampling = self.item.head, self.sampling
+        num_tokens = len(committed) - head.prompt_length
         return draft_request(
-            self.item.head, self.sampling, committed, len(committed),
+            head, sampling, committed, len(committed),
             session_id=name, num_draft_tokens=self.item.num_draft_tokens,
+            allowed=allowed_early(sampling, num_tokens, info.eos_token_ids, info.vocab_size),
         )  # fmt: skip
 
 
@@ -258,7 +261,8 @@ class LookAhead:
             taken.num_wanted = min(taken.num_wanted, now.item.num_draft_tokens)
             if 2 * num_held >= taken.num_wanted:
                 taken.num_wanted = min(taken.num_wanted, num_held)
-        branch = taken or self._drafter.begin(now.request(now.session_id, now.committed))
+        request = now.request(now.session_id, now.committed, self._engine.info)
+        branch = taken or self._drafter.begin(request)
         if branch is None or branch.num_wanted == 0:
             if taken is not None:
                 self._release([taken])
@@ -357,7 +361,8 @@ class LookAhead:
                 self._release(found.kept)
             self._engine.fork(source, name)
         self._engine.keep(name, len(now.committed) + len(outcome) - 1)
-        branch = self._drafter.begin(now.request(name, (*now.committed, *outcome)))
+        request = now.request(name, (*now.committed, *outcome), self._engine.info)
+        branch = self._drafter.begin(request)
         if branch is None or branch.num_wanted == 0:
             self._engine.release(name)
         else:

@@ -160,6 +160,8 @@ class Finished:
     metrics: Metrics
     stop_string: str | None = None
     """That ended the text; None where something else did."""
+    stop_token_id: int | None = None
+    """The one of the request's that did."""
 
 
 Event = Started | Tokens | RoundReport | Finished

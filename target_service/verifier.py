@@ -142,7 +142,12 @@ class Verifier(StepWorker):
         info, item, head = self._engine.info, one.item, one.head
         one.sampling, size = head.params(), info.vocab_size
         biased = [token_id for token_id, _ in one.sampling.logit_bias]
-        for key, token_ids in (("head.append", head.append), ("sampling.logit_bias", biased)):
+        ends = one.sampling.stop_token_ids
+        for key, token_ids in (
+            ("head.append", head.append),
+            ("sampling.logit_bias", biased),
+            ("sampling.stop_token_ids", ends),
+        ):
             if (largest := max(token_ids, default=0)) >= size:
                 raise BadRequest(key, f"token {largest} is outside the vocabulary of {size}")
         if head.committed_length + len(item.proposal) > info.max_model_len:

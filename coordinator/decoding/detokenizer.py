@@ -32,8 +32,9 @@ class Piece:
 class Completion:
     """The growing answer of one session: finds EOS, stop strings and `max_tokens`.
 
-    Text that may yet turn out to begin a stop string is held back. The EOS, and the token that
-    completes a stop string, belong to the tokens but not to the text."""
+    Text that may yet turn out to begin a stop string is held back. The EOS, a stop token, and the
+    token that completes a stop string, belong to the tokens but not to the text. Up to `min_tokens`
+    tokens nothing but `max_tokens` ends it, and a stop string that is complete by then is text."""
 
     def __init__(
         self,
@@ -42,15 +43,21 @@ class Completion:
         stop: tuple[str, ...],
         eos_token_ids: Sequence[int],
         text_stream: TextStream | None,
+        min_tokens: int = 0,
+        stop_token_ids: Sequence[int] = (),
     ) -> None:
         self._max_tokens = max_tokens
+        self._min_tokens = min_tokens
         self._stop = stop
         self._eos = frozenset(eos_token_ids)
+        self._ends = self._eos.union(stop_token_ids)
         self._stream = text_stream
         self._held = ""
         self.num_tokens = 0
         self.stop_string: str | None = None
         """The one that has ended the text."""
+        self.stop_token_id: int | None = None
+        """The stop token that has, unless it is an EOS."""
 
     @property
     def remaining(self) -> int:
@@ -63,7 +70,8 @@ class Completion:
         before = self.num_tokens
         for token_id in token_ids:
             self.num_tokens += 1
-            if token_id in self._eos:
+            if token_id in self._ends and self.num_tokens > self._min_tokens:
+                self.stop_token_id = None if token_id in self._eos else token_id
                 shown.append(self.finish())
                 reason = FinishReason.STOP
                 break
@@ -92,9 +100,12 @@ class Completion:
         """Adds text; returns what may be shown, and whether a stop string was completed."""
         if not text:
             return "", False
-        text = self._held + text
-        found = [(start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
-        if found:
+        num_before, text = len(self._held), self._held + text
+        found = [
+            (start, stop) for stop in self._stop
+            if (start := text.find(stop, max(0, num_before + 1 - len(stop)))) >= 0
+        ]  # fmt: skip
+        if found and self.num_tokens > self._min_tokens:
             self._held = ""
             first, self.stop_string = min(found)
             return text[:first], True

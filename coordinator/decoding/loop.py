@@ -166,6 +166,7 @@ class SessionRun:
                 tokens_per_second=(num_tokens - self._num_known) / seconds if seconds > 0 else 0.0,
             ),
             stop_string=self._completion.stop_string,
+            stop_token_id=self._completion.stop_token_id,
         )
         self._observer.finished(finished)
         self._is_told = True

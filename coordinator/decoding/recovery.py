@@ -132,4 +132,5 @@ def told_again(record: SessionRecord, model: str, replayed: Replayed) -> Iterato
         usage=Usage(record.prompt_length, len(record.token_ids) - record.prompt_length),
         metrics=Metrics.of(record.counters, time_to_first_token_ms=0.0, tokens_per_second=0.0),
         stop_string=replayed.completion.stop_string,
+        stop_token_id=replayed.completion.stop_token_id,
     )

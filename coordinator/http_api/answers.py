@@ -188,7 +188,7 @@ class Answer(Told):
             **content,
             "logprobs": None,
             "finish_reason": "length" if was_cut else reason,  # Clients know `length`.
-            "stop_reason": reason if was_cut else finished and finished.stop_string,
+            "stop_reason": reason if was_cut else _stopped_by(finished),
         }
         if tokens is not None and self._asked.has_logprobs:
             told["logprobs"] = self.logprobs(tokens.scored)
@@ -236,6 +236,13 @@ class Answer(Told):
             sum(self._rounds[length, accepted] for length in lengths)
             for accepted in range(most + 1)
         ]
+
+
+def _stopped_by(finished: Finished | None) -> str | int | None:
+    """The stop string or the id of the stop token that ended a text."""
+    if finished is None:
+        return None
+    return finished.stop_token_id if finished.stop_string is None else finished.stop_string
 
 
 class ChatAnswer(Answer):

@@ -318,8 +318,8 @@ _EVENTS = """A stream of server-sent events, each a JSON object with its `type`:
 * `tokens`: `first_index`, `token_ids`, `origins` (`accepted`, `correction`, `bonus`), `texts` (the
   characters that became whole with each token), `text_delta` (the part of all texts that is certain
   to belong to the answer; it may lag behind), `logprobs` where they were asked for
-* `finished`: `finish_reason` (`stop`, `length`, `cancelled`, `deadline`), `stop_string` (that
-  ended the text, or null), `usage`, `metrics`
+* `finished`: `finish_reason` (`stop`, `length`, `cancelled`, `deadline`), `stop_string` and
+  `stop_token_id` (that ended the text, or null), `usage`, `metrics`
 
 Then `[DONE]`. An error behind `started` is an event with `error`, and the last one. Texts are null
 where the model has no tokenizer. A client that goes cancels its session."""

@@ -44,6 +44,7 @@ from outrider.limits import (
     SEED_BITS,
     SEED_MAX,
     STOP_STRINGS_MAX,
+    STOP_TOKEN_IDS_MAX,
 )
 from outrider.request import ChatMessage, GenerateRequest, Prompt
 from outrider.speculation.random_streams import choice_seed
@@ -169,7 +170,6 @@ class GenerationBody(Body):
 
     unserved: ClassVar[Unserved] = {
         **_idle("request_id", _ANY),
-        **_idle("stop_token_ids", []),
         **_idle("skip_special_tokens spaces_between_special_tokens", True),
         **_idle("include_stop_str_in_output use_beam_search", False),
         **_idle("length_penalty", 1),
@@ -181,7 +181,7 @@ class GenerationBody(Body):
     model: str = ""
     """The served model's name; it may be left out."""
     min_tokens: int = 0
-    """Only with ignore_eos and without stop."""
+    """No EOS, stop token or stop string before so many tokens."""
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = Field(default=None, ge=-(2 ** (SEED_BITS - 1)), le=SEED_MAX)
@@ -190,6 +190,8 @@ class GenerationBody(Body):
         str | Annotated[Several[str], Field(max_length=STOP_STRINGS_MAX)],
         _form(f"a string or a list of at most {STOP_STRINGS_MAX} strings"),
     ] = []
+    stop_token_ids: Annotated[Several[int], Field(max_length=STOP_TOKEN_IDS_MAX)] = []
+    """Tokens that end the text as an EOS does."""
     stream: bool = False
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -242,13 +244,6 @@ class ChoicesBody(GenerationBody):
     ) -> TranslatedBody:
         """Of `prompts`, with what each kind of body calls differently: fields of the requests, and
         the body's `names` for them."""
-        least = (
-            self.min_tokens
-        )  # They are sure to come where nothing but max_tokens ends an answer.
-        if least and (not self.ignore_eos or self.stop or least > (own["max_tokens"] or 0)):
-            raise BadRequest(
-                "min_tokens", "is served only with ignore_eos true, without stop, up to max_tokens"
-            )
         if self.stream_options is not None and not self.stream:
             raise BadRequest(
                 "stream_options", "is for streams; set stream to true, or leave it out"
@@ -293,7 +288,8 @@ class ChoicesBody(GenerationBody):
             if not re.fullmatch("0|[1-9][0-9]{0,9}", token):
                 raise BadRequest("logit_bias", f"{token[:20]!r} is not a token id")
         biases = sorted((int(token), bias) for token, bias in self.logit_bias.items())
-        return SamplingParams(**values | {"logit_bias": tuple(biases)})
+        listed = {"logit_bias": tuple(biases), "stop_token_ids": tuple(self.stop_token_ids)}
+        return SamplingParams(**values | listed)
 
     def _constraints(self) -> list[tuple[str, Constraint]]:
         """Each that is asked for, behind the field that asks for it. Raises `BadRequest`."""

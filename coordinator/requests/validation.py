@@ -76,6 +76,7 @@ def check_fields(request: GenerateRequest, model: ReplicaDescription) -> None:
     """Checks every field that can be checked without tokenizing the prompt. Raises `BadRequest`
     for the first one that is out of its limits (`outrider.limits`)."""
     check_sampling(request.sampling, vocab_size=model.vocab_size)
+    _check_min_tokens(request, model)
     check_roles(request.prompt)
     check_stop(request.stop)
     bounds = (
@@ -92,6 +93,19 @@ def check_fields(request: GenerateRequest, model: ReplicaDescription) -> None:
             raise BadRequest(field, f"got {value}; allowed: {low}..{high}")
     if request.rule is Rule.GREEDY and not request.sampling.greedy:
         raise BadRequest("rule", "greedy needs temperature 0; allowed: token, block, coupled")
+
+
+def _check_min_tokens(request: GenerateRequest, model: ReplicaDescription) -> None:
+    sampling = request.sampling
+    if not sampling.min_tokens:
+        return
+    if request.constraint is not None:
+        kind = request.constraint.kind.value
+        reason = f"is given beside {kind}, which says itself where the answer ends; leave one out"
+        raise BadRequest("sampling.min_tokens", reason)
+    if len({*model.eos_token_ids, *sampling.stop_token_ids}) >= model.vocab_size:
+        reason = "leave no token that may come before min_tokens; give fewer, or no min_tokens"
+        raise BadRequest("sampling.stop_token_ids", reason)
 
 
 def resolve(
@@ -121,6 +135,9 @@ def resolve(
             f"the prompt's {len(prompt_ids)} tokens and {known['max_tokens']} more exceed the "
             f"model's length of {model.max_model_len}; at most {room} are left",
         )
+    if (least := request.sampling.min_tokens) > known["max_tokens"]:
+        reason = f"{least} is more than the {known['max_tokens']} of max_tokens"
+        raise BadRequest("sampling.min_tokens", reason)
     known |= {"prompt": prompt_ids, "model": "", "default_max_tokens": limits.MAX_TOKENS_DEFAULT}
     if request.sampling.greedy:
         known["rule"] = Rule.GREEDY

@@ -25,6 +25,7 @@ from outrider.kv_cache.session_table import Aligned, SessionTable
 from outrider.messages import Resync, RoundHead
 from outrider.replica.step_request import StepFigures, Unfinished, refusal
 from outrider.replica.token_budget import TokenBudget, TokenDemand
+from outrider.speculation.logits_processing import allowed_early
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import SamplingParams
 
@@ -273,7 +274,8 @@ class StepWorker:
         """What may follow the committed tokens; None = anything. Raises `Incompatible` for a
         constraint that cannot be held to here."""
         if head.constraint is None:
-            return None
+            num_tokens, info = head.committed_length - head.prompt_length, self._engine.info
+            return allowed_early(head.params(), num_tokens, info.eos_token_ids, info.vocab_size)
         if self._matchers is None or head.compiled is None:
             raise Incompatible(f"{head.constraint.kind}: this target has no tokenizer")
         completion = aligned.committed[head.prompt_length :]

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -436,6 +437,44 @@ def row_masks(allowed: Allowed, proposal: Proposal) -> RowMasks:
                 untold.add(index + 1)
         masks.append(mask)
     return RowMasks(masks, frozenset(untold))
+
+
+@dataclass(frozen=True, slots=True)
+class AnyButEnds:
+    """Any token may come, but `ends` not among the next `num_left`. Implements `Allowed`."""
+
+    ends: frozenset[int]
+    num_left: int
+    vocab_size: int
+
+    def after(self, drafted: Sequence[int]) -> TokenMask | None:
+        if self.num_legal(drafted) < len(drafted):
+            return None
+        is_early = len(drafted) < self.num_left
+        return _mask_without(self.ends if is_early else frozenset(), self.vocab_size)
+
+    def num_legal(self, drafted: Sequence[int]) -> int:
+        early = enumerate(drafted[: self.num_left])
+        return next((place for place, token_id in early if token_id in self.ends), len(drafted))
+
+    def behind(self, committed: Sequence[int]) -> AnyButEnds:
+        return replace(self, num_left=max(0, self.num_left - len(committed)))
+
+
+@lru_cache(maxsize=256)
+def _mask_without(token_ids: frozenset[int], vocab_size: int) -> TokenMask:
+    flags = np.ones(vocab_size, dtype=np.bool_)
+    flags[[token_id for token_id in token_ids if token_id < vocab_size]] = False
+    return TokenMask(np.packbits(flags, bitorder="little"))
+
+
+def allowed_early(
+    sampling: SamplingParams, num_tokens: int, eos_token_ids: Sequence[int], vocab_size: int
+) -> AnyButEnds | None:
+    """What `min_tokens` leaves behind so many tokens of a completion; None = anything."""
+    num_left = sampling.min_tokens - num_tokens
+    ends = frozenset((*eos_token_ids, *sampling.stop_token_ids))
+    return AnyButEnds(ends, num_left, vocab_size) if num_left > 0 else None
 
 
 def draft_mask(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -14,6 +15,7 @@ from outrider.limits import (
     LOGIT_BIAS_MAX,
     PENALTY_MAX,
     REPETITION_PENALTY_MAX,
+    STOP_TOKEN_IDS_MAX,
     TEMPERATURE_MAX,
 )
 
@@ -51,6 +53,11 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, added to its logit), sorted by id."""
+    min_tokens: int = 0
+    """Before so many tokens have come nothing but `max_tokens` ends the completion: neither an EOS
+    nor a stop token can come, and stop strings are not looked for."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the completion as an EOS does."""
 
     @property
     def greedy(self) -> bool:
@@ -76,7 +83,9 @@ class SamplingParams:
         """A 64-bit name for these parameters, the same in every process, and for 1 as for 1.0."""
         floats: dict[str, Any] = {name: float(getattr(self, name)) for name, *_ in _RANGES}
         biases = tuple(sorted((int(v), float(bias)) for v, bias in self.logit_bias))
-        named = repr(replace(self, top_k=int(self.top_k), logit_bias=biases, **floats))
+        whole = {name: int(getattr(self, name)) for name in ("top_k", "min_tokens")}
+        ends = tuple(map(int, self.stop_token_ids))
+        named = repr(replace(self, logit_bias=biases, stop_token_ids=ends, **whole, **floats))
         return int.from_bytes(hashlib.blake2b(named.encode(), digest_size=8).digest(), "little")
 
 
@@ -106,20 +115,25 @@ def check_sampling(
         raise BadRequest(
             f"{field}.top_k", f"got {params.top_k}; allowed: -1 or 0 (off), or 1..{most}"
         )
-    _check_logit_bias(params.logit_bias, f"{field}.logit_bias", vocab_size)
+    if params.min_tokens < 0:
+        raise BadRequest(f"{field}.min_tokens", f"got {params.min_tokens}; allowed: 0..max_tokens")
+    given = [token_id for token_id, _ in params.logit_bias]
+    _check_ids(given, f"{field}.logit_bias", LOGIT_BIAS_ENTRIES_MAX, vocab_size)
+    for token_id, bias in params.logit_bias:
+        if not abs(bias) <= LOGIT_BIAS_MAX:
+            raise BadRequest(
+                f"{field}.logit_bias[{token_id}]",
+                f"got {bias}; allowed: {-LOGIT_BIAS_MAX:g}..{LOGIT_BIAS_MAX:g}",
+            )
+    _check_ids(params.stop_token_ids, f"{field}.stop_token_ids", STOP_TOKEN_IDS_MAX, vocab_size)
 
 
-def _check_logit_bias(
-    entries: tuple[tuple[int, float], ...], field: str, vocab_size: int | None
+def _check_ids(
+    token_ids: Sequence[int], field: str, entries_max: int, vocab_size: int | None
 ) -> None:
-    if len(entries) > LOGIT_BIAS_ENTRIES_MAX:
-        raise BadRequest(field, f"got {len(entries)} entries; at most {LOGIT_BIAS_ENTRIES_MAX}")
-    for token_id, bias in entries:
+    if len(token_ids) > entries_max:
+        raise BadRequest(field, f"got {len(token_ids)} entries; at most {entries_max}")
+    for token_id in token_ids:
         if token_id < 0 or (vocab_size is not None and token_id >= vocab_size):
             most = "" if vocab_size is None else str(vocab_size - 1)
             raise BadRequest(field, f"{token_id} is not a token id; allowed: 0..{most}")
-        if not abs(bias) <= LOGIT_BIAS_MAX:
-            raise BadRequest(
-                f"{field}[{token_id}]",
-                f"got {bias}; allowed: {-LOGIT_BIAS_MAX:g}..{LOGIT_BIAS_MAX:g}",
-            )

@@ -18,12 +18,16 @@ POOLED_BELOW = 10.0
 """Cells of smaller expected count are pooled, so that the chi-square law holds."""
 
 
+def no_mask(prefix: tuple[int, ...]) -> None:
+    """Of a completion that may go on in any way."""
+
+
 def completion_law(
     module: Any,
     prompt: Sequence[int],
     length: int,
     params: SamplingParams,
-    mask: Callable[[tuple[int, ...]], Any] = lambda prefix: None,
+    mask: Callable[[tuple[int, ...]], Any] = no_mask,
 ) -> dict[tuple[int, ...], float]:
     """Probability of every completion of `length` tokens: the model's own dense forward pass over
     every prefix, the `mask` behind it, then the sampling transforms."""

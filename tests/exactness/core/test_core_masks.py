@@ -1,6 +1,7 @@
 """Under a grammar, whose masks are a function of the tokens so far, the law of what is committed is
 that of the masked target alone, step by step: by adding up everything that can happen in a round.
-The draft has masks, or none, and then proposes what the grammar forbids."""
+The draft has masks, or none, and then proposes what the grammar forbids. So it is where ends of a
+text are masked for its first tokens alone."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from outrider.grammar.token_mask import TokenMask
 from outrider.speculation.accept_reject import Verdict, decide, ending_at
 from outrider.speculation.logits_processing import (
     RowMasks,
+    allowed_early,
     draft_mask,
     masked_logits,
     row_masks,
@@ -63,20 +65,38 @@ class Held:
         raise NotImplementedError
 
 
-def constrained(seed: int, fails: bool) -> tuple[ToyPair, Held, ToyPair]:
-    """A random pair; a random grammar that leaves the target something in each state; and the pair
-    as both sides would be under it."""
+@dataclass(frozen=True)
+class Late(Held):
+    """What `min_tokens` of `num` allows, for 1 or 2 of them, which a toy's states can tell."""
+
+    num: int = 1
+
+    def after(self, drafted: Sequence[int]) -> TokenMask | None:
+        params = SamplingParams(min_tokens=self.num, stop_token_ids=(OVER,))
+        allowed = allowed_early(params, 0, (), V)
+        assert allowed is not None
+        return allowed.after(drafted)
+
+
+def constrained(seed: int, fails: bool, min_tokens: int = 0) -> tuple[ToyPair, Held, ToyPair]:
+    """A random pair; a random grammar that leaves the target something in each state, or what
+    `min_tokens` allows; and the pair as both sides would be under it."""
     random = np.random.default_rng([seed, 99])
     raw = random_pair(V, seed)
     flags = torch.from_numpy(random.random(raw.p.shape) < 0.6)
     likeliest = raw.p.argmax(dim=1)
     flags[torch.arange(len(flags)), likeliest] = True
+    if min_tokens:
+        raw = make_pair(raw.p + 0.1, raw.q)
+        flags = torch.ones(raw.p.shape, dtype=torch.bool)
+        flags[: 1 if min_tokens == 1 else 1 + V, OVER] = False
     drafters = raw.q * flags
     nothing = drafters.sum(dim=2) == 0
     drafters[nothing] = 1.0  # Nobody draws there.
     states = np.random.default_rng(seed).permutation(np.arange(1, len(raw.p))) if fails else ()
     failing = frozenset(int(state) for state in states[: len(states) // 2])
-    return raw, Held(raw, flags, failing), make_pair(raw.p * flags, drafters)
+    held = Late(raw, flags, num=min_tokens) if min_tokens else Held(raw, flags, failing)
+    return raw, held, make_pair(raw.p * flags, drafters)
 
 
 def draws(
@@ -138,11 +158,12 @@ def outcomes(
 
 
 def committed_law(
-    seed: int, rule: Rule, k: int, draft_masks: bool, fails: bool = False, shift: Shift = list
-) -> tuple[Law, Law, int]:
+    seed: int, rule: Rule, k: int, draft_masks: bool, fails: bool = False, shift: Shift = list,
+    min_tokens: int = 0,
+) -> tuple[Law, Law, int]:  # fmt: skip
     """The law of k + 1 tokens when one round is followed by the masked target alone; the law that
     it must be; and how many outcomes end as the constraint cannot be followed."""
-    raw, held, masked = constrained(seed, fails)
+    raw, held, masked = constrained(seed, fails, min_tokens)
     rest = {
         (state, left): plain_law(masked, held, state, left)
         for state in range(len(raw.p)) for left in range(k + 1)
@@ -179,6 +200,19 @@ def test_what_is_committed_has_the_masked_targets_law(
         for text in law.keys() | expected.keys():
             assert law.get(text, 0.0) == pytest.approx(expected.get(text, 0.0), abs=EXACT)
     assert (num_ended > 5) == (fails and k > 0)
+
+
+@pytest.mark.parametrize("draft_masks", [True, False])
+@pytest.mark.parametrize(("k", "min_tokens"), [(0, 1), (2, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize("rule", RATIO_RULES)
+def test_ends_are_masked_before_min_tokens(
+    rule: Rule, k: int, min_tokens: int, draft_masks: bool
+) -> None:
+    """Within a block of draft tokens, too, whose later rows have no mask any more."""
+    for seed in range(6):
+        law, expected, _ = committed_law(seed, rule, k, draft_masks, min_tokens=min_tokens)
+        for text in law.keys() | expected.keys():
+            assert law.get(text, 0.0) == pytest.approx(expected.get(text, 0.0), abs=EXACT)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from exactness.law import Fit, completion_law, fit
+from exactness.law import Fit, completion_law, fit, no_mask
 from models import (
     tiny_config,
     tiny_drafter,
@@ -109,7 +110,18 @@ PARAMS = {
     "biased": SamplingParams(
         temperature=0.8, logit_bias=((0, 0.7), (3, -0.9)), presence_penalty=0.5
     ),
+    "late": SamplingParams(top_p=0.9, min_tokens=2, stop_token_ids=(1,)),
 }
+"""The last ones end no completion before two tokens, for which `END` is an EOS."""
+
+
+def late_mask(prefix: tuple[int, ...]) -> TokenMask | None:
+    """What the late ones let follow a prefix of a completion, behind whose end stands `END`."""
+    ends = {END, *PARAMS["late"].stop_token_ids}
+    flags = [token_id not in ends or len(prefix) > 1 for token_id in range(4)]
+    if ends & {*prefix}:
+        flags = [token_id == END for token_id in range(4)]
+    return TokenMask(np.packbits(flags, bitorder="little"))
 
 
 @dataclass(frozen=True)
@@ -149,6 +161,11 @@ class Cell:
     num_samples: int = 9_600
     detects: float = 0.05
 
+    @property
+    def ends(self) -> bool:
+        """Whether `END` is an EOS."""
+        return self.grammar or self.params == "late"
+
     def __str__(self) -> str:
         named = {one.name: getattr(self, one.name) for one in fields(self)[2:-2]}
         given = (f"{name}={value}" for name, value in named.items() if value != getattr(Cell, name))
@@ -178,6 +195,10 @@ CELLS = [
     ),
     # A target's own MTP layer, with latent attention and experts.
     Cell(Rule.TOKEN, 3, "top-p", "mtp", siblings=1, num_samples=3_000, detects=SOON),
+    # Ends that are masked for the first tokens of a completion alone, on both sides.
+    Cell(
+        Rule.BLOCK, 3, "late", vocab_size=4, draft_vocab_size=5, num_samples=3_500, detects=SOON
+    ),
     # A model that drafts in one pass.
     Cell(
         Rule.BLOCK, 3, "top-p", "parallel", draft_vocab_size=4, num_samples=3_500, detects=SOON
@@ -254,6 +275,12 @@ GRID = [
         for rule, params in product(RULES, ("plain", "penalised"))
     ),
     Cell(Rule.TOKEN, 2, "plain", "parallel", draft_vocab_size=4, siblings=1),
+    *(
+        Cell(rule, 4, "late", drafter, (0, 1, 3) if drafter != "model" else (), vocab_size=4,
+             draft_vocab_size=4, siblings=int(drafter == "heads"), **WIDE)
+        for rule, drafter in product(RULES, ("model", "heads", "exit", "apart"))
+        if not (drafter == "heads" and rule is Rule.BLOCK)
+    ),
     # Heads draft trees of fewer places than are asked for.
     Cell(Rule.TOKEN, 3, "top-p", "heads", (0, 2), num_heads=2, siblings=1),
     Cell(Rule.TOKEN, 4, num_tokens=1, max_tokens=1, num_samples=7_600),
@@ -282,7 +309,7 @@ def engine_of(module: Any, eos: tuple[int, ...], **options: Any) -> PagedEngine:
 
 def engines_of(cell: Cell, module: Any) -> dict[str, Any]:
     """What `running_stack` is given for a cell, with a twin of the target's module."""
-    eos, ids = ((END,) if cell.grammar else ()), cell.token_ids
+    eos, ids = ((END,) if cell.ends else ()), cell.token_ids
     options: dict[str, Any] = {}
     found: dict[str, Any] = {"draft_engine": None}
     if cell.drafter == "heads":
@@ -382,9 +409,8 @@ async def measure(cell: Cell, directory: Path) -> tuple[Fit, int]:
     options: dict[str, Any] = {}
     if cell.grammar:
         options = {"text": TokenizerText(letters(), "small"), "grammars": grammars}
-    law = completion_law(
-        module, PROMPT, cell.num_tokens, PARAMS[cell.params], *([mask_of()] if cell.grammar else ())
-    )
+    mask = late_mask if cell.params == "late" else mask_of() if cell.grammar else no_mask
+    law = completion_law(module, PROMPT, cell.num_tokens, PARAMS[cell.params], mask)
     slow = drafting_pays() if cell.length_control else nullcontext()
     async with running_stack(
         directory=directory, lookup=lookup_of(cell.lookup), draft_siblings=cell.siblings,

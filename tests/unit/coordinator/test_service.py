@@ -24,7 +24,7 @@ from outrider.errors import (
 )
 from outrider.messages import ProposalReply
 from outrider.replica.executors import InlineExecutor
-from outrider.request import Finished, GenerateRequest, Started, Tokens
+from outrider.request import Finished, GenerateRequest, RoundReport, Started, Tokens
 from outrider.sessions.store import FinishReason, SessionRecord
 from outrider.speculation.proposal import DraftDistribution, SealedProposal, encode_q
 from outrider.speculation.sampling_params import Rule, SamplingParams
@@ -255,6 +255,48 @@ async def test_the_stop_string_that_ended_an_answer_is_said() -> None:
         stopped = await b.events(replace(REQUEST, stop=("\0never", said[3:5])))
     found = [event.stop_string for event in (whole[-1], stopped[-1]) if isinstance(event, Finished)]
     assert found == [None, said[3:5]]
+
+
+ENDS = (2, 5)
+LATE = SamplingParams(min_tokens=9, stop_token_ids=(5, 6))
+
+
+@pytest.mark.parametrize("look_ahead", [0, 8])
+@pytest.mark.parametrize(("rule", "temperature"), [(Rule.COUPLED, 1.0), (Rule.GREEDY, 0.0)])
+async def test_nothing_ends_an_answer_before_min_tokens(
+    rule: Rule, temperature: float, look_ahead: int
+) -> None:
+    """And what comes then is what comes without drafts. The draft proposes no end by then either;
+    the first token behind may be one."""
+    executor = InlineExecutor(lambda: STEP_S)
+    target = TargetService(ToyEngine(salt=1, eos_token_ids=ENDS), executor, max_num_seqs=8)
+    draft = DraftService.with_model(ToyEngine(salt=1, eos_token_ids=ENDS), executor, max_num_seqs=8)
+    reasons, lengths = set(), set()
+    async with bench(target=target, draft=draft, look_ahead=look_ahead) as b:
+        for seed in range(12):
+            sampling = replace(LATE, temperature=temperature)
+            request = replace(
+                REQUEST, prompt=(1, seed % 7), seed=seed, sampling=sampling, include_rounds=True
+            )
+            told = [await b.events(replace(request, num_draft_tokens=k)) for k in (0, 3)]
+            texts = []
+            for events in told:
+                parts = [event.token_ids for event in events if isinstance(event, Tokens)]
+                texts.append([token_id for part in parts for token_id in part])
+            assert texts[0] == texts[1]
+            assert len(texts[0]) >= 9
+            assert not {2, 5, 6}.intersection(texts[0][:9])
+            early = [
+                event.proposed_token_ids for event in told[1] if isinstance(event, RoundReport)
+            ][:2]
+            assert not {2, 5, 6}.intersection(token for part in early for token in part)
+            last = told[1][-1]
+            assert isinstance(last, Finished)
+            assert last.stop_token_id == (6 if texts[0][-1] == 6 else None)
+            reasons.add(last.finish_reason)
+            lengths.add(len(texts[0]))
+    assert 10 in lengths
+    assert FinishReason.STOP in reasons
 
 
 async def test_sessions_of_a_draft_on_trial_learn_apart_but_know_all_seeds() -> None:

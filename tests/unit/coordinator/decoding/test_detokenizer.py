@@ -1,5 +1,7 @@
 import itertools
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,9 +33,11 @@ def ids(text: str) -> list[int]:
     return [ord(letter) - 97 for letter in text]
 
 
-def completion(stop: tuple[str, ...] = (), max_tokens: int = 100, lag: int = 0) -> Completion:
+def completion(
+    stop: tuple[str, ...] = (), max_tokens: int = 100, lag: int = 0, **more: Any
+) -> Completion:
     return Completion(
-        max_tokens=max_tokens, stop=stop, eos_token_ids=(EOS,), text_stream=Letters(lag)
+        max_tokens=max_tokens, stop=stop, eos_token_ids=(EOS,), text_stream=Letters(lag), **more
     )
 
 
@@ -41,6 +45,46 @@ def test_eos_belongs_to_the_tokens_and_not_to_the_text() -> None:
     piece = completion(lag=2).push([*ids("abc"), EOS, *ids("zz")])
     assert (piece.num_tokens, piece.text) == (4, "abc")
     assert piece.finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize(("end", "told"), [(5, 5), (EOS, None)])
+def test_a_stop_token_ends_the_text_as_eos_does_and_is_named(end: int, told: int | None) -> None:
+    answer = completion(lag=2, stop_token_ids=(5, EOS))
+    piece = answer.push([*ids("abc"), end, *ids("zz")])
+    assert (piece.num_tokens, piece.text, piece.finish_reason) == (4, "abc", FinishReason.STOP)
+    assert (answer.stop_token_id, answer.stop_string) == (told, None)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 6])
+@pytest.mark.parametrize(
+    ("text", "stop", "shown"),
+    [
+        ("abcabcd", ("bc",), "abca"),  # Complete by then: it is text.
+        ("aabcd", ("abc",), "a"),  # Begun by then, and complete behind it.
+        ("abcd", ("bc", "cbd"), "abcd"),
+        ("cabda", ("ab", "cabz"), "cabda"),  # Inside of what is held back for another one.
+        ("ab", ("b",), "ab"),
+    ],
+)
+def test_stop_strings_count_that_are_complete_behind_min_tokens(
+    text: str, stop: tuple[str, ...], shown: str, cut: int
+) -> None:
+    """Whatever rounds the tokens come in."""
+    answer, found, reason = completion(stop=stop, min_tokens=3), "", None
+    for at in range(0, len(text), cut):
+        if reason is None:
+            piece = answer.push(ids(text)[at : at + cut])
+            found, reason = found + piece.text, piece.finish_reason
+    assert (found if reason else found + answer.finish()) == shown
+    assert (reason is None) == (shown == text)
+
+
+def test_no_token_ends_the_text_before_min_tokens() -> None:
+    answer = completion(min_tokens=2, stop_token_ids=(5,))
+    piece = answer.push([5, EOS, 5])
+    assert (piece.num_tokens, piece.finish_reason, answer.stop_token_id) == (
+        3, FinishReason.STOP, 5,
+    )  # fmt: skip
 
 
 def test_max_tokens_ends_the_completion_and_shows_what_was_held_back() -> None:

@@ -675,6 +675,12 @@ def test_a_finished_session_is_told_again() -> None:
     *_, finished = told_again(ENDED, "toy", replay(ENDED, QUIET, completion(("bc",)), asked(1)))
     assert isinstance(finished, Finished)
     assert finished.stop_string == "bc"
+    stopped = Completion(
+        max_tokens=6, stop=(), eos_token_ids=(), text_stream=Letters(), stop_token_ids=(12,)
+    )
+    *_, finished = told_again(ENDED, "toy", replay(ENDED, QUIET, stopped, asked(1)))
+    assert isinstance(finished, Finished)
+    assert (finished.stop_token_id, finished.stop_string) == (12, None)
 
 
 @pytest.mark.parametrize(("characters", "told"), [(2, ["c"]), (3, []), (None, ["c"])])

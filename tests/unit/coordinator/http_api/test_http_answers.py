@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -147,11 +148,13 @@ def test_an_answer_that_was_cut_off_says_by_what(reason: FinishReason) -> None:
     assert (choice["finish_reason"], choice["stop_reason"]) == ("length", str(reason))
 
 
-def test_an_answer_that_a_stop_string_ended_names_it() -> None:
-    events = [*ONE[:-1], (0, finished(stop="x"))]
+@pytest.mark.parametrize(("stop", "token_id"), [("x", None), (None, 0), (None, None)])
+def test_an_answer_that_a_stop_ended_names_it(stop: str | None, token_id: int | None) -> None:
+    events = [*ONE[:-1], (0, replace(finished(stop=stop), stop_token_id=token_id))]
     (choice,) = whole(events)["choices"]
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "x")
-    assert streamed(events)[-1]["choices"][0]["stop_reason"] == "x"
+    expected = token_id if stop is None else stop
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", expected)
+    assert streamed(events)[-1]["choices"][0]["stop_reason"] == expected
 
 
 def test_histograms_where_they_are_asked_for() -> None:
@@ -258,6 +261,7 @@ def test_native_events_have_all_that_happened() -> None:
         "type": "finished",
         "finish_reason": "stop",
         "usage": {"prompt_tokens": 5, "completion_tokens": 4}, "stop_string": None,
+        "stop_token_id": None,
         "metrics": {
             "num_rounds": 2, "num_draft_tokens": 6, "num_accepted_draft_tokens": 2,
             "mean_acceptance_length": 2.0, "time_to_first_token_ms": 1.0,

@@ -29,6 +29,7 @@ from outrider.limits import (
     LOGIT_BIAS_ENTRIES_MAX,
     PROMPTS_MAX,
     SEED_MAX,
+    STOP_TOKEN_IDS_MAX,
 )
 from outrider.request import ChatMessage, GenerateRequest
 from outrider.speculation.random_streams import choice_seed
@@ -79,21 +80,24 @@ def test_silence_is_the_coordinators_default() -> None:
 def test_every_field_arrives() -> None:
     sampling = {
         "temperature": 0.5, "top_p": 0.9, "top_k": 4, "min_p": 0.1, "presence_penalty": 1,
-        "frequency_penalty": -1.0, "repetition_penalty": 1.5,
+        "frequency_penalty": -1.0, "repetition_penalty": 1.5, "min_tokens": 2,
     }  # fmt: skip
     speculation = {
         "enabled": True, "rule": "block", "num_draft_tokens": 3, "draft_deadline_ms": 20,
         "histograms": True,
     }  # fmt: skip
     asked = chat(
-        **sampling, logit_bias={"5": 1, "3": -2.5}, model="m", max_completion_tokens=9, seed=8,
-        stop=["a", "b"], ignore_eos=True, logprobs=True, top_logprobs=2, speculation=speculation,
-        deadline_ms=100, user="me", stream=True, return_token_ids=True,
+        **sampling, logit_bias={"5": 1, "3": -2.5}, stop_token_ids=[7, 6], model="m",
+        max_completion_tokens=9, seed=8, stop=["a", "b"], ignore_eos=True, logprobs=True,
+        top_logprobs=2, speculation=speculation, deadline_ms=100, user="me", stream=True,
+        return_token_ids=True,
         stream_options={"include_usage": True, "continuous_usage_stats": True},
     )  # fmt: skip
     assert only(asked) == GenerateRequest(
         prompt=(ChatMessage("user", "hi"),), model="m",
-        sampling=SamplingParams(**sampling, logit_bias=((3, -2.5), (5, 1.0))),  # type: ignore[arg-type]
+        sampling=SamplingParams(
+            **sampling, logit_bias=((3, -2.5), (5, 1.0)), stop_token_ids=(7, 6)  # type: ignore[arg-type]
+        ),
         max_tokens=9, stop=("a", "b"), ignore_eos=True, seed=8, rule=Rule.BLOCK,
         num_draft_tokens=3, deadline_ms=100, logprobs=2, include_rounds=True, draft_deadline_ms=20,
     )  # fmt: skip
@@ -151,9 +155,9 @@ def test_text_parts_are_lines_and_developers_are_the_system() -> None:
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"min_tokens": 3}, "min_tokens"),
-        ({"min_tokens": 3, "ignore_eos": True, "max_tokens": 2}, "min_tokens"),
-        ({"min_tokens": 3, "ignore_eos": True, "max_tokens": 5, "stop": "x"}, "min_tokens"),
+        ({"min_tokens": 3.0}, "min_tokens"),
+        ({"stop_token_ids": [1, "2"]}, "stop_token_ids[1]"),
+        ({"stop_token_ids": [1] * (STOP_TOKEN_IDS_MAX + 1)}, "stop_token_ids"),
         ({"logit_bias": {"01": 1}}, "logit_bias"),
         ({"messages": [USER, {"role": "tool", "content": "x"}]}, "messages[1].role"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -187,7 +191,6 @@ def test_what_asks_for_nothing_is_accepted() -> None:
         "guided_json": None,
     }  # fmt: skip
     assert only(chat(**idle)) == only(chat())
-    assert only(chat(min_tokens=5, ignore_eos=True, max_tokens=5)).max_tokens == 5
     assert only(completion(echo=False, suffix="")) == only(completion())
 
 

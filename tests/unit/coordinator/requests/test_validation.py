@@ -123,6 +123,25 @@ def test_logit_bias() -> None:
         refused("sampling.logit_bias[3]", sampling=SamplingParams(logit_bias=((3, value),)))
 
 
+def test_stop_tokens_and_min_tokens() -> None:
+    stops = tuple(range(90)) * 2
+    checked(sampling=SamplingParams(stop_token_ids=stops[: limits.STOP_TOKEN_IDS_MAX]))
+    refused("sampling.stop_token_ids", sampling=SamplingParams(stop_token_ids=stops))
+    for bad in (-1, 100):
+        refused("sampling.stop_token_ids", sampling=SamplingParams(stop_token_ids=(0, bad)))
+    checked(sampling=SamplingParams(min_tokens=40))
+    least = SamplingParams(min_tokens=3, stop_token_ids=(0, 1))
+    checked(sampling=least, max_tokens=3)
+    refused("sampling.min_tokens", sampling=SamplingParams(min_tokens=-1))
+    said = refused("sampling.min_tokens", sampling=least, max_tokens=2)
+    assert "3 is more than the 2 of max_tokens" in said
+    said = refused("sampling.min_tokens", sampling=least, constraint=Constraint.any_object())
+    assert "beside json_object" in said
+    few = replace(MODEL, vocab_size=3, eos_token_ids=(2,))
+    checked((1,), few, sampling=replace(least, min_tokens=0))
+    refused("sampling.stop_token_ids", prompt=(1,), model=few, sampling=least)
+
+
 def test_stop_strings() -> None:
     checked(stop=("x" * limits.STOP_STRING_BYTES_MAX,) * limits.STOP_STRINGS_MAX)
     refused("stop", stop=("x",) * (limits.STOP_STRINGS_MAX + 1))
@@ -144,7 +163,8 @@ def test_roles_are_names() -> None:
 
 def test_parameters_are_stored_and_read_again() -> None:
     for constraint in (None, Constraint.any_object(), Constraint.of_choices(["x", "é"])):
-        parameters = checked(constraint=constraint, seed=2**64 - 1, stop=("a",))
+        sampling = SamplingParams(stop_token_ids=(3,), min_tokens=0 if constraint else 2)
+        parameters = checked(constraint=constraint, seed=2**64 - 1, stop=("a",), sampling=sampling)
         assert parameters.constraint == constraint
         assert GenerationParameters.from_json(parameters.to_json(), PROMPT) == parameters
     values = json.loads(checked().to_json())
