@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -39,9 +39,10 @@ from outrider.errors import (
     NotFound,
     OutriderError,
     Overloaded,
+    StoreUnavailable,
     Unavailable,
 )
-from outrider.limits import SEED_BITS
+from outrider.limits import SEED_BITS, SESSION_LEASE_MS, SESSION_LEASE_RENEWAL_MS
 from outrider.messages import ReplicaDescription
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import ROLES, Figures, Role
@@ -68,6 +69,10 @@ TROUBLE_S = 3.0
 target or the store may be silent for some seconds, and running requests outlast that."""
 TROUBLE_RETRY_S = 0.2
 """Between two questions within that time."""
+CANCEL_ELSEWHERE_S = 2 * SESSION_LEASE_MS / 1e3
+"""By then a coordinator that has a session has been told to end it, and has, or is gone."""
+CANCEL_LOOK_S = SESSION_LEASE_RENEWAL_MS / 2e3
+"""Between two looks at whether it has."""
 NO_SESSION = "0" * 32
 """An id that no session has; asking for it shows whether the store answers."""
 
@@ -125,7 +130,7 @@ class CoordinatorService:
         self._sessions = OwnedSessions(
             store, owner, self.targets, random_bits, config.resume_grace_ms / 1e3
         )
-        self._committer = Committer(store, owner, self._sessions.random, self._release_wanted)
+        self._committer = Committer(store, owner, self._sessions.random, self._heed)
         self._commit_task: asyncio.Task[None] | None = None
         self._num_admitted = 0
         self._watching: list[asyncio.Task[None]] = []
@@ -310,15 +315,26 @@ class CoordinatorService:
                             yield event
 
     async def cancel(self, session_id: str, tenant: str | None = "") -> None:
-        """Ends a session as cancelled that runs here, or nowhere; a finished one is left as it is.
-        `tenant` as for `session`. Raises `NotFound`, and `Unavailable` for one that another
-        coordinator has."""
-        run = self._sessions.running.get(session_id)
-        if run is not None and tenant in (run.session.record.tenant, None):
-            run.cancel()
-            return
-        await self._sessions.told(session_id)
-        await self._sessions.cancel(await self.session(session_id, tenant))
+        """Ends a session as cancelled, wherever it runs; a finished one is left as it is. Another
+        coordinator that has it is told so with its lease; once that has run out, the session is
+        ended here. `tenant` as for `session`. Raises `NotFound`, and `Unavailable` where the
+        session has not ended within `CANCEL_ELSEWHERE_S`."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + CANCEL_ELSEWHERE_S
+        while True:
+            run = self._sessions.running.get(session_id)
+            if run is not None and tenant in (run.session.record.tenant, None):
+                run.cancel()
+                return
+            await self._sessions.told(session_id)
+            record = await self.session(session_id, tenant)
+            try:
+                await self._sessions.cancel(record)
+                return
+            except Unavailable as error:
+                if isinstance(error, StoreUnavailable) or loop.time() >= until:
+                    raise
+            await asyncio.sleep(CANCEL_LOOK_S)
 
     async def session(self, session_id: str, tenant: str | None = "") -> SessionRecord:
         """What is stored of a session. Raises `NotFound`, for another tenant's session too; None
@@ -345,9 +361,14 @@ class CoordinatorService:
             ):  # fmt: skip
                 ending.push_async_callback(close)
 
-    def _release_wanted(self, session_ids: Iterable[str]) -> None:
-        for session_id in session_ids:
-            self._sessions.in_background(self._sessions.release_wanted(session_id))
+    def _heed(self, wanted: Mapping[str, bool]) -> None:
+        """Others want these sessions, or to cancel them."""
+        for session_id, cancels in wanted.items():
+            run = self._sessions.running.get(session_id)
+            if cancels and run is not None:
+                run.cancel()
+            else:
+                self._sessions.in_background(self._sessions.release_wanted(session_id))
 
     async def _end_tasks(self) -> None:
         self._committer.close()

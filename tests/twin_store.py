@@ -2,7 +2,7 @@
 compared with, and what tests take in its place. It never fails to answer; what it has can be set
 back, as by a server that lost its last writes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from outrider.errors import DataLoss, InvariantError, OutriderError, StaleEpoch, Unavailable
@@ -47,8 +47,8 @@ class TwinStore(SessionStore):
     def __init__(self, now_ms: Callable[[], float]) -> None:
         self._now_ms = now_ms
         self._sessions: dict[str, StoredSession] = {}
-        self._leases: dict[str, tuple[float, set[str]]] = {}
-        """Of owners: when they end, and the sessions that others asked for since."""
+        self._leases: dict[str, tuple[float, dict[str, bool]]] = {}
+        """Of owners: when they end, and the sessions that others asked for since, or to cancel."""
 
     def snapshot(self) -> dict[str, StoredSession]:
         """All sessions that are stored now; later calls do not change it."""
@@ -86,12 +86,12 @@ class TwinStore(SessionStore):
         self._sessions[append.session_id] = self._touched(kept)
         return length
 
-    async def hold_lease(self, owner: str) -> Sequence[str]:
+    async def hold_lease(self, owner: str) -> Mapping[str, bool]:
         now_ms = self._now_ms()
         self._leases = {name: one for name, one in self._leases.items() if one[0] > now_ms}
-        _, wanted = self._leases.get(owner, (0, ()))
-        self._leases[owner] = now_ms + self.lease_ms, set()
-        return sorted(wanted)
+        _, wanted = self._leases.get(owner, (0, {}))
+        self._leases[owner] = now_ms + self.lease_ms, {}
+        return wanted
 
     async def end_lease(self, owner: str) -> None:
         self._leases.pop(owner, None)
@@ -103,14 +103,18 @@ class TwinStore(SessionStore):
         self._sessions[session_id] = kept
 
     async def take_over(
-        self, seen: SessionRecord, owner: str, on_sent: Callable[[], None] = lambda: None
+        self,
+        seen: SessionRecord,
+        owner: str,
+        on_sent: Callable[[], None] = lambda: None,
+        cancels: bool = False,
     ) -> SessionRecord:
         session_id = seen.session_id
         if seen.finish_reason is None and seen.owner != owner:
-            ends_ms, wanted = self._leases.get(seen.owner, (0, set()))
+            ends_ms, wanted = self._leases.get(seen.owner, (0, {}))
             left_ms = ends_ms - self._now_ms()
             if left_ms > 0:
-                wanted.add(session_id)
+                wanted[session_id] = cancels or wanted.get(session_id, False)
                 raise Unavailable("has an owner", retry_after_ms=max(int(left_ms), 1))
         on_sent()
         kept = self._find(session_id)

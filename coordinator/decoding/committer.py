@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from itertools import islice
 
@@ -54,7 +54,7 @@ class Committer:
         store: SessionStore,
         owner: str,
         random: Callable[[], float],
-        on_wanted: Callable[[Sequence[str]], None] = lambda _: None,
+        on_wanted: Callable[[Mapping[str, bool]], None] = lambda _: None,
     ) -> None:
         """`owner` is this coordinator's name in the store; `random` gives numbers in [0, 1);
         `on_wanted` is told of sessions as `SessionStore.hold_lease` returns them."""

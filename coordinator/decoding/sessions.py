@@ -227,11 +227,12 @@ class OwnedSessions:
 
     async def cancel(self, record: SessionRecord) -> None:
         """Ends a session as cancelled that runs nowhere; a finished one is left as it is. Raises
-        `Unavailable` for one that another coordinator has, and where the store does not answer for
-        `CANCEL_WAIT_S`: then, and where the caller is cancelled, it is still asked to record it."""
+        `Unavailable` for one that another coordinator has, which is told to end it, and where the
+        store does not answer for `CANCEL_WAIT_S`: then, and where the caller is cancelled, it is
+        still asked to record it."""
         if record.finish_reason is not None:
             return
-        found = await self._take_over(record)
+        found = await self._take_over(record, cancels=True)
         if found.finish_reason is not None:
             return
         task = self.give_up(found)
@@ -277,7 +278,7 @@ class OwnedSessions:
                 task.cancel()
         self._lease_ends = True
 
-    async def _take_over(self, seen: SessionRecord) -> SessionRecord:
+    async def _take_over(self, seen: SessionRecord, *, cancels: bool = False) -> SessionRecord:
         """See `SessionStore.take_over`. Where it is not known whether the session was taken over,
         it is released: else it would belong to this coordinator, which does not run it, for as long
         as that holds its lease. A take-over waits for the release, or end, that is on its way: it
@@ -289,7 +290,7 @@ class OwnedSessions:
         self._unsettled.add(session_id)
         sent = asyncio.Event()
         try:
-            return await self._store.take_over(seen, self.owner, sent.set)
+            return await self._store.take_over(seen, self.owner, sent.set, cancels)
         except BaseException as error:
             is_refused = isinstance(error, NotFound | Unavailable) and not isinstance(
                 error, StoreUnavailable

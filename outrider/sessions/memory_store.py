@@ -4,7 +4,7 @@ stay with their owners."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from outrider.errors import OutriderError
 from outrider.sessions.store import Append, Finish, SessionRecord, SessionStore, not_found
@@ -30,12 +30,16 @@ class MemoryStore(SessionStore):
         raise not_found(session_id)
 
     async def take_over(
-        self, seen: SessionRecord, owner: str, on_sent: Callable[[], None] = lambda: None
+        self,
+        seen: SessionRecord,
+        owner: str,
+        on_sent: Callable[[], None] = lambda: None,
+        cancels: bool = False,
     ) -> SessionRecord:
         raise not_found(seen.session_id)
 
-    async def hold_lease(self, owner: str) -> Sequence[str]:
-        return ()
+    async def hold_lease(self, owner: str) -> Mapping[str, bool]:
+        return {}
 
     async def end_lease(self, owner: str) -> None: ...
 

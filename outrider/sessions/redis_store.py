@@ -1,7 +1,8 @@
 """Sessions in Redis (6.2 or newer, or Valkey).
 
     <prefix>lease:{<owner>}           string: expires unless the owner renews it
-    <prefix>lease:{<owner>}:wanted    set: this owner's sessions that others asked for; expires
+    <prefix>lease:{<owner>}:wanted    set: this owner's sessions that others asked for, and
+                                      `cancel:<id>` of those that they want to end; expires
     <prefix>session:{<id>}            hash: epoch, owner, state, finish_reason, opened, caches,
                                       counters (JSON), prefix_digest,
                                       tokens_start, tokens_end, logprobs_start, logprobs_end;
@@ -77,6 +78,8 @@ _TAKE_OVER = Script("layout", "take_over", replicated=True)
 _FINISH = Script("layout", "admit", "finish", replicated=True)
 _LOAD = Script("layout", "load", replicated=True)
 _READ_PART = Script("read_part")
+_CANCEL = "cancel:"
+"""Before the id of a session that its owner is asked to end."""
 
 
 class RedisStore(SessionStore):
@@ -148,9 +151,11 @@ class RedisStore(SessionStore):
             for append, answer in zip(appends, answers, strict=True)
         ]
 
-    async def hold_lease(self, owner: str) -> Sequence[str]:
+    async def hold_lease(self, owner: str) -> Mapping[str, bool]:
         call = self._lease(owner), (self.lease_ms,)
-        return [wanted.decode() for wanted in await self._scripts.run(_HOLD_LEASE, call)]
+        wanted = {one.decode() for one in await self._scripts.run(_HOLD_LEASE, call)}
+        ids = sorted({one.removeprefix(_CANCEL) for one in wanted})
+        return {one: _CANCEL + one in wanted for one in ids}
 
     async def end_lease(self, owner: str) -> None:
         await self._scripts.run(_HOLD_LEASE, (self._lease(owner), (0,)))
@@ -159,11 +164,16 @@ class RedisStore(SessionStore):
         await self._write(_RELEASE, session_id, epoch, owner, released(owner))
 
     async def take_over(
-        self, seen: SessionRecord, owner: str, on_sent: Callable[[], None] = lambda: None
+        self,
+        seen: SessionRecord,
+        owner: str,
+        on_sent: Callable[[], None] = lambda: None,
+        cancels: bool = False,
     ) -> SessionRecord:
         session_id = seen.session_id
         if seen.finish_reason is None and seen.owner != owner:
-            asked = (self._lease(seen.owner), (session_id, self.lease_ms))
+            wanted = f"{_CANCEL}{session_id}" if cancels else session_id
+            asked = (self._lease(seen.owner), (wanted, self.lease_ms))
             left_ms = await self._scripts.run(_READ_LEASE, asked)
             if left_ms >= 0:
                 raise Unavailable(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -153,10 +153,11 @@ class SessionStore(Protocol):
         one has them already. `StaleEpoch`: see above. `DataLoss`: there is no such session. An
         append of nothing asks for the stored length."""
 
-    async def hold_lease(self, owner: str) -> Sequence[str]:
+    async def hold_lease(self, owner: str) -> Mapping[str, bool]:
         """For a while from now on, no session of this owner is taken over by others. One call
         for all of its sessions. Returns the ids of those that others asked for in vain since the
-        last call: the owner gives up those that it does not run, whose release was lost."""
+        last call, and whether one of them wants to cancel it: the owner does that, and gives up
+        those that it does not run, whose release was lost."""
 
     async def end_lease(self, owner: str) -> None:
         """Others may take this owner's sessions over at once."""
@@ -167,13 +168,17 @@ class SessionStore(Protocol):
         epoch. Raises `StaleEpoch` (also if it is released already) and `DataLoss`."""
 
     async def take_over(
-        self, seen: SessionRecord, owner: str, on_sent: Callable[[], None] = lambda: None
+        self,
+        seen: SessionRecord,
+        owner: str,
+        on_sent: Callable[[], None] = lambda: None,
+        cancels: bool = False,
     ) -> SessionRecord:
         """Makes `owner` the owner under epoch + 1, if the session is still as it was `seen` by
         `load`, and the lease of that owner has run out (or it is the same owner). Returns a
         finished session unchanged. Raises `NotFound`, `DataLoss`, and `Unavailable` with the rest
-        of the lease, which its owner learns of by `hold_lease`, or where the session was taken over
-        since it was seen.
+        of the lease, which its owner learns of by `hold_lease` (and that the session is to be
+        cancelled, where it `cancels`), or where the session was taken over since it was seen.
 
         `on_sent` is called when the lease was found gone and just before the session may change.
         From then on a cancellation, `StoreUnavailable`, `DataLoss` and any error but `NotFound` and

@@ -152,8 +152,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(owner=owners)
     def hold_lease(self, owner: str) -> None:
-        found = self.run(self.store.hold_lease(owner))
-        assert sorted(found) == self.run(self.model.hold_lease(owner))
+        assert self.run(self.store.hold_lease(owner)) == self.run(self.model.hold_lease(owner))
 
     @rule(owner=owners)
     def end_lease(self, owner: str) -> None:
@@ -174,11 +173,14 @@ class StoreMachine(RuleBasedStateMachine):
             self.seen.append(found)
 
     @precondition(lambda self: self.seen)
-    @rule(data=st.data(), owner=owners)
-    def take_over(self, data: st.DataObject, owner: str) -> None:
+    @rule(data=st.data(), owner=owners, cancels=st.booleans())
+    def take_over(self, data: st.DataObject, owner: str, cancels: bool) -> None:
         seen = data.draw(st.sampled_from(self.seen[-3:]))
-        found = self.outcome(self.store.take_over(seen, owner))
-        assert found == self.outcome(self.model.take_over(seen, owner))
+        found, expected = (
+            self.outcome(store.take_over(seen, owner, cancels=cancels))
+            for store in (self.store, self.model)
+        )
+        assert found == expected
         if isinstance(found, SessionRecord):
             self.seen.append(found)
 

@@ -75,7 +75,7 @@ def take_over_not_released(patch: Patch) -> None:
     """The lease of the coordinator that did not hear of it never lapses, and that one does not heed
     that the session is wanted elsewhere."""
 
-    async def unreleased(self: OwnedSessions, seen: SessionRecord) -> SessionRecord:
+    async def unreleased(self: OwnedSessions, seen: SessionRecord, **_: Any) -> SessionRecord:
         return await self._store.take_over(seen, self._owner)
 
     async def ignored(self: OwnedSessions, session_id: str) -> None:

@@ -1,7 +1,7 @@
 -- Renews the lease of an owner of sessions, or ends it.
--- KEYS: the lease, the sessions of this owner that others asked for
+-- KEYS: the lease, what others asked this owner for
 -- ARGV: lease_ms (0 = ends it)
--- Returns those sessions, sorted, and forgets them.
+-- Returns what they asked for, sorted, and forgets it.
 -- Redis itself counts the time down: no clock is read and no point in time is stored.
 if ARGV[1] == '0' then
   redis.call('DEL', KEYS[1])

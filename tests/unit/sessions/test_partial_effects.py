@@ -254,13 +254,17 @@ async def test_tokens_that_are_sent_again_in_parts_are_read_once_all_are_there(
     assert (await bench.store.load(IDS[0])).token_ids == opened.token_ids
 
 
-async def test_an_owner_with_a_lease_is_told_once_that_another_asked() -> None:
+async def test_an_owner_with_a_lease_is_told_once_what_another_asked_for() -> None:
     bench = Bench()
     await (await opening(bench))(bench.store)
     await bench.store.hold_lease(OWNERS[0])
-    with pytest.raises(Unavailable):
-        await bench.store.take_over(await bench.store.load(IDS[0]), OWNERS[1])
-    assert [await bench.store.hold_lease(OWNERS[0]) for _ in range(2)] == [[IDS[0]], []]
+    seen = await bench.store.load(IDS[0])
+    for asked in ((False,), (False, True), (True, False)):
+        for cancels in asked:
+            with pytest.raises(Unavailable):
+                await bench.store.take_over(seen, OWNERS[1], cancels=cancels)
+        heard = [await bench.store.hold_lease(OWNERS[0]) for _ in range(2)]
+        assert heard == [{IDS[0]: any(asked)}, {}]
 
 
 async def test_a_session_of_another_owner_under_the_same_epoch_is_not_taken_over() -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -69,7 +69,7 @@ class UnreliableStore(TwinStore):
         self.append_times.append(now())
         return await self._through(lambda: TwinStore.append(self, appends))
 
-    async def hold_lease(self, owner: str) -> Sequence[str]:
+    async def hold_lease(self, owner: str) -> Mapping[str, bool]:
         self.num_renewals += 1
         await self._reach()
         return await TwinStore.hold_lease(self, owner)

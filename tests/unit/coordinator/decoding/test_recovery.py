@@ -35,6 +35,7 @@ from outrider.errors import (
 )
 from outrider.limits import (
     REPLAY_TOKENS_INLINE,
+    SESSION_LEASE_MS,
     SESSION_LEASE_RENEWAL_MS,
     TAKE_OVER_RETRY_MS,
     TAKE_OVERS_MAX,
@@ -104,9 +105,8 @@ async def left(made: Bench, num_tokens: int = 3, **fields: Any) -> Broken:
     return found
 
 
-async def drained(events: Any) -> None:
-    async for _ in events:
-        pass
+async def told(events: Any) -> list[Event]:
+    return [event async for event in events]
 
 
 def opened(**settings: Any) -> Any:
@@ -130,9 +130,9 @@ def planted(made: Bench, **calls: Any) -> None:
         setattr(made.store, name, call)
 
 
-async def nobody(owner: str) -> list[str]:
+async def nobody(owner: str) -> dict[str, bool]:
     """Its lease runs out."""
-    return []
+    return {}
 
 
 async def unheard(appends: Any) -> list[Any]:
@@ -202,12 +202,12 @@ async def test_a_session_begins_once_there_is_a_target_and_stays_with_its_weight
         targets.replicas["t"] = replica
         targets._tell_found()
         broken = Broken([await first])
-        await drained(events)
+        await told(events)
         parameters = json.loads((await broken.record(made)).parameters)
         assert parameters["weights"] == replica.description.weights != ""
         targets.replicas.clear()
         with pytest.raises(Unavailable, match="no target is known"):
-            await drained(made.service.generate(SEEDED))
+            await told(made.service.generate(SEEDED))
 
 
 @pytest.mark.parametrize("turns", [0, 2, 5])
@@ -215,7 +215,7 @@ async def test_of_two_resumes_at_once_one_goes_on(turns: int) -> None:
     async with opened() as made:
         old = made.service.generate(SEEDED)
         broken = await taken(old)
-        waiting = asyncio.create_task(drained(old))
+        waiting = asyncio.create_task(told(old))
         first = asyncio.create_task(broken.goes_on(made))
         for _ in range(turns):
             await asyncio.sleep(0)
@@ -241,7 +241,7 @@ async def test_a_resume_that_is_given_up_leaves_nothing_behind(
     async with two(resume_grace_ms=60_000) as (made, other):
         old = made.service.generate(SEEDED)
         broken = await taken(old)
-        waiting = asyncio.create_task(drained(old))
+        waiting = asyncio.create_task(told(old))
         take_over = made.store.take_over
 
         async def slow(*arguments: Any) -> SessionRecord:
@@ -272,7 +272,7 @@ async def test_a_request_that_cannot_be_met_harms_no_stream() -> None:
         for session_id, tenant in ((broken.session_id, "b"), ("f" * 32, "a")):
             with pytest.raises(NotFound):
                 await anext(made.service.resume(ResumeRequest(session_id), tenant=tenant))
-        await drained(events)
+        await told(events)
         record = await broken.record(made)
         assert (record.epoch, record.finish_reason) == (1, FinishReason.LENGTH)
 
@@ -397,11 +397,43 @@ async def test_another_coordinators_session_is_waited_for() -> None:
             broken = await taken(events)
             with pytest.raises(Unavailable) as refused:
                 await broken.goes_on(other)
-            with pytest.raises(Unavailable, match="has an owner"):
-                await other.service.cancel(broken.session_id)
             assert 0 < refused.value.retry_after_ms <= 2000
         await asyncio.sleep(0.5)
         await broken.goes_on(other)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_a_session_is_cancelled_by_any_coordinator(
+    dies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its stream gets its last event. One whose coordinator dies does not go on. Another tenant's
+    is not found."""
+    monkeypatch.setattr("coordinator_bench.STEP_S", 0.1)
+    async with two() as (made, other), aclosing(made.service.generate(SEEDED, "a")) as events:
+        broken = await taken(events)
+        with pytest.raises(NotFound):
+            await other.service.cancel(broken.session_id, "b")
+        if dies:
+            planted(made, hold_lease=nobody, append=unheard)
+        reading = None if dies else asyncio.create_task(told(events))
+        began = asyncio.get_running_loop().time()
+        await other.service.cancel(broken.session_id, "a")
+        took_s = asyncio.get_running_loop().time() - began
+        assert took_s < (SESSION_LEASE_MS if dies else 0) / 1e3 + SESSION_LEASE_RENEWAL_MS / 500
+        assert await broken.end(other) is CANCELLED
+        if reading is not None:
+            *_, last = await reading
+            assert isinstance(last, Finished)
+            assert last.finish_reason is CANCELLED
+
+
+async def test_a_session_that_cannot_be_cancelled_elsewhere_is_said_to_have_an_owner() -> None:
+    """Its coordinator holds its lease, and does nothing."""
+    async with two() as (made, other), aclosing(made.service.generate(SEEDED)) as events:
+        broken = await taken(events)
+        made.service._committer._on_wanted = lambda wanted: None
+        with pytest.raises(Unavailable, match="has an owner"):
+            await other.service.cancel(broken.session_id)
 
 
 async def lose_release(made: Bench, broken: Broken) -> None:
@@ -493,7 +525,7 @@ async def test_a_take_over_waits_for_the_release_of_the_one_before() -> None:
         broken = await left(made)
         take_over, release = made.store.take_over, made.store.release
 
-        async def lost(seen: SessionRecord, owner: str, note: Any) -> SessionRecord:
+        async def lost(seen: SessionRecord, owner: str, note: Any, _: bool) -> SessionRecord:
             note()
             raise StoreUnavailable("the question is lost")
 
