@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coordinator.auth.access_control import OPEN, AccessControl, RedisSlots, access_control_of
-from coordinator.http_api.app import HttpOptions
-from coordinator.http_api.server import HttpServer, TlsFiles
+from coordinator.http_api.app import http_server
+from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
 from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import NgramDrafter
 from outrider.limits import SEED_BITS
@@ -128,7 +128,7 @@ class CoordinatorHost:
             from outrider.telemetry.metrics import HttpTimes
 
             scrape, times = self.exports.scrape, HttpTimes(self.exports.meter)
-        self.http = HttpServer(
+        self.http = http_server(
             service,
             HttpOptions(
                 config.host,

@@ -11,7 +11,8 @@ from toy_engine import ToyEngine
 
 from coordinator.auth.access_control import OPEN, AccessControl
 from coordinator.grpc_api import CoordinatorServicer
-from coordinator.http_api.server import HttpOptions, HttpServer
+from coordinator.http_api.app import http_server
+from coordinator.http_api.server import HttpOptions
 from coordinator.service import CoordinatorService
 from draft_service.feature_drafter import FeatureDrafter
 from draft_service.service import DraftService
@@ -199,7 +200,7 @@ def slow_stack(directory: Path, **options: Any) -> AbstractAsyncContextManager[S
 @asynccontextmanager
 async def http_front(stack: Stack, options: HttpOptions | None = None) -> AsyncIterator[str]:
     """The URL that it answers at."""
-    server = HttpServer(stack.coordinator, options or HttpOptions())
+    server = http_server(stack.coordinator, options or HttpOptions())
     await server.start()
     try:
         yield f"http://{server.address}"

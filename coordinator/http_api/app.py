@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, cast
@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator.auth.access_control import OPEN, AccessControl
+from coordinator.auth.access_control import AccessControl
 from coordinator.http_api.answers import Answer, ChatAnswer, CompletionAnswer, Json, NativeEvents
 from coordinator.http_api.bodies import (
     ChatBody,
@@ -37,6 +37,7 @@ from coordinator.http_api.reading import (
     to_json,
 )
 from coordinator.http_api.responses import ResponseAnswer, ResponsesBody
+from coordinator.http_api.server import HttpOptions, HttpServer, Metrics, until_gone
 from coordinator.routing.discovery import SeenReplica
 from coordinator.service import CoordinatorService
 from outrider.api_keys import Caller
@@ -45,7 +46,6 @@ from outrider.limits import EVENTS_AHEAD_MAX, MAX_TOKENS_DEFAULT, TRACEPARENT_CH
 from outrider.request import Event, Finished
 
 if TYPE_CHECKING:
-    from coordinator.http_api.server import TlsFiles
     from outrider.telemetry.metrics import HttpTimes
     from outrider.tokenizer import TokenizerText
 
@@ -76,29 +76,14 @@ class Generated(Response):
         self._has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def gone() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-
-        working = asyncio.create_task(self._tell(scope, receive, send))
-        leaving = asyncio.create_task(gone())
-        tasks = (working, leaving, asyncio.create_task(self._closing.wait()))
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                working.result()
-            elif not leaving.done():
-                raise Unavailable("this coordinator is shutting down")
+            await until_gone(self._tell(scope, receive, send), receive, self._closing)
         except Exception as error:
             if not self._has_begun:
                 raise
             for part in self._answer.failed(error_body(error)):
                 await self._send(send, part)
             await send({"type": "http.response.body"})
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _tell(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events) as events:
@@ -296,8 +281,6 @@ class TimingMiddleware:
             self._times.add(seconds, scope["method"], scope["scheme"], route, status)
 
 
-Metrics = Callable[[str], tuple[bytes, str]]
-"""Prometheus' text and its content type, of those that a scraper accepts. Blocks."""
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorBody, "description": "The request is wrong, or too much."},
     "5XX": {"model": ErrorBody, "description": "It cannot be served now."},
@@ -328,27 +311,9 @@ _METRICS: dict[int | str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class HttpOptions:
-    """Where a server listens, and what it knows of its process."""
-
-    host: str = "127.0.0.1"
-    """Address to bind; the default is loopback, which only this machine reaches."""
-    port: int = 0
-    """0 = any free port."""
-    shares_port: bool = False
-    """Whether a later server that has `takes_over` may listen on the same port."""
-    takes_over: bool = False
-    """Whether the port may be held by a server that `shares_port`, whose place this one takes.
-    Else a port that another process holds is refused."""
-    metrics: Metrics | None = None
-    """None = they are off."""
-    access: AccessControl = OPEN
-    """Who may call, and how much."""
-    tls: TlsFiles | None = None
-    """None = plain text. Files that change are read again; what cannot be read changes nothing."""
-    times: HttpTimes | None = None
-    """Hear of each request."""
+def http_server(service: CoordinatorService, options: HttpOptions) -> HttpServer:
+    """Serves a coordinator. Raises as `HttpServer`."""
+    return HttpServer(options, lambda closing, hosts: build_app(service, closing, options, hosts))
 
 
 def build_app(

@@ -18,21 +18,22 @@ import os
 import resource
 import socket
 import ssl
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
 import h11
 import uvicorn
+from starlette.types import ASGIApp, Receive
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from coordinator.http_api.app import HttpOptions, build_app
-from coordinator.service import CoordinatorService
+from coordinator.auth.access_control import OPEN, AccessControl
 from outrider.config import is_loopback
-from outrider.errors import ConfigError, check
+from outrider.errors import ConfigError, Unavailable, check
 from outrider.files import FileWatch
 from outrider.limits import (
     HTTP_CONNECTIONS_MAX,
@@ -42,6 +43,9 @@ from outrider.limits import (
     HTTP_STUCK_WRITE_S,
 )
 from outrider.transport.server import is_taken
+
+if TYPE_CHECKING:
+    from outrider.telemetry.metrics import HttpTimes
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +76,33 @@ class TlsFiles:
             context.verify_mode = ssl.CERT_REQUIRED
             context.load_verify_locations(self.authority)
         return context
+
+
+Metrics = Callable[[str], tuple[bytes, str]]
+"""Prometheus' text and its content type, of those that a scraper accepts. Blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpOptions:
+    """Where a server listens, and what it knows of its process."""
+
+    host: str = "127.0.0.1"
+    """Address to bind; the default is loopback, which only this machine reaches."""
+    port: int = 0
+    """0 = any free port."""
+    shares_port: bool = False
+    """Whether a later server that has `takes_over` may listen on the same port."""
+    takes_over: bool = False
+    """Whether the port may be held by a server that `shares_port`, whose place this one takes.
+    Else a port that another process holds is refused."""
+    metrics: Metrics | None = None
+    """None = they are off."""
+    access: AccessControl = OPEN
+    """Who may call, and how much."""
+    tls: TlsFiles | None = None
+    """None = plain text. Files that change are read again; what cannot be read changes nothing."""
+    times: HttpTimes | None = None
+    """Hear of each request."""
 
 
 class _State(IntEnum):
@@ -221,10 +252,14 @@ class HttpConnection(H11Protocol):
 
 
 class HttpServer:
-    """Serves a coordinator, from `start` to `stop`."""
+    """Serves an application, from `start` to `stop`."""
 
-    def __init__(self, service: CoordinatorService, options: HttpOptions) -> None:
-        """Raises `OSError` or `ValueError` for files of TLS that are wrong."""
+    def __init__(
+        self, options: HttpOptions, build: Callable[[asyncio.Event, Collection[str]], ASGIApp]
+    ) -> None:
+        """`build` makes the application; its event is set when the server waits no longer for what
+        runs, and the names are those that it is called by; none = any. Raises `OSError` or
+        `ValueError` for files of TLS that are wrong."""
         self._options = options
         self._tls = None
         if (tls := options.tls) is not None:
@@ -232,7 +267,7 @@ class HttpServer:
         self._open = OpenConnections()
         self._closing = asyncio.Event()
         config = uvicorn.Config(
-            build_app(service, self._closing, options, _own_names(options)),
+            build(self._closing, _own_names(options)),
             lifespan="off",
             ws="none",
             loop="none",
@@ -302,6 +337,11 @@ class HttpServer:
             if cycle is not None and not cycle.response_started:
                 cycle.default_headers = state.default_headers
 
+    async def wait(self) -> None:
+        """Returns when the server has stopped."""
+        if self._serving is not None:
+            await asyncio.wait([self._serving])
+
     async def stop(self, grace_s: float = 0.0) -> None:
         """Takes no more connections, and on those that it has no more requests after
         `HTTP_LAST_REQUEST_S`. Ends requests that last longer than `grace_s` seconds: they are told
@@ -315,6 +355,30 @@ class HttpServer:
         await asyncio.wait([self._serving], timeout=grace_s)
         self._closing.set()
         await self._serving
+
+
+async def until_gone(
+    work: Coroutine[Any, Any, None], receive: Receive, closing: asyncio.Event
+) -> None:
+    """Answers a request whose body has been read, until the client goes. Raises what the work
+    does, and `Unavailable` where the server closes before."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.create_task(work), asyncio.create_task(gone())
+    tasks = (working, leaving, asyncio.create_task(closing.wait()))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+        elif not leaving.done():
+            raise Unavailable("this server is shutting down")
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _in_url(host: str) -> str:

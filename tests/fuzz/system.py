@@ -19,7 +19,8 @@ from stack import Stack, running_stack
 
 from coordinator.auth.access_control import OPEN, AccessControl, RedisSlots, watch_keys
 from coordinator.grpc_api import CoordinatorServicer
-from coordinator.http_api.server import HttpOptions, HttpServer
+from coordinator.http_api.app import http_server
+from coordinator.http_api.server import HttpOptions
 from coordinator.service import CoordinatorService
 from outrider.api_keys import Caller, add_key
 from outrider.config import CoordinatorConfig
@@ -95,7 +96,7 @@ async def _serve(
     stack: Stack, place: str, options: HttpOptions, addresses: dict[str, str], exits: AsyncExitStack
 ) -> None:
     gate = options.access
-    http = HttpServer(stack.coordinator, options)
+    http = http_server(stack.coordinator, options)
     await http.start()
     exits.push_async_callback(http.stop)
     addresses[f"{place}_http"] = http.address

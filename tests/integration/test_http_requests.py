@@ -15,7 +15,8 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel
 from stack import VOCAB, Stack, http_front, running_stack, slow_stack, toy_text
 
-from coordinator.http_api.server import HttpOptions, HttpServer
+from coordinator.http_api.app import http_server
+from coordinator.http_api.server import HttpOptions
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.request import ChatMessage, GenerateRequest
@@ -219,7 +220,7 @@ async def test_a_client_that_goes_takes_its_sessions_with_it(slow: Stack, stream
 
 async def test_a_server_that_ends_lets_requests_end(slow: Stack) -> None:
     """As long as it was told to wait; then they are told why, and nothing of them is left."""
-    server = HttpServer(slow.coordinator, HttpOptions())
+    server = http_server(slow.coordinator, HttpOptions())
     await server.start()
     async with calling(f"http://{server.address}") as client:
         whole = asyncio.create_task(client.completions.create(**LONG))

@@ -20,10 +20,10 @@ from told_coordinator import FINISHED, STARTED, ToldCoordinator
 from uvicorn.server import ServerState
 
 from coordinator.auth.access_control import access_control_of
+from coordinator.http_api.app import http_server
 from coordinator.http_api.server import (
     HttpConnection,
     HttpOptions,
-    HttpServer,
     OpenConnections,
     TlsFiles,
 )
@@ -82,7 +82,7 @@ async def serving(
 ) -> AsyncIterator[int]:
     """The port."""
     told: Any = service or Service()
-    server = HttpServer(told, HttpOptions(tls=tls, **options))
+    server = http_server(told, HttpOptions(tls=tls, **options))
     await server.start()
     try:
         yield int(server.address.rpartition(":")[2])
@@ -422,12 +422,12 @@ async def test_clients_notice_nothing_of_several_hand_overs() -> None:
     """Neither those that connect for each request, nor those that keep a connection. A server that
     does not take over is refused."""
     told: Any = Service()
-    server = HttpServer(told, HttpOptions(shares_port=True))
+    server = http_server(told, HttpOptions(shares_port=True))
     await server.start()
     port = int(server.address.rpartition(":")[2])
     for shares in (False, True):
         with pytest.raises(ConfigError, match=r"cannot listen on .*Address already in use"):
-            await HttpServer(told, HttpOptions(port=port, shares_port=shares)).start()
+            await http_server(told, HttpOptions(port=port, shares_port=shares)).start()
     over = asyncio.Event()
 
     async def ask_all_the_time(*, keeps: bool) -> int:
@@ -443,7 +443,7 @@ async def test_clients_notice_nothing_of_several_hand_overs() -> None:
     asking = [asyncio.create_task(ask_all_the_time(keeps=index % 2 == 0)) for index in range(8)]
     for _ in range(6):
         options = HttpOptions(port=port, shares_port=True, takes_over=True)
-        old, server = server, HttpServer(told, options)
+        old, server = server, http_server(told, options)
         await server.start()
         await asyncio.sleep(0.1)
         await old.stop(1.0)
@@ -456,7 +456,7 @@ async def test_a_request_that_still_comes_is_answered() -> None:
     """On connections that were queued, accepted, or answered before when the server was told to
     stop. The answer says that it is the last one."""
     told: Any = Service()
-    server = HttpServer(told, HttpOptions())
+    server = http_server(told, HttpOptions())
     await server.start()
     port = int(server.address.rpartition(":")[2])
     silent, begun, used = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
