@@ -24,6 +24,7 @@ from .output import progress
 
 COMMANDS = {
     "serve": "start coordinators, targets and drafts",
+    "gateway": "hold HTTP connections, and resume their streams where a coordinator dies",
     "stop": "stop the deployment that runs detached",
     "status": "say what runs",
     "scale": "change how many replicas a deployment has",

@@ -154,7 +154,7 @@ class SyncClient:
             time.sleep(seconds)  # noqa: ASYNC251 (run by `_run`)
 
         connect = partial(BlockingGrpcTransport, trust=trust, api_key=api_key)
-        pool = EndpointPool(address, connect)
+        pool: EndpointPool[Transport] = EndpointPool(address, connect)
         self._client = Client(ResumingTransport(pool, resume_timeout_s, sleep=sleep))
 
     def __enter__(self) -> Self:

@@ -13,7 +13,7 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import reduce
 from random import random as any_random
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from outrider.backoff import backoff, spread
 from outrider.client.transport import GENERATE_SLACK_S, Method, Transport
@@ -25,6 +25,7 @@ from outrider.tokens import EMPTY_DIGEST, extend_digest
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Endpoint = TypeVar("Endpoint")
 Server: TypeAlias = str | Callable[[], str]
 """HOST:PORT, or several with commas between them, or a function that returns such a text. It is
 called in the thread, or on the event loop, of the caller, and so must not take long."""
@@ -53,18 +54,19 @@ def addresses_of(server: object) -> list[str]:
     return list(dict.fromkeys(each))
 
 
-class EndpointPool:
-    """One connection to each coordinator that is named. Calls begin at each in turn, so that all
-    have a share of a client's sessions. Any number of threads may share it."""
+class EndpointPool(Generic[Endpoint]):
+    """One connection to each coordinator that is named, or what else calls go by. They begin at
+    each in turn, so that all have a share of a client's sessions. Any number of threads may share
+    it."""
 
     def __init__(
         self,
         server: Server,
-        connect: Callable[[str], Transport],
+        connect: Callable[[str], Endpoint],
         clock: Callable[[], float] = time.monotonic,
         first: int | None = None,
     ) -> None:
-        """`connect` makes a connection to HOST:PORT, without sending anything; the first call
+        """`connect` makes a connection to an address, without sending anything; the first call
         begins at the one at `first`, by default at any. Raises what a function as `server` does,
         and `BadRequest` for what are no addresses. It may name none at first, by an empty text."""
         self._name = server if callable(server) else None
@@ -76,7 +78,7 @@ class EndpointPool:
         self._open = {address: connect(address) for address in self._named}
         """The oldest first; those that are named no more among them."""
         self._next = secrets.randbelow(max(1, len(self._named))) if first is None else first
-        self._avoided: dict[Transport, float] = {}
+        self._avoided: dict[Endpoint, float] = {}
         """Until when."""
         self._changing = threading.Lock()
 
@@ -85,15 +87,15 @@ class EndpointPool:
         return self._name is not None
 
     @property
-    def each(self) -> list[Transport]:
+    def each(self) -> list[Endpoint]:
         """To those that were named last; empty until a function has named any."""
         return [self._open[address] for address in self._named]
 
     @property
-    def all(self) -> list[Transport]:
+    def all(self) -> list[Endpoint]:
         return list(self._open.values())
 
-    def begin(self) -> Transport:
+    def begin(self) -> Endpoint:
         """For another call: the next that is not avoided, or the next where all are. Raises
         `StreamBroken` where there are none."""
         each, now = self.each, self.clock()
@@ -105,7 +107,7 @@ class EndpointPool:
         self._next = each.index(found) + 1
         return found
 
-    def after(self, tried: Transport, avoided_s: float = AVOIDED_S) -> Transport | None:
+    def after(self, tried: Endpoint, avoided_s: float = AVOIDED_S) -> Endpoint | None:
         """For a call that has tried one in vain: the next one, so that it goes round all of them.
         Others do not begin there for so many seconds. None where it is named no more."""
         each, now = self.each, self.clock()
@@ -116,7 +118,7 @@ class EndpointPool:
         self._avoided = {**known, tried: until}
         return each[(each.index(tried) + 1) % len(each)]
 
-    def renew(self) -> list[Transport]:
+    def renew(self) -> list[Endpoint]:
         """For one that does not answer: has the coordinators named again. Returns what is to be
         closed, the connections to those of long ago. A function that names none (an empty text)
         changes nothing, nor does one that fails, which the log says."""
@@ -145,7 +147,7 @@ class ResumingTransport(Transport):
 
     def __init__(
         self,
-        pool: EndpointPool,
+        pool: EndpointPool[Transport],
         resume_timeout_s: float = RESUME_TIMEOUT_S,
         random: Callable[[], float] = any_random,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -236,7 +238,7 @@ class Tries:
 
     def __init__(
         self,
-        pool: EndpointPool,
+        pool: EndpointPool[Transport],
         resume_timeout_s: float,
         random: Callable[[], float],
         *,

@@ -244,12 +244,16 @@ def caller_trust(
 def pinned_trust(server: Path, certificate: Path | None = None, key: Path | None = None) -> Trust:
     """Of a caller who has the `server`'s own certificate at hand, and takes no other; the rest as
     for `caller_trust`. Raises `ConfigError`."""
+    return caller_trust(server, certificate, key, server_name=pinned_name(server))
+
+
+def pinned_name(server: Path) -> str:
+    """A host that a certificate is for. Raises `ConfigError` where it names none."""
     names = certificate_names(server)
     if not names:
         raise ConfigError(f"{server}: names no host; it needs a subject alternative name")
     # A name with a wildcard stands for any first label.
-    name = names[0].replace("*", "outrider", 1)
-    return caller_trust(server, certificate, key, server_name=name)
+    return names[0].replace("*", "outrider", 1)
 
 
 def internal_server_credentials(directory: Path, role: Role) -> grpc.ServerCredentials:

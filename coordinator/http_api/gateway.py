@@ -1,0 +1,296 @@
+"""Holds the connections of clients that cannot resume a stream, and resumes it behind them.
+
+    client --- gateway --- coordinator A    dies in the middle of a stream
+                      \\--- coordinator B    goes on behind the last event that the client has
+
+It has no sessions, keys and limits of its own: each request goes to a coordinator as it came, with
+its `Authorization`, and to the next one where that does not answer or cannot serve it now. One for
+a generation carries an `Idempotency-Key`, the client's or one that is made here, by which every
+coordinator knows its sessions. The events of a stream have ids: `Last-Event-ID` asks for those
+behind one. Both are the coordinators' matter, see docs/http.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+import ssl
+from collections import Counter
+from collections.abc import AsyncGenerator, Collection, Iterable
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from random import random
+
+import httpx2
+from fastapi import FastAPI, HTTPException, Request, Response
+from pydantic_core import from_json
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from coordinator.auth.access_control import OPEN
+from coordinator.http_api.reading import (
+    Entrance,
+    Unsent,
+    add_error_handlers,
+    error_body,
+    to_json,
+    whole_body,
+)
+from coordinator.http_api.server import until_gone
+from outrider.backoff import backoff
+from outrider.client.client import RESUMED_TIMEOUT_S
+from outrider.client.failover import AVOIDED_S, RESUME_TIMEOUT_S, EndpointPool
+from outrider.errors import StreamBroken, Unavailable
+from outrider.limits import DEADLINE_MS_DEFAULT, DEADLINE_MS_MAX, HTTP_STUCK_WRITE_S
+
+_log = logging.getLogger(__name__)
+
+KEY = "idempotency-key"
+LAST_ID = "last-event-id"
+CONNECT_S = 5.0
+_WAIT_S = (0.05, 1.0)
+"""First and longest wait between two tries; see `backoff`."""
+_METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
+_PASSING = frozenset({409, 502, 503})
+"""Statuses of what another coordinator, or this one later, may serve ..."""
+_PASSING_LATER = _PASSING | {429}
+"""... and of what the client cannot be told any more, as its answer has begun."""
+_HOP_BY_HOP = frozenset({
+    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer",
+    "transfer-encoding", "upgrade",
+})  # fmt: skip
+_NOT_ASKED = _HOP_BY_HOP | {"accept-encoding", "content-length", "expect", "host", LAST_ID}
+_NOT_TOLD = _HOP_BY_HOP | {"date"}
+_INTERRUPTED = b'"code":"unavailable"'
+"""In an event without an id: the coordinator ends the stream, not the request. In JSON it is no
+part of a text, whose quotes are escaped."""
+_TIMEOUT = httpx2.Timeout(
+    connect=CONNECT_S, read=RESUMED_TIMEOUT_S, write=HTTP_STUCK_WRITE_S, pool=None
+)
+_KEEP_ALIVE = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+]
+"""A machine that falls silent is given up after some 11 s."""
+
+
+def open_transport(verify: ssl.SSLContext | bool = True) -> httpx2.AsyncHTTPTransport:
+    """Connections to coordinators; `verify` says how one with TLS is known."""
+    return httpx2.AsyncHTTPTransport(
+        verify=verify,
+        trust_env=False,
+        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=256),
+        socket_options=_KEEP_ALIVE,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinators:
+    """Where requests go."""
+
+    pool: EndpointPool[str]
+    """Of their base URLs."""
+    transport: httpx2.AsyncBaseTransport = field(default_factory=open_transport)
+    tls_name: str = ""
+    """Name that their certificate has; empty = the host of their URL."""
+
+
+class Refused(Exception):
+    """A coordinator has answered that it cannot serve the request now."""
+
+    def __init__(self, answer: Response) -> None:
+        super().__init__(f"status {answer.status_code}")
+        self.answer = answer
+
+
+class Forwarded(Response):
+    """The answer to one request, from whichever coordinators give it."""
+
+    def __init__(
+        self, coordinators: Coordinators, request: Request, body: bytes, closing: asyncio.Event
+    ) -> None:
+        """Raises `HTTPException` for a path that is none."""
+        super().__init__()
+        self._coordinators = coordinators
+        self._method, self._body, self._closing = request.method, body, closing
+        query = request.scope["query_string"]
+        self._target = request.scope["raw_path"] + (b"?" + query if query else b"")
+        if not self._target.startswith(b"/"):
+            raise HTTPException(400, "the path must begin with /")
+        self._passed = _passed_on(request.headers.raw, _NOT_ASKED)
+        if request.method == "POST" and KEY not in request.headers:
+            self._passed.append((KEY.encode(), secrets.token_hex(16).encode()))
+        self._last_id = request.headers.get(LAST_ID, "")
+        self._has_begun = self._has_told = False
+        self._num_failures = 0
+        """Since the last event."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_gone(self._answer(scope, receive, send), receive, self._closing)
+        except Exception as error:
+            if not self._has_begun:
+                raise
+            await _tell(send, b"data: " + to_json(error_body(error)) + b"\n\n", more=False)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Asks one coordinator after the other until the answer is whole, or the time is over."""
+        pool, loop = self._coordinators.pool, asyncio.get_running_loop()
+        began, url = loop.time(), None
+        while True:
+            avoided_s, answer = AVOIDED_S, None
+            try:
+                url = url or pool.begin()
+                answer = await self._ask(url, send)
+                break
+            except (httpx2.TransportError, StreamBroken) as error:
+                failure: Exception = error
+                pool.renew()
+            except Refused as error:
+                failure, answer, avoided_s = error, error.answer, 0.0
+            _log.info("%s has not answered %s: %r", url, self._target.decode(), failure)
+            wait_s = backoff(*_WAIT_S, self._num_failures, random)
+            self._num_failures += 1
+            if loop.time() + wait_s >= began + self._limit_s or not self._may_ask_again:
+                if answer is None:
+                    raise Unavailable(f"no coordinator answers: {failure}") from failure
+                break
+            url = None if url is None else pool.after(url, avoided_s)
+            await asyncio.sleep(wait_s)
+        if answer is None:
+            await _tell(send, more=False)
+        elif self._has_begun:  # What ends a stream that cannot go on.
+            await _tell(send, b"data: " + bytes(answer.body) + b"\n\n", more=False)
+        else:
+            await answer(scope, receive, send)
+
+    @cached_property
+    def _deadline_s(self) -> float:
+        """That of a generation, from its request on."""
+        deadline_ms = None
+        with suppress(ValueError, LookupError, TypeError):
+            deadline_ms = from_json(self._body)["deadline_ms"]
+        if not isinstance(deadline_ms, int):
+            deadline_ms = DEADLINE_MS_DEFAULT
+        return min(deadline_ms, DEADLINE_MS_MAX) / 1e3
+
+    @property
+    def _limit_s(self) -> float:
+        """How long coordinators are asked, from the request on."""
+        return self._deadline_s if self._has_begun else min(self._deadline_s, RESUME_TIMEOUT_S)
+
+    @property
+    def _may_ask_again(self) -> bool:
+        """Of what is no generation each coordinator is asked once, so that a probe hears soon of
+        trouble. Nothing can be asked behind an event without an id."""
+        if self._method == "POST":
+            return bool(self._last_id) or not self._has_told
+        return self._num_failures < len(self._coordinators.pool.each)
+
+    async def _ask(self, url: str, send: Send) -> Response | None:
+        """A whole answer, or None behind the last event of a stream. Raises `TransportError` where
+        either does not come, and `Refused`."""
+        headers = list(self._passed)
+        if self._last_id:
+            headers.append((LAST_ID.encode(), self._last_id.encode("latin-1")))
+        extensions: dict[str, object] = {"timeout": _TIMEOUT.as_dict()}
+        if self._coordinators.tls_name:
+            extensions["sni_hostname"] = self._coordinators.tls_name
+        asked = httpx2.Request(
+            self._method, httpx2.URL(url).copy_with(raw_path=self._target), headers=headers,
+            content=self._body or None, extensions=extensions,
+        )  # fmt: skip
+        found = await self._coordinators.transport.handle_async_request(asked)
+        try:
+            if found.headers.get("content-type", "").startswith("text/event-stream"):
+                await self._pass_on(found, send)
+                return None
+            answer = Response(await _raw(found), found.status_code)
+            answer.raw_headers = _passed_on(found.headers.raw, _NOT_TOLD)
+        finally:
+            await found.aclose()
+        passing = _PASSING_LATER if self._has_begun else _PASSING
+        if found.status_code in passing and found.headers.get("x-should-retry") != "false":
+            raise Refused(answer)
+        return answer
+
+    async def _pass_on(self, found: httpx2.Response, send: Send) -> None:
+        """The events of a stream, as they are."""
+        if not self._has_begun:
+            self._has_begun = True
+            headers = _passed_on(found.headers.raw, _NOT_TOLD)
+            start = {"type": "http.response.start", "status": found.status_code}
+            await send(start | {"headers": headers})
+        async with aclosing(_events(found)) as events:
+            async for event in events:
+                event_id = _id_of(event)
+                if not event_id and _INTERRUPTED in event:
+                    raise httpx2.RemoteProtocolError("the coordinator has ended the stream")
+                await _tell(send, event)
+                self._last_id, self._has_told = event_id or self._last_id, True
+                self._num_failures = 0
+
+
+async def _tell(send: Send, body: bytes = b"", *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+async def _raw(found: httpx2.Response) -> bytes:
+    """A body as it was sent."""
+    return b"".join([part async for part in found.aiter_raw()])
+
+
+async def _events(found: httpx2.Response) -> AsyncGenerator[bytes]:
+    """Each whole one, with the empty line behind it."""
+    left = b""
+    async for part in found.aiter_raw():
+        *whole, left = (left + part).split(b"\n\n")
+        for event in whole:
+            yield event + b"\n\n"
+
+
+def _id_of(event: bytes) -> str:
+    """Empty where it has none."""
+    lines = event.split(b"\n")
+    found = next((line for line in lines if line.startswith(b"id:")), b"")
+    return found.removeprefix(b"id:").strip().decode("latin-1")
+
+
+def _passed_on(
+    headers: Iterable[tuple[bytes, bytes]], without: Collection[str]
+) -> list[tuple[bytes, bytes]]:
+    """Those that concern the ends of a request, not one of its connections."""
+    found = [(name.lower(), value) for name, value in headers]
+    named = {
+        name.strip().lower() for key, value in found if key == b"connection"
+        for name in value.decode("latin-1").split(",")
+    }  # fmt: skip
+    return [
+        (name, value) for name, value in found
+        if (text := name.decode("latin-1")) not in without and text not in named
+    ]  # fmt: skip
+
+
+def build_gateway(
+    coordinators: Coordinators, closing: asyncio.Event, hosts: Collection[str] = ()
+) -> FastAPI:
+    """The application; `closing` and `hosts` as for a coordinator's."""
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.add_middleware(Entrance, access=OPEN, hosts=hosts)
+    add_error_handlers(app)
+    num_bytes = Counter[str]()
+
+    @app.api_route("/{path:path}", methods=list(_METHODS))
+    async def forward(request: Request) -> Response:
+        try:
+            body = await whole_body(request, num_bytes)
+        except ClientDisconnect:
+            return Unsent()
+        return Forwarded(coordinators, request, body, closing)
+
+    return app

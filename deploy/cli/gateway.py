@@ -1,0 +1,185 @@
+"""`outrider gateway` serves HTTP clients that cannot resume a stream, before the coordinators."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import ssl
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from benchmarks.report import Report
+from deploy.fleet.local_state import DeploymentRecord, running_deployment, state_directory
+from outrider.config import LOOPBACK, WAIT_S_MAX, is_loopback
+from outrider.errors import ConfigError, SettingError, Unavailable
+from outrider.settings import blaming
+
+from .command import Arguments, Seconds, command, grouped, json_option, option
+from .options import trust_options
+from .output import progress, tell
+
+if TYPE_CHECKING:
+    from coordinator.http_api.gateway import Coordinators
+    from coordinator.http_api.server import TlsFiles
+
+PORT = 8080
+STOP_S = 10.0
+_URL = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:]+\])(:\d{1,5})?")
+_FILES = {
+    "--ssl-certfile": "certificate of the gateway, in PEM: its clients then need TLS",
+    "--ssl-keyfile": "private key of that, in PEM",
+    "--ssl-ca-certs": "authorities, in PEM, by one of which clients must have a certificate",
+}
+
+
+def _path(text: str) -> Path:
+    return Path(text).expanduser()
+
+
+@command(
+    "gateway",
+    option(
+        "--coordinators", metavar="URL,URL",
+        help="base URLs of the coordinators, such as http://10.0.0.5:8000; by default those of the "
+        "deployment that runs here, as they come and go",
+    ),
+    option("--host", default=LOOPBACK, help="address to bind"),
+    option("--port", type=click.IntRange(0, 65535), default=PORT, help="0 = any free port"),
+    option(
+        "--insecure", is_flag=True,
+        help="allow an address other than loopback where coordinators may ask for no keys",
+    ),
+    option(
+        "--stop-timeout-s", type=Seconds(0, WAIT_S_MAX), default=STOP_S, metavar="S",
+        help="wait for running requests to end when stopping, s",
+    ),
+    *(option(flag, type=_path, metavar="FILE", help=words) for flag, words in _FILES.items()),
+    json_option(),
+    *grouped("Coordinators with TLS", trust_options()[1:]),
+)  # fmt: skip
+def gateway(arguments: Arguments) -> int:
+    """Until SIGINT or SIGTERM."""
+    return asyncio.run(_serve(arguments))
+
+
+async def _serve(arguments: Arguments) -> int:
+    from coordinator.http_api.gateway import build_gateway
+    from coordinator.http_api.server import HttpOptions, HttpServer
+
+    coordinators = _coordinators(arguments)
+    options = HttpOptions(arguments.host, arguments.port, tls=_tls_files(arguments))
+    server = HttpServer(options, lambda closing, hosts: build_gateway(coordinators, closing, hosts))
+    await server.start()
+    scheme = "http" if options.tls is None else "https"
+    url = f"{scheme}://{server.address}"
+    named = [*coordinators.pool.each]
+    lines = [f"gateway to {', '.join(named) or 'coordinators that are still to come'}"]
+    lines.append(f"  OpenAI  {url}/v1")
+    tell(Report({"url": url, "coordinators": named}, ["\n".join(lines)]), arguments.json)
+    asked = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, asked.set)
+    ends = [asyncio.create_task(one) for one in (asked.wait(), server.wait())]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    for number in (signal.SIGINT, signal.SIGTERM):  # A second one ends it at once.
+        asyncio.get_running_loop().remove_signal_handler(number)
+    progress("stopping", at_once=False)
+    await server.stop(arguments.stop_timeout_s)
+    await coordinators.transport.aclose()
+    if server.failed:
+        raise Unavailable("the HTTP server has failed; its log says why (--verbose)")
+    return 0
+
+
+def _coordinators(arguments: Arguments) -> Coordinators:
+    """Raises `ConfigError`, and `Unavailable` where none are known."""
+    from coordinator.http_api.gateway import Coordinators, open_transport
+    from outrider.client.failover import EndpointPool
+
+    state = state_directory(os.environ)
+    given, record = arguments.coordinators, None
+    if given is None:
+        record = running_deployment(state)
+        if record is None:
+            raise Unavailable(
+                "nothing runs here; `outrider serve` starts a deployment, --coordinators names "
+                "coordinators elsewhere"
+            )
+        if record.settings.get("http") is False:
+            raise ConfigError("the deployment that runs here serves no HTTP (--no-http)")
+    else:
+        for url in given.split(","):
+            if not _URL.fullmatch(url.strip()):
+                raise SettingError(
+                    "coordinators",
+                    f"{url!r} is wrong; it must be http://HOST:PORT or https://HOST:PORT, or "
+                    "several with commas between",
+                )
+    asks_for_keys = record is not None and record.asks_for_keys
+    is_closed = is_loopback(arguments.host) or asks_for_keys or arguments.ssl_ca_certs
+    if not (arguments.insecure or is_closed):
+        raise SettingError(
+            "host",
+            f"{arguments.host!r} is reachable from other machines, and coordinators may ask for no "
+            "keys; bind 127.0.0.1, or give --insecure if they do, or the network is trusted",
+        )
+    context, name = _trust(arguments, record)
+    scheme = "https" if record is not None and record.settings.get("ssl_certfile") else "http"
+
+    def find() -> str:
+        now = running_deployment(state)
+        addresses = [] if now is None else now.http_address.split(",")
+        return ",".join(f"{scheme}://{one}" for one in addresses if one)
+
+    pool = EndpointPool(given or find, str)
+    return Coordinators(pool, open_transport(context), name)
+
+
+def _trust(arguments: Arguments, record: DeploymentRecord | None) -> tuple[ssl.SSLContext, str]:
+    """How coordinators with TLS are known, and the name that their certificate must have; empty =
+    the host that is called."""
+    from outrider.transport.tls import check_pair, pinned_name, read_certificates
+
+    authority, certificate, key = (
+        arguments.ca_cert, arguments.client_cert, arguments.client_key
+    )  # fmt: skip
+    name, pinned = "", "" if record is None else record.settings.get("ssl_certfile") or ""
+    with blaming("ca_cert"):
+        if pinned and authority is None:
+            authority = Path(pinned)
+            name = pinned_name(authority)
+        elif authority is not None:
+            read_certificates(authority)
+    context = ssl.create_default_context(cafile=authority)
+    if name:  # No other certificate is taken, whoever has signed it.
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    if (certificate is None) != (key is None):
+        given = "client_key" if certificate is None else "client_cert"
+        raise SettingError(given, "a certificate goes with its key; give both, or none")
+    if certificate is not None:
+        with blaming("client_cert"):
+            check_pair(certificate, key)
+        context.load_cert_chain(certificate, key)
+    return context, name
+
+
+def _tls_files(arguments: Arguments) -> TlsFiles | None:
+    from coordinator.http_api.server import TlsFiles
+    from outrider.transport.tls import check_pair, read_certificates
+
+    certificate, key = arguments.ssl_certfile, arguments.ssl_keyfile
+    if certificate is None or key is None:
+        for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
+            if getattr(arguments, name) is not None:
+                raise SettingError(name, "needs --ssl-certfile and --ssl-keyfile")
+        return None
+    with blaming("ssl_certfile"):
+        check_pair(certificate, key)
+    if arguments.ssl_ca_certs is not None:
+        with blaming("ssl_ca_certs"):
+            read_certificates(arguments.ssl_ca_certs)
+    return TlsFiles(certificate, key, arguments.ssl_ca_certs)

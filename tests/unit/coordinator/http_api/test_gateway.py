@@ -1,0 +1,269 @@
+"""The gateway with coordinators that break, refuse and come back."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import httpx
+import httpx2
+import pytest
+
+from coordinator.http_api.gateway import Coordinators, build_gateway
+from outrider.client.failover import RESUME_TIMEOUT_S, EndpointPool
+
+pytestmark = pytest.mark.virtual
+
+URLS = "http://a:1,http://b:2"
+SSE = {"content-type": "text/event-stream; charset=utf-8"}
+EVENTS = [
+    *(b'id: %d\ndata: {"text":"t%d"}\n\n' % (n, n) for n in range(4)),
+    b"id: 4\ndata: [DONE]\n\n",
+]
+WHOLE = b"".join(EVENTS)
+BODY = {"prompt": "a", "stream": True}
+INTERRUPTED = b'data: {"error":{"message":"x","code":"unavailable"}}\n\n'
+ERRORS = {
+    "reset": httpx2.ReadError("reset"),
+    "cut short": httpx2.RemoteProtocolError("peer closed connection"),
+    "refused": httpx2.ConnectError("refused"),
+}
+
+
+class Body(httpx2.AsyncByteStream):
+    """Parts, and what follows them: an error, or silence."""
+
+    def __init__(self, *parts: bytes, then: Exception | asyncio.Event | None = None) -> None:
+        self._parts, self._then = parts, then
+        self.closed = False
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for part in self._parts:
+            yield part
+        if isinstance(self._then, asyncio.Event):
+            await self._then.wait()
+        elif self._then is not None:
+            raise self._then
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+def refusal(status: int, **headers: str) -> httpx2.Response:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return httpx2.Response(status, headers=named, stream=Body(b'{"error":"e%d"}' % status))
+
+
+def stream(*parts: bytes, then: Any = None) -> httpx2.Response:
+    return httpx2.Response(200, headers=SSE, stream=Body(*parts, then=then))
+
+
+def rest(request: httpx2.Request) -> httpx2.Response:
+    """What a coordinator tells behind the last event."""
+    last = request.headers.get("last-event-id")
+    return stream(*EVENTS[0 if last is None else int(last) + 1 :])
+
+
+Step = httpx2.Response | Exception | Callable[[httpx2.Request], httpx2.Response]
+
+
+class Deployment(httpx2.AsyncBaseTransport):
+    """Each request is answered by the next step, the last one again and again."""
+
+    def __init__(self, *steps: Step) -> None:
+        self._steps = list(steps)
+        self.asked: list[httpx2.Request] = []
+        self.closing = asyncio.Event()
+        coordinators = Coordinators(EndpointPool(URLS, str, first=0), self)
+        self.app = build_gateway(coordinators, self.closing)
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        self.asked.append(request)
+        step = self._steps.pop(0) if len(self._steps) > 1 else self._steps[0]
+        if isinstance(step, Exception):
+            raise step
+        return step if isinstance(step, httpx2.Response) else step(request)
+
+    async def call(
+        self, body: Any = None, method: str = "POST", path: str = "/v1/completions", **headers: str
+    ) -> httpx.Response:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        transport = httpx.ASGITransport(self.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
+            return await http.request(method, path, json=body, headers=named)
+
+    def headers(self, name: str) -> list[str | None]:
+        return [request.headers.get(name) for request in self.asked]
+
+
+@pytest.mark.parametrize(
+    ("end", "between"),
+    [
+        ("reset", []),
+        ("cut short", ["refused", 503, 409, "reset"]),
+        ("interrupted", [429, 502]),
+    ],
+)
+async def test_a_stream_that_breaks_anywhere_is_told_whole(
+    end: str, between: Sequence[str | int]
+) -> None:
+    """Whatever other coordinators answer meanwhile. All are asked with one key, and for what
+    follows the last event that had come whole."""
+    for place in range(len(WHOLE) + 1):
+        first = WHOLE[:place]
+        broken = stream(first, INTERRUPTED) if end == "interrupted" else None
+        if broken is None:
+            broken = stream(first, then=ERRORS[end])
+        elif not first.endswith(b"\n\n") and first:
+            continue  # A coordinator tells whole events.
+        steps = [ERRORS[one] if isinstance(one, str) else refusal(one) for one in between]
+        made = Deployment(broken, *steps, rest)
+        found = await made.call(BODY)
+        assert (found.status_code, found.content) == (200, WHOLE), place
+        assert found.headers["content-type"] == SSE["content-type"]
+        [key] = set(made.headers("idempotency-key"))
+        assert key
+        assert {json.loads(one.content)["prompt"] for one in made.asked} == {"a"}
+        num_told = first.count(b"\n\n")
+        last = str(num_told - 1) if num_told else None
+        assert made.headers("last-event-id") == [None] + [last] * (len(steps) + 1)
+        assert {one.url.host for one in made.asked} == {"a", "b"}
+
+
+async def test_a_whole_answer_is_asked_for_again_with_its_key() -> None:
+    """The client's own, if it has one."""
+    for given in ({}, {"idempotency_key": "mine"}):
+        whole = httpx2.Response(200, headers={"x-a": "1"}, stream=Body(b'{"n"', b":1}"))
+        cut = httpx2.Response(200, stream=Body(b'{"n"', then=ERRORS["cut short"]))
+        made = Deployment(ERRORS["refused"], refusal(503), cut, whole)
+        found = await made.call({"prompt": "a"}, **given)
+        assert (found.json(), found.headers["x-a"]) == ({"n": 1}, "1")
+        [key] = set(made.headers("idempotency-key"))
+        assert key == "mine" if given else key
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        refusal(400), refusal(401, www_authenticate="Bearer"), refusal(404),
+        refusal(409, x_should_retry="false"), refusal(429, retry_after="3"), refusal(500),
+        refusal(504, x_should_retry="false"),
+    ],
+    ids=lambda step: str(step.status_code),
+)  # fmt: skip
+async def test_what_no_other_coordinator_could_serve_is_told_at_once(step: httpx2.Response) -> None:
+    made = Deployment(step)
+    found = await made.call(BODY)
+    assert (found.status_code, len(made.asked)) == (step.status_code, 1)
+    assert found.json() == {"error": f"e{step.status_code}"}
+    for name, value in step.headers.items():
+        assert found.headers[name] == value
+    begun = Deployment(stream(EVENTS[0], then=ERRORS["reset"]), refusal(404))
+    assert (await begun.call(BODY)).content == EVENTS[0] + b'data: {"error":"e404"}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("step", "status", "text"),
+    [(refusal(503), 503, "e503"), (ERRORS["refused"], 503, "no coordinator answers: refused")],
+    ids=["refused", "dead"],
+)
+async def test_coordinators_are_asked_for_a_limited_time(
+    step: Step, status: int, text: str
+) -> None:
+    """One that can begin later for some seconds, one that has begun until its deadline; what is no
+    generation once each."""
+
+    def made(*steps: Step) -> Deployment:
+        again = [refusal(503) if step is not ERRORS["refused"] else step for _ in range(2000)]
+        return Deployment(*steps, *again)
+
+    now, began = asyncio.get_running_loop().time, asyncio.get_running_loop().time()
+    found = await made().call(BODY)
+    assert (found.status_code, text in found.text) == (status, True)
+    assert RESUME_TIMEOUT_S - 1.0 <= now() - began <= RESUME_TIMEOUT_S
+    began = now()
+    found = await made(stream(EVENTS[0], then=ERRORS["reset"])).call(BODY | {"deadline_ms": 90_000})
+    assert found.content.startswith(EVENTS[0] + b'data: {"error":')
+    assert (text in found.text, b"[DONE]" in found.content) == (True, False)
+    assert 89.0 <= now() - began <= 90.0
+    began, probed = now(), made()
+    assert (await probed.call(method="GET", path="/health?a=b")).status_code == status
+    assert [str(one.url) for one in probed.asked] == [
+        "http://a:1/health?a=b",
+        "http://b:2/health?a=b",
+    ]
+    assert now() - began < 0.1
+
+
+async def test_a_stream_whose_events_have_no_ids_is_not_begun_anew() -> None:
+    event = b"data: {}\n\n"
+    made = Deployment(stream(event, then=ERRORS["reset"]), rest)
+    found = await made.call(BODY)
+    assert found.content.startswith(event + b'data: {"error":')
+    assert len(made.asked) == 1
+
+
+async def test_headers_of_the_ends_are_passed_on_and_those_of_a_connection_are_not() -> None:
+    answer = httpx2.Response(
+        200, headers={"connection": "x-own", "x-own": "1", "x-b": "2", "date": "then"},
+        stream=Body(b"{}"),
+    )  # fmt: skip
+    made = Deployment(answer)
+    found = await made.call(
+        {}, authorization="Bearer k", traceparent="t", connection="x-mine", x_mine="1",
+        te="trailers", accept_encoding="gzip", last_event_id="7",
+    )  # fmt: skip
+    [asked] = made.asked
+    passed = {"authorization": "Bearer k", "traceparent": "t", "last-event-id": "7", "host": "a:1"}
+    assert passed.items() <= dict(asked.headers).items()
+    assert not {"connection", "x-mine", "te", "accept-encoding"} & asked.headers.keys()
+    assert found.headers["x-b"] == "2"
+    assert not {"connection", "x-own", "date"} & found.headers.keys()
+
+
+@pytest.mark.parametrize("closes", [False, True])
+async def test_a_client_that_goes_or_a_gateway_that_closes_ends_the_stream(closes: bool) -> None:
+    """Its coordinator's too. A client that is still there is told why."""
+    silent = Body(EVENTS[0], then=asyncio.Event())
+    made = Deployment(httpx2.Response(200, headers=SSE, stream=silent))
+    incoming: asyncio.Queue[Any] = asyncio.Queue()
+    told: list[Any] = []
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "headers": [],
+        "raw_path": b"/v1/completions", "query_string": b"",
+    }  # fmt: skip
+
+    async def send(message: Any) -> None:
+        told.append(message)
+
+    incoming.put_nowait({"type": "http.request", "body": b"{}", "more_body": False})
+    calling = asyncio.create_task(made.app(scope, incoming.get, send))
+    await asyncio.sleep(1.0)
+    assert told[-1]["body"] == EVENTS[0]
+    assert not silent.closed
+    if closes:
+        made.closing.set()
+    else:
+        incoming.put_nowait({"type": "http.disconnect"})
+    await calling
+    assert silent.closed
+    assert (b"shutting down" in told[-1]["body"]) == closes
+
+
+async def test_a_path_that_is_none_is_refused() -> None:
+    made = Deployment(rest)
+    scope = {
+        "type": "http", "method": "GET", "path": "http://x/", "headers": [],
+        "raw_path": b"http://x/", "query_string": b"",
+    }  # fmt: skip
+    told: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        told.append(message)
+
+    await made.app(scope, receive, send)
+    assert told[0]["status"] in (400, 404)
+    assert not made.asked

@@ -1,0 +1,100 @@
+"""`outrider gateway` before coordinators that say what they are told to."""
+
+import asyncio
+import json
+import os
+import signal
+import ssl
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from made_certificates import Made
+from recorded import record
+from told_coordinator import FINISHED, STARTED, TOKENS, ToldCoordinator
+
+from coordinator.http_api.app import http_server
+from coordinator.http_api.server import HttpOptions, TlsFiles
+from deploy.cli.main import main, parse
+
+WAIT_S = 20.0
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+@pytest.mark.parametrize("named", [False, True], ids=["deployment", "coordinators"])
+async def test_it_answers_until_it_is_told_to_stop(
+    tls: bool,
+    named: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """For the coordinators of the deployment that runs, or those that it is given; the certificate
+    of either may name another host."""
+    told: Any = ToldCoordinator(STARTED, TOKENS, FINISHED)
+    files, words, settings = None, ["gateway", "--port", "0", "--json"], {}
+    context: Any = True
+    if tls:
+        own = Made(tmp_path, "own", "127.0.0.1" if named else "coordinators.example")
+        mine = Made(tmp_path, "gateway", "127.0.0.1")
+        files, settings = TlsFiles(own.file, own.key_file), {"ssl_certfile": str(own.file)}
+        words += ["--ssl-certfile", str(mine.file), "--ssl-keyfile", str(mine.key_file)]
+        context = ssl.create_default_context(cafile=mine.file)
+    server = http_server(told, HttpOptions(tls=files))
+    await server.start()
+    if named:
+        words += ["--coordinators", f"http{'s' * tls}://{server.address}"]
+        words += ["--ca-cert", str(own.file)] if tls else []
+    else:
+        runs = record(http_address=server.address, settings=settings)
+        monkeypatch.setattr("deploy.cli.gateway.running_deployment", lambda _: runs)
+    from deploy.cli.gateway import _serve
+
+    running = asyncio.create_task(_serve(parse(words)))
+    async with asyncio.timeout(WAIT_S):
+        shown = ""
+        while not shown:
+            await asyncio.sleep(0.01)
+            shown = capsys.readouterr().out
+        url = json.loads(shown)["url"]
+        async with httpx.AsyncClient(base_url=url, verify=context) as http:
+            assert (await http.get("/v1/models")).json()["data"][0]["id"] == "m"
+            body = {"prompt": [1], "stream": True}
+            assert "data: [DONE]" in (await http.post("/v1/completions", json=body)).text
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await running == 0
+        await server.stop()
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--coordinators", "10.0.0.5:8000"], "--coordinators: '10.0.0.5:8000' is wrong; it must"),
+        (["--coordinators", "http://a:1,http://a:1/v1"], "--coordinators: 'http://a:1/v1' is wro"),
+        (["--host", "10.0.0.1"], "--host: '10.0.0.1' is reachable"),
+        (["--port", "70000"], "--port: 70000 is not in the range"),
+        (["--ssl-keyfile", "k"], "--ssl-keyfile: needs --ssl-certfile and --ssl-keyfile"),
+        (["--ssl-certfile", "c", "--ssl-keyfile", "k"], "--ssl-certfile: cannot read c"),
+        (["--client-cert", "c"], "--client-cert: a certificate goes with its key"),
+        (["--ca-cert", "no"], "--ca-cert: cannot read no"),
+        ([], "nothing runs here; `outrider serve` starts a deployment"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) and value else "",
+)
+def test_what_is_wrong_is_named(
+    words: Sequence[str],
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("OUTRIDER_STATE_DIR", str(tmp_path))
+    known = ["--coordinators", "http://a:1"] if words and "--coordinators" not in words else []
+    try:
+        code = main(["gateway", *words, *known])
+    except SystemExit as error:
+        code = int(error.code or 0)
+    assert code == (2 if words else 1)
+    assert reason in capsys.readouterr().err
