@@ -473,7 +473,9 @@ class CoordinatorService:
             raise Overloaded(f"{self._config.max_sessions} sessions run already; try again later")
 
     async def _resolve(self, request: GenerateRequest, tenant: str) -> GenerationParameters:
-        field, prompt_ids = await self._prompts.encode(request.prompt, self.served.max_model_len)
+        field, prompt_ids = await self._prompts.encode(
+            request.prompt, self.served.max_model_len, request.tools, request.template_variables
+        )
         if request.constraint is not None:
             ends = self.served.eos_token_ids
             await self._prompts.check_constraint(request.constraint, ends, tenant)
@@ -518,7 +520,7 @@ class CoordinatorService:
             max_tokens=parameters.max_tokens,
             stop=parameters.stop,
             eos_token_ids=() if parameters.ignore_eos else self.served.eos_token_ids,
-            text_stream=None if self.text is None else self.text.stream(),
+            text_stream=None if self.text is None else self.text.stream(parameters.shown_tokens),
             min_tokens=parameters.sampling.min_tokens,
             stop_token_ids=parameters.sampling.stop_token_ids,
         )

@@ -123,6 +123,11 @@ HTTP_LAST_REQUEST_S = 1  # that a stopping server waits for requests on open con
 HTTP_STUCK_WRITE_S = 30  # for a client that reads nothing, once 64 KiB wait for it
 ANSWERS_MAX = 16  # texts for one prompt of an HTTP request (`n`)
 PROMPTS_MAX = 128  # of one HTTP request: each is a session, or `n` of them
+TOOLS_MAX = 128  # of one HTTP request
+TOOLS_BYTES_MAX = 256 * 2**10  # of all of them, as JSON
+CALLS_MAX = 64  # of tools in one answer or message
+TEMPLATE_VARIABLES_MAX = 32  # of one HTTP request, for the chat template
+TEMPLATE_VARIABLE_CHARS_MAX = 4096  # of each of them, as JSON
 EVENTS_AHEAD_MAX = 64  # events of one HTTP request's sessions that may wait for its client
 
 SESSION_LEASE_MS = 2_000  # how long a silent coordinator keeps its sessions

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from outrider.grammar.constraint import Constraint
 from outrider.limits import MAX_TOKENS_DEFAULT
@@ -21,6 +23,9 @@ class ChatMessage:
 
     role: str
     content: str
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """What else the chat template is told of it: `tool_calls`, `tool_call_id`, `reasoning_content`.
+    No part of a message."""
 
 
 Prompt = str | tuple[ChatMessage, ...] | tuple[int, ...]
@@ -50,9 +55,16 @@ class GenerateRequest:
     """Time that a round gives its draft, which answers with the tokens that it has by then."""
     constraint: Constraint | None = None
     """What the whole completion must be; it ends where that does."""
+    # Not a user's to say, so no part of any message:
+    tools: Sequence[Mapping[str, Any]] = ()
+    """That the chat template is told of, and ..."""
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    """... its other variables."""
+    shown_tokens: tuple[str, ...] = ()
+    """Special tokens that the text has all the same: marks of calls, for the one who reads them."""
     default_max_tokens: int = MAX_TOKENS_DEFAULT
     """What a silent `max_tokens` stands for, as far as there is room: a coordinator's protocols
-    differ. Not a user's to say, so no part of any message."""
+    differ."""
 
 
 @dataclass(frozen=True, slots=True)

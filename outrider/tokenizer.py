@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache, cached_property
+from inspect import signature
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from outrider.errors import BadRequest, ConfigError
@@ -16,6 +19,8 @@ _REPLACEMENT = "\ufffd"
 _HELD_TOKENS_MAX = 8
 """A character of UTF-8 has at most four bytes, and a token at least one: tokens that have not made
 whole characters after so many hardly will."""
+_SOME_TURN = {"role": "user", "content": "x"}
+_SOME_TOOL = "a_tool_that_is_looked_for"
 UNKNOWN_BYTES_MAX = 256
 """Bytes of text that a token for unknown words is thought to stand for, at most."""
 
@@ -47,12 +52,20 @@ class TokenizerText:
 
     @classmethod
     def load(
-        cls, path: Path, name: str | None = None, *, trust_remote_code: bool = False
+        cls,
+        path: Path,
+        name: str | None = None,
+        *,
+        trust_remote_code: bool = False,
+        chat_template: str = "",
     ) -> TokenizerText:
-        """From a model's directory. Raises `ConfigError` where it has no tokenizer."""
+        """From a model's directory, with another chat template than its own where one is given.
+        Raises `ConfigError` where it has no tokenizer."""
         tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
         if tokenizer is None:
             raise ConfigError(f"model {name}: no tokenizer in {path}")
+        if chat_template:
+            tokenizer.chat_template = chat_template
         return cls(tokenizer, name or str(path))
 
     def encode(self, text: str) -> list[int]:
@@ -62,26 +75,80 @@ class TokenizerText:
         _check_unicode("text", text)
         return list(self._tokenizer.encode(text))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The ids of a conversation of `role` and `content`, up to where the answer begins.
+    @property
+    def chat_template(self) -> str:
+        """For conversations with tools; empty where the model has none."""
+        found = getattr(self._tokenizer, "chat_template", None)
+        if isinstance(found, dict):
+            found = found.get("tool_use") or found.get("default")
+        return found or ""
 
-        Raises `BadRequest` where the model has no chat template, or its template refuses."""
-        if not getattr(self._tokenizer, "chat_template", None):
-            raise BadRequest("chat", f"model {self._name} has no chat template; send a prompt")
+    @cached_property
+    def _knows_tools(self) -> bool:
+        """Whether the chat template tells the model of tools."""
+        function = {"name": _SOME_TOOL, "description": "", "parameters": {"type": "object"}}
+        try:
+            told = self.render([_SOME_TURN], [{"type": "function", "function": function}])
+        except BadRequest:
+            return True  # What is wrong is better said of a real conversation.
+        return _SOME_TOOL in told
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """As `encode_chat`, but the text."""
+        return str(self._rendered(messages, tools, variables, tokenize=False))
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[int]:
+        """The ids of a conversation of `role` and `content`, up to where the answer begins. The
+        chat template is told of `tools`, and its other `variables`.
+
+        Raises `BadRequest` where the model has no chat template, or its template refuses or knows
+        no tools."""
         for message in messages:
             _check_unicode("chat", message.get("content", ""))
-        from jinja2 import TemplateError
-
-        try:
-            ids = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,
+        has_calls = any("tool_calls" in message for message in messages)
+        if (tools or has_calls) and self.chat_template and not self._knows_tools:
+            raise BadRequest(
+                "tools" if tools else "chat",
+                f"the chat template of model {self._name} knows no tools; give the server one that "
+                "does, with --chat-template FILE, or --chat-template hermes for a model of ChatML",
             )
-        except (TemplateError, TypeError, KeyError) as error:
+        return list(self._rendered(messages, tools, variables, tokenize=True))
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        *,
+        tokenize: bool,
+    ) -> Any:
+        if not self.chat_template:
+            raise BadRequest("chat", f"model {self._name} has no chat template; send a prompt")
+        if wrong := variables.keys() & _not_for_templates():
+            raise BadRequest(
+                f"chat_template_kwargs.{min(wrong)}", "is no variable of a chat template"
+            )
+        try:
+            return self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                add_generation_prompt=True,
+                tokenize=tokenize,
+                return_dict=False,
+                **variables,
+            )
+        except Exception as error:  # A template does what it likes.
             raise BadRequest("chat", f"the model's chat template refuses: {error}") from error
-        return list(ids)
 
     def backend_json(self) -> str:
         """The same tokenizer as the JSON of Hugging Face's tokenizers. Raises `ConfigError` where
@@ -98,11 +165,17 @@ class TokenizerText:
             )
         )
 
-    def stream(self) -> _ByteStream | _WindowStream:
+    def stream(self, shown: Collection[str] = ()) -> _ByteStream | _WindowStream:
         """Turns tokens into text as they come: `push` returns what is certain after one more token,
         often nothing, and `finish`, called once, what was held back, with U+FFFD for bytes that
-        make no character. All together is the decoded whole; the time is linear."""
-        return _WindowStream(self) if self._bytes_of is None else _ByteStream(self)
+        make no character. All together is the decoded whole; the time is linear. Special tokens
+        are in it if they are `shown`, by their names."""
+        marks = {
+            token_id: name
+            for token_id in (self._special if shown else ())
+            if (name := self.spell(token_id).decode()) in shown
+        }
+        return _WindowStream(self, marks) if self._bytes_of is None else _ByteStream(self, marks)
 
     def is_special(self, token_id: int) -> bool:
         """Whether the token is never shown."""
@@ -135,13 +208,14 @@ class TokenizerText:
 class _ByteStream:
     """For byte-level tokenizers: the bytes decide which characters are whole."""
 
-    def __init__(self, text: TokenizerText) -> None:
+    def __init__(self, text: TokenizerText, marks: Mapping[int, str]) -> None:
         self._text = text
+        self._marks = marks
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
         if self._text.is_special(token_id):
-            return ""
+            return self._marks.get(token_id, "")
         return self._decoder.decode(self._text.token_bytes(token_id))
 
     def finish(self) -> str:
@@ -156,15 +230,17 @@ class _WindowStream:
         decoded        `_shown`         what push returns
     """
 
-    def __init__(self, text: TokenizerText) -> None:
+    def __init__(self, text: TokenizerText, marks: Mapping[int, str]) -> None:
         self._text = text
+        self._marks = marks
         self._context: list[int] = []
         self._pending: list[int] = []
         self._shown = ""
 
     def push(self, token_id: int) -> str:
         if self._text.is_special(token_id):
-            return ""
+            mark = self._marks.get(token_id, "")
+            return mark and self.finish() + mark
         self._pending.append(token_id)
         if self._splits_character():
             return ""
@@ -200,6 +276,15 @@ class _WindowStream:
         self._context, self._pending = self._pending, []
         self._shown = self._text.decode(self._context)
         return delta
+
+
+@cache
+def _not_for_templates() -> frozenset[str]:
+    """Names that say something to those who render a template, or that they give it themselves."""
+    from transformers import PreTrainedTokenizerBase
+
+    names = signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    return frozenset(names) | {"messages"}
 
 
 def _byte_level_alphabet() -> dict[str, int]:

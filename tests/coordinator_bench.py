@@ -46,7 +46,7 @@ class SlowText:
         time.sleep(self._seconds)
         return [1] * (len(text) // 4 or 1)
 
-    def stream(self) -> Any:
+    def stream(self, _: object = ()) -> Any:
         return self
 
     def push(self, token_id: int) -> str:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from coordinator.http_api.bodies import StreamOptions, TranslatedBody
+from coordinator.http_api.tool_parsers import AnswerForm, Part
 from outrider.request import Event, Finished, RoundReport, Started, Tokens
 from outrider.sessions.store import FinishReason
 
@@ -36,18 +39,37 @@ written, with its log-probability; then the likeliest in its place."""
 class _Choice:
     """One text of an answer, as far as it has come."""
 
-    def __init__(self, text: TokenizerText | None) -> None:
+    def __init__(self, text: TokenizerText | None, form: AnswerForm | None = None) -> None:
         self._text = text
         self._stream = None if text is None else text.stream()
         self._offset = 0
+        self.reader = None if form is None else form.make_reader()
+        self.num_calls = 0
+        """Of tools, that were told."""
         self.started: Started | None = None
         self.finished: Finished | None = None
         self.is_opened = False
         self.num_tokens = 0
         # What has come, and of a stream has not been told:
-        self.text = ""
+        self.parts: list[Part] = []
         self.token_ids: list[int] = []
         self.scored: list[Scored] = []
+
+    @property
+    def text(self) -> str:
+        """What has come of the content, and of a stream has not been told."""
+        return "".join(part.text for part in self.parts if part.kind == "content")
+
+    def add(self, text: str) -> None:
+        """Some text has come."""
+        if self.reader is not None:
+            self.parts += self.reader.push(text)
+        elif text:
+            self.parts.append(Part("content", text))
+
+    def forget(self) -> None:
+        """What has come was told."""
+        self.parts, self.token_ids, self.scored = [], [], []
 
     def score(self, event: Tokens) -> list[Scored]:
         scored = []
@@ -99,15 +121,15 @@ class Answer(Told):
         self._options = asked.body.stream_options or StreamOptions()
         given = asked.requests[0].num_draft_tokens
         self._num_draft_tokens = num_draft_tokens if given is None else given
-        self._choices = [_Choice(text) for _ in asked.requests]
+        self._choices = [_Choice(text, asked.form) for _ in asked.requests]
         self._envelope: Json = {"id": "", "object": "", "created": created, "model": ""}
         self._rounds: Counter[tuple[int, int]] = Counter()
         """By tokens proposed and accepted."""
 
-    delta: Callable[[str], Json]
-    """A part of a choice's text, in a chunk."""
-    message: Callable[[str], Json]
-    """The whole text of a choice."""
+    delta: Callable[[_Choice], Json]
+    """What has come of a choice and was not told, in a chunk."""
+    message: Callable[[_Choice], Json]
+    """All of a choice."""
     logprobs: Callable[[Sequence[Scored]], Json]
     """The log-probabilities of a choice's tokens."""
 
@@ -116,7 +138,7 @@ class Answer(Told):
         if self._asked.body.stream:
             return None
         told = [
-            self._choice(index, self.message(one.text), one.finished, one)
+            self._choice(index, self.message(one), one.finished, one)
             for index, one in enumerate(self._choices)
         ]
         return self._told(self.kind, told, usage=self._usage(), metrics=self._metrics())
@@ -136,7 +158,7 @@ class Answer(Told):
                 self._envelope["model"] = event.model
             case Tokens():
                 choice.num_tokens += len(event.token_ids)
-                choice.text += event.text_delta
+                choice.add(event.text_delta)
                 choice.token_ids += event.token_ids
                 if self._asked.has_logprobs:
                     choice.scored += choice.score(event)
@@ -144,6 +166,8 @@ class Answer(Told):
                 self._rounds[len(event.proposed_token_ids), event.num_accepted] += 1
             case Finished():
                 choice.finished = event
+                if choice.reader is not None:
+                    choice.parts += choice.reader.finish()
 
     def _parts(self, index: int, event: Tokens | Finished) -> Sequence[Json]:
         """Of a stream, what is told of an event that a client waits for."""
@@ -151,10 +175,13 @@ class Answer(Told):
         if self.opening is not None and not choice.is_opened:
             choice.is_opened = True
             chunks.append(self._chunk(self._choice(index, self.opening)))
+        # Each round has a chunk, but for one whose whole text is held back.
+        is_round = isinstance(event, Tokens) and choice.reader is None
+        if choice.parts or is_round or (choice.token_ids and choice.finished):
+            chunks.append(self._chunk(self._choice(index, self.delta(choice), None, choice)))
+            choice.forget()
         if isinstance(event, Tokens):
-            part = self._choice(index, self.delta(choice.text), None, choice)
-            choice.text, choice.token_ids, choice.scored = "", [], []
-            return [*chunks, self._chunk(part)]
+            return chunks
         chunks.append(self._chunk(self._choice(index, self.closing, event)))
         if all(one.finished for one in self._choices):
             if self._options.include_usage:
@@ -183,11 +210,15 @@ class Answer(Told):
         """With the `tokens` that it tells of, if it does."""
         reason = finished and finished.finish_reason
         was_cut = reason in (FinishReason.DEADLINE, FinishReason.CANCELLED)
+        form = self._asked.form
+        told_reason = "length" if was_cut else reason  # Clients know `length`.
+        if reason is FinishReason.STOP and form is not None and form.ends_with_calls:
+            told_reason = "tool_calls" if self._choices[index].num_calls else reason
         told: Json = {
             "index": index,
             **content,
             "logprobs": None,
-            "finish_reason": "length" if was_cut else reason,  # Clients know `length`.
+            "finish_reason": told_reason,
             "stop_reason": reason if was_cut else _stopped_by(finished),
         }
         if tokens is not None and self._asked.has_logprobs:
@@ -254,11 +285,44 @@ class ChatAnswer(Answer):
     opening: ClassVar[Json | None] = {"delta": {"role": "assistant", "content": ""}}
     closing: ClassVar[Json] = {"delta": {}}
 
-    def delta(self, text: str) -> Json:
-        return {"delta": {"content": text}}
+    def delta(self, choice: _Choice) -> Json:
+        return {"delta": self._told_parts(choice) or {"content": ""}}
 
-    def message(self, text: str) -> Json:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def message(self, choice: _Choice) -> Json:
+        told = self._told_parts(choice)
+        for call in told.get("tool_calls", ()):
+            del call["index"]
+        nothing = None if "tool_calls" in told else ""
+        return {"message": {"role": "assistant", "content": nothing, "refusal": None, **told}}
+
+    def _told_parts(self, choice: _Choice) -> Json:
+        """The content, the reasoning and the calls of what was not told."""
+        told: Json = {}
+        calls: list[Json] = []
+        for kind, run in groupby(choice.parts, key=attrgetter("kind")):
+            texts = [part.text for part in run]
+            if kind == "name":
+                calls += [self._called(choice, name) for name in texts]
+            elif kind == "arguments":
+                index = choice.num_calls - 1
+                if not calls:
+                    calls.append({"index": index, "function": {"arguments": ""}})
+                calls[-1]["function"]["arguments"] += "".join(texts)
+            else:
+                name = "content" if kind == "content" else "reasoning_content"
+                told[name] = told.get(name, "") + "".join(texts)
+        return {**told, "tool_calls": calls} if calls else told
+
+    def _called(self, choice: _Choice, name: str) -> Json:
+        """The beginning of a call."""
+        session_id = choice.started.session_id if choice.started else ""
+        index, choice.num_calls = choice.num_calls, choice.num_calls + 1
+        return {
+            "index": index,
+            "id": self._asked.form.call_id(session_id, index) if self._asked.form else "",
+            "type": "function",
+            "function": {"name": name, "arguments": ""},
+        }
 
     def logprobs(self, tokens: Sequence[Scored]) -> Json:
         content = []
@@ -278,8 +342,8 @@ class CompletionAnswer(Answer):
     kind = chunk_kind = "text_completion"
     closing: ClassVar[Json] = {"text": ""}
 
-    def delta(self, text: str) -> Json:
-        return {"text": text}
+    def delta(self, choice: _Choice) -> Json:
+        return {"text": choice.text}
 
     message = delta
 

@@ -38,6 +38,7 @@ from coordinator.http_api.reading import (
 )
 from coordinator.http_api.responses import ResponseAnswer, ResponsesBody
 from coordinator.http_api.server import HttpOptions, HttpServer, Metrics, until_gone
+from coordinator.http_api.tool_parsers import ChatFormats
 from coordinator.routing.discovery import SeenReplica
 from coordinator.service import CoordinatorService
 from outrider.api_keys import Caller
@@ -311,9 +312,14 @@ _METRICS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def http_server(service: CoordinatorService, options: HttpOptions) -> HttpServer:
-    """Serves a coordinator. Raises as `HttpServer`."""
-    return HttpServer(options, lambda closing, hosts: build_app(service, closing, options, hosts))
+def http_server(
+    service: CoordinatorService, options: HttpOptions, formats: ChatFormats | None = None
+) -> HttpServer:
+    """Serves a coordinator, whose model writes calls and reasoning in these `formats`; None = those
+    that its chat template shows. Raises as `HttpServer`."""
+    return HttpServer(
+        options, lambda closing, hosts: build_app(service, closing, options, hosts, formats)
+    )
 
 
 def build_app(
@@ -321,9 +327,10 @@ def build_app(
     closing: asyncio.Event,
     options: HttpOptions,
     hosts: Collection[str] = (),
+    formats: ChatFormats | None = None,
 ) -> FastAPI:
     """The application. `closing` is set when it waits no longer for what runs; `hosts` are the
-    names that it is called by; none = any."""
+    names that it is called by; none = any. `formats` are those of `http_server`."""
     access = options.access
     app = FastAPI(
         title="Outrider",
@@ -340,13 +347,17 @@ def build_app(
     if options.times is not None:
         app.add_middleware(TimingMiddleware, times=options.times)
     add_error_handlers(app)
-    _add_generation(app, service, access, closing)
+    _add_generation(app, service, access, closing, formats or ChatFormats(service.text))
     _add_operation(app, service, options.metrics)
     return app
 
 
 def _add_generation(
-    app: FastAPI, service: CoordinatorService, access: AccessControl, closing: asyncio.Event
+    app: FastAPI,
+    service: CoordinatorService,
+    access: AccessControl,
+    closing: asyncio.Event,
+    formats: ChatFormats,
 ) -> None:
     def answered(
         request: Request,
@@ -354,6 +365,8 @@ def _add_generation(
         kind: Callable[[TranslatedBody, TokenizerText | None, int, int], Answer],
     ) -> Response:
         asked = body.translate()
+        if isinstance(body, ChatBody):
+            asked = formats.fitted(asked)
         bound = service.defaults.num_draft_tokens
         answer = kind(asked, service.text, bound, int(time.time()))
         return Generated(_generated(service, access, request, asked), closing, answer)

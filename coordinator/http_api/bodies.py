@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -30,14 +31,18 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails
 
+from coordinator.http_api.tool_parsers import AnswerForm
+from coordinator.http_api.tools import REQUIRED, Tools, arguments_of, tools_of
 from outrider.errors import BadRequest
 from outrider.grammar.constraint import Constraint
 from outrider.limits import (
     ANSWERS_MAX,
+    CALLS_MAX,
     CHAT_MESSAGES_MAX,
     CHAT_PARTS_MAX,
     CHOICES_MAX,
     CONSTRAINT_BYTES_MAX,
+    HTTP_CONTAINERS_MAX,
     HTTP_FIELDS_MAX,
     LOGIT_BIAS_ENTRIES_MAX,
     PROMPTS_MAX,
@@ -45,6 +50,9 @@ from outrider.limits import (
     SEED_MAX,
     STOP_STRINGS_MAX,
     STOP_TOKEN_IDS_MAX,
+    TEMPLATE_VARIABLE_CHARS_MAX,
+    TEMPLATE_VARIABLES_MAX,
+    TOOLS_MAX,
 )
 from outrider.request import ChatMessage, GenerateRequest, Prompt
 from outrider.speculation.random_streams import choice_seed
@@ -337,6 +345,24 @@ def _constraint(field: str, kind: str, value: Any) -> Constraint:
     raise BadRequest(field, "is not supported; allowed: one of json, json_object, regex, choice")
 
 
+class CalledFunction(Body):
+    """What an assistant has called."""
+
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+
+
+class CalledTool(Body):
+    """A call of a tool."""
+
+    unserved = _idle("index", _ANY)
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class TextPart(Body):
     """A part of a message."""
 
@@ -349,18 +375,24 @@ class Message(Body):
 
     unserved = {
         **_idle("name", _ANY),
-        **_idle("tool_calls annotations", []),
-        **_idle("tool_call_id function_call refusal audio reasoning reasoning_content"),
+        **_idle("annotations", []),
+        **_idle("function_call refusal audio reasoning"),
     }
 
     role: str
     content: str | Several[TextPart] | None = Field(default=None, validate_default=True)
+    reasoning_content: str = ""
+    """How an assistant came to what it said."""
+    tool_calls: Annotated[Several[CalledTool], Field(max_length=CALLS_MAX)] = []
+    """What an assistant has called."""
+    tool_call_id: str | None = Field(default=None, validate_default=True)
+    """The call that a tool's message answers."""
 
     @field_validator("role")
     @classmethod
     def _known(cls, role: str) -> str:
-        if role in ("tool", "function"):
-            raise ValueError(f"{role!r} is not supported")
+        if role == "function":
+            raise ValueError(f"{role!r} is not supported; say tool")
         return "system" if role == "developer" else role
 
     @field_validator("content")
@@ -370,12 +402,92 @@ class Message(Body):
             raise ValueError("is missing; only the assistant's may be left out")
         return content
 
-    def turn(self) -> ChatMessage:
-        """Text parts become lines of one text."""
+    @field_validator("reasoning_content", "tool_calls")
+    @classmethod
+    def _of_assistant(cls, value: Any, info: ValidationInfo) -> Any:
+        if value and info.data.get("role") != "assistant":
+            raise ValueError("is for messages of the assistant; leave it out")
+        return value
+
+    @field_validator("tool_call_id")
+    @classmethod
+    def _of_tool(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if (value is None) is (info.data.get("role") == "tool"):
+            raise ValueError(
+                "is missing; it names the call that this answers"
+                if value is None
+                else "is for messages of a tool; leave it out"
+            )
+        return value
+
+    def turn(self, place: str) -> ChatMessage:
+        """Text parts become lines of one text. Raises `BadRequest` for arguments that are none;
+        `place` is the message's."""
         content = self.content or ""
         if not isinstance(content, str):
             content = "\n".join(part.text for part in content)
-        return ChatMessage(self.role, content)
+        more: dict[str, Any] = {}
+        if self.reasoning_content:
+            more["reasoning_content"] = self.reasoning_content
+        if self.tool_calls:
+            more["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": call.type,
+                    "function": {
+                        "name": call.function.name,
+                        "arguments": arguments_of(
+                            call.function.arguments,
+                            f"{place}.tool_calls[{index}].function.arguments",
+                        ),
+                    },
+                }
+                for index, call in enumerate(self.tool_calls)
+            ]
+        if self.tool_call_id is not None:
+            more["tool_call_id"] = self.tool_call_id
+        return ChatMessage(self.role, content, more)
+
+
+class FunctionTool(Body):
+    """A function that the caller has."""
+
+    unserved = _idle("strict", _ANY)
+
+    name: str
+    """1 to 64 letters, digits, - and _."""
+    description: str = ""
+    parameters: Described = {}
+    """Their JSON schema; empty = it has none."""
+
+
+class Tool(Body):
+    """What an answer may call."""
+
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class NamedFunction(Body):
+    """One of the tools' functions."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """The tool that an answer must call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+TemplateVariable = (
+    Annotated[str, Field(max_length=TEMPLATE_VARIABLE_CHARS_MAX)]
+    | Annotated[int, Field(ge=-SEED_MAX, le=SEED_MAX)]
+    | float
+    | bool
+    | None
+)
 
 
 def few_parts(messages: Any) -> Any:
@@ -392,16 +504,15 @@ class ChatBody(ChoicesBody):
 
     unserved = {
         **ChoicesBody.unserved,
-        **_idle("parallel_tool_calls safety_identifier", _ANY),
+        **_idle("safety_identifier", _ANY),
         **_idle("prompt_cache_key prompt_cache_retention", _ANY),
-        **_idle("tools functions", []),
-        **_idle("tool_choice function_call", "none", "auto"),
+        **_idle("functions", []),
+        **_idle("function_call", "none", "auto"),
         **_idle("modalities", ["text"]),
         **_idle("reasoning_effort", "none"),
         **_idle("verbosity", "medium"),
         **_idle("store continue_final_message", False),
         **_idle("add_generation_prompt", True),
-        **_idle("chat_template_kwargs", {}),
         **_idle("audio prediction web_search_options chat_template"),
     }
 
@@ -413,6 +524,54 @@ class ChatBody(ChoicesBody):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int = 0
+    tools: Annotated[Several[Tool], Field(max_length=TOOLS_MAX)] = []
+    """What the answer may call."""
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool,
+        _form('none, auto, required, or {"type": "function", "function": {"name": ...}}'),
+    ] = "auto"
+    """Whether it may call something, must, or calls a certain tool."""
+    parallel_tool_calls: bool = True
+    """false = one call at most."""
+    chat_template_kwargs: Annotated[
+        dict[str, TemplateVariable], Field(max_length=TEMPLATE_VARIABLES_MAX)
+    ] = {}
+    """Variables for the chat template, such as enable_thinking."""
+
+    @cached_property
+    def called_tools(self) -> Tools | None:
+        """Raises `BadRequest`."""
+        choice = self.tool_choice
+        named = choice.function.name if isinstance(choice, NamedTool) else ""
+        return tools_of(
+            [tool.function.model_dump(exclude_unset=True) for tool in self.tools],
+            choice if isinstance(choice, str) else REQUIRED,
+            named,
+            several=self.parallel_tool_calls,
+            place=".function.name",
+        )
+
+    def _constraints(self) -> list[tuple[str, Constraint]]:
+        """An answer that must be calls is not held to the form that it would have as a text."""
+        tools = self.called_tools
+        held = None if tools is None else tools.constraint()
+        found = super()._constraints()
+        if held is None:
+            return found
+        others = [one for one in found if not one[0].startswith("response_format")]
+        return [("tools", held), *others]
+
+    def _turns(self) -> tuple[ChatMessage, ...]:
+        calls = [call for message in self.messages for call in message.tool_calls]
+        texts = [call.function.arguments for call in calls]
+        if sum(text.count("{") + text.count("[") for text in texts) > HTTP_CONTAINERS_MAX:
+            raise BadRequest(
+                "messages",
+                f"have calls with more than {HTTP_CONTAINERS_MAX} lists and objects in all",
+            )
+        return tuple(
+            message.turn(f"messages[{index}]") for index, message in enumerate(self.messages)
+        )
 
     def translate(self) -> TranslatedBody:
         """Raises `BadRequest` for fields that contradict each other. OpenAI has two
@@ -425,12 +584,16 @@ class ChatBody(ChoicesBody):
         names = {"chat": "messages", "chat.messages": "messages", "logprobs": "top_logprobs"}
         if new is not None:
             names["max_tokens"] = "max_completion_tokens"
-        return self._translated(
-            [tuple(message.turn() for message in self.messages)],
+        tools = self.called_tools
+        asked = self._translated(
+            [self._turns()],
             names,
             max_tokens=old if new is None else new,
             logprobs=self.top_logprobs if self.logprobs else None,
+            tools=() if tools is None else tools.for_template(),
+            template_variables=self.chat_template_kwargs,
         )
+        return replace(asked, tools=tools)
 
 
 class CompletionBody(ChoicesBody):
@@ -482,6 +645,10 @@ class TranslatedBody:
     """`n` for each prompt, all of the first prompt first."""
     names: Mapping[str, str]
     """What the body calls fields of the coordinator's."""
+    tools: Tools | None = None
+    """What the answers may call."""
+    form: AnswerForm | None = None
+    """How the answers are read; None = all of them is content."""
 
     @property
     def has_logprobs(self) -> bool:

@@ -276,7 +276,7 @@ class ResponseAnswer(ChatAnswer):
             ]
         item = self._items[-1]
         text, logprobs = choice.text, self.logprobs(choice.scored)["content"]
-        choice.text, choice.token_ids, choice.scored = "", [], []
+        choice.forget()
         item.text += text
         item.logprobs += logprobs
         if text or logprobs:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import TypeAdapter
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 _ROLE = re.compile(rf"[A-Za-z0-9_-]{{1,{limits.ROLE_CHARS_MAX}}}")
 
 
-_NOT_STORED = {"prompt", "model", "default_max_tokens"}
+_NOT_STORED = {"prompt", "model", "default_max_tokens", "tools", "template_variables"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +140,10 @@ def resolve(
     if (least := request.sampling.min_tokens) > known["max_tokens"]:
         reason = f"{least} is more than the {known['max_tokens']} of max_tokens"
         raise BadRequest("sampling.min_tokens", reason)
-    known |= {"prompt": prompt_ids, "model": "", "default_max_tokens": limits.MAX_TOKENS_DEFAULT}
+    known |= {
+        "prompt": prompt_ids, "model": "", "default_max_tokens": limits.MAX_TOKENS_DEFAULT,
+        "tools": (), "template_variables": {},
+    }  # fmt: skip
     if request.sampling.greedy:
         known["rule"] = Rule.GREEDY
     elif request.rule is None:  # With a seed, tokens shall not depend on the drafter.
@@ -206,8 +211,15 @@ class PromptEncoder:
         one of them waits, nothing else has it."""
         self._checks: ConstraintChecks | None = None
 
-    async def encode(self, prompt: Prompt, tokens_max: int) -> tuple[str, tuple[int, ...]]:
-        """The name of the field that the prompt came in, and its token ids. The same object is
+    async def encode(
+        self,
+        prompt: Prompt,
+        tokens_max: int,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> tuple[str, tuple[int, ...]]:
+        """The name of the field that the prompt came in, and its token ids; a conversation's
+        template is told of `tools` and other `variables`. The same object is
         tokenized once for all who wait for it. Raises `BadRequest`
         for a text that cannot be tokenized, or that `tokens_max` tokens can never hold: that one
         is not even looked at."""
@@ -217,8 +229,11 @@ class PromptEncoder:
         field = "text" if isinstance(prompt, str) else "chat"
         if text is None:
             raise BadRequest(field, NO_TOKENIZER)
-        turns = [] if isinstance(prompt, str) else [asdict(turn) for turn in given]
-        contents = [prompt] if isinstance(prompt, str) else [turn["content"] for turn in turns]
+        turns, contents = list[dict[str, Any]](), [given]
+        if not isinstance(prompt, str):
+            turns = [{"role": one.role, "content": one.content, **one.more} for one in given]
+            contents = [one.content for one in given]
+            contents += [json.dumps(one.more, ensure_ascii=False) for one in given if one.more]
         size = sum(len(one.encode(errors="surrogatepass")) for one in contents)
         bytes_max = tokens_max * text.token_bytes_max
         if size > bytes_max:
@@ -229,7 +244,9 @@ class PromptEncoder:
             )
 
         def tokenize() -> tuple[int, ...]:
-            return tuple(text.encode_chat(turns) if turns else text.encode(given))
+            if turns:
+                return tuple(text.encode_chat(turns, tools, variables))
+            return tuple(text.encode(given))
 
         return field, await self._calls.result(id(prompt), tokenize)
 

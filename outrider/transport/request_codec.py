@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any, TypeVar
 
 from outrider.errors import BadRequest, InvariantError
@@ -71,7 +70,11 @@ def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
     elif len({type(part) for part in prompt}) > 1:
         raise BadRequest("prompt", "mixes kinds; give text, chat messages or token ids")
     elif prompt and isinstance(prompt[0], ChatMessage):
-        given["chat"] = {"messages": [asdict(turn) for turn in prompt]}
+        if any(isinstance(turn, ChatMessage) and turn.more for turn in prompt):
+            raise BadRequest(
+                "prompt", "has calls of tools, or reasoning; they travel by HTTP alone"
+            )
+        given["chat"] = {"messages": [to_proto(turn, pb.ChatMessage) for turn in prompt]}
     else:
         given["token_ids"] = {"ids": prompt}
     return to_proto(request, pb.GenerateRequest, **given)

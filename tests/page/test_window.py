@@ -350,18 +350,19 @@ class Hostile:
     """A tokenizer whose every token is markup that would run."""
 
     token_bytes_max = 64
+    chat_template = ""
     MARKUP = "<img src=x onerror=\"document.title='run'\">"
 
     def encode(self, text: str) -> list[int]:
         return [1, 2, 3]
 
-    def encode_chat(self, messages: object) -> list[int]:
+    def encode_chat(self, messages: object, *_: object) -> list[int]:
         return [1, 2, 3]
 
     def spell(self, token_id: int) -> bytes:
         return self.MARKUP.encode()
 
-    def stream(self) -> Hostile:
+    def stream(self, _: object = ()) -> Hostile:
         return self
 
     def push(self, token_id: int) -> str:

@@ -304,7 +304,7 @@ async def test_what_is_left_of_the_deadline_counts() -> None:
 class Tailed(SlowText):
     """Holds a mark back until the end."""
 
-    def stream(self) -> Any:
+    def stream(self, _: object = ()) -> Any:
         return Tailed()
 
     def finish(self) -> str:

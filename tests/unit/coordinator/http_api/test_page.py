@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from told_coordinator import ToldCoordinator
 
 from coordinator.http_api.app import HttpOptions, build_app
 
@@ -29,7 +30,7 @@ async def test_every_file_is_packaged_and_served() -> None:
     patterns = settings["tool"]["setuptools"]["package-data"]["coordinator"]
     packaged = {path.name for one in patterns for path in (ROOT / "coordinator").glob(one)}
     assert packaged == lying.keys()
-    app = build_app(None, asyncio.Event(), HttpOptions())  # type: ignore[arg-type]
+    app = build_app(ToldCoordinator(), asyncio.Event(), HttpOptions())  # type: ignore[arg-type]
     named: set[tuple[str, str]] = set()
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app), base_url="http://here"

@@ -199,7 +199,7 @@ class SlowTokenizer:
         self.goes_on.wait(10)
         return [len(text)]
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, str]], *_: object) -> list[int]:
         return self.encode(messages[0]["content"])
 
 

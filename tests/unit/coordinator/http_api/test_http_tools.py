@@ -1,0 +1,379 @@
+"""Tools in chat completions: what bodies may say of them, what holds an answer to them, and how
+what models write becomes calls."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import jsonschema
+import pytest
+from constrained import tokens as grammar_tokens
+from models import byte_level_tokenizer
+from pydantic import ValidationError
+
+from coordinator.http_api.answers import ChatAnswer
+from coordinator.http_api.bodies import ChatBody, TranslatedBody
+from coordinator.http_api.reading import wrong_body
+from coordinator.http_api.tool_parsers import (
+    ChatFormats,
+    Content,
+    DeepSeek,
+    HeldArguments,
+    HeldCalls,
+    Hermes,
+    Llama3,
+    Mistral,
+    Reader,
+    Reasoning,
+)
+from outrider.errors import BadRequest
+from outrider.limits import CALLS_MAX, TOOLS_MAX
+from outrider.request import ChatMessage, Finished, Metrics, Started, Tokens, Usage
+from outrider.sessions.store import FinishReason
+from outrider.speculation.accept_reject import Origin
+from outrider.speculation.sampling_params import Rule
+from outrider.tokenizer import TokenizerText
+
+Parts = list[tuple[str, str]]
+USER = {"role": "user", "content": "hi"}
+CITY = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/City"}},
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"City": {"enum": ["Rome", "Oslo"]}},
+}
+
+
+def tool(name: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+WEATHER, CLOCK = tool("weather", description="now", parameters=CITY), tool("clock")
+BOTH = [WEATHER, CLOCK]
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+def chat(**fields: Any) -> TranslatedBody:
+    return ChatBody.model_validate({"messages": [USER]} | fields).translate()
+
+
+def called(arguments: str = "{}", **more: Any) -> dict[str, Any]:
+    function = {"name": "weather", "arguments": arguments}
+    return {
+        "role": "assistant",
+        "tool_calls": [{"id": "1", "type": "function", "function": function}],
+        **more,
+    }
+
+
+def test_a_conversation_with_calls_is_told_to_the_template() -> None:
+    """Arguments as an object, which templates want."""
+    result = {"role": "tool", "tool_call_id": "1", "content": "warm"}
+    call = called('{"city": "Rome"}', content=None, reasoning_content="hm")
+    [request] = chat(
+        messages=[USER, call, result], tools=BOTH, chat_template_kwargs={"enable_thinking": False}
+    ).requests
+    function = {"name": "weather", "arguments": {"city": "Rome"}}
+    assert request.prompt == (
+        ChatMessage("user", "hi"),
+        ChatMessage(
+            "assistant", "",
+            {
+                "reasoning_content": "hm",
+                "tool_calls": [{"id": "1", "type": "function", "function": function}],
+            },
+        ),
+        ChatMessage("tool", "warm", {"tool_call_id": "1"}),
+    )  # fmt: skip
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    assert request.tools == [WEATHER, tool("clock", parameters=nothing)]
+    assert request.template_variables == {"enable_thinking": False}
+    assert request.constraint is None
+    assert chat(tools=BOTH, tool_choice="none").requests == chat().requests
+
+
+MANY = [tool(f"t{number}") for number in range(TOOLS_MAX + 1)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"tools": [{}]}, "tools[0].type"),
+        ({"tools": MANY}, "tools"),
+        ({"tools": [tool("a b")]}, "tools[0].function.name"),
+        ({"tools": [WEATHER, tool("weather")]}, "tools[1].function.name"),
+        ({"tools": [tool("a", description="x" * 2**18)]}, "tools"),
+        ({"tools": [tool("a", parameters={"a": [0] * 2**16})]}, "tools[0].function.parameters"),
+        ({"tools": [tool("a", parameters={"x": "y" * 2**16})], "tool_choice": "required"}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": NAMED}, "tool_choice"),
+        ({"tools": BOTH, "tool_choice": "any"}, "tool_choice"),
+        ({"tools": [CLOCK], "tool_choice": NAMED}, "tool_choice.function.name"),
+        ({"tools": BOTH, "tool_choice": "required", "guided_regex": "a"}, "guided_regex"),
+        ({"messages": [called("[1]")]}, "messages[0].tool_calls[0].function.arguments"),
+        ({"messages": [called("{")]}, "messages[0].tool_calls[0].function.arguments"),
+        ({"messages": [called("[" * 2**17)]}, "messages"),
+        ({"messages": [called() | {"tool_calls": called()["tool_calls"] * (CALLS_MAX + 1)}]},
+         "messages[0].tool_calls"),
+        ({"messages": [called(role="user", content="x")]}, "messages[0].tool_calls"),
+        ({"messages": [{**USER, "role": "tool"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{**USER, "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
+        ({"chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs.a"),
+        ({"chat_template_kwargs": {"a": "x" * 5000}}, "chat_template_kwargs.a"),
+        ({"chat_template_kwargs": {str(n): 1 for n in range(40)}}, "chat_template_kwargs"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises((BadRequest, ValidationError)) as caught:
+        chat(**fields)
+    error: Any = caught.value
+    if isinstance(error, ValidationError):
+        error = wrong_body([{**one, "loc": ("body", *one["loc"])} for one in error.errors()])
+    assert error.field == field
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_calls_that_must_come_are_held_to_the_schemas(several: bool) -> None:
+    """A list of one or more, each with a tool's name and what that takes, wherever the tool's own
+    references lead. The errors of the compiler are those of `tools`."""
+    asked = chat(
+        tools=BOTH, tool_choice="required", parallel_tool_calls=several,
+        response_format={"type": "json_object"},
+    )  # fmt: skip
+    [request] = asked.requests
+    assert request.constraint is not None
+    assert asked.renamed(BadRequest("json_schema", "no"), 0).field == "tools"
+    grammar_tokens().compile(request.constraint)
+    schema = jsonschema.Draft202012Validator(json.loads(request.constraint.text))
+    good = {"name": "weather", "arguments": {"city": "Rome"}}
+    clock = {"name": "clock", "arguments": {}}
+    assert schema.is_valid([good])
+    assert schema.is_valid([good, clock]) is several
+    for wrong in ([], [{**good, "name": "x"}], [{**good, "arguments": {"city": "Paris"}}],
+                  [{**clock, "arguments": {"a": 1}}]):  # fmt: skip
+        assert not schema.is_valid(wrong)
+
+
+def test_the_named_tool_is_its_arguments_alone() -> None:
+    [request] = chat(tools=BOTH, tool_choice=NAMED).requests
+    assert request.constraint is not None
+    assert json.loads(request.constraint.text) == CITY
+
+
+def read(reader: Reader, text: str, width: int) -> Parts:
+    """What a reader tells of a text in pieces of so many characters; neighbours are joined."""
+    parts = [one for at in range(0, len(text), width) for one in reader.push(text[at : at + width])]
+    parts += reader.finish()
+    found: Parts = []
+    for kind, run in groupby(parts, key=lambda part: part.kind):
+        texts = [part.text for part in run]
+        found += [(kind, text) for text in (texts if kind == "name" else ["".join(texts)])]
+    return found
+
+
+F: Parts = [("name", "f"), ("arguments", '{"a": 1}')]
+G: Parts = [("name", "g"), ("arguments", "{}")]
+OK: Parts = [("content", "ok")]
+LISTED = '[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'
+BEGIN, CALL, SEP, END, ALL_END = DeepSeek.shown_tokens
+BLOCK = f'{CALL}function{SEP}f\n```json\n{{"a": 1}}\n```{END}'
+TEXTS: list[tuple[Callable[[], Reader], str, Parts]] = [
+    (HeldCalls, LISTED, F + G),
+    (partial(HeldCalls, several=False), LISTED, F),
+    (HeldCalls, '[ {"name" : "f", "arguments" : {"a": "}\\"]", "b": [1, {}]} } ]',
+     [("name", "f"), ("arguments", '{"a": "}\\"]", "b": [1, {}]}')]),
+    (HeldCalls, '[{"name": "f", "arguments": {"a', [("name", "f"), ("arguments", '{"a')]),
+    (HeldCalls, '[{"name": "f', []),
+    (partial(HeldArguments, ["f"]), '{"a": 1}', F),
+    # Hermes-2-Pro and Qwen2.5
+    (Hermes, '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', F),
+    (Hermes, 'I will.\n\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
+     '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>', [("content", "I will."), *F, *G]),
+    (partial(Hermes, several=False), '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>\n'
+     '<tool_call>{"name": "g", "arguments": {}}</tool_call> x', F),
+    (Hermes, '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call> ok', F + OK),
+    (Hermes, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', F),
+    (Hermes, '<tool_call>{"name": "g", "arguments": null}', G),
+    (Hermes, '<tool_call>{"name": "f", "arguments": {"a": 1', [F[0], ("arguments", '{"a": 1')]),
+    (Hermes, '<tool_call>{"name": "f', [("content", '<tool_call>{"name": "f')]),
+    (Hermes, " if a <tool> b <", [("content", " if a <tool> b <")]),
+    (Hermes, "as <tool_call>oops", [("content", "as<tool_call>oops")]),
+    # Llama 3.1 and 3.2
+    (partial(Llama3, ["f", "g"]), '{"name": "f", "parameters": {"a": 1}}', F),
+    (partial(Llama3, ["f", "g"]), '<|python_tag|>{"type": "function", "name": "f", "parameters": '
+     '{"a": 1}}; {"name": "g", "parameters": {}}', F + G),
+    (partial(Llama3, ["f"]), '{"name": "x", "a": 3} is', [("content", '{"name": "x", "a": 3} is')]),
+    (partial(Llama3, ["f"]), '<|python_tag|>f.call(a=1)', [("content", "f.call(a=1)")]),
+    (partial(Llama3, ["f"]), " Hello ", [("content", " Hello ")]),
+    (partial(Llama3, ["f"]), "  ", [("content", "  ")]),
+    # Mistral 7B v0.3 and Nemo; Small 3.2 and Magistral
+    (Mistral, f"[TOOL_CALLS] {LISTED}", F + G),
+    (Mistral, f"Yes.[TOOL_CALLS]{LISTED}", [("content", "Yes."), *F, *G]),
+    (Mistral, '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{}', F + G),
+    (Mistral, '[TOOL_CALLS]f[CALL_ID]Xy3456789[ARGS]{"a": 1}', F),
+    (Mistral, "[TOOL_CALLS] [1]", [("content", "1]")]),
+    # DeepSeek V3 and V3.1
+    (DeepSeek, f"{BEGIN}{BLOCK}\n{CALL}function{SEP}g\n```json\n{{}}\n```{END}{ALL_END}", F + G),
+    (DeepSeek, f'Now.{BEGIN}{CALL}f{SEP}{{"a": 1}}{END}{CALL}g{SEP}{{}}{END}{ALL_END}',
+     [("content", "Now."), *F, *G]),
+    # Qwen3 and DeepSeek R1
+    (lambda: Reasoning(Hermes(), is_open=False), "<think>\nwhy\n\nso\n</think>\n\nok <tool_call>"
+     '{"name": "f", "arguments": {"a": 1}}</tool_call>',
+     [("reasoning", "why\n\nso"), *OK, *F]),
+    (lambda: Reasoning(Content(), is_open=True), "\nwhy</think>\nok",
+     [("reasoning", "why"), *OK]),
+    (lambda: Reasoning(Content(), is_open=True), "<think>why</thi", [("reasoning", "why</thi")]),
+    (lambda: Reasoning(Content(), is_open=False), " ok <think>", [("content", " ok <think>")]),
+    (lambda: Reasoning(Content(), is_open=False), "<thi", [("content", "<thi")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "text", "parts"), TEXTS)
+def test_what_models_write(make: Callable[[], Reader], text: str, parts: Parts) -> None:
+    """However the text is cut into pieces."""
+    for width in (1, 2, 3, 7, len(text)):
+        assert read(make(), text, width) == parts
+
+
+def test_what_is_certain_is_told_at_once() -> None:
+    """Content up to what may begin a mark, a name when it is whole, and arguments as they come."""
+    assert Hermes().push("sure <to") == [("content", "sure")]
+    reader = Hermes()
+    pieces = ("<tool_call>{", '"name": "f', '", "arguments": {"a', '": 1', "}}", "</tool_call>")
+    found = [[tuple(part) for part in reader.push(piece)] for piece in pieces]
+    assert found == [
+        [], [], [("name", "f"), ("arguments", '{"a')], [("arguments", '": 1')],
+        [("arguments", "}")], [],
+    ]  # fmt: skip
+
+
+def text_of(template: str, *special: str) -> TokenizerText:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
+    return TokenizerText(tokenizer, "toy")
+
+
+TOLD = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+"""A template that knows tools."""
+
+
+@pytest.mark.parametrize(
+    ("mark", "kind"),
+    [
+        ("<tool_call>", Hermes), ("[TOOL_CALLS]", Mistral), (CALL, DeepSeek),
+        ('<|eot_id|> "parameters"', Llama3), ("<tool_call><function=", None), ("", None),
+    ],
+)  # fmt: skip
+def test_the_template_says_how_calls_are_written(mark: str, kind: type[Reader] | None) -> None:
+    """Marks that are special tokens are in the text for their reader alone."""
+    formats = ChatFormats(text_of(TOLD + mark))
+    asked = chat(tools=BOTH)
+    if kind is None:
+        with pytest.raises(BadRequest, match="--tool-call-parser"):
+            formats.fitted(asked)
+        fitted = ChatFormats(text_of(TOLD + mark), "none").fitted(asked)
+    else:
+        fitted = formats.fitted(asked)
+        assert fitted.requests[0].shown_tokens == kind.shown_tokens
+    assert fitted.form is not None
+    assert type(fitted.form.make_reader()) is (kind or Content)
+    held = formats.fitted(chat(tools=BOTH, tool_choice="required"))
+    assert held.form is not None
+    assert type(held.form.make_reader()) is HeldCalls
+    assert held.requests[0].shown_tokens == ()
+    assert held.form.call_id("s", 0) == held.form.call_id("s", 0) != held.form.call_id("s", 1)
+    assert len(held.form.call_id("s", 0)) == (9 if kind is Mistral else 29)
+    assert formats.fitted(chat()).form is None
+
+
+@pytest.mark.parametrize(
+    ("template", "parser", "variables", "parts"),
+    [
+        ("<think></think>", "auto", {}, [("content", "ab</think>c")]),
+        ("</think><think>", "auto", {}, [("reasoning", "ab"), ("content", "c")]),
+        ("</think>{% if thinks %}<think>{% endif %}", "auto", {"thinks": True},
+         [("reasoning", "ab"), ("content", "c")]),
+        ("</think>", "deepseek_r1", {}, [("reasoning", "ab"), ("content", "c")]),
+        ("</think>", "qwen3", {}, [("content", "ab</think>c")]),
+    ],
+)  # fmt: skip
+def test_reasoning_begins_where_the_template_has_begun_it(
+    template: str, parser: str, variables: dict[str, Any], parts: Parts
+) -> None:
+    formats = ChatFormats(text_of(template), reasoning_parser=parser)
+    form = formats.fitted(chat(chat_template_kwargs=variables)).form
+    assert form is not None
+    assert read(form.make_reader(), "ab</think>c", 2) == parts
+    assert formats.fitted(chat(response_format={"type": "json_object"})).form is None
+    assert ChatFormats(text_of(template), reasoning_parser="none").fitted(chat()).form is None
+
+
+def test_special_marks_are_in_the_text_where_they_are_asked_for() -> None:
+    text = text_of(TOLD, "[TOOL_CALLS]")
+    ids = text.encode("a[TOOL_CALLS] é")
+    for shown, found in (((), "a é"), (("[TOOL_CALLS]",), "a[TOOL_CALLS] é")):
+        stream = text.stream(shown)
+        assert "".join([*map(stream.push, ids), stream.finish()]) == found
+
+
+def answered(text: str, reason: FinishReason, template: str = "<tool_call>", **fields: Any) -> Any:
+    """The whole answer, or the chunks, where the text comes in three pieces."""
+    asked = ChatFormats(text_of(TOLD + template)).fitted(chat(tools=BOTH, **fields))
+    answer = ChatAnswer(asked, None, 4, 99)
+    third = -(-len(text) // 3)
+    events: list[Any] = [Started("1" * 32, "m", 1, Rule.TOKEN, 5)]
+    events += [
+        Tokens(index, (7,), text[index * third : (index + 1) * third], (Origin.BONUS,), ())
+        for index in range(3)
+    ]
+    events.append(Finished(reason, Usage(5, 3), Metrics(3, 0, 0, 1.0, 1.0, 1.0)))
+    chunks = [chunk for event in events for chunk in answer.take(0, event)]
+    return chunks if fields.get("stream") else answer.whole()
+
+
+HERMES = 'So.<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>' * 2
+HELD = '[{"name": "weather", "arguments": {"city": "Rome"}}]'
+
+
+@pytest.mark.parametrize(
+    ("text", "choice", "reason", "content", "num_calls", "told"),
+    [
+        (HERMES, "auto", FinishReason.STOP, "So.So.", 2, "tool_calls"),
+        ("Rainy.", "auto", FinishReason.STOP, "Rainy.", 0, "stop"),
+        (HELD, "required", FinishReason.STOP, None, 1, "tool_calls"),
+        ('{"city": "Rome"}', NAMED, FinishReason.STOP, None, 1, "stop"),
+        (HELD[:-3], "required", FinishReason.LENGTH, None, 1, "length"),
+    ],
+)
+def test_answers_with_calls(
+    text: str, choice: Any, reason: FinishReason, content: str | None, num_calls: int, told: str
+) -> None:
+    """Whole and as a stream: the same content and calls, whose ids are the session's; of a call in
+    a stream id, type and name come first and once."""
+    whole = answered(text, reason, tool_choice=choice)["choices"][0]
+    message = whole["message"]
+    assert (message["content"], whole["finish_reason"]) == (content, told)
+    calls = message.get("tool_calls", [])
+    assert len(calls) == num_calls
+    for call in calls:
+        assert call["function"]["name"] == "weather"
+        assert call["function"]["arguments"] in ('{"city": "Rome"}', '{"city": "Rome"')
+    chunks = answered(text, reason, tool_choice=choice, stream=True)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("content", "") for delta in deltas) == (content or "")
+    found: list[Any] = []
+    for part in (part for delta in deltas for part in delta.get("tool_calls", ())):
+        if part["index"] == len(found):
+            found.append(
+                {key: part[key] for key in ("id", "type")} | {"function": part["function"]}
+            )
+        else:
+            assert part.keys() == {"index", "function"}
+            found[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+    assert found == calls
+    assert chunks[-1]["choices"][0]["finish_reason"] == told
