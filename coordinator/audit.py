@@ -21,11 +21,9 @@ from coordinator.routing.replica_pool import SessionContext
 from coordinator.routing.target_client import TargetClient
 from outrider.config import CoordinatorConfig
 from outrider.errors import OutriderError, Unavailable
-from outrider.limits import AUDITED_SEEDS_MAX, AUDITS_CHOSEN_MAX, NUM_DRAFT_TOKENS_MAX
+from outrider.limits import AUDITED_SEEDS_MAX, AUDITS_CHOSEN_MAX
 from outrider.newest import Newest
 from outrider.sessions.state import Session
-from outrider.sessions.store import Counters, SessionRecord
-from outrider.speculation.proposal import SealedProposal
 from outrider.telemetry.observer import AuditOutcome, Observation
 
 _log = logging.getLogger(__name__)
@@ -115,36 +113,17 @@ class Auditor:
     async def _audit(self, session: Session, parameters: GenerationParameters) -> None:
         """All tokens behind the prompt. What is found is told at once: also of an audit that is
         given up, tokens are counted whatever they are."""
-        again = self._opened(session)
+        prompt = session.tokens.since(0, session.prompt_length)
+        again = self._sessions.unstored(f"audit {session.session_id}", parameters, prompt)
         self.session_ids.add(again.session_id)
         deadline = asyncio.get_running_loop().time() + AUDIT_TIMEOUT_S
         context = SessionContext(again, parameters, deadline)
         target = TargetClient(self._sessions.targets, context, self._config, audits=True)
         try:
-            for index, start in enumerate(
-                range(session.prompt_length, session.length, NUM_DRAFT_TOKENS_MAX)
-            ):
-                token_ids = session.tokens.since(start, start + NUM_DRAFT_TOKENS_MAX)
-                proposal = SealedProposal(token_ids).without_q(again.record.rule)
-                reply = await target.verify(index, proposal)
+            async for reply in target.judge(session.tokens.since(session.prompt_length)):
                 if reply.audit is None:
                     raise Unavailable("the target does not audit")
                 self._observation.audited(session.record.rule.value, reply.audit)
-                again.decide(token_ids, Counters())
-                target.settle(reply, again.length)
         finally:
             target.close()
             self.session_ids.clear()
-
-    def _opened(self, session: Session) -> Session:
-        session_id = f"{self._sessions.random_bits(128):032x}"
-        new = SessionRecord.new(
-            session_id=session_id,
-            tenant=f"audit {session_id}",
-            owner=self._sessions.owner,
-            seed=session.record.seed,
-            rule=session.record.rule,
-            parameters="",
-            prompt_ids=session.tokens.since(0, session.prompt_length),
-        )
-        return Session(new)

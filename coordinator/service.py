@@ -7,7 +7,7 @@ import logging
 import math
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, aclosing, contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,10 +46,10 @@ from outrider.limits import SEED_BITS, SESSION_LEASE_MS, SESSION_LEASE_RENEWAL_M
 from outrider.messages import ReplicaDescription
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import ROLES, Figures, Role
-from outrider.request import Event, GenerateRequest, ResumeRequest
+from outrider.request import Event, GenerateRequest, PromptTokens, ResumeRequest
 from outrider.sessions.state import Session
 from outrider.sessions.store import SessionRecord, SessionStore, not_found
-from outrider.speculation.sampling_params import Rule
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.telemetry.observer import UNOBSERVED, Observation, RequestObserver
 from outrider.transport.link import Link
 
@@ -146,6 +146,8 @@ class CoordinatorService:
         """What was found out of targets, store and fleet."""
         observation.watch(self._readings)
         self._auditor = Auditor(config, self._sessions, observation)
+        self._scored_ids = set[str]()
+        """Sessions that prompts are scored as."""
 
     async def start(self) -> None:
         """Learns what the replicas run, and starts committing. Raises `Unavailable` where no target
@@ -220,9 +222,48 @@ class CoordinatorService:
             run = await self._open(request, tenant, arrived, observer)
             with self._serving(run, resumable):
                 yield run.started(self.served.model)
+                async for part in self._prompt_tokens(run):
+                    yield part
                 while events := await run.next_events():
                     for event in events:
                         yield event
+
+    async def _prompt_tokens(self, run: SessionRun) -> AsyncGenerator[PromptTokens]:
+        """The prompt in parts with its log-probabilities, where they are asked for. They are those
+        of a session of its own, which the prompt's tokens follow; the `run` goes on meanwhile.
+        Raises `DeadlineExceeded`, and what a target refuses with."""
+        asked, deadline = run.parameters, run.context.deadline
+        if asked.prompt_logprobs is None:
+            return
+        greedy = SamplingParams(temperature=0.0)
+        parameters = replace(
+            asked, sampling=greedy, rule=Rule.GREEDY, logprobs=asked.prompt_logprobs,
+            constraint=None,
+        )  # fmt: skip
+        first, rest = asked.prompt[:1], asked.prompt[1:]
+        tenant = run.session.record.tenant
+        session = self._sessions.unstored(tenant, parameters, first)
+        target = TargetClient(
+            self.targets, SessionContext(session, parameters, deadline), self._config
+        )
+        self._scored_ids.add(session.session_id)
+        try:
+            yield PromptTokens(first, (None,))
+            async with aclosing(target.judge(rest)) as verdicts:
+                while True:
+                    async with asyncio.timeout_at(deadline):
+                        reply = await anext(verdicts, None)
+                    if reply is None:
+                        return
+                    num = len(reply.verdict.accept_probability)
+                    token_ids = asked.prompt[session.length : session.length + num]
+                    yield PromptTokens(token_ids, reply.logprobs[:num])
+        except TimeoutError:
+            reason = f"deadline_ms: {asked.deadline_ms} ms passed before the prompt was scored"
+            raise DeadlineExceeded(reason) from None
+        finally:
+            target.close()
+            self._scored_ids.discard(session.session_id)
 
     @contextmanager
     def _admitted(self) -> Iterator[None]:
@@ -262,7 +303,9 @@ class CoordinatorService:
             ) from None
         try:
             context = SessionContext(session, parameters, deadline, observer)
-            return self._begin(context, arrived, Replayed(self._completion(parameters)))
+            completion = self._completion(parameters)
+            begun = Replayed(completion, finish_reason=completion.push(()).finish_reason)
+            return self._begin(context, arrived, begun)
         except BaseException:
             self._sessions.give_up(session.record)
             raise
@@ -452,7 +495,7 @@ class CoordinatorService:
         the target's side, none but those on the draft's, and commits agree. For an idle
         coordinator: a session that has just ended is still being closed."""
         sessions = set(self._sessions.running)
-        self.targets.check_integrity(sessions | self._auditor.session_ids)
+        self.targets.check_integrity(sessions | self._auditor.session_ids | self._scored_ids)
         self.drafts.check_integrity(sessions, every=False)
         self._committer.check_integrity()
 

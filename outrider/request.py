@@ -55,7 +55,10 @@ class GenerateRequest:
     """Time that a round gives its draft, which answers with the tokens that it has by then."""
     constraint: Constraint | None = None
     """What the whole completion must be; it ends where that does."""
-    # Not a user's to say, so no part of any message:
+    # Not a user's to say by gRPC, so no part of any message:
+    prompt_logprobs: int | None = None
+    """How many likeliest tokens to report at each place of the prompt; None = nothing of it. Then
+    `max_tokens` may be 0."""
     tools: Sequence[Mapping[str, Any]] = ()
     """That the chat template is told of, and ..."""
     template_variables: Mapping[str, Any] = field(default_factory=dict)
@@ -91,6 +94,15 @@ class Started:
     seed: int
     rule: Rule
     num_prompt_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """Tokens of the prompt, [n], before any of the completion."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[PositionLogprobs | None, ...]
+    """[n], given the tokens before each; None of the prompt's first one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,4 +188,4 @@ class Finished:
     """The one of the request's that did."""
 
 
-Event = Started | Tokens | RoundReport | Finished
+Event = Started | PromptTokens | Tokens | RoundReport | Finished

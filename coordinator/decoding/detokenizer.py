@@ -64,9 +64,10 @@ class Completion:
         return self._max_tokens - self.num_tokens
 
     def push(self, token_ids: Sequence[int]) -> Piece:
-        """Adds the tokens of a round, up to the one that ends the completion."""
+        """Adds the tokens of a round, up to the one that ends the completion; one that may have
+        none has ended."""
         shown: list[str] = []
-        reason: FinishReason | None = None
+        reason = None if self._max_tokens else FinishReason.LENGTH
         before = self.num_tokens
         for token_id in token_ids:
             self.num_tokens += 1

@@ -64,6 +64,7 @@ class SessionRun:
         at a time of the event loop's clock. The draft reads the prompt while the target does, if it
         `reads_beside`; else with the first round that has a draft. A `trial` is told of its rounds,
         by whether the draft is on trial."""
+        self.context = context
         self.session = context.session
         self.session_id = self.session.session_id
         self.parameters = context.parameters

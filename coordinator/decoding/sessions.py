@@ -121,6 +121,17 @@ class OwnedSessions:
                 break
         return Session(new)
 
+    def unstored(
+        self, tenant: str, parameters: GenerationParameters, token_ids: tuple[int, ...]
+    ) -> Session:
+        """A session of these tokens, which a target scores more of, and the store never has."""
+        return Session(
+            SessionRecord.new(
+                f"{self.random_bits(128):032x}", tenant, self.owner, parameters.seed,
+                parameters.rule, "", token_ids,
+            )
+        )  # fmt: skip
+
     def end(self, run: SessionRun, is_gone: bool = False) -> None:
         """The client has its last event, or an error, or is gone: frees what the session holds,
         unless it was handed over."""

@@ -7,11 +7,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from coordinator.http_api.bodies import StreamOptions, TranslatedBody
+from coordinator.http_api.bodies import CompletionBody, StreamOptions, TranslatedBody
 from coordinator.http_api.tool_parsers import AnswerForm, Part
-from outrider.request import Event, Finished, RoundReport, Started, Tokens
+from outrider.messages import PositionLogprobs
+from outrider.request import (
+    Event,
+    Finished,
+    Prompt,
+    PromptTokens,
+    RoundReport,
+    Started,
+    Tokens,
+)
 from outrider.sessions.store import FinishReason
 
 if TYPE_CHECKING:
@@ -31,18 +40,58 @@ def as_text(data: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-Scored = tuple[int, list[tuple[bytes, float]]]
+Scored = tuple[int, list[tuple[bytes, float | None]]]
 """A token of an answer: where its first whole character is in the answer's text, and as it is
-written, with its log-probability; then the likeliest in its place."""
+written, with its log-probability (None: it is the first of a prompt); then the likeliest in its
+place."""
+
+
+class _Scorer:
+    """Says where tokens with log-probabilities stand in an answer's text."""
+
+    def __init__(self, text: TokenizerText | None, offset: int = 0, given: str = "") -> None:
+        """The first one stands at `offset`. Special tokens are in no text, but in one that was
+        `given`, which begins there, they may be spelled."""
+        self._text = text
+        self._stream = None if text is None else text.stream()
+        self._offset = offset
+        self._given = given
+
+    def score(
+        self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs | None]
+    ) -> list[Scored]:
+        scored = list[Scored]()
+        for token_id, entry in zip(token_ids, logprobs, strict=True):
+            own = self._spell(token_id)
+            top: list[tuple[bytes, float | None]] = [(own, None)]
+            if entry is not None:
+                each = [(token_id, entry.logprob), *entry.top]
+                top = [(self._spell(one), max(logprob, IMPOSSIBLE)) for one, logprob in each]
+            scored.append((self._offset, top))
+            if self._text is not None and self._stream is not None:
+                shown = self._stream.push(token_id)
+                if self._text.is_special(token_id):
+                    name = own.decode(errors="replace")
+                    shown = name if self._given.startswith(name, self._offset) else ""
+                self._offset += len(shown)
+        return scored
+
+    def _spell(self, token_id: int) -> bytes:
+        return f"token_id:{token_id}".encode() if self._text is None else self._text.spell(token_id)
 
 
 class _Choice:
     """One text of an answer, as far as it has come."""
 
-    def __init__(self, text: TokenizerText | None, form: AnswerForm | None = None) -> None:
-        self._text = text
-        self._stream = None if text is None else text.stream()
-        self._offset = 0
+    def __init__(
+        self, text: TokenizerText | None, form: AnswerForm | None, echoed: Prompt | None
+    ) -> None:
+        """Behind the prompt that is `echoed`, if one is."""
+        before = echoed if isinstance(echoed, str) else ""
+        if echoed and text is not None and not before:
+            before = text.decode(cast(tuple[int, ...], echoed))
+        self.prompt_scorer = _Scorer(text, given=before)
+        self.scorer = _Scorer(text, len(before))
         self.reader = None if form is None else form.make_reader()
         self.num_calls = 0
         """Of tools, that were told."""
@@ -51,7 +100,7 @@ class _Choice:
         self.is_opened = False
         self.num_tokens = 0
         # What has come, and of a stream has not been told:
-        self.parts: list[Part] = []
+        self.parts = [Part("content", before)] if before else []
         self.token_ids: list[int] = []
         self.scored: list[Scored] = []
 
@@ -70,19 +119,6 @@ class _Choice:
     def forget(self) -> None:
         """What has come was told."""
         self.parts, self.token_ids, self.scored = [], [], []
-
-    def score(self, event: Tokens) -> list[Scored]:
-        scored = []
-        for token_id, entry in zip(event.token_ids, event.logprobs, strict=True):
-            each = [(token_id, entry.logprob), *entry.top]
-            spelled = [(self._spell(one), max(logprob, IMPOSSIBLE)) for one, logprob in each]
-            scored.append((self._offset, spelled))
-            if self._stream is not None:
-                self._offset += len(self._stream.push(token_id))
-        return scored
-
-    def _spell(self, token_id: int) -> bytes:
-        return f"token_id:{token_id}".encode() if self._text is None else self._text.spell(token_id)
 
 
 class Told:
@@ -121,7 +157,10 @@ class Answer(Told):
         self._options = asked.body.stream_options or StreamOptions()
         given = asked.requests[0].num_draft_tokens
         self._num_draft_tokens = num_draft_tokens if given is None else given
-        self._choices = [_Choice(text, asked.form) for _ in asked.requests]
+        echoes = isinstance(asked.body, CompletionBody) and asked.body.echo
+        self._choices = [
+            _Choice(text, asked.form, one.prompt if echoes else None) for one in asked.requests
+        ]
         self._envelope: Json = {"id": "", "object": "", "created": created, "model": ""}
         self._rounds: Counter[tuple[int, int]] = Counter()
         """By tokens proposed and accepted."""
@@ -146,7 +185,7 @@ class Answer(Told):
     def take(self, index: int, event: Event) -> Sequence[Json]:
         """What is told once an event of a choice has come; often nothing."""
         self._note(self._choices[index], event)
-        if not self._asked.body.stream or not isinstance(event, Tokens | Finished):
+        if not self._asked.body.stream or isinstance(event, Started | RoundReport):
             return ()
         return self._parts(index, event)
 
@@ -156,12 +195,14 @@ class Answer(Told):
                 choice.started = event
                 self._envelope["id"] = self._envelope["id"] or self.id_prefix + event.session_id
                 self._envelope["model"] = event.model
+            case PromptTokens():
+                choice.scored += choice.prompt_scorer.score(event.token_ids, event.logprobs)
             case Tokens():
                 choice.num_tokens += len(event.token_ids)
                 choice.add(event.text_delta)
                 choice.token_ids += event.token_ids
                 if self._asked.has_logprobs:
-                    choice.scored += choice.score(event)
+                    choice.scored += choice.scorer.score(event.token_ids, event.logprobs)
             case RoundReport():
                 self._rounds[len(event.proposed_token_ids), event.num_accepted] += 1
             case Finished():
@@ -169,18 +210,18 @@ class Answer(Told):
                 if choice.reader is not None:
                     choice.parts += choice.reader.finish()
 
-    def _parts(self, index: int, event: Tokens | Finished) -> Sequence[Json]:
+    def _parts(self, index: int, event: Event) -> Sequence[Json]:
         """Of a stream, what is told of an event that a client waits for."""
         choice, chunks = self._choices[index], list[Json]()
         if self.opening is not None and not choice.is_opened:
             choice.is_opened = True
             chunks.append(self._chunk(self._choice(index, self.opening)))
         # Each round has a chunk, but for one whose whole text is held back.
-        is_round = isinstance(event, Tokens) and choice.reader is None
+        is_round = isinstance(event, PromptTokens | Tokens) and choice.reader is None
         if choice.parts or is_round or (choice.token_ids and choice.finished):
             chunks.append(self._chunk(self._choice(index, self.delta(choice), None, choice)))
             choice.forget()
-        if isinstance(event, Tokens):
+        if not isinstance(event, Finished):
             return chunks
         chunks.append(self._chunk(self._choice(index, self.closing, event)))
         if all(one.finished for one in self._choices):
@@ -350,10 +391,10 @@ class CompletionAnswer(Answer):
     def logprobs(self, tokens: Sequence[Scored]) -> Json:
         """See `Answer.logprobs`. The token that came is among the likeliest ones, too."""
         own = [one[0] for _, one in tokens]
-        likeliest: list[dict[str, float]] = [{} for _ in tokens]
-        for top, (_, each) in zip(likeliest, tokens, strict=True):
-            for data, logprob in each:
-                top.setdefault(as_text(data), logprob)  # Of several that spell the same the first.
+        likeliest: list[Json | None] = []
+        for _, each in tokens:  # Of several that spell the same the first.
+            top = {as_text(data): logprob for data, logprob in reversed(each)}
+            likeliest.append(None if each[0][1] is None else dict(reversed(top.items())))
         return {
             "tokens": [as_text(data) for data, _ in own],
             "token_logprobs": [logprob for _, logprob in own],

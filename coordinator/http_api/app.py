@@ -393,6 +393,8 @@ def _add_generation(
         """Goes on with a conversation or a prompt, and tells of every round."""
         if "stream" in body.model_fields_set and not body.stream:
             raise BadRequest("stream", "must be true, or be left out: events are always a stream")
+        if isinstance(body, CompletionBody) and body.echo:
+            raise BadRequest("echo", "is served by POST /v1/completions alone; leave it out")
         asked = body.translate()
         if len(asked.requests) != 1:
             field = "n" if body.n > 1 else "prompt"

@@ -224,7 +224,6 @@ class ChoicesBody(GenerationBody):
     unserved = {
         **GenerationBody.unserved,
         **_idle("metadata", _ANY),
-        **_idle("echo", False),
         **_idle("best_of", 1),
         **_idle("guided_grammar"),
     }
@@ -504,6 +503,7 @@ class ChatBody(ChoicesBody):
 
     unserved = {
         **ChoicesBody.unserved,
+        **_idle("echo", False),
         **_idle("safety_identifier", _ANY),
         **_idle("prompt_cache_key prompt_cache_retention", _ANY),
         **_idle("functions", []),
@@ -616,6 +616,9 @@ class CompletionBody(ChoicesBody):
         ),
     ]
     logprobs: int | None = None
+    echo: bool = False
+    """Tell the prompt before the text; with logprobs its log-probabilities, too, and max_tokens may
+    be 0."""
 
     def translate(self) -> TranslatedBody:
         """As `ChatBody.translate`."""
@@ -628,6 +631,7 @@ class CompletionBody(ChoicesBody):
             {"text": "prompt", "token_ids": "prompt"},
             max_tokens=self.max_tokens,
             logprobs=self.logprobs,
+            prompt_logprobs=self.logprobs if self.echo else None,
             default_max_tokens=_COMPLETION_TOKENS,
         )
 

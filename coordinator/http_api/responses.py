@@ -26,7 +26,7 @@ from coordinator.http_api.bodies import (
 )
 from outrider.errors import BadRequest
 from outrider.limits import CHAT_MESSAGES_MAX
-from outrider.request import Finished, Tokens
+from outrider.request import Event, Finished
 from outrider.sessions.store import FinishReason
 
 if TYPE_CHECKING:
@@ -254,7 +254,7 @@ class ResponseAnswer(ChatAnswer):
         code = detail["code"] if detail["code"] == "rate_limit_exceeded" else "server_error"
         return [self._event("failed", response=self._response("failed", {**detail, "code": code}))]
 
-    def _parts(self, index: int, event: Tokens | Finished) -> Sequence[Json]:
+    def _parts(self, index: int, event: Event) -> Sequence[Json]:
         events = list[Json]()
         if not self._items:
             for name in ("created", "in_progress"):

@@ -82,7 +82,7 @@ def check_fields(request: GenerateRequest, model: ReplicaDescription) -> None:
     check_roles(request.prompt)
     check_stop(request.stop)
     bounds = (
-        ("max_tokens", 1, model.max_model_len),
+        ("max_tokens", int(request.prompt_logprobs is None), model.max_model_len),
         ("num_draft_tokens", 0, limits.NUM_DRAFT_TOKENS_MAX),
         ("deadline_ms", 1, limits.DEADLINE_MS_MAX),
         ("draft_deadline_ms", 1, limits.DRAFT_DEADLINE_MS_MAX),

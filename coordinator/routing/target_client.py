@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -26,8 +27,10 @@ from outrider.errors import (
     check,
     error_from_code,
 )
+from outrider.limits import NUM_DRAFT_TOKENS_MAX
 from outrider.messages import Refused, Resync, VerdictReply, VerifyAnswer, VerifyItem
 from outrider.replica.step_request import CANCELLED_CODE
+from outrider.sessions.store import Counters
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 
 _log = logging.getLogger(__name__)
@@ -131,6 +134,17 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
                     await self._take_refusal(_refusal(answer, refused), num_retries)
                     num_retries += 1
             number, ask = self.begin(round_index), True
+
+    async def judge(self, token_ids: Sequence[int]) -> AsyncGenerator[VerdictReply]:
+        """Verdicts on tokens that are to follow the session's, a few each round; all of them do,
+        whatever the verdicts say. Every row is computed, whatever pages others have left."""
+        session = self.context.session
+        for index, start in enumerate(range(0, len(token_ids), NUM_DRAFT_TOKENS_MAX)):
+            part = tuple(token_ids[start : start + NUM_DRAFT_TOKENS_MAX])
+            reply = await self.verify(index, SealedProposal(part).without_q(session.record.rule))
+            yield reply
+            session.decide(part, Counters())
+            self.settle(reply, session.length)
 
     def settle(self, reply: VerdictReply, common_length: int) -> None:
         """Notes an outcome: the first `common_length` tokens of what was verified are committed."""

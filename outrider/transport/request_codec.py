@@ -55,6 +55,8 @@ _EVENT_FIELDS = {kind: name for name, kind in _EVENTS.items()}
 def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
     """Fields that are None stay unset. Raises `BadRequest` for what no message holds."""
     given: dict[str, Any] = {}
+    if request.prompt_logprobs is not None:
+        raise BadRequest("prompt_logprobs", "is served by HTTP alone, as `echo` of completions")
     match request.constraint:
         case Constraint(ConstraintKind.JSON_SCHEMA, text):
             given["json_schema"] = text

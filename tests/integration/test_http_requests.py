@@ -125,6 +125,42 @@ async def test_a_seed_gives_the_same_tokens_everywhere(
     assert list(texts.values()) == [one.text for one in expected]
 
 
+async def test_echo_scores_prompts_as_it_scores_answers(client: AsyncOpenAI) -> None:
+    """What an answer's tokens were given is what they are given as a part of a prompt, whole and as
+    a stream, alone and among several prompts."""
+    fields: Any = {"model": "model", "temperature": 0, "logprobs": 2}
+    answer = await client.completions.create(
+        **fields, prompt="the cat", max_tokens=30, extra_body={"return_token_ids": True}
+    )
+    told: Any = answer.choices[0]
+    echoed = await client.completions.create(
+        **fields, prompt="the cat", max_tokens=30, echo=True, seed=1
+    )
+    assert echoed.choices[0].text == "the cat" + told.text
+    both: Any = echoed.choices[0].logprobs
+    num_prompt = len(both.tokens) - len(told.token_ids)
+    assert both.token_logprobs[num_prompt:] == pytest.approx(told.logprobs.token_logprobs)
+    assert both.text_offset[num_prompt] == len("the cat")
+    ids = toy_text().encode("the cat")
+    assert len(ids) == num_prompt
+    prompts: Any = [[*ids, *told.token_ids], ids]
+    for stream in (False, True):
+        found = await client.completions.create(
+            **fields, prompt=prompts, max_tokens=0, echo=True, stream=stream
+        )
+        chunks: Any = [chunk async for chunk in found] if stream else [found]  # type: ignore[attr-defined]
+        entries: dict[int, list[Any]] = {0: [], 1: []}
+        for choice in (choice for chunk in chunks for choice in chunk.choices):
+            if choice.logprobs is not None:
+                entries[choice.index] += choice.logprobs.token_logprobs
+        assert entries[0][0] is entries[1][0] is None
+        assert entries[0][1:] == pytest.approx(both.token_logprobs[1:])
+        assert entries[1][1:] == pytest.approx(both.token_logprobs[1:num_prompt])
+    with pytest.raises(openai.BadRequestError) as bad:
+        await client.completions.create(model="model", prompt="a", max_tokens=0, echo=True)
+    assert bad.value.param == "max_tokens"
+
+
 class Shape(BaseModel):
     kind: Literal["round", "square"]
     sides: Literal[0, 4]

@@ -8,7 +8,7 @@ import pytest
 from coordinator_bench import CONFIG, REQUEST, STEP_S, Bench, SlowText, bench, failing
 from rounds import SeverableLink
 from stack import toy_text
-from toy_engine import ToyEngine
+from toy_engine import ToyEngine, toy_logits
 
 from coordinator.service import TROUBLE_S
 from draft_service.service import DraftService
@@ -24,7 +24,14 @@ from outrider.errors import (
 )
 from outrider.messages import ProposalReply
 from outrider.replica.executors import InlineExecutor
-from outrider.request import Finished, GenerateRequest, RoundReport, Started, Tokens
+from outrider.request import (
+    Finished,
+    GenerateRequest,
+    PromptTokens,
+    RoundReport,
+    Started,
+    Tokens,
+)
 from outrider.sessions.store import FinishReason, SessionRecord
 from outrider.speculation.proposal import DraftDistribution, SealedProposal, encode_q
 from outrider.speculation.sampling_params import Rule, SamplingParams
@@ -255,6 +262,46 @@ async def test_the_stop_string_that_ended_an_answer_is_said() -> None:
         stopped = await b.events(replace(REQUEST, stop=("\0never", said[3:5])))
     found = [event.stop_string for event in (whole[-1], stopped[-1]) if isinstance(event, Finished)]
     assert found == [None, said[3:5]]
+
+
+SCORED = tuple(i * 3 % 7 for i in range(40))
+
+
+@pytest.mark.parametrize("max_tokens", [0, 5])
+async def test_a_prompts_log_probabilities_come_before_its_answer(max_tokens: int) -> None:
+    """Those of the target's own rows, though it has read the prompt before; the answer is the
+    same as without, or none."""
+    async with bench() as b:
+        plain = await b.events(replace(REQUEST, prompt=SCORED, max_tokens=5))
+        request = replace(REQUEST, prompt=SCORED, max_tokens=max_tokens, prompt_logprobs=2)
+        started, *parts, finished = await b.events(request)
+    assert isinstance(started, Started)
+    scored = [part for part in parts if isinstance(part, PromptTokens)]
+    assert parts[: len(scored)] == scored
+    assert tuple(token_id for part in scored for token_id in part.token_ids) == SCORED
+    entries = [entry for part in scored for entry in part.logprobs]
+    assert entries[0] is None
+    for place, entry in enumerate(entries[1:], start=1):
+        expected = toy_logits(1, SCORED[:place], 8).double().log_softmax(0)
+        assert entry is not None
+        assert entry.logprob == pytest.approx(float(expected[SCORED[place]]))
+        assert [one for _, one in entry.top] == pytest.approx(expected.topk(2).values.tolist())
+    assert isinstance(finished, Finished)
+    assert finished.finish_reason is FinishReason.LENGTH
+    assert (finished.usage.prompt_tokens, finished.usage.completion_tokens) == (40, max_tokens)
+    told = [
+        [one.token_ids for one in events if isinstance(one, Tokens)] for events in (plain, parts)
+    ]
+    assert sum(told[1], ()) == (sum(told[0], ()) if max_tokens else ())
+
+
+async def test_a_prompt_is_scored_within_the_deadline() -> None:
+    executor = InlineExecutor(lambda: STEP_S)
+    target = TargetService(ToyEngine(pass_s=0.05), executor, max_num_seqs=8)
+    async with bench(target=target) as b:
+        request = replace(REQUEST, prompt=SCORED, prompt_logprobs=0, max_tokens=0, deadline_ms=15)
+        with pytest.raises(DeadlineExceeded, match="before the prompt was scored"):
+            await b.events(request)
 
 
 ENDS = (2, 5)

@@ -25,7 +25,16 @@ from outrider.errors import (
     Unavailable,
 )
 from outrider.messages import PositionLogprobs
-from outrider.request import Event, Finished, Metrics, RoundReport, Started, Tokens, Usage
+from outrider.request import (
+    Event,
+    Finished,
+    Metrics,
+    PromptTokens,
+    RoundReport,
+    Started,
+    Tokens,
+    Usage,
+)
 from outrider.sessions.store import FinishReason
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.sampling_params import Rule
@@ -155,6 +164,44 @@ def test_an_answer_that_a_stop_ended_names_it(stop: str | None, token_id: int | 
     expected = token_id if stop is None else stop
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", expected)
     assert streamed(events)[-1]["choices"][0]["stop_reason"] == expected
+
+
+def test_echo_tells_the_prompt_first() -> None:
+    """Of text as it was given, of tokens as they are shown, with where each token stands; the first
+    one has no log-probability."""
+    prompt = TEXT.encode("a the<|end|>b")
+    entry = PositionLogprobs(-1.0, ((prompt[0], -0.5),))
+    parts = (prompt[:1], prompt[1:])
+    scored = [
+        PromptTokens((prompt[0],), (None,)),
+        PromptTokens(tuple(parts[1]), (entry,) * len(parts[1])),
+    ]
+    answer = tokens(0, [TEXT.encode("c")[0]], "c", [PositionLogprobs(-2.0, ())])
+    for given, shown in (("a the<|end|>b", "a the<|end|>b"), (prompt, "a theb")):
+        fields = {"chat": False, "prompt": given, "echo": True, "logprobs": 1}
+        events: list[tuple[int, Event]] = [(0, started()), *((0, one) for one in scored)]
+        events += [(0, answer), (0, finished())]
+        [choice] = whole(events, **fields)["choices"]
+        assert choice["text"] == shown + "c"
+        told = choice["logprobs"]
+        assert told["tokens"] == [TEXT.spell(one).decode() for one in prompt] + ["c"]
+        assert told["token_logprobs"] == [None, *[-1.0] * len(parts[1]), -2.0]
+        assert told["top_logprobs"][0] is None
+        assert told["top_logprobs"][1][told["tokens"][0]] == -0.5
+        offsets = told["text_offset"]
+        assert offsets == sorted(offsets)
+        for word, offset in zip(told["tokens"], offsets, strict=True):
+            is_hidden = word == "<|end|>" and isinstance(given, list)
+            assert (shown + "c").startswith("" if is_hidden else word, offset)
+        chunks = [chunk["choices"][0] for chunk in streamed(events, **fields)]
+        assert [chunk["text"] for chunk in chunks] == [shown, "", "c", ""]
+        assert [len(one["logprobs"]["tokens"]) for one in chunks[:3]] == [1, len(parts[1]), 1]
+        # Nothing but the prompt; and no log-probabilities.
+        events = [(0, started()), *((0, one) for one in scored), (0, finished(FinishReason.LENGTH))]
+        assert whole(events, max_tokens=0, **fields)["choices"][0]["text"] == shown
+        events = [(0, started()), (0, finished())]
+        quiet = {**fields, "logprobs": None}
+        assert [one["choices"][0]["text"] for one in streamed(events, **quiet)] == [shown, ""]
 
 
 def test_histograms_where_they_are_asked_for() -> None:

@@ -163,6 +163,7 @@ def test_text_parts_are_lines_and_developers_are_the_system() -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"store": 0}, "store"),
         ({"best_of": True}, "best_of"),
+        ({"echo": True}, "echo"),
         ({"surprise": None}, "surprise"),
         ({"temperature": float("nan")}, "temperature"),
         ({"messages": [USER, {**USER, "tool_calls": [{}]}]}, "messages[1].tool_calls[0].id"),
@@ -192,6 +193,14 @@ def test_what_asks_for_nothing_is_accepted() -> None:
     }  # fmt: skip
     assert only(chat(**idle)) == only(chat())
     assert only(completion(echo=False, suffix="")) == only(completion())
+
+
+def test_echo_asks_for_the_prompts_log_probabilities_where_any_are_asked_for() -> None:
+    for logprobs in (None, 0, 3):
+        assert only(completion(echo=True, logprobs=logprobs)).prompt_logprobs == logprobs
+        assert only(completion(logprobs=logprobs)).prompt_logprobs is None
+    with pytest.raises(BadRequest, match=r"^prompt_logprobs: is served by HTTP alone"):
+        request_to_proto(only(completion(echo=True, logprobs=1)))
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,11 @@ def test_integers_from_both_sides(field: str, low: int, high: int) -> None:
         assert str(bad) in refused(field, **{field: bad})
 
 
+def test_no_tokens_may_be_asked_for_behind_a_scored_prompt() -> None:
+    assert checked(max_tokens=0, prompt_logprobs=0).max_tokens == 0
+    refused("max_tokens", max_tokens=-1, prompt_logprobs=0)
+
+
 RANGES = [
     ("temperature", (0.0, 2.0), (-1e-9, 2.01, math.nan)),
     ("min_p", (0.0, 1.0), (-1e-9, 1.01, math.nan)),
