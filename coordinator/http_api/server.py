@@ -5,8 +5,11 @@ uvicorn bounds the time between two requests only. Here a connection that has no
 headers of a request is closed after `HTTP_HEADERS_S`, counted from its TCP accept or from the first
 byte of the next request, and bytes that trickle in do not extend that. When all places are taken,
 a connection without a request makes room for a new one, so that idle sockets cannot keep callers
-out. One whose client does not read its answer is closed after `HTTP_STUCK_WRITE_S`. When the server
-stops, those without a request have `HTTP_LAST_REQUEST_S` for a last one.
+out. One whose client does not read its answer is closed after `HTTP_STUCK_WRITE_S`.
+
+When the server stops, requests are served for another `HTTP_LAST_REQUEST_S`. Then new ones are
+refused with 503 until the running ones have ended; where another server may listen on the port, it
+gets them instead.
 """
 
 from __future__ import annotations
@@ -27,11 +30,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import h11
 import uvicorn
-from starlette.types import ASGIApp, Receive
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from coordinator.auth.access_control import OPEN, AccessControl
+from coordinator.http_api.reading import error_response
 from outrider.config import is_loopback
 from outrider.errors import ConfigError, Unavailable, check
 from outrider.files import FileWatch
@@ -266,8 +270,11 @@ class HttpServer:
             self._tls = FileWatch([tls.certificate, tls.key, tls.authority], tls.read)
         self._open = OpenConnections()
         self._closing = asyncio.Event()
+        self._app = build(self._closing, _own_names(options))
+        self._drains = False
         config = uvicorn.Config(
-            build(self._closing, _own_names(options)),
+            self._answer,
+            interface="asgi3",
             lifespan="off",
             ws="none",
             loop="none",
@@ -302,6 +309,12 @@ class HttpServer:
         self._server.started = True
         self._serving = asyncio.create_task(self._serve(listening))
 
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._drains:
+            await error_response(shutting_down())(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
     def _connect(self) -> HttpConnection:
         tls = None if self._tls is None else self._tls.current()
         return HttpConnection(self._server.config, self._server.server_state, self._open, tls)
@@ -313,6 +326,20 @@ class HttpServer:
         except Exception:  # noqa: BLE001 (seen by `failed`)
             _log.exception("the HTTP server has failed, and stops")
             self.failed = True
+        if self._options.shares_port:
+            await self._leave_port(listening)
+        self._say_last()
+        for _ in range(round(HTTP_LAST_REQUEST_S / _DRAIN_POLL_S)):
+            if any(state is not _State.BUSY for state in self._open.values()):
+                await asyncio.sleep(_DRAIN_POLL_S)
+        for connection in [one for one in self._open if one.handshake is not None]:
+            connection.break_off()
+        if not self._options.shares_port:
+            await self._drain()
+        await self._server.shutdown()
+
+    async def _leave_port(self, listening: socket.socket) -> None:
+        """To another server. Connections that are queued are accepted."""
         queued: list[socket.socket] = []
         with suppress(OSError):  # Until none is left, however fast new ones come.
             queued.extend(listening.accept()[0] for _ in range(2 * BACKLOG))
@@ -320,13 +347,18 @@ class HttpServer:
         for client in queued:
             client.setblocking(False)
             await asyncio.get_running_loop().connect_accepted_socket(self._connect, client)
-        self._say_last()
-        for _ in range(round(HTTP_LAST_REQUEST_S / _DRAIN_POLL_S)):
-            if any(state is not _State.BUSY for state in self._open.values()):
-                await asyncio.sleep(_DRAIN_POLL_S)
-        for connection in [one for one in self._open if one.handshake is not None]:
-            connection.break_off()
-        await self._server.shutdown()
+
+    async def _drain(self) -> None:
+        """Returns when the requests that run now have ended, or are told to."""
+        self._drains = True
+        running = [one for one, state in self._open.items() if state is _State.BUSY]
+        for connection in list(self._server.server_state.connections):
+            connection.shutdown()
+        while not self._closing.is_set() and any(one in self._open for one in running):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_DRAIN_POLL_S):
+                    await self._closing.wait()
+        self._server.config.timeout_graceful_shutdown = CLOSE_S  # type: ignore[assignment]
 
     def _say_last(self) -> None:
         """Answers that have not begun say that their connection is closed after them."""
@@ -343,9 +375,9 @@ class HttpServer:
             await asyncio.wait([self._serving])
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Takes no more connections, and on those that it has no more requests after
-        `HTTP_LAST_REQUEST_S`. Ends requests that last longer than `grace_s` seconds: they are told
-        that the server is shutting down."""
+        """Takes no more requests after `HTTP_LAST_REQUEST_S`, and where it shares its port no more
+        connections from now on. Ends requests that last longer than `grace_s` seconds: they are
+        told that the server is shutting down."""
         if self._serving is None:
             return
         # Counted from when the last requests have come.
@@ -374,11 +406,16 @@ async def until_gone(
         if working.done():
             working.result()
         elif not leaving.done():
-            raise Unavailable("this server is shutting down")
+            raise shutting_down()
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def shutting_down() -> Unavailable:
+    """Another server may serve the request."""
+    return Unavailable("this server is shutting down")
 
 
 def _in_url(host: str) -> str:

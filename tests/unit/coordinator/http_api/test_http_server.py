@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -454,9 +454,9 @@ async def test_clients_notice_nothing_of_several_hand_overs() -> None:
 
 async def test_a_request_that_still_comes_is_answered() -> None:
     """On connections that were queued, accepted, or answered before when the server was told to
-    stop. The answer says that it is the last one."""
+    stop. The answer says that it is the last one. New connections are left to another server."""
     told: Any = Service()
-    server = http_server(told, HttpOptions())
+    server = http_server(told, HttpOptions(shares_port=True))
     await server.start()
     port = int(server.address.rpartition(":")[2])
     silent, begun, used = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
@@ -476,3 +476,31 @@ async def test_a_request_that_still_comes_is_answered() -> None:
             assert b"connection: close" in last.lower()
             writer.close()
         await stopping
+
+
+async def test_a_server_that_drains_refuses_new_requests_until_running_ones_end() -> None:
+    """On any connection, with the time to try again; those without a request are closed."""
+    go_on = asyncio.Event()
+    server = http_server(cast(Any, Service(1, go_on)), HttpOptions())
+    await server.start()
+    url = f"http://{server.address}"
+    port = int(url.rpartition(":")[2])
+    async with connected(port) as stream, connected(port) as idle, httpx.AsyncClient() as http:
+        stream[1].write(posted(STREAM))
+        await stream[0].readuntil(b"data: ")
+        assert await status(idle) == 200
+        stopping = asyncio.create_task(server.stop(30.0))
+        assert (await http.get(f"{url}/version")).status_code == 200
+        assert await idle[0].read() == b""
+        for method, path in (("GET", "/health"), ("POST", "/v1/completions")):
+            refused = await http.request(method, f"{url}{path}")
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            assert refused.headers["connection"] == "close"
+            assert "shutting down" in refused.json()["error"]["message"]
+        assert not stopping.done()
+        go_on.set()
+        async with asyncio.timeout(WAIT_S):
+            assert b"data: [DONE]" in await stream[0].read()
+            await stopping
+        with pytest.raises(httpx.ConnectError):
+            await http.get(f"{url}/version")
