@@ -21,7 +21,7 @@ from coordinator.http_api.app import http_server
 from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
 from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import NgramDrafter
-from outrider.limits import SEED_BITS
+from outrider.limits import GRPC_AGE_MS, SEED_BITS
 from outrider.registry.redis_registry import Lease, RedisRegistry
 from outrider.registry.registry import Engagement, ReplicaRecord, Role
 from outrider.replica.process_setup import advertised, build_lookup
@@ -104,6 +104,7 @@ class CoordinatorHost:
                 reflection=config.serves_reflection,
                 shares_port=config.shares_ports,
                 takes_over=config.takes_over_ports,
+                connection_age_ms=GRPC_AGE_MS,
                 guard=access.check_call,
                 credentials=credentials,
             ),

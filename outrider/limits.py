@@ -59,6 +59,8 @@ bounds are lower, and drop calls as CANCELLED."""
 GRPC_PENDING_S_MAX = 60  # after which gRPC drops such a call
 GRPC_HANDSHAKE_MS = 10_000  # for TLS and the first HTTP/2 frame of a connection
 GRPC_IDLE_MS = 300_000  # after which a connection without calls is closed
+GRPC_AGE_MS = 300_000  # after which a coordinator lets new calls of a connection go to others
+GRPC_AGE_GRACE_MS = DEADLINE_MS_MAX + 60_000  # for the calls that run on it then
 BULK_ITEM_BYTES = 32 * 2**10  # larger items travel on the bulk stream
 
 SESSIONS_PER_COORDINATOR_MAX = 4096

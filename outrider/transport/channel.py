@@ -9,6 +9,7 @@ import grpc
 
 from outrider.limits import (
     CONNECT_TIMEOUT_MS,
+    GRPC_AGE_GRACE_MS,
     GRPC_HANDSHAKE_MS,
     GRPC_IDLE_MS,
     GRPC_MESSAGE_BYTES_MAX,
@@ -34,10 +35,13 @@ _BOTH_ENDS = (
 )
 
 
-def server_options(*, shares_port: bool = False) -> list[tuple[str, int]]:
-    """Options of a server. One that `shares_port` listens beside another that does, as long as both
-    run; the kernel gives each new connection to one of them (SO_REUSEPORT). It does so whosever
-    the other is: see `ServerOptions.takes_over`."""
+def server_options(
+    *, shares_port: bool = False, age_ms: int | None = None
+) -> list[tuple[str, int]]:
+    """Options of a server. After `age_ms`, give or take a tenth, the calls of a connection go on,
+    and new ones get another connection; None = never. One that `shares_port` listens beside another
+    that does, as long as both run; the kernel gives each new connection to one of them
+    (SO_REUSEPORT). It does so whosever the other is: see `ServerOptions.takes_over`."""
     return [
         *_BOTH_ENDS,
         # Tolerate the pings of clients that follow the same settings, with room for jitter.
@@ -45,6 +49,8 @@ def server_options(*, shares_port: bool = False) -> list[tuple[str, int]]:
         ("grpc.server_handshake_timeout_ms", GRPC_HANDSHAKE_MS),
         ("grpc.max_connection_idle_ms", GRPC_IDLE_MS),
         ("grpc.so_reuseport", int(shares_port)),
+        *(() if age_ms is None else (("grpc.max_connection_age_ms", age_ms),)),
+        ("grpc.max_connection_age_grace_ms", GRPC_AGE_GRACE_MS),
         # Both bounds equal, as above.
         ("grpc.server.max_pending_requests", GRPC_PENDING_CALLS_MAX),
         ("grpc.server.max_pending_requests_hard_limit", GRPC_PENDING_CALLS_MAX),

@@ -72,6 +72,8 @@ class ServerOptions:
     takes_over: bool = False
     """Whether the port may be held by a server that `shares_port`, whose place this one takes.
     Else a port that another process holds is refused."""
+    connection_age_ms: int | None = None
+    """After which new calls get another connection, and perhaps another server; None = never."""
     guard: Guard | None = None
     """None = everybody may call every method."""
 
@@ -90,7 +92,9 @@ class RpcServer:
             names += [_HEALTH.full_name, _REFLECTION.full_name]
             served.append(Service(_REFLECTION, reflection.ReflectionServicer(names)))
         self._server = grpc.aio.server(
-            options=server_options(shares_port=self._options.shares_port),
+            options=server_options(
+                shares_port=self._options.shares_port, age_ms=self._options.connection_age_ms
+            ),
             # Calls beyond it are refused with RESOURCE_EXHAUSTED.
             maximum_concurrent_rpcs=2 * SESSIONS_PER_COORDINATOR_MAX,
         )

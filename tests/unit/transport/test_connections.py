@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from outrider.errors import ConfigError, Unavailable
 from outrider.transport.channel import open_channel
 from outrider.transport.grpc_link import target_link
-from outrider.transport.server import RpcServer, ServerOptions, is_taken
+from outrider.transport.server import RpcServer, ServerOptions, Serving, is_taken
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """With an empty frame of settings."""
@@ -40,6 +40,31 @@ async def test_a_connection_without_a_call_is_closed(
             await asyncio.sleep(0.05)
         await stub.Check(health_pb2.HealthCheckRequest())
         writer.transport.abort()
+    finally:
+        await channel.close()
+        await server.stop()
+
+
+async def test_calls_get_a_new_connection_now_and_then() -> None:
+    """None fails, and a stream goes on where it is."""
+    peers: list[str] = []
+    options = ServerOptions(
+        connection_age_ms=400, guard=lambda _, context: peers.append(context.peer())
+    )
+    server = RpcServer([], options)
+    await server.start()
+    channel = open_channel(server.address)
+    try:
+        stub = health_pb2_grpc.HealthStub(channel)
+        watching = stub.Watch(health_pb2.HealthCheckRequest())
+        assert (await watching.read()).status == Serving.NOT_SERVING
+        until = time.monotonic() + 10
+        while len(set(peers)) < 4 and time.monotonic() < until:
+            await stub.Check(health_pb2.HealthCheckRequest())
+        assert len(set(peers)) == 4
+        await server.set_serving(True)
+        async with asyncio.timeout(8):
+            assert (await watching.read()).status == Serving.SERVING
     finally:
         await channel.close()
         await server.stop()
