@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, aclosing, contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from coordinator.requests.validation import (
     PromptEncoder,
     RequestDefaults,
     check_fields,
+    check_ids,
     resolve,
 )
 from coordinator.routing.discovery import Discovery
@@ -227,6 +228,28 @@ class CoordinatorService:
                 while events := await run.next_events():
                     for event in events:
                         yield event
+
+    async def tokenize(
+        self, request: GenerateRequest, add_special_tokens: bool = True
+    ) -> tuple[int, ...]:
+        """The tokens of a request's prompt, whether or not they fit the model. Raises `BadRequest`,
+        `NotFound` and `Overloaded`."""
+        with self._admitted():
+            self._check(request)
+            _, token_ids = await self._prompts.encode(
+                request.prompt, self.served.max_model_len, request.tools,
+                request.template_variables, add_special_tokens,
+            )  # fmt: skip
+        return token_ids
+
+    async def detokenize(self, token_ids: Sequence[int], model: str = "") -> str:
+        """The text of these tokens, special ones by their names. Raises as `tokenize`."""
+        with self._admitted():
+            self._check(GenerateRequest("", model))
+            if self.text is None:
+                raise BadRequest("tokens", "the model has no tokenizer, so they have no text")
+            check_ids(token_ids, "tokens", self.served.vocab_size)
+            return await asyncio.to_thread(self.text.decode, token_ids, True)
 
     async def _prompt_tokens(self, run: SessionRun) -> AsyncGenerator[PromptTokens]:
         """The prompt in parts with its log-probabilities, where they are asked for. They are those

@@ -68,12 +68,12 @@ class TokenizerText:
             tokenizer.chat_template = chat_template
         return cls(tokenizer, name or str(path))
 
-    def encode(self, text: str) -> list[int]:
-        """The prompt's token ids, with what the tokenizer puts before every text.
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The prompt's token ids, with what the tokenizer puts before every text, or without.
 
         Raises `BadRequest` for text that is not Unicode (a lone surrogate)."""
         _check_unicode("text", text)
-        return list(self._tokenizer.encode(text))
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     @property
     def chat_template(self) -> str:
@@ -155,13 +155,14 @@ class TokenizerText:
         it is none of them."""
         return backend_json(self._tokenizer)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, special ones left out."""
+    def decode(self, token_ids: Sequence[int], with_special: bool = False) -> str:
+        """The text of tokens, special ones left out, or by their names."""
+        ids, skips = list(token_ids), not with_special
         if self._backend is not None:
-            return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
+            return str(self._backend.decode(ids, skip_special_tokens=skips))
         return str(
             self._tokenizer.decode(
-                list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+                ids, skip_special_tokens=skips, clean_up_tokenization_spaces=False
             )
         )
 

@@ -7,6 +7,7 @@
 | `reading.py` | reads bodies, within limits; every error in OpenAI's shape |
 | `bodies.py` | what a body may hold, and the coordinator's requests that it stands for |
 | `answers.py` | events as an answer, whole or in chunks |
+| `tokens.py` | prompts as tokens, and back |
 | `responses.py` | OpenAI's Responses: their body as one of chat, and their answer |
 
 Nothing is checked here that the coordinator checks (`coordinator/requests/validation.py`); its

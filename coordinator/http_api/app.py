@@ -38,6 +38,7 @@ from coordinator.http_api.reading import (
 )
 from coordinator.http_api.responses import ResponseAnswer, ResponsesBody
 from coordinator.http_api.server import HttpOptions, HttpServer, Metrics, until_gone
+from coordinator.http_api.tokens import add_tokens
 from coordinator.http_api.tool_parsers import ChatFormats
 from coordinator.routing.discovery import SeenReplica
 from coordinator.service import CoordinatorService
@@ -348,6 +349,7 @@ def build_app(
         app.add_middleware(TimingMiddleware, times=options.times)
     add_error_handlers(app)
     _add_generation(app, service, access, closing, formats or ChatFormats(service.text))
+    add_tokens(app, service, access)
     _add_operation(app, service, options.metrics)
     return app
 
@@ -436,6 +438,8 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics |
             )
         return json_response(model_body())
 
+    @app.post("/ping")
+    @app.get("/ping")
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:

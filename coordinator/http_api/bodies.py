@@ -498,6 +498,15 @@ def few_parts(messages: Any) -> Any:
     return messages
 
 
+Messages = Annotated[
+    Several[Message],
+    Field(min_length=1, max_length=CHAT_MESSAGES_MAX),
+    BeforeValidator(few_parts),
+]
+ToolList = Annotated[Several[Tool], Field(max_length=TOOLS_MAX)]
+TemplateVariables = Annotated[dict[str, TemplateVariable], Field(max_length=TEMPLATE_VARIABLES_MAX)]
+
+
 class ChatBody(ChoicesBody):
     """Of a chat completion."""
 
@@ -516,15 +525,11 @@ class ChatBody(ChoicesBody):
         **_idle("audio prediction web_search_options chat_template"),
     }
 
-    messages: Annotated[
-        Several[Message],
-        Field(min_length=1, max_length=CHAT_MESSAGES_MAX),
-        BeforeValidator(few_parts),
-    ]
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int = 0
-    tools: Annotated[Several[Tool], Field(max_length=TOOLS_MAX)] = []
+    tools: ToolList = []
     """What the answer may call."""
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedTool,
@@ -533,9 +538,7 @@ class ChatBody(ChoicesBody):
     """Whether it may call something, must, or calls a certain tool."""
     parallel_tool_calls: bool = True
     """false = one call at most."""
-    chat_template_kwargs: Annotated[
-        dict[str, TemplateVariable], Field(max_length=TEMPLATE_VARIABLES_MAX)
-    ] = {}
+    chat_template_kwargs: TemplateVariables = {}
     """Variables for the chat template, such as enable_thinking."""
 
     @cached_property

@@ -161,10 +161,15 @@ def check_prompt_ids(prompt_ids: tuple[int, ...], field: str, model: ReplicaDesc
             f"the prompt has {len(prompt_ids)} tokens; at most {model.max_model_len - 1} leave "
             f"room for an answer in the model's length of {model.max_model_len}",
         )
-    if not 0 <= min(prompt_ids) <= max(prompt_ids) < model.vocab_size:
-        index, bad = next((i, t) for i, t in enumerate(prompt_ids) if not 0 <= t < model.vocab_size)
+    check_ids(prompt_ids, field, model.vocab_size)
+
+
+def check_ids(token_ids: Sequence[int], field: str, vocab_size: int) -> None:
+    """Raises `BadRequest` for an id outside the vocabulary."""
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        index, bad = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < vocab_size)
         raise BadRequest(
-            f"{field}[{index}]", f"{bad} is not a token id; allowed: 0..{model.vocab_size - 1}"
+            f"{field}[{index}]", f"{bad} is not a token id; allowed: 0..{vocab_size - 1}"
         )
 
 
@@ -206,7 +211,8 @@ class PromptEncoder:
     def __init__(self, text: TokenizerText | None) -> None:
         """`text` is None for a model without a tokenizer: it takes token ids alone."""
         self._text = text
-        self._calls: SharedCalls[int, tuple[int, ...]] = SharedCalls(TOKENIZER_THREADS, "tokenizer")
+        self._calls: SharedCalls[tuple[int, bool], tuple[int, ...]]
+        self._calls = SharedCalls(TOKENIZER_THREADS, "tokenizer")
         """By the prompt's identity, which the generations of one request have in common; as long as
         one of them waits, nothing else has it."""
         self._checks: ConstraintChecks | None = None
@@ -217,10 +223,11 @@ class PromptEncoder:
         tokens_max: int,
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] = MappingProxyType({}),
+        add_special_tokens: bool = True,
     ) -> tuple[str, tuple[int, ...]]:
         """The name of the field that the prompt came in, and its token ids; a conversation's
-        template is told of `tools` and other `variables`. The same object is
-        tokenized once for all who wait for it. Raises `BadRequest`
+        template is told of `tools` and other `variables`, and a text has the special tokens before
+        it or not. The same object is tokenized once for all who wait for it. Raises `BadRequest`
         for a text that cannot be tokenized, or that `tokens_max` tokens can never hold: that one
         is not even looked at."""
         text, given = self._text, cast(Any, prompt)
@@ -246,9 +253,9 @@ class PromptEncoder:
         def tokenize() -> tuple[int, ...]:
             if turns:
                 return tuple(text.encode_chat(turns, tools, variables))
-            return tuple(text.encode(given))
+            return tuple(text.encode(given, add_special_tokens))
 
-        return field, await self._calls.result(id(prompt), tokenize)
+        return field, await self._calls.result((id(prompt), add_special_tokens), tokenize)
 
     async def check_constraint(
         self, constraint: Constraint, eos_token_ids: tuple[int, ...], tenant: str

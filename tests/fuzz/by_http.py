@@ -34,6 +34,8 @@ _BASES: Final = {
     "ChatBody": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
     "CompletionBody": {"prompt": [1, 2, 3], "max_tokens": 4},
     "ResponsesBody": {"input": "hi", "max_output_tokens": 4},
+    "TokenizeBody": {"prompt": "hi"},
+    "DetokenizeBody": {"tokens": [1, 2, 3]},
 }
 """Bodies that are in order, by their schema's name."""
 _TEXT_BODIES: Final = (
@@ -136,9 +138,10 @@ class Document:
         def nearly(draw: st.DrawFn) -> bytes:
             name, fields = draw(st.sampled_from(sorted(kinds.items(), key=lambda one: one[0])))
             body = dict(_BASES[name])
-            if "prompt" in body:
+            if name == "CompletionBody":
                 body["prompt"] = draw(TOKENS)
-            body |= draw(st.sampled_from(({}, {"stream": True}, {"n": 2}, {"seed": 1})))
+            if "seed" in fields:
+                body |= draw(st.sampled_from(({}, {"stream": True}, {"n": 2}, {"seed": 1})))
             for key in draw(st.lists(st.sampled_from(sorted(fields)), max_size=3)):
                 body[key] = draw(fields[key])
             return _encoded(body)

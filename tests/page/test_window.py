@@ -353,7 +353,7 @@ class Hostile:
     chat_template = ""
     MARKUP = "<img src=x onerror=\"document.title='run'\">"
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, _: bool = True) -> list[int]:
         return [1, 2, 3]
 
     def encode_chat(self, messages: object, *_: object) -> list[int]:

@@ -31,7 +31,7 @@ BODY: dict[str, Any] = {"prompt": [1, 2], "max_tokens": 3}
 TRACE = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
 WHOLE = (STARTED, TOKENS, FINISHED)
 METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE", "TRACE", "NOTHING")
-OPEN_PATHS = {"/", "/health", "/page/page.js"}
+OPEN_PATHS = {"/", "/health", "/ping", "/page/page.js"}
 NOWHERE = (
     "/v1/models?path=/health",
     "/v1/models/..%2f..%2fhealth",

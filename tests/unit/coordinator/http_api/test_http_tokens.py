@@ -1,0 +1,102 @@
+"""`POST /tokenize` and `/detokenize`, by a whole coordinator."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from coordinator_bench import bench
+from models import byte_fallback_tokenizer, byte_level_tokenizer
+from toy_engine import ToyEngine
+
+from coordinator.http_api.app import build_app
+from coordinator.http_api.server import HttpOptions
+from outrider.replica.executors import InlineExecutor
+from outrider.tokenizer import TokenizerText
+from target_service.service import TargetService
+
+VOCAB = 320
+TEXT = TokenizerText(byte_level_tokenizer(VOCAB), "toy")
+CHAT = [{"role": "user", "content": "the fox"}]
+
+
+class Caller:
+    def __init__(self, service: Any) -> None:
+        app = build_app(service, asyncio.Event(), HttpOptions())
+        self._transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+
+    async def post(self, path: str, **body: Any) -> Any:
+        """The answer, or the field of its error."""
+        async with httpx.AsyncClient(transport=self._transport, base_url="http://here") as http:
+            found = await http.post(path, json=body)
+        told = found.json()
+        return told if found.status_code == 200 else told["error"]["param"]
+
+
+@pytest.fixture
+async def caller() -> AsyncIterator[Caller]:
+    target = TargetService(ToyEngine(VOCAB), InlineExecutor(lambda: 0.01), max_num_seqs=8)
+    async with bench(text=TEXT, target=target) as made:
+        yield Caller(made.service)
+
+
+async def test_tokens_are_those_that_a_generation_reads(caller: Caller) -> None:
+    """Of a text and of a conversation; and back, with special tokens by their names."""
+    ids = TEXT.encode("the <|end|>")
+    assert await caller.post("/tokenize", prompt="the <|end|>", return_token_strs=True) == {
+        "count": len(ids), "max_model_len": 64, "tokens": ids,
+        "token_strs": [TEXT.spell(one).decode() for one in ids],
+    }  # fmt: skip
+    told = await caller.post("/tokenize", messages=CHAT, model="toy", add_special_tokens=False)
+    assert (told["tokens"], told["token_strs"]) == (TEXT.encode_chat(CHAT), None)
+    assert await caller.post("/detokenize", tokens=ids) == {"prompt": "the <|end|>"}
+    assert await caller.post("/detokenize", tokens=[]) == {"prompt": ""}
+    whole = await caller.post("/tokenize", prompt="the fox " * 100)
+    assert whole["count"] > whole["max_model_len"]  # More than a generation takes.
+
+
+async def test_special_tokens_before_a_text_may_be_left_out() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = byte_fallback_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    async with bench(text=TokenizerText(tokenizer, "toy")) as made:
+        caller = Caller(made.service)
+        whole, bare = [
+            (await caller.post("/tokenize", prompt="the", add_special_tokens=given))["tokens"]
+            for given in (None, False)
+        ]
+    assert whole == [1, *bare]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": CHAT}, "prompt"),
+        ("/tokenize", {"prompt": "a" * 64 * 400}, "prompt"),
+        ("/tokenize", {"prompt": "a", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+        ("/tokenize", {"messages": CHAT, "add_special_tokens": True}, "add_special_tokens"),
+        ("/tokenize", {"messages": [{"role": "a b", "content": ""}]}, "messages[0].role"),
+        ("/tokenize", {"prompt": "a", "continue_final_message": True}, "continue_final_message"),
+        ("/tokenize", {"prompt": "a", "model": "other"}, "model"),
+        ("/detokenize", {"tokens": [1, VOCAB]}, "tokens[1]"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+        ("/detokenize", {"tokens": [1.0]}, "tokens[0]"),
+        ("/detokenize", {"tokens": [1], "model": "other"}, "model"),
+    ],
+)  # fmt: skip
+async def test_what_is_wrong_is_named(
+    caller: Caller, path: str, body: dict[str, Any], field: str
+) -> None:
+    assert await caller.post(path, **body) == field
+
+
+async def test_without_a_tokenizer_there_is_no_text() -> None:
+    async with bench() as made:
+        caller = Caller(made.service)
+        assert await caller.post("/tokenize", prompt="a") == "prompt"
+        assert await caller.post("/detokenize", tokens=[1]) == "tokens"
