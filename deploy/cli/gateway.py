@@ -70,9 +70,20 @@ async def _serve(arguments: Arguments) -> int:
     from coordinator.http_api.gateway import build_gateway
     from coordinator.http_api.server import HttpOptions, HttpServer
 
-    coordinators = _coordinators(arguments)
+    record = None if arguments.coordinators is not None else _running()
+    is_keyed = arguments.insecure or (record is not None and record.asks_for_keys)
+    if not (is_keyed or is_loopback(arguments.host) or arguments.ssl_ca_certs):
+        raise SettingError(
+            "host",
+            f"{arguments.host!r} is reachable from other machines, and coordinators may ask for no "
+            "keys; bind 127.0.0.1, or give --insecure if they do, or the network is trusted",
+        )
+    coordinators = _coordinators(arguments, record)
     options = HttpOptions(arguments.host, arguments.port, tls=_tls_files(arguments))
-    server = HttpServer(options, lambda closing, hosts: build_gateway(coordinators, closing, hosts))
+    server = HttpServer(
+        options,
+        lambda closing, hosts: build_gateway(coordinators, closing, () if is_keyed else hosts),
+    )
     await server.start()
     scheme = "http" if options.tls is None else "https"
     url = f"{scheme}://{server.address}"
@@ -95,38 +106,33 @@ async def _serve(arguments: Arguments) -> int:
     return 0
 
 
-def _coordinators(arguments: Arguments) -> Coordinators:
-    """Raises `ConfigError`, and `Unavailable` where none are known."""
+def _running() -> DeploymentRecord:
+    """The deployment of this machine. Raises `ConfigError`, and `Unavailable` where there is
+    none."""
+    record = running_deployment(state_directory(os.environ))
+    if record is None:
+        raise Unavailable(
+            "nothing runs here; `outrider serve` starts a deployment, --coordinators names "
+            "coordinators elsewhere"
+        )
+    if record.settings.get("http") is False:
+        raise ConfigError("the deployment that runs here serves no HTTP (--no-http)")
+    return record
+
+
+def _coordinators(arguments: Arguments, record: DeploymentRecord | None) -> Coordinators:
+    """Those that are given, or the record's. Raises `ConfigError`."""
     from coordinator.http_api.gateway import Coordinators, open_transport
     from outrider.client.failover import EndpointPool
 
-    state = state_directory(os.environ)
-    given, record = arguments.coordinators, None
-    if given is None:
-        record = running_deployment(state)
-        if record is None:
-            raise Unavailable(
-                "nothing runs here; `outrider serve` starts a deployment, --coordinators names "
-                "coordinators elsewhere"
+    state, given = state_directory(os.environ), arguments.coordinators
+    for url in (given or "").split(",") if record is None else ():
+        if not _URL.fullmatch(url.strip()):
+            raise SettingError(
+                "coordinators",
+                f"{url!r} is wrong; it must be http://HOST:PORT or https://HOST:PORT, or several "
+                "with commas between",
             )
-        if record.settings.get("http") is False:
-            raise ConfigError("the deployment that runs here serves no HTTP (--no-http)")
-    else:
-        for url in given.split(","):
-            if not _URL.fullmatch(url.strip()):
-                raise SettingError(
-                    "coordinators",
-                    f"{url!r} is wrong; it must be http://HOST:PORT or https://HOST:PORT, or "
-                    "several with commas between",
-                )
-    asks_for_keys = record is not None and record.asks_for_keys
-    is_closed = is_loopback(arguments.host) or asks_for_keys or arguments.ssl_ca_certs
-    if not (arguments.insecure or is_closed):
-        raise SettingError(
-            "host",
-            f"{arguments.host!r} is reachable from other machines, and coordinators may ask for no "
-            "keys; bind 127.0.0.1, or give --insecure if they do, or the network is trusted",
-        )
     context, name = _trust(arguments, record)
     scheme = "https" if record is not None and record.settings.get("ssl_certfile") else "http"
 
