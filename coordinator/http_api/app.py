@@ -367,7 +367,7 @@ def _add_generation(
         kind: Callable[[TranslatedBody, TokenizerText | None, int, int], Answer],
     ) -> Response:
         asked = body.translate()
-        if isinstance(body, ChatBody):
+        if isinstance(asked.body, ChatBody):
             asked = formats.fitted(asked)
         bound = service.defaults.num_draft_tokens
         answer = kind(asked, service.text, bound, int(time.time()))

@@ -14,24 +14,34 @@ from coordinator.http_api.answers import ChatAnswer, Json
 from coordinator.http_api.bodies import (
     _ANY,
     Body,
+    CalledFunction,
+    CalledTool,
     ChatBody,
     Described,
+    FunctionTool,
     GenerationBody,
     Message,
+    NamedFunction,
+    NamedTool,
     Several,
+    TemplateVariables,
+    Tool,
     TranslatedBody,
     Unserved,
+    _form,
     _idle,
     few_parts,
 )
+from coordinator.http_api.tool_parsers import Part
 from outrider.errors import BadRequest
-from outrider.limits import CHAT_MESSAGES_MAX
+from outrider.limits import CHAT_MESSAGES_MAX, TOOLS_MAX
 from outrider.request import Event, Finished
 from outrider.sessions.store import FinishReason
 
 if TYPE_CHECKING:
     from outrider.tokenizer import TokenizerText
 
+_REASONING = "reasoning_content"
 _NAMES = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
@@ -60,20 +70,65 @@ class MessageItem(Body):
     role: Literal["user", "assistant", "system", "developer"]
     content: str | Several[ItemText]
 
-    def message(self) -> Message:
-        content = self.content
-        if not isinstance(content, str):
-            content = "\n".join(part.text for part in content)
+    def turn(self) -> Json:
+        """The message of chat that it is, or a part of."""
         role = "system" if self.role == "developer" else self.role
-        return Message.model_construct(role=role, content=content)
+        return {"role": role, "content": _lines(self.content)}
+
+
+class CallItem(Body):
+    """A call that a former answer made."""
+
+    unserved = _idle("id status namespace caller", _ANY)
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+
+    def turn(self) -> Json:
+        """See `MessageItem.turn`."""
+        function = CalledFunction(name=self.name, arguments=self.arguments)
+        return {"role": "assistant", "tool_calls": [CalledTool(id=self.call_id, function=function)]}
+
+
+class OutputItem(Body):
+    """What such a call has brought."""
+
+    unserved = _idle("id status name namespace caller", _ANY)
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | Several[ItemText]
+
+    def turn(self) -> Json:
+        """See `MessageItem.turn`."""
+        return {"role": "tool", "content": _lines(self.output), "tool_call_id": self.call_id}
+
+
+class ReasoningText(Body):
+    """A part of what came before a former answer."""
+
+    type: Literal["reasoning_text"]
+    text: str
 
 
 class ReasoningItem(Body):
-    """What came before a former answer; not told to the model again."""
+    """What came before a former answer."""
 
-    unserved = _idle("id status summary content encrypted_content", _ANY)
+    unserved = _idle("id status summary encrypted_content", _ANY)
 
     type: Literal["reasoning"]
+    content: Several[ReasoningText] = Field(default=[])
+
+    def turn(self) -> Json:
+        """See `MessageItem.turn`."""
+        return {"role": "assistant", _REASONING: _lines(self.content)}
+
+
+def _lines(content: str | Sequence[ItemText | ReasoningText]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
 def _kind(value: Any) -> str | None:
@@ -84,11 +139,16 @@ def _kind(value: Any) -> str | None:
 
 # Tags that are no identifiers name no part of a field in an error.
 Item = Annotated[
-    Annotated[MessageItem, Tag("a message")] | Annotated[ReasoningItem, Tag("a reasoning")],
+    Annotated[MessageItem, Tag("a message")]
+    | Annotated[CallItem, Tag("a function_call")]
+    | Annotated[OutputItem, Tag("a function_call_output")]
+    | Annotated[ReasoningItem, Tag("a reasoning")],
     Discriminator(
         _kind,
         custom_error_type="item",
-        custom_error_message="must be an item of the type message or reasoning",
+        custom_error_message=(
+            "must be an item of the type message, function_call, function_call_output or reasoning"
+        ),
     ),
 ]
 
@@ -97,6 +157,39 @@ def _few_items(given: Any) -> Any:
     if not isinstance(given, str | list):
         raise ValueError("must be a string or a list of items")
     return few_parts(given)
+
+
+class ResponsesTool(Body):
+    """A function that the answer may call."""
+
+    unserved: ClassVar[Unserved] = {
+        **_idle("strict output_schema", _ANY),
+        **_idle("defer_loading async", False),
+        **_idle("allowed_callers", ["direct"]),
+    }
+
+    type: Literal["function"]
+    name: str
+    """1 to 64 letters, digits, - and _."""
+    description: str = ""
+    parameters: Described = Field(default={})
+    """Their JSON schema; empty = it has none."""
+
+    def nested(self) -> Tool:
+        """As chat has it."""
+        given = {name: getattr(self, name) for name in self.model_fields_set - {"type"}}
+        return Tool(type="function", function=FunctionTool.model_construct(**given))
+
+
+class NamedResponsesTool(Body):
+    """The tool that an answer must call."""
+
+    type: Literal["function"]
+    name: str
+
+    def nested(self) -> NamedTool:
+        """As chat has it."""
+        return NamedTool(type="function", function=NamedFunction(name=self.name))
 
 
 class TextOptions(Body):
@@ -123,9 +216,7 @@ class ResponsesBody(GenerationBody):
     unserved: ClassVar[Unserved] = {
         **GenerationBody.unserved,
         **_idle("store safety_identifier prompt_cache_key prompt_cache_retention", _ANY),
-        **_idle("parallel_tool_calls", _ANY),
-        **_idle("tools context_management", []),
-        **_idle("tool_choice", "none", "auto"),
+        **_idle("context_management", []),
         **_idle("background", False),
         **_idle("truncation", "disabled"),
         **_idle("stream_options", {}, {"include_obfuscation": False}),
@@ -151,32 +242,67 @@ class ResponsesBody(GenerationBody):
     metadata: dict[str, str] = Field(default={}, max_length=16)
     """Told again with the answer; not looked at."""
     reasoning: ReasoningOptions | None = None
+    tools: Annotated[Several[ResponsesTool], Field(max_length=TOOLS_MAX)] = Field(default=[])
+    """What the answer may call."""
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedResponsesTool,
+        _form('none, auto, required, or {"type": "function", "name": ...}'),
+    ] = "auto"
+    """Whether it may call something, must, or calls a certain tool."""
+    parallel_tool_calls: bool = True
+    """false = one call at most."""
+    chat_template_kwargs: TemplateVariables = Field(default={})
+    """Variables for the chat template, such as enable_thinking."""
 
     def translate(self) -> TranslatedBody:
         """As the chat completion that it stands for, with the names that fields have here."""
+        (messages, places), choice = self._messages(), self.tool_choice
         given = self.model_fields_set & GenerationBody.model_fields.keys()
         chat = ChatBody.model_construct(
             **{name: getattr(self, name) for name in given},
-            messages=self._messages(),
+            messages=messages,
             max_completion_tokens=self.max_output_tokens,
             response_format=self._response_format(),
             logprobs=bool(self.include or self.top_logprobs),
             top_logprobs=self.top_logprobs,
+            tools=[tool.nested() for tool in self.tools],
+            tool_choice=choice if isinstance(choice, str) else choice.nested(),
+            parallel_tool_calls=self.parallel_tool_calls,
+            chat_template_kwargs=self.chat_template_kwargs,
         )
         try:
             asked = chat.translate()
         except BadRequest as error:
-            raise BadRequest(_own_name(error.field), error.reason) from error
+            field = places.get(error.field) or _own_name(error.field)
+            raise BadRequest(field, error.reason) from error
         names = {"max_tokens": "max_tokens", **asked.names}
         return replace(asked, names={name: _own_name(field) for name, field in names.items()})
 
-    def _messages(self) -> list[Message]:
+    def _messages(self) -> tuple[list[Message], dict[str, str]]:
+        """What an assistant has thought, said and called in succession is one message. And what
+        the arguments of calls are called in these messages and here."""
+        turns, places = list[dict[str, Any]](), dict[str, str]()
         items = self.input
         if isinstance(items, str):
             items = [MessageItem(role="user", content=items)]
         if self.instructions is not None:
-            items = [MessageItem(role="system", content=self.instructions), *items]
-        return [one.message() for one in items if isinstance(one, MessageItem)]
+            turns.append({"role": "system", "content": self.instructions})
+        for index, item in enumerate(items):
+            if isinstance(item, ReasoningItem) and not item.content:
+                continue
+            turn = item.turn()
+            last = turns[-1] if turns and turns[-1]["role"] == turn["role"] == "assistant" else None
+            if last is None or not ("tool_calls" in turn or last.keys() <= {"role", _REASONING}):
+                turns.append(turn)
+            elif isinstance(item, CallItem):
+                last.setdefault("tool_calls", []).extend(turn["tool_calls"])
+            else:
+                last.update(turn)
+            if isinstance(item, CallItem):
+                call = f"tool_calls[{len(turns[-1]['tool_calls']) - 1}]"
+                place = f"messages[{len(turns) - 1}].{call}.function.arguments"
+                places[place] = f"input[{index}].arguments"
+        return [Message.model_construct(**turn) for turn in turns], places
 
     def _response_format(self) -> Json:
         form = self.text.format
@@ -189,35 +315,83 @@ def _own_name(field: str) -> str:
     for theirs, own in _NAMES.items():
         if field.startswith(theirs):
             return own + field.removeprefix(theirs)
-    return field
+    return field.replace(".function", "")  # Of tools and what is chosen of them.
 
 
 class _Item:
-    """One of the items that an answer has, as far as it has come."""
+    """One of the items that an answer has, as far as it has come; each step to it is an event."""
 
-    def __init__(self, item_id: str, index: int) -> None:
-        self.place: Json = {"item_id": item_id, "output_index": index, "content_index": 0}
+    _TYPES: ClassVar = {
+        "content": ("message", "msg", "output_text"),
+        "reasoning": ("reasoning", "rs", "reasoning_text"),
+        "name": ("function_call", "fc", "function_call_arguments"),
+    }
+    """By the kind of its parts: its type, what its id begins with, and what grows."""
+
+    def __init__(
+        self, kind: str, session_id: str, index: int, name: str = "", call_id: str = ""
+    ) -> None:
+        self.kind = kind
+        self._type, prefix, self._grows = self._TYPES[kind]
+        self._id = f"{prefix}_{session_id}_{index}"
+        self._index, self._name, self._call_id = index, name, call_id
         self.status = "in_progress"
-        self.text = ""
+        self._text = ""
         self.logprobs: list[Json] = []
 
-    def part(self) -> Json:
-        """Its content."""
-        return {
-            "type": "output_text",
-            "text": self.text,
-            "annotations": [],
-            "logprobs": [*self.logprobs],
-        }
+    def told(self) -> Json:
+        own: Json = {"id": self._id, "type": self._type, "status": self.status}
+        if self.kind == "name":
+            call = {"call_id": self._call_id, "name": self._name, "arguments": self._text}
+            return own | call
+        own |= {"summary": list[Json]()} if self.kind == "reasoning" else {"role": "assistant"}
+        return own | {"content": [] if self.status == "in_progress" else [self._part()]}
 
-    def told(self, *content: Json) -> Json:
-        return {
-            "id": self.place["item_id"],
-            "type": "message",
-            "status": self.status,
-            "role": "assistant",
-            "content": content,
-        }
+    def opened(self) -> list[Json]:
+        events = [self._item_event("added")]
+        if self.kind != "name":
+            events.append(self._event("content_part.added", part=self._part()))
+        return events
+
+    def grown(self, text: str, logprobs: Sequence[Json]) -> list[Json]:
+        self._text += text
+        self.logprobs += logprobs
+        more = {"logprobs": logprobs} if self.kind == "content" else {}
+        told = [self._event(f"{self._grows}.delta", delta=text, **more)]
+        return told if text or logprobs else []
+
+    def closed(self, status: str) -> list[Json]:
+        self.status = status
+        done = f"{self._grows}.done"
+        if self.kind == "name":
+            whole = [self._event(done, name=self._name, arguments=self._text)]
+        else:
+            part = self._part()
+            more = {"logprobs": part["logprobs"]} if self.kind == "content" else {}
+            whole = [
+                self._event(done, text=self._text, **more),
+                self._event("content_part.done", part=part),
+            ]
+        return [*whole, self._item_event("done")]
+
+    def _part(self) -> Json:
+        own: Json = {"type": self._grows, "text": self._text}
+        if self.kind == "content":
+            own |= {"annotations": [], "logprobs": [*self.logprobs]}
+        return own
+
+    def _item_event(self, step: str) -> Json:
+        return _event(f"output_item.{step}", output_index=self._index, item=self.told())
+
+    def _event(self, name: str, /, **told: Any) -> Json:
+        place: Json = {"item_id": self._id, "output_index": self._index}
+        if self.kind != "name":
+            place["content_index"] = 0
+        return _event(name, **place, **told)
+
+
+def _event(name: str, /, **told: Any) -> Json:
+    return {"type": f"response.{name}", **told}
 
 
 class ResponseAnswer(ChatAnswer):
@@ -244,57 +418,64 @@ class ResponseAnswer(ChatAnswer):
         if self._asked.body.stream:
             return None
         self._grown()
-        self._closed(self._status)
+        self._ended()
         return self._response(self._status)
 
     def failed(self, error: Json) -> Sequence[Json]:
         """A response that has failed, with the items that came before."""
-        self._items[-1].status = "incomplete"
+        for item in self._items[-1:]:
+            item.status = "incomplete"
         detail = error["error"]
         code = detail["code"] if detail["code"] == "rate_limit_exceeded" else "server_error"
-        return [self._event("failed", response=self._response("failed", {**detail, "code": code}))]
+        response = self._response("failed", {**detail, "code": code})
+        return self._numbered([_event("failed", response=response)])
 
     def _parts(self, index: int, event: Event) -> Sequence[Json]:
         events = list[Json]()
-        if not self._items:
-            for name in ("created", "in_progress"):
-                events.append(self._event(name, response=self._response("in_progress")))
+        if not self._num_events:
+            begun = self._response("in_progress")
+            events = [_event(name, response=begun) for name in ("created", "in_progress")]
         events += self._grown()
         if isinstance(event, Finished):
-            events += self._closed(self._status)
-            events.append(self._event(self._status, response=self._response(self._status)))
-        return events
+            events += self._ended()
+            events.append(_event(self._status, response=self._response(self._status)))
+        return self._numbered(events)
 
     def _grown(self) -> list[Json]:
-        """Adds what has come to the items, and tells of it."""
+        """Adds what has come to the items, and tells of it. Log-probabilities are those of a
+        message: the next part of one has all of them that came since the last, or since a call."""
         [choice], events = self._choices, list[Json]()
-        if not self._items:
-            [item] = self._items = [_Item(f"msg_{self._session_id}", 0)]
-            events = [
-                self._event("output_item.added", output_index=0, item=item.told()),
-                self._event("content_part.added", **item.place, part=item.part()),
-            ]
-        item = self._items[-1]
-        text, logprobs = choice.text, self.logprobs(choice.scored)["content"]
-        choice.forget()
-        item.text += text
-        item.logprobs += logprobs
-        if text or logprobs:
-            told = {**item.place, "delta": text, "logprobs": logprobs}
-            events.append(self._event("output_text.delta", **told))
+        for kind, text in choice.parts:
+            if kind == "name" or kind not in ("arguments", *(one.kind for one in self._items[-1:])):
+                events += self._items[-1].closed("completed") if self._items else []
+                self._items.append(self._next_item(kind, text))
+                events += self._items[-1].opened()
+            logprobs = self.logprobs(choice.scored)["content"] if kind == "content" else []
+            choice.scored = []
+            if kind != "name":
+                events += self._items[-1].grown(text, logprobs)
+        choice.parts, choice.token_ids = [], []
         return events
 
-    def _closed(self, status: str) -> list[Json]:
-        """Ends the last item."""
-        item = self._items[-1]
-        item.status, part = status, item.part()
-        done = {**item.place, "text": item.text, "logprobs": part["logprobs"]}
-        output_index = item.place["output_index"]
-        return [
-            self._event("output_text.done", **done),
-            self._event("content_part.done", **item.place, part=part),
-            self._event("output_item.done", output_index=output_index, item=item.told(part)),
-        ]
+    def _next_item(self, kind: str, text: str) -> _Item:
+        session_id, form = self._session_id, self._asked.form
+        name = call_id = ""
+        if kind == "name" and form is not None:
+            num_calls = sum(item.kind == kind for item in self._items)
+            name, call_id = text, form.call_id(session_id, num_calls)
+        return _Item(kind, session_id, len(self._items), name, call_id)
+
+    def _ended(self) -> list[Json]:
+        [choice] = self._choices
+        if not self._items or (choice.scored and self._items[-1].kind == "content"):
+            choice.parts = [Part("content", "")]
+        return [*self._grown(), *self._items[-1].closed(self._status)]
+
+    def _numbered(self, events: Sequence[Json]) -> Sequence[Json]:
+        for event in events:
+            event["sequence_number"] = self._num_events
+            self._num_events += 1
+        return events
 
     @property
     def _session_id(self) -> str:
@@ -306,11 +487,6 @@ class ResponseAnswer(ChatAnswer):
         [choice] = self._choices
         is_whole = choice.finished and choice.finished.finish_reason is FinishReason.STOP
         return "completed" if is_whole else "incomplete"
-
-    def _event(self, name: str, **told: Any) -> Json:
-        number = self._num_events
-        self._num_events += 1
-        return {"type": f"response.{name}", "sequence_number": number, **told}
 
     def _response(self, status: str, error: Json | None = None) -> Json:
         body, sampling = self._body, self._asked.requests[0].sampling
@@ -324,20 +500,20 @@ class ResponseAnswer(ChatAnswer):
             "error": error,
             "incomplete_details": None,
             "model": self._envelope["model"],
-            "output": [item.told(item.part()) for item in self._items],
+            "output": [item.told() for item in self._items],
             "usage": None,
             "background": False,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "store": False,
             "temperature": sampling.temperature,
             "text": {"format": body.text.format},
-            "tool_choice": "auto",
-            "tools": [],
+            "tool_choice": body.model_dump(include={"tool_choice"})["tool_choice"],
+            "tools": [{"strict": True, **tool.model_dump()} for tool in body.tools],
             "top_logprobs": body.top_logprobs,
             "top_p": sampling.top_p,
             "truncation": "disabled",

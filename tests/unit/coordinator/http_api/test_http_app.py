@@ -22,6 +22,7 @@ from coordinator.http_api.app import (
     HttpOptions,
     build_app,
 )
+from coordinator.http_api.tool_parsers import ChatFormats
 from outrider.api_keys import Caller, add_key
 from outrider.errors import BadRequest, Overloaded, Unavailable
 from outrider.limits import TRACEPARENT_CHARS_MAX
@@ -48,10 +49,17 @@ NOWHERE = (
 class Front:
     """An application, called without a socket."""
 
-    def __init__(self, service: Any, access: AccessControl = OPEN, key: str = "") -> None:
+    def __init__(
+        self,
+        service: Any,
+        access: AccessControl = OPEN,
+        key: str = "",
+        formats: ChatFormats | None = None,
+    ) -> None:
         self.service = service
         self.key = key
-        self.app = build_app(service, asyncio.Event(), HttpOptions(access=access))
+        options = HttpOptions(access=access)
+        self.app = build_app(service, asyncio.Event(), options, formats=formats)
 
     async def send(
         self, method: str, path: str, headers: Any = None, **body: Any

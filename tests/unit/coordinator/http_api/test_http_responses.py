@@ -12,6 +12,7 @@ from told_coordinator import FINISHED, STARTED, TOKENS, ToldCoordinator
 
 from coordinator.http_api.bodies import ChatBody, TranslatedBody
 from coordinator.http_api.responses import ResponsesBody
+from coordinator.http_api.tool_parsers import ChatFormats
 from outrider.errors import BadRequest, Unavailable
 from outrider.limits import CHAT_MESSAGES_MAX, CHAT_PARTS_MAX
 from outrider.messages import PositionLogprobs
@@ -42,9 +43,67 @@ ANSWERED = message(
 """An item as an answer has it."""
 
 
+def call(arguments: str = "{}", **more: Any) -> dict[str, Any]:
+    told = {"name": "weather", "arguments": arguments, "status": "completed"}
+    return {"type": "function_call", "id": "fc_1", "call_id": "call_1", **told, **more}
+
+
+WEATHER = {"name": "weather", "description": "now", "parameters": SCHEMA}
+FLAT = {"type": "function", "strict": True, **WEATHER}
+NESTED = {"type": "function", "function": WEATHER}
+THOUGHT = {
+    "type": "reasoning", "id": "rs_1", "summary": [],
+    "content": [{"type": "reasoning_text", "text": "hm"}],
+}  # fmt: skip
+RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "warm"}
+CALLED = {
+    "id": "call_1", "type": "function", "function": {"name": "weather", "arguments": "{}"}
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("fields", "chat"),
     [
+        (
+            {"input": [message("user", "a"), THOUGHT, ANSWERED, call(), call(), RESULT, ANSWERED]},
+            {
+                "messages": [
+                    ("user", "a"),
+                    {
+                        "role": "assistant", "content": "b", "reasoning_content": "hm",
+                        "tool_calls": [CALLED, CALLED],
+                    },
+                    {"role": "tool", "content": "warm", "tool_call_id": "call_1"},
+                    ("assistant", "b"),
+                ]
+            },
+        ),
+        (
+            {"input": [ANSWERED, ANSWERED, THOUGHT, call(), THOUGHT]},
+            {
+                "messages": [
+                    ("assistant", "b"),
+                    ("assistant", "b"),
+                    {"role": "assistant", "reasoning_content": "hm", "tool_calls": [CALLED]},
+                    {"role": "assistant", "reasoning_content": "hm"},
+                ]
+            },
+        ),
+        (
+            {"tools": [FLAT], "chat_template_kwargs": {"enable_thinking": False}},
+            {"tools": [NESTED], "chat_template_kwargs": {"enable_thinking": False}},
+        ),
+        (
+            {"tools": [FLAT], "tool_choice": "required", "parallel_tool_calls": False},
+            {"tools": [NESTED], "tool_choice": "required", "parallel_tool_calls": False},
+        ),
+        (
+            {"tools": [FLAT], "tool_choice": {"type": "function", "name": "weather"}},
+            {
+                "tools": [NESTED],
+                "tool_choice": {"type": "function", "function": {"name": "weather"}},
+            },
+        ),
         ({"input": "a"}, {"messages": [("user", "a")]}),
         (
             {"input": [{"role": "user", "content": "a"}], "instructions": "be brief"},
@@ -90,7 +149,12 @@ ANSWERED = message(
 )  # fmt: skip
 def test_it_stands_for_a_chat_completion(fields: Any, chat: Any) -> None:
     messages = chat.get("messages", [("user", "hi")])
-    body = chat | {"messages": [{"role": role, "content": text} for role, text in messages]}
+    body = chat | {
+        "messages": [
+            one if isinstance(one, dict) else {"role": one[0], "content": one[1]}
+            for one in messages
+        ]
+    }
     assert asked(**fields).requests == ChatBody.model_validate(body).translate().requests
 
 
@@ -111,6 +175,19 @@ def test_it_stands_for_a_chat_completion(fields: Any, chat: Any) -> None:
         ({"input": [{"role": "user"}]}, "input[0].content: is missing"),
         ({"input": [message("user", [{"type": "input_image"}])]}, "input[0].content[0].type: "),
         ({"input": [message("user", "a", tool_calls=[])]}, "input[0].tool_calls: there is no"),
+        ({"input": [message("user", "a"), call(), call("[1]")]}, "input[2].arguments: "),
+        ({"input": [call("[" * 2**17)]}, "input: have calls with more than"),
+        ({"input": [{**RESULT, "call_id": None}]}, "input[0].call_id: is missing"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type: input should be 'function'; got"),
+        ({"tools": [{**FLAT, "name": "a b"}]}, "tools[0].name: got 'a b'; allowed: 1 to 64"),
+        ({"tools": [FLAT, FLAT]}, "tools[1].name: 'weather' is the name of another tool, too"),
+        ({"tools": [{**FLAT, "defer_loading": True}]}, "tools[0].defer_loading: is not supported"),
+        ({"tool_choice": "required"}, "tool_choice: asks for a call, but there are no tools"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice: must be none, auto, required"),
+        (
+            {"tools": [FLAT], "tool_choice": {"type": "function", "name": "x"}},
+            "tool_choice.name: 'x' is none of the tools",
+        ),
         ({"previous_response_id": "resp_1"}, "previous_response_id: is not supported; leave"),
         ({"conversation": "conv_1"}, "conversation: is not supported; leave it out"),
         ({"background": True}, "background: is not supported; leave it out, or give false"),
@@ -148,8 +225,11 @@ def test_the_coordinators_errors_name_the_bodys_fields(field: str, own: str) -> 
 
 
 async def answered(*events: Event | Exception, **fields: Any) -> Any:
-    front = Front(ToldCoordinator(STARTED, *events))
+    front = Front(ToldCoordinator(STARTED, *events), formats=FORMATS)
     return await front.send("POST", "/v1/responses", json={"input": "hi", **fields})
+
+
+FORMATS = ChatFormats(None, "hermes", "qwen3")
 
 
 def part(text: str, logprobs: Any = ()) -> dict[str, Any]:
@@ -157,7 +237,7 @@ def part(text: str, logprobs: Any = ()) -> dict[str, Any]:
 
 
 def item(text: str, status: str) -> dict[str, Any]:
-    told = message("assistant", [part(text)], id=f"msg_{ID}", status=status)
+    told = message("assistant", [part(text)], id=f"msg_{ID}_0", status=status)
     return dict(sorted(told.items()))
 
 
@@ -216,7 +296,7 @@ async def test_a_streamed_response() -> None:
     events = told((await answered(TOKENS, MORE, FINISHED, stream=True)).text)
     assert [event["type"].removeprefix("response.") for event in events] == NAMES
     assert [event["delta"] for event in events[4:6]] == ["a", "bc"]
-    assert {event["item_id"] for event in events if "item_id" in event} == {f"msg_{ID}"}
+    assert {event["item_id"] for event in events if "item_id" in event} == {f"msg_{ID}_0"}
     assert events[0]["response"]["output"] == []
     assert events[2]["item"]["content"] == []
     assert events[3]["part"] == part("")
@@ -250,3 +330,54 @@ async def test_log_probabilities_are_those_of_chat() -> None:
     events = told((await answered(event, FINISHED, stream=True, **fields)).text)
     assert events[4]["logprobs"] == events[5]["logprobs"] == [logprob]
     assert events[3]["part"]["logprobs"] == []
+
+
+TEXTS = (
+    "<think>hm", "</think>I ", "look.<tool_call>", '{"name": "weather", "arg', 'uments": {"a":',
+    ' 1}}</tool_call><tool_call>{"name": "weather"}', "</tool_call>",
+)  # fmt: skip
+STEPS = [
+    "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done",
+    "content_part.done", "output_item.done",
+    "output_item.added", "content_part.added", "output_text.delta", "output_text.delta",
+    "output_text.done", "content_part.done", "output_item.done",
+    "output_item.added", "function_call_arguments.delta", "function_call_arguments.delta",
+    "function_call_arguments.done", "output_item.done",
+    "output_item.added", "function_call_arguments.delta", "function_call_arguments.done",
+    "output_item.done",
+]  # fmt: skip
+
+
+async def test_reasoning_and_calls_are_items_of_their_own() -> None:
+    """Each in turn, whole as in the stream, which the client puts together by its events."""
+    texts = [Tokens(n, (n,), text, (Origin.BONUS,), ()) for n, text in enumerate(TEXTS)]
+    fields: Any = {"tools": [FLAT]}
+    whole = (await answered(*texts, FINISHED, **fields)).json()
+    Response.model_validate(whole)
+    thought, said, *calls = whole["output"]
+    assert thought["content"] == [{"type": "reasoning_text", "text": "hm"}]
+    assert said["content"] == [part("I look.")]
+    assert [(one["name"], one["arguments"]) for one in calls] == [
+        ("weather", '{"a": 1}'), ("weather", "{}")
+    ]  # fmt: skip
+    assert len({one["id"] for one in whole["output"]} | {one["call_id"] for one in calls}) == 6
+    assert (whole["tools"], whole["tool_choice"]) == ([FLAT], "auto")
+    _, _, *events, last = told((await answered(*texts, FINISHED, stream=True, **fields)).text)
+    assert [event["type"].removeprefix("response.") for event in events] == STEPS
+    assert last["response"]["output"] == whole["output"]
+    assert [one["item"] for one in events if "item.done" in one["type"]] == whole["output"]
+    grown = ["", "", "", ""]
+    for event in events:
+        grown[event["output_index"]] += event.get("delta", "")
+    assert grown == ["hm", "I look.", '{"a": 1}', "{}"]
+
+
+async def test_a_call_that_must_come() -> None:
+    """Also as an answer to a conversation with its result, and where it is cut off."""
+    fields: Any = {"tools": [FLAT], "tool_choice": {"type": "function", "name": "weather"}}
+    event = Tokens(0, (7,), '{"a":', (Origin.BONUS,), ())
+    ended = Finished(FinishReason.LENGTH, FINISHED.usage, FINISHED.metrics)
+    [found] = (await answered(event, ended, **fields)).json()["output"]
+    assert (found["type"], found["status"], found["arguments"]) == (
+        "function_call", "incomplete", '{"a":'
+    )  # fmt: skip
