@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 from coordinator.auth.access_control import OPEN, AccessControl, RedisSlots, access_control_of
 from coordinator.http_api.app import http_server
 from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
+from coordinator.http_api.tool_parsers import ChatFormats
+from coordinator.requests.chat_template import read_chat_template
 from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import NgramDrafter
 from outrider.limits import GRPC_AGE_MS, SEED_BITS
@@ -141,6 +143,7 @@ class CoordinatorHost:
                 tls=_tls_files(config),
                 times=times,
             ),
+            ChatFormats(service.text, config.tool_call_parser, config.reasoning_parser),
         )
         await self.http.start()
         return advertised(config.host, self.http.address)
@@ -274,8 +277,11 @@ def _load_text(config: CoordinatorConfig) -> TokenizerText | None:
         return None
     from outrider.tokenizer import TokenizerText
 
-    directory = Path(config.tokenizer_directory)
-    return TokenizerText.load(directory, trust_remote_code=config.trust_remote_code)
+    return TokenizerText.load(
+        Path(config.tokenizer_directory),
+        trust_remote_code=config.trust_remote_code,
+        chat_template=read_chat_template(config.chat_template),
+    )
 
 
 def _random_seeds(seed: int | None) -> Callable[[], int]:

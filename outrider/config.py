@@ -148,6 +148,8 @@ class ServerConfig:
         Destination.parse(self.telemetry)
 
 
+HERMES = "hermes"
+"""Of `chat_template`: the one that ships."""
 AUTO_ENGINE = "auto"
 TRANSFORMERS = "transformers"
 VLLM = "vllm"
@@ -413,6 +415,16 @@ class CoordinatorConfig(ServerConfig):
     """Answer OpenAI's clients by HTTP, too."""
     port: Port = 8_000
     """The coordinator's HTTP port; 0 = any."""
+    chat_template: str = ""
+    """Chat template in the place of the model's: a file, or `hermes`, which lets models of ChatML
+    call tools."""
+    tool_call_parser: Literal["auto", "hermes", "llama3", "mistral", "deepseek", "none"] = "auto"
+    """How the model writes calls of tools that it may make; `auto` = as its chat template does,
+    `none` = they stay text."""
+    reasoning_parser: Literal["auto", "deepseek_r1", "qwen3", "none"] = "auto"
+    """What of an answer to a conversation is reasoning: `qwen3` = what stands in `<think>` at its
+    beginning, `deepseek_r1` = all before `</think>`, `auto` = as the chat template has it, `none` =
+    nothing."""
     redis: Internal[RedisAddress] = RedisAddress()
     """The session store."""
     redis_wait_replicas: Annotated[int, between(0, REDIS_WAIT_REPLICAS_MAX)] = 0

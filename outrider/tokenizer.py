@@ -83,6 +83,16 @@ class TokenizerText:
             found = found.get("tool_use") or found.get("default")
         return found or ""
 
+    def check_tools(self, field: str) -> None:
+        """Raises `BadRequest`, with this field, where the chat template tells the model of no
+        tools."""
+        if self.chat_template and not self._knows_tools:
+            raise BadRequest(
+                field,
+                f"the chat template of model {self._name} knows no tools; give the server one that "
+                "does, with --chat-template FILE, or --chat-template hermes for a model of ChatML",
+            )
+
     @cached_property
     def _knows_tools(self) -> bool:
         """Whether the chat template tells the model of tools."""
@@ -115,13 +125,8 @@ class TokenizerText:
         no tools."""
         for message in messages:
             _check_unicode("chat", message.get("content", ""))
-        has_calls = any("tool_calls" in message for message in messages)
-        if (tools or has_calls) and self.chat_template and not self._knows_tools:
-            raise BadRequest(
-                "tools" if tools else "chat",
-                f"the chat template of model {self._name} knows no tools; give the server one that "
-                "does, with --chat-template FILE, or --chat-template hermes for a model of ChatML",
-            )
+        if tools or any("tool_calls" in message for message in messages):
+            self.check_tools("tools" if tools else "chat")
         return list(self._rendered(messages, tools, variables, tokenize=True))
 
     def _rendered(

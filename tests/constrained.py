@@ -70,6 +70,6 @@ def fresh_mask(name: str, token_ids: Sequence[int]) -> list[int]:
 class EndingEngine(ToyEngine):
     """Of the tokenizer's vocabulary, with its end of text."""
 
-    def __init__(self, salt: int) -> None:
-        super().__init__(len(hf_tokenizer()), salt, max_model_len=512, num_pages=4096)
+    def __init__(self, salt: int, max_model_len: int = 512) -> None:
+        super().__init__(len(hf_tokenizer()), salt, max_model_len=max_model_len, num_pages=4096)
         self.info = replace(self.info, eos_token_ids=(eos(),))

@@ -469,7 +469,7 @@ class ChatFormats:
         self, text: TokenizerText | None, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO
     ) -> None:
         """The parsers are those of the settings, where `auto` goes by the chat template."""
-        template = "" if text is None else text.chat_template
+        self._template = template = "" if text is None else text.chat_template
         self._text = text
         name = tool_call_parser if tool_call_parser != AUTO else _calls_in(template)
         self._calls = CALL_READERS.get(name)
@@ -486,6 +486,8 @@ class ChatFormats:
         calls nobody would see."""
         tools, form = asked.tools, None
         if tools is not None:
+            if self._text is not None:
+                self._text.check_tools("tools")
             form = AnswerForm(self._reader(tools), not tools.named, self._has_short_ids)
             shown = () if tools.is_held else self._calls.shown_tokens if self._calls else ()
             requests = tuple(replace(one, shown_tokens=shown) for one in asked.requests)
@@ -506,14 +508,14 @@ class ChatFormats:
             return partial(HeldArguments, [tools.named])
         if tools.is_required:
             return partial(HeldCalls, several=tools.several)
-        if self._calls is None:
+        if self._calls is None and self._template:
             allowed = ", ".join(CALL_READERS)
             raise BadRequest(
                 "tool_choice",
                 f"got auto, but how the model writes calls is not known from its chat template; "
                 f"give the server --tool-call-parser (one of {allowed}), or say required",
             )
-        return partial(self._calls, tools.names, several=tools.several)
+        return partial(self._calls or Content, tools.names, several=tools.several)
 
     def _opens_with(self, variables: str) -> bool:
         """Whether the chat template, with these variables as JSON, begins the reasoning itself."""

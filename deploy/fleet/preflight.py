@@ -11,8 +11,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from coordinator.requests.chat_template import read_chat_template
 from outrider.api_keys import KeyHash, hashed_keys, new_key, read_key_file
 from outrider.config import (
+    HERMES,
     PATHS,
     PORT_MAX,
     VLLM,
@@ -40,10 +42,11 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 
 
 def check_before_start(config: DeploymentConfig) -> None:
-    """For a deployment on this machine. Raises `SettingError` for wrong files of keys or
-    certificates, for ports that are not apart, for a model that is certainly not there, for what is
-    no emulated one, and where vLLM is asked for and cannot be used."""
+    """For a deployment on this machine. Raises `SettingError` for wrong files of keys, certificates
+    or a chat template, for ports that are not apart, for a model that is certainly not there, for
+    what is no emulated one, and where vLLM is asked for and cannot be used."""
     check_security_files(config.coordinator)
+    read_chat_template(config.coordinator.chat_template)
     listeners(config)
     check_names(config)
     for service in (config.target, config.draft):
@@ -333,7 +336,9 @@ def whole_paths(values: Mapping[str, Value]) -> dict[str, Any]:
     """The same settings, but paths do not depend on where a process runs."""
     return {
         key: str(Path(value).expanduser().absolute())
-        if key in PATHS and isinstance(value, str) and value
+        if isinstance(value, str)
+        and value
+        and (key in PATHS or (key == "chat_template" and value != HERMES))
         else value
         for key, value in values.items()
     }

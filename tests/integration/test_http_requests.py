@@ -11,12 +11,15 @@ import httpx
 import openai
 import pytest
 from constrained import EndingEngine, grammars, hf_tokenizer
+from models import byte_level_tokenizer
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 from stack import VOCAB, Stack, http_front, running_stack, slow_stack, toy_text
 
 from coordinator.http_api.app import http_server
 from coordinator.http_api.server import HttpOptions
+from coordinator.requests.chat_template import read_chat_template
+from outrider.config import HERMES
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.request import ChatMessage, GenerateRequest
@@ -194,6 +197,80 @@ async def test_a_class_of_pydantic(constraining: AsyncOpenAI) -> None:
         model="model", input="hello", text_format=Shape, max_output_tokens=200
     )
     assert isinstance(response.output_parsed, Shape)
+
+
+CITY = {
+    "type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"],
+    "additionalProperties": False,
+}  # fmt: skip
+TOOLS: Any = [
+    {"type": "function", "function": {"name": name, "description": "now", "parameters": CITY}}
+    for name in ("weather", "news")
+]
+WRITTEN = r'Well\.<tool_call>\n\{"name": "news", "arguments": \{"city": "Rome"\}\}\n</tool_call>'
+
+
+@pytest.fixture
+async def calling_tools(tmp_path: Path) -> AsyncIterator[AsyncOpenAI]:
+    """Served with the template that ships."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = read_chat_template(HERMES)
+    target, draft = EndingEngine(1, 4096), EndingEngine(2, 4096)
+    async with (
+        running_stack(
+            target, draft, tmp_path, text=TokenizerText(tokenizer, "toy"), grammars=grammars
+        ) as stack,
+        http_front(stack) as url,
+        calling(url) as made,
+    ):
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("choice", "extra", "content", "reason"),
+    [
+        ("required", {}, None, "tool_calls"),
+        ({"type": "function", "function": {"name": "news"}}, {}, None, "stop"),
+        ("auto", {"structured_outputs": {"regex": WRITTEN}}, "Well.", "tool_calls"),
+        ("none", {"structured_outputs": {"regex": "No"}}, "No", "stop"),
+    ],
+)
+async def test_tools_in_every_mode(
+    calling_tools: AsyncOpenAI, choice: Any, extra: Any, content: str | None, reason: str
+) -> None:
+    """Whole and as a stream, with the same calls; then the conversation goes on with their results,
+    as the client sends the message back. (A model that writes at random is made to call by the
+    grammar in auto, too.)"""
+    fields: Any = {
+        "model": "model", "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "seed": 3,
+        "max_tokens": 400, "parallel_tool_calls": choice == "auto", "extra_body": extra,
+    }  # fmt: skip
+    whole = (await calling_tools.chat.completions.create(**fields)).choices[0]
+    assert (whole.message.content, whole.finish_reason) == (content, reason)
+    calls: Any = whole.message.tool_calls or []
+    assert len(calls) == (choice != "none")
+    for call in calls:
+        assert call.function.name in ("weather", "news")[choice not in ("required",) :]
+        assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+    async with calling_tools.chat.completions.stream(**fields) as stream:
+        streamed = (await stream.get_final_completion()).choices[0]
+    assert (streamed.message.content or None, streamed.finish_reason) == (content, reason)
+    again: Any = streamed.message.tool_calls or []
+    told = [(call.function.name, call.function.arguments) for call in calls]
+    assert [(call.function.name, call.function.arguments) for call in again] == told
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "warm"} for call in calls]
+    messages = [*MESSAGES, whole.message, *results]
+    answer = await calling_tools.chat.completions.create(
+        model="model", messages=messages, tools=TOOLS, tool_choice="none", max_tokens=5
+    )
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens > 0
+
+
+async def test_a_template_that_knows_no_tools(constraining: AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="--chat-template") as bad:
+        await constraining.chat.completions.create(model="model", messages=MESSAGES, tools=TOOLS)
+    assert bad.value.param == "tools"
 
 
 LONG: Any = {"model": "model", "prompt": [1, 2, 3], "max_tokens": 4000, "seed": 1}

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -28,7 +29,9 @@ from coordinator.http_api.tool_parsers import (
     Reader,
     Reasoning,
 )
-from outrider.errors import BadRequest
+from coordinator.requests.chat_template import read_chat_template
+from outrider.config import HERMES
+from outrider.errors import BadRequest, SettingError
 from outrider.limits import CALLS_MAX, TOOLS_MAX
 from outrider.request import ChatMessage, Finished, Metrics, Started, Tokens, Usage
 from outrider.sessions.store import FinishReason
@@ -312,6 +315,57 @@ def test_reasoning_begins_where_the_template_has_begun_it(
     assert ChatFormats(text_of(template), reasoning_parser="none").fitted(chat()).form is None
 
 
+SOLO = [{**USER, "content": "Hi"}]
+ONE_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+CALL_TEXT = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def test_the_template_that_ships(tmp_path: Path) -> None:
+    """ChatML; its own calls are read again as they were."""
+    text = text_of(read_chat_template(HERMES))
+    assert text.render(SOLO) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        *SOLO,
+        {"role": "assistant", "content": "So.", "tool_calls": [ONE_CALL, ONE_CALL]},
+        {"role": "tool", "content": "x", "tool_call_id": "1"},
+        {"role": "tool", "content": "y", "tool_call_id": "1"},
+    ]
+    rendered = text.render(turns, [tool("f", parameters=CITY)])
+    system, _, assistant, result, last = rendered.split("<|im_start|>")[1:]
+    assert system.startswith("system\nBe brief.\n\n")
+    assert json.dumps(tool("f", parameters=CITY)) in system.split("\n")
+    assert assistant == f"assistant\nSo.\n{CALL_TEXT}\n{CALL_TEXT}<|im_end|>\n"
+    assert read(Hermes(), assistant, 5) == [
+        ("content", "assistant\nSo."), *F, *F, ("content", "<|im_end|>\n")
+    ]  # fmt: skip
+    responses = [f"\n<tool_response>\n{one}\n</tool_response>" for one in "xy"]
+    assert result == f"tool{''.join(responses)}<|im_end|>\n"
+    assert last == "assistant\n"
+    (tmp_path / "wrong").write_text("{% if %}")
+    (tmp_path / "good").write_text("{% generation %}{% endgeneration %}{% break %}")
+    for name, reason in (("wrong", "line 1"), ("none", "cannot be read"), ("", "cannot be read")):
+        with pytest.raises(SettingError, match=f"^chat_template: .*{reason}"):
+            read_chat_template(str(tmp_path / name))
+
+
+def test_a_template_without_tools_is_named() -> None:
+    """Before the prompt is tokenized; with a call of a former turn, too. Variables are for the
+    template alone."""
+    text = text_of("{{ messages[0].content }}{{ mood }}")
+    assert text.render(SOLO, (), {"mood": "gay"}) == "Higay"
+    called = [*SOLO, {"role": "assistant", "content": "", "tool_calls": [ONE_CALL]}]
+    for turns, tools, variables, field in (
+        (SOLO, [CLOCK], {}, "tools"), (called, [], {}, "chat"),
+        (SOLO, [], {"tokenize": False}, "chat_template_kwargs.tokenize"),
+        (SOLO, [], {"chat_template": "x"}, "chat_template_kwargs.chat_template"),
+    ):  # fmt: skip
+        with pytest.raises(BadRequest) as caught:
+            text.encode_chat(turns, tools, variables)
+        assert caught.value.field == field
+        assert ("--chat-template" in caught.value.message) is (not variables)
+
+
 def test_special_marks_are_in_the_text_where_they_are_asked_for() -> None:
     text = text_of(TOLD, "[TOOL_CALLS]")
     ids = text.encode("a[TOOL_CALLS] é")
@@ -335,14 +389,14 @@ def answered(text: str, reason: FinishReason, template: str = "<tool_call>", **f
     return chunks if fields.get("stream") else answer.whole()
 
 
-HERMES = 'So.<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>' * 2
+WRITTEN = 'So.<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>' * 2
 HELD = '[{"name": "weather", "arguments": {"city": "Rome"}}]'
 
 
 @pytest.mark.parametrize(
     ("text", "choice", "reason", "content", "num_calls", "told"),
     [
-        (HERMES, "auto", FinishReason.STOP, "So.So.", 2, "tool_calls"),
+        (WRITTEN, "auto", FinishReason.STOP, "So.So.", 2, "tool_calls"),
         ("Rainy.", "auto", FinishReason.STOP, "Rainy.", 0, "stop"),
         (HELD, "required", FinishReason.STOP, None, 1, "tool_calls"),
         ('{"city": "Rome"}', NAMED, FinishReason.STOP, None, 1, "stop"),

@@ -76,6 +76,7 @@ def test_a_length_and_ranks_that_a_model_cannot_have_are_refused(
         ({"engine": "emulated:size=3"}, "engine: "),
         ({"engine": "vllm"}, "^engine: .*not installed"),
         ({"draft_engine": "vllm"}, "^draft_engine: .*not installed"),
+        ({"chat_template": "Hermes"}, "^chat_template: .*allowed: a file, or hermes"),
     ],
 )
 def test_a_slip_in_a_name_is_told_before_a_start(

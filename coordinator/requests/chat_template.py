@@ -1,0 +1,38 @@
+"""The chat template that a coordinator is given in the place of its model's."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+from pathlib import Path
+
+from outrider.config import HERMES
+from outrider.errors import SettingError
+from outrider.limits import FILE_BYTES_MAX
+
+_TRAINED = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
+
+
+def read_chat_template(name: str) -> str:
+    """The template that a setting names: a file, or `HERMES`, which ships; empty for an empty name.
+    Raises `SettingError`."""
+    if not name:
+        return ""
+    if name == HERMES:
+        return files("coordinator.requests").joinpath("hermes.jinja").read_text("utf-8")
+    try:
+        with Path(name).open(encoding="utf-8") as file:
+            text = file.read(FILE_BYTES_MAX + 1)
+    except (OSError, ValueError) as error:
+        reason = f"{name} cannot be read: {error}; allowed: a file, or {HERMES}"
+        raise SettingError("chat_template", reason) from error
+    if not text.strip() or len(text) > FILE_BYTES_MAX:
+        raise SettingError("chat_template", f"{name} is empty, or larger than {FILE_BYTES_MAX}")
+    from jinja2 import Environment, TemplateSyntaxError
+
+    try:  # transformers has one kind of block more, for training.
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_TRAINED.sub("", text))  # noqa: S701
+    except TemplateSyntaxError as error:
+        reason = f"{name}, line {error.lineno}: {error.message}"
+        raise SettingError("chat_template", reason) from error
+    return text
