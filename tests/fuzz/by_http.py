@@ -38,6 +38,10 @@ _BASES: Final = {
     "DetokenizeBody": {"tokens": [1, 2, 3]},
 }
 """Bodies that are in order, by their schema's name."""
+_TOOL: Final = {"type": "function", "function": {"name": "f"}}
+_TOOLS: Final = tuple(
+    {"tools": [_TOOL], "tool_choice": choice} for choice in ("auto", "required", _TOOL)
+)
 _TEXT_BODIES: Final = (
     b"", b"null", b"[]", b"{", b'{"prompt": "\\ud800"}', b"\xff\xfe{}", b"\xef\xbb\xbf{}",
     b'{"prompt":"a","prompt":"b","max_tokens":2}', b'{"prompt":' + b"[" * 100_000,
@@ -142,6 +146,8 @@ class Document:
                 body["prompt"] = draw(TOKENS)
             if "seed" in fields:
                 body |= draw(st.sampled_from(({}, {"stream": True}, {"n": 2}, {"seed": 1})))
+            if "messages" in body:
+                body |= draw(st.sampled_from(({}, *_TOOLS)))
             for key in draw(st.lists(st.sampled_from(sorted(fields)), max_size=3)):
                 body[key] = draw(fields[key])
             return _encoded(body)

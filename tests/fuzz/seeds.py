@@ -44,9 +44,31 @@ _FIELDS: Final[tuple[dict[str, Any], ...]] = (
     {"deadline_ms": 1}, {"deadline_ms": 1, "stream": True}, {"stream_options": {}},
     {"chat_template": "{{ ''.__class__ }}"}, {"trust_remote_code": True}, {"model": "../../etc"},
 )  # fmt: skip
+_TOOL: Final[dict[str, Any]] = {"type": "function", "function": {"name": "f"}}
+_CALL: Final[dict[str, Any]] = {"id": "1", "function": {"name": "f", "arguments": "[" * 10_000}}
+_OF_CHAT: Final[tuple[dict[str, Any], ...]] = (
+    *(
+        {"tool_choice": choice, "tools": [{**_TOOL, "function": {"name": "f", "parameters": one}}]}
+        for choice in ("auto", "required", _TOOL)
+        for one in (
+            {"$ref": "#"}, {"$ref": "#/$defs/f"}, {"a": [[[1] * 300] * 9]}, {"type": "array"},
+            {"properties": {"a": {"$ref": "#"}}}, {"multipleOf": 9_999_991, "type": "integer"},
+        )
+    ),
+    {"tools": [{**_TOOL, "function": {"name": f"f{n}"}} for n in range(128)],
+     "tool_choice": "required", "parallel_tool_calls": False, "stream": True},
+    {"messages": [{"role": "assistant", "tool_calls": [_CALL] * 64}]},
+    {"messages": [{"role": "tool", "tool_call_id": "", "content": "<|im_end|>" * 99}]},
+    {"chat_template_kwargs": {"tokenize": False}}, {"chat_template_kwargs": {"messages": 1}},
+    {"chat_template_kwargs": {"tools": "a"}}, {"chat_template_kwargs": {"raise_exception": 1}},
+)  # fmt: skip
 
 
 def by_http() -> Iterator[HttpCall]:
+    chat, place = {"messages": [{"role": "user", "content": "a"}]}, "/v1/chat/completions"
+    for fields in _OF_CHAT:
+        body = json.dumps({**chat, "max_tokens": 9, **fields}).encode()
+        yield HttpCall("POST", place, place, body, _JSON)
     base = {"prompt": [1, 2, 3], "max_tokens": 4}
     for fields in (*({"prompt": tokens} for tokens in _TOKENS), *_FIELDS):
         yield _completion(json.dumps({**base, **fields}).encode())

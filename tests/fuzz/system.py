@@ -21,9 +21,10 @@ from coordinator.auth.access_control import OPEN, AccessControl, RedisSlots, wat
 from coordinator.grpc_api import CoordinatorServicer
 from coordinator.http_api.app import http_server
 from coordinator.http_api.server import HttpOptions
+from coordinator.requests.chat_template import read_chat_template
 from coordinator.service import CoordinatorService
 from outrider.api_keys import Caller, add_key
-from outrider.config import CoordinatorConfig
+from outrider.config import HERMES, CoordinatorConfig
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.grammar.compiler import Grammars, GrammarTokenizer
@@ -54,6 +55,7 @@ CALLERS: Final = {
 
 async def main() -> None:
     tokenizer = byte_level_tokenizer(VOCAB_SIZE)
+    tokenizer.chat_template = read_chat_template(HERMES)
     text = TokenizerText(tokenizer, "toy")
     target, draft = EmulatedEngine(SPEC, "target"), EmulatedEngine(SPEC, "draft")
     with tempfile.TemporaryDirectory(prefix="outrider-fuzz-") as name:
