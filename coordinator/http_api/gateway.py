@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import socket
 import ssl
@@ -51,6 +52,9 @@ _log = logging.getLogger(__name__)
 KEY = "idempotency-key"
 LAST_ID = "last-event-id"
 CONNECT_S = 5.0
+_BROKEN = (httpx2.ReadError, httpx2.RemoteProtocolError)
+WORKED_S = 1.0
+"""A coordinator that breaks off after so long had begun to work."""
 _WAIT_S = (0.05, 1.0)
 """First and longest wait between two tries; see `backoff`."""
 _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
@@ -140,10 +144,10 @@ class Forwarded(Response):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Asks one coordinator after the other until the answer is whole, or the time is over."""
-        pool, loop = self._coordinators.pool, asyncio.get_running_loop()
-        began, url = loop.time(), None
+        pool, now = self._coordinators.pool, asyncio.get_running_loop().time
+        began, url, failing_since = now(), None, math.inf
         while True:
-            avoided_s, answer = AVOIDED_S, None
+            avoided_s, answer, asked_at = AVOIDED_S, None, now()
             try:
                 url = url or pool.begin()
                 answer = await self._ask(url, send)
@@ -151,12 +155,18 @@ class Forwarded(Response):
             except (httpx2.TransportError, StreamBroken) as error:
                 failure: Exception = error
                 pool.renew()
+                if isinstance(error, _BROKEN) and now() > asked_at + WORKED_S:
+                    failing_since, self._num_failures = math.inf, 0
             except Refused as error:
                 failure, answer, avoided_s = error, error.answer, 0.0
             _log.info("%s has not answered %s: %r", url, self._target.decode(), failure)
             wait_s = backoff(*_WAIT_S, self._num_failures, random)
             self._num_failures += 1
-            if loop.time() + wait_s >= began + self._limit_s or not self._may_ask_again:
+            failing_since = min(failing_since, now())
+            until = began + self._deadline_s
+            if not self._has_begun:
+                until = min(until, failing_since + RESUME_TIMEOUT_S)
+            if now() + wait_s >= until or not self._may_ask_again:
                 if answer is None:
                     raise Unavailable(f"no coordinator answers: {failure}") from failure
                 break
@@ -178,11 +188,6 @@ class Forwarded(Response):
         if not isinstance(deadline_ms, int):
             deadline_ms = DEADLINE_MS_DEFAULT
         return min(deadline_ms, DEADLINE_MS_MAX) / 1e3
-
-    @property
-    def _limit_s(self) -> float:
-        """How long coordinators are asked, from the request on."""
-        return self._deadline_s if self._has_begun else min(self._deadline_s, RESUME_TIMEOUT_S)
 
     @property
     def _may_ask_again(self) -> bool:

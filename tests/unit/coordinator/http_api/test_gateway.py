@@ -31,15 +31,18 @@ ERRORS = {
 
 
 class Body(httpx2.AsyncByteStream):
-    """Parts, and what follows them: an error, or silence."""
+    """Parts, and what follows them after some seconds: an error, or silence."""
 
-    def __init__(self, *parts: bytes, then: Exception | asyncio.Event | None = None) -> None:
-        self._parts, self._then = parts, then
+    def __init__(
+        self, *parts: bytes, then: Exception | asyncio.Event | None = None, seconds: float = 0.0
+    ) -> None:
+        self._parts, self._then, self._seconds = parts, then, seconds
         self.closed = False
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         for part in self._parts:
             yield part
+        await asyncio.sleep(self._seconds)
         if isinstance(self._then, asyncio.Event):
             await self._then.wait()
         elif self._then is not None:
@@ -131,11 +134,14 @@ async def test_a_stream_that_breaks_anywhere_is_told_whole(
 
 
 async def test_a_whole_answer_is_asked_for_again_with_its_key() -> None:
-    """The client's own, if it has one."""
+    """The client's own, if it has one. How long coordinators have worked on it does not count."""
     for given in ({}, {"idempotency_key": "mine"}):
         whole = httpx2.Response(200, headers={"x-a": "1"}, stream=Body(b'{"n"', b":1}"))
-        cut = httpx2.Response(200, stream=Body(b'{"n"', then=ERRORS["cut short"]))
-        made = Deployment(ERRORS["refused"], refusal(503), cut, whole)
+        cuts = [
+            httpx2.Response(200, stream=Body(b'{"n"', then=ERRORS["cut short"], seconds=60.0))
+            for _ in range(2)
+        ]
+        made = Deployment(ERRORS["refused"], refusal(503), cuts[0], refusal(409), cuts[1], whole)
         found = await made.call({"prompt": "a"}, **given)
         assert (found.json(), found.headers["x-a"]) == ({"n": 1}, "1")
         [key] = set(made.headers("idempotency-key"))
