@@ -46,6 +46,9 @@ class TokenizerText:
         spelled = {vocabulary.get(f"<0x{byte:02X}>"): byte for byte in range(256)}
         self.fallback_bytes: dict[int, int] = {k: v for k, v in spelled.items() if k is not None}
         """The byte of each token `<0x00>` to `<0xFF>`, by which some spell unknown text."""
+        self._marks: dict[tuple[str, ...], dict[int, str]] = {(): {}}
+        """Of the special tokens those that are shown, by the names that were given: the few of the
+        reader of an answer."""
         longest = max((len(token.encode()) for token in vocabulary), default=0)
         self.token_bytes_max = max(longest, UNKNOWN_BYTES_MAX)
         """Bytes of text that one token stands for, at most."""
@@ -176,11 +179,12 @@ class TokenizerText:
         often nothing, and `finish`, called once, what was held back, with U+FFFD for bytes that
         make no character. All together is the decoded whole; the time is linear. Special tokens
         are in it if they are `shown`, by their names."""
-        marks = {
-            token_id: name
-            for token_id in (self._special if shown else ())
-            if (name := self.spell(token_id).decode()) in shown
-        }
+        names = tuple(shown)
+        marks = self._marks.get(names)
+        if marks is None:
+            spelled = {token_id: self.spell(token_id).decode() for token_id in self._special}
+            marks = {token_id: name for token_id, name in spelled.items() if name in names}
+            self._marks[names] = marks
         return _WindowStream(self, marks) if self._bytes_of is None else _ByteStream(self, marks)
 
     def is_special(self, token_id: int) -> bool:

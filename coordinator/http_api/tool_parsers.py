@@ -62,7 +62,7 @@ class Reader:
     """Base of all readers."""
 
     shown_tokens: ClassVar[tuple[str, ...]] = ()
-    """Marks that are special tokens, which the text has for this reader alone."""
+    """Marks, which the text has for this reader even where they are special tokens."""
     has_content = True
     """Whether what is no call is told."""
 
@@ -161,13 +161,13 @@ class Reader:
     # Calls: what is read of them is kept until it is certain that they are some.
 
     def _called(self, mark: str = "") -> Reading[bool]:
-        """Reads a call behind a mark; returns whether it was one. If not it is content, with the
-        mark, unless that is a special token."""
+        """Reads a call; returns whether it was one. If not it is content, with the mark before
+        it."""
         if self._num_calls and not self._several:
             self._text = ""
             raise _TextEndsError
         num_before = self._num_calls
-        self._call_text = "" if mark in self.shown_tokens else mark
+        self._call_text = mark
         try:
             yield from self._read_call()
         except (_NoCallError, _TextEndsError) as error:
@@ -345,10 +345,12 @@ class Hermes(Reader):
     """`<tool_call>{"name": .., "arguments": {..}}</tool_call>`, any number of them. So do Qwen's
     models write."""
 
+    shown_tokens = ("<tool_call>", "</tool_call>")
+
     def _read(self) -> Reading[None]:
-        begin, end = "<tool_call>", "</tool_call>"
+        begin, _ = self.shown_tokens
         while True:
-            if (yield from self._until("content", begin, end)) == begin:
+            if (yield from self._until("content", *self.shown_tokens)) == begin:
                 yield from self._called(begin)
 
 
@@ -364,10 +366,10 @@ class Llama3(Reader):
             yield from self._calls()
         while True:
             yield from self._until("content", mark)
-            yield from self._calls(mark)
+            yield from self._calls()
 
-    def _calls(self, mark: str = "") -> Reading[None]:
-        while (yield from self._called(mark)) and (yield from self._peek()) in ";,{":
+    def _calls(self) -> Reading[None]:
+        while (yield from self._called()) and (yield from self._peek()) in ";,{":
             if (yield from self._peek()) != "{":
                 self._text = self._text.lstrip()[1:]
 
@@ -390,7 +392,7 @@ class Mistral(Reader):
             if (yield from self._peek()) == "[":
                 yield from self._list()
             else:
-                yield from self._called(mark)
+                yield from self._called()
 
     def _read_call(self) -> Reading[None]:
         if (yield from self._peek()) == "{":
@@ -421,7 +423,7 @@ class DeepSeek(Reader):
         _, begin, *_ = self.shown_tokens
         while True:
             if (yield from self._until("content", *self.shown_tokens)) == begin:
-                yield from self._called(begin)
+                yield from self._called()
 
     def _read_call(self) -> Reading[None]:
         name = yield from self._up_to("<｜tool▁sep｜>")
@@ -436,6 +438,8 @@ class Reasoning(Reader):
     """What stands between `<think>` and `</think>` at the beginning, and what another one reads of
     the rest."""
 
+    shown_tokens = ("<think>", "</think>")
+
     def __init__(self, rest: Reader, *, is_open: bool) -> None:
         """`is_open` = the text begins within it."""
         super().__init__()
@@ -443,9 +447,10 @@ class Reasoning(Reader):
         self._is_open = is_open
 
     def _read(self) -> Reading[None]:
-        if (yield from self._begins_with("<think>")) or self._is_open:
+        begin, end = self.shown_tokens
+        if (yield from self._begins_with(begin)) or self._is_open:
             self._follows_mark = True
-            yield from self._until("reasoning", "</think>")
+            yield from self._until("reasoning", end)
             yield from self._peek()
             self._text = self._text.lstrip()
         while True:
@@ -484,15 +489,15 @@ class ChatFormats:
     def fitted(self, asked: TranslatedBody) -> TranslatedBody:
         """A conversation's body with the form of its answers. Raises `BadRequest` for tools whose
         calls nobody would see."""
-        tools, form = asked.tools, None
+        tools, request = asked.tools, asked.requests[0]
+        form: AnswerForm | None = None
+        shown: tuple[str, ...] = ()
         if tools is not None:
             if self._text is not None:
                 self._text.check_tools("tools")
             form = AnswerForm(self._reader(tools), not tools.named, self._has_short_ids)
-            shown = () if tools.is_held else self._calls.shown_tokens if self._calls else ()
-            requests = tuple(replace(one, shown_tokens=shown) for one in asked.requests)
-            asked = replace(asked, requests=requests)
-        request = asked.requests[0]
+            if self._calls is not None and not tools.is_held:
+                shown = self._calls.shown_tokens
         if self._has_reasoning and request.constraint is None:
             is_open = self._always_reasons or self._opens(
                 json.dumps({**request.template_variables})
@@ -501,7 +506,9 @@ class ChatFormats:
             form = replace(
                 form or AnswerForm(Content), make_reader=lambda: Reasoning(make(), is_open=is_open)
             )
-        return replace(asked, form=form)
+            shown += Reasoning.shown_tokens
+        requests = tuple(replace(one, shown_tokens=shown) for one in asked.requests)
+        return replace(asked, form=form, requests=requests if shown else asked.requests)
 
     def _reader(self, tools: Tools) -> Callable[[], Reader]:
         if tools.named:

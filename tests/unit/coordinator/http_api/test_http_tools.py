@@ -311,6 +311,7 @@ def test_reasoning_begins_where_the_template_has_begun_it(
     form = formats.fitted(chat(chat_template_kwargs=variables)).form
     assert form is not None
     assert read(form.make_reader(), "ab</think>c", 2) == parts
+    assert formats.fitted(chat()).requests[0].shown_tokens == Reasoning.shown_tokens
     assert formats.fitted(chat(response_format={"type": "json_object"})).form is None
     assert ChatFormats(text_of(template), reasoning_parser="none").fitted(chat()).form is None
 
