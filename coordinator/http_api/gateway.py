@@ -68,7 +68,7 @@ _HOP_BY_HOP = frozenset({
 })  # fmt: skip
 _NOT_ASKED = _HOP_BY_HOP | {"accept-encoding", "content-length", "expect", "host", LAST_ID}
 _NOT_TOLD = _HOP_BY_HOP | {"date"}
-_INTERRUPTED = b'"code":"unavailable"'
+_INTERRUPTED = b'"type":"service_unavailable_error"'
 """In an event without an id: the coordinator ends the stream, not the request. In JSON it is no
 part of a text, whose quotes are escaped."""
 _TIMEOUT = httpx2.Timeout(

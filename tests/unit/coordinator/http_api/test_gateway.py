@@ -10,7 +10,9 @@ import httpx2
 import pytest
 
 from coordinator.http_api.gateway import Coordinators, build_gateway
+from coordinator.http_api.reading import error_body, to_json
 from outrider.client.failover import RESUME_TIMEOUT_S, EndpointPool
+from outrider.errors import Unavailable
 
 pytestmark = pytest.mark.virtual
 
@@ -22,7 +24,12 @@ EVENTS = [
 ]
 WHOLE = b"".join(EVENTS)
 BODY = {"prompt": "a", "stream": True}
-INTERRUPTED = b'data: {"error":{"message":"x","code":"unavailable"}}\n\n'
+INTERRUPTED = (
+    b"data: " + to_json(error_body(Unavailable("x"))) + b"\n\n",
+    b"event: response.failed\ndata: "
+    + to_json({"response": {"error": {**error_body(Unavailable("x"))["error"], "code": "y"}}})
+    + b"\n\n",
+)
 ERRORS = {
     "reset": httpx2.ReadError("reset"),
     "cut short": httpx2.RemoteProtocolError("peer closed connection"),
@@ -114,7 +121,8 @@ async def test_a_stream_that_breaks_anywhere_is_told_whole(
     follows the last event that had come whole."""
     for place in range(len(WHOLE) + 1):
         first = WHOLE[:place]
-        broken = stream(first, INTERRUPTED) if end == "interrupted" else None
+        interrupted = INTERRUPTED[place % 2]
+        broken = stream(first, interrupted) if end == "interrupted" else None
         if broken is None:
             broken = stream(first, then=ERRORS[end])
         elif not first.endswith(b"\n\n") and first:
