@@ -267,6 +267,37 @@ async def test_tools_in_every_mode(
     assert answer.usage.completion_tokens > 0
 
 
+@pytest.mark.parametrize(
+    ("choice", "extra", "types"),
+    [
+        ("required", {}, ["function_call"]),
+        ({"type": "function", "name": "news"}, {}, ["function_call"]),
+        ("auto", {"structured_outputs": {"regex": WRITTEN}}, ["message", "function_call"]),
+    ],
+)
+async def test_functions_of_responses(
+    calling_tools: AsyncOpenAI, choice: Any, extra: Any, types: list[str]
+) -> None:
+    """As `test_tools_in_every_mode`, in items."""
+    tools = [{"type": "function", "strict": True, **tool["function"]} for tool in TOOLS]
+    fields: Any = {
+        "model": "model", "input": MESSAGES, "tools": tools, "tool_choice": choice,
+        "max_output_tokens": 400, "parallel_tool_calls": False, "extra_body": {"seed": 3, **extra},
+    }  # fmt: skip
+    whole = await calling_tools.responses.create(**fields)
+    assert (whole.status, [item.type for item in whole.output]) == ("completed", types)
+    call: Any = whole.output[-1]
+    assert json.loads(call.arguments)["city"] in ("Rome", "Oslo")
+    async with calling_tools.responses.stream(**fields) as stream:
+        streamed: Any = (await stream.get_final_response()).output
+    assert [item.type for item in streamed] == types
+    assert (streamed[-1].name, streamed[-1].arguments) == (call.name, call.arguments)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "warm"}
+    fields |= {"input": [*MESSAGES, *whole.output, result], "tool_choice": "none"}
+    answer = await calling_tools.responses.create(**fields | {"max_output_tokens": 5})
+    assert [item.type for item in answer.output] == ["message"]
+
+
 async def test_a_template_that_knows_no_tools(constraining: AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="--chat-template") as bad:
         await constraining.chat.completions.create(model="model", messages=MESSAGES, tools=TOOLS)
