@@ -275,7 +275,8 @@ class ResponsesBody(GenerationBody):
         except BadRequest as error:
             field = places.get(error.field) or _own_name(error.field)
             raise BadRequest(field, error.reason) from error
-        names = {"max_tokens": "max_tokens", **asked.names}
+        # What has only reasoning, without its text, is an empty prompt.
+        names = {"max_tokens": "max_tokens", "token_ids": "messages", **asked.names}
         return replace(asked, names={name: _own_name(field) for name, field in names.items()})
 
     def _messages(self) -> tuple[list[Message], dict[str, str]]:

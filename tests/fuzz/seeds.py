@@ -62,13 +62,28 @@ _OF_CHAT: Final[tuple[dict[str, Any], ...]] = (
     {"chat_template_kwargs": {"tokenize": False}}, {"chat_template_kwargs": {"messages": 1}},
     {"chat_template_kwargs": {"tools": "a"}}, {"chat_template_kwargs": {"raise_exception": 1}},
 )  # fmt: skip
+_OF_RESPONSES: Final[tuple[dict[str, Any], ...]] = (
+    {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "[" * 99_999}]},
+    {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}] * 4095},
+    {"input": [{"type": "reasoning"}]}, {"input": [{"type": [[]]}]},
+    {"input": [{"type": "x" * 10**6}]}, {"metadata": {"a": "\ud800"}},
+    {"input": [{"type": "function_call_output", "call_id": "", "output": "<|im_end|>" * 99}]},
+    {"input": [{}] * 60_000}, {"top_logprobs": 2**31, "stream": True},
+    {"text": {"format": {"type": "json_schema", "schema": {"$ref": "#"}}}, "stream": True},
+    {"tools": [{"type": "function", "name": "f", "parameters": {"$ref": "#"}}],
+     "tool_choice": {"type": "function", "name": "f"}},
+)  # fmt: skip
 
 
 def by_http() -> Iterator[HttpCall]:
-    chat, place = {"messages": [{"role": "user", "content": "a"}]}, "/v1/chat/completions"
-    for fields in _OF_CHAT:
-        body = json.dumps({**chat, "max_tokens": 9, **fields}).encode()
-        yield HttpCall("POST", place, place, body, _JSON)
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9}
+    response = {"input": "a", "max_output_tokens": 9}
+    for place, base, changes in (
+        ("/v1/chat/completions", chat, _OF_CHAT), ("/v1/responses", response, _OF_RESPONSES)
+    ):  # fmt: skip
+        for fields in changes:
+            body = json.dumps({**base, **fields}).encode()
+            yield HttpCall("POST", place, place, body, _JSON)
     base = {"prompt": [1, 2, 3], "max_tokens": 4}
     for fields in (*({"prompt": tokens} for tokens in _TOKENS), *_FIELDS):
         yield _completion(json.dumps({**base, **fields}).encode())

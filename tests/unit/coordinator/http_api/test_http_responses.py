@@ -212,6 +212,7 @@ def test_what_is_refused_names_the_field(fields: dict[str, Any], said: str) -> N
     ("field", "own"),
     [
         ("chat", "input"),
+        ("token_ids", "input"),
         ("max_tokens", "max_output_tokens"),
         ("logprobs", "top_logprobs"),
         ("json_schema", "text.format.schema"),
