@@ -9,6 +9,7 @@
 | `tools.py` | the tools of a body, and what holds an answer to them |
 | `tool_parsers.py` | what of an answer's text is content, reasoning, or a call |
 | `answers.py` | events as an answer, whole or in chunks |
+| `schemas.py` | what answers look like, for the OpenAPI document |
 | `tokens.py` | prompts as tokens, and back |
 | `responses.py` | OpenAI's Responses: their body as one of chat, and their answer |
 

@@ -37,6 +37,20 @@ from coordinator.http_api.reading import (
     to_json,
 )
 from coordinator.http_api.responses import ResponseAnswer, ResponsesBody
+from coordinator.http_api.schemas import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    CompletionChunk,
+    DocumentedApp,
+    Health,
+    Model,
+    ModelList,
+    ResponseEvent,
+    ResponseObject,
+    Version,
+    answers,
+)
 from coordinator.http_api.server import HttpOptions, HttpServer, Metrics, until_gone
 from coordinator.http_api.tokens import add_tokens
 from coordinator.http_api.tool_parsers import ChatFormats
@@ -287,12 +301,6 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorBody, "description": "The request is wrong, or too much."},
     "5XX": {"model": ErrorBody, "description": "It cannot be served now."},
 }
-_STREAMS: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "The answer; a stream of its chunks where `stream` is true.",
-        "content": {"application/json": {}, "text/event-stream": {}},
-    },
-}
 _EVENTS = """A stream of server-sent events, each a JSON object with its `type`:
 
 * `started`: `session_id`, `model`, `seed`, `rule`, `num_prompt_tokens`
@@ -333,10 +341,10 @@ def build_app(
     """The application. `closing` is set when it waits no longer for what runs; `hosts` are the
     names that it is called by; none = any. `formats` are those of `http_server`."""
     access = options.access
-    app = FastAPI(
+    app = DocumentedApp(
         title="Outrider",
         version=version("outrider"),
-        docs_url=None,  # Their pages load scripts from elsewhere.
+        docs_url=None,  # Their pages load scripts from elsewhere; `/docs` is our own.
         redoc_url=None,
         responses=_ERRORS,
         redirect_slashes=False,  # A path with one more is another, and not there.
@@ -373,17 +381,17 @@ def _add_generation(
         answer = kind(asked, service.text, bound, int(time.time()))
         return Generated(_generated(service, access, request, asked), closing, answer)
 
-    @app.post("/v1/chat/completions", responses=_STREAMS)
+    @app.post("/v1/chat/completions", responses=answers(ChatCompletion, ChatCompletionChunk))
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Goes on with a conversation."""
         return answered(request, body, ChatAnswer)
 
-    @app.post("/v1/completions", responses=_STREAMS)
+    @app.post("/v1/completions", responses=answers(Completion, CompletionChunk))
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Goes on with raw text or tokens."""
         return answered(request, body, CompletionAnswer)
 
-    @app.post("/v1/responses", responses=_STREAMS)
+    @app.post("/v1/responses", responses=answers(ResponseObject, ResponseEvent))
     async def responses(body: ResponsesBody, request: Request) -> Response:
         """Goes on with a conversation, of which nothing is kept."""
         return answered(request, body, partial(ResponseAnswer, body))
@@ -424,12 +432,12 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics |
             "max_model_len": service.served.max_model_len,
         }
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", responses={200: {"model": ModelList}})
     async def list_models() -> Response:
         """The model that is served."""
         return json_response({"object": "list", "data": [model_body()]})
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", responses={200: {"model": Model}})
     async def get_model(name: str) -> Response:
         """The same by its name."""
         if name != service.served.model:
@@ -438,10 +446,10 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics |
             )
         return json_response(model_body())
 
-    @app.post("/ping")
-    @app.get("/ping")
+    @app.post("/ping", responses={200: {"model": Health}})
+    @app.get("/ping", responses={200: {"model": Health}})
     @app.head("/health", include_in_schema=False)
-    @app.get("/health")
+    @app.get("/health", responses={200: {"model": Health}})
     async def health() -> Response:
         """Whether a request that comes now can make progress; 503 says why not."""
         trouble = await cached.trouble()
@@ -449,7 +457,7 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics |
             raise Unavailable(trouble)
         return json_response({"status": "ok"})
 
-    @app.get("/version")
+    @app.get("/version", responses={200: {"model": Version}})
     async def tell_version() -> Response:
         """Of this program."""
         return json_response({"version": app.version})
@@ -467,6 +475,11 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics |
     async def show_page(request: Request) -> Response:
         """The window."""
         return await page.get_response("index.html", request.scope)
+
+    @app.api_route("/docs", methods=["GET", "HEAD"], include_in_schema=False)
+    async def show_docs(request: Request) -> Response:
+        """What the routes take and answer, for people."""
+        return await page.get_response("docs.html", request.scope)
 
     @app.get("/api/fleet")
     async def tell_fleet() -> Fleet:

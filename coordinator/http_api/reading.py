@@ -305,7 +305,7 @@ def _too_many(data: bytes) -> str:
 def is_open(path: str) -> bool:
     """Whether no key is asked for: probes have none, and the page's files, which have no data, ask
     for one themselves."""
-    return path in ("/", "/health", "/ping") or path.startswith(f"{PAGE}/")
+    return path in ("/", "/docs", "/health", "/ping") or path.startswith(f"{PAGE}/")
 
 
 class Entrance:

@@ -389,6 +389,19 @@ async def test_text_is_never_markup(window: Browser, tmp_path: Path) -> None:
         assert await window.log()  # Of what the page's policy has not let happen.
 
 
+async def test_the_reference_shows_every_operation(window: Browser, stack: Stack) -> None:
+    """With the fields of its body, those within others included, and of its answers."""
+    await window.run("location.href = 'docs'")
+    cards = await window.until(
+        "return [...document.querySelectorAll('#docs section')].map(one => one.textContent)"
+    )
+    [chat] = [text for text in cards if text.startswith("POST /v1/chat/completions")]
+    for words in ("messages [Message] (required)", "content string", "top_logprobs integer",
+                  "200: text/event-stream", "finish_reason", "4XX: application/json"):  # fmt: skip
+        assert words in chat
+    assert any(text.startswith("POST /tokenize") for text in cards)
+
+
 async def test_an_example_can_be_tried(window: Browser, stack: Stack) -> None:
     await fill(window, max_tokens=12, compare=False)
     await window.run("document.querySelector('#examples button').click()")

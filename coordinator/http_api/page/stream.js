@@ -44,6 +44,11 @@ export async function fleet() {
   return (await call("api/fleet")).json();
 }
 
+/** What the server's routes take and answer. */
+export async function openapi() {
+  return (await call("openapi.json")).json();
+}
+
 /** Runs a request; `take(event)` hears each event. Aborting `signal` cancels the session.
     Seeds are text here: a number would lose digits of their 64 bits. */
 export async function generate(body, signal, take) {

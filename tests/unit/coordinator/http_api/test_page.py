@@ -35,8 +35,8 @@ async def test_every_file_is_packaged_and_served() -> None:
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app), base_url="http://here"
     ) as http:
-        for path in ("/", *(f"/page/{name}" for name in lying)):
-            name = path.rpartition("/")[2] or "index.html"
+        for path in ("/", "/docs", *(f"/page/{name}" for name in lying)):
+            name = {"/": "index.html", "/docs": "docs.html"}.get(path, path.rpartition("/")[2])
             found = await http.get(path)
             assert (found.status_code, found.content) == (200, lying[name])
             assert found.headers["content-type"].startswith(TYPES[name.rpartition(".")[2]])
@@ -54,7 +54,7 @@ async def test_every_file_is_packaged_and_served() -> None:
             assert (await http.get(path)).json()["error"]["code"] == "not_found", path
         error = (await http.post("/v1/embeddings", json={})).json()["error"]
         assert error["message"] == "there is no POST /v1/embeddings; see GET /openapi.json"
-    assert {"".join(one) for one in named} | {"index.html"} == lying.keys()
+    assert {"".join(one) for one in named} | {"index.html", "docs.html"} == lying.keys()
 
 
 TREE = [-1, 0, -1, 2, 3]
