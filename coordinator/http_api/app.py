@@ -358,6 +358,7 @@ def build_app(
     add_error_handlers(app)
     _add_generation(app, service, access, closing, formats or ChatFormats(service.text))
     add_tokens(app, service, access)
+    _add_models(app, service)
     _add_operation(app, service, options.metrics)
     return app
 
@@ -416,10 +417,8 @@ def _add_generation(
         return Generated(events, closing, NativeEvents(service.text))
 
 
-def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics | None) -> None:
-    created, cached = int(time.time()), CachedHealth(service)
-    page = PageFiles(packages=[("coordinator.http_api", "page")])
-    app.mount(PAGE, page)
+def _add_models(app: FastAPI, service: CoordinatorService) -> None:
+    created = int(time.time())
 
     def model_body() -> dict[str, Any]:
         return {
@@ -445,6 +444,12 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics |
                 f"model {name[:256]!r} does not exist; this server serves {service.served.model!r}"
             )
         return json_response(model_body())
+
+
+def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics | None) -> None:
+    cached = CachedHealth(service)
+    page = PageFiles(packages=[("coordinator.http_api", "page")])
+    app.mount(PAGE, page)
 
     @app.post("/ping", responses={200: {"model": Health}})
     @app.get("/ping", responses={200: {"model": Health}})
