@@ -50,6 +50,16 @@ _NAMES = {
     "messages": "input",
 }
 """What the fields of a chat completion, or how they begin, are called here."""
+_TOLD_AGAIN = {
+    "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "text", "tool_choice",
+    "tools", "top_logprobs",
+}  # fmt: skip
+"""What an answer has of the body."""
+_ALWAYS: Json = {
+    "background": False, "previous_response_id": None, "reasoning": None, "store": False,
+    "truncation": "disabled",
+}  # fmt: skip
+"""What is the same in every answer."""
 
 
 class ItemText(Body):
@@ -163,7 +173,7 @@ class ResponsesTool(Body):
     """A function that the answer may call."""
 
     unserved: ClassVar[Unserved] = {
-        **_idle("strict output_schema", _ANY),
+        **_idle("output_schema", _ANY),
         **_idle("defer_loading async", False),
         **_idle("allowed_callers", ["direct"]),
     }
@@ -174,10 +184,12 @@ class ResponsesTool(Body):
     description: str = ""
     parameters: Described = Field(default={})
     """Their JSON schema; empty = it has none."""
+    strict: bool = True
+    """Not looked at: calls that must come meet the schema."""
 
     def nested(self) -> Tool:
         """As chat has it."""
-        given = {name: getattr(self, name) for name in self.model_fields_set - {"type"}}
+        given = {name: getattr(self, name) for name in self.model_fields_set - {"type", "strict"}}
         return Tool(type="function", function=FunctionTool.model_construct(**given))
 
 
@@ -490,7 +502,7 @@ class ResponseAnswer(ChatAnswer):
         return "completed" if is_whole else "incomplete"
 
     def _response(self, status: str, error: Json | None = None) -> Json:
-        body, sampling = self._body, self._asked.requests[0].sampling
+        sampling = self._asked.requests[0].sampling
         [choice] = self._choices
         told: Json = {
             "id": self._envelope["id"],
@@ -503,21 +515,10 @@ class ResponseAnswer(ChatAnswer):
             "model": self._envelope["model"],
             "output": [item.told() for item in self._items],
             "usage": None,
-            "background": False,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata,
-            "parallel_tool_calls": body.parallel_tool_calls,
-            "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
-            "store": False,
             "temperature": sampling.temperature,
-            "text": {"format": body.text.format},
-            "tool_choice": body.model_dump(include={"tool_choice"})["tool_choice"],
-            "tools": [{"strict": True, **tool.model_dump()} for tool in body.tools],
-            "top_logprobs": body.top_logprobs,
             "top_p": sampling.top_p,
-            "truncation": "disabled",
+            **self._body.model_dump(include=_TOLD_AGAIN),
+            **_ALWAYS,
         }
         if choice.finished:
             if status == "incomplete":  # Its other reasons are `stop_reason`, which clients ignore.
