@@ -305,12 +305,12 @@ class ResponsesBody(GenerationBody):
                 continue
             turn = item.turn()
             last = turns[-1] if turns and turns[-1]["role"] == turn["role"] == "assistant" else None
-            if last is None or not ("tool_calls" in turn or last.keys() <= {"role", _REASONING}):
-                turns.append(turn)
-            elif isinstance(item, CallItem):
+            if last is not None and isinstance(item, CallItem):
                 last.setdefault("tool_calls", []).extend(turn["tool_calls"])
-            else:
+            elif last is not None and "content" in turn and last.keys() == {"role", _REASONING}:
                 last.update(turn)
+            else:
+                turns.append(turn)
             if isinstance(item, CallItem):
                 call = f"tool_calls[{len(turns[-1]['tool_calls']) - 1}]"
                 place = f"messages[{len(turns) - 1}].{call}.function.arguments"

@@ -79,13 +79,13 @@ CALLED = {
             },
         ),
         (
-            {"input": [ANSWERED, ANSWERED, THOUGHT, call(), THOUGHT]},
+            {"input": [ANSWERED, ANSWERED, THOUGHT, call(), THOUGHT, THOUGHT]},
             {
                 "messages": [
                     ("assistant", "b"),
                     ("assistant", "b"),
                     {"role": "assistant", "reasoning_content": "hm", "tool_calls": [CALLED]},
-                    {"role": "assistant", "reasoning_content": "hm"},
+                    *[{"role": "assistant", "reasoning_content": "hm"}] * 2,
                 ]
             },
         ),
