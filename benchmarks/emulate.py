@@ -1,8 +1,12 @@
 """`outrider bench emulate`: what the ways to decode bring on a pair of models of stated speed.
 
 The engines are emulated (`outrider.engine.emulated`); services, wire and Redis are real, each in a
-process of its own. Every mode decodes one session under each rule, at the K that short sessions
-found best; and so with a longer way between coordinator and draft.
+process of its own.
+
+modes       every mode decodes one session under each rule, at the K that short sessions found best;
+            and so with a longer way between coordinator and draft
+features    a head that reads the target drafts on it, or on a draft replica, from rows of some
+            widths that the target sends; one session each, under the rule token, at one K
 
 fraction_of_ideal    tokens a second over the tokens that a round is expected to commit, in a step
                      of the target alone
@@ -10,13 +14,15 @@ look_ahead_hit_rate  of rounds whose proposal was there when they began; null wh
                      drafted ahead
 overhead_ms_p50      median of a round's time beside the target's step and, where nothing is drafted
                      ahead, the K steps of the draft
+X_bytes_per_round    what coordinator and X send each other, mean
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from statistics import mean, median
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from outrider.client import Client
 from outrider.config import EMULATED, CoordinatorConfig, DraftConfig, TargetConfig
@@ -27,9 +33,9 @@ from outrider.settings import between, blaming, checked
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 from .clients import complete
-from .measurement import Progress, Round
+from .measurement import Completion, Progress, Round
 from .options import Options
-from .processes import running_pair
+from .processes import Process, Replicas, running_pair
 from .report import Report, table
 
 PROMPT_TOKENS = 64
@@ -62,15 +68,24 @@ ACCEPTANCE = {Rule.TOKEN: 0.8000, Rule.COUPLED: 0.7627}
 """Of each draft token whose predecessors were accepted: what follows from `LAW`."""
 NUM_DRAFT_TOKENS_MAX = 14
 ROUND_TRIP_MS = 5.0
-"""Added between coordinator and draft in the second part."""
+"""Added between coordinator and draft, where modes are measured once more."""
 
+PLACES = (("target", 1), ("draft", 576), ("draft", 4_096))
+"""Where a head drafts, and the width of the rows that it is sent there, if any: the demo target's,
+and that of a model of eight billion parameters."""
+FEATURE_ROUND_TRIPS_MS = (0.0, 1.0, 5.0)
+"""Added between coordinator and draft."""
+FEATURES_K = 6
+"""The best of the first part without look-ahead."""
 
 Rates = tuple[float, ...]
 
 
-def engine(rates: Rates = ()) -> str:
+def engine(rates: Rates = (), **values: object) -> str:
     """The `engine` setting of both replicas."""
-    values = LAW | STEPS | ({"acceptance_rates": "/".join(map(str, rates))} if rates else {})
+    values = LAW | STEPS | values
+    if rates:
+        values["acceptance_rates"] = "/".join(map(str, rates))
     return EMULATED + ",".join(f"{key}={value}" for key, value in values.items())
 
 
@@ -85,6 +100,8 @@ def expected_tokens(rule: Rule, num_draft_tokens: int, rates: Rates = ()) -> flo
 class EmulateOptions(Options):
     """What `bench emulate` is asked for."""
 
+    parts: tuple[Literal["modes", "features"], ...] = ("modes",)
+    """What to measure."""
     tokens: Annotated[int, between(32, TOKENS_MAX)] = 4_000
     """Tokens of each mode's session."""
     acceptance_rates: tuple[Annotated[float, between(0, 1)], ...] = ()
@@ -143,14 +160,29 @@ def figures(
 
 async def run(options: EmulateOptions, progress: Progress) -> Report:
     """Measures. Raises `Unavailable` where a process breaks off."""
-    runs: list[dict[str, Any]] = []
-    progress("starting the services")
-    model, spec = EMULATED.removesuffix(":"), engine(options.acceptance_rates)
     with blaming("acceptance_rates"):
-        EmulatedSpec.parse(spec)
+        EmulatedSpec.parse(engine(options.acceptance_rates))
+    parts = {"modes": ("runs", _modes), "features": ("features", _features)}
+    values: dict[str, Any] = {"tokens": options.tokens}
+    for part in options.parts:
+        name, measure = parts[part]
+        progress("starting the services")
+        values[name] = await measure(options, progress)
+    title = f"{options.tokens} tokens of each"
+    return Report(values, [table(title, values[parts[part][0]]) for part in options.parts])
+
+
+def _pair(spec: str, *, drafts: bool = True) -> AbstractAsyncContextManager[Replicas]:
+    """A target and, if it `drafts`, a draft on such an engine."""
+    model = EMULATED.removesuffix(":")
     target = TargetConfig(engine=spec, model=model, num_threads=1)
-    draft = DraftConfig(engine=spec, model=model, num_threads=1)
-    async with running_pair(target, draft, CoordinatorConfig()) as replicas:
+    draft = DraftConfig(engine=spec, model=model, num_threads=1) if drafts else None
+    return running_pair(target, draft, CoordinatorConfig())
+
+
+async def _modes(options: EmulateOptions, progress: Progress) -> list[dict[str, Any]]:
+    runs: list[dict[str, Any]] = []
+    async with _pair(engine(options.acceptance_rates)) as replicas:
         for mode, rules in MODES.items():
             look_ahead = LOOK_AHEAD_DEFAULT if mode == "look_ahead" else 0
             for added_ms in (0.0, ROUND_TRIP_MS) if mode != "plain" else (0.0,):
@@ -159,11 +191,45 @@ async def run(options: EmulateOptions, progress: Progress) -> Report:
                         progress(f"{mode}, {rule}, {added_ms:g} ms more to the draft and back")
                         found = await _measure(options, client, mode, rule)
                         runs.append(found | {"round_trip_ms": added_ms})
-    values = {
-        "tokens": options.tokens,
-        "runs": runs,
+    return runs
+
+
+async def _features(options: EmulateOptions, progress: Progress) -> list[dict[str, Any]]:
+    runs: list[dict[str, Any]] = []
+    for place, width in PLACES:
+        apart = place == "draft"
+        spec = engine(options.acceptance_rates, head_on=place, feature_width=width)
+        async with _pair(spec, drafts=apart) as replicas:
+            for added_ms in FEATURE_ROUND_TRIPS_MS if apart else (0.0,):
+                progress(f"head on {place}, rows of {width}, {added_ms:g} ms more")
+                async with replicas.coordinator_process(delay_ms=added_ms / 2) as running:
+                    found = await _measure_head(options, *running)
+                at = {"head_on": place, "feature_width": width if apart else None}
+                runs.append(at | {"round_trip_ms": added_ms} | found)
+    return runs
+
+
+async def _measure_head(
+    options: EmulateOptions, client: Client, coordinator: Process
+) -> dict[str, Any]:
+    """Of a session whose prompt has one token: rows of more would count as bytes of its rounds."""
+    rates = options.acceptance_rates
+    k = min(FEATURES_K, len(rates) or FEATURES_K)
+    await _decode(client, Rule.TOKEN, k, SWEEP_TOKENS_MIN)
+    before = (await coordinator.ask({}))["wire_bytes"]
+    done = await _decode(client, Rule.TOKEN, k, options.tokens, prompt_tokens=1)
+    after = (await coordinator.ask({}))["wire_bytes"]
+    rounds = window(done.rounds, options.tokens)
+    found = figures("synchronous", Rule.TOKEN, k, rounds, rates)
+    shown = ("num_draft_tokens", "tokens_per_second", "tokens_per_round", "overhead_ms_p50")
+    return {
+        "round_ms_p50": median(one.ms for one in rounds),
+        **{name: found[name] for name in shown},
+        **{
+            f"{role}_bytes_per_round": (after[role] - before[role]) / len(done.rounds)
+            for role in ("target", "draft")
+        },
     }
-    return Report(values, [table(f"{options.tokens} tokens of each", runs)])
 
 
 async def _measure(
@@ -173,23 +239,24 @@ async def _measure(
     speeds, rates = {0: 0.0}, options.acceptance_rates
     most = min(NUM_DRAFT_TOKENS_MAX, len(rates) or NUM_DRAFT_TOKENS_MAX)
     for count in range(1, most + 1) if mode != "plain" else ():
-        tried = await _decode(client, rule, count, round(options.tokens * SWEEP_SHARE))
+        num_tokens = max(SWEEP_TOKENS_MIN, round(options.tokens * SWEEP_SHARE))
+        tried = window((await _decode(client, rule, count, num_tokens)).rounds, num_tokens)
         # Expected tokens, not those that came: of a few rounds, whose times vary little, they say
         # more.
         expected = sum(expected_tokens(rule, one.num_draft_tokens, rates) for one in tried)
         speeds[count] = expected / sum(one.ms for one in tried)
     best = max(speeds, key=speeds.__getitem__)
-    rounds = await _decode(client, rule, best, options.tokens)
-    return figures(mode, rule, best, rounds, rates)
+    rounds = (await _decode(client, rule, best, options.tokens)).rounds
+    return figures(mode, rule, best, window(rounds, options.tokens), rates)
 
 
 async def _decode(
-    client: Client, rule: Rule, num_draft_tokens: int, num_tokens: int
-) -> list[Timed]:
-    """One session."""
-    num_tokens = max(SWEEP_TOKENS_MIN, num_tokens)
+    client: Client, rule: Rule, num_draft_tokens: int, num_tokens: int,
+    prompt_tokens: int = PROMPT_TOKENS,
+) -> Completion:  # fmt: skip
+    """One session of so many tokens that count."""
     request = GenerateRequest(
-        prompt=tuple(range(1, PROMPT_TOKENS + 1)),
+        prompt=tuple(range(1, prompt_tokens + 1)),
         sampling=SamplingParams(temperature=1.0),
         max_tokens=num_tokens + SPARE_TOKENS,
         ignore_eos=True,
@@ -199,4 +266,4 @@ async def _decode(
         deadline_ms=DEADLINE_MS_MAX,
         include_rounds=True,
     )
-    return window((await complete(client, request)).rounds, num_tokens)
+    return await complete(client, request)

@@ -25,7 +25,7 @@ from contextlib import (
 )
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from pydantic import TypeAdapter
 
@@ -34,6 +34,9 @@ from outrider.config import CoordinatorConfig, DraftConfig, TargetConfig, withou
 from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_address import RedisAddress
+
+if TYPE_CHECKING:
+    from coordinator.service import CoordinatorService
 
 START_TIMEOUT_S = 900.0
 """What a process may take until it is ready; a model may have to be loaded."""
@@ -202,15 +205,29 @@ _ACTORS: dict[str, tuple[str, str, Any]] = {
 @asynccontextmanager
 async def service(setup: dict[str, Any]) -> AsyncIterator[Role]:
     """A target, a draft or a coordinator by its actor; `setup` has its name as `service`, and as
-    `config` the fields of its configuration. Its answer is the CPU time of its process."""
+    `config` the fields of its configuration. Its answer is the CPU time of its process; a
+    coordinator's has its `wire_bytes`, too."""
     module, kind, make = _ACTORS[setup["service"]]
     actor = getattr(importlib.import_module(module), kind)()
     config = TypeAdapter(make).validate_json(json.dumps(setup["config"]))
     address = await actor.start(config, log_directory="")
+
+    def figures(_: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {"cpu_s": time.process_time()}
+        if setup["service"] == "coordinator":
+            found["wire_bytes"] = wire_bytes(actor.host.service)
+        return found
+
     try:
-        yield Role({"address": address}, lambda question: {"cpu_s": time.process_time()})
+        yield Role({"address": address}, figures)
     finally:
         await actor.stop(_GRACE_S)
+
+
+def wire_bytes(coordinator: CoordinatorService) -> dict[str, int]:
+    """What it has sent to replicas and received from them, by role."""
+    pools = (coordinator.targets, coordinator.drafts)
+    return {pool.role: pool.num_bytes.sent + pool.num_bytes.received for pool in pools}
 
 
 def service_process(name: str, config: TargetConfig | DraftConfig | CoordinatorConfig) -> Process:
@@ -286,9 +303,17 @@ class Replicas:
     async def coordinator(
         self, look_ahead: int = 0, delay_ms: float = 0.0
     ) -> AsyncIterator[Client]:
+        """Calls that of `coordinator_process`."""
+        async with self.coordinator_process(look_ahead, delay_ms) as (client, _):
+            yield client
+
+    @asynccontextmanager
+    async def coordinator_process(
+        self, look_ahead: int = 0, delay_ms: float = 0.0
+    ) -> AsyncIterator[tuple[Client, Process]]:
         """Calls a coordinator that runs as long as this lasts, with `settings` but for
-        `look_ahead`. What it and the draft send each other takes `delay_ms` more in each direction.
-        Raises `Unavailable` where a process breaks off."""
+        `look_ahead`; and its process. What it and the draft send each other takes `delay_ms` more
+        in each direction. Raises `Unavailable` where a process breaks off."""
         changes: dict[str, Any] = {"look_ahead": look_ahead}
         async with AsyncExitStack() as stack:
             if delay_ms > 0:
@@ -298,7 +323,7 @@ class Replicas:
                 changes["draft_address"] = relaying.address
             process = service_process("coordinator", self.coordinator_config(**changes))
             coordinator = await stack.enter_async_context(process)
-            yield await stack.enter_async_context(Client(coordinator.address))
+            yield await stack.enter_async_context(Client(coordinator.address)), coordinator
 
 
 @asynccontextmanager

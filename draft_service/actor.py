@@ -33,15 +33,17 @@ class DraftActor(ReplicaHost):
         }
         entries_max = config.support_entries
         with blaming("draft_model"):
-            if engine is not None:
+            head = getattr(engine, "head", None)  # Of an emulated engine that stands for one.
+            if engine is None:
+                head, info, num_bytes = build_head(config)
+                engine = HeadEngine(
+                    head, info, max_num_seqs=config.step_sessions, kv_cache_memory_bytes=num_bytes
+                )
+            elif head is None:
                 return DraftService.with_model(
                     engine, executor, costs=costs, entries_max=entries_max,
                     parallel_token=parallel_token(config), **options,
                 )  # fmt: skip
-            head, info, num_bytes = build_head(config)
-            engine = HeadEngine(
-                head, info, max_num_seqs=config.step_sessions, kv_cache_memory_bytes=num_bytes
-            )
         executor.call(lambda: try_drafting_kernels(head))
         drafter = FeatureDrafter(head, engine, entries_max)
         return DraftService.with_features(drafter, executor, **options)

@@ -119,7 +119,7 @@ class Verifier(StepWorker):
         """A `self_drafter` reads what the engine shows of its own, and takes the time of this
         clock, in seconds. Without `grammars` sessions with a constraint are refused."""
         super().__init__(engine, budget, grammars)
-        self._clock = clock
+        self._clock: Callable[[], float] = lambda: clock() + engine.stated_seconds
         self.shown: FeatureEngine | None = None
         """The engine, where it shows what its head reads."""
         if isinstance(engine, FeatureEngine) and engine.shows_features:

@@ -14,8 +14,12 @@ from typing import Any, Self
 from stack import running_stack
 
 from benchmarks.measurement import BenchClient, Completion, Decoding
+from benchmarks.processes import wire_bytes
 from benchmarks.prompts import BenchPrompt
 from benchmarks.speedup import Subject
+from draft_service.feature_drafter import FeatureDrafter
+from outrider.limits import DRAFT_SUPPORT_ENTRIES
+from target_service.actor import self_drafter_of
 
 Script = Callable[[BenchPrompt, Decoding], tuple[int, float]]
 """Number of tokens and seconds of a completion."""
@@ -95,17 +99,33 @@ def pair_here(
     asked = [] if delays is None else delays
 
     @asynccontextmanager
-    async def coordinator(
+    async def coordinator_process(
         target: Any, draft: Any, look_ahead: int = 0, delay_ms: float = 0.0
     ) -> AsyncIterator[Any]:
         asked.append(delay_ms)
-        engines = engine_of(target), draft and engine_of(draft)
+        target_engine, drafter = engine_of(target), draft and engine_of(draft)
+        options: dict[str, Any] = {"look_ahead": look_ahead}
+        options["self_drafter"] = self_drafter_of(target_engine, DRAFT_SUPPORT_ENTRIES)
+        if (head := getattr(drafter, "head", None)) is not None:
+            options["head"], drafter = FeatureDrafter(head, drafter), None
         place = directory / str(len(asked))
-        async with running_stack(*engines, place, look_ahead=look_ahead) as stack:
-            yield stack.client
+        async with running_stack(target_engine, drafter, place, **options) as stack:
+
+            async def ask(_: Any) -> dict[str, Any]:
+                return {"wire_bytes": wire_bytes(stack.coordinator)}
+
+            yield stack.client, SimpleNamespace(ask=ask)
+
+    @asynccontextmanager
+    async def coordinator(*given: Any, **named: Any) -> AsyncIterator[Any]:
+        async with coordinator_process(*given, **named) as (client, _):
+            yield client
 
     @asynccontextmanager
     async def running_pair(target: Any, draft: Any, _: Any) -> AsyncIterator[Any]:
-        yield SimpleNamespace(coordinator=partial(coordinator, target, draft))
+        yield SimpleNamespace(
+            coordinator=partial(coordinator, target, draft),
+            coordinator_process=partial(coordinator_process, target, draft),
+        )
 
     return running_pair

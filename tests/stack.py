@@ -77,7 +77,8 @@ def _draft_service(
     engine: Any, grammars: Grammars | None, parallel_token: int | None
 ) -> DraftService:
     options: dict[str, Any] = {"max_num_seqs": NUM_SEQUENCES, "grammars": grammars}
-    executor = ThreadExecutor("draft", getattr(engine, "take_step_seconds", lambda: 0.0))
+    timed = getattr(engine, "engine", engine)
+    executor = ThreadExecutor("draft", getattr(timed, "take_step_seconds", lambda: 0.0))
     if engine is None:  # It is not asked, and fits any target.
         engine = ToyEngine()
         engine.info = replace(engine.info, tokenizer_fingerprint="")

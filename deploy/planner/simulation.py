@@ -556,6 +556,12 @@ def of_emulated(text: str, target_seats: int, draft_seats: int) -> Pair:
             f"{EMULATED}{text} has no acceptance_rates, by which an emulated pair is planned; add "
             "acceptance_rates=A/A/.., chances from 0 to 1 that do not increase",
         )
+    if spec.head_on:
+        raise SettingError(
+            "engine",
+            f"{EMULATED}{text}: head_on={spec.head_on} is wrong; a simulated draft reads nothing "
+            "of its target, so it must be left out",
+        )
     times = ServiceTimes(
         target=_stepped(spec.verify_ms, spec.verify_tokens),
         draft=_stepped(spec.draft_ms, spec.draft_branches),

@@ -9,6 +9,9 @@ With `acceptance_rates` the target's law depends on what it verifies: it gives a
 probability or none, by a keyed number and the token's place in the round. Every rule then accepts
 at these rates, with any drafter and at any temperature. Texts depend on their drafts, and an audit
 finds them wrong.
+
+With `head_on` the draft's law is that of a head. It drafts on the target, in steps of its own, or
+on draft replicas, from rows of zeros that the target sends.
 """
 
 from __future__ import annotations
@@ -23,14 +26,11 @@ import numpy.typing as npt
 import torch
 
 from outrider.engine.emulated_spec import SCHEME, EmulatedSpec
-from outrider.engine.interface import (
-    ModelInfo,
-    SequenceStep,
-    check_steps,
-)
+from outrider.engine.interface import ModelInfo, SequenceStep, check_steps
 from outrider.errors import check
 from outrider.kv_cache.block_pool import BlockPool
 from outrider.limits import ENGINE_SEQUENCES_MAX, PAGE_SIZE
+from outrider.models.draft_head import DraftHead, LoadedDraftHead
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _NO_TOKEN = 2**32
@@ -42,8 +42,25 @@ _ACCEPT_KEY = np.uint64(0x616363657074)
 _Words = npt.NDArray[np.uint64]
 
 
+class _Head(DraftHead):
+    """Stands for a head: what it puts out are its logits already."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.embed_tokens = torch.nn.Embedding(1, 1)
+        """Its dtype is that of features."""
+
+    def carry(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
 class EmulatedEngine:
-    """Implements `Engine` for one side of a toy pair.
+    """Implements `Engine` for one side of a toy pair, and as its `head_on` says `DraftingEngine` or
+    `FeatureKeeper` for a target, or what a `FeatureDrafter` asks of a `HeadEngine`.
 
     Logits of the target are log p, of the draft unnormalised log q; -inf outside of the support.
     Where the target refuses a draft token by `acceptance_rates` they are log p without it.
@@ -72,6 +89,17 @@ class EmulatedEngine:
         reached = (1.0, *spec.acceptance_rates, 0.0)
         self._chances = np.array([b / a if a else 0.0 for a, b in pairwise(reached)])
         """That a draft token is accepted whose predecessors were, by place in the round."""
+        head = LoadedDraftHead(_Head(spec.feature_width), ()) if spec.head_on == role else None
+        self.draft_layer = head if role == "target" else None
+        """What drafts on this target ..."""
+        self.head = head if role == "draft" else None
+        """... or on this draft, from the rows of its target."""
+        self.shows_features = self.draft_layer is not None
+        self._drafts_as = EmulatedEngine(spec, "draft") if self.shows_features else self
+        """Whose law and time are those of drafted tokens."""
+        sends = role == "target" and spec.head_on == "draft"
+        self.feature_width = spec.feature_width if sends else 0
+        """See `FeatureKeeper.feature_width`."""
         self.info = ModelInfo(
             name=SCHEME,
             vocab_size=spec.vocab_size,
@@ -80,20 +108,52 @@ class EmulatedEngine:
             eos_token_ids=() if spec.eos < 0 else (spec.eos,),
             weights_fingerprint=f"{spec.fingerprint}-{role}",
             tokenizer_fingerprint="",
+            features=spec.fingerprint if spec.head_on == "draft" else "",
         )
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
         """See `Engine.forward`."""
-        check_steps(steps, self.info, self._max_num_seqs, self.length)
-        self._pool.append(steps)
-        self._pool.written(steps)
-        found = [context for step in steps for context in self._contexts(step)]
-        contexts = np.array(found, dtype=np.uint64).reshape(-1, self._spec.order)
-        self._step_seconds += self._step_time(steps)
-        rows = self._logits(contexts)
+        contexts, rows = self._run(steps, self)
+        self._num_rows = [step.num_logits for step in steps]
         if self._spec.acceptance_rates and self._role == "target":
             self._judge(steps, contexts, rows)
-        return list(torch.split(rows, [step.num_logits for step in steps]))
+        return list(torch.split(rows, self._num_rows))
+
+    def _run(
+        self, steps: Sequence[SequenceStep], by: EmulatedEngine, whole: bool = True
+    ) -> tuple[_Words, torch.Tensor]:
+        """The contexts of all rows, and the logits there `by` an engine's law and time. Slots that
+        are not `whole` are given back."""
+        check_steps(steps, self.info, self._max_num_seqs, self.length)
+        self._pool.append(steps, whole)
+        if whole:
+            self._pool.written(steps)
+        found = [context for step in steps for context in self._contexts(step)]
+        contexts = np.array(found, dtype=np.uint64).reshape(-1, self._spec.order)
+        self._step_seconds += by._step_time(steps)
+        return contexts, by._logits(contexts)
+
+    def features(self) -> list[torch.Tensor]:
+        """See `FeatureEngine.features`: numbers that are never looked at."""
+        return [torch.zeros(num, 1) for num in self._num_rows]
+
+    def forward_draft(
+        self, steps: Sequence[SequenceStep], features: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """See `DraftingEngine.forward_draft`."""
+        return list(torch.split(self.draft(steps, features), 1))
+
+    def held_features(self, ranges: Sequence[tuple[str, int, int]]) -> torch.Tensor:
+        """See `FeatureKeeper.held_features`."""
+        return torch.zeros(sum(end - first for _, first, end in ranges), self.feature_width)
+
+    def run(self, steps: Sequence[SequenceStep], _: torch.Tensor) -> torch.Tensor:
+        """As `HeadEngine.run`."""
+        return torch.cat(self.forward(steps))
+
+    def draft(self, steps: Sequence[SequenceStep], _: Sequence[torch.Tensor]) -> torch.Tensor:
+        """As `HeadEngine.draft`."""
+        return self._run(steps, self._drafts_as, whole=False)[1].clone()
 
     def fork(self, sequence_id: str, branch_id: str) -> None:
         """See `Engine.fork`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from itertools import pairwise
-from typing import Annotated, Self, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
@@ -15,6 +15,7 @@ SCHEME = "emulated"
 """A model's name begins with it and a colon; what follows is the specification."""
 VOCAB_SIZE_MAX = 2**20
 PAGES_MAX = 2**16
+FEATURE_WIDTH_MAX = 2**16
 JUDGED_SUPPORT_MIN = SIBLINGS_MAX + 2
 """A draft token and its siblings may all be refused, and then another token must be left."""
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -53,6 +54,11 @@ class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
     ] = ()
     """The chances, as A/B/.., that a round accepts at least 1, 2, ... draft tokens, and never more
     than there are chances; empty = what follows from the two laws."""
+    head_on: Literal["", "target", "draft"] = ""
+    """Where the draft runs as a head that reads the target: on the target, between its steps, or on
+    draft replicas, which the target sends a row of each token; empty = it reads nothing."""
+    feature_width: int = Field(default=4096, ge=1, le=FEATURE_WIDTH_MAX)
+    """Numbers of such a row."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -44,13 +44,10 @@ def test_the_ideal_is_a_step_of_the_target_a_round(monkeypatch: pytest.MonkeyPat
     assert ahead["look_ahead_hit_rate"] == 0.0
 
 
-@pytest.mark.xdist_group("redis")
-@pytest.mark.parametrize("rates", ["", "0,0"], ids=["own", "stated"])
-def test_the_command_measures_every_mode_and_prints_one_json_object(
-    rates: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Services in this process. At stated rates each rule accepts by them, here nothing."""
-    delays: list[float] = []
+@pytest.fixture
+def delays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[float]:
+    """The services are in this process, with quick engines; what is asked for of links."""
+    asked: list[float] = []
 
     def engine_of(config: Any) -> EmulatedEngine:
         spec = EmulatedSpec.parse(config.engine.removeprefix(f"{SCHEME}:"))
@@ -59,7 +56,34 @@ def test_the_command_measures_every_mode_and_prints_one_json_object(
     monkeypatch.setattr(emulate, "STEPS", emulate.STEPS | {"verify_ms": 4.0, "draft_ms": 0.5})
     monkeypatch.setattr(emulate, "LAW", emulate.LAW | {"vocab_size": 1_000, "support": 10})
     monkeypatch.setattr(emulate, "NUM_DRAFT_TOKENS_MAX", 3)
-    monkeypatch.setattr(emulate, "running_pair", pair_here(tmp_path, engine_of, delays))
+    monkeypatch.setattr(emulate, "running_pair", pair_here(tmp_path, engine_of, asked))
+    return asked
+
+
+@pytest.mark.xdist_group("redis")
+def test_rows_for_a_head_on_a_draft_go_over_both_links(
+    delays: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """2 bytes for each number of each committed token, on each link."""
+    assert main(["bench", "emulate", "--parts", "features", "--tokens", "60", "--json"]) == 0
+    on_target, *on_draft = json.loads(capsys.readouterr().out)["features"]
+    assert delays == [0.0, *[0.0, 0.5, 2.5] * 2]
+    assert (on_target["head_on"], on_target["draft_bytes_per_round"]) == ("target", 0)
+    assert on_target["tokens_per_round"] > 2, "its proposals are accepted"
+    assert on_target["round_ms_p50"] > 4.0 + 6 * 0.5, "its steps take the target's time"
+    narrow, wide = on_draft[0], on_draft[3]
+    added = 2 * (wide["feature_width"] - narrow["feature_width"]) * wide["tokens_per_round"]
+    for key in ("target_bytes_per_round", "draft_bytes_per_round"):
+        assert wide[key] - narrow[key] == pytest.approx(added, rel=0.3)
+    assert all(one["tokens_per_round"] > 2 for one in on_draft)
+
+
+@pytest.mark.xdist_group("redis")
+@pytest.mark.parametrize("rates", ["", "0,0"], ids=["own", "stated"])
+def test_the_command_measures_every_mode_and_prints_one_json_object(
+    rates: str, delays: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At stated rates each rule accepts by them, here nothing."""
     stated = ["--acceptance-rates", rates] if rates else []
     assert main(["bench", "emulate", "--tokens", "60", "--json", *stated]) == 0
     shown = capsys.readouterr()

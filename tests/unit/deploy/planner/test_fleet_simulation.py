@@ -199,6 +199,11 @@ def test_wrong_numbers_are_named(text: str, named: str) -> None:
         of_numbers(text, 64, 64)
 
 
+def test_an_emulated_head_is_not_simulated() -> None:
+    with pytest.raises(ConfigError, match="head_on=draft is wrong"):
+        of_emulated("acceptance_rates=0.8,head_on=draft", 64, 64)
+
+
 def test_a_saved_report_is_simulated_without_models(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
