@@ -237,10 +237,11 @@ class LengthControls:
         self, num_targets: int, num_elsewhere: int, draft: ReplicaDescription | None
     ) -> None:
         """How many targets there are now, how many sessions other coordinators run with them, and
-        the first draft, once there is one."""
+        the first draft, once there is one. Of another one the times are learned anew."""
         self.load.num_targets = max(1, num_targets)
         self.load.num_elsewhere = num_elsewhere
-        if draft is not None and self._draft is None:
+        known = self._draft
+        if draft is not None and (known is None or draft.weights != known.weights):
             self._draft = draft
             self.costs.meet_draft(draft.step_costs)
 

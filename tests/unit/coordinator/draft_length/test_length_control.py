@@ -4,6 +4,7 @@ Every world draws from a seed, so each run is the same. Where a rate is compared
 a constant K could have, that one is computed from the world's own chances and costs.
 """
 
+from dataclasses import replace
 from itertools import pairwise
 from math import prod
 
@@ -158,6 +159,9 @@ def test_a_draft_that_comes_later_is_known_by_its_table() -> None:
     measured = late.costs.forecast(1, 10).token_s[0]
     late.hear_load(1, 0, description(table))
     assert late.costs.forecast(1, 10).token_s[0] == measured
+    assert late.costs.forecast(1, 10).draft_s[0] == pytest.approx(0.03)
+    late.hear_load(1, 0, replace(description(table), weights_fingerprint="upgraded"))
+    assert late.costs.forecast(1, 10).draft_s[0] == pytest.approx(0.01)
 
 
 def beginnings(world: World, num_sessions: int, first_seed: int = 1) -> list[bool]:
