@@ -252,12 +252,14 @@ class ReplicaPool:
         any. Replicas with these `numerics` come before others, whatever their load: there its
         text goes on as it would have, to the last token. One on trial has its share of the
         sessions, by their id, and others only where there is no other. Only one that `can_read`
-        what there is of the session."""
+        what there is of the session. A draft that is to be left gets none at all, as a look-up
+        fills in: it ends the sooner."""
         fitting = [
             replica
             for replica in self.replicas.values()
             if replica not in without
             and weights in ("", replica.description.weights)
+            and not (replica.leaving and self.role == "draft")
             and self.can_read(replica.description, session_id)
         ]
         found = [replica for replica in fitting if replica.is_open]
@@ -654,7 +656,7 @@ class SessionRoute(Generic[Item, Answer]):
     def move(self) -> bool:
         """Goes to another replica with the same weights that can be reached, and that was not
         rejected. Returns whether there is one. Nothing that was asked for is answered then, and
-        the new one is thought to hold nothing."""
+        the new one is thought to hold nothing. A draft that is to be left is left in any case."""
         before = self._replica
         without = self._rejected if before is None else [*self._rejected, before]
         session_id = self.context.session.session_id
@@ -674,6 +676,8 @@ class SessionRoute(Generic[Item, Answer]):
     def close(self) -> None:
         """The session ends: all replicas that it has been with may forget it, and hear no more of
         this epoch."""
+            if before is not None and before.leaving and self._pool.role == "draft":
+                self._leave()
         session = self.context.session
         self._leave()
         for replica in self._left.values():

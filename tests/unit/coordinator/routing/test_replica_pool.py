@@ -192,6 +192,21 @@ async def test_a_target_that_is_to_be_left_is_left_between_two_rounds() -> None:
     assert target.cache_state.replica == "r1"
 
 
+async def test_a_draft_that_is_to_be_left_is_left_though_there_is_no_other() -> None:
+    """So it ends at once, as where targets draft for themselves from now on; a look-up fills in,
+    for new sessions, too."""
+    link, one = ScriptedLink(proposal), session()
+    pool = pool_of(link, role="draft")
+    draft = draft_of(pool=pool, one=one)
+    assert (await draft.propose(1, asked(2), NOISE)).source == "replica"
+    pool.retire("r0")
+    for index, each in ((2, draft), (1, draft_of(pool=pool, one=session(name="1")))):
+        assert (await each.propose(index, asked(2), NOISE)).source == "fallback"
+    assert (len(link.sent), draft.cache_state.replica) == (1, "")
+    pool.admit("r1", ScriptedLink(proposal), TOY)
+    assert (await draft.propose(3, asked(2), NOISE)).source == "replica"
+
+
 async def test_a_target_that_is_taken_out_is_left_within_the_round() -> None:
     first, second = ScriptedLink(None), ScriptedLink(verdict)
     pool = pool_of(first)
