@@ -132,8 +132,10 @@ class DraftClient(_ModelDrafts):
         self._observer = context.observer
         self._retry_s = config.draft_retry_ms / 1e3
         self._reads_features = pool.first is not None and pool.first.reads_features
-        self._features: Features | None = None
-        """What the newest verdict has brought, until the draft has it."""
+        self._brought: Features | None = None
+        """What the newest verdict has brought, until the draft has it ..."""
+        self._brought_of = ""
+        """... and which head it is of."""
         self._held_before = 0
         """Tokens that the draft was thought to hold before the newest feed."""
         self._num_vain = 0
@@ -291,7 +293,7 @@ class DraftClient(_ModelDrafts):
             return None
         finally:
             self._asked = None
-        self._features = None
+        self._brought = None
         self._is_late = answer.out_of_time and not answer.proposal
         return answer
 
@@ -305,8 +307,9 @@ class DraftClient(_ModelDrafts):
         return NextWanted(features_from=max(0, held - 1))
 
     def hear(self, reply: VerdictReply) -> None:
-        if reply.features is not None or self._route.awaited is None:
-            self._features = reply.features
+        is_newest = reply.features is not None or self._route.awaited is None
+        if self._reads_features and is_newest:
+            self._brought, self._brought_of = reply.features, self._route.features_shown
 
     def settle(self, common_length: int) -> None:
         if self._held is not None:
@@ -383,6 +386,14 @@ class DraftClient(_ModelDrafts):
         )
 
     @property
+    def _features(self) -> Features | None:
+        """What is here for the draft. Not what a target has sent that was another one then: a
+        replica that starts anew in its place may have another head, and no error would tell. Pages
+        that were made of such rows would be shared, and what is drafted from them accepted less.
+        (A proposal of the head before harms nothing: it comes with its own q.)"""
+        return self._brought if self._brought_of == self._route.features_read else None
+
+    @property
     def _reach(self) -> int:
         """Committed tokens that the draft can hold once it has the features that are here: it needs
         that of a token to run the next one."""
@@ -405,7 +416,7 @@ class DraftClient(_ModelDrafts):
             return
         if self._try_send(number, 0, ()):
             self._route.awaited, self._ask_again_at = number, now + self._retry_s
-            self._held_before, self._route.cached_length, self._features = held, reach, None
+            self._held_before, self._route.cached_length, self._brought = held, reach, None
 
     def _hear_feed(self) -> None:
         """Learns what the draft holds behind the newest feed, once it has said so: more than it was

@@ -283,12 +283,14 @@ class ReplicaPool:
     def can_read(self, replica: ReplicaDescription, session_id: str) -> bool:
         """Whether it reads no features, or just those of the target that the session has now: while
         an upgrade replaces both there are those of two heads."""
-        if self._targets is None or not replica.reads_features:
-            return True
-        return any(
-            session_id in target.routes and target.description.features == replica.features
-            for target in self._targets.replicas.values()
-        )
+        is_free = self._targets is None or not replica.reads_features
+        return is_free or self.features_shown(session_id) == replica.features
+
+    def features_shown(self, session_id: str) -> str | None:
+        """Which features the target shows that the session has now; None where it has none."""
+        targets = () if self._targets is None else self._targets.replicas.values()
+        found = (one.description.features for one in targets if session_id in one.routes)
+        return next(found, None)
 
     async def watch(self) -> None:
         """Looks for replicas that are away, at once and then now and then, until it is cancelled;
@@ -534,6 +536,16 @@ class SessionRoute(Generic[Item, Answer]):
         return found is not None and found.drafts_itself
 
     @property
+    def features_shown(self) -> str:
+        """Which features the session's target shows now ..."""
+        return self._pool.features_shown(self.context.session.session_id) or ""
+
+    @property
+    def features_read(self) -> str:
+        """... and which ones its draft, the replica, goes on from."""
+        return "" if self._replica is None else self._replica.description.features
+
+    @property
     def cache_state(self) -> CacheState:
         return CacheState(self.replica, self.cached_length)
 
@@ -664,6 +676,8 @@ class SessionRoute(Generic[Item, Answer]):
             self._affinity, self._weights, without, numerics=self._numerics, session_id=session_id
         )
         if found is None:
+            if before is not None and before.leaving and self._pool.role == "draft":
+                self._leave()
             return False
         _log.debug("session %s moves: %s, %s", session_id, self.replica, found.name)
         self._leave()
@@ -676,8 +690,6 @@ class SessionRoute(Generic[Item, Answer]):
     def close(self) -> None:
         """The session ends: all replicas that it has been with may forget it, and hear no more of
         this epoch."""
-            if before is not None and before.leaving and self._pool.role == "draft":
-                self._leave()
         session = self.context.session
         self._leave()
         for replica in self._left.values():

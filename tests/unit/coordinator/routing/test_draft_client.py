@@ -16,7 +16,9 @@ from session_links import (
     TOY,
     ScriptedLink,
     asked,
+    context_of,
     draft_of,
+    pool_of,
     proposal,
     refuse,
     session,
@@ -25,6 +27,7 @@ from session_links import (
 from coordinator.draft_length.policy import RoundLength
 from coordinator.routing.draft_client import DraftClient, PushedProposals
 from coordinator.routing.drafts import NextWanted, SessionLookup
+from coordinator.routing.replica_pool import ReplicaPool, SessionRoute
 from outrider.config import DraftConfig
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import Guess, NgramDrafter
@@ -190,6 +193,31 @@ async def test_a_feed_that_is_not_sent_says_nothing_of_the_next_draft() -> None:
     draft, one = reading_draft(first, second)
     assert [await feed(draft, one, index) for index in range(3)] == [0, 0, 3]
     assert [item.features.first for item in second.sent] == [0]
+
+
+async def test_rows_of_a_head_before_are_not_sent_to_the_one_that_came_in_its_place() -> None:
+    """Both replicas start anew between a verdict, which brings all that the draft lacks, and the
+    next question."""
+    before, behind = (
+        replace(TOY, shows_features=True, reads_features=True, features=name) for name in "ab"
+    )
+    link, one = ScriptedLink(proposal), session()
+    targets = pool_of(ScriptedLink())
+    drafts = ReplicaPool("draft", targets)
+    drafts.admit("r0", link, before)
+    replicas = targets.replicas["r0"], drafts.replicas["r0"]
+    SessionRoute[Any, Any](targets, context_of(one))
+    draft = draft_of(pool=drafts, one=one)
+    rows = Features(0, 1, bytes(2 * (one.length - 1)))
+    verdict = VerdictReply(ReplyKey("0" * 32, 0, 0), Verdict((), (9,)), 0, features=rows)
+    for index, (heard, then) in enumerate(((before, behind), (behind, behind)), 1):
+        for replica in replicas:
+            replica.description = heard
+        draft.hear(verdict)
+        for replica in replicas:
+            replica.description = then
+        drafted = await draft.propose(index, asked(1), NOISE)
+        assert (drafted.source, len(link.sent)) == [("fallback", 0), ("replica", 1)][index - 1]
 
 
 async def test_a_draft_that_was_asked_and_lost_counts_as_asked() -> None:
