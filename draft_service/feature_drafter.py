@@ -54,13 +54,18 @@ class HeadEngine(PagedSequences):
         check(all(step.num_logits <= 1 for step in steps), "a head is asked for its last token")
         ends = [end - 1 for end in accumulate(len(step.token_ids) for step in steps)]
         wanted = [index for index, step in enumerate(steps) if step.num_logits]
+        newest = [ends[index] for index in wanted]
+        others = sorted({*range(len(features))} - {*newest})
 
         def run(sequences: Sequence[HeldSequence]) -> Tensor:
-            self._layer.write(sequences, features)
+            if others:  # What is drafted from writes its own pair.
+                before = [_but_last(one) if one.step.num_logits else one for one in sequences]
+                before = [one for one in before if one.step.token_ids]
+                self._layer.write(before, features[others])
             if not wanted:
                 return features[:0]
-            newest = features[[ends[index] for index in wanted]]
-            return self._layer.draft([_last(sequences[index]) for index in wanted], [*newest])
+            last = [_last(sequences[index]) for index in wanted]
+            return self._layer.draft(last, [*features[newest]])
 
         return self._run(run, steps)[0]
 
@@ -69,6 +74,12 @@ class HeadEngine(PagedSequences):
         [D]. The slots are never shared, and given back by `keep` before the next `run`."""
         rows, _ = self._run(lambda held: self._layer.draft(held, features), steps, whole=False)
         return rows
+
+
+def _but_last(held: HeldSequence) -> HeldSequence:
+    """Its step's tokens but the last one."""
+    step = SequenceStep(held.step.sequence_id, held.step.token_ids[:-1], 0)
+    return replace(held, step=step)
 
 
 def _last(held: HeldSequence) -> HeldSequence:

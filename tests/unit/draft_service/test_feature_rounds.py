@@ -271,6 +271,27 @@ async def test_sessions_are_drafted_for_together_each_from_its_own() -> None:
         assert pair.engine.page_counts().prefix_hits > 0
 
 
+async def test_the_pair_that_is_drafted_from_is_written_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 5, 1 and 2 new tokens."""
+    num_written: list[int] = []
+    async with running() as pair:
+        cache = pair.engine._layer._pairs.cache
+        write = type(cache).write
+
+        def counted(self: Any, slots: torch.Tensor, *written: torch.Tensor) -> None:
+            num_written.append(len(slots))
+            write(self, slots, *written)
+
+        monkeypatch.setattr(type(cache), "write", counted)
+        for end, num in ((5, [4, 1]), (6, [1]), (8, [1, 1])):
+            text = PROMPT[:end]
+            num_written.clear()
+            await pair.propose(text, pair.features(text, 0), 1)
+            assert num_written == num
+
+
 async def test_a_session_that_was_forgotten_is_asked_for_again() -> None:
     """By what it holds a coordinator knows which features it lacks."""
     text = [*PROMPT, *(i * 5 % VOCAB for i in range(20))]
