@@ -71,8 +71,8 @@ class PlanOptions(PromptOptions):
     """Compare devices with and without drafts instead, from bytes and bandwidth, and run no model:
     h200-8b or h200-70b-fp8, and what differs, PRESET,KEY=VALUE,..
     [sessions=1,context=1024,target=16.06/32/131.1/1,draft=2.47/16/32.8/1,
-    head=0.85/1/12.3/1,acceptance=0.65,head_acceptance=0.71,hit_rate=0.84,memory_gb=127,
-    bandwidth_tb=3.6,compute_rows=206,layer_ms=0.07,session_ms=0.05,verdict_ms=0.07,round_ms=1.3,
+    head=0.85/1/12.3/1,head_width=4096,link_gb=3,acceptance=0.65,head_acceptance=0.71,
+    hit_rate=0.84,memory_gb=127,bandwidth_tb=3.6,compute_rows=206,layer_ms=0.07,session_ms=0.05,verdict_ms=0.07,round_ms=1.3,
     plain_ms=0.5]; a model is GB/LAYERS/KB/DEVICES, with the KB of a token's keys and values"""
 
     def load_prompts(self) -> tuple[BenchPrompt, ...]:
@@ -256,7 +256,8 @@ def _check(options: PlanOptions, config: DeploymentConfig) -> None:
     if draft.drafter.reads_target:
         raise SettingError(
             "draft_model",
-            f"{draft.model} is wrong; a plan is of a draft that reads nothing of the target",
+            f"{draft.model} is wrong; a plan is of a draft that reads nothing of the target; "
+            "--devices compares where a head may draft",
         )
     for key, size in (
         ("tensor_parallel_size", config.target.tensor_parallel_size),

@@ -2,11 +2,14 @@
 
 A step reads the weights once, and each session's keys and values once; from `compute_rows` rows on
 it computes for longer than it reads the weights. Beside that it takes `layer_ms` for each layer and
-`session_ms` for each further session.
+`session_ms` for each further session. A head on a draft device waits in each round for its rows, 2
+bytes for each of `head_width` numbers of each committed token, on two links of `link_gb`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -24,6 +27,9 @@ from .rounds import Attempt, Line, Option, ServiceTimes, replay
 SHARES = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)
 """Drafts for each target that are looked at; 0 = the draft runs on the target's devices."""
 PRESETS = {"h200-8b": "", "h200-70b-fp8": "target=70.6/80/327.7/4,head=2.81/1/20.5/4,"}
+DRAFT, HEAD, HEAD_APART = "a draft", "a head", "a head on a draft device"
+RATE, SPEED = "device_tokens_per_second", "session_tokens_per_second"
+_BYTES_OF_A_NUMBER = 2
 
 
 class _Model(NamedTuple):
@@ -48,6 +54,9 @@ class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=F
     target: _Spec = "16.06/32/131.1"  # type: ignore[assignment]
     draft: _Spec = "2.47/16/32.8"  # type: ignore[assignment]
     head: _Spec = "0.85/1/12.3"  # type: ignore[assignment]
+    head_width: PositiveInt = 4096
+    link_gb: PositiveFloat = 3.0
+    """GB/s from a target to a coordinator, and from there to a draft: 25 Gbit/s."""
     acceptance: Share = 0.65
     head_acceptance: Share = 0.71
     hit_rate: Share = 0.84
@@ -81,6 +90,48 @@ class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=F
         room_gb = self.memory_gb * model.devices - model.gb
         return room_gb * 1e6 / (model.kv_kb * self.context)
 
+    def wire_s(self, num_tokens: float) -> float:
+        """Of the rows of so many tokens, over both links."""
+        return 2 * num_tokens * self.head_width * _BYTES_OF_A_NUMBER / (self.link_gb * 1e9)
+
+    def row(
+        self, way: str, model: _Model, acceptance: float, share: float, round_trip_s: float
+    ) -> dict[str, Any] | None:
+        """The fastest rounds with so many such drafts for each target; None where that cannot
+        be."""
+        seats = self.seats(self.target), self.seats(model) * (share or 1)
+        sessions = int(min(self.sessions, *seats))
+        if sessions < 1 or (not share and model.devices > self.target.devices):
+            return None
+        times = ServiceTimes(
+            target=self.costs(self.target), draft=self.costs(model),
+            plain=Line(self.plain_ms / 1e3), round_trip_s=round_trip_s * (share > 0),
+            rest_s=(self.round_ms + sessions * self.verdict_ms) / 1e3,
+            max_num_seqs=2**20, shares_device=not share,
+        )  # fmt: skip
+        tried = []
+        for k in SWEEP if acceptance else (0,):
+            attempt = Attempt(k, k, [acceptance**depth for depth in range(1, k + 1)])
+            one_round = replay(2, {1: attempt}.__getitem__, self.context - 1)
+            tokens = sessions * (1 + sum(attempt.survival))
+            link_s = times.round_trip_s + self.wire_s(tokens) * (way == HEAD_APART)
+            for ahead in (0, LOOK_AHEAD_DEFAULT * (way == DRAFT and share > 0)):
+                option = Option(
+                    rule=Rule.TOKEN, num_draft_tokens=k, look_ahead=ahead, draft_replicas=share,
+                    hit_rate=self.hit_rate if ahead else None,
+                )  # fmt: skip
+                linked = replace(times, round_trip_s=link_s)
+                rate = tokens / linked.seconds(one_round, option, sessions)
+                tried.append((rate, k, ahead, link_s * 1e3))
+        rate, k, ahead, link_ms = max(tried)
+        draft_devices = share * model.devices
+        return {
+            "way": way, "draft_devices": draft_devices, "sessions": sessions,
+            "num_draft_tokens": k, "look_ahead": ahead, "link_ms": link_ms,
+            SPEED: rate / sessions,
+            RATE: rate / (self.target.devices + draft_devices),
+        }  # fmt: skip
+
 
 def compare(text: str, round_trip_s: float) -> Report:
     """What is fastest with a draft, with a head and without both. `text` is PRESET,KEY=VALUE,..
@@ -89,53 +140,49 @@ def compare(text: str, round_trip_s: float) -> Report:
     if name not in PRESETS:
         raise SettingError("devices", f"{name!r} is wrong; it begins with {' or '.join(PRESETS)}")
     found = parse_numbers(_Devices, PRESETS[name] + numbers, "--devices")
-    ways = [
-        ("decoding without drafts", found.target, 0.0, 0.0),
-        ("a head", found.head, found.head_acceptance, 0.0),
-        *(("a draft", found.draft, found.acceptance, share) for share in SHARES),
-    ]
     if found.seats(found.target) < 1:
         raise SettingError("devices", f"memory_gb: {found.context} tokens do not fit")
-    rows: list[dict[str, Any]] = []
-    for way, model, acceptance, share in ways:
-        seats = found.seats(found.target), found.seats(model) * (share or 1)
-        sessions = int(min(found.sessions, *seats))
-        if sessions < 1 or (not share and model.devices > found.target.devices):
-            continue
-        draft_devices = share * model.devices
-        times = ServiceTimes(
-            target=found.costs(found.target), draft=found.costs(model),
-            plain=Line(found.plain_ms / 1e3), round_trip_s=round_trip_s * (share > 0),
-            rest_s=(found.round_ms + sessions * found.verdict_ms) / 1e3,
-            max_num_seqs=2**20, shares_device=not share,
-        )  # fmt: skip
-        tried = []
-        for k in SWEEP if acceptance else (0,):
-            attempt = Attempt(k, k, [acceptance**depth for depth in range(1, k + 1)])
-            one_round = replay(2, {1: attempt}.__getitem__, found.context - 1)
-            tokens = sessions * (1 + sum(attempt.survival))
-            for ahead in (0, LOOK_AHEAD_DEFAULT * (share > 0)):
-                option = Option(
-                    rule=Rule.TOKEN, num_draft_tokens=k, look_ahead=ahead, draft_replicas=share,
-                    hit_rate=found.hit_rate if ahead else None,
-                )  # fmt: skip
-                rate = tokens / times.seconds(one_round, option, sessions)
-                tried.append((rate, k, ahead))
-        rate, k, ahead = max(tried)
-        rows.append(
-            {
-                "way": way, "draft_devices": draft_devices, "sessions": sessions,
-                "num_draft_tokens": k, "look_ahead": ahead,
-                "session_tokens_per_second": rate / sessions,
-                "device_tokens_per_second": rate / (found.target.devices + draft_devices),
-            }
-        )  # fmt: skip
-    most = max(rows, key=lambda row: row["device_tokens_per_second"])
-    use = "Use" if most["draft_devices"] else "Do not use"
-    devices = f" ({most['draft_devices']:g} draft devices for each target)"
-    advice = (
-        f"{use} a separate draft here: {most['way']} brings the most, "
-        f"{most['device_tokens_per_second']:.0f} tokens/s a device"
-        f"{devices * (most['way'] == 'a draft')}."
-    )
+    ways = [
+        ("decoding without drafts", found.target, 0.0, 0.0),
+        (HEAD, found.head, found.head_acceptance, 0.0),
+        *((DRAFT, found.draft, found.acceptance, share) for share in SHARES),
+    ]
+    if found.target.devices == 1:  # No rows come from a target on several ranks.
+        head = found.head, found.head_acceptance
+        ways += [(HEAD_APART, *head, share) for share in SHARES[1:]]
+    rows = [row for way in ways if (row := found.row(*way, round_trip_s)) is not None]
+    advice = f"{_most(rows)} {_where_heads_pay(rows)}".strip()
     return Report({"devices": rows, "advice": advice}, [table(text, rows), advice])
+
+
+def _most(rows: Sequence[dict[str, Any]]) -> str:
+    most = max(rows, key=lambda row: row[RATE])
+    use = "Use" if most["draft_devices"] else "Do not use"
+    return f"{use} a separate draft here: {most['way']} brings the most, {_shown(most)}."
+
+
+def _where_heads_pay(rows: Sequence[dict[str, Any]]) -> str:
+    """By device on the target: another one can do no more than take over the head's steps."""
+    on_target, apart = (
+        [row for row in rows if row["way"] == way and row["num_draft_tokens"]]
+        for way in (HEAD, HEAD_APART)
+    )
+    if not (on_target and apart):
+        return ""
+    [beside] = on_target
+    fastest = max(apart, key=lambda row: row[SPEED])
+    most = max(row[RATE] for row in apart)
+    pays = "target pays"
+    if fastest[SPEED] > beside[SPEED]:
+        pays += " by device, draft by the speed of a session"
+    return (
+        f"For a head --eagle3-on {pays}: on the target, whose time its steps take, it brings "
+        f"{beside[RATE]:.0f} tokens/s a device and {beside[SPEED]:.0f} a session; on draft devices "
+        f"{most:.0f} and {fastest[SPEED]:.0f} at most, where a round waits "
+        f"{fastest['link_ms']:.2f} ms for its rows."
+    )
+
+
+def _shown(row: dict[str, Any]) -> str:
+    devices = f" ({row['draft_devices']:g} draft devices for each target)"
+    return f"{row[RATE]:.0f} tokens/s a device{devices * (row['way'] in (DRAFT, HEAD_APART))}"

@@ -25,7 +25,7 @@ def _rows(text: str, round_trip_s: float = 0.0) -> list[dict[str, Any]]:
 def test_a_draft_of_several_devices_counts_as_several() -> None:
     """A head and a draft on the target's device have no more than the target."""
     rows = _rows("h200-8b,draft=2.47/16/32.8/2,head=0.85/1/12.3/2")
-    assert [row["draft_devices"] for row in rows] == [0, 0.25, 0.5, 1, 2]
+    assert [row["draft_devices"] for row in rows] == [0, *[0.25, 0.5, 1, 2] * 2]
     for row in rows:
         occupied = 1 + row["draft_devices"]
         assert row[RATE] == pytest.approx(row["session_tokens_per_second"] / occupied)
@@ -41,6 +41,31 @@ def test_a_link_makes_the_rounds_of_draft_devices_longer() -> None:
     near, far = _rows("h200-70b-fp8"), _rows("h200-70b-fp8", 0.005)
     assert [one[RATE] for one in near[:EIGHTH]] == [one[RATE] for one in far[:EIGHTH]]
     assert all(a[RATE] > b[RATE] for a, b in zip(near[EIGHTH:], far[EIGHTH:], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "round_trip_ms", "pays", "waits_ms"),
+    [
+        # 2 links x 3.13 tokens x 2 x 4,096 bytes / 3 GB/s, of rounds of K = 6.
+        ("h200-8b", 0, "target pays:", 0.017),
+        ("h200-8b", 5, "target pays:", 5.018),
+        ("h200-8b,sessions=64,head_width=576", 0, "target pays by device, draft by", 0.154),
+        ("h200-8b,sessions=64", 5, "target pays by device, draft by", 5.988),
+        ("h200-8b,sessions=64,link_gb=0.1", 0, "target pays:", None),
+        ("h200-8b,head_acceptance=0", 0, None, None),
+        ("h200-70b-fp8", 0, None, None),  # On several ranks.
+    ],
+)
+def test_where_a_head_pays_depends_on_its_width_and_the_link(
+    text: str, round_trip_ms: float, pays: str | None, waits_ms: float | None
+) -> None:
+    report = compare(text, round_trip_ms / 1e3).values
+    assert ("For a head" in report["advice"]) == (pays is not None)
+    assert pays is None or f"For a head --eagle3-on {pays}" in report["advice"]
+    apart = [row for row in report["devices"] if row["way"] == "a head on a draft device"]
+    if waits_ms is not None:
+        fastest = max(apart, key=lambda row: row["session_tokens_per_second"])
+        assert fastest["link_ms"] == pytest.approx(waits_ms, abs=5e-4)
 
 
 @pytest.mark.parametrize(
