@@ -76,7 +76,8 @@ def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
             raise BadRequest(
                 "prompt", "has calls of tools, or reasoning; they travel by HTTP alone"
             )
-        given["chat"] = {"messages": [to_proto(turn, pb.ChatMessage) for turn in prompt]}
+        named = [{name: getattr(turn, name) for name in ("role", "content")} for turn in prompt]
+        given["chat"] = {"messages": named}
     else:
         given["token_ids"] = {"ids": prompt}
     return to_proto(request, pb.GenerateRequest, **given)
