@@ -1,2 +1,2 @@
-"""Other people's load generators, unmodified, against a deployment: `python -m tests.clients`,
-`make test-clients`."""
+"""Other people's load generators and lm-eval, unmodified, against a deployment:
+`python -m tests.clients`, `make test-clients`."""

@@ -1,5 +1,6 @@
 """`python -m tests.clients`: starts the demo, runs each load generator against each endpoint of its
-HTTP port, and checks the reports against what was asked. Exit code 1 where one is not right."""
+HTTP port, and checks the reports against what was asked; then lm-eval, against the library. Exit
+code 1 where one is not right."""
 
 import argparse
 import json
@@ -15,10 +16,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+from tests.clients import harness
 from tests.clients.tools import READERS, Asked, command_of, environment_of, faults
 
 ENDPOINTS: Final = ("chat", "completions")
 SERVE_S: Final = 600.0
+HARNESS: Final = "lm-eval"
 RUN_S: Final = 300.0
 """The longest that one tool may take for one endpoint."""
 
@@ -27,7 +30,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.clients")
     parser.add_argument("--environments", type=Path, default=Path(".venv/clients"))
     parser.add_argument("--requests", type=int, default=6, help="of each run")
-    parser.add_argument("--only", choices=list(READERS), help="this one alone")
+    parser.add_argument("--only", choices=[*READERS, HARNESS], help="this one alone")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with (
@@ -40,6 +43,8 @@ def main() -> int:
             if arguments.only in (None, tool)
             for endpoint in ENDPOINTS
         ]
+        if arguments.only in (None, HARNESS):
+            are_right.append(_harness_is_right(arguments, record, Path(directory)))
     return 0 if all(are_right) else 1
 
 
@@ -84,6 +89,26 @@ def _is_right(
         f"{rounds} ({time.monotonic() - began:.0f} s)",
         flush=True,
     )
+    return True
+
+
+def _harness_is_right(arguments: argparse.Namespace, record: Mapping[str, Any], root: Path) -> bool:
+    out, began, all_printed = root / HARNESS, time.monotonic(), ""
+    program = str((arguments.environments / HARNESS / "bin" / HARNESS).absolute())
+    try:
+        for name, words in harness.commands(record, out).items():
+            environment = environment_of(HARNESS, root / "home")
+            code, printed = _run([program, *words], environment, harness.TASKS, RUN_S)
+            all_printed += printed[-4000:]
+            if code:
+                raise ValueError(f"exit code {code} for {name}")
+        wrong, told = harness.compared(out)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        wrong, told = [f"{type(error).__name__}: {error}"], ""
+    if wrong:
+        print(f"{HARNESS}: WRONG", *wrong, all_printed, sep="\n  ", flush=True)
+        return False
+    print(f"{HARNESS}: {told} ({time.monotonic() - began:.0f} s)", flush=True)
     return True
 
 

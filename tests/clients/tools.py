@@ -98,7 +98,7 @@ def environment_of(tool: str, home: Path) -> dict[str, str]:
     aiperf takes a tokenizer from its cache alone, not from a directory."""
     left_out = PROXIES | {name.lower() for name in OFFLINE}
     kept = {name: value for name, value in os.environ.items() if name.lower() not in left_out}
-    return kept | {"HF_HOME": str(home)} | (OFFLINE if tool == "guidellm" else {})
+    return kept | {"HF_HOME": str(home)} | ({} if tool == "aiperf" else OFFLINE)
 
 
 def from_guidellm(out: Path) -> Outcome:
