@@ -25,7 +25,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from itertools import repeat
+from struct import unpack
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -82,7 +84,7 @@ class RoundNoise:
         if self.rule.absolute_noise:
             position = self.committed_length + index
             return Place(position & WORD_MASK, position >> 32)
-        return Place(self.committed_length, INDEX_TAG | sibling << SIBLING_SHIFT | index)
+        return Place(self.committed_length, _index_word(index, sibling))
 
     @property
     def draft_stream(self) -> Stream:
@@ -97,14 +99,18 @@ class RoundNoise:
     def accept_uniforms(
         self, num_draft_tokens: int, parents: tuple[int, ...] = ()
     ) -> Iterator[float]:
-        """u_i in (0, 1) of each draft token of a chain, or of the tree that `parents` say, made
-        when it is asked for: token i passes iff u_i <= its acceptance probability."""
+        """u_i in (0, 1) of each draft token of a chain, or of the tree that `parents` say: token i
+        passes iff u_i <= its acceptance probability."""
         if self.rule.absolute_noise:
             return repeat(NO_ACCEPT_NOISE, num_draft_tokens)
-        key = _key(self.seed)
-        tree = draft_tree(parents, num_draft_tokens)
-        places = map(self.place, tree.depths, tree.ranks)
-        return (uniform(rounds(0, *place, int(Stream.ACCEPT), *key)[0]) for place in places)
+        low, high = _key(self.seed)
+        ones, b = _places_in_one(num_draft_tokens, parents)
+        words, _, _, _ = rounds(
+            0, self.committed_length * ones, b, int(Stream.ACCEPT) * ones,
+            low * ones, high * ones, ones,
+        )  # fmt: skip
+        size = num_draft_tokens
+        return map(uniform, unpack(f"<{size}Q", words.to_bytes(8 * size, "little")))
 
     def tree_keys(self, tree: DraftTree) -> RowKeys:
         """Of what follows the last committed token and each draft token of a tree: [N + 1] rows.
@@ -115,6 +121,19 @@ class RoundNoise:
             self.residual_stream if children else Stream.TARGET for children in tree.children
         ]
         return row_keys(self.seed, places, streams)
+
+
+def _index_word(index: int, sibling: int) -> int:
+    return INDEX_TAG | sibling << SIBLING_SHIFT | index
+
+
+@lru_cache(maxsize=256)
+def _places_in_one(num_draft_tokens: int, parents: tuple[int, ...]) -> tuple[int, int]:
+    """`ones` as `rounds` takes it, and the second words of the tokens' index places."""
+    tree = draft_tree(parents, num_draft_tokens)
+    words = map(_index_word, tree.depths, tree.ranks)
+    ones = sum(1 << 64 * number for number in range(num_draft_tokens))
+    return ones, sum(word << 64 * number for number, word in enumerate(words))
 
 
 def chain_keys(noises: Sequence[RoundNoise], lengths: Sequence[int]) -> RowKeys:
@@ -203,19 +222,22 @@ def uniform(word: float) -> float:
 
 
 def rounds(
-    c0: _Words, c1: _Words, c2: _Words, c3: _Words, key_low: _Words, key_high: _Words
+    c0: _Words, c1: _Words, c2: _Words, c3: _Words, key_low: _Words, key_high: _Words, ones: int = 1
 ) -> tuple[_Words, _Words, _Words, _Words]:
     """Philox4x32-10: the four words of one counter under one key, all of 32 bits; on numbers or on
-    arrays that broadcast against each other.
+    arrays that broadcast against each other. A number may hold the words of several counters, one
+    in each 64 bits, which is as much as their products take: `ones` then holds a 1 in each. Eight
+    together take little longer than one.
 
     The low half of a product is left unmasked: it is only ever xored into a word that is masked
     afterwards."""
+    mask, step_low, step_high = WORD_MASK * ones, _KEY_STEP_LOW * ones, _KEY_STEP_HIGH * ones
     for _ in range(_ROUNDS):
         product_0 = c0 * _MULTIPLIER_0
         product_2 = c2 * _MULTIPLIER_2
-        c0 = ((product_2 >> 32) ^ c1 ^ key_low) & WORD_MASK
-        c2 = ((product_0 >> 32) ^ c3 ^ key_high) & WORD_MASK
+        c0 = ((product_2 >> 32) ^ c1 ^ key_low) & mask
+        c2 = ((product_0 >> 32) ^ c3 ^ key_high) & mask
         c1, c3 = product_2, product_0
-        key_low = (key_low + _KEY_STEP_LOW) & WORD_MASK
-        key_high = (key_high + _KEY_STEP_HIGH) & WORD_MASK
-    return c0, c1 & WORD_MASK, c2, c3 & WORD_MASK
+        key_low = (key_low + step_low) & mask
+        key_high = (key_high + step_high) & mask
+    return c0, c1 & mask, c2, c3 & mask

@@ -92,8 +92,11 @@ def test_round_places(rule):
     assert noise.place(5, sibling=2) == Place(77, 0x80020005)
     assert noise.place(INDEX_MAX, SIBLING_MAX) == Place(77, FULL)
     assert (noise.draft_stream, noise.residual_stream) == (Stream.DRAFT, Stream.RESIDUAL)
-    words = row_words(row_keys(1, [noise.place(i) for i in range(4)], [Stream.ACCEPT] * 4))[0]
-    assert list(noise.accept_uniforms(4)) == [uniform(int(word)) for word in words]
+    for parents in ((), (-1, -1, 0, 1)):
+        tree = draft_tree(parents, 4)
+        places = list(map(noise.place, tree.depths, tree.ranks))
+        words = row_words(row_keys(1, places, [Stream.ACCEPT] * 4))[0]
+        assert list(noise.accept_uniforms(4, parents)) == [uniform(int(word)) for word in words]
 
 
 @pytest.mark.parametrize("rule", Rule)
