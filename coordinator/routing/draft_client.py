@@ -127,6 +127,7 @@ class DraftClient(_ModelDrafts):
         config: CoordinatorConfig,
     ) -> None:
         super().__init__(context, lookup, config)
+        self._clock = asyncio.get_running_loop().time
         self._route: SessionRoute[DraftItem, DraftAnswer] = SessionRoute(pool, context)
         self._route.on_pushed = self._take_pushed
         self._observer = context.observer
@@ -177,8 +178,7 @@ class DraftClient(_ModelDrafts):
         self._route.cached_length = self._session.length
 
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
-        loop = asyncio.get_running_loop()
-        start = loop.time()
+        start = self._clock()
         num_wanted, guess = length.num_draft_tokens, None
         self._hear_feed()
         if self._is_hybrid:
@@ -191,7 +191,7 @@ class DraftClient(_ModelDrafts):
                     self._pushed.begin(number, self._session.tokens)
                     self._looked_for = min(num_wanted, self._model_tokens)
                     self._tell_soon(number, self._looked_for, guess)
-                return Drafted(guess, "local", loop.time() - start, num_wanted)
+                return Drafted(guess, "local", self._clock() - start, num_wanted)
         num_drawn = min(num_wanted, self._model_tokens)
         if num_drawn < num_wanted:
             siblings = length.siblings[:num_drawn]
@@ -203,7 +203,7 @@ class DraftClient(_ModelDrafts):
             if self._is_behind:  # Nothing is learned.
                 return Drafted(filled_in, "fallback", 0.0, 0)
             num_asked = 0 if self._is_late else num_wanted
-            return Drafted(filled_in, "fallback", loop.time() - start, num_asked)
+            return Drafted(filled_in, "fallback", self._clock() - start, num_asked)
         if num_drawn < num_wanted and drafted.num_asked == num_drawn:
             # Tokens beyond the model's count as asked for and not proposed.
             return replace(drafted, num_asked=num_wanted)
@@ -242,7 +242,7 @@ class DraftClient(_ModelDrafts):
             proposal = proposal.cut(num_wanted)
             self._tell_soon(number, num_wanted, proposal)
         else:
-            seconds = asyncio.get_running_loop().time() - start
+            seconds = self._clock() - start
         # One of just what was looked ahead for may have been cut short by that, in an answer, too,
         # where it was still being drafted when it was asked for.
         is_cut = self._look_ahead > 0 and len(proposal) == looked_for < num_wanted
@@ -261,12 +261,12 @@ class DraftClient(_ModelDrafts):
         if not self._route.heard:
             self._probe(number, length)
             return None
-        loop, num_wanted = asyncio.get_running_loop(), length.num_draft_tokens
+        num_wanted = length.num_draft_tokens
         wait_s, draw_until = float(UNTIMED_DRAFT_S), math.inf
         if length.is_timed:
             wait_s = min(length.draft_budget_s, self._draft_s)
             draw_until = start + wait_s
-        give_up_at = loop.time() + wait_s + SILENT_DRAFT_S
+        give_up_at = self._clock() + wait_s + SILENT_DRAFT_S
         answer: DraftAnswer | None = None
         self._asked = (number, num_wanted)
         try:
@@ -280,9 +280,9 @@ class DraftClient(_ModelDrafts):
                     self._feed(number)
                     return None
                 self._route.awaited = None  # What it is asked now tells as much.
-                budget = budget_us(draw_until - loop.time())
+                budget = budget_us(draw_until - self._clock())
                 self._send(number, num_wanted, siblings=length.siblings, budget=budget)
-                answer = await self._route.take(give_up_at - loop.time())
+                answer = await self._route.take(give_up_at - self._clock())
             base, committed = answer.base_length, self._session.length
             check_wanted(answer.proposal, num_wanted, length.siblings)
             check(base == committed, f"it extends {base}, not {committed} tokens")
@@ -410,7 +410,7 @@ class DraftClient(_ModelDrafts):
     def _feed(self, number: int) -> None:
         """Lets the draft run what it can, and waits for nothing. What it says of that is heard
         before it is fed again, unless it says nothing for long."""
-        held, reach, now = self._route.cached_length, self._reach, asyncio.get_running_loop().time()
+        held, reach, now = self._route.cached_length, self._reach, self._clock()
         is_waiting = self._route.awaited is not None and now < self._ask_again_at
         if not self._route.heard or is_waiting or reach <= held:
             return
@@ -435,7 +435,7 @@ class DraftClient(_ModelDrafts):
         self._num_vain = self._num_vain + 1 if is_vain else 0
         if self._num_vain == _VAIN_FEEDS_MAX:
             self._num_vain, self._route.heard = 0, False
-            self._ask_again_at = asyncio.get_running_loop().time() + self._retry_s
+            self._ask_again_at = self._clock() + self._retry_s
 
     def _lose(self, error: Exception) -> None:
         _log.debug("a round goes on without its draft: %r", error)
@@ -444,7 +444,7 @@ class DraftClient(_ModelDrafts):
         self._route.heard = False
         if isinstance(error, Unavailable):
             self._move()
-        self._ask_again_at = asyncio.get_running_loop().time() + self._retry_s
+        self._ask_again_at = self._clock() + self._retry_s
 
     def _move(self) -> bool:
         if not self._route.move():
@@ -454,7 +454,7 @@ class DraftClient(_ModelDrafts):
 
     def _probe(self, number: int, length: RoundLength) -> None:
         """Asks an absent draft now and then without waiting; an answer makes it present."""
-        now = asyncio.get_running_loop().time()
+        now = self._clock()
         if now < self._ask_again_at:
             return
         self._ask_again_at = now + self._retry_s

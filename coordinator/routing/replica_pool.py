@@ -440,6 +440,10 @@ class SessionContext:
     observer: RequestObserver = SILENT
 
     @cached_property
+    def _clock(self) -> Callable[[], float]:
+        return asyncio.get_running_loop().time
+
+    @cached_property
     def _hashes(self) -> tuple[int, bytes]:
         """Of parameters and constraint."""
         constraint = self.parameters.constraint
@@ -450,7 +454,7 @@ class SessionContext:
         """The head of a message to a replica that is thought to hold so many committed tokens."""
         session = self.session
         base_length = min(cached_length, session.length - 1)
-        left = self.deadline - asyncio.get_running_loop().time()
+        left = self.deadline - self._clock()
         return RoundHead(
             session_id=session.session_id,
             tenant=session.record.tenant,
@@ -510,7 +514,12 @@ class SessionRoute(Generic[Item, Answer]):
         """An earlier round whose answer is kept for `take_awaited`."""
         self._pushed_round = -1
         """The last round that a push has answered while its question was on the way."""
+        self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
+        self._due = 0.0
+        """When that has waited for long enough: one timer serves all waits of the session, and goes
+        off when the first of them would have been due."""
+        self._timer: asyncio.TimerHandle | None = None
         self._lost: Exception | None = None
         found = pool.find(
             self._affinity, self._weights, preferred=held.replica, session_id=session.session_id
@@ -591,17 +600,31 @@ class SessionRoute(Generic[Item, Answer]):
         meanwhile, `TimeoutError` when it takes longer. One waiter at a time."""
         check(self._waiter is None, "two waiters on one route")
         if self._round not in self._answers:
-            async with asyncio.timeout(timeout_s):
-                while self._round not in self._answers:
-                    if self._lost is not None:
-                        lost, self._lost = self._lost, None
-                        raise LinkLost(str(lost))
-                    self._waiter = asyncio.get_running_loop().create_future()
-                    try:
-                        await self._waiter
-                    finally:
-                        self._waiter = None
+            self._due = self._loop.time() + timeout_s
+        while self._round not in self._answers:
+            if self._lost is not None:
+                lost, self._lost = self._lost, None
+                raise LinkLost(str(lost))
+            if self._loop.time() >= self._due:
+                raise TimeoutError
+            if self._timer is None or self._timer.when() > self._due:
+                self._stop_timer()
+                self._timer = self._loop.call_at(self._due, self._look_at_clock)
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
         return self._answers.pop(self._round)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look_at_clock(self) -> None:
+        self._timer = None
+        self._wake()
 
     def put(self, answer: Answer) -> bool:
         """Keeps an answer to the current or a later round. Returns False for one that comes when
@@ -691,6 +714,7 @@ class SessionRoute(Generic[Item, Answer]):
         """The session ends: all replicas that it has been with may forget it, and hear no more of
         this epoch."""
         session = self.context.session
+        self._stop_timer()
         self._leave()
         for replica in self._left.values():
             replica.link.release(session.session_id, session.epoch)

@@ -84,7 +84,6 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         Where the target cannot read the draft's q, the proposal is verified as far as it can, or,
         where only the target cannot read it, not at all (`verified`). `found_broken_draft` says
         whether that may bias the tokens."""
-        loop = asyncio.get_running_loop()
         if self.is_left:
             self.move()
         num_refusals, num_retries, num_silences = 0, 0, 0
@@ -104,8 +103,8 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
                 wait_s = min(2 * wait_s, ANSWER_WAIT_GROWTH_MAX * self._answer_s)
             except (LinkLost, Overloaded) as error:
                 if not (isinstance(error, LinkLost) and self.move()):
-                    gone_at = min(gone_at, loop.time() + self._gone_s)
-                    if loop.time() >= gone_at:
+                    gone_at = min(gone_at, self._loop.time() + self._gone_s)
+                    if self._loop.time() >= gone_at:
                         raise Unavailable(f"no target can be reached: {error.message}") from error
                     await self._pool.change(self._rest_s(num_retries))
                     num_retries += 1
