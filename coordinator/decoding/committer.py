@@ -39,6 +39,7 @@ class _Entry:
         """Set, and forgotten, whenever it changes what the store has of the session."""
         self.behind_since: float | None = None
         """When the store last took tokens, or these were decided; None while it lacks none."""
+        self.stirred = False
 
     def wake(self) -> None:
         if self.changed is not None:
@@ -58,6 +59,7 @@ class Committer:
     ) -> None:
         """`owner` is this coordinator's name in the store; `random` gives numbers in [0, 1);
         `on_wanted` is told of sessions as `SessionStore.hold_lease` returns them."""
+        self._clock = asyncio.get_running_loop().time
         self._store = store
         self._owner = owner
         self._random = random
@@ -98,23 +100,32 @@ class Committer:
             entry.wake()
 
     async def shown(self, session: Session, length: int) -> int:
-        """Waits until the first `length` tokens may be shown; returns how many may be. Raises the
-        session's error if it is lost before."""
+        """Waits until the first `length` tokens may be shown, or until `stir`; returns how many may
+        be. Raises the session's error if it is lost before."""
         entry = self._entry(session)
-        while session.showable_length < length:
+        while session.showable_length < length and not entry.stirred:
             await self._change(entry)
+        entry.stirred = False
         return session.showable_length
+
+    def stir(self, session: Session) -> None:
+        """Ends the wait for what may be shown, or the next one: something else is there to tell.
+        Does nothing for a session that was removed."""
+        entry = self._entries.get(session.session_id)
+        if entry is not None and entry.session is session:
+            entry.stirred = True
+            entry.wake()
 
     async def room(self, session: Session, num_tokens: int = 1) -> None:
         """Waits until `num_tokens` more may be decided: until with them at most
         `UNCOMMITTED_TOKENS_MAX` are uncommitted, and the store has not stood still for longer than
         `UNCOMMITTED_MS_MAX`. There is always room if all tokens are committed. Raises the session's
         error if it is lost."""
-        entry, loop = self._entry(session), asyncio.get_running_loop()
+        entry = self._entry(session)
         self._check_served(entry)
         while entry.behind_since is not None and (
             session.num_uncommitted + num_tokens > UNCOMMITTED_TOKENS_MAX
-            or loop.time() - entry.behind_since > UNCOMMITTED_MS_MAX / 1000
+            or self._clock() - entry.behind_since > UNCOMMITTED_MS_MAX / 1000
         ):
             await self._change(entry)
             self._check_served(entry)
@@ -213,7 +224,7 @@ class Committer:
         """Has the session in one of the next calls, if the store lacks anything of it."""
         if entry.session.has_news:
             if entry.behind_since is None:
-                entry.behind_since = asyncio.get_running_loop().time()
+                entry.behind_since = self._clock()
             self._dirty[entry.session.session_id] = None
             self._work.set()
 

@@ -65,6 +65,7 @@ class SessionRun:
         `reads_beside`; else with the first round that has a draft. A `trial` is told of its rounds,
         by whether the draft is on trial."""
         self.context = context
+        self._clock = asyncio.get_running_loop().time
         self.session = context.session
         self.session_id = self.session.session_id
         self.parameters = context.parameters
@@ -76,7 +77,8 @@ class SessionRun:
         self._num_known = replayed.completion.num_tokens
         """Tokens that another stream may have told."""
         self._committer = committer
-        self._output = OutputQueue(self.session, committer, self._observer)
+        until = self._deadline + COMMIT_GRACE_S
+        self._output = OutputQueue(self.session, committer, until, self._observer)
         for tokens in replayed.events:
             self._write(tokens)
         self._target = target
@@ -116,7 +118,7 @@ class SessionRun:
         """Ends the session as cancelled; what is decided is still committed and shown."""
         self._cancelled = True
         if self._timeout is not None and not self._timeout.expired():
-            self._timeout.reschedule(asyncio.get_running_loop().time())
+            self._timeout.reschedule(self._clock())
 
     def started(self, model: str) -> Started:
         """The first event."""
@@ -129,8 +131,7 @@ class SessionRun:
         with, and what made the session lose its store."""
         while not self._is_told:
             try:
-                async with asyncio.timeout_at(self._deadline + COMMIT_GRACE_S):
-                    found = await self._output.read()
+                found = await self._output.read()
             except TimeoutError:
                 if self._first_token_at is None:
                     raise self._late() from None
@@ -147,14 +148,14 @@ class SessionRun:
                 self._held_back = tokens
                 continue
             if self._first_token_at is None:
-                self._first_token_at = asyncio.get_running_loop().time()
+                self._first_token_at = self._clock()
             return (tokens,) if report is None else (report, tokens)
         return ()
 
     async def _last_events(self) -> Sequence[Event]:
         self._check_here()
         reason = await self._task
-        session, now = self.session, asyncio.get_running_loop().time
+        session, now = self.session, self._clock
         await self._finish(reason, max(self._deadline, now()) + COMMIT_GRACE_S)
         num_tokens, seconds = session.length - session.prompt_length, now() - self._arrived
         first = now() if self._first_token_at is None else self._first_token_at
@@ -190,6 +191,7 @@ class SessionRun:
         identify(self.session_id, self._observer.trace_id)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+        self._output.end()
         self._lengths.close()
         self._target.close()
         if self._draft is not None:
@@ -200,7 +202,7 @@ class SessionRun:
         session = self.session
         try:
             if not (self._is_recorded or self._handed_over):
-                now = asyncio.get_running_loop().time()
+                now = self._clock()
                 await self._finish(FinishReason.CANCELLED, now + COMMIT_GRACE_S)
         except OutriderError as error:
             _log.info("session %s was not closed: %r", self.session_id, error)
@@ -262,7 +264,7 @@ class SessionRun:
         """One round; returns why the completion ends with it, if it does."""
         self._observer.round_began(index)
         record, start_length = self.session.record, self.session.length
-        began_at = asyncio.get_running_loop().time()
+        began_at = self._clock()
         noise = RoundNoise(record.seed, record.rule, start_length)
         length = self._lengths.choose(index, self._completion.remaining)
         drafted = await self._propose(index, length, noise)
@@ -271,9 +273,9 @@ class SessionRun:
         if self._draft is not None:
             wanted = self._draft.next_wanted(length, room)
         self._observer.asked("target")
-        asked_at = asyncio.get_running_loop().time()
+        asked_at = self._clock()
         reply = await self._target.verify(index, drafted.proposal, length.run_ahead, wanted)
-        verify_s = asyncio.get_running_loop().time() - asked_at
+        verify_s = self._clock() - asked_at
         self._observer.answered("target", verify_s, reply.queue_ms, reply.compute_ms)
         if self._draft is not None:
             self._draft.hear(reply)
@@ -298,7 +300,7 @@ class SessionRun:
         if self._probe is not None:
             self._probe.note(length.num_draft_tokens, noise, outcome.token_ids[0])
         if self._trial is not None and index > 0 and on_trial is not None:
-            seconds = asyncio.get_running_loop().time() - began_at
+            seconds = self._clock() - began_at
             self._trial.note(on_trial, outcome.num_accepted, len(outcome.token_ids), seconds)
         return self._commit(index, drafted, reply, verify_s, outcome)
 
@@ -328,7 +330,7 @@ class SessionRun:
             context=self.session.length,
             draft_s=drafted.seconds,
             target_s=(reply.queue_ms + reply.compute_ms - reply.next_draft_ms) / 1e3,
-            ended_at=asyncio.get_running_loop().time(),
+            ended_at=self._clock(),
             queue_s=reply.queue_ms / 1e3,
             num_siblings=len(accept) - len(tree.spine),
             siblings=(
@@ -400,7 +402,7 @@ class SessionRun:
     def _write(
         self, tokens: Tokens, report: RoundReport | None = None, round_index: int | None = None
     ) -> None:
-        now = asyncio.get_running_loop().time()
+        now = self._clock()
         self._output.write(Entry(self.session.length, tokens, report, now, round_index))
 
 
@@ -424,41 +426,58 @@ class OutputQueue:
     """Written by the decode loop, read by whoever serves the client."""
 
     def __init__(
-        self, session: Session, committer: Committer, observer: RequestObserver = SILENT
+        self,
+        session: Session,
+        committer: Committer,
+        until: float,
+        observer: RequestObserver = SILENT,
     ) -> None:
+        """It is waited for until a time of the event loop's clock."""
+        loop = asyncio.get_running_loop()
+        self._clock = loop.time
         self._observer = observer
         self._session = session
         self._committer = committer
+        self._is_late = False
+        self._timer = loop.call_at(until, self._expire)
         self._entries: deque[Entry] = deque()
         self._closed = False
-        self._changed = asyncio.Event()
+        self._taken = asyncio.Event()
 
     async def room(self) -> None:
         while len(self._entries) >= ENTRIES_UNREAD_MAX:
-            self._changed.clear()
-            await self._changed.wait()
+            self._taken.clear()
+            await self._taken.wait()
 
     def write(self, entry: Entry) -> None:
+        """Its reader is woken where it need not wait for a commit; else the commit does."""
         self._entries.append(entry)
-        self._changed.set()
+        if entry.end_length <= self._session.showable_length:
+            self._committer.stir(self._session)
 
     def close(self) -> None:
+        """Nothing more is written."""
         self._closed = True
-        self._changed.set()
+        self._committer.stir(self._session)
+
+    def end(self) -> None:
+        """Nothing more is read."""
+        self._timer.cancel()
 
     async def read(self) -> tuple[Tokens, RoundReport | None] | None:
         """Waits for the next round to be committed, and adds the committed ones behind it where no
         reports are wanted; None when there is none any more. Raises what made the session lose
-        its store."""
-        while not self._entries:
-            if self._closed:
+        its store, and `TimeoutError`."""
+        session, num_shown = self._session, self._session.showable_length
+        while not self._entries or self._entries[0].end_length > num_shown:
+            if self._closed and not self._entries:
                 return None
-            self._changed.clear()
-            await self._changed.wait()
-        entry = self._entries[0]
-        num_shown = await self._committer.shown(self._session, entry.end_length)
-        self._entries.popleft()
-        self._changed.set()
+            if self._is_late:
+                raise TimeoutError
+            awaited = self._entries[0].end_length if self._entries else session.length + 1
+            num_shown = await self._committer.shown(session, awaited)
+        entry = self._entries.popleft()
+        self._taken.set()
         seconds = self._told(entry)
         if entry.report is not None:
             return entry.tokens, replace(entry.report, commit_ms=seconds * 1e3)
@@ -471,9 +490,13 @@ class OutputQueue:
             parts.append(entry.tokens)
         return _joined(parts), None
 
+    def _expire(self) -> None:
+        self._is_late = True
+        self._committer.stir(self._session)
+
     def _told(self, entry: Entry) -> float:
         """Tells the observer of an entry; returns how many seconds ago it was decided."""
-        seconds = asyncio.get_running_loop().time() - entry.decided_at
+        seconds = self._clock() - entry.decided_at
         if entry.round_index is not None:
             self._observer.shown(entry.round_index, len(entry.tokens.token_ids), seconds)
         return seconds

@@ -16,19 +16,18 @@ from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 
 
 class _Committed:
-    """A committer whose store has `length` tokens."""
+    """A session, and a committer whose store has `showable_length` tokens of it."""
 
-    def __init__(self, length: int) -> None:
-        self.length = length
+    def __init__(self, showable_length: int) -> None:
+        self.showable_length = showable_length
 
-    async def shown(self, session: Session, length: int) -> int:
-        while self.length < length:
-            await asyncio.sleep(0)
-        return self.length
+    def stir(self, session: Session) -> None:
+        pass
 
 
 def _journal(committed: _Committed) -> OutputQueue:
-    return OutputQueue(cast("Session", None), cast("Committer", committed))
+    session, committer = cast("Session", committed), cast("Committer", committed)
+    return OutputQueue(session, committer, until=1e9)
 
 
 def _entry(index: int, text: str, report: RoundReport | None = None, num_tokens: int = 1) -> Entry:
@@ -46,7 +45,7 @@ async def test_committed_rounds_are_told_as_one_event() -> None:
     assert await journal.read() == (
         Tokens(0, (0, 1), "ab", (Origin.CORRECTION,) * 2, ()), None
     )  # fmt: skip
-    committed.length = 3
+    committed.showable_length = 3
     assert await journal.read() == (Tokens(2, (2,), "c", (Origin.CORRECTION,), ()), None)
 
 
