@@ -19,6 +19,7 @@ from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import LookupDrafter
 from outrider.errors import (
     DeadlineExceeded,
+    InvariantError,
     LinkLost,
     OutriderError,
     Overloaded,
@@ -283,9 +284,8 @@ class DraftClient(_ModelDrafts):
                 budget = budget_us(draw_until - self._clock())
                 self._send(number, num_wanted, siblings=length.siblings, budget=budget)
                 answer = await self._route.take(give_up_at - self._clock())
-            base, committed = answer.base_length, self._session.length
             check_wanted(answer.proposal, num_wanted, length.siblings)
-            check(base == committed, f"it extends {base}, not {committed} tokens")
+            check(answer.base_length == self._session.length, "it extends other tokens")
             require_q(answer.proposal, self._session.record.rule)
         except (TimeoutError, OutriderError) as error:
             self._is_late = isinstance(error, TimeoutError | DeadlineExceeded)
@@ -539,12 +539,12 @@ def check_wanted(
 ) -> None:
     """Raises `InvariantError` for more tokens, or other siblings, than were asked for."""
     tree = proposal.tree
-    check(
-        tree.num_depths <= num_draft_tokens and len(proposal) <= num_draft_tokens + sum(siblings),
-        f"{len(proposal)} tokens in {tree.num_depths} places, "
-        f"{num_draft_tokens} and siblings {siblings} asked",
-    )
-    for group in tree.groups:
+    if tree.num_depths > num_draft_tokens or len(proposal) > num_draft_tokens + sum(siblings):
+        raise InvariantError(
+            f"{len(proposal)} tokens in {tree.num_depths} places, "
+            f"{num_draft_tokens} and siblings {siblings} asked"
+        )
+    for group in tree.groups if proposal.parents else ():
         depth, others = tree.depths[group[0]], len(group) - 1
         allowed = siblings[depth] if depth < len(siblings) else 0
         different = len({proposal.token_ids[index] for index in group}) == len(group)

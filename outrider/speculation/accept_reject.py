@@ -8,7 +8,7 @@ from enum import StrEnum
 from itertools import accumulate, takewhile
 from operator import mul
 
-from outrider.errors import check
+from outrider.errors import InvariantError, check
 from outrider.speculation.proposal import ROOT, DraftTree, draft_tree
 from outrider.speculation.sampling_params import Rule
 
@@ -76,14 +76,13 @@ def decide(
     passes, since no uniform is 0. Of a tree (`parents`) the first of siblings that passes is
     accepted, and goes on with its children. Raises `InvariantError` if the lengths do not fit
     together."""
-    num_draft_tokens = len(proposal_ids)
-    check(
-        len(verdict.accept_probability) == num_draft_tokens
-        and len(verdict.correction) == num_draft_tokens + 1,
-        f"a proposal of {num_draft_tokens} tokens needs as many acceptance probabilities and one "
-        f"correction more; got {len(verdict.accept_probability)} and {len(verdict.correction)}",
-    )
-    passes = _passes(verdict.accept_probability, uniforms)
+    num_draft_tokens, accept = len(proposal_ids), verdict.accept_probability
+    if len(accept) != num_draft_tokens or len(verdict.correction) != num_draft_tokens + 1:
+        raise InvariantError(
+            f"a proposal of {num_draft_tokens} tokens needs as many acceptance probabilities and "
+            f"one correction more; got {len(accept)} and {len(verdict.correction)}"
+        )
+    passes = _passes(accept, uniforms)
     if parents:
         path, is_leaf = _walk(draft_tree(parents, num_draft_tokens), tuple(passes))
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import takewhile
 
 from outrider.errors import BadRequest, check
@@ -238,7 +238,7 @@ ROOT = -1
 """The last committed token, as a parent."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DraftTree:
     """N draft tokens and who follows whom."""
 
@@ -253,7 +253,7 @@ class DraftTree:
     groups: tuple[tuple[int, ...], ...]
     """All siblings, in the order of the first of each; one q belongs to each group."""
 
-    @property
+    @cached_property
     def spine(self) -> tuple[int, ...]:
         """The path of first siblings: what a draft has run of a tree, but for its last token."""
         path: list[int] = []
@@ -263,7 +263,7 @@ class DraftTree:
             siblings = self.children[siblings[0] + 1]
         return tuple(path)
 
-    @property
+    @cached_property
     def num_depths(self) -> int:
         return max(self.depths, default=-1) + 1
 
