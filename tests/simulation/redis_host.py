@@ -177,6 +177,8 @@ class SimulatedConnection(AbstractConnection):
         return [packed(command) for command in commands]
 
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        if isinstance(command, bytes):
+            command = unpacked(command)
         await self.connect()
         server, process, number = self._server, self._process, self._number
         if server is None or process is None:
@@ -237,6 +239,21 @@ def packed(command: Iterable[Any]) -> Command:
     name, *arguments = command
     words = name.encode().split() if isinstance(name, str) else (name,)
     return (*words, *(_encoded(argument) for argument in arguments))
+
+
+def unpacked(data: bytes) -> list[Command]:
+    """Commands as `ScriptRunner` writes them for Redis."""
+    commands, at = list[Command](), 0
+    while at < len(data):
+        end = data.index(b"\r\n", at)
+        words, left, at = list[bytes](), int(data[at + 1 : end]), end + 2
+        for _ in range(left):
+            end = data.index(b"\r\n", at)
+            size, at = int(data[at + 1 : end]), end + 2
+            words.append(data[at : at + size])
+            at += size + 2
+        commands.append(tuple(words))
+    return commands
 
 
 def _encoded(argument: Any) -> bytes:
