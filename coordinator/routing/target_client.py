@@ -24,7 +24,6 @@ from outrider.errors import (
     OutriderError,
     Overloaded,
     Unavailable,
-    check,
     error_from_code,
 )
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
@@ -212,8 +211,8 @@ def _is_about_q(error: OutriderError) -> bool:
 
 def _checked(reply: VerdictReply, proposal: SealedProposal) -> VerdictReply:
     num_verified, num_draft_tokens = len(reply.verdict.accept_probability), len(proposal)
-    check(
-        num_verified == num_draft_tokens and len(reply.verdict.correction) == num_draft_tokens + 1,
-        f"a verdict for {num_verified} draft tokens, {num_draft_tokens} were proposed",
-    )
+    if num_verified != num_draft_tokens or len(reply.verdict.correction) != num_draft_tokens + 1:
+        raise InvariantError(
+            f"a verdict for {num_verified} draft tokens, {num_draft_tokens} were proposed"
+        )
     return reply

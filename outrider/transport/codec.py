@@ -310,11 +310,12 @@ def _proposal_from_proto(message: types_pb2.Proposal, path: str = "proposal") ->
     """Checks the tree, the token ids and the size of q, which is for the target to open."""
     num_max = TREE_TOKENS_MAX if message.parents else NUM_DRAFT_TOKENS_MAX
     token_ids = token_ids_from_wire(message.token_ids, f"{path}.token_ids", num_max)
-    if len(message.q) > Q_BYTES_MAX:
-        raise BadRequest(f"{path}.q", f"{len(message.q)} bytes are more than {Q_BYTES_MAX}")
-    parents = tuple(parent - 1 for parent in message.parents)
+    q = message.q  # Each time that it is read, it is copied.
+    if len(q) > Q_BYTES_MAX:
+        raise BadRequest(f"{path}.q", f"{len(q)} bytes are more than {Q_BYTES_MAX}")
+    parents = tuple([parent - 1 for parent in message.parents])
     draft_tree(parents, len(token_ids))
-    return SealedProposal(token_ids, message.q, parents)
+    return SealedProposal(token_ids, q, parents)
 
 
 def _features_from_proto(message: types_pb2.Features, path: str) -> Features:
