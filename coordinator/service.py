@@ -55,6 +55,7 @@ from outrider.telemetry.observer import UNOBSERVED, Observation, RequestObserver
 from outrider.transport.link import Link
 
 from .audit import Auditor
+from .process_load import ProcessLoad
 
 if TYPE_CHECKING:
     from outrider.tokenizer import TokenizerText
@@ -140,6 +141,7 @@ class CoordinatorService:
         self._trial_lengths: tuple[str, LengthControls] | None = None
         """Of the draft that is on trial, by the name of its replica."""
         self._meter = RoundMeter()
+        self._load = ProcessLoad()
         self._trial = TrialMeter()
         self._observation = observation
         self._registry = registry
@@ -173,7 +175,7 @@ class CoordinatorService:
             )  # fmt: skip
         self._served = replace(target, model=config.served_model_name or target.model)
         self._commit_task = asyncio.create_task(self._committer.run())
-        watching = [self.targets.watch(), self.drafts.watch()]
+        watching = [self.targets.watch(), self.drafts.watch(), self._load.watch()]
         if self._follows:
             watching.append(self.fleet.run())
         if self._observation.listens:
@@ -195,7 +197,8 @@ class CoordinatorService:
 
     @property
     def figures(self) -> Figures:
-        return self._meter.figures
+        load = self._load
+        return replace(self._meter.figures, busy=load.busy, loop_lag_ms=load.lag_ms)
 
     @property
     def trial_sums(self) -> TrialSums:
@@ -506,6 +509,7 @@ class CoordinatorService:
             "stale_answers": {pool.role: pool.num_stale for pool in pools},
             "num_requests_running": {"": self.num_running},
             "num_requests_waiting": {"": self._num_admitted - self.num_running},
+            "loop_lag_seconds": {"": self._load.lag_ms / 1e3},
         }
 
     @property
@@ -537,6 +541,7 @@ class CoordinatorService:
             raise Unavailable("this coordinator is shutting down")
         if self._num_admitted > self._config.max_sessions:  # This one counts already.
             raise Overloaded(f"{self._config.max_sessions} sessions run already; try again later")
+        self._load.check()
 
     async def _resolve(self, request: GenerateRequest, tenant: str) -> GenerationParameters:
         field, prompt_ids = await self._prompts.encode(

@@ -571,6 +571,10 @@ class AutoscaleConfig:
     """More drafts where a larger share of the rounds waits for a draft's turn."""
     autoscale_sessions: Annotated[int, between(1, 100_000)] = 1024
     """More coordinators where each runs more sessions."""
+    autoscale_busy: Annotated[float, between(0.05, 1)] = 0.8
+    """More coordinators where each computes for a larger share of the time."""
+    autoscale_lag_ms: Annotated[float, between(1, 10_000)] = 100.0
+    """More coordinators where each begins what it has to do later than so, ms."""
     autoscale_cooldown_s: Annotated[float, between(1, WAIT_S_MAX)] = 15.0
     """Between two changes of a role's number, s."""
     autoscale_calm_s: Annotated[float, between(1, WAIT_S_MAX)] = 120.0

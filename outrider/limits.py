@@ -105,6 +105,8 @@ DRAFT_SUPPORT_ENTRIES = 64  # entries of a draft distribution on the wire, by de
 DRAFT_SUPPORT_ENTRIES_MAX = 4096  # of a draft distribution, accepted from a peer
 RUN_AHEAD_ROUNDS_MAX = 16  # that a target decodes without hearing from the coordinator
 ANSWERS_HELD_MS = 40  # how long verdicts of rounds run ahead are collected into one message
+LOOP_LAG_MS_MAX = 500  # how late a coordinator's event loop may be and still take requests ...
+LOOP_LAG_PATIENCE_S = 3.0  # ... and for how long it must have been later
 MAILBOX_REPLIES_MAX = 64  # replies that may wait for one session on one side
 
 HTTP_BODY_BYTES_MAX = 4 * 2**20

@@ -299,6 +299,7 @@ FIGURES = {
     "kv_usage": "{:.0%} KV cache", "acceptance": "{:.0%} accepted",
     "look_ahead_hits": "{:.0%} ahead",
     "draft_waits": "{:.0%} wait for drafts", "queue_steps": "queue {:.1f} steps",
+    "loop_lag_ms": "{:.0f} ms late",
 }  # fmt: skip
 PRINTS = {
     "weights_fingerprint": "weights", "tokenizer_fingerprint": "tokenizer",

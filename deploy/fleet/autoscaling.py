@@ -4,7 +4,8 @@
 | --- | --- |
 | target | an item waits more than `autoscale_queue_steps` steps for its own |
 | draft | a larger share of the rounds than `autoscale_draft_waits` waits for its turn |
-| coordinator | it runs more than `autoscale_sessions` sessions |
+| coordinator | it runs more than `autoscale_sessions` sessions, computes for more than |
+|  | `autoscale_busy` of the time, or is later than `autoscale_lag_ms` |
 
 One fewer where what that is about is below `CALM` of its bound, and so would be the share of time
 and places that one fewer would be busy with.
@@ -137,7 +138,11 @@ def _load(role: Role, config: AutoscaleConfig, records: Records) -> _Load:
         return queue / config.autoscale_queue_steps, used, reason
     if role == "coordinator":
         each = sessions / max(1, _num_staying(found)) / config.autoscale_sessions
-        return each, each, f"{sessions} sessions run"
+        busy = _mean([one.figures.busy for one in found])
+        lag_ms = _mean([one.figures.loop_lag_ms for one in found])
+        excess = max(each, busy / config.autoscale_busy, lag_ms / config.autoscale_lag_ms)
+        reason = f"{sessions} sessions run, at {busy:.0%} of a core each, {lag_ms:.0f} ms late"
+        return excess, max(each, busy), reason
     if not _num_staying(found):
         return (math.inf if sessions else 0.0), 0.0, f"{sessions} sessions run without a draft"
     waits = _mean([one.figures.draft_waits for one in front])

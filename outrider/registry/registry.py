@@ -43,7 +43,8 @@ class Figures:
     __pydantic_config__: ClassVar = _STRICT
 
     busy: _Figure = None
-    """Share of the time in which a step ran, 0 to 1."""
+    """Share of the time in which a step ran, 0 to 1; of a coordinator, cores that it computed
+    on."""
     fill: _Figure = None
     """Share of a step's places that were taken, 0 to 1."""
     step_ms: _Figure = None
@@ -59,6 +60,8 @@ class Figures:
     """Of a coordinator: share of the proposals that were there before their rounds."""
     tokens_per_second: _Figure = None
     """Of a coordinator."""
+    loop_lag_ms: _Figure = None
+    """Of a coordinator: how late what it has to do begins."""
 
 
 NO_FIGURES = Figures()

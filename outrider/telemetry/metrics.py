@@ -125,6 +125,7 @@ REQUEST_TIMES = {
 READINGS: dict[str, tuple[Any, ...]] = {
     "num_requests_running": ("Sessions that run.",),
     "num_requests_waiting": ("Requests being opened.",),
+    "loop_lag_seconds": ("How late what a coordinator has to do begins, mean of some seconds.",),
     "target_available": (
         "Whether a target answers: without one no session makes progress. 1 or 0.",
     ),

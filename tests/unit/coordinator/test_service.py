@@ -72,6 +72,28 @@ async def test_a_session_leaves_a_draft_whose_q_does_not_hold_what_it_drew() -> 
         assert loop.time() < CONFIG.draft_timeout_ms / 1e3
 
 
+async def test_no_request_is_taken_while_the_event_loop_is_late() -> None:
+    """It was late for some seconds: a pause is no reason."""
+    loop: Any = asyncio.get_running_loop()
+
+    def stall() -> None:
+        nonlocal timer
+        loop.wait(1.0)  # Something else is done for so long.
+        timer = loop.call_later(0.001, stall)
+
+    async with bench() as b:
+        timer = loop.call_later(0, stall)
+        await asyncio.sleep(2)
+        assert isinstance((await b.events(REQUEST))[-1], Finished)
+        await asyncio.sleep(4)
+        with pytest.raises(Overloaded, match=r"waits for \d{3} ms"):
+            await b.events(REQUEST)
+        assert (b.service.figures.loop_lag_ms or 0) > 300
+        timer.cancel()
+        await asyncio.sleep(5)
+        assert isinstance((await b.events(REQUEST))[-1], Finished)
+
+
 @pytest.mark.parametrize(("silent_s", "is_healthy"), [(2.5, True), (60.0, False)])
 @pytest.mark.parametrize("what", ["store", "target"])
 async def test_a_short_silence_is_no_trouble(what: str, silent_s: float, is_healthy: bool) -> None:

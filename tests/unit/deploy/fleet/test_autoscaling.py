@@ -76,6 +76,17 @@ def test_drafts_and_coordinators_follow_waits_and_sessions() -> None:
     assert fleet.look(1) == {"draft": 2, "coordinator": 3}
 
 
+@pytest.mark.parametrize("figure", [{"busy": 0.9}, {"loop_lag_ms": 110.0}])
+def test_coordinators_that_compute_a_lot_or_are_late_are_joined_by_another(
+    figure: dict[str, float],
+) -> None:
+    fleet = Fleet(coordinator=2)
+    fleet.says["coordinator"] |= {"busy": 0.7, "loop_lag_ms": 90.0}
+    assert fleet.look(0) == {}
+    fleet.says["coordinator"] |= figure
+    assert fleet.look(1) == {"coordinator": 3}
+
+
 def test_one_goes_after_it_would_long_not_have_been_missed() -> None:
     fleet = Fleet(target=3)
     fleet.says["target"] = {"busy": 0.8, "fill": 0.45, "queue_steps": 0.1}
