@@ -35,16 +35,17 @@ _log = logging.getLogger(__name__)
 class _Entry:
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.changed: asyncio.Event | None = None
-        """Set, and forgotten, whenever it changes what the store has of the session."""
+        self.waiters: list[asyncio.Future[None]] = []
+        """For a change of what the store has of the session."""
         self.behind_since: float | None = None
         """When the store last took tokens, or these were decided; None while it lacks none."""
         self.stirred = False
 
     def wake(self) -> None:
-        if self.changed is not None:
-            self.changed.set()
-            self.changed = None
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self.waiters.clear()
 
 
 class Committer:
@@ -59,7 +60,7 @@ class Committer:
     ) -> None:
         """`owner` is this coordinator's name in the store; `random` gives numbers in [0, 1);
         `on_wanted` is told of sessions as `SessionStore.hold_lease` returns them."""
-        self._clock = asyncio.get_running_loop().time
+        self._loop = asyncio.get_running_loop()
         self._store = store
         self._owner = owner
         self._random = random
@@ -125,7 +126,7 @@ class Committer:
         self._check_served(entry)
         while entry.behind_since is not None and (
             session.num_uncommitted + num_tokens > UNCOMMITTED_TOKENS_MAX
-            or self._clock() - entry.behind_since > UNCOMMITTED_MS_MAX / 1000
+            or self._loop.time() - entry.behind_since > UNCOMMITTED_MS_MAX / 1000
         ):
             await self._change(entry)
             self._check_served(entry)
@@ -216,15 +217,15 @@ class Committer:
 
     async def _change(self, entry: _Entry) -> None:
         self._check_served(entry)
-        if entry.changed is None:
-            entry.changed = asyncio.Event()
-        await entry.changed.wait()
+        waiter = self._loop.create_future()
+        entry.waiters.append(waiter)
+        await waiter
 
     def _want(self, entry: _Entry) -> None:
         """Has the session in one of the next calls, if the store lacks anything of it."""
         if entry.session.has_news:
             if entry.behind_since is None:
-                entry.behind_since = self._clock()
+                entry.behind_since = self._loop.time()
             self._dirty[entry.session.session_id] = None
             self._work.set()
 

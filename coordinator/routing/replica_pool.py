@@ -643,10 +643,11 @@ class SessionRoute(Generic[Item, Answer]):
         if not self._is_wanted(key.round):
             return False
         known = self._answers.get(key.round)
-        if isinstance(known, VerdictReply | ProposalReply):
+        if known is None:
+            if len(self._answers) >= MAILBOX_REPLIES_MAX:
+                return False  # It answers what nobody asked; what is needed is asked again.
+        elif isinstance(known, VerdictReply | ProposalReply):
             return False
-        if known is None and len(self._answers) >= MAILBOX_REPLIES_MAX:
-            return False  # A replica that answers what nobody asked; what is needed is asked again.
         self._answers[key.round] = answer
         self._wake()
         return True

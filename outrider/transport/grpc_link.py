@@ -130,6 +130,8 @@ class GrpcLink(Link):
     def _check_reachable(self) -> None:
         if self._closed:
             raise LinkLost(f"the link to {self._address} is closed")
+        if self._failures == 0:
+            return
         missing_s = self._down_until - asyncio.get_running_loop().time()
         if missing_s > 0:
             raise LinkLost(
