@@ -19,6 +19,7 @@ from outrider.speculation.audit_totals import AuditSums
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.values import value
 
 if TYPE_CHECKING:
     from outrider.grammar.compiler import Grammar
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 TOKEN_BYTES = 4
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class RoundHead:
     """Which session, which round, which prefix: what drafts and targets both get."""
 
@@ -91,7 +92,7 @@ class RoundHead:
         return ReplyKey(self.session_id, self.epoch, self.round)
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ReplyKey:
     """The round that a reply belongs to."""
 
@@ -100,7 +101,7 @@ class ReplyKey:
     round: int
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class VerifyItem:
     """Asks a target to score a proposal (an empty one = to decode one token)."""
 
@@ -137,7 +138,7 @@ class VerifyItem:
     """Every verdict is waited for."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class DraftItem:
     """Asks a draft for up to `num_draft_tokens` tokens after the stated prefix and its append."""
 
@@ -177,7 +178,7 @@ class DraftItem:
         return self.held is not None and self.look_ahead > 0
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class PositionLogprobs:
     """Log-probabilities of the raw logits at one position."""
 
@@ -186,7 +187,7 @@ class PositionLogprobs:
     """(token id, log-probability), likeliest first."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class VerdictReply:
     """A target's answer."""
 
@@ -215,7 +216,7 @@ class VerdictReply:
     """Of an item that audits."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ProposalReply:
     """A draft's answer; or, where it assumes tokens, one of a round that has not come yet."""
 

@@ -15,6 +15,7 @@ from outrider.messages import PositionLogprobs
 from outrider.sessions.store import Counters, FinishReason
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.values import value
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class PromptTokens:
     """[n], given the tokens before each; None of the prompt's first one."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Tokens:
     """Committed tokens, [n] each. `text_delta` holds whole characters and may lag behind them."""
 

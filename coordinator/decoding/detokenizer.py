@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from outrider.sessions.store import FinishReason
+from outrider.values import value
 
 
 class TextStream(Protocol):
@@ -19,7 +19,7 @@ class TextStream(Protocol):
     def finish(self) -> str: ...
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Piece:
     """What came of pushing some tokens: how many of them belong to the completion, their text
     as far as it may be shown, and why the completion ends with them, if it does."""

@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import chain
 
 from coordinator.decoding.committer import Committer
@@ -30,6 +30,7 @@ from outrider.speculation.proposal import NOTHING_SEALED
 from outrider.speculation.random_streams import RoundNoise
 from outrider.telemetry.logs import about, identify
 from outrider.telemetry.observer import SILENT, RequestObserver
+from outrider.values import value
 
 _log = logging.getLogger(__name__)
 
@@ -410,7 +411,7 @@ ENTRIES_UNREAD_MAX = 256
 """Rounds that a session may be ahead of a client that does not read."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Entry:
     """What one round adds: shown when the session's first `end_length` tokens are committed."""
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from outrider.limits import TREE_TOKENS_MAX
+from outrider.values import value
 
 from .acceptance import NO_SIBLINGS, SiblingChances
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class RoundLength:
     """What a round is to be."""
 
@@ -44,7 +44,7 @@ class DraftedBeside(NamedTuple):
     """This session's part of them."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class PlayedRound:
     """A round with a verdict."""
 

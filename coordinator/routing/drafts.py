@@ -4,7 +4,6 @@ this process; `draft_client.py` asks replicas."""
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from coordinator.draft_length.policy import DraftedBeside, LengthPolicy, RoundLength
@@ -16,13 +15,14 @@ from outrider.sessions.store import CacheState
 from outrider.speculation.proposal import SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import SamplingParams
+from outrider.values import value
 
 Source = Literal["replica", "local", "fallback"]
 """Of a proposal: a draft replica; a look-up that is meant to draft, or the target itself; or a
 look-up in place of a draft that does not answer."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Drafted:
     """A proposal and where it came from."""
 
@@ -45,7 +45,7 @@ class Drafted:
     """Where it came with the verdict before: what it took there."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class NextWanted:
     """What a target is to send with its verdict, for the next round."""
 

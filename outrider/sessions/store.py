@@ -11,6 +11,7 @@ from outrider.errors import DataLoss, NotFound, OutriderError, Unavailable
 from outrider.limits import TAKE_OVER_RETRY_MS
 from outrider.speculation.sampling_params import Rule
 from outrider.tokens import TokenSequence
+from outrider.values import value
 
 FIRST_EPOCH = 1
 """Epoch of a session as it is opened."""
@@ -42,7 +43,7 @@ class Counters:
     num_accepted_draft_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Append:
     """Tokens to append to a session under its epoch, if it has `expected_length` tokens."""
 

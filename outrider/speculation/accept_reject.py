@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate, takewhile
 from operator import mul
@@ -11,6 +10,7 @@ from operator import mul
 from outrider.errors import InvariantError, check
 from outrider.speculation.proposal import ROOT, DraftTree, draft_tree
 from outrider.speculation.sampling_params import Rule
+from outrider.values import value
 
 
 class Origin(StrEnum):
@@ -23,7 +23,7 @@ class Origin(StrEnum):
     """Read from the store by a resumed session, which does not know."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Outcome:
     """What a round commits: the draft tokens of a path, and one token of the target after them."""
 
@@ -136,7 +136,7 @@ def _passes(probabilities: Sequence[float], uniforms: Iterable[float]) -> Iterat
         yield uniform <= probability
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Verdict:
     """What the target says of a proposal of K tokens."""
 

@@ -11,6 +11,7 @@ from itertools import takewhile
 from outrider.errors import BadRequest, check
 from outrider.limits import DRAFT_SUPPORT_ENTRIES_MAX, NUM_DRAFT_TOKENS_MAX, TREE_TOKENS_MAX
 from outrider.speculation.sampling_params import Rule
+from outrider.values import value
 
 COUNT_TOTAL = 2**16
 """Counts of one draft distribution sum to this: q(v) = count / COUNT_TOTAL, exact in a float."""
@@ -81,7 +82,7 @@ class Proposal:
 EMPTY_PROPOSAL = Proposal()
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class SealedProposal:
     """A proposal on its way: `q` is as `encode_q` wrote it, and only the target opens it.
 

@@ -23,7 +23,6 @@ are fresh in every round; and coupled draws are the target's own, whoever looked
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 from itertools import repeat
@@ -37,6 +36,7 @@ from outrider.errors import check
 from outrider.limits import SEED_MAX
 from outrider.speculation.proposal import DraftTree, draft_tree
 from outrider.speculation.sampling_params import Rule
+from outrider.values import value
 
 WORD_MASK = 0xFFFFFFFF
 INDEX_TAG = 0x80000000
@@ -65,7 +65,7 @@ class Place(NamedTuple):
     b: int
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class RoundNoise:
     """The noise of one round of one session. `committed_length` is that at the round's start."""
 
