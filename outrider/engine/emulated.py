@@ -67,6 +67,14 @@ class EmulatedEngine:
     Takes at most `max_num_seqs` sequences in a step, and has pages, like an engine of a model.
     """
 
+    draft_layer: LoadedDraftHead | None = None
+    """The head that drafts on this target ..."""
+    shows_features = False
+    head: LoadedDraftHead | None = None
+    """... or on this draft, from the rows of its target."""
+    feature_width = 0
+    """See `FeatureKeeper.feature_width`."""
+
     def __init__(
         self,
         spec: EmulatedSpec,
@@ -89,17 +97,10 @@ class EmulatedEngine:
         reached = (1.0, *spec.acceptance_rates, 0.0)
         self._chances = np.array([b / a if a else 0.0 for a, b in pairwise(reached)])
         """That a draft token is accepted whose predecessors were, by place in the round."""
-        head = LoadedDraftHead(_Head(spec.feature_width), ()) if spec.head_on == role else None
-        self.draft_layer = head if role == "target" else None
-        """What drafts on this target ..."""
-        self.head = head if role == "draft" else None
-        """... or on this draft, from the rows of its target."""
-        self.shows_features = self.draft_layer is not None
-        self._drafts_as = EmulatedEngine(spec, "draft") if self.shows_features else self
+        self._drafts_as = self
         """Whose law and time are those of drafted tokens."""
-        sends = role == "target" and spec.head_on == "draft"
-        self.feature_width = spec.feature_width if sends else 0
-        """See `FeatureKeeper.feature_width`."""
+        if spec.head_on:
+            self._open_head(spec, role)
         self.info = ModelInfo(
             name=SCHEME,
             vocab_size=spec.vocab_size,
@@ -110,6 +111,16 @@ class EmulatedEngine:
             tokenizer_fingerprint="",
             features=spec.fingerprint if spec.head_on == "draft" else "",
         )
+
+    def _open_head(self, spec: EmulatedSpec, role: str) -> None:
+        head = LoadedDraftHead(_Head(spec.feature_width), ())
+        if spec.head_on == role == "target":
+            self.draft_layer, self.shows_features = head, True
+            self._drafts_as = EmulatedEngine(spec, "draft")
+        elif spec.head_on == role:
+            self.head = head
+        elif role == "target":
+            self.feature_width = spec.feature_width
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
         """See `Engine.forward`."""
