@@ -20,8 +20,8 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=$(1) --pyi_out
 	--grpc_python_out=$(1) $(PROTOS)
 # A checked-out tree keeps its deployment, its logs and its locks apart from the user's own.
 DEMO_STATE := $(abspath $(VENV))/demo-state
-# Other people's load generators, each in an environment of its own.
-CLIENTS := guidellm aiperf lm-eval
+# Other people's load generators, harnesses and agents, each in an environment of its own.
+CLIENTS := guidellm aiperf lm-eval openai-agents
 EXTRAS_lm-eval := [api,hf]
 CLIENT_STAMPS := $(CLIENTS:%=$(VENV)/clients/%/installed)
 # The systems that `outrider bench peers` measures, likewise.
@@ -96,13 +96,13 @@ $(VENV)/peers/vllm/outrider: $(VENV)/peers/vllm/installed pyproject.toml
 	cd $(@D)/next && unzip -q vllm-*.whl 'vllm/*.py' && rm vllm-*.whl
 	touch $@
 
-test-clients: $(STAMP) $(CLIENT_STAMPS) ## Run guidellm, aiperf and lm-eval, unmodified, against the demo by HTTP.
+test-clients: $(STAMP) $(CLIENT_STAMPS) ## Run guidellm, aiperf, lm-eval and an agent, unmodified, against the demo by HTTP.
 	$(BIN)/python -m tests.clients --environments $(VENV)/clients
 
 $(CLIENT_STAMPS): $(VENV)/clients/%/installed: tests/clients/%.txt
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	@echo "installing $* into $(@D), once; this takes some minutes" >&2
-	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $< torch
+	! grep -q '^torch==' $< || $(@D)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $< torch
 	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $< '$*$(EXTRAS_$*)'
 	@touch $@
 

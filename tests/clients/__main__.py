@@ -1,6 +1,6 @@
 """`python -m tests.clients`: starts the demo, runs each load generator against each endpoint of its
-HTTP port, and checks the reports against what was asked; then lm-eval, against the library. Exit
-code 1 where one is not right."""
+HTTP port, and checks the reports against what was asked; then lm-eval, against the library, and an
+agent that calls a tool. Exit code 1 where one is not right."""
 
 import argparse
 import json
@@ -22,6 +22,7 @@ from tests.clients.tools import READERS, Asked, command_of, environment_of, faul
 ENDPOINTS: Final = ("chat", "completions")
 SERVE_S: Final = 600.0
 HARNESS: Final = "lm-eval"
+AGENT: Final = "openai-agents"
 RUN_S: Final = 300.0
 """The longest that one tool may take for one endpoint."""
 
@@ -30,7 +31,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.clients")
     parser.add_argument("--environments", type=Path, default=Path(".venv/clients"))
     parser.add_argument("--requests", type=int, default=6, help="of each run")
-    parser.add_argument("--only", choices=[*READERS, HARNESS], help="this one alone")
+    parser.add_argument("--only", choices=[*READERS, HARNESS, AGENT], help="this one alone")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with (
@@ -45,6 +46,8 @@ def main() -> int:
         ]
         if arguments.only in (None, HARNESS):
             are_right.append(_harness_is_right(arguments, record, Path(directory)))
+        if arguments.only in (None, AGENT):
+            are_right.append(_agent_is_right(arguments, record, Path(directory)))
     return 0 if all(are_right) else 1
 
 
@@ -54,6 +57,7 @@ def _served(state: Path) -> Iterator[dict[str, Any]]:
     program = [sys.executable, "-m", "deploy.cli.main"]
     try:
         words = ["serve", "demo", "--grpc-port", "0", "--port", "0", "--detach"]
+        words += ["--chat-template", "hermes"]
         code, printed = _run([*program, *words], environment, Path.cwd(), SERVE_S)
         if code:
             raise SystemExit(f"the demo did not start:\n{printed}")
@@ -110,6 +114,15 @@ def _harness_is_right(arguments: argparse.Namespace, record: Mapping[str, Any], 
         return False
     print(f"{HARNESS}: {told} ({time.monotonic() - began:.0f} s)", flush=True)
     return True
+
+
+def _agent_is_right(arguments: argparse.Namespace, record: Mapping[str, Any], root: Path) -> bool:
+    program = (arguments.environments / AGENT / "bin" / "python").absolute()
+    words = [str(program), str(Path(__file__).with_name("agent.py").absolute())]
+    words += [f"http://{record['http_address']}/v1", record["served_model_name"]]
+    code, printed = _run(words, environment_of(AGENT, root / "home"), root, RUN_S)
+    print(f"{AGENT}:{' WRONG' if code else ''}", *printed.splitlines(), sep="\n  ", flush=True)
+    return code == 0
 
 
 def _run(
