@@ -228,6 +228,7 @@ def test_siblings_that_share_their_noise_are_found(monkeypatch):
         return dataclasses.replace(tree, ranks=(0,) * num_tokens)
 
     monkeypatch.setattr(noise, "draft_tree", shared)
+    monkeypatch.setattr(noise, "_places_in_one", noise._places_in_one.__wrapped__)
     assert chi_square(cells(pair, Rule.TOKEN, (1, 1), 2), pair.law(2)).rejects
 
 

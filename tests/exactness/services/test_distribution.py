@@ -49,7 +49,14 @@ from outrider.grammar.token_mask import TokenMask
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.models.module_replacement import speed_up
 from outrider.request import GenerateRequest
-from outrider.speculation.random_streams import Place, RoundNoise
+from outrider.speculation.random_streams import (
+    Place,
+    RoundNoise,
+    Stream,
+    row_keys,
+    row_words,
+    uniform,
+)
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokenizer import TokenizerText
 from target_service.actor import self_drafter_of
@@ -449,6 +456,11 @@ async def test_noise_that_rounds_share_is_found(
     def absolute(self: RoundNoise, index: int, sibling: int = 0) -> Place:
         return Place(self.committed_length + index, 0)
 
+    def uniforms(self: RoundNoise, num: int, parents: tuple[int, ...] = ()) -> Iterator[float]:
+        places = [self.place(index) for index in range(num)]
+        return map(uniform, row_words(row_keys(self.seed, places, [Stream.ACCEPT] * num))[0])
+
     monkeypatch.setattr(RoundNoise, "place", absolute)
+    monkeypatch.setattr(RoundNoise, "accept_uniforms", uniforms)
     result, _ = await measure(replace(MANY_ROUNDS, num_samples=4_500), tmp_path)
     assert result.rejects
