@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 
 from coordinator.auth.access_control import OPEN, AccessControl, current_caller
@@ -49,10 +49,10 @@ class CoordinatorServicer:
         """Streams the rest of a generation; a client that goes away cancels it."""
         caller, asked = current_caller(), resume_from_proto(request)
         running = self._service.resume(asked, caller.tenant, _traceparent(context))
-        return self._events(running, asked.session_id)
+        return self._events(running, [asked.session_id])
 
     async def _events(
-        self, running: AsyncGenerator[Event], resumes: str = ""
+        self, running: AsyncGenerator[Event], resumes: Sequence[str] = ()
     ) -> AsyncGenerator[pb.GenerateEvent]:
         async with (
             aclosing(running),

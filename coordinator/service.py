@@ -15,7 +15,7 @@ from coordinator.decoding.committer import Committer
 from coordinator.decoding.detokenizer import Completion
 from coordinator.decoding.loop import RoundMeter, SessionRun
 from coordinator.decoding.recovery import Replayed, replay, told_again
-from coordinator.decoding.sessions import OwnedSessions
+from coordinator.decoding.sessions import KeyTaken, OwnedSessions, RequestKey
 from coordinator.decoding.trial import SessionTrial, TrialMeter, TrialSums
 from coordinator.draft_length.controller import LengthControls
 from coordinator.draft_length.policy import FixedLength, LengthPolicy
@@ -40,6 +40,7 @@ from outrider.errors import (
     NotFound,
     OutriderError,
     Overloaded,
+    SessionNotFound,
     StoreUnavailable,
     Unavailable,
 )
@@ -47,9 +48,9 @@ from outrider.limits import SEED_BITS, SESSION_LEASE_MS, SESSION_LEASE_RENEWAL_M
 from outrider.messages import ReplicaDescription
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import ROLES, Figures, Role
-from outrider.request import Event, GenerateRequest, PromptTokens, ResumeRequest
+from outrider.request import Event, GenerateRequest, PromptTokens, ResumeRequest, Started
 from outrider.sessions.state import Session
-from outrider.sessions.store import SessionRecord, SessionStore, not_found
+from outrider.sessions.store import SessionRecord, SessionStore, contended, not_found
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.telemetry.observer import UNOBSERVED, Observation, RequestObserver
 from outrider.transport.link import Link
@@ -75,6 +76,8 @@ CANCEL_ELSEWHERE_S = 2 * SESSION_LEASE_MS / 1e3
 """By then a coordinator that has a session has been told to end it, and has, or is gone."""
 CANCEL_LOOK_S = SESSION_LEASE_RENEWAL_MS / 2e3
 """Between two looks at whether it has."""
+KEY_TRIES = 3
+"""Of a request with a key: its session has expired, and another request with it is quicker."""
 NO_SESSION = "0" * 32
 """An id that no session has; asking for it shows whether the store answers."""
 
@@ -212,9 +215,11 @@ class CoordinatorService:
         traceparent: str = "",
         *,
         resumable: bool = True,
+        key: RequestKey | None = None,
     ) -> AsyncGenerator[Event]:
         """Runs a request from its check to its last event. Closing the iterator early cancels the
-        session, at once unless it is `resumable`: then its client may come back. Raises
+        session, at once unless it is `resumable`: then its client may come back. With a `key` it
+        may also after an error (`KeyTaken`: another session runs for it). Raises
         `BadRequest`, `NotFound` (another model), `Overloaded`, `DeadlineExceeded` (before the first
         token), `Unavailable`, and what the session's store ended it with (`StaleEpoch`,
         `DataLoss`). `traceparent` is the caller's, if it has one."""
@@ -223,10 +228,10 @@ class CoordinatorService:
         observer = self._observation.begin(request, served, traceparent)
         with _observing(observer), self._admitted():
             self._check(request)
-            run = await self._open(request, tenant, arrived, observer)
-            with self._serving(run, resumable):
+            run = await self._open(request, tenant, arrived, observer, key)
+            with self._serving(run, resumable, outlasts_errors=key is not None):
                 yield run.started(self.served.model)
-                async for part in self._prompt_tokens(run):
+                async for part in self._prompt_tokens(run.parameters, tenant, run.context.deadline):
                     yield part
                 while events := await run.next_events():
                     for event in events:
@@ -254,11 +259,12 @@ class CoordinatorService:
             check_ids(token_ids, "tokens", self.served.vocab_size)
             return await asyncio.to_thread(self.text.decode, token_ids, True)
 
-    async def _prompt_tokens(self, run: SessionRun) -> AsyncGenerator[PromptTokens]:
+    async def _prompt_tokens(
+        self, asked: GenerationParameters, tenant: str, deadline: float
+    ) -> AsyncGenerator[PromptTokens]:
         """The prompt in parts with its log-probabilities, where they are asked for. They are those
-        of a session of its own, which the prompt's tokens follow; the `run` goes on meanwhile.
+        of a session of its own, which the prompt's tokens follow; its run goes on meanwhile.
         Raises `DeadlineExceeded`, and what a target refuses with."""
-        asked, deadline = run.parameters, run.context.deadline
         if asked.prompt_logprobs is None:
             return
         greedy = SamplingParams(temperature=0.0)
@@ -267,7 +273,6 @@ class CoordinatorService:
             constraint=None,
         )  # fmt: skip
         first, rest = asked.prompt[:1], asked.prompt[1:]
-        tenant = run.session.record.tenant
         session = self._sessions.unstored(tenant, parameters, first)
         target = TargetClient(
             self.targets, SessionContext(session, parameters, deadline), self._config
@@ -291,6 +296,44 @@ class CoordinatorService:
             target.close()
             self._scored_ids.discard(session.session_id)
 
+    async def known(self, key: RequestKey) -> RequestKey:
+        """With the session that the request has, if it was made before. Raises `BadRequest` where
+        that was another request."""
+        return key.found(await self._store.claim_key(key.name))
+
+    async def generate_once(
+        self,
+        request: GenerateRequest,
+        key: RequestKey,
+        resume: ResumeRequest,
+        tenant: str = "",
+        traceparent: str = "",
+    ) -> AsyncGenerator[Event]:
+        """As `generate` for a request that was not made before, else as `resume`, which says what
+        the client has, with the session of its `known` key. A request whose session has expired
+        begins anew unless the client has tokens of it: then it is not found."""
+        is_gone = False
+        for _ in range(KEY_TRIES):
+            try:
+                if key.session_id and not is_gone:
+                    asked = replace(resume, session_id=key.session_id)
+                    running = self.resume(asked, tenant, traceparent, outlasts_errors=True)
+                elif resume.num_tokens:
+                    raise SessionNotFound("there is no request with this key any more")
+                else:
+                    running = self.generate(request, tenant, traceparent, key=key)
+                async with aclosing(running) as events:
+                    async for event in events:
+                        yield event
+                return
+            except SessionNotFound:
+                if is_gone or not key.session_id:
+                    raise
+                is_gone = True
+            except KeyTaken as taken:
+                key, is_gone = taken.key, False
+        raise contended(key.session_id)
+
     @contextmanager
     def _admitted(self) -> Iterator[None]:
         self._num_admitted += 1
@@ -300,14 +343,20 @@ class CoordinatorService:
             self._num_admitted -= 1
 
     @contextmanager
-    def _serving(self, run: SessionRun, resumable: bool = True) -> Iterator[None]:
+    def _serving(
+        self, run: SessionRun, resumable: bool = True, *, outlasts_errors: bool = False
+    ) -> Iterator[None]:
         """Ends the session with its stream; one that is `resumable` and whose client goes waits
-        for it."""
+        for it, and one that `outlasts_errors` also where it ended with one. While this coordinator
+        is about to close each is left to others."""
         chosen = self._auditor.choose(run.session, run.parameters)
         try:
             yield
         except (GeneratorExit, asyncio.CancelledError):
-            self._sessions.end(run, is_gone=resumable)
+            self._sessions.end(run, is_gone=resumable or self._committer.leaving)
+            raise
+        except OutriderError:
+            self._sessions.end(run, is_gone=outlasts_errors)
             raise
         finally:
             self._sessions.end(run)
@@ -315,14 +364,19 @@ class CoordinatorService:
                 self._auditor.take(run.session, run.parameters)
 
     async def _open(
-        self, request: GenerateRequest, tenant: str, arrived: float, observer: RequestObserver
+        self,
+        request: GenerateRequest,
+        tenant: str,
+        arrived: float,
+        observer: RequestObserver,
+        key: RequestKey | None,
     ) -> SessionRun:
         deadline_ms = request.deadline_ms or self._config.deadline_ms
         deadline = arrived + deadline_ms / 1e3
         try:
             async with asyncio.timeout_at(deadline):
                 parameters = await self._resolve(request, tenant)
-                session = await self._sessions.open(tenant, parameters)
+                session = await self._sessions.open(tenant, parameters, key)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"deadline_ms: {deadline_ms} ms passed before the session was open"
@@ -333,15 +387,24 @@ class CoordinatorService:
             begun = Replayed(completion, finish_reason=completion.push(()).finish_reason)
             return self._begin(context, arrived, begun)
         except BaseException:
-            self._sessions.give_up(session.record)
+            if key is None:
+                self._sessions.give_up(session.record)
+            else:
+                self._sessions.wait_for_client(session.record)
             raise
 
     async def resume(
-        self, request: ResumeRequest, tenant: str = "", traceparent: str = ""
+        self,
+        request: ResumeRequest,
+        tenant: str = "",
+        traceparent: str = "",
+        *,
+        outlasts_errors: bool = False,
     ) -> AsyncGenerator[Event]:
         """Goes on with a session whose stream has broken, whichever coordinator ran it: `Started`,
         what the client lacks of the tokens that are stored, then as `generate`. A stream of the
-        session that still runs ends with `StaleEpoch`. Raises `NotFound`, `Overloaded`, `DataLoss`
+        session that still runs ends with `StaleEpoch`. One that `outlasts_errors` may be resumed
+        again where it ends with one. Raises `SessionNotFound`, `Overloaded`, `DataLoss`
         (the store lacks tokens that the client has), `Incompatible` (no target here has its
         weights), and `Unavailable` while another coordinator may have it, or this one takes too
         many over."""
@@ -353,6 +416,8 @@ class CoordinatorService:
             record = await self.session(request.session_id, tenant)
             record, parameters = await self._sessions.claim(record, request)
             completion = self._completion(parameters)
+            left_ms = min(parameters.deadline_ms, request.deadline_ms or math.inf)
+            deadline = arrived + left_ms / 1e3
             if record.finish_reason is not None:
                 replayed = await self._sessions.replay(
                     record, lambda: replay(record, parameters, completion, request)
@@ -360,6 +425,9 @@ class CoordinatorService:
                 taking_over.close()  # A client may read as slowly as it likes.
                 for event in told_again(record, self.served.model, replayed):
                     yield event
+                    if request.cuts and isinstance(event, Started):
+                        async for part in self._prompt_tokens(parameters, tenant, deadline):
+                            yield part
                 return
             observer = self._observation.begin(parameters, self.served.model, traceparent)
             with _observing(observer):
@@ -369,16 +437,17 @@ class CoordinatorService:
                         lambda: (Session(record), replay(record, parameters, completion, request)),
                     )
                     await self._sessions.vacate(record)
-                    left_ms = min(parameters.deadline_ms, request.deadline_ms or math.inf)
-                    deadline = arrived + left_ms / 1e3
                     context = SessionContext(session, parameters, deadline, observer)
                     run = self._begin(context, arrived, replayed)
                 except BaseException:
                     self._sessions.wait_for_client(record)
                     raise
                 taking_over.close()
-                with self._serving(run):
+                with self._serving(run, outlasts_errors=outlasts_errors):
                     yield run.started(self.served.model)
+                    if request.cuts:
+                        async for part in self._prompt_tokens(parameters, tenant, deadline):
+                            yield part
                     while events := await run.next_events():
                         for event in events:
                             yield event
@@ -404,6 +473,14 @@ class CoordinatorService:
                 if isinstance(error, StoreUnavailable) or loop.time() >= until:
                     raise
             await asyncio.sleep(CANCEL_LOOK_S)
+
+    async def stored_parameters(self, session_id: str, tenant: str) -> GenerationParameters:
+        """What a session was opened with. Counts as a take-over, of which there
+        are only so many at a time; raises as `session` does."""
+        with self._sessions.taking_over(session_id):
+            record = await self.session(session_id, tenant)
+        prompt = record.token_ids[: record.prompt_length]
+        return GenerationParameters.from_json(record.parameters, prompt)
 
     async def session(self, session_id: str, tenant: str | None = "") -> SessionRecord:
         """What is stored of a session. Raises `NotFound`, for another tenant's session too; None

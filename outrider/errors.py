@@ -5,9 +5,11 @@
     ├── Unauthenticated       UNAUTHENTICATED       401
     ├── PermissionDenied      PERMISSION_DENIED     403
     ├── NotFound              NOT_FOUND             404
+    │   └── SessionNotFound
     ├── Incompatible          FAILED_PRECONDITION   409   fingerprints that do not match
     ├── StaleEpoch            ABORTED               409   another coordinator owns the session
     ├── DataLoss              DATA_LOSS             500   stored tokens are gone
+    │   └── OtherTokens                                   a client has others than the store
     ├── Overloaded            RESOURCE_EXHAUSTED    429   with a time to retry after
     │   └── OutOfPages                                    an engine's memory is full of sequences
     ├── Unavailable           UNAVAILABLE           503   with a time to retry after
@@ -72,6 +74,10 @@ class NotFound(OutriderError):
     grpc_code, http_status = 5, 404
 
 
+class SessionNotFound(NotFound):
+    """The session never was, is another tenant's, or its time to live is over."""
+
+
 class Incompatible(OutriderError):
     """Two replicas, or a request and a replica, do not fit together."""
 
@@ -88,6 +94,10 @@ class DataLoss(OutriderError):
     """Tokens that were committed can no longer be read."""
 
     grpc_code, http_status = 15, 500
+
+
+class OtherTokens(DataLoss):
+    """A client that resumes a session says that it has tokens which are not those stored."""
 
 
 class _Retryable(OutriderError):

@@ -84,6 +84,9 @@ class ResumeRequest:
     """What is left of it; None = what the request had."""
     tokens_digest: int | None = None
     """Of the ids of those tokens, see `TokenSequence`; None = only their number is checked."""
+    cuts: tuple[int, ...] = ()
+    """Where there are any, all tokens are sent again, in events that end at these numbers of
+    tokens, too. Not a user's to say, so no part of any message."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,8 @@ class TwinStore(SessionStore):
         self._sessions: dict[str, StoredSession] = {}
         self._leases: dict[str, tuple[float, dict[str, bool]]] = {}
         """Of owners: when they end, and the sessions that others asked for since, or to cancel."""
+        self._keys: dict[str, tuple[float, str]] = {}
+        """When they expire, and what they have."""
 
     def snapshot(self) -> dict[str, StoredSession]:
         """All sessions that are stored now; later calls do not change it."""
@@ -144,6 +146,16 @@ class TwinStore(SessionStore):
         if kept is None:
             raise not_found(session_id)
         return verified(kept.record)
+
+    async def claim_key(self, key: str, value: str = "", replaces: str = "") -> str:
+        expires_ms, found = self._keys.get(key, (0.0, ""))
+        if expires_ms <= self._now_ms():
+            found = ""
+        if value and found in ("", replaces):
+            found = value
+        if found:
+            self._keys[key] = self._now_ms() + self.session_ttl_ms, found
+        return found
 
     async def close(self) -> None:
         """Nothing is open."""

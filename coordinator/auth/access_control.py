@@ -101,16 +101,19 @@ class Grant:
 
     def __init__(self, access: AccessControl, caller: Caller, names: Sequence[str]) -> None:
         self._access, self._caller, self._held = access, caller, list(names)
+        self._num_running = len(names)
 
-    async def note(self, event: Event) -> None:
-        """The request is one generation, which has this event. Its slot is free before the last one
-        is told, so that a client that has it may ask again."""
+    async def note(self, event: Event, index: int = 0) -> None:
+        """One of the request's generations has this event. All slots are free before the last one
+        of the last generation is told, so that a client that has it may ask again."""
         if isinstance(event, Finished):
-            await self.release()
+            self._num_running -= 1
+            if self._num_running <= 0:
+                await self.release()
         elif isinstance(event, Started) and self._held:
-            old, self._held = self._held, [event.session_id]
-            if old != self._held:
-                self._access.exchange(self._caller, old, self._held)
+            old, self._held[index] = self._held[index], event.session_id
+            if old != event.session_id:
+                self._access.exchange(self._caller, [old], [event.session_id])
 
     async def release(self) -> None:
         """It does not run any more. A second time it does nothing."""
@@ -179,18 +182,16 @@ class AccessControl:
 
     @asynccontextmanager
     async def admit(
-        self, caller: Caller, resumes: str = "", num_generations: int = 1
+        self, caller: Caller, resumes: Sequence[str] = (), num_generations: int = 1
     ) -> AsyncIterator[Grant]:
         """Counts one request of the caller, which runs so many generations while the context lasts,
-        all of them or none; `resumes` is the session that it goes on with, if there is one. Raises
+        all of them or none; `resumes` are the sessions that it goes on with, if it does. Raises
         `Overloaded`, with the time to try again, and `StoreUnavailable` where nobody can count."""
         names: list[str] = []
         if caller.concurrency and self._store is not None:
-            names = (
-                [resumes] if resumes else [secrets.token_hex(16) for _ in range(num_generations)]
-            )
+            names = [*resumes] or [secrets.token_hex(16) for _ in range(num_generations)]
         if caller.is_limited and self._store is not None:
-            await self._take(self._store, caller, names, resumes)
+            await self._take(self._store, caller, names, bool(resumes))
         grant = Grant(self, caller, names)
         try:
             yield grant
@@ -198,7 +199,7 @@ class AccessControl:
             grant.drop()
 
     async def _take(
-        self, store: RedisSlots, caller: Caller, names: Sequence[str], resumes: str
+        self, store: RedisSlots, caller: Caller, names: Sequence[str], resumes: bool
     ) -> None:
         asked = asyncio.get_running_loop().time()
         try:

@@ -86,6 +86,11 @@ class Committer:
         self._entries[session.session_id] = _Entry(session)
         self.notify(session)
 
+    @property
+    def leaving(self) -> bool:
+        """Whether `hand_over` was called."""
+        return self._leaving.is_set()
+
     def notify(self, session: Session) -> None:
         """The session has decided tokens. Costs O(1); does nothing after `close`."""
         if not self.closing:

@@ -467,8 +467,8 @@ class OutputQueue:
 
     async def read(self) -> tuple[Tokens, RoundReport | None] | None:
         """Waits for the next round to be committed, and adds the committed ones behind it where no
-        reports are wanted; None when there is none any more. Raises what made the session lose
-        its store, and `TimeoutError`."""
+        reports are wanted; None when there is none any more. Events of a replay stay as they are.
+        Raises what made the session lose its store, and `TimeoutError`."""
         session, num_shown = self._session, self._session.showable_length
         while not self._entries or self._entries[0].end_length > num_shown:
             if self._closed and not self._entries:
@@ -483,9 +483,10 @@ class OutputQueue:
         if entry.report is not None:
             return entry.tokens, replace(entry.report, commit_ms=seconds * 1e3)
         parts = [entry.tokens]
-        while entry.tokens.token_ids and self._entries:
+        while entry.round_index is not None and self._entries:
             entry = self._entries[0]
-            if entry.end_length > num_shown or entry.report or not entry.tokens.token_ids:
+            joins = entry.round_index is not None and entry.tokens.token_ids
+            if entry.end_length > num_shown or entry.report or not joins:
                 break
             self._told(self._entries.popleft())
             parts.append(entry.tokens)

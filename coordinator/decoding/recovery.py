@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from pydantic import ConfigDict, TypeAdapter
 
 from coordinator.requests.validation import GenerationParameters
 from coordinator.routing.replica_pool import ReplicaPool
-from outrider.errors import DataLoss, Incompatible, Unavailable, check
+from outrider.errors import DataLoss, Incompatible, OtherTokens, Unavailable, check
 from outrider.messages import PositionLogprobs
 from outrider.request import Event, Finished, Metrics, ResumeRequest, Started, Tokens, Usage
 from outrider.sessions.store import FinishReason, SessionRecord
@@ -66,21 +67,21 @@ def check_weights(session_id: str, weights: str, targets: ReplicaPool) -> None:
 
 
 def check_known(record: SessionRecord, request: ResumeRequest) -> GenerationParameters:
-    """What the session was opened with. Raises `DataLoss` where that cannot be read, and where the
-    client has tokens that the store lacks, or others than the store, whatever the rule: in bfloat16
-    no rule is sure to decode the same ones again. A store that lost a take-over may hold what an
-    older owner decided in place of what the client was shown."""
+    """What the session was opened with. Raises `DataLoss` where that cannot be read, and
+    `OtherTokens` where the client has tokens that the store lacks, or others than the store,
+    whatever the rule: in bfloat16 no rule is sure to decode the same ones again. A store that lost
+    a take-over may hold what an older owner decided in place of what the client was shown."""
     prompt_ids = record.token_ids[: record.prompt_length]
     parameters = GenerationParameters.from_json(record.parameters, prompt_ids)
     num_stored = len(record.token_ids) - record.prompt_length
     if request.num_tokens > num_stored:
-        raise DataLoss(
+        raise OtherTokens(
             f"num_tokens: the client has {request.num_tokens} tokens, the store {num_stored}; "
             f"the session can be resumed from {num_stored} on"
         )
     stored = record.token_ids[record.prompt_length :][: request.num_tokens]
     if request.tokens_digest not in (None, TokenSequence(stored).digest()):
-        raise DataLoss(
+        raise OtherTokens(
             f"tokens_digest: the client's {request.num_tokens} tokens are others than those that "
             f"are stored; the session can be resumed from 0 on"
         )
@@ -97,7 +98,7 @@ def replay(
     however they came, so what follows the client's goes on from its text; of a session that has
     ended, what was held back is told too, if the client says that it lacks it."""
     token_ids = record.token_ids[record.prompt_length :]
-    first = request.num_tokens
+    first = 0 if request.cuts else request.num_tokens
     num_entries = 1 if parameters.logprobs is None else 1 + parameters.logprobs
     step = min(TOKENS_PER_EVENT, max(1, ENTRIES_PER_EVENT // num_entries))
     lines = record.logprobs.split("\n")[:-1] if parameters.logprobs is not None else []
@@ -105,13 +106,14 @@ def replay(
     reason = known.finish_reason
     text, events = known.text, []
     told = len(text) if request.num_characters is None else request.num_characters
-    for start in range(first, len(token_ids), step):
-        chunk = token_ids[start : start + step]
+    starts = {*range(first, len(token_ids), step), *request.cuts, len(token_ids)}
+    for start, end in pairwise(sorted(one for one in starts if first <= one <= len(token_ids))):
+        chunk = token_ids[start:end]
         piece = completion.push(chunk)
         check(piece.num_tokens == len(chunk), "tokens are stored behind a completion's end")
         reason, text = piece.finish_reason, text + piece.text
         origins = (Origin.STORED,) * len(chunk)
-        logprobs = tuple(read_logprobs(line) for line in lines[start : start + len(chunk)])
+        logprobs = tuple(read_logprobs(line) for line in lines[start:end])
         events.append(Tokens(start, chunk, text[told:], origins, logprobs))
         told = max(told, len(text))
     if record.finish_reason is not None and reason is None:

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from coordinator.decoding.loop import COMMIT_GRACE_S, SessionRun
@@ -17,6 +17,7 @@ from coordinator.requests.validation import GenerationParameters
 from coordinator.routing.replica_pool import ReplicaPool
 from outrider.backoff import backoff
 from outrider.errors import (
+    BadRequest,
     NotFound,
     OutriderError,
     StaleEpoch,
@@ -54,6 +55,42 @@ T = TypeVar("T")
 Told = asyncio.Task[OutriderError | None]
 """Ends once the store has answered: with its refusal, or why it was given up; with None where the
 call has succeeded."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestKey:
+    """By which a request that is made again is known, of one of the texts that it asks for."""
+
+    name: str
+    """In the store."""
+    digest: str
+    """Of the request."""
+    session_id: str = ""
+    """The session that the request has; empty = none yet."""
+
+    @property
+    def value(self) -> str:
+        """What the store keeps under the name."""
+        return self.session_id and f"{self.session_id} {self.digest}"
+
+    def found(self, value: str) -> RequestKey:
+        """With what the store has. Raises `BadRequest` where that is of another request."""
+        session_id, _, digest = value.partition(" ")
+        if value and digest != self.digest:
+            raise BadRequest(
+                "Idempotency-Key",
+                "has been given with another request; repeat that one, byte by byte, or give "
+                "another key",
+            )
+        return replace(self, session_id=session_id)
+
+
+class KeyTaken(OutriderError):
+    """A key has another session than the one that was opened for it."""
+
+    def __init__(self, key: RequestKey) -> None:
+        super().__init__(f"the request has session {key.session_id}")
+        self.key = key
 
 
 class OwnedSessions:
@@ -100,8 +137,11 @@ class OwnedSessions:
         task.add_done_callback(self._background.discard)
         return task
 
-    async def open(self, tenant: str, parameters: GenerationParameters) -> Session:
-        """A session that the store has. Each try opens another one: whether a store that did not
+    async def open(
+        self, tenant: str, parameters: GenerationParameters, key: RequestKey | None = None
+    ) -> Session:
+        """A session that the store has, also under the `key`: raises `KeyTaken` where that has
+        another one by now than it says. Each try opens another one: whether a store that did not
         answer has opened the one before is not known."""
         for tries_left in reversed(range(OPEN_TRIES_MAX)):
             new = SessionRecord.new(
@@ -119,6 +159,16 @@ class OwnedSessions:
                 await asyncio.sleep(COMMIT_RETRY_MS_MIN / 1e3)
             else:
                 break
+        if key is not None:
+            claimed = replace(key, session_id=new.session_id).value
+            try:
+                found = await self._store.claim_key(key.name, claimed, key.value)
+            except BaseException:
+                self.wait_for_client(new)
+                raise
+            if found != claimed:
+                self.give_up(new)
+                raise KeyTaken(key.found(found))
         return Session(new)
 
     def unstored(

@@ -8,12 +8,12 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
-from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi import FastAPI, Header, HTTPException, Request, Response
 from pydantic import BaseModel
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,8 +24,10 @@ from coordinator.http_api.bodies import (
     ChatBody,
     CompletionBody,
     NativeBody,
+    ResumeBody,
     TranslatedBody,
 )
+from coordinator.http_api.progress import Progress, request_keys, split_answer_id
 from coordinator.http_api.reading import (
     PAGE,
     BodyRoute,
@@ -57,9 +59,9 @@ from coordinator.http_api.tool_parsers import ChatFormats
 from coordinator.routing.discovery import SeenReplica
 from coordinator.service import CoordinatorService
 from outrider.api_keys import Caller
-from outrider.errors import BadRequest, NotFound, Unavailable
+from outrider.errors import BadRequest, NotFound, OtherTokens, Unavailable
 from outrider.limits import EVENTS_AHEAD_MAX, MAX_TOKENS_DEFAULT, TRACEPARENT_CHARS_MAX
-from outrider.request import Event, Finished
+from outrider.request import Event
 
 if TYPE_CHECKING:
     from outrider.telemetry.metrics import HttpTimes
@@ -82,13 +84,19 @@ class Generated(Response):
     behind it."""
 
     def __init__(
-        self, events: Events, closing: asyncio.Event, answer: Answer | NativeEvents
+        self,
+        events: Events,
+        closing: asyncio.Event,
+        answer: Answer | NativeEvents,
+        progress: Progress,
     ) -> None:
-        """`answer` is told every event, and says what the client is told."""
+        """`answer` is told every event, and says what the client is told; `progress` what of that
+        it has."""
         super().__init__()
         self._events = events
         self._closing = closing
         self._answer = answer
+        self._progress = progress
         self._has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -104,26 +112,37 @@ class Generated(Response):
     async def _tell(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events) as events:
             async for index, event in events:
-                for part in self._answer.take(index, event):
-                    await self._send(send, part)
+                parts = self._answer.take(index, event)
+                for part, event_id in self._progress.untold(index, event, parts):
+                    await self._send(send, part, event_id)
         whole = self._answer.whole()
         if whole is None:
+            await self._begin(send)
             await send({"type": "http.response.body", "body": self._answer.last})
         else:
             await json_response(whole)(scope, receive, send)
 
-    async def _send(self, send: Send, part: Json) -> None:
+    async def _begin(self, send: Send) -> None:
         if not self._has_begun:
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             self._has_begun = True
+
+    async def _send(self, send: Send, part: Json, event_id: str = "") -> None:
+        await self._begin(send)
         name = f"event: {part['type']}\n".encode() if self._answer.is_named else b""
-        body = name + b"data: " + to_json(part) + b"\n\n"
+        shift = self._progress.shift
+        if shift and "sequence_number" in part:
+            part = {**part, "sequence_number": part["sequence_number"] + shift}
+        line = f"\nid: {event_id}".encode() if event_id else b""
+        body = name + b"data: " + to_json(part) + line + b"\n\n"
         await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-async def _interleaved(streams: Sequence[AsyncGenerator[Event]], asked: TranslatedBody) -> Events:
-    """The events of all streams as they come, once each has begun; the first error ends it. A
-    stream waits while `EVENTS_AHEAD_MAX` events do."""
+async def _interleaved(
+    streams: Sequence[AsyncGenerator[Event]], asked: TranslatedBody, progress: Progress
+) -> Events:
+    """The events of all streams as they come, once each has begun and told what the client has of
+    it; the first error ends it. A stream waits while `EVENTS_AHEAD_MAX` events do."""
     index, tasks = 0, list[asyncio.Task[None]]()
     queue: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(EVENTS_AHEAD_MAX)
 
@@ -143,6 +162,9 @@ async def _interleaved(streams: Sequence[AsyncGenerator[Event]], asked: Translat
                 raise begun
         for index, event in enumerate(first):
             yield index, cast(Event, event)
+        for index, stream in enumerate(streams):
+            while progress.is_behind(index) and (known := await anext(stream, None)) is not None:
+                yield index, known
         num_left = len(streams)
         if num_left == 1:  # Nothing to wait for beside it: no queue, and no task of its own.
             async for event in streams[0]:
@@ -159,45 +181,107 @@ async def _interleaved(streams: Sequence[AsyncGenerator[Event]], asked: Translat
                 yield index, found
     except BadRequest as error:
         raise asked.renamed(error, index) from error
+    except OtherTokens as error:
+        reason = "names tokens that are not those stored; without it all are told from the first on"
+        raise BadRequest("Last-Event-ID", reason) from error
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+class RepeatHeaders(BaseModel):
+    """Of requests for a generation."""
+
+    idempotency_key: str | None = None
+    """The same makes a repeated request the same."""
+    last_event_id: str | None = None
+    """Of the last event that has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """What a request says of one that was made before."""
+
+    key: str | None
+    progress: Progress
+    session_id: str = ""
+    """Goes on with this one; empty = with those of the key, if it has any."""
+
+    @classmethod
+    def of(
+        cls,
+        headers: RepeatHeaders,
+        num_choices: int,
+        session_id: str = "",
+        *,
+        is_stream: bool = True,
+    ) -> Repeat:
+        """Of a request with these headers. Raises `BadRequest`."""
+        key, event_id = headers.idempotency_key, headers.last_event_id
+        if event_id is not None and not (is_stream and (key or session_id)):
+            reason = (
+                "is for streams of requests with an Idempotency-Key; those of others go on with "
+                "POST /v1/sessions/ID/resume"
+            )
+            raise BadRequest("Last-Event-ID", reason)
+        return cls(key, Progress(num_choices, event_id), session_id)
+
+
+async def _streams(
+    service: CoordinatorService, request: Request, asked: TranslatedBody, repeat: Repeat
+) -> tuple[list[AsyncGenerator[Event]], list[str]]:
+    """The events of each choice, and the sessions that they go on with, if all do."""
+    tenant, progress = request.state.caller.tenant, repeat.progress
+    # The trace that the caller is part of, as W3C Trace Context has it.
+    trace = request.headers.get("traceparent", "")
+    trace = trace if len(trace) <= TRACEPARENT_CHARS_MAX else ""
+    if repeat.session_id:
+        known = progress.resume_request(0, repeat.session_id)
+        return [service.resume(known, tenant, trace, outlasts_errors=True)], [repeat.session_id]
+    if repeat.key is None:
+        each = [service.generate(one, tenant, trace, resumable=False) for one in asked.requests]
+        return each, []
+    content = request.url.path.encode() + b"\n" + await request.body()
+    new = request_keys(repeat.key, tenant, content, len(asked.requests))
+    keys = await asyncio.gather(*map(service.known, new))
+    each = [
+        service.generate_once(one, key, progress.resume_request(index), tenant, trace)
+        for index, (one, key) in enumerate(zip(asked.requests, keys, strict=True))
+    ]
+    session_ids = [key.session_id for key in keys]
+    return each, session_ids if all(session_ids) else []
+
+
 async def _generated(
-    service: CoordinatorService, access: AccessControl, request: Request, asked: TranslatedBody
+    service: CoordinatorService,
+    access: AccessControl,
+    request: Request,
+    asked: TranslatedBody,
+    repeat: Repeat,
 ) -> Events:
     """The events of all choices as they come, each with its choice's index. They count as one
     request of who calls, and as a generation each, whose places are free when the last one
     ends. None runs before every one of them was admitted, and none goes on once one of them has
     failed. Raises `BadRequest` for more choices than there can ever be room for, and what
-    `CoordinatorService.generate` does, in the body's words."""
+    `CoordinatorService` does, in the body's words."""
     caller: Caller = request.state.caller
-    left = len(asked.requests)
-    if 0 < caller.concurrency < left:
+    number = len(asked.requests)
+    if 0 < caller.concurrency < number:
         raise BadRequest(
             "n" if asked.body.n > 1 else "prompt",
-            f"asks for {left} generations; the key {caller.name!r} may run "
+            f"asks for {number} generations; the key {caller.name!r} may run "
             f"{caller.concurrency} at a time",
         )
-    # The trace that the caller is part of, as W3C Trace Context has it.
-    trace = request.headers.get("traceparent", "")
-    trace = trace if len(trace) <= TRACEPARENT_CHARS_MAX else ""
     async with AsyncExitStack() as exits:
-        streams = [
-            await exits.enter_async_context(
-                aclosing(service.generate(one, caller.tenant, trace, resumable=False))
-            )
-            for one in asked.requests
-        ]
-        running = await exits.enter_async_context(aclosing(_interleaved(streams, asked)))
-        admitted = access.admit(caller, num_generations=left)
-        grant = await exits.enter_async_context(admitted)
+        streams, resumed = await _streams(service, request, asked, repeat)
+        for stream in streams:
+            await exits.enter_async_context(aclosing(stream))
+        interleaved = _interleaved(streams, asked, repeat.progress)
+        running = await exits.enter_async_context(aclosing(interleaved))
+        grant = await exits.enter_async_context(access.admit(caller, resumed, number))
         async for index, event in running:
-            left -= isinstance(event, Finished)
-            if left == 0:
-                await grant.release()
+            await grant.note(event, index)
             yield index, event
 
 
@@ -315,7 +399,8 @@ _EVENTS = """A stream of server-sent events, each a JSON object with its `type`:
   `stop_token_id` (that ended the text, or null), `usage`, `metrics`
 
 Then `[DONE]`. An error behind `started` is an event with `error`, and the last one. Texts are null
-where the model has no tokenizer. A client that goes cancels its session."""
+where the model has no tokenizer. A client that goes cancels its session,
+unless its request has an `Idempotency-Key`. Each event has an id, for `Last-Event-ID`."""
 _METRICS: dict[int | str, dict[str, Any]] = {
     200: {"description": "Prometheus' text.", "content": {"text/plain": {}}},
 }
@@ -363,6 +448,22 @@ def build_app(
     return app
 
 
+AnswerKind = Callable[[TranslatedBody, "TokenizerText | None", int, int], Answer | NativeEvents]
+Headers = Annotated[RepeatHeaders, Header()]
+_REST = ResumeBody()
+_REST_OF_ANSWER: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "A stream of the answer's other chunks; all of it where `stream` is false.",
+        "content": {"application/json": {}, "text/event-stream": {}},
+    },
+}
+_RESUMED: dict[str, tuple[type[Answer], type[ChatBody | CompletionBody]]] = {
+    ChatAnswer.id_prefix: (ChatAnswer, ChatBody),
+    CompletionAnswer.id_prefix: (CompletionAnswer, CompletionBody),
+}
+"""What is resumed, by how its id begins."""
+
+
 def _add_generation(
     app: FastAPI,
     service: CoordinatorService,
@@ -373,34 +474,52 @@ def _add_generation(
     def answered(
         request: Request,
         body: ChatBody | CompletionBody | ResponsesBody,
-        kind: Callable[[TranslatedBody, TokenizerText | None, int, int], Answer],
+        kind: AnswerKind,
+        headers: RepeatHeaders,
     ) -> Response:
         asked = body.translate()
         if isinstance(asked.body, ChatBody):
             asked = formats.fitted(asked)
-        bound = service.defaults.num_draft_tokens
-        answer = kind(asked, service.text, bound, int(time.time()))
-        return Generated(_generated(service, access, request, asked), closing, answer)
+        repeat = Repeat.of(headers, len(asked.requests), is_stream=body.stream)
+        return told(request, asked, kind, repeat)
+
+    def told(request: Request, asked: TranslatedBody, kind: AnswerKind, repeat: Repeat) -> Response:
+        answer = kind(asked, service.text, service.defaults.num_draft_tokens, int(time.time()))
+        events = _generated(service, access, request, asked, repeat)
+        return Generated(events, closing, answer, repeat.progress)
 
     @app.post("/v1/chat/completions", responses=answers(ChatCompletion, ChatCompletionChunk))
-    async def chat_completions(body: ChatBody, request: Request) -> Response:
+    async def chat_completions(body: ChatBody, request: Request, headers: Headers) -> Response:
         """Goes on with a conversation."""
-        return answered(request, body, ChatAnswer)
+        return answered(request, body, ChatAnswer, headers)
 
     @app.post("/v1/completions", responses=answers(Completion, CompletionChunk))
-    async def completions(body: CompletionBody, request: Request) -> Response:
+    async def completions(body: CompletionBody, request: Request, headers: Headers) -> Response:
         """Goes on with raw text or tokens."""
-        return answered(request, body, CompletionAnswer)
+        return answered(request, body, CompletionAnswer, headers)
 
     @app.post("/v1/responses", responses=answers(ResponseObject, ResponseEvent))
-    async def responses(body: ResponsesBody, request: Request) -> Response:
+    async def responses(body: ResponsesBody, request: Request, headers: Headers) -> Response:
         """Goes on with a conversation, of which nothing is kept."""
-        return answered(request, body, partial(ResponseAnswer, body))
+        return answered(request, body, partial(ResponseAnswer, body), headers)
 
-    told = {"description": _EVENTS, "content": {"text/event-stream": {}}}
+    @app.post("/v1/sessions/{answer_id}/resume", responses=_REST_OF_ANSWER)
+    async def resume(
+        answer_id: str, request: Request, headers: Headers, body: ResumeBody = _REST
+    ) -> Response:
+        """Goes on with the answer that has this id, or with its first choice."""
+        prefix, session_id = split_answer_id(answer_id, _RESUMED)
+        kind, whole = _RESUMED[prefix]
+        repeat = Repeat.of(headers, 1, session_id, is_stream=body.stream)
+        parameters = await service.stored_parameters(session_id, request.state.caller.tenant)
+        whole_body = body.as_part_of(whole, echo=parameters.prompt_logprobs is not None)
+        asked = TranslatedBody(whole_body, (parameters,), {})
+        return told(request, asked, kind, repeat)
 
-    @app.post("/api/generate", responses={200: told}, response_class=Response)
-    async def generate(body: NativeBody, request: Request) -> Response:
+    described = {"description": _EVENTS, "content": {"text/event-stream": {}}}
+
+    @app.post("/api/generate", responses={200: described}, response_class=Response)
+    async def generate(body: NativeBody, request: Request, headers: Headers) -> Response:
         """Goes on with a conversation or a prompt, and tells of every round."""
         if "stream" in body.model_fields_set and not body.stream:
             raise BadRequest("stream", "must be true, or be left out: events are always a stream")
@@ -413,8 +532,7 @@ def _add_generation(
         [one] = asked.requests
         one = replace(one, include_rounds=True, default_max_tokens=MAX_TOKENS_DEFAULT)
         asked = replace(asked, requests=(one,))
-        events = _generated(service, access, request, asked)
-        return Generated(events, closing, NativeEvents(service.text))
+        return told(request, asked, lambda *_: NativeEvents(service.text), Repeat.of(headers, 1))
 
 
 def _add_models(app: FastAPI, service: CoordinatorService) -> None:

@@ -148,6 +148,10 @@ def _few_values(value: Any) -> Any:
 Described = Annotated[dict[str, Any], BeforeValidator(_few_values)]
 
 
+B = TypeVar("B", bound=Body)
+NO_STREAM = "is for streams; set stream to true, or leave it out"
+
+
 class Speculation(Body):
     """How drafts are used for this request, and what is told of them."""
 
@@ -252,9 +256,7 @@ class ChoicesBody(GenerationBody):
         """Of `prompts`, with what each kind of body calls differently: fields of the requests, and
         the body's `names` for them."""
         if self.stream_options is not None and not self.stream:
-            raise BadRequest(
-                "stream_options", "is for streams; set stream to true, or leave it out"
-            )
+            raise BadRequest("stream_options", NO_STREAM)
         found, speculation = self._constraints(), self.speculation
         if len(found) > 1:
             reason = f"is given beside {found[0][0]}; allowed: one of them"
@@ -342,6 +344,22 @@ def _constraint(field: str, kind: str, value: Any) -> Constraint:
         case "choice", _:
             raise BadRequest(field, "is no list of texts")
     raise BadRequest(field, "is not supported; allowed: one of json, json_object, regex, choice")
+
+
+class ResumeBody(Body):
+    """How the rest of an answer is told."""
+
+    stream: bool = True
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+
+    def as_part_of(self, kind: type[B], **more: Any) -> B:
+        """A body that asks for such an answer and `more`, and says nothing else."""
+        if self.stream_options is not None and not self.stream:
+            raise BadRequest("stream_options", NO_STREAM)
+        return kind.model_construct(
+            **more, **{name: getattr(self, name) for name in type(self).model_fields}
+        )
 
 
 class CalledFunction(Body):

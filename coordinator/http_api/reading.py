@@ -35,6 +35,7 @@ from outrider.errors import (
     OutriderError,
     Overloaded,
     PermissionDenied,
+    SessionNotFound,
     Unavailable,
 )
 from outrider.limits import (
@@ -111,6 +112,8 @@ def error_body(error: Exception) -> dict[str, Any]:
     name, code, param = _KINDS[told.http_status]
     if isinstance(told, BadRequest):
         param = told.field or None
+    if isinstance(told, SessionNotFound):
+        code, param = _CODES[404], None
     return _body(told.message, name, param, code)
 
 

@@ -45,4 +45,7 @@ class MemoryStore(SessionStore):
 
     async def release(self, session_id: str, epoch: int, owner: str) -> None: ...
 
+    async def claim_key(self, key: str, value: str = "", replaces: str = "") -> str:
+        return value
+
     async def close(self) -> None: ...

@@ -11,6 +11,7 @@
     <prefix>session:{<id>}:tokens     string: all tokens, uint32 LE, from byte tokens_start to
                                       tokens_end (excluded)
     <prefix>session:{<id>}:logprobs   string: one JSON line per token after the prompt, likewise
+    <prefix>key:{<key>}               string: what `claim_key` keeps; expires
     <prefix>replicated                string: written before replicas are waited for
 
 The braces are literal. Every change is one Lua script (`lua/`). Redis does not roll a script back
@@ -78,6 +79,7 @@ _TAKE_OVER = Script("layout", "take_over", replicated=True)
 _FINISH = Script("layout", "admit", "finish", replicated=True)
 _LOAD = Script("layout", "load", replicated=True)
 _READ_PART = Script("read_part")
+_CLAIM_KEY = Script("claim_key", replicated=True)
 _CANCEL = "cancel:"
 """Before the id of a session that its owner is asked to end."""
 
@@ -208,6 +210,11 @@ class RedisStore(SessionStore):
         raise StoreUnavailable(
             f"session {session_id} changed its owner {LOAD_TRIES_MAX} times while it was read"
         )
+
+    async def claim_key(self, key: str, value: str = "", replaces: str = "") -> str:
+        call = (f"{self._key_prefix}key:{{{key}}}",), (value, replaces, self.session_ttl_ms)
+        found: bytes = await self._scripts.run(_CLAIM_KEY, call)
+        return found.decode()
 
     async def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from outrider.errors import DataLoss, NotFound, OutriderError, Unavailable
+from outrider.errors import DataLoss, OutriderError, SessionNotFound, Unavailable
 from outrider.limits import TAKE_OVER_RETRY_MS
 from outrider.speculation.sampling_params import Rule
 from outrider.tokens import TokenSequence
@@ -197,13 +197,18 @@ class SessionStore(Protocol):
     async def load(self, session_id: str) -> SessionRecord:
         """Reads a session. Raises `NotFound`."""
 
+    async def claim_key(self, key: str, value: str = "", replaces: str = "") -> str:
+        """Keeps a value under a key that has none, or that has the one which it replaces. Returns
+        what the key has now; empty = nothing. Without a value it only asks. What a key has stays
+        for at least as long as a session that is opened now, and expires."""
+
     async def close(self) -> None:
         """Closes connections; what is stored stays."""
 
 
-def not_found(session_id: str) -> NotFound:
-    """The session never was, or its time to live is over."""
-    return NotFound(f"there is no session {session_id}")
+def not_found(session_id: str) -> SessionNotFound:
+    """Says that there is no such session; also of another tenant's."""
+    return SessionNotFound(f"there is no session {session_id}")
 
 
 def contended(session_id: str) -> Unavailable:

@@ -3,6 +3,7 @@ it."""
 
 import itertools
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,6 +20,7 @@ from tests.fuzz.valid import TOKENS
 
 WAIT_S: Final = 60.0
 Json = dict[str, Any]
+ANSWER_ID: Final = "{answer_id}"
 _DEPTH_MAX: Final = 4
 _METHODS: Final = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE", "TRACE", "QUERY")
 _ANYTHING: Final = st.recursive(
@@ -33,6 +35,7 @@ _KINDS: Final[dict[str, st.SearchStrategy[Any]]] = {
 _BASES: Final = {
     "ChatBody": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
     "CompletionBody": {"prompt": [1, 2, 3], "max_tokens": 4},
+    "ResumeBody": {},
     "ResponsesBody": {"input": "hi", "max_output_tokens": 4},
     "TokenizeBody": {"prompt": "hi"},
     "DetokenizeBody": {"tokens": [1, 2, 3]},
@@ -67,7 +70,16 @@ _HEADERS: Final[tuple[tuple[str, str], ...]] = (
     ("x-http-method-override", "DELETE"),
     ("host", "elsewhere"),
     ("last-event-id", "1"),
+    ("last-event-id", "3:2-1f-1+0-1-1"),
+    ("last-event-id", "1:0-0-1"),
+    ("idempotency-key", "k"),
+    ("idempotency-key", "l"),
+    ("idempotency-key", "x" * 129),
+    ("idempotency-key", "\x7f"),
 )
+
+
+_NEW_ID: Final = re.compile(r'"id":"((?:chat)?cmpl-[0-9a-f]{32})"')
 
 
 @dataclass(frozen=True)
@@ -195,7 +207,10 @@ def requests(document: Document) -> st.SearchStrategy[HttpCall]:
     @st.composite
     def request(draw: st.DrawFn) -> HttpCall:
         method, route, operation = draw(st.sampled_from(operations))
-        path = route.replace("{name}", quote(draw(TEXTS).encode("utf-8", "replace")[:2000]))
+        text = quote(draw(TEXTS).encode("utf-8", "replace")[:2000])
+        path = route.replace("{name}", text)
+        if draw(st.booleans()):  # Else it is the newest answer's.
+            path = path.replace(ANSWER_ID, text)
         other = draw(st.sampled_from(("", "", "", "", "", "?a=b&a=c", "/", "//", "/../health")))
         body = draw(document.bodies(operation))
         headers: tuple[tuple[str, str], ...] = ()
@@ -226,6 +241,7 @@ class HttpFeed:
             place: httpx.Client(base_url=f"http://{started.addresses[place]}", timeout=WAIT_S)
             for place in ("open_http", "locked_http")
         }
+        self._answer_id = "none"
         answer = self._clients["open_http"].get("/openapi.json")
         self.document = Document(answer.raise_for_status().json())
 
@@ -236,7 +252,10 @@ class HttpFeed:
         headers = [*call.headers, *shown]
         try:
             with client.stream(
-                call.method, call.path, content=call.body, headers=headers
+                call.method,
+                call.path.replace(ANSWER_ID, self._answer_id),
+                content=call.body,
+                headers=headers,
             ) as response:
                 text = _read(call, response)
         except httpx.RemoteProtocolError as error:
@@ -248,9 +267,11 @@ class HttpFeed:
             self._ledger.count("http", type(error).__name__)  # Never sent, or refused unread.
             return
         self._ledger.count("http", response.status_code)
+        if found := _NEW_ID.search(text):
+            self._answer_id = found[1]
         if '"code":"internal_error"' in text:
             self._ledger.fail(again, f"{response.status_code} {text[-500:]}", call)
-        elif response.status_code >= 500 and not _is_late(response):
+        elif response.status_code >= 500 and not (_is_late(response) or _may_wait(call, response)):
             self._ledger.fail(again, f"{response.status_code} {text[:500]}", call)
         elif complaint := self.document.complaint(call, response):
             self._ledger.fail(again, complaint, call)
@@ -264,6 +285,12 @@ def _read(call: HttpCall, response: httpx.Response) -> str:
     if "event-stream" not in response.headers.get("content-type", ""):
         return response.read().decode("utf-8", "replace")
     return "\n".join(itertools.islice(response.iter_lines(), call.num_lines))
+
+
+def _may_wait(call: HttpCall, response: httpx.Response) -> bool:
+    """Whether another stream may have the session of a request that is made again."""
+    repeats = call.path.endswith("/resume") or "idempotency-key" in dict(call.headers)
+    return repeats and response.status_code == 503 and "retry-after" in response.headers
 
 
 def _is_late(response: httpx.Response) -> bool:

@@ -242,7 +242,7 @@ async def test_what_a_dead_coordinator_ran_is_free_again(
         with pytest.raises(Overloaded):
             async with living.admit(caller):
                 pass
-        async with dead.admit(caller, resumes="5" * 32):
+        async with dead.admit(caller, resumes=["5" * 32]):
             dead._renewing.cancel()
         await asyncio.sleep(3.0)
         async with living.admit(caller):

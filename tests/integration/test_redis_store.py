@@ -150,6 +150,12 @@ class StoreMachine(RuleBasedStateMachine):
         )
         assert found == expected
 
+    @rule(key=ids, value=st.sampled_from(["", "a", "b"]), replaces=st.sampled_from(["", "a"]))
+    def claim_key(self, key: str, value: str, replaces: str) -> None:
+        found = self.run(self.store.claim_key(key, value, replaces))
+        assert found == self.run(self.model.claim_key(key, value, replaces))
+        assert not found or self.admin.pttl(f"{self.prefix}key:{{{key}}}") > 0
+
     @rule(owner=owners)
     def hold_lease(self, owner: str) -> None:
         assert self.run(self.store.hold_lease(owner)) == self.run(self.model.hold_lease(owner))

@@ -22,7 +22,7 @@ async def generation(
     access: AccessControl, caller: Caller = LIMITED, resumes: str = "", session_id: str = SESSION
 ) -> AsyncGenerator[Event]:
     """As the gRPC API counts it."""
-    async with access.admit(caller, resumes) as grant:
+    async with access.admit(caller, [resumes] if resumes else []) as grant:
         for event in (Started(session_id, "model", 1, Rule.TOKEN), TOKENS, FINISHED):
             await grant.note(event)
             yield event
@@ -117,7 +117,7 @@ async def test_a_slot_whose_grant_was_lost_is_given_back(error: Exception | None
     """But not that of a session that is resumed, which may be another stream's."""
     slots = LateSlots(error)
     access = AccessControl(None, slots)
-    for resumes in ("", SESSION):
+    for resumes in ([], [SESSION]):
         admitting = asyncio.create_task(access.admit(LIMITED, resumes).__aenter__())
         await asyncio.sleep(0)
         assert len(slots.taken) == 1
@@ -125,5 +125,5 @@ async def test_a_slot_whose_grant_was_lost_is_given_back(error: Exception | None
         await asyncio.gather(admitting, return_exceptions=True)
         for _ in range(3):
             await asyncio.sleep(0)
-        assert slots.taken == ({SESSION} if resumes else set())
+        assert slots.taken == set(resumes)
     await access.close()

@@ -24,6 +24,7 @@ from coordinator.http_api.app import (
     HttpOptions,
     build_app,
 )
+from coordinator.http_api.progress import Progress
 from coordinator.http_api.tool_parsers import ChatFormats
 from outrider.api_keys import Caller, add_key
 from outrider.errors import BadRequest, Overloaded, Unavailable
@@ -258,7 +259,9 @@ async def test_an_answer_that_is_not_waited_for_is_closed(
         raise OSError("broken")
 
     answer: Any = SimpleNamespace(take=lambda *_: told)
-    call = Generated(events(), asyncio.Event(), answer)({}, asyncio.Event().wait, broken)  # type: ignore[arg-type]
+    call = Generated(events(), asyncio.Event(), answer, Progress(1))(
+        {}, asyncio.Event().wait, broken
+    )  # type: ignore[arg-type]
     running = asyncio.create_task(call)
     for _ in range(num_turns):
         await asyncio.sleep(0)

@@ -278,7 +278,7 @@ def told(stream: str) -> list[dict[str, Any]]:
     assert end == ""
     found = []
     for number, each in enumerate(parts):
-        name, data = each.split("\n")
+        name, data, *_ = each.split("\n")
         event = json.loads(data.removeprefix("data: "))
         assert (name, event["sequence_number"]) == (f"event: {event['type']}", number)
         TypeAdapter(ResponseStreamEvent).validate_python(event)

@@ -1,0 +1,145 @@
+"""How a stream goes on after a break: the id of each of its events says how far each choice has
+been told, and the key of a request makes a repeated one the same.
+
+An answer is made anew from its first event on, and what its client has is left out. So what is told
+later may depend on all that came before, and on nothing that is not stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+from coordinator.decoding.sessions import RequestKey
+from outrider.errors import BadRequest, SessionNotFound
+from outrider.limits import EVENT_ID_CHOICES_MAX, IDEMPOTENCY_KEY_CHARS_MAX
+from outrider.request import Event, PromptTokens, ResumeRequest, RoundReport, Tokens
+from outrider.tokens import EMPTY_DIGEST, extend_digest
+
+_CHOICE = r"\d{1,9}-[0-9a-f]{1,16}-\d{1,9}"
+_EVENT_ID = re.compile(
+    rf"(?P<num_parts>\d{{1,9}}):(?P<choices>{_CHOICE}(\.{_CHOICE})*)(\+(?P<begun>\d{{1,2}}-\d{{1,9}}-\d{{1,3}}))?",
+    re.ASCII,
+)
+_KEY = re.compile(rf"[ -~]{{1,{IDEMPOTENCY_KEY_CHARS_MAX}}}")
+_ID_CHARS_MAX = 64
+"""Of a wrong id that is told back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """In the events of one choice."""
+
+    num_tokens: int = 0
+    digest: int = EMPTY_DIGEST
+    """Of these tokens."""
+    num_others: int = 0
+    """Tokens of the prompt, and events without tokens: `Started`, text that was held back,
+    `Finished`."""
+
+    def after(self, event: Event) -> Position:
+        if isinstance(event, Tokens) and event.token_ids:
+            num_tokens = event.first_index + len(event.token_ids)
+            digest = reduce(extend_digest, event.token_ids, self.digest)
+            return replace(self, num_tokens=num_tokens, digest=digest)
+        num_others = len(event.token_ids) if isinstance(event, PromptTokens) else 1
+        return replace(self, num_others=self.num_others + num_others)
+
+
+class Progress:
+    """What a client has been told of the choices of a request."""
+
+    def __init__(self, num_choices: int, last_event_id: str | None = None) -> None:
+        """Of one that has this event, and those before it; None = none. Raises `BadRequest`."""
+        self._now = [Position()] * num_choices
+        """Behind the newest event of each choice, and behind the newest of which anything is told:
+        what a choice holds back is told with a later one."""
+        self._said = [*self._now]
+        self._num_parts = self.shift = 0
+        """Parts of events that the client has; and how many more they are than have been made here.
+        """
+        self._told, self._begun = [*self._now], (0, 0, 0)
+        """What need not be told again: up to a position of each choice; and of an event behind
+        one, of which several parts are told: its choice, its number of tokens, and how many parts.
+        """
+        if last_event_id is None:
+            return
+        found = _EVENT_ID.fullmatch(last_event_id)
+        choices = found["choices"].split(".") if found else []
+        if found is None or len(choices) != num_choices:
+            raise BadRequest("Last-Event-ID", "is no id of an event of this request")
+        split = [one.split("-") for one in choices]
+        self._told = [Position(int(n), int(digest, 16), int(m)) for n, digest, m in split]
+        self._num_parts = self.shift = int(found["num_parts"])
+        if found["begun"]:
+            index, num_tokens, num_parts = map(int, found["begun"].split("-"))
+            self._begun = index, num_tokens, num_parts
+
+    def resume_request(self, index: int, session_id: str = "") -> ResumeRequest:
+        """Asks for all events of a choice."""
+        told = self._told[index]
+        begun, num_tokens, _ = self._begun
+        end = told.num_tokens + (num_tokens if begun == index else 0)
+        return ResumeRequest(
+            session_id, told.num_tokens, tokens_digest=told.digest, cuts=(told.num_tokens, end)
+        )
+
+    def is_behind(self, index: int) -> bool:
+        """Whether events of the choice are still to come that its client has."""
+        now, told = self._now[index], self._told[index]
+        return now.num_tokens < told.num_tokens or now.num_others < told.num_others
+
+    def untold(
+        self, index: int, event: Event, parts: Sequence[dict[str, Any]]
+    ) -> Iterator[tuple[dict[str, Any], str]]:
+        """Each part of an event which the client lacks, with its id."""
+        before, is_known, num_told = self._now[index], self.is_behind(index), 0
+        if isinstance(event, RoundReport):  # Is never told again.
+            after, is_known = before, False
+        else:
+            after = before.after(event)
+            if parts and not is_known and self._begun[0] == index:
+                num_told, self._begun = self._begun[2], (0, 0, 0)
+        for place, part in enumerate(parts, 1):
+            if is_known or place <= num_told:
+                self.shift -= 1
+                self._said[index] = after if is_known else self._said[index]
+                continue
+            self._num_parts += 1
+            num_tokens = after.num_tokens - self._said[index].num_tokens
+            begun = f"+{index}-{num_tokens}-{place}"
+            if place == len(parts):
+                begun, self._said[index] = "", after
+            yield part, self._id(begun)
+        self._now[index] = after
+
+    def _id(self, begun: str = "") -> str:
+        if len(self._now) > EVENT_ID_CHOICES_MAX:
+            return ""
+        each = (f"{one.num_tokens}-{one.digest:x}-{one.num_others}" for one in self._said)
+        return f"{self._num_parts}:{'.'.join(each)}{begun}"
+
+
+def request_keys(key: str, tenant: str, request: bytes, num_choices: int) -> list[RequestKey]:
+    """Of each choice of a request with an `Idempotency-Key`. Raises `BadRequest`."""
+    if not _KEY.fullmatch(key):
+        raise BadRequest(
+            "Idempotency-Key",
+            f"must be 1 to {IDEMPOTENCY_KEY_CHARS_MAX} printable ASCII characters",
+        )
+    digest = hashlib.sha256(request).hexdigest()
+    names = (json.dumps([tenant, key, index]).encode() for index in range(num_choices))
+    return [RequestKey(hashlib.sha256(name).hexdigest(), digest) for name in names]
+
+
+def split_answer_id(answer_id: str, prefixes: Iterable[str]) -> tuple[str, str]:
+    """The prefix of an answer's id, and the session that it names. Raises `SessionNotFound`."""
+    found = re.fullmatch(rf"({'|'.join(prefixes)})([0-9a-f]{{32}})", answer_id)
+    if found is None:
+        raise SessionNotFound(f"there is no session {answer_id[:_ID_CHARS_MAX]}")
+    return found[1], found[2]

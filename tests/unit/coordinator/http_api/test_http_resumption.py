@@ -1,0 +1,388 @@
+"""Streams by HTTP that go on after a break, and requests that are made again: at coordinators of
+one store."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from coordinator_bench import Bench
+from twin_store import TwinStore
+
+from coordinator.auth.access_control import AccessControl, watch_keys
+from coordinator.http_api.app import build_app
+from coordinator.http_api.server import HttpOptions
+from outrider.api_keys import given_keys
+from outrider.errors import StoreUnavailable, Unavailable
+from outrider.limits import IDEMPOTENCY_KEY_CHARS_MAX
+
+pytestmark = pytest.mark.virtual
+
+GRACE_S = 5.0
+API_KEYS = ["a" * 32, "b" * 32]
+"""Each of a tenant of its own."""
+OTHER = {"authorization": f"Bearer {API_KEYS[1]}"}
+KEY = {"Idempotency-Key": "k"}
+SEEDED = {"seed": 7, "max_tokens": 12, "stream": True, "speculation": {"rule": "coupled"}}
+CHAT = {
+    **SEEDED, "messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 1,
+    "stream_options": {"include_usage": True}, "return_token_ids": True,
+}  # fmt: skip
+TEXT = {**SEEDED, "prompt": [1, 2], "logprobs": 1, "return_token_ids": True}
+RESPONSE = {
+    "input": "hi", "max_output_tokens": 12, "include": ["message.output_text.logprobs"],
+    "seed": 7, "speculation": {"rule": "coupled"}, "stream": True,
+}  # fmt: skip
+FORMS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("/v1/chat/completions", CHAT),
+    "choices": ("/v1/chat/completions", {**CHAT, "n": 3}),
+    "prompts": ("/v1/completions", {**TEXT, "prompt": [[1, 2], [3]], "stop": ["cd"]}),
+    "echo": ("/v1/completions", {**TEXT, "prompt": [3] * 40, "echo": True}),
+    "response": ("/v1/responses", RESPONSE),
+    "events": ("/api/generate", TEXT),
+}
+Told = tuple[str, Any]
+"""The id of an event, and its data."""
+
+
+class Letters:
+    """A tokenizer of one letter a token, which is told once the next one has come."""
+
+    token_bytes_max = 4
+    chat_template = ""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def encode_chat(self, *_: Any) -> list[int]:
+        return [1, 2, 3]
+
+    def decode(self, token_ids: Sequence[int], *_: Any) -> str:
+        return "".join(self.spell(one).decode() for one in token_ids)
+
+    def is_special(self, token_id: int) -> bool:
+        return False
+
+    def spell(self, token_id: int) -> bytes:
+        return chr(97 + token_id % 26).encode()
+
+    def stream(self, *_: Any) -> "Letters":
+        return Letters()
+
+    def push(self, token_id: int) -> str:
+        told, self._last = self._last, self.spell(token_id).decode()
+        return told
+
+    def finish(self) -> str:
+        return self._last
+
+
+class Mortal:
+    """A coordinator's way to the store, until it dies."""
+
+    def __init__(self, store: TwinStore) -> None:
+        self._store = store
+        self.dead = False
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*arguments: Any) -> Any:
+            if self.dead and name != "close":
+                raise StoreUnavailable("the coordinator is dead")
+            return await getattr(self._store, name)(*arguments)
+
+        return call
+
+
+class Coordinator(Bench):
+    """One that is called by HTTP."""
+
+    def __init__(self, store: TwinStore, first: "Coordinator | None" = None) -> None:
+        self.mortal = Mortal(store)
+        super().__init__(
+            text=Letters(), store=self.mortal,  # type: ignore[arg-type]
+            name="c" if first is None else "d", target=None if first is None else first.target,
+            resume_grace_ms=int(GRACE_S * 1e3), length_control=False,
+        )  # fmt: skip
+        self.closing = asyncio.Event()
+        access = AccessControl(watch_keys(None, given_keys(",".join(API_KEYS))))
+        self.app = build_app(self.service, self.closing, HttpOptions(access=access))
+        self.twin = store
+
+    async def call(
+        self,
+        path: str,
+        body: Any = None,
+        headers: Mapping[str, str] = {},
+        leaves_after: int = 10_000,
+        dies: bool = False,
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and content, as far as it has come when the client leaves after so many
+        parts, maybe as the coordinator `dies`."""
+        parts = list[bytes]()
+        head: dict[str, Any] = {}
+        gone = asyncio.Event()
+        sent = [{"type": "http.request", "body": json.dumps(body).encode() if body else b""}]
+
+        async def receive() -> Any:
+            if sent:
+                return sent.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if gone.is_set():
+                return
+            head.update(message)
+            parts.append(message.get("body", b""))
+            if sum(map(bool, parts)) >= leaves_after:
+                self.mortal.dead = dies
+                gone.set()
+                await asyncio.Event().wait()
+
+        given = {
+            "content-type": "application/json", "authorization": f"Bearer {API_KEYS[0]}", **headers
+        }  # fmt: skip
+        scope = {
+            "type": "http", "method": "POST", "path": path, "query_string": b"",
+            "headers": [(name.lower().encode(), one.encode()) for name, one in given.items()],
+        }  # fmt: skip
+        await self.app(scope, receive, send)
+        names = {name.decode(): value.decode() for name, value in head["headers"]}
+        return head["status"], names, b"".join(parts)
+
+    async def whole(self, *arguments: Any) -> bytes:
+        """The answer, for a client that asks again as OpenAI's do."""
+        while True:
+            status, headers, content = await self.call(*arguments)
+            if status == 200:
+                return content
+            assert status in (409, 503), content
+            await asyncio.sleep(int(headers.get("retry-after", "1")))
+
+    async def stream(self, *arguments: Any) -> list[Told]:
+        """Its events."""
+        return events_of(await self.whole(*arguments))
+
+    async def refusal(self, *arguments: Any) -> tuple[int, str | None, str]:
+        """Status, field and code of the answer."""
+        status, _, content = await self.call(*arguments)
+        error = json.loads(content)["error"]
+        return status, error["param"], error["code"]
+
+    def lengths(self) -> list[int]:
+        """Of the answers of all sessions that are stored, but for those that were not wanted."""
+        records = [one.record for one in self.twin.snapshot().values()]
+        assert None not in [one.finish_reason for one in records]
+        lengths = [len(one.token_ids) - one.prompt_length for one in records]
+        return [length for length in lengths if length]
+
+
+def events_of(content: bytes) -> list[Told]:
+    found = list[Told]()
+    for block in content.decode().split("\n\n")[:-1]:
+        fields = dict(line.split(": ", 1) for line in block.split("\n"))
+        data = fields["data"]
+        found.append((fields.get("id", ""), data if data == "[DONE]" else json.loads(data)))
+    return found
+
+
+@asynccontextmanager
+async def two() -> AsyncIterator[tuple[Coordinator, Coordinator]]:
+    """Of one store and one target."""
+    loop = asyncio.get_running_loop()
+    store = TwinStore(lambda: loop.time() * 1e3)
+    first = Coordinator(store)
+    second = Coordinator(store, first)
+    await first.service.start()
+    await second.service.start()
+    yield first, second
+    await first.service.close()
+    await second.service.close()
+    for one in (first, second):
+        one.service.check_integrity()
+
+
+def summary(told: list[Told]) -> dict[str, Any]:
+    """All that does not depend on how tokens are divided into events, nor on when they came."""
+    found: dict[str, Any] = {"DONE": 0, "parts": [], "usage": [], "numbers": []}
+    for event_id, event in told:
+        assert bool(event_id) == (event != "[DONE]")
+        if event == "[DONE]":
+            found["DONE"] += 1
+        elif event.get("type", "").startswith("response."):
+            found["numbers"].append(event["sequence_number"])
+            for key, value in event.items():
+                if key in ("delta", "text"):
+                    found[key] = found.get(key, "") + value
+            response = event.get("response", {})
+            found["parts"] += [one["content"] for one in response.get("output", ())]
+            found["usage"] += [response["usage"]] if response.get("usage") else []
+        elif event.get("type") in ("started", "tokens", "finished"):
+            found["parts"] += [event["type"]] * (event["type"] != "tokens")
+            for token_id, text in zip(
+                event.get("token_ids", ()), event.get("texts", ()), strict=True
+            ):
+                found["parts"].append((token_id, text))
+            found["text"] = found.get("text", "") + event.get("text_delta", "")
+        else:
+            found["usage"] += [event["usage"]] if event.get("usage") else []
+            for choice in event.get("choices", ()):
+                add_choice(found.setdefault(str(choice["index"]), {}), choice)
+    found["numbers"] = found["numbers"] == [*range(len(found["numbers"]))]
+    return found
+
+
+def add_choice(found: dict[str, Any], choice: dict[str, Any]) -> None:
+    delta = choice.get("delta", {"content": choice.get("text", "")})
+    found["roles"] = found.get("roles", 0) + ("role" in delta)
+    found["text"] = found.get("text", "") + delta.get("content", "")
+    found["token_ids"] = found.get("token_ids", []) + choice.get("token_ids", [])
+    found["ends"] = found.get("ends", []) + [choice["finish_reason"]] * bool(
+        choice["finish_reason"]
+    )
+    for key, value in (choice["logprobs"] or {}).items():
+        if isinstance(value, list):
+            found[key] = found.get(key, []) + value
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_a_stream_goes_on_after_any_of_its_events(form: str) -> None:
+    """At another coordinator, while the first one lives, and once it has died; the whole is what an
+    unbroken stream tells, and no token is decoded twice."""
+    path, body = FORMS[form]
+    async with two() as (first, _):
+        whole = await first.stream(path, body)
+        num_choices = len(first.lengths())
+    for num_events in range(1, len(whole)):
+        async with two() as (first, second):
+            dies = bool(num_events % 2)
+            status, _, content = await first.call(path, body, KEY, num_events, dies)
+            assert status == 200
+            told = events_of(content)
+            assert len(told) == num_events
+            rest = await second.stream(path, body, {**KEY, "Last-Event-ID": told[-1][0]})
+            assert summary(told + rest) == summary(whole), num_events
+            assert len(second.lengths()) == num_choices
+            again = await second.stream(path, body, KEY)
+            assert summary(again) == summary(whole)
+
+
+@pytest.mark.parametrize("form", ["chat", "prompts"])
+async def test_requests_at_the_same_moment_are_one(form: str) -> None:
+    """At one coordinator and at two, whole and streamed: each client has all of it in the end."""
+    path, body = FORMS[form]
+    whole_body = {**body, "stream": False}
+    whole_body.pop("stream_options", None)
+    async with two() as (first, second):
+        asking = [one.whole(path, whole_body, KEY) for one in (first, first, second, second)]
+        answers = [json.loads(one) for one in await asyncio.gather(*asking)]
+        num_choices = len(answers[0]["choices"])
+        assert len(first.lengths()) == num_choices
+        for answer in answers:
+            assert answer["choices"] == answers[0]["choices"]
+            assert answer["usage"]["completion_tokens"] == sum(first.lengths())
+        streamed = await asyncio.gather(
+            *(one.stream(path, body, {"Idempotency-Key": "other"}) for one in (first, second))
+        )
+        assert summary(streamed[0]) == summary(streamed[1])
+        assert len(first.lengths()) == 2 * num_choices
+
+
+@pytest.mark.parametrize("form", ["chat", "choices"])
+async def test_what_is_told_of_an_answer_by_its_id(form: str) -> None:
+    """Its coordinator has died, and its client gave no key: chunks, or the answer, of its first
+    choice. While its coordinator lives it ends with its client."""
+    path, body = FORMS[form]
+    async with two() as (first, second):
+        whole = summary(await first.stream(path, body))
+        _, _, content = await first.call(path, body, leaves_after=3, dies=True)
+        told = events_of(content)
+        resume = f"/v1/sessions/{told[0][1]['id']}/resume"
+        more = {name: body[name] for name in ("stream_options", "return_token_ids")}
+        if form == "chat":
+            last = {"Last-Event-ID": told[-1][0]}
+            assert summary(told + await second.stream(resume, more, last)) == whole
+        else:
+            assert summary(await second.stream(resume, more))["0"] == whole["0"]
+        answer = json.loads(await second.whole(resume, {"stream": False}))
+        assert answer["choices"][0]["message"]["content"] == whole["0"]["text"]
+        assert answer["choices"][0]["logprobs"]["content"] == whole["0"]["content"]
+        for headers in (OTHER, {}):
+            wanted = resume if headers else "/v1/sessions/chatcmpl-" + "f" * 32 + "/resume"
+            assert await second.refusal(wanted, None, headers) == (404, None, "not_found")
+        assert (await second.refusal("/v1/sessions/7/resume"))[0] == 404
+        _, _, content = await second.call(path, body, leaves_after=3)
+        resume = f"/v1/sessions/{events_of(content)[0][1]['id']}/resume"
+        await asyncio.sleep(0.5)
+        *_, end, usage, _ = await second.stream(resume, {"stream_options": {"include_usage": True}})
+        assert end[1]["choices"][0]["stop_reason"] == "cancelled"
+        assert usage[1]["usage"]["completion_tokens"] < 12
+
+
+async def test_a_key_is_its_tenants_and_of_one_request() -> None:
+    path, body = FORMS["chat"]
+    async with two() as (first, second):
+        told = await first.stream(path, body, KEY)
+        refused = (400, "Idempotency-Key", "invalid_value")
+        for other in ({**body, "seed": 8}, {**body, "n": 2}):
+            assert await second.refusal(path, other, KEY) == refused
+        for key in ("", "x" * (IDEMPOTENCY_KEY_CHARS_MAX + 1), "\u00e9", "a\tb"):
+            assert await second.refusal(path, body, {"Idempotency-Key": key}) == refused
+        assert len(first.lengths()) == 1
+        refused = (400, "Last-Event-ID", "invalid_value")
+        last = told[-2][0]
+        number, _, place = last.partition(":")
+        others = [f"{number}:{int(place.partition('-')[0]) + 1}-{place.partition('-')[2]}"]
+        others += [f"{number}:3-1-1", "7", "", last + ".0-0-0", last + "+", "\u0663" + last]
+        for event_id in others:
+            headers = {**KEY, "Last-Event-ID": event_id}
+            assert await second.refusal(path, body, headers) == refused, event_id
+        assert await second.refusal(path, body, {"Last-Event-ID": last}) == refused
+        assert summary(await second.stream(path, body, {**KEY, **OTHER})) == summary(told)
+        assert len(first.lengths()) == 2
+        headers = {**KEY, **OTHER, "Idempotency-Key": "theirs", "Last-Event-ID": last}
+        assert await second.refusal(path, body, headers) == (404, None, "not_found")
+
+
+async def test_what_a_key_keeps_expires() -> None:
+    """A client that leaves may come back for a while; then its answer ends as it is, and is told
+    so. A request whose session has expired is a new one, unless its client has tokens of it."""
+    path, body = FORMS["chat"]
+    async with two() as (first, second):
+        _, _, content = await first.call(path, body, KEY, leaves_after=4)
+        last = {**KEY, "Last-Event-ID": events_of(content)[-1][0]}
+        await asyncio.sleep(GRACE_S + 1)
+        *_, end, _, _ = await second.stream(path, body, last)
+        assert end[1]["choices"][0]["stop_reason"] == "cancelled"
+        await asyncio.sleep(second.twin.finished_ttl_ms / 1e3)
+        assert await second.refusal(path, body, last) == (404, None, "not_found")
+        whole = await second.stream(path, body, KEY)
+        assert second.lengths() == [12]
+        assert summary(await first.stream(path, body, KEY)) == summary(whole)
+        await asyncio.sleep(second.twin.session_ttl_ms / 1e3)
+        assert await second.twin.claim_key(*second.twin._keys) == ""
+
+
+async def test_a_request_with_a_key_outlasts_errors() -> None:
+    """A retry goes on where the error was, at whichever coordinator; also where it came before the
+    first token."""
+    path, body = FORMS["chat"]
+    async with two() as (first, second):
+        whole = summary(await first.stream(path, body))
+        send = first.target_link.send
+        for num_rounds in (0, 2):
+
+            def failing(item: Any, num_rounds: int = num_rounds) -> Any:
+                if item.head.round >= num_rounds:
+                    raise Unavailable("gone")
+                return send(item)
+
+            key = {"Idempotency-Key": f"{num_rounds}"}
+            first.target_link.send = failing  # type: ignore[method-assign]
+            status, _, content = await first.call(path, body, key)
+            assert (status, b'"gone"' in content) == (200 if num_rounds else 503, True)
+            first.target_link.send = send  # type: ignore[method-assign]
+            assert summary(await second.stream(path, body, key)) == whole
+            assert {*second.lengths()} == {12}
