@@ -20,6 +20,7 @@ from outrider.api_keys import given_keys
 from outrider.drafters.names import (
     AUTO,
     EAGLE3,
+    MTP,
     NOT_ON_VLLM,
     DrafterChoice,
     DraftModel,
@@ -640,12 +641,15 @@ class DeploymentConfig:
             )
         if self.draft.model == AUTO:
             object.__setattr__(self, "draft", replace(self.draft, model=LookupKind.SUFFIX.value))
-        ranks = self.target.tensor_parallel_size
-        apart = self.draft.eagle3_on == "draft" and self.draft.drafter.kind == EAGLE3
-        if self.draft.drafter.kind == EAGLE3 and not apart:  # The leader has the head.
+        ranks, kind = self.target.tensor_parallel_size, self.draft.drafter.kind
+        apart = self.draft.eagle3_on == "draft" and kind == EAGLE3
+        takes = "which takes one rank"
+        if kind == MTP and self.target.engine != VLLM:
+            takes += ", or --engine vllm"
+        elif kind in (EAGLE3, MTP) and not apart:  # The leader has the head.
             ranks = 1
         for key, value, reason in (
-            ("tensor_parallel_size", ranks if ranks > 1 else 0, "which takes one rank"),
+            ("tensor_parallel_size", ranks if ranks > 1 else 0, takes),
             ("look_ahead", self.coordinator.look_ahead, "once the outcome is known"),
         ):
             if value and self.draft.drafter.reads_target:

@@ -25,8 +25,9 @@ _NEXT_NAMES = {
 
 
 def mtp_target(
-    family: str, vocab_size: int = 32, max_model_len: int = 128, dtype: torch.dtype = torch.float32
-) -> Any:
+    family: str, vocab_size: int = 32, max_model_len: int = 128,
+    dtype: torch.dtype = torch.float32, **changes: int,
+) -> Any:  # fmt: skip
     """A random target of a family that has MTP layers, with experts, without its MTP layer."""
     sizes = tiny_config("llama", vocab_size, max_model_len).to_dict()
     kept = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim",
@@ -34,7 +35,7 @@ def mtp_target(
     shared = {key: sizes[key] for key in kept} | {
         "tie_word_embeddings": False, "moe_intermediate_size": 16, "num_experts_per_tok": 2,
         "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-    }  # fmt: skip
+    } | changes  # fmt: skip
     routed = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
     match family:
         case "deepseek_v3":

@@ -28,7 +28,6 @@ _DIRECTORIES = {MEDUSA: "the heads", EARLY_EXIT: "the exit head", EAGLE3: "the h
 _KINDS = (_QUANTIZED, _HYBRID, MTP, *_DIRECTORIES)
 NOT_ON_VLLM = {
     EARLY_EXIT: "drafts with the target's first layers, which vllm does not run alone",
-    MTP: "runs as a layer of the target's own module, which vllm does not have",
 }
 """Kinds that need a target on transformers, and why."""
 _KIND = re.compile(r"[A-Za-z][\w-]+")

@@ -121,6 +121,7 @@ class VllmEngine(PagedSequences):
         enforce_eager: bool = False,
         draft_layer: LoadedDraftHead | None = None,
         draft_check: DraftCheck | None = None,
+        draft_reads_output: bool = False,
         **options: Unpack[LoadOptions],
     ) -> None:
         """The model in `path`, or the share of it that one of `ranks` has, with at most
@@ -130,9 +131,9 @@ class VllmEngine(PagedSequences):
         Steps are compiled, and captured on a CUDA device, unless `enforce_eager`. `deterministic`:
         they are not, and logits are bit-equal whatever else is in a step. With a `draft_layer`,
         which of ranks the leader alone has, it has `features` and `forward_draft` for it, once it
-        has passed the `draft_check`, which of ranks all have. Raises `ConfigError` for a model that
-        vLLM does not load, whose state cannot be cut back, or that does not show what such a layer
-        reads."""
+        has passed the `draft_check`, which all have. `draft_reads_output`: what the model puts out
+        is read, and none of its layers. Raises `ConfigError` for a model that vLLM does not load,
+        whose state cannot be cut back, or that does not show what such a layer reads."""
         self._device, self._ranks = use_device(**options), ranks
         self._deterministic = deterministic
         name, compiles = options.get("name", str(path)), not (enforce_eager or deterministic)
@@ -147,7 +148,7 @@ class VllmEngine(PagedSequences):
                 self._join_groups()
                 self._model: Any = get_model(vllm_config=self._config).eval()
                 if draft_check is not None:
-                    self._take_head(draft_layer, name)
+                    self._take_head(draft_layer, name, draft_reads_output)
                 if ranks is not None:
                     ranks.wait_for_all()
                 reserve = _CAPTURED_BYTES if captures else 0
@@ -164,14 +165,13 @@ class VllmEngine(PagedSequences):
         self._ids, self._positions = (
             torch.zeros(most, dtype=torch.int64, device=self._device) for _ in range(2)
         )
-        self._sizes: list[int] = []
-        """Numbers of tokens that captured steps are padded to, ascending."""
+        self._sizes: list[int] = []  # Of captured steps, ascending: steps are padded to them.
         self._skips_compiled = False
         self._tapped: list[Tensor] = []
-        """What the last step's layers read [.., D], of those that show it, ascending."""
+        """See `_hidden_of`."""
         with refusing(f"model {name}:"):
             if draft_check is not None:
-                self._use_draft_layer(draft_check, max_num_seqs)
+                self._use_draft_layer(draft_check, max_num_seqs, draft_reads_output)
             self._warm_up(draft_check is not None)
             if captures:
                 self._capture(max_num_batched_tokens)
@@ -282,11 +282,13 @@ class VllmEngine(PagedSequences):
         store = _Blocks(tensors_by_layer, num_blocks, self._draft_pages, self._page_size)
         self._use_pool(BlockPool(num_pages, self._page_size), store, max_num_seqs)
 
-    def _take_head(self, draft_layer: LoadedDraftHead | None, name: str) -> None:
+    def _take_head(
+        self, draft_layer: LoadedDraftHead | None, name: str, reads_output: bool
+    ) -> None:
         """Gives a head the model's dtype, and for its embeddings and its last matrix those of the
         model, where these are the same and whole. Raises `ConfigError` for a model, called `name`,
         that does not show what a head reads, also on a rank that has none."""
-        if not supports_eagle3(self._model):
+        if not reads_output and not supports_eagle3(self._model):
             raise ConfigError(
                 f"model {name}: vLLM's {type(self._model).__name__} does not show what its layers "
                 "read, which an EAGLE-3 head needs; give --engine transformers or another drafter"
@@ -298,20 +300,18 @@ class VllmEngine(PagedSequences):
             rows = [one[: len(own)] for one in theirs if one.dtype == own.dtype]  # Some are padded.
             own.data = next((one for one in rows if torch.equal(one, own)), own.data)
 
-    def _use_draft_layer(self, draft_check: DraftCheck, max_num_seqs: int) -> None:
-        """Sets which layers show what they read: on all ranks those that the leader's head reads,
-        as their graphs must be alike."""
+    def _use_draft_layer(
+        self, draft_check: DraftCheck, max_num_seqs: int, reads_output: bool
+    ) -> None:
+        """Checks the head, and sets which layers show what they read."""
         num_layers = self._config.model_config.hf_text_config.num_hidden_layers
-        self._show(range(num_layers + 1))
+        if not reads_output:
+            self._show(range(num_layers + 1))
         self._skips_compiled = True
         self.draft_layer = draft_check(self.draft_layer, self._read, self.info)
         self._skips_compiled = False
-        is_shown = torch.zeros(num_layers + 1, dtype=torch.int64, device=self._device)
-        if self.draft_layer is not None:
-            is_shown[[*self.draft_layer.module.layer_ids]] = 1
-        if self._ranks is not None:
-            is_shown = of_leader(self._ranks, is_shown)
-        self._show(is_shown.nonzero()[:, 0].tolist())
+        if not reads_output:
+            self._show(self._read_by_leader(num_layers))
         # No sequence may have what was read as its prefix: the head has written nothing of it.
         self._use_pool(BlockPool(self._pool.num_pages, self._page_size), self._cache, max_num_seqs)
         if self.draft_layer is not None:
@@ -321,6 +321,16 @@ class VllmEngine(PagedSequences):
             """Where in `_tapped` is what the head reads."""
             self._draft = DraftLayer(head, self._draft_pages, self._page_size)
 
+    def _read_by_leader(self, num_layers: int) -> list[int]:
+        """The layers that the leader's head reads, on all ranks, as their graphs must be alike."""
+        is_read = torch.zeros(num_layers + 1, dtype=torch.int64, device=self._device)
+        if self.draft_layer is not None:
+            is_read[[*self.draft_layer.module.layer_ids]] = 1
+        if self._ranks is not None:
+            is_read = of_leader(self._ranks, is_read)
+        layer_ids: list[int] = is_read.nonzero()[:, 0].tolist()
+        return layer_ids
+
     def _show(self, layer_ids: Sequence[int]) -> None:
         """From now on these layers, ascending, show what they read; the last one what it puts
         out, too, by a number that is one more."""
@@ -329,7 +339,7 @@ class VllmEngine(PagedSequences):
         self._config.additional_config["shown_layers"] = list(layer_ids)
 
     def _read(self, prompt: Sequence[int]) -> Reading:
-        """A `Reader`. All layers show what they read."""
+        """A `Reader`. All layers show what they read, or none does."""
         texts, likeliest, shown = [], [], []
         new = torch.tensor(prompt, device=self._device)
         for _ in range(1 + TOKENS_WRITTEN):
@@ -463,9 +473,10 @@ class VllmEngine(PagedSequences):
         )  # fmt: skip
         with context:
             found: Any = self._model(input_ids=self._ids[:size], positions=self._positions[:size])
-        # With layers that show what they read it is a pair.
+        # With layers that show what they read, in ascending order, it is a pair; of none, what the
+        # model puts out stands for these.
         hidden: Tensor
-        hidden, self._tapped = found if isinstance(found, tuple) else (found, [])
+        hidden, self._tapped = found if isinstance(found, tuple) else (found, [found])
         return hidden
 
 

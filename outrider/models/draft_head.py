@@ -14,6 +14,9 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 width] of N pairs: what each query makes of the pairs up to its own, [N, heads, value width]."""
 
 
+OUTPUT = -1
+
+
 class DraftHead(nn.Module):
     """A head of width D that reads pairs: of g, what it makes of a target's layers at a token, and
     the token behind it. Wherever shapes begin with .., they may begin with any sizes."""
@@ -26,7 +29,7 @@ class DraftHead(nn.Module):
     """What scores of attention are multiplied by."""
     layer_ids: tuple[int, ...]
     """The taps: i is what the target's layer i reads, counted from 0; what the norm behind the
-    last layer reads is one more."""
+    last layer reads is one more, and what that puts out is `OUTPUT`, which stands alone."""
 
     def ways(self, num_layers: int) -> dict[str, Any]:
         """How it may have been made to read a target of so many layers, by what people call what

@@ -299,9 +299,7 @@ def load_eagle3_apart(
     an engine that holds them in a form of its own."""
     name = options.get("name", str(path))
     named: LoadOptions = {**options, "name": target}
-    module, embeddings, rows = target_ends(target_directory, drafter=name, **named)
-    module.get_input_embeddings().weight = embeddings
-    module.get_output_embeddings().weight = nn.Parameter(rows, requires_grad=False)
+    module = target_ends(target_directory, drafter=name, **named)
     return load_eagle3(path, module, name=name, target_name=target)
 
 

@@ -90,8 +90,8 @@ def load_heads_apart(
     them in a form of its own."""
     name = options.get("name", str(path))
     named: LoadOptions = {**options, "name": target}
-    _, embeddings, rows = target_ends(target_directory, drafter=name, **named)
+    module = target_ends(target_directory, drafter=name, **named)
     return load_heads(
-        path, embeddings, rows,
+        path, module.get_input_embeddings().weight, module.get_output_embeddings().weight,
         name=name, target_directory=target_directory, target_name=target,
     )  # fmt: skip

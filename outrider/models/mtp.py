@@ -28,19 +28,25 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from copy import copy, deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+)
 from transformers.modeling_layers import MtpModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, LoadStateDictConfig
 
+from outrider.drafters.names import MTP
 from outrider.errors import ConfigError
-from outrider.models.draft_head import Attend, DraftHead, LoadedDraftHead
+from outrider.models.draft_head import OUTPUT, Attend, DraftHead, LoadedDraftHead
 from outrider.models.early_exit import last_norm
-from outrider.models.loading import DTYPES, open_weights, refusing
+from outrider.models.loading import DTYPES, LoadOptions, open_weights, refusing
 from outrider.models.published_drafters import read_config
+from outrider.models.student import target_ends
 
 _PREFIXES = {
     "deepseek_v3": "model.layers.{num_hidden_layers}.",
@@ -67,14 +73,14 @@ carried from pair to pair."""
 
 class MtpHead(DraftHead):
     """An MTP layer of the library, `layer`, of a target whose norm behind its `num_layers` layers
-    is `norm`."""
+    is `norm`; None = what is read of the target has been through it."""
 
     def __init__(
         self,
         layer: Any,
         *,
         rotary: Any,
-        norm: nn.Module,
+        norm: nn.Module | None,
         num_layers: int,
         embeddings: Tensor,
         head: Tensor,
@@ -91,7 +97,7 @@ class MtpHead(DraftHead):
             self.lm_head = nn.Linear(head.shape[1], head.shape[0], bias=False)
         self.embed_tokens.weight = nn.Parameter(embeddings, requires_grad=False)
         self.lm_head.weight = nn.Parameter(head, requires_grad=False)
-        self.layer_ids = (num_layers,)
+        self.layer_ids = (OUTPUT if norm is None else num_layers,)
         self.width = embeddings.shape[1]
         self._is_normed = self._carries_normed = True
         self.scaling = block.self_attn.scaling
@@ -103,15 +109,17 @@ class MtpHead(DraftHead):
     def ways(self, num_layers: int) -> dict[str, Any]:
         """Behind and before the target's last norm, and its own; programs differ in which ones they
         read."""
-        return _WAYS
+        return {name: way for name, way in _WAYS.items() if way[0] or self.target_norm is not None}
 
     def read_as(self, way: tuple[bool, bool]) -> None:
         """Reads what these norms put out, or what they read."""
         self._is_normed, self._carries_normed = way
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        """g [.., D] of what the target's last norm reads, [.., D]."""
-        normed: Tensor = self.target_norm(hidden) if self._is_normed else hidden
+        """g [.., D] of what the target's last norm reads, or has put out, [.., D]."""
+        if self.target_norm is None or not self._is_normed:
+            return hidden
+        normed: Tensor = self.target_norm(hidden)
         return normed
 
     def keys_and_values(
@@ -206,6 +214,18 @@ def load_mtp(path: Path, target: Any, *, target_name: str) -> LoadedDraftHead:
     """The first MTP layer of the target in `path`, called `target_name`, for its module, of its
     dtype and on its device. Raises `ConfigError` for a target without, and for weights that are
     broken."""
+    return _load(path, target, last_norm(target), target_name)
+
+
+def load_mtp_apart(path: Path, *, target: str, **options: Unpack[LoadOptions]) -> LoadedDraftHead:
+    """As `load_mtp`, for an engine that holds the target's weights in a form of its own, and shows
+    what its last norm puts out. Embeddings and head are read from the target's files."""
+    named: LoadOptions = {**options, "name": target}
+    return _load(path, target_ends(path, drafter=MTP, **named), None, target)
+
+
+def _load(path: Path, target: Any, norm: nn.Module | None, target_name: str) -> LoadedDraftHead:
+    """`norm`: as for `MtpHead`."""
     prefix = check_mtp(path, target_name)
     what = f"model {target_name}: its MTP layer"
     with refusing(what):
@@ -230,7 +250,7 @@ def load_mtp(path: Path, target: Any, *, target_name: str) -> LoadedDraftHead:
             raise ConfigError(f"{what}: {error}") from error
     head = MtpHead(
         model.layers[0].requires_grad_(False).eval(), rotary=model.rotary_emb,
-        norm=last_norm(target), num_layers=target.config.get_text_config().num_hidden_layers,
+        norm=norm, num_layers=target.config.get_text_config().num_hidden_layers,
         embeddings=shared[_EMBEDDINGS], head=shared[_HEAD],
     )  # fmt: skip
     return LoadedDraftHead(head.eval(), tuple(range(len(shared[_HEAD]))))
@@ -272,8 +292,8 @@ def _own_or_shared(own: Tensor | None, shared: Tensor, name: str) -> Tensor:
 
 def _with_weights(target: Any, tensors: dict[str, Tensor]) -> Any:
     """The library's model of one MTP layer for `target`, with these weights."""
-    like = copy(target)  # With a configuration of its own, and none of what its loading needed.
-    like.config, like._weight_conversions = deepcopy(target.config), None
+    like = copy(target)  # With a configuration of its own.
+    like.config = deepcopy(target.config)
     sizes = like.config.get_text_config()
     sizes.num_mtp_layers = 1
     if getattr(sizes, "layer_types", None):
@@ -282,11 +302,18 @@ def _with_weights(target: Any, tensors: dict[str, Tensor]) -> Any:
         for context in MtpModel.get_init_context(target.dtype, False, False, None):
             stack.enter_context(context)
         model = MtpModel(like, 1)
+    # Version 5.23 of the library has a method for them.
+    first = f"layers.{sizes.num_hidden_layers}."
+    conversions = [
+        WeightRenaming(source_patterns=first, target_patterns="layers.0.mtp_block."),
+        *get_model_conversion_mapping(model, add_legacy=False),
+        *get_model_conversion_mapping(like),
+    ]
     found, _ = convert_and_load_state_dict_in_model(
         model=model,
         state_dict=tensors,
         load_config=LoadStateDictConfig(
-            weight_mapping=model.get_weight_conversions(like), dtype=target.dtype,
+            weight_mapping=conversions, dtype=target.dtype,
             dtype_plan=target._get_dtype_plan(target.dtype), device_map={"": target.device},
         ),
     )  # fmt: skip

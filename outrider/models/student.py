@@ -98,19 +98,18 @@ def save_drafter(
     save_head(directory, module, token_ids, description, shared=_shared_with_target(module))
 
 
-def target_ends(
-    directory: Path, *, drafter: str, **options: Unpack[LoadOptions]
-) -> tuple[Any, nn.Parameter, Tensor]:
-    """The model in `directory` without values, and its embeddings and head rows, both [V, D], for a
+def target_ends(directory: Path, *, drafter: str, **options: Unpack[LoadOptions]) -> Any:
+    """The model in `directory` with its embeddings and its head, and without other values, for a
     drafter that is called `drafter`. Raises `ConfigError`."""
     where = use_device(**options)
     empty = empty_model(directory, **options)
     check(empty.get_output_embeddings().bias is None, "drafters are made for heads without a bias")
     with refusing(f"drafter {drafter}:"):
-        embeddings, rows = (
-            values.to(where, empty.dtype) for values in target_weights(empty, directory, drafter)
-        )
-    return empty, nn.Parameter(embeddings, requires_grad=False), rows
+        ends = (empty.get_input_embeddings(), empty.get_output_embeddings())
+        weights = target_weights(empty, directory, drafter)
+        for end, values in zip(ends, weights, strict=True):
+            end.weight = nn.Parameter(values.to(where, empty.dtype), requires_grad=False)
+    return empty
 
 
 def target_weights(module: Any, target_directory: Path, name: str) -> tuple[Tensor, Tensor]:

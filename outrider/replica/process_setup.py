@@ -255,7 +255,7 @@ def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) ->
     with by_its_keys(type(config)):
         check_vllm(config)
     heads, layer, layer_check = None, None, None
-    if isinstance(config, TargetConfig) and config.heads_kind == EAGLE3:
+    if isinstance(config, TargetConfig) and config.heads_kind in (EAGLE3, MTP):
         layer, layer_check = _draft_layer(config, None, ranks), _draft_check(config)
         if ranks is not None:  # The leader alone loads one, which may take its time.
             ranks.wait_for_all()
@@ -282,6 +282,7 @@ def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) ->
             enforce_eager=config.enforce_eager,
             draft_layer=layer,
             draft_check=layer_check,
+            draft_reads_output=isinstance(config, TargetConfig) and config.heads_kind == MTP,
             **_loading(config, num_threads),
         )
         _check_length(engine, config)
@@ -437,12 +438,14 @@ def _draft_layer(
     """The published head or the MTP layer on a target. The library's `module` is that, or where it
     is None or shared out its files are read. Of ranks the leader alone has it."""
     from outrider.models.eagle3 import load_eagle3, load_eagle3_apart
-    from outrider.models.mtp import load_mtp
+    from outrider.models.mtp import load_mtp, load_mtp_apart
 
     if ranks is not None and ranks.rank:
         return None
     path = Path(config.heads_directory)
     with blaming("draft_model"):
+        if config.heads_kind == MTP and module is None:
+            return load_mtp_apart(path, **{**_loading(config), "target": config.model})
         if config.heads_kind == MTP:
             return load_mtp(path, module, target_name=config.model)
         if module is not None and ranks is None:

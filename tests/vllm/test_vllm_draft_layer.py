@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import MAX_MODEL_LEN, VOCAB, MakeEngine, config_of, save
+from conftest import HEAD_WIDTH, MAX_MODEL_LEN, VOCAB, MakeEngine, config_of, save
 from exactness.services.test_deterministic_tokens import check_tokens
 from exactness.services.test_identity import Counted
 from models import save_tiny_eagle3, tiny_eagle3, tiny_module, twin
+from mtp_models import MtpReference, mtp_target
 from stack import running_stack
 
 from outrider.config import TargetConfig
@@ -36,6 +38,30 @@ def saved(family: str, directory: Path) -> Any:
     module = tiny_module(config)
     module.save_pretrained(directory)
     return module
+
+
+def saved_eagle3(directory: Path) -> TargetConfig:
+    """A target with a head, both saved there."""
+    saved("llama", directory / "model")
+    head = save_tiny_eagle3(directory / "head", directory / "model", range(0, VOCAB, 2))
+    return _config_of(directory / "model", "eagle3", head)
+
+
+def saved_mtp(directory: Path) -> TargetConfig:
+    """A target, in whose files there is an MTP layer."""
+    target = mtp_target(
+        "glm4_moe", VOCAB, MAX_MODEL_LEN, hidden_size=64, head_dim=HEAD_WIDTH,
+        moe_intermediate_size=64,
+    )  # fmt: skip
+    return _config_of(MtpReference(target).save(directory), "mtp", directory)
+
+
+def _config_of(directory: Path, kind: str, head: Path) -> TargetConfig:
+    return TargetConfig(
+        model="tiny", directory=str(directory), engine="vllm", device="cpu", dtype="float32",
+        max_model_len=MAX_MODEL_LEN, kv_cache_memory_bytes=2**24, max_num_seqs=64, num_threads=1,
+        heads="head", heads_kind=kind, heads_directory=str(head),
+    )  # fmt: skip
 
 
 def ids(num: int, seed: int = 0) -> tuple[int, ...]:
@@ -71,6 +97,23 @@ class Pair:
         for name, length in zip(names, lengths, strict=True):
             self.call("keep", name, length)
 
+    def run(self) -> None:
+        """Prompts and verifications beside them, cuts, found prefixes, forks within a page and
+        behind one."""
+        first = ids(2 * PAGE_SIZE + 7)
+        self.forward(SequenceStep("a", first, 2))
+        self.draft("a")
+        self.forward(SequenceStep("b", ids(11, 1), 11), SequenceStep("a", ids(5, 2), 5))
+        self.call("keep", "a", 2 * PAGE_SIZE + 9)
+        self.draft("b", "a")
+        self.call("fork", "a", "branch")
+        self.draft("branch")
+        self.forward(SequenceStep("branch", ids(3, 4), 1), SequenceStep("a", ids(1, 5), 1))
+        self.call("attach", "hit", (*first[: 2 * PAGE_SIZE], *ids(4, 6)))
+        assert self.engines[0].length("hit") == 2 * PAGE_SIZE
+        self.forward(SequenceStep("hit", ids(4, 6), 1), SequenceStep("one", (5,), 1))
+        self.draft("hit", "one", "a", "branch", "b")
+
 
 @pytest.mark.parametrize(
     ("family", "options"),
@@ -85,8 +128,7 @@ class Pair:
 def test_a_head_reads_and_drafts_as_on_the_native_engine(
     family: str, options: dict[str, bool], tmp_path: Path, make_engine: MakeEngine
 ) -> None:
-    """Prompts and verifications beside them, cuts, found prefixes, forks within a page and behind
-    one. It reads the layers that its check sets, of a text as the library writes it."""
+    """And reads the layers that its check sets, of a text as the library writes it."""
     module = saved(family, tmp_path)
     readings: list[Reading] = []
 
@@ -106,20 +148,16 @@ def test_a_head_reads_and_drafts_as_on_the_native_engine(
     assert ours.find(found.token_ids.tolist()).length == 0  # The head has nothing of it.
     info = ModelInfo("tiny", VOCAB, MAX_MODEL_LEN, "float32", (), "", "")
     other = tiny_eagle3(module, range(0, VOCAB, 2), layer_ids=TAPS)
-    pair = Pair(ours, PagedEngine(module, info, draft_layer=other))
-    first = ids(2 * PAGE_SIZE + 7)
-    pair.forward(SequenceStep("a", first, 2))
-    pair.draft("a")
-    pair.forward(SequenceStep("b", ids(11, 1), 11), SequenceStep("a", ids(5, 2), 5))
-    pair.call("keep", "a", 2 * PAGE_SIZE + 9)
-    pair.draft("b", "a")
-    pair.call("fork", "a", "branch")
-    pair.draft("branch")
-    pair.forward(SequenceStep("branch", ids(3, 4), 1), SequenceStep("a", ids(1, 5), 1))
-    pair.call("attach", "hit", (*first[: 2 * PAGE_SIZE], *ids(4, 6)))
-    assert ours.length("hit") == 2 * PAGE_SIZE
-    pair.forward(SequenceStep("hit", ids(4, 6), 1), SequenceStep("one", (5,), 1))
-    pair.draft("hit", "one", "a", "branch", "b")
+    Pair(ours, PagedEngine(module, info, draft_layer=other)).run()
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False])
+def test_an_mtp_layer_reads_and_drafts_as_on_the_native_engine(
+    enforce_eager: bool, tmp_path: Path
+) -> None:
+    """Of a model whose class in vLLM does not show what its layers read."""
+    config = replace(saved_mtp(tmp_path), enforce_eager=enforce_eager)
+    Pair(build_engine(config, 1), build_engine(replace(config, engine="transformers"), 1)).run()
 
 
 def test_pages_are_counted_with_what_the_head_keeps(
@@ -154,14 +192,7 @@ def test_a_model_that_does_not_show_its_layers_is_refused(
 
 async def test_text_is_the_same_with_and_without_a_head(tmp_path: Path) -> None:
     """Greedy and coupled, through the services, alone and at once."""
-    saved("llama", tmp_path / "model")
-    head = save_tiny_eagle3(tmp_path / "head", tmp_path / "model", range(0, VOCAB, 2))
-    config = TargetConfig(
-        model="tiny", directory=str(tmp_path / "model"), engine="vllm", device="cpu",
-        dtype="float32", max_model_len=MAX_MODEL_LEN, kv_cache_memory_bytes=2**24, max_num_seqs=64,
-        deterministic=True, heads="head", heads_kind="eagle3", heads_directory=str(head),
-    )  # fmt: skip
-    engine: Any = build_engine(config, 1)
+    engine: Any = build_engine(replace(saved_eagle3(tmp_path), deterministic=True), 1)
     assert engine.draft_layer.note  # It agrees with its target by chance alone.
     drafter = Counted(self_drafter_of(engine, DRAFT_SUPPORT_ENTRIES))
     async with running_stack(engine, None, tmp_path, self_drafter=drafter) as stack:

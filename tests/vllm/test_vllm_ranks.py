@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import MAX_MODEL_LEN, config_of, leave_groups
-from models import save_tiny_eagle3, tiny_module
+from models import tiny_module
 from rank_processes import JOIN_S, follow_model, processes
-from test_vllm_draft_layer import Pair, ids
+from test_vllm_draft_layer import Pair, ids, saved_eagle3, saved_mtp
 
 from outrider.config import TargetConfig
 from outrider.engine.interface import SequenceStep
@@ -56,19 +57,10 @@ def test_ranks_give_the_logits_of_the_library(family: str, size: int, tmp_path: 
     assert (found[1] - expected[40:]).abs().max() <= TOLERANCE
 
 
-def test_a_head_drafts_on_the_leader(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [saved_eagle3, saved_mtp])
+def test_a_head_drafts_on_the_leader(make: Callable[[Path], TargetConfig], tmp_path: Path) -> None:
     """As on the native engine, once all ranks have read its check's text."""
-    model: Any = config_of("llama")
-    model.num_hidden_layers, model.vocab_size = 4, 128
-    module = tiny_module(model)
-    module.save_pretrained(tmp_path / "model")
-    head = save_tiny_eagle3(tmp_path / "head", tmp_path / "model", range(0, 128, 2))
-    config = TargetConfig(
-        engine="vllm", model="tiny", directory=str(tmp_path / "model"), dtype="float32",
-        device="cpu", num_threads=1, max_num_seqs=4, max_model_len=MAX_MODEL_LEN,
-        kv_cache_memory_bytes=2**24, tensor_parallel_size=2, enforce_eager=True,
-        heads="head", heads_kind="eagle3", heads_directory=str(head),
-    )  # fmt: skip
+    config = replace(make(tmp_path), tensor_parallel_size=2, enforce_eager=True)
     native = replace(config, engine="transformers", tensor_parallel_size=1)
     leadership = RankLeader(2, 2, JOIN_S)
     with processes(follow_model, [(config, leadership.rendezvous, 1)]):

@@ -17,7 +17,7 @@ from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError
 from outrider.models.draft_head import LoadedDraftHead
 from outrider.models.module_replacement import speed_up
-from outrider.models.mtp import check_mtp, load_mtp
+from outrider.models.mtp import check_mtp, load_mtp, load_mtp_apart
 
 VOCAB, LENGTH, DEPTHS = 32, 310, 3
 INFO = ModelInfo("tiny", VOCAB, LENGTH, "float32", (), "w", "t")
@@ -37,16 +37,21 @@ def reference(request: pytest.FixtureRequest) -> MtpReference:
 
 
 @pytest.mark.parametrize(
-    ("is_fast", "carries_normed"), [(False, True), (True, True), (False, False)]
+    ("is_fast", "carries_normed", "is_apart"),
+    [(False, True, False), (True, True, False), (False, False, False), (False, True, True)],
 )
 def test_chains_on_pages_are_those_of_the_definition(
-    reference: MtpReference, is_fast: bool, carries_normed: bool, tmp_path: Path
+    reference: MtpReference, is_fast: bool, carries_normed: bool, is_apart: bool, tmp_path: Path
 ) -> None:
     """Hidden states, logits and greedy tokens, in both ways to go on. The native engine refuses
-    targets with linear attention, so of these the layer alone is run."""
+    targets with linear attention, so of these the layer alone is run, as it is apart from its
+    target's module."""
     module = twin(reference.target)
     before = {key: values.clone() for key, values in module.state_dict().items()}
     loaded = load_mtp(reference.save(tmp_path), module, target_name="tiny")
+    if is_apart:
+        loaded = load_mtp_apart(tmp_path, target="tiny", device="cpu")
+        assert len(loaded.module.ways(1)) == 2
     assert all(torch.equal(before[key], values) for key, values in module.state_dict().items())
     assert loaded.token_ids == tuple(range(VOCAB))
     if is_fast:
@@ -60,13 +65,14 @@ def test_chains_on_pages_are_those_of_the_definition(
     if reference.family == "qwen3_next":
         with pytest.raises(ConfigError, match="tokens cannot be taken back"):
             PagedEngine(module, INFO, draft_layer=loaded)
-    else:
+    elif not is_apart:
         engine = PagedEngine(module, INFO, draft_layer=loaded)
     for num in LENGTHS:
         hidden, drafted = reference.chain(text[: num + 1], DEPTHS, carries_normed=carries_normed)
         if engine is None:
             behind = torch.cat([text[1 : num + 1], torch.tensor(drafted[:-1])])
             features = reference.features(text[:num])
+            assert not is_apart or head.fuse(features) is features
             found = [rows[0, -1] for rows in head.unroll(features[None], behind[None], DEPTHS)]
         else:
             found = drafted_by(engine, head, text[: num + 1].tolist(), drafted)

@@ -192,14 +192,14 @@ def test_a_published_head_is_known_by_its_files(
 def test_mtp_layers_are_the_targets_own(tiny: Path, tmp_path: Path) -> None:
     """Told, with what they do not go with, before a start."""
     path = MtpReference(mtp_target("glm4_moe")).save(tmp_path)
-    for given in ("mtp", "hybrid:suffix,mtp"):
-        target = resolved(path, draft_model=given).target
+    on_ranks: dict[str, object] = {"engine": "vllm", "tensor_parallel_size": 2}
+    for given, settings in (("mtp", {}), ("hybrid:suffix,mtp", {}), ("mtp", on_ranks)):
+        target = resolved(path, draft_model=given, **settings).target
         assert (target.heads, target.heads_kind) == ("mtp", "mtp")
         assert target.heads_directory == target.directory == str(path)
     for settings, message in (
         ({"model": str(tiny)}, "^draft_model: .*model_type is 'llama'; MTP layers of deepseek_v3"),
-        ({"tensor_parallel_size": 2}, "^tensor_parallel_size: .*one rank"),
-        ({"engine": "vllm"}, "^draft_model: .*which vllm does not have"),
+        ({"tensor_parallel_size": 2}, "^tensor_parallel_size: .*one rank, or --engine vllm"),
     ):
         with pytest.raises(SettingError, match=message):
             resolve_models(load_config({"model": str(path), "draft_model": "mtp", **settings}, {}))
