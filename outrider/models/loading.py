@@ -326,15 +326,18 @@ def _eos_in(sources: Iterable[Any]) -> tuple[int, ...]:
     return tuple(sorted(i for i in found if i >= 0))
 
 
-def empty_model(path: Path, **options: Unpack[LoadOptions]) -> Any:
+def empty_model(
+    path: Path, *, takes_quantised: bool = False, **options: Unpack[LoadOptions]
+) -> Any:
     """A model whose parameters have no values yet, while its other tensors (rotations, scales),
-    which are in no file, have."""
+    which are in no file, have. One whose files are quantised is refused unless that is taken: as
+    it is without."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     name, remote = options.get("name", str(path)), options.get("trust_remote_code", False)
     with refusing(f"model {name}:"):
         config = _config(path, remote)
-        if quantization := quantization_of(config):
+        if not takes_quantised and (quantization := quantization_of(config)):
             raise ConfigError(
                 f"model {name}: its weights are quantised ({quantization}), which several ranks "
                 "share with `--engine vllm` alone, and a drafter made for a target cannot have"

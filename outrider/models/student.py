@@ -29,6 +29,7 @@ from outrider.models.drafter_checkpoint import (
 )
 from outrider.models.fingerprint import tokenizer_fingerprint
 from outrider.models.loading import (
+    DTYPES,
     LoadOptions,
     describe,
     empty_model,
@@ -102,7 +103,7 @@ def target_ends(directory: Path, *, drafter: str, **options: Unpack[LoadOptions]
     """The model in `directory` with its embeddings and its head, and without other values, for a
     drafter that is called `drafter`. Raises `ConfigError`."""
     where = use_device(**options)
-    empty = empty_model(directory, **options)
+    empty = empty_model(directory, takes_quantised=True, **options)
     check(empty.get_output_embeddings().bias is None, "drafters are made for heads without a bias")
     with refusing(f"drafter {drafter}:"):
         ends = (empty.get_input_embeddings(), empty.get_output_embeddings())
@@ -118,11 +119,18 @@ def target_weights(module: Any, target_directory: Path, name: str) -> tuple[Tens
     embeddings, head = _shared_with_target(module)
     with open_weights(target_directory) as files:
         names = stored_names(module, dict(module.named_parameters()), files)
-        if embeddings not in names:
-            raise ConfigError(f"drafter {name}: the target's files lack the weights {embeddings}")
+        has_head = any(key.startswith(head.removesuffix("weight")) for key in names)
         # A target without a head in its files has its embeddings for one.
-        found = (names[embeddings], names.get(head, names[embeddings]))
-        values = {key: files[key].get_tensor(key) for key in found}
+        found = (embeddings, head if has_head else embeddings)
+        if lacking := [key for key in found if key not in names]:
+            raise ConfigError(f"drafter {name}: the target's files lack the weights {lacking[0]}")
+        values = {key: files[names[key]].get_tensor(names[key]) for key in found}
+    for key, tensor in values.items():
+        if tensor.dtype not in DTYPES.values():
+            raise ConfigError(
+                f"drafter {name}: the target's files have {key} as {tensor.dtype}, and a drafter "
+                "takes floating point of 16 bits or more from there"
+            )
     return values[found[0]], values[found[1]]
 
 

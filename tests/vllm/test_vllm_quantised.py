@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import MakeEngine, config_of
-from models import tiny_module
+from models import save_tiny_eagle3, tiny_module
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 from outrider.engine.interface import SequenceStep
+from outrider.models.eagle3 import load_eagle3_apart
 
 GROUP = 32
 BITS = 4
@@ -101,6 +102,7 @@ KINDS: dict[str, tuple[Callable[[Tensor], tuple[Stored, Tensor]], dict[str, Any]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_quantised_checkpoint_runs(kind: str, tmp_path: Path, make_engine: MakeEngine) -> None:
+    """And a head that was made for it reads its layers."""
     if kind == "fp8" and not torch.cpu._is_amx_tile_supported():
         pytest.skip("vLLM runs float8 on processors with AMX alone")
     quantise, settings = KINDS[kind]
@@ -108,6 +110,7 @@ def test_a_quantised_checkpoint_runs(kind: str, tmp_path: Path, make_engine: Mak
     config.hidden_size, config.intermediate_size = 128, 256
     module = tiny_module(config)
     module.save_pretrained(tmp_path)
+    save_tiny_eagle3(tmp_path / "head", tmp_path, range(64))
     stored: Stored = {}
     for name, parameter in module.state_dict().items():
         path = name.rpartition(".")[0]
@@ -122,9 +125,15 @@ def test_a_quantised_checkpoint_runs(kind: str, tmp_path: Path, make_engine: Mak
     written = json.loads((tmp_path / "config.json").read_text("utf-8"))
     written |= {"dtype": "bfloat16", "quantization_config": settings | {"quant_method": kind}}
     (tmp_path / "config.json").write_text(json.dumps(written), "utf-8")
-    engine = make_engine(tmp_path, dtype="bfloat16")
+    head = load_eagle3_apart(tmp_path / "head", tmp_path, target="tiny", dtype="bfloat16")
+    engine = make_engine(
+        tmp_path, dtype="bfloat16", draft_layer=head, draft_check=lambda loaded, *_: loaded
+    )
     ids = tuple(7 * place % 64 for place in range(50))
     [found] = engine.forward([SequenceStep("a", ids, 50)])
     with torch.inference_mode():
-        expected = module(input_ids=torch.tensor([ids])).logits[0]
-    assert (found - expected).norm() <= TOLERANCE * expected.norm()
+        output = module(input_ids=torch.tensor([ids]), output_hidden_states=True)
+        taps = torch.cat([output.hidden_states[layer] for layer in head.module.layer_ids], -1)
+        features = head.module.float().fuse(taps[0])
+    for ours, expected in ((found, output.logits[0]), (engine.features()[0], features)):
+        assert (ours - expected).norm() <= TOLERANCE * expected.norm()

@@ -21,6 +21,7 @@ from outrider.models.eagle3 import (
     Eagle3LayerConfig,
     LoadedEagle3,
     load_eagle3,
+    load_eagle3_apart,
     save_speculators,
 )
 
@@ -282,18 +283,51 @@ def test_rows_are_put_in_the_order_of_their_tokens(tmp_path: Path) -> None:
     assert torch.equal(loaded.module.lm_head.weight, head.lm_head.weight)
 
 
-def test_what_is_not_stored_is_the_targets(tmp_path: Path) -> None:
-    """Embeddings, which stay shared, and rows of the head."""
-    target = tiny_target()
-    save(tmp_path, tiny_head(target, layer={"hidden_size": 32}))
+def save_without_ends(directory: Path, target: Any) -> Path:
+    """A head as wide as its target, without embeddings and last matrix of its own."""
+    save(directory, tiny_head(target, layer={"hidden_size": target.config.hidden_size}))
 
     def drop(tensors: dict[str, Tensor]) -> None:
         del tensors["embed_tokens.weight"], tensors["lm_head.weight"]
 
-    change_tensors(tmp_path, drop)
+    change_tensors(directory, drop)
+    return directory
+
+
+def test_what_is_not_stored_is_the_targets(tmp_path: Path) -> None:
+    """Embeddings, which stay shared, and rows of the head."""
+    target = tiny_target()
+    save_without_ends(tmp_path, target)
     module = load(tmp_path, target).module
     assert module.embed_tokens.weight is target.get_input_embeddings().weight
     assert torch.equal(module.lm_head.weight, target.lm_head.weight[list(DRAFT_IDS)])
+
+
+def test_ends_of_a_quantised_target_are_read_from_its_files(tmp_path: Path) -> None:
+    """As they are there, unless they are quantised, too."""
+    module = tiny_target()
+    stored = {name: values.clone() for name, values in module.state_dict().items()}
+    stored["model.layers.0.self_attn.q_proj.qweight"] = torch.zeros(4, dtype=torch.int32)
+    head, place = save_without_ends(tmp_path / "head", module), tmp_path / "target"
+    module.config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    module.config.save_pretrained(place)
+
+    def read(**changed: Tensor | None) -> Any:
+        tensors = {key: values for key, values in (stored | changed).items() if values is not None}
+        save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+        return load_eagle3_apart(head, place, target="TARGET", name="HEAD").module
+
+    found = read()
+    assert torch.equal(found.embed_tokens.weight, stored["model.embed_tokens.weight"])
+    for changed, message in (
+        ({"lm_head.weight": None, "lm_head.qweight": torch.zeros(2)}, "lack the weights lm_head"),
+        (
+            {"lm_head.weight": stored["lm_head.weight"].to(torch.float8_e4m3fn)},
+            "files have lm_head.weight as torch.float8_e4m3fn",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=f"^drafter HEAD: the target's .*{message}"):
+            read(**changed)
 
 
 def test_a_whole_vocabulary_needs_no_table(tmp_path: Path) -> None:
