@@ -1,8 +1,8 @@
 """`python -m tests.chaos`: a deployment on several Ray nodes of this machine under load, a proxy
 between all its processes, and everything that dies in it.
 
-A quarter of the requests comes by HTTP, to one coordinator each. Those that its death breaks, and
-requests that fail during a pair of faults, are counted and named apart.
+A quarter of the requests comes by HTTP, through a gateway. Requests that fail during a pair of
+faults are counted and named apart.
 
 Writes one JSON object: every fault, what it touched, the gaps in streams by kind of fault, and
 requests that failed or whose tokens were not those of their fault-free streams; and prints all but
@@ -16,10 +16,15 @@ import json
 import logging
 import sys
 import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from coordinator.http_api.gateway import Coordinators, build_gateway
+from coordinator.http_api.server import HttpOptions, HttpServer
 from deploy.fleet.launcher import Deployment
+from outrider.client.failover import EndpointPool
 from outrider.config import DeploymentConfig, load_config
 from tests.chaos.faults import ALL, FULL_MINUTES, KILLS, Adversary, missed
 from tests.chaos.load import Load, Work
@@ -64,12 +69,13 @@ async def _run(arguments: argparse.Namespace, state: Path) -> dict[str, Any]:
     async with (
         Machines(state) as machines,
         Deployment(_config(arguments, machines), state) as found,
+        _gateway(found) as gateway,
     ):
         load = Load(
             lambda: found.address,
             REAL_WORK if arguments.real else WORK,
             arguments.seed,
-            lambda: found.overview.addresses("coordinator", http=True),
+            gateway,
         )
         peak = await load.prepare()
         asking = asyncio.create_task(load.run(LOAD_SHARE * peak))
@@ -90,6 +96,23 @@ async def _run(arguments: argparse.Namespace, state: Path) -> dict[str, Any]:
         **load.report(),
         **faults,
     }
+
+
+@asynccontextmanager
+async def _gateway(deployment: Deployment) -> AsyncIterator[str]:
+    """Where it answers; it calls coordinators as they come and go."""
+
+    def find() -> str:
+        addresses = deployment.overview.addresses("coordinator", http=True)
+        return ",".join(f"http://{one}" for one in addresses)
+
+    coordinators = Coordinators(EndpointPool(find, str))
+    server = HttpServer(
+        HttpOptions(), lambda closing, hosts: build_gateway(coordinators, closing, hosts)
+    )
+    await server.start()
+    yield server.address
+    await server.stop()
 
 
 def _faults(arguments: argparse.Namespace) -> list[tuple[str, str]] | None:

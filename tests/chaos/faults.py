@@ -190,7 +190,6 @@ class Adversary:
         if fault.role == NODE:
             assert isinstance(one, int)
             lost = set(self._machines.processes(one))
-            self._note_deaths(lost)
             await self._machines.lose_node(one)
             await self._until_gone(lost)
             return
@@ -211,19 +210,12 @@ class Adversary:
             await asyncio.sleep(STOPPED_S)
             os.kill(pid, signal.SIGCONT)
         elif fault.role != REDIS:
-            self._note_deaths({pid})
             os.kill(pid, signal.SIGKILL)
             await self._until_gone({pid})
         if fault.role == REDIS and fault.kind != "cut":
             if fault.kind != "kill":
                 await asyncio.sleep(TWO_PRIMARIES_S)
             await redis.replace(address)
-
-    def _note_deaths(self, pids: Set[int]) -> None:
-        """Of coordinators, as those who call one by HTTP notice them."""
-        for one in self._deployment.overview.replicas:
-            if one.http_address and one.places[0].pid in pids:
-                self._load.deaths[one.http_address] = self._loop.time()
 
     async def _until_gone(self, pids: Set[int]) -> None:
         """Until it is known that replicas which had these processes are lost: the next fault would

@@ -15,9 +15,7 @@ from outrider.speculation.sampling_params import Rule
 
 PEAK_S: Final = 10.0
 HTTP_SHARE: Final = 0.25
-"""Of the requests are made by HTTP, where coordinators answer that."""
-STALE_S: Final = 5.0
-"""For so long after the death of a coordinator requests by HTTP may still be sent there."""
+"""Of the requests are made by HTTP, through a gateway."""
 END_S: Final = 60.0
 """What runs in the end may take so long."""
 REFUSED_FOR_NOW: Final = (429, 503)
@@ -26,8 +24,6 @@ RETRY_S: Final = 1.0
 RETRIES: Final = 15
 """... at most so often: a deployment that refuses everybody for longer has failed."""
 TIMEOUT_S: Final = 120.0
-BROKEN: Final = (openai.APIConnectionError, httpx.TransportError)
-"""What the death of a coordinator looks like."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +42,8 @@ class Asked:
     error: str = ""
     is_wrong: bool = False
     """Whether its tokens were not those of the fault-free stream."""
-    http_address: str = ""
-    """Of the one coordinator that it was sent to by HTTP; empty for a gRPC client's."""
-    is_broken: bool = False
-    """Whether that coordinator's death ended it, which nobody else resumes."""
+    is_by_http: bool = False
+    """Whether it was sent to the gateway, and not by a client of gRPC."""
     pair: str = ""
     """The pair of faults that it was in flight during; empty for none."""
 
@@ -81,17 +75,16 @@ class Load:
         addresses: Callable[[], str],
         work: Work,
         seed: int,
-        http: Callable[[], Sequence[str]] = tuple,
+        gateway: str,
     ) -> None:
+        """`gateway` is where one answers."""
         self._addresses = addresses
-        self._http = http
+        self._gateway = gateway
         self._work = work
         self._random = random.Random(seed)
         self._expected: list[tuple[int, ...]] = []
         self._running: set[asyncio.Task[None]] = set()
         self.asked: list[Asked] = []
-        self.deaths: dict[str, float] = {}
-        """When coordinators were killed, by where they answered by HTTP."""
 
     async def prepare(self) -> float:
         """Takes down the fault-free streams; then requests a second of as many clients as
@@ -124,15 +117,13 @@ class Load:
             await asyncio.wait(self._running, timeout=END_S)
 
     def report(self) -> dict[str, Any]:
-        """What became of the requests. Those that a coordinator's death broke, by HTTP, and those
-        that failed during a pair of faults, have not failed; tokens are wrong in any case."""
-        broken = [one for one in self.asked if one.is_broken]
-        paired = [one for one in self.asked if one.pair and not one.is_broken]
-        errors = [one.error for one in self.asked if one.error and not (one.is_broken or one.pair)]
+        """What became of the requests. Those that failed during a pair of faults have not failed;
+        tokens are wrong in any case."""
+        paired = [one for one in self.asked if one.pair]
+        errors = [one.error for one in self.asked if one.error and not one.pair]
         return {
             "num_requests": len(self.asked),
-            "num_http_requests": sum(bool(one.http_address) for one in self.asked),
-            "num_http_broken_by_a_death": len(broken),
+            "num_http_requests": sum(one.is_by_http for one in self.asked),
             "num_during_pairs": len(paired),
             "num_failed_during_pairs": sum(bool(one.error) for one in paired),
             "errors_during_pairs": sorted({one.error for one in paired if one.error})[:20],
@@ -144,27 +135,18 @@ class Load:
 
     async def _ask(self, seed: int) -> None:
         loop = asyncio.get_running_loop()
-        one = Asked(loop.time())
+        one = Asked(loop.time(), is_by_http=self._random.random() < HTTP_SHARE)
         self.asked.append(one)
-        places = self._http()
-        if places and self._random.random() < HTTP_SHARE:
-            one.http_address = self._random.choice(places)
-        ask = self._by_http if one.http_address else self._stream
+        ask = self._by_http if one.is_by_http else self._stream
         try:
             one.is_wrong = await ask(seed, one) != self._expected[seed]
         except Exception as error:  # noqa: BLE001 (whatever it is, the request has failed)
             one.error = f"{type(error).__name__}: {error}"
-            one.is_broken = isinstance(error, BROKEN) and self._lost(one, loop.time())
         one.ended = loop.time()
-
-    def _lost(self, one: Asked, now: float) -> bool:
-        """Whether the coordinator that it was sent to has died, meanwhile or just before."""
-        died_at = self.deaths.get(one.http_address)
-        return died_at is not None and one.began - STALE_S <= died_at <= now
 
     async def _by_http(self, seed: int, one: Asked) -> tuple[int, ...]:
         return await _collected(
-            streamed(one.http_address, _prompt(seed), self._work.num_tokens, seed), one
+            streamed(self._gateway, _prompt(seed), self._work.num_tokens, seed), one
         )
 
     async def _stream(self, seed: int, one: Asked) -> tuple[int, ...]:

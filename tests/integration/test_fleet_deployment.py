@@ -2,6 +2,7 @@
 and die under load without a request that notices."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -13,9 +14,12 @@ import pytest
 import pytest_asyncio
 import ray
 
+from coordinator.http_api.gateway import Coordinators, build_gateway
+from coordinator.http_api.server import HttpOptions, HttpServer
 from deploy.fleet.launcher import Deployment
 from deploy.fleet.ray_cluster import RECONCILER, Actor
 from outrider.client import Client, GenerateRequest, Tokens
+from outrider.client.failover import EndpointPool
 from outrider.config import load_config
 from outrider.errors import ConfigError
 from outrider.registry.registry import ROLES, Role
@@ -36,6 +40,7 @@ PROMPT = tuple(range(10, 30))
 UNDER_WAY_S = 0.3
 """What was committed before the store stopped has reached the client by then."""
 NUM_TOKENS, NUM_STREAMS, NUM_SEEDS = 60, 2, 3
+NUM_HTTP_STREAMS = 50
 CHANGE_S = 120.0
 """What starting or ending some replicas may take on a busy machine."""
 
@@ -141,6 +146,58 @@ async def test_a_coordinator_answers_by_http(deployment: Deployment) -> None:
                 fleet = (await http.get("/api/fleet")).json()
                 seen = [(one["role"], one["state"], one["node"]) for one in fleet["replicas"]]
                 await asyncio.sleep(0.1)
+
+
+async def test_http_streams_through_a_gateway_outlive_their_coordinator(
+    deployment: Deployment,
+) -> None:
+    """Each whole, with the tokens that it has where nothing dies."""
+
+    def find() -> str:
+        addresses = deployment.overview.addresses("coordinator", http=True)
+        return ",".join(f"http://{one}" for one in addresses)
+
+    coordinators = Coordinators(EndpointPool(find, str))
+    gateway = HttpServer(
+        HttpOptions(), lambda closing, hosts: build_gateway(coordinators, closing, hosts)
+    )
+    await gateway.start()
+
+    async def ask(http: httpx.AsyncClient, seed: int, told: list[int]) -> list[int]:
+        body = {
+            "prompt": list(PROMPT), "max_tokens": 300, "seed": seed, "stream": True,
+            "ignore_eos": True, "return_token_ids": True, "speculation": {"rule": "coupled"},
+        }  # fmt: skip
+        async with http.stream("POST", "/v1/completions", json=body) as response:
+            lines = [line async for line in _noted(response.aiter_lines(), told)]
+        assert lines[-1] == "data: [DONE]"
+        return told
+
+    async with httpx.AsyncClient(base_url=f"http://{gateway.address}", timeout=CHANGE_S) as http:
+        expected = [await ask(http, seed, []) for seed in range(NUM_SEEDS)]
+        told: list[list[int]] = [[] for _ in range(NUM_HTTP_STREAMS)]
+        asking = [
+            asyncio.create_task(ask(http, index % NUM_SEEDS, one)) for index, one in enumerate(told)
+        ]
+        async with asyncio.timeout(CHANGE_S):
+            while min(map(len, told)) < 20:
+                await asyncio.sleep(0.01)
+        assert max(map(len, told)) < 300
+        victim = deployment.overview.of("coordinator")[0]
+        os.kill(victim.places[0].pid, signal.SIGKILL)
+        found = await asyncio.gather(*asking)
+    assert found == [expected[index % NUM_SEEDS] for index in range(NUM_HTTP_STREAMS)]
+    await gateway.stop()
+    await until(deployment, "coordinator", 2, without=victim.name)
+
+
+async def _noted(lines: AsyncIterator[str], told: list[int]) -> AsyncIterator[str]:
+    """Those with data, their tokens noted."""
+    async for line in lines:
+        if line.startswith("data: {"):
+            told += json.loads(line.removeprefix("data: "))["choices"][0].get("token_ids") or []
+        if line.startswith("data: "):
+            yield line
 
 
 async def test_a_redis_that_is_killed_is_started_again(deployment: Deployment) -> None:
