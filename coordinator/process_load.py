@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 
 from outrider.decayed_average import DecayedSums
 from outrider.errors import Overloaded
-from outrider.limits import LOOP_LAG_MS_MAX, LOOP_LAG_PATIENCE_S
+from outrider.limits import LOOP_LAG_LOOKS, LOOP_LAG_MS_MAX
 from outrider.registry.registry import WINDOW_S
 
 _LOOK_PERIOD_S = 0.25
 _LAG_S_MAX = 1.0
-"""What one look counts as at most: a machine that stood still for once is not overloaded."""
+"""What one look counts as at most in the mean: a process may have stood still for once."""
 
 
 class ProcessLoad:
@@ -22,8 +21,8 @@ class ProcessLoad:
     def __init__(self) -> None:
         self._clock = asyncio.get_running_loop().time
         self._sums = DecayedSums(WINDOW_S, self._clock())
-        self._late_since = math.inf
-        """Since when it has been later than `LOOP_LAG_MS_MAX`."""
+        self._num_late = 0
+        """Looks in a row that were later than `LOOP_LAG_MS_MAX`."""
 
     async def watch(self) -> None:
         """Until it is cancelled."""
@@ -33,8 +32,7 @@ class ProcessLoad:
             now = self._clock()
             lag_s, cpu_s = now - due, time.process_time() - cpu_s
             self._sums.add(now, {"looks": 1, "lag_s": min(lag_s, _LAG_S_MAX), "cpu_s": cpu_s})
-            is_late = self.lag_ms > LOOP_LAG_MS_MAX
-            self._late_since = min(self._late_since, now) if is_late else math.inf
+            self._num_late = self._num_late + 1 if 1e3 * lag_s > LOOP_LAG_MS_MAX else 0
 
     @property
     def lag_ms(self) -> float:
@@ -48,7 +46,7 @@ class ProcessLoad:
 
     def check(self) -> None:
         """Raises `Overloaded` where the event loop has been late for long."""
-        if self._clock() - self._late_since >= LOOP_LAG_PATIENCE_S:
+        if self._num_late >= LOOP_LAG_LOOKS:
             raise Overloaded(
                 f"what this coordinator has to do waits for {self.lag_ms:.0f} ms; try again later"
             )

@@ -106,7 +106,7 @@ DRAFT_SUPPORT_ENTRIES_MAX = 4096  # of a draft distribution, accepted from a pee
 RUN_AHEAD_ROUNDS_MAX = 16  # that a target decodes without hearing from the coordinator
 ANSWERS_HELD_MS = 40  # how long verdicts of rounds run ahead are collected into one message
 LOOP_LAG_MS_MAX = 500  # how late a coordinator's event loop may be and still take requests ...
-LOOP_LAG_PATIENCE_S = 3.0  # ... and for how long it must have been later
+LOOP_LAG_LOOKS = 4  # ... and how often in a row it must have been later, looked at each 0.25 s
 MAILBOX_REPLIES_MAX = 64  # replies that may wait for one session on one side
 
 HTTP_BODY_BYTES_MAX = 4 * 2**20

@@ -73,7 +73,7 @@ async def test_a_session_leaves_a_draft_whose_q_does_not_hold_what_it_drew() -> 
 
 
 async def test_no_request_is_taken_while_the_event_loop_is_late() -> None:
-    """It was late for some seconds: a pause is no reason."""
+    """It was late several times in a row: one pause is no reason, however long."""
     loop: Any = asyncio.get_running_loop()
 
     def stall() -> None:
