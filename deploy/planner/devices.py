@@ -162,7 +162,6 @@ def _most(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _where_heads_pay(rows: Sequence[dict[str, Any]]) -> str:
-    """By device on the target: another one can do no more than take over the head's steps."""
     on_target, apart = (
         [row for row in rows if row["way"] == way and row["num_draft_tokens"]]
         for way in (HEAD, HEAD_APART)
@@ -172,9 +171,11 @@ def _where_heads_pay(rows: Sequence[dict[str, Any]]) -> str:
     [beside] = on_target
     fastest = max(apart, key=lambda row: row[SPEED])
     most = max(row[RATE] for row in apart)
-    pays = "target pays"
-    if fastest[SPEED] > beside[SPEED]:
-        pays += " by device, draft by the speed of a session"
+    by_device = "draft" if most > beside[RATE] else "target"
+    by_speed = "draft" if fastest[SPEED] > beside[SPEED] else "target"
+    pays = f"{by_device} pays"
+    if by_speed != by_device:
+        pays += f" by device, {by_speed} by the speed of a session"
     return (
         f"For a head --eagle3-on {pays}: on the target, whose time its steps take, it brings "
         f"{beside[RATE]:.0f} tokens/s a device and {beside[SPEED]:.0f} a session; on draft devices "

@@ -52,6 +52,8 @@ def test_a_link_makes_the_rounds_of_draft_devices_longer() -> None:
         ("h200-8b,sessions=64,head_width=576", 0, "target pays by device, draft by", 0.154),
         ("h200-8b,sessions=64", 5, "target pays by device, draft by", 5.988),
         ("h200-8b,sessions=64,link_gb=0.1", 0, "target pays:", None),
+        # Its steps take more of a round than the eighth of a device that takes them over.
+        ("h200-8b,sessions=256,context=256,layer_ms=0.01", 0, "draft pays:", None),
         ("h200-8b,head_acceptance=0", 0, None, None),
         ("h200-70b-fp8", 0, None, None),  # On several ranks.
     ],
