@@ -451,10 +451,8 @@ class OutputQueue:
             await self._taken.wait()
 
     def write(self, entry: Entry) -> None:
-        """Its reader is woken where it need not wait for a commit; else the commit does."""
+        """Its reader is woken by the commit of its tokens; of an entry without any, by `close`."""
         self._entries.append(entry)
-        if entry.end_length <= self._session.showable_length:
-            self._committer.stir(self._session)
 
     def close(self) -> None:
         """Nothing more is written."""
