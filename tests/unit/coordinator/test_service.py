@@ -10,6 +10,7 @@ from rounds import SeverableLink
 from stack import toy_text
 from toy_engine import ToyEngine, toy_logits
 
+from coordinator.decoding.loop import COMMIT_GRACE_S
 from coordinator.service import TROUBLE_S
 from draft_service.service import DraftService
 from outrider.errors import (
@@ -72,8 +73,11 @@ async def test_a_session_leaves_a_draft_whose_q_does_not_hold_what_it_drew() -> 
         assert loop.time() < CONFIG.draft_timeout_ms / 1e3
 
 
-async def test_no_request_is_taken_while_the_event_loop_is_late() -> None:
-    """It was late several times in a row: one pause is no reason, however long."""
+async def test_no_request_is_taken_while_the_event_loop_is_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was late several times in a row: one pause is no reason, however long. How much of a core
+    the process computes on is said, too."""
     loop: Any = asyncio.get_running_loop()
 
     def stall() -> None:
@@ -81,6 +85,7 @@ async def test_no_request_is_taken_while_the_event_loop_is_late() -> None:
         loop.wait(1.0)  # Something else is done for so long.
         timer = loop.call_later(0.001, stall)
 
+    monkeypatch.setattr("coordinator.process_load.time.process_time", lambda: 0.4 * loop.time())
     async with bench() as b:
         timer = loop.call_later(0, stall)
         await asyncio.sleep(2)
@@ -92,6 +97,34 @@ async def test_no_request_is_taken_while_the_event_loop_is_late() -> None:
         timer.cancel()
         await asyncio.sleep(5)
         assert isinstance((await b.events(REQUEST))[-1], Finished)
+        assert b.service.figures.busy == pytest.approx(0.4, rel=0.15)
+
+
+@pytest.mark.parametrize(("num_shown", "error"), [(1, StoreUnavailable), (0, DeadlineExceeded)])
+async def test_tokens_that_the_store_does_not_take_are_waited_for_beyond_the_deadline(
+    num_shown: int, error: type[Exception]
+) -> None:
+    """But no longer than for `COMMIT_GRACE_S`, after which nothing waits for that time any more."""
+    loop: Any = asyncio.get_running_loop()
+    async with bench() as b:
+        until = loop.time() + 1 + COMMIT_GRACE_S
+        events = b.service.generate(replace(REQUEST, deadline_ms=1_000))
+        for _ in range(1 + num_shown):
+            await anext(events)
+        b.store.append = failing(b.store.append, until + 1)  # type: ignore[method-assign]
+        with pytest.raises(error):
+            while True:
+                await anext(events)
+        assert loop.time() == pytest.approx(until, abs=0.01)
+
+
+async def test_the_deadline_of_a_session_that_has_ended_is_not_waited_for() -> None:
+    loop: Any = asyncio.get_running_loop()
+    async with bench() as b:
+        await b.events(replace(REQUEST, deadline_ms=500_000))
+        await asyncio.sleep(1)
+        late = [one for one in loop._scheduled if not one.cancelled() and one.when() > 400]
+        assert not late
 
 
 @pytest.mark.parametrize(("silent_s", "is_healthy"), [(2.5, True), (60.0, False)])

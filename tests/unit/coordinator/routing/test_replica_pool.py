@@ -174,6 +174,25 @@ async def test_a_replica_that_comes_back_with_other_weights_is_sent_nothing() ->
     assert len(link.sent) == 1
 
 
+async def test_a_wait_ends_when_it_is_due_whatever_was_waited_for_before() -> None:
+    """One timer serves all waits, and is none any more once the session has ended."""
+    one, loop = session(), asyncio.get_running_loop()
+    route = SessionRoute[Any, Any](pool_of(ScriptedLink()), context_of(one))
+    for index, (wait_s, answered_s) in enumerate([(9, 1), (2, None), (9, None), (3, 1), (9, 4)]):
+        number, began = route.begin(index), loop.time()
+        if answered_s:
+            key = ReplyKey(one.session_id, one.epoch, number)
+            loop.call_later(answered_s, route.put, VerdictReply(key, Verdict((), (9,)), 0))
+            await route.take(wait_s)
+        else:
+            with pytest.raises(TimeoutError):
+                await route.take(wait_s)
+        assert loop.time() - began == pytest.approx(answered_s or wait_s)
+    assert route._timer is not None
+    route.close()
+    assert route._timer is None
+
+
 async def test_a_target_that_is_to_be_left_is_left_between_two_rounds() -> None:
     first, second = ScriptedLink(verdict, verdict), ScriptedLink(verdict)
     pool = pool_of(first)
