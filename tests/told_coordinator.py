@@ -14,6 +14,7 @@ from outrider.request import Event, Finished, GenerateRequest, Metrics, Started,
 from outrider.sessions.store import FinishReason
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.sampling_params import Rule
+from outrider.tokenizer import TokenizerText
 
 STARTED = Started("1" * 32, "m", 1, Rule.TOKEN, num_prompt_tokens=2)
 TOKENS = Tokens(0, (7,), "a", (Origin.BONUS,), ())
@@ -23,7 +24,7 @@ FINISHED = Finished(FinishReason.STOP, Usage(2, 1), Metrics(1, 0, 0, 1.0, 1.0, 1
 class ToldCoordinator:
     """Each generation has these events, or raises them."""
 
-    text = None
+    text: TokenizerText | None = None
     defaults = RequestDefaults(num_draft_tokens=4, deadline_ms=1000)
     served = ReplicaDescription("m", "", "", 100, "float32", 64, (), 1)
     fleet = SimpleNamespace(replicas=lambda *_: [], heard_ms_ago=None)

@@ -87,11 +87,8 @@ class _Choice:
         self, text: TokenizerText | None, form: AnswerForm | None, echoed: Prompt | None
     ) -> None:
         """Behind the prompt that is `echoed`, if one is."""
-        before = echoed if isinstance(echoed, str) else ""
-        if echoed and text is not None and not before:
-            before = text.decode(cast(tuple[int, ...], echoed))
-        self.prompt_scorer = _Scorer(text, given=before)
-        self.scorer = _Scorer(text, len(before))
+        self._text, self._echoed = text, echoed
+        self.prompt_scorer = self.scorer = _Scorer(text)
         self.reader = None if form is None else form.make_reader()
         self.num_calls = 0
         """Of tools, that were told."""
@@ -100,7 +97,7 @@ class _Choice:
         self.is_opened = False
         self.num_tokens = 0
         # What has come, and of a stream has not been told:
-        self.parts = [Part("content", before)] if before else []
+        self.parts: list[Part] = []
         self.token_ids: list[int] = []
         self.scored: list[Scored] = []
 
@@ -108,6 +105,14 @@ class _Choice:
     def text(self) -> str:
         """What has come of the content, and of a stream has not been told."""
         return "".join(part.text for part in self.parts if part.kind == "content")
+
+    def begin(self, started: Started) -> None:
+        """It has been admitted, so its prompt is one."""
+        self.started, before, text = started, self._echoed, self._text
+        if not isinstance(before, str):
+            before = text.decode(cast(tuple[int, ...], before)) if before and text else ""
+        self.prompt_scorer, self.scorer = _Scorer(text, given=before), _Scorer(text, len(before))
+        self.parts += [Part("content", before)] if before else []
 
     def add(self, text: str) -> None:
         """Some text has come."""
@@ -192,7 +197,7 @@ class Answer(Told):
     def _note(self, choice: _Choice, event: Event) -> None:
         match event:
             case Started():
-                choice.started = event
+                choice.begin(event)
                 self._envelope["id"] = self._envelope["id"] or self.id_prefix + event.session_id
                 self._envelope["model"] = event.model
             case PromptTokens():

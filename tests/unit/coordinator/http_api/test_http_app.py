@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
+from models import byte_level_tokenizer
 from told_coordinator import FINISHED, STARTED, TOKENS, MemorySlots
 from told_coordinator import ToldCoordinator as Service
 
@@ -31,6 +32,7 @@ from outrider.errors import BadRequest, Overloaded, Unavailable
 from outrider.limits import TRACEPARENT_CHARS_MAX
 from outrider.messages import PositionLogprobs
 from outrider.request import Event, GenerateRequest, PromptTokens
+from outrider.tokenizer import TokenizerText
 
 BODY: dict[str, Any] = {"prompt": [1, 2], "max_tokens": 3}
 TRACE = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
@@ -235,6 +237,16 @@ async def test_answers_are_as_the_document_says(path: str, body: dict[str, Any])
             if path != "/v1/responses":
                 name = schema["$ref"].rpartition("/")[2]
                 assert one.keys() <= document["components"]["schemas"][name]["properties"].keys()
+
+
+@pytest.mark.parametrize("prompt", [[2**40], [-1]])
+async def test_what_is_echoed_is_looked_at_once_it_is_admitted(prompt: list[int]) -> None:
+    """The coordinator refuses tokens that are none; nothing here fails of them before."""
+    service = Service(BadRequest("token_ids[0]", "is not a token id"))
+    service.text = TokenizerText(byte_level_tokenizer(), "toy")
+    body = {"prompt": prompt, "echo": True}
+    found = await Front(service).send("POST", "/v1/completions", json=body)
+    assert (found.status_code, found.json()["error"]["param"]) == (400, "prompt[0]")
 
 
 @pytest.mark.parametrize("num_turns", range(1, 8))
