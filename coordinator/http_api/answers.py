@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from itertools import groupby
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from coordinator.http_api.bodies import CompletionBody, StreamOptions, TranslatedBody
-from coordinator.http_api.tool_parsers import AnswerForm, Part
+from coordinator.http_api.tool_parsers import AnswerForm, Part, joined
 from outrider.messages import PositionLogprobs
 from outrider.request import (
     Event,
@@ -345,18 +343,17 @@ class ChatAnswer(Answer):
         """The content, the reasoning and the calls of what was not told."""
         told: Json = {}
         calls: list[Json] = []
-        for kind, run in groupby(choice.parts, key=attrgetter("kind")):
-            texts = [part.text for part in run]
+        for kind, text in joined(choice.parts):
             if kind == "name":
-                calls += [self._called(choice, name) for name in texts]
+                calls.append(self._called(choice, text))
             elif kind == "arguments":
                 index = choice.num_calls - 1
                 if not calls:
                     calls.append({"index": index, "function": {"arguments": ""}})
-                calls[-1]["function"]["arguments"] += "".join(texts)
+                calls[-1]["function"]["arguments"] += text
             else:
                 name = "content" if kind == "content" else "reasoning_content"
-                told[name] = told.get(name, "") + "".join(texts)
+                told[name] = told.get(name, "") + text
         return {**told, "tool_calls": calls} if calls else told
 
     def _called(self, choice: _Choice, name: str) -> Json:

@@ -32,7 +32,7 @@ from coordinator.http_api.bodies import (
     _idle,
     few_parts,
 )
-from coordinator.http_api.tool_parsers import Part
+from coordinator.http_api.tool_parsers import Part, joined
 from outrider.errors import BadRequest
 from outrider.limits import CHAT_MESSAGES_MAX, TOOLS_MAX
 from outrider.request import Event, Finished
@@ -349,8 +349,12 @@ class _Item:
         self._id = f"{prefix}_{session_id}_{index}"
         self._index, self._name, self._call_id = index, name, call_id
         self.status = "in_progress"
-        self._text = ""
+        self._texts: list[str] = []
         self.logprobs: list[Json] = []
+
+    @property
+    def _text(self) -> str:
+        return "".join(self._texts)
 
     def told(self) -> Json:
         own: Json = {"id": self._id, "type": self._type, "status": self.status}
@@ -367,7 +371,7 @@ class _Item:
         return events
 
     def grown(self, text: str, logprobs: Sequence[Json]) -> list[Json]:
-        self._text += text
+        self._texts.append(text)
         self.logprobs += logprobs
         more = {"logprobs": logprobs} if self.kind == "content" else {}
         told = [self._event(f"{self._grows}.delta", delta=text, **more)]
@@ -458,7 +462,7 @@ class ResponseAnswer(ChatAnswer):
         """Adds what has come to the items, and tells of it. Log-probabilities are those of a
         message: the next part of one has all of them that came since the last, or since a call."""
         [choice], events = self._choices, list[Json]()
-        for kind, text in choice.parts:
+        for kind, text in joined(choice.parts):
             if kind == "name" or kind not in ("arguments", *(one.kind for one in self._items[-1:])):
                 events += self._items[-1].closed("completed") if self._items else []
                 self._items.append(self._next_item(kind, text))

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from coordinator.decoding.detokenizer import overlap
@@ -36,6 +38,10 @@ Reading = Generator[None, None, T]
 _OPENINGS_KEPT = 64
 """Sets of a chat template's variables, of which is remembered whether reasoning begins with
 them."""
+_SPACE_MAX = 256
+"""White space beside a mark of which it is not told; what is before that, is."""
+_HEAD_CHARS_MAX = 256
+"""Up to the end of a mark within a call, behind its name."""
 _SOME_TURN = {"role": "user", "content": "x"}
 _OTHER_CALLS = ("<function=", "<arg_key>")
 """In templates whose `<tool_call>` holds something else than JSON."""
@@ -48,6 +54,13 @@ class Part(NamedTuple):
 
     kind: Literal["content", "reasoning", "name", "arguments"]
     text: str
+
+
+def joined(parts: Iterable[Part]) -> Iterator[Part]:
+    """Neighbours of one kind as one, but for names."""
+    for kind, run in groupby(parts, key=attrgetter("kind")):
+        texts = [part.text for part in run]
+        yield from (Part(kind, text) for text in (texts if kind == "name" else ["".join(texts)]))
 
 
 class _TextEndsError(Exception):
@@ -74,7 +87,7 @@ class Reader:
         self._num_calls = 0
         self._text = ""
         """What has come and is not read."""
-        self._call_text = ""
+        self._call_texts: list[str] = []
         """What was read of a call."""
         self._parts: list[Part] = []
         """What was read and is not told."""
@@ -124,12 +137,12 @@ class Reader:
             found = self._found(marks)
             if found is not None:
                 at, mark = found
-                self._tell(kind, self._text[:at].rstrip())
+                self._tell(kind, _without_space(self._text[:at]))
                 self._text = self._text[at + len(mark) :]
                 self._follows_mark = True
                 return mark
             held = max(overlap(self._text, mark) for mark in marks)
-            certain = self._text[: len(self._text) - held].rstrip()
+            certain = _without_space(self._text[: len(self._text) - held])
             self._follows_mark = self._follows_mark and not certain
             self._tell(kind, certain)
             self._text = self._text[len(certain) :]
@@ -145,6 +158,7 @@ class Reader:
 
     def _begins_with(self, mark: str) -> Reading[bool]:
         """Reads a mark at the beginning of the text, if it is there."""
+        yield from self._peek()
         while not (text := self._text.lstrip()).startswith(mark):
             if not mark.startswith(text) or self._is_over:
                 return False
@@ -154,7 +168,9 @@ class Reader:
 
     def _peek(self) -> Reading[str]:
         """The next character that is no white space, which is read no more than that is."""
-        while not (text := self._text.lstrip()):
+        num_seen = 0
+        while not (text := self._text[num_seen:].lstrip()):
+            num_seen = len(self._text)
             yield from self._more()
         return text[0]
 
@@ -167,14 +183,14 @@ class Reader:
             self._text = ""
             raise _TextEndsError
         num_before = self._num_calls
-        self._call_text = mark
+        self._call_texts = [mark]
         try:
             yield from self._read_call()
         except (_NoCallError, _TextEndsError) as error:
             if self._num_calls == num_before:
                 if isinstance(error, _TextEndsError):
                     self._take(len(self._text))
-                self._tell("content", self._call_text)
+                self._tell("content", "".join(self._call_texts))
                 self._follows_mark = False
             if isinstance(error, _TextEndsError):
                 raise
@@ -214,14 +230,20 @@ class Reader:
     def _take(self, number: int) -> str:
         """Reads so many characters of a call."""
         taken, self._text = self._text[:number], self._text[number:]
-        self._call_text += taken
+        self._call_texts.append(taken)
         return taken
 
-    def _up_to(self, mark: str) -> Reading[str]:
-        """Reads a call up to behind a mark; returns what is before it."""
-        while (at := self._text.find(mark)) < 0:
+    def _up_to(self, *marks: str) -> Reading[tuple[str, str]]:
+        """Reads a call up to one of the marks, which is near; returns what is before it, and it."""
+        while (found := self._found(marks)) is None and len(self._text) < _HEAD_CHARS_MAX:
             yield from self._more()
-        before = self._take(at)
+        if found is None or found[0] + len(found[1]) > _HEAD_CHARS_MAX:
+            raise _NoCallError
+        return self._take(found[0]), found[1]
+
+    def _behind(self, mark: str) -> Reading[str]:
+        """Reads a call up to behind a mark that is near; returns what is before it."""
+        before, _ = yield from self._up_to(mark)
         self._take(len(mark))
         return before
 
@@ -275,6 +297,11 @@ class Reader:
             yield from self._expect(",")
         if (yield from self._peek()) == "]":
             yield from self._expect("]")
+
+
+def _without_space(text: str) -> str:
+    """What is told of the text before a mark, or before what may be one."""
+    return text[: max(len(text.rstrip()), len(text) - _SPACE_MAX)]
 
 
 def _loaded(text: str) -> Any:
@@ -398,14 +425,12 @@ class Mistral(Reader):
         if (yield from self._peek()) == "{":
             yield from super()._read_call()
             return
-        while (found := self._found(("{", "[CALL_ID]", "[ARGS]"))) is None:
-            yield from self._more()
-        at, mark = found
-        name = self._take(at).strip()
+        before, mark = yield from self._up_to("{", "[CALL_ID]", "[ARGS]")
+        name = before.strip()
         if not name or " " in name:
             raise _NoCallError
         if mark != "{":
-            yield from self._up_to("[ARGS]")
+            yield from self._behind("[ARGS]")
         self._begin_call(name)
         yield from self._value(is_told=True)
 
@@ -426,12 +451,12 @@ class DeepSeek(Reader):
                 yield from self._called()
 
     def _read_call(self) -> Reading[None]:
-        name = yield from self._up_to("<｜tool▁sep｜>")
+        name = yield from self._behind("<｜tool▁sep｜>")
         if (yield from self._peek()) != "{":
-            name = yield from self._up_to("```json")
+            name = yield from self._behind("```json")
         self._begin_call(name.strip())
         yield from self._value(is_told=True)
-        yield from self._up_to("<｜tool▁call▁end｜>")
+        yield from self._behind("<｜tool▁call▁end｜>")
 
 
 class Reasoning(Reader):

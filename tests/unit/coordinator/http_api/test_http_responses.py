@@ -1,6 +1,8 @@
 """`POST /v1/responses`: the chat completion that it stands for, and OpenAI's items and events."""
 
 import json
+import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from test_http_bodies import refused
 from told_coordinator import FINISHED, STARTED, TOKENS, ToldCoordinator
 
 from coordinator.http_api.bodies import ChatBody, TranslatedBody
-from coordinator.http_api.responses import ResponsesBody
+from coordinator.http_api.responses import ResponseAnswer, ResponsesBody
 from coordinator.http_api.tool_parsers import ChatFormats
 from outrider.errors import BadRequest, Unavailable
 from outrider.limits import CHAT_MESSAGES_MAX, CHAT_PARTS_MAX
@@ -318,6 +320,19 @@ async def test_an_error_behind_the_first_token_is_a_failed_response() -> None:
     assert (response["error"]["code"], response["error"]["message"]) == ("server_error", "gone")
     assert response["output"] == [item("a", "incomplete")]
     assert (await answered(Unavailable("gone"), stream=True)).status_code == 503
+
+
+def test_a_long_response_is_told_quickly() -> None:
+    """Its text is put together once."""
+    body = ResponsesBody.model_validate({"input": "hi"})
+    answer = ResponseAnswer(body, body.translate(), None, 4, 99)
+    for event in (STARTED, *(replace(TOKENS, text_delta="abcd") for _ in range(50_000)), FINISHED):
+        answer.take(0, event)
+    began = time.thread_time()
+    told = answer.whole()
+    assert time.thread_time() - began < 0.1
+    assert told is not None
+    assert told["output"][0]["content"][0]["text"] == "abcd" * 50_000
 
 
 async def test_log_probabilities_are_those_of_chat() -> None:

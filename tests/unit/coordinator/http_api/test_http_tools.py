@@ -2,9 +2,9 @@
 what models write becomes calls."""
 
 import json
+import time
 from collections.abc import Callable
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from coordinator.http_api.tool_parsers import (
     Mistral,
     Reader,
     Reasoning,
+    joined,
 )
 from coordinator.requests.chat_template import read_chat_template
 from outrider.config import HERMES
@@ -170,11 +171,7 @@ def read(reader: Reader, text: str, width: int) -> Parts:
     """What a reader tells of a text in pieces of so many characters; neighbours are joined."""
     parts = [one for at in range(0, len(text), width) for one in reader.push(text[at : at + width])]
     parts += reader.finish()
-    found: Parts = []
-    for kind, run in groupby(parts, key=lambda part: part.kind):
-        texts = [part.text for part in run]
-        found += [(kind, text) for text in (texts if kind == "name" else ["".join(texts)])]
-    return found
+    return [tuple(part) for part in joined(parts)]
 
 
 F: Parts = [("name", "f"), ("arguments", '{"a": 1}')]
@@ -234,7 +231,16 @@ TEXTS: list[tuple[Callable[[], Reader], str, Parts]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "text", "parts"), TEXTS)
+LONG = "f" * 300
+FAR = [
+    pytest.param(DeepSeek, f'{CALL}f{SEP}{{"a": 1}} {LONG}', [*F, ("content", LONG)], id="end"),
+    pytest.param(Mistral, f"[TOOL_CALLS]{LONG}{{}}", [("content", f"{LONG}{{}}")], id="name"),
+    pytest.param(Hermes, f'a{" " * 300}<tool_call>{{"name": "g"}}',
+                 [("content", "a" + " " * 44), *G], id="space"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "text", "parts"), [*TEXTS, *FAR])
 def test_what_models_write(make: Callable[[], Reader], text: str, parts: Parts) -> None:
     """However the text is cut into pieces."""
     for width in (1, 2, 3, 7, len(text)):
@@ -251,6 +257,17 @@ def test_what_is_certain_is_told_at_once() -> None:
         [], [], [("name", "f"), ("arguments", '{"a')], [("arguments", '": 1')],
         [("arguments", "}")], [],
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [Hermes, partial(Reasoning, Content(), is_open=False), Mistral])
+@pytest.mark.parametrize("text", ["\n", "[TOOL_CALLS]f", "<tool_call> ", '<tool_call>{"a":"x'])
+def test_no_text_takes_long(make: Callable[[], Reader], text: str) -> None:
+    """However long it is without what is waited for."""
+    reader, began = make(), time.thread_time()
+    reader.push(text)
+    for _ in range(50_000):
+        reader.push(text[-1] * 4)
+    assert time.thread_time() - began < 5
 
 
 def text_of(template: str, *special: str) -> TokenizerText:
