@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from models import tiny_config, tiny_module
 from paged_engines import VOCAB, EngineMaker, checked_engines, dense, gap, ids, run
 
 from outrider.errors import ConfigError
+from outrider.models.compatibility import check_features
 
 SIZES = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
@@ -85,3 +87,12 @@ def test_a_model_that_does_not_heed_positions() -> None:
 
     module.model.rotary_emb.forward = counted
     refused(module, "differ from its own by")
+
+
+def test_features_may_differ_in_one_row_as_half_precision_has_it_and_not_in_many() -> None:
+    expected = torch.randn((21, 64), generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = expected.clone()
+    found[1] *= 1.5
+    check_features(Mock(features=lambda: [found]), expected)
+    with pytest.raises(ConfigError, match=r"differs by 0.5 of its norm; 0.2 is allowed"):
+        check_features(Mock(features=lambda: [1.5 * expected]), expected)
