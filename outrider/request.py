@@ -65,7 +65,10 @@ class GenerateRequest:
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     """... its other variables."""
     shown_tokens: tuple[str, ...] = ()
-    """Special tokens that the text has all the same: marks of calls, for the one who reads them."""
+    """Special tokens that the text has all the same: marks of calls, for what reads them."""
+    answer_form: str = ""
+    """How the text is read for calls and reasoning, as JSON of `coordinator.http_api`; empty = it
+    is content."""
     default_max_tokens: int = MAX_TOKENS_DEFAULT
     """What a silent `max_tokens` stands for, as far as there is room: a coordinator's protocols
     differ."""

@@ -513,7 +513,8 @@ def _add_generation(
         repeat = Repeat.of(headers, 1, session_id, is_stream=body.stream)
         parameters = await service.stored_parameters(session_id, request.state.caller.tenant)
         whole_body = body.as_part_of(whole, echo=parameters.prompt_logprobs is not None)
-        asked = TranslatedBody(whole_body, (parameters,), {})
+        form = formats.form(parameters.answer_form)
+        asked = TranslatedBody(whole_body, (parameters,), {}, form=form)
         return told(request, asked, kind, repeat)
 
     described = {"description": _EVENTS, "content": {"text/event-stream": {}}}

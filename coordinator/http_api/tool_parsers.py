@@ -515,25 +515,39 @@ class ChatFormats:
         """A conversation's body with the form of its answers. Raises `BadRequest` for tools whose
         calls nobody would see."""
         tools, request = asked.tools, asked.requests[0]
-        form: AnswerForm | None = None
+        read: dict[str, Any] = {}
         shown: tuple[str, ...] = ()
         if tools is not None:
             if self._text is not None:
                 self._text.check_tools("tools")
-            form = AnswerForm(self._reader(tools), not tools.named, self._has_short_ids)
+            read["tools"] = [sorted(tools.names), tools.named, tools.is_required, tools.several]
             if self._calls is not None and not tools.is_held:
                 shown = self._calls.shown_tokens
         if self._has_reasoning and request.constraint is None:
-            is_open = self._always_reasons or self._opens(
-                json.dumps({**request.template_variables})
-            )
-            make = Content if form is None else form.make_reader
-            form = replace(
-                form or AnswerForm(Content), make_reader=lambda: Reasoning(make(), is_open=is_open)
-            )
+            variables = json.dumps({**request.template_variables})
+            read["reasoning"] = self._always_reasons or self._opens(variables)
             shown += Reasoning.shown_tokens
-        requests = tuple(replace(one, shown_tokens=shown) for one in asked.requests)
-        return replace(asked, form=form, requests=requests if shown else asked.requests)
+        if not read:
+            return asked
+        told = json.dumps(read)
+        requests = tuple(
+            replace(one, shown_tokens=shown, answer_form=told) for one in asked.requests
+        )
+        return replace(asked, form=self.form(told), requests=requests)
+
+    def form(self, told: str) -> AnswerForm | None:
+        """Of the answer to a request with this `answer_form`. Raises `BadRequest` as `fitted`."""
+        if not told:
+            return None
+        read, form = json.loads(told), AnswerForm(Content)
+        if "tools" in read:
+            names, *how = read["tools"]
+            tools = Tools([{"name": name} for name in names], *how)
+            form = AnswerForm(self._reader(tools), not tools.named, self._has_short_ids)
+        if "reasoning" not in read:
+            return form
+        make = form.make_reader
+        return replace(form, make_reader=lambda: Reasoning(make(), is_open=read["reasoning"]))
 
     def _reader(self, tools: Tools) -> Callable[[], Reader]:
         if tools.named:

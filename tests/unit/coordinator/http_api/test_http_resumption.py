@@ -5,7 +5,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from coordinator_bench import Bench
@@ -14,6 +14,7 @@ from twin_store import TwinStore
 from coordinator.auth.access_control import AccessControl, watch_keys
 from coordinator.http_api.app import build_app
 from coordinator.http_api.server import HttpOptions
+from coordinator.http_api.tool_parsers import ChatFormats
 from outrider.api_keys import given_keys
 from outrider.errors import StoreUnavailable, Unavailable
 from outrider.limits import IDEMPOTENCY_KEY_CHARS_MAX
@@ -319,6 +320,20 @@ async def test_what_is_told_of_an_answer_by_its_id(form: str) -> None:
         *_, end, usage, _ = await second.stream(resume, {"stream_options": {"include_usage": True}})
         assert end[1]["choices"][0]["stop_reason"] == "cancelled"
         assert usage[1]["usage"]["completion_tokens"] < 12
+
+
+async def test_an_answer_by_its_id_is_read_as_it_was() -> None:
+    """Its reasoning is no content."""
+    async with two() as (first, second):
+        formats = ChatFormats(cast(Any, Letters()), reasoning_parser="deepseek_r1")
+        for one in (first, second):
+            options = HttpOptions(access=one.app.state.access)
+            one.app = build_app(one.service, one.closing, options, formats=formats)
+        _, _, content = await first.call(*FORMS["chat"], leaves_after=3, dies=True)
+        resume = f"/v1/sessions/{events_of(content)[0][1]['id']}/resume"
+        answer = json.loads(await second.whole(resume, {"stream": False}))
+        message = answer["choices"][0]["message"]
+        assert (message["content"], len(message["reasoning_content"])) == ("", 12)
 
 
 async def test_a_key_is_its_tenants_and_of_one_request() -> None:
