@@ -290,7 +290,7 @@ class _WindowStream:
 
 @cache
 def _not_for_templates() -> frozenset[str]:
-    """Names that say something to those who render a template, or that they give it themselves."""
+    """Names that the library gives a template itself, or that tell it how to render one."""
     from transformers import PreTrainedTokenizerBase
 
     names = signature(PreTrainedTokenizerBase.apply_chat_template).parameters

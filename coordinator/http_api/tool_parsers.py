@@ -503,7 +503,7 @@ class ChatFormats:
         self._text = text
         name = tool_call_parser if tool_call_parser != AUTO else _calls_in(template)
         self._calls = CALL_READERS.get(name)
-        """None = nobody knows."""
+        """None = not known."""
         self._has_short_ids = name == "mistral"
         self._has_reasoning = reasoning_parser != "none" and (
             reasoning_parser != AUTO or "</think>" in template
@@ -513,7 +513,7 @@ class ChatFormats:
 
     def fitted(self, asked: TranslatedBody) -> TranslatedBody:
         """A conversation's body with the form of its answers. Raises `BadRequest` for tools whose
-        calls nobody would see."""
+        calls could not be recognised."""
         tools, request = asked.tools, asked.requests[0]
         read: dict[str, Any] = {}
         shown: tuple[str, ...] = ()

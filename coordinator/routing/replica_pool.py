@@ -645,7 +645,7 @@ class SessionRoute(Generic[Item, Answer]):
         known = self._answers.get(key.round)
         if known is None:
             if len(self._answers) >= MAILBOX_REPLIES_MAX:
-                return False  # It answers what nobody asked; what is needed is asked again.
+                return False  # An answer without a question; what is needed is asked again.
         elif isinstance(known, VerdictReply | ProposalReply):
             return False
         self._answers[key.round] = answer
