@@ -424,7 +424,7 @@ class Entry:
 
 
 class OutputQueue:
-    """Written by the decode loop, read by whoever serves the client."""
+    """Written by the decode loop, read by the stream of the client."""
 
     def __init__(
         self,

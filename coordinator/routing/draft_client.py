@@ -285,7 +285,8 @@ class DraftClient(_ModelDrafts):
                 self._send(number, num_wanted, siblings=length.siblings, budget=budget)
                 answer = await self._route.take(give_up_at - self._clock())
             check_wanted(answer.proposal, num_wanted, length.siblings)
-            check(answer.base_length == self._session.length, "it extends other tokens")
+            if answer.base_length != (committed := self._session.length):
+                raise InvariantError(f"it extends {answer.base_length}, not {committed} tokens")
             require_q(answer.proposal, self._session.record.rule)
         except (TimeoutError, OutriderError) as error:
             self._is_late = isinstance(error, TimeoutError | DeadlineExceeded)
