@@ -355,7 +355,10 @@ async def test_a_key_is_its_tenants_and_of_one_request() -> None:
             headers = {**KEY, "Last-Event-ID": event_id}
             assert await second.refusal(path, body, headers) == refused, event_id
         assert await second.refusal(path, body, {"Last-Event-ID": last}) == refused
-        assert summary(await second.stream(path, body, {**KEY, **OTHER})) == summary(told)
+        await second.stream(
+            path, {**body, "seed": 8}, {**KEY, **OTHER}
+        )  # Another tenant's is free.
+        assert summary(await second.stream(path, body, KEY)) == summary(told)
         assert len(first.lengths()) == 2
         headers = {**KEY, **OTHER, "Idempotency-Key": "theirs", "Last-Event-ID": last}
         assert await second.refusal(path, body, headers) == (404, None, "not_found")
