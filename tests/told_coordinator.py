@@ -5,12 +5,22 @@ import asyncio
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from types import SimpleNamespace
 
+from coordinator.decoding.sessions import RequestKey
 from coordinator.requests.validation import RequestDefaults
 from outrider.api_keys import Caller
 from outrider.errors import Overloaded, StoreUnavailable
 from outrider.messages import ReplicaDescription
 from outrider.registry.registry import NO_FIGURES
-from outrider.request import Event, Finished, GenerateRequest, Metrics, Started, Tokens, Usage
+from outrider.request import (
+    Event,
+    Finished,
+    GenerateRequest,
+    Metrics,
+    ResumeRequest,
+    Started,
+    Tokens,
+    Usage,
+)
 from outrider.sessions.store import FinishReason
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.sampling_params import Rule
@@ -49,6 +59,15 @@ class ToldCoordinator:
             if isinstance(event, Exception):
                 raise event
             yield event
+
+    async def known(self, key: RequestKey) -> RequestKey:
+        return key
+
+    def generate_once(
+        self, request: GenerateRequest, key: RequestKey, resume: ResumeRequest, tenant: str,
+        traceparent: str,
+    ) -> AsyncGenerator[Event]:  # fmt: skip
+        return self.generate(request, tenant, traceparent, resumable=True)
 
 
 class MemorySlots:

@@ -415,7 +415,7 @@ async def events(http: httpx.AsyncClient, body: dict[str, Any]) -> list[dict[str
     assert response.headers["content-type"].startswith("text/event-stream")
     *parts, last, rest = response.text.split("\n\n")
     assert (last, rest) == ("data: [DONE]", "")
-    return [json.loads(part.removeprefix("data: ")) for part in parts]
+    return [json.loads(part.removeprefix("data: ").partition("\nid: ")[0]) for part in parts]
 
 
 def of(found: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:

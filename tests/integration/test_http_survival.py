@@ -58,7 +58,10 @@ async def two_coordinators(stack: Stack) -> AsyncIterator[tuple[str, subprocess.
     try:
         for _ in range(2):
             arguments = (stack.redis.url, stack.target_server.address, port)
-            code = f"from test_http_survival import serve; serve{arguments!r}"
+            code = (
+                f"import sys; sys.path[:] = {sys.path!r}\n"
+                f"from test_http_survival import serve; serve{arguments!r}"
+            )
             process = await asyncio.to_thread(
                 subprocess.Popen, [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
                 cwd=Path(__file__).parent,

@@ -33,8 +33,10 @@ ANY_LENGTH = b"-1"
 
 
 def shown_before_committed(patch: Patch) -> None:
+    shown = Committer.shown
+
     async def at_once(self: Committer, session: Any, length: int) -> int:
-        return length
+        return length if length <= session.length else await shown(self, session, length)
 
     patch.setattr(Committer, "shown", at_once)
 

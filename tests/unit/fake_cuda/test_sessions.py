@@ -230,7 +230,7 @@ CASES: dict[str, tuple[Case, tuple[int, int, int]]] = {
     "drafts masked and not": (constrained(drafts, Rule.COUPLED, is_mixed=True), (4, 4, 66)),
     "siblings": (drafts(Rule.TOKEN, FILTERED, siblings=(1, 1)), (2, 2, 18)),
     "drafts filtered": (drafts(Rule.TOKEN, FILTERED), (2, 4, 56)),
-    "apart": (apart, (2, 11, 113)),
+    "apart": (apart, (2, 12, 104)),
     "ahead token": (ahead(Rule.TOKEN, WARM), (5, 10, 120)),
     "ahead coupled": (ahead(Rule.COUPLED, WARM), (5, 10, 132)),
     "ahead greedy": (ahead(Rule.GREEDY, GREEDY), (5, 6, 66)),
