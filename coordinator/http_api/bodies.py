@@ -60,7 +60,7 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 
 Unserved = Mapping[str, tuple[Any, ...]]
 """Fields that are not served, and the values (beside null) that ask for nothing."""
-_ANY = object()
+ANY_VALUE = object()
 """Every value: a label, or a hint that changes no answer."""
 _COMPLETION_TOKENS = 16
 """OpenAI's default of a completion's `max_tokens`."""
@@ -70,7 +70,7 @@ Several = Annotated[list[Item], Field(fail_fast=True)]
 """Validated up to the first wrong item: there may be millions."""
 
 
-def _idle(names: str, *values: Any) -> Unserved:
+def asks_nothing(names: str, *values: Any) -> Unserved:
     return dict.fromkeys(names.split(), values)
 
 
@@ -113,12 +113,13 @@ class Body(BaseModel):
         if value is None:
             return name in cls.unserved or name in cls.model_fields
         return any(
-            idle is _ANY or (idle == value and isinstance(idle, bool) == isinstance(value, bool))
+            idle is ANY_VALUE
+            or (idle == value and isinstance(idle, bool) == isinstance(value, bool))
             for idle in cls.unserved.get(name, ())
         )
 
 
-def _form(words: str) -> WrapValidator:
+def must_be(words: str) -> WrapValidator:
     """Says what a field of several kinds may be, in place of what is wrong with each kind."""
 
     def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
@@ -181,13 +182,13 @@ class GenerationBody(Body):
     """What every kind of generation has."""
 
     unserved: ClassVar[Unserved] = {
-        **_idle("request_id", _ANY),
-        **_idle("skip_special_tokens spaces_between_special_tokens", True),
-        **_idle("include_stop_str_in_output use_beam_search", False),
-        **_idle("length_penalty", 1),
-        **_idle("priority", 0),
-        **_idle("service_tier", "auto", "default"),
-        **_idle("prompt_logprobs"),
+        **asks_nothing("request_id", ANY_VALUE),
+        **asks_nothing("skip_special_tokens spaces_between_special_tokens", True),
+        **asks_nothing("include_stop_str_in_output use_beam_search", False),
+        **asks_nothing("length_penalty", 1),
+        **asks_nothing("priority", 0),
+        **asks_nothing("service_tier", "auto", "default"),
+        **asks_nothing("prompt_logprobs"),
     }
 
     model: str = ""
@@ -200,7 +201,7 @@ class GenerationBody(Body):
     """A negative one is the same as itself plus 2**64."""
     stop: Annotated[
         str | Annotated[Several[str], Field(max_length=STOP_STRINGS_MAX)],
-        _form(f"a string or a list of at most {STOP_STRINGS_MAX} strings"),
+        must_be(f"a string or a list of at most {STOP_STRINGS_MAX} strings"),
     ] = []
     stop_token_ids: Annotated[Several[int], Field(max_length=STOP_TOKEN_IDS_MAX)] = []
     """Tokens that end the text as an EOS does."""
@@ -227,9 +228,9 @@ class ChoicesBody(GenerationBody):
 
     unserved = {
         **GenerationBody.unserved,
-        **_idle("metadata", _ANY),
-        **_idle("best_of", 1),
-        **_idle("guided_grammar"),
+        **asks_nothing("metadata", ANY_VALUE),
+        **asks_nothing("best_of", 1),
+        **asks_nothing("guided_grammar"),
     }
 
     max_tokens: int | None = None
@@ -373,7 +374,7 @@ class CalledFunction(Body):
 class CalledTool(Body):
     """A call of a tool."""
 
-    unserved = _idle("index", _ANY)
+    unserved = asks_nothing("index", ANY_VALUE)
 
     id: str
     type: Literal["function"] = "function"
@@ -391,9 +392,9 @@ class Message(Body):
     """A turn of a conversation."""
 
     unserved = {
-        **_idle("name", _ANY),
-        **_idle("annotations", []),
-        **_idle("function_call refusal audio reasoning"),
+        **asks_nothing("name", ANY_VALUE),
+        **asks_nothing("annotations", []),
+        **asks_nothing("function_call refusal audio reasoning"),
     }
 
     role: str
@@ -469,7 +470,7 @@ class Message(Body):
 class FunctionTool(Body):
     """A function that the caller has."""
 
-    unserved = _idle("strict", _ANY)
+    unserved = asks_nothing("strict", ANY_VALUE)
 
     name: str
     """1 to 64 letters, digits, - and _."""
@@ -530,17 +531,17 @@ class ChatBody(ChoicesBody):
 
     unserved = {
         **ChoicesBody.unserved,
-        **_idle("echo", False),
-        **_idle("safety_identifier", _ANY),
-        **_idle("prompt_cache_key prompt_cache_retention", _ANY),
-        **_idle("functions", []),
-        **_idle("function_call", "none", "auto"),
-        **_idle("modalities", ["text"]),
-        **_idle("reasoning_effort", "none"),
-        **_idle("verbosity", "medium"),
-        **_idle("store continue_final_message", False),
-        **_idle("add_generation_prompt", True),
-        **_idle("audio prediction web_search_options chat_template"),
+        **asks_nothing("echo", False),
+        **asks_nothing("safety_identifier", ANY_VALUE),
+        **asks_nothing("prompt_cache_key prompt_cache_retention", ANY_VALUE),
+        **asks_nothing("functions", []),
+        **asks_nothing("function_call", "none", "auto"),
+        **asks_nothing("modalities", ["text"]),
+        **asks_nothing("reasoning_effort", "none"),
+        **asks_nothing("verbosity", "medium"),
+        **asks_nothing("store continue_final_message", False),
+        **asks_nothing("add_generation_prompt", True),
+        **asks_nothing("audio prediction web_search_options chat_template"),
     }
 
     messages: Messages
@@ -551,7 +552,7 @@ class ChatBody(ChoicesBody):
     """What the answer may call."""
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedTool,
-        _form('none, auto, required, or {"type": "function", "function": {"name": ...}}'),
+        must_be('none, auto, required, or {"type": "function", "function": {"name": ...}}'),
     ] = "auto"
     """Whether it may call something, must, or calls a certain tool."""
     parallel_tool_calls: bool = True
@@ -622,8 +623,8 @@ class CompletionBody(ChoicesBody):
 
     unserved = {
         **ChoicesBody.unserved,
-        **_idle("suffix", ""),
-        **_idle("add_special_tokens", True),
+        **asks_nothing("suffix", ""),
+        **asks_nothing("add_special_tokens", True),
     }
 
     prompt: Annotated[
@@ -631,7 +632,7 @@ class CompletionBody(ChoicesBody):
         | Annotated[Several[int], Field(min_length=1)]
         | Annotated[Several[str], Field(min_length=1, max_length=PROMPTS_MAX)]
         | Annotated[Several[Several[int]], Field(min_length=1, max_length=PROMPTS_MAX)],
-        _form(
+        must_be(
             f"a string, a list of 1 to {PROMPTS_MAX} strings, a list of token ids, or a list of "
             f"1 to {PROMPTS_MAX} such lists"
         ),

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from coordinator.http_api.answers import ChatAnswer, Json
 from coordinator.http_api.bodies import (
-    _ANY,
+    ANY_VALUE,
     Body,
     CalledFunction,
     CalledTool,
@@ -28,9 +28,9 @@ from coordinator.http_api.bodies import (
     Tool,
     TranslatedBody,
     Unserved,
-    _form,
-    _idle,
+    asks_nothing,
     few_parts,
+    must_be,
 )
 from coordinator.http_api.tool_parsers import Part, joined
 from outrider.errors import BadRequest
@@ -65,7 +65,7 @@ _ALWAYS: Json = {
 class ItemText(Body):
     """A part of a message, whether it was given or answered."""
 
-    unserved = _idle("annotations logprobs", _ANY)
+    unserved = asks_nothing("annotations logprobs", ANY_VALUE)
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -74,7 +74,7 @@ class ItemText(Body):
 class MessageItem(Body):
     """A turn of the conversation."""
 
-    unserved = _idle("id status phase", _ANY)
+    unserved = asks_nothing("id status phase", ANY_VALUE)
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -89,7 +89,7 @@ class MessageItem(Body):
 class CallItem(Body):
     """A call that a former answer made."""
 
-    unserved = _idle("id status namespace caller", _ANY)
+    unserved = asks_nothing("id status namespace caller", ANY_VALUE)
 
     type: Literal["function_call"]
     call_id: str
@@ -106,7 +106,7 @@ class CallItem(Body):
 class OutputItem(Body):
     """What such a call has brought."""
 
-    unserved = _idle("id status name namespace caller", _ANY)
+    unserved = asks_nothing("id status name namespace caller", ANY_VALUE)
 
     type: Literal["function_call_output"]
     call_id: str
@@ -127,7 +127,7 @@ class ReasoningText(Body):
 class ReasoningItem(Body):
     """What came before a former answer."""
 
-    unserved = _idle("id status summary encrypted_content", _ANY)
+    unserved = asks_nothing("id status summary encrypted_content", ANY_VALUE)
 
     type: Literal["reasoning"]
     content: Several[ReasoningText] = Field(default=[])
@@ -173,9 +173,9 @@ class ResponsesTool(Body):
     """A function that the answer may call."""
 
     unserved: ClassVar[Unserved] = {
-        **_idle("output_schema", _ANY),
-        **_idle("defer_loading async", False),
-        **_idle("allowed_callers", ["direct"]),
+        **asks_nothing("output_schema", ANY_VALUE),
+        **asks_nothing("defer_loading async", False),
+        **asks_nothing("allowed_callers", ["direct"]),
     }
 
     type: Literal["function"]
@@ -207,7 +207,7 @@ class NamedResponsesTool(Body):
 class TextOptions(Body):
     """How the answer's text is to look."""
 
-    unserved = _idle("verbosity", "medium")
+    unserved = asks_nothing("verbosity", "medium")
 
     format: Described = Field(default={"type": "text"})
     """text, json_object, or json_schema with its schema."""
@@ -217,8 +217,8 @@ class ReasoningOptions(Body):
     """How the model is to reason, of which nothing can be chosen."""
 
     unserved: ClassVar[Unserved] = {
-        **_idle("effort", "none"),
-        **_idle("summary generate_summary context mode"),
+        **asks_nothing("effort", "none"),
+        **asks_nothing("summary generate_summary context mode"),
     }
 
 
@@ -227,12 +227,14 @@ class ResponsesBody(GenerationBody):
 
     unserved: ClassVar[Unserved] = {
         **GenerationBody.unserved,
-        **_idle("store safety_identifier prompt_cache_key prompt_cache_retention", _ANY),
-        **_idle("context_management", []),
-        **_idle("background", False),
-        **_idle("truncation", "disabled"),
-        **_idle("stream_options", {}, {"include_obfuscation": False}),
-        **_idle("previous_response_id conversation prompt max_tool_calls moderation"),
+        **asks_nothing(
+            "store safety_identifier prompt_cache_key prompt_cache_retention", ANY_VALUE
+        ),
+        **asks_nothing("context_management", []),
+        **asks_nothing("background", False),
+        **asks_nothing("truncation", "disabled"),
+        **asks_nothing("stream_options", {}, {"include_obfuscation": False}),
+        **asks_nothing("previous_response_id conversation prompt max_tool_calls moderation"),
     }
 
     input: Annotated[
@@ -258,7 +260,7 @@ class ResponsesBody(GenerationBody):
     """What the answer may call."""
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedResponsesTool,
-        _form('none, auto, required, or {"type": "function", "name": ...}'),
+        must_be('none, auto, required, or {"type": "function", "name": ...}'),
     ] = "auto"
     """Whether it may call something, must, or calls a certain tool."""
     parallel_tool_calls: bool = True

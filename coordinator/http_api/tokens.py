@@ -20,7 +20,7 @@ from coordinator.http_api.bodies import (
     ToolList,
     TranslatedBody,
     Unserved,
-    _idle,
+    asks_nothing,
 )
 from coordinator.http_api.reading import to_json
 from coordinator.service import CoordinatorService
@@ -31,9 +31,9 @@ class TokenizeBody(Body):
     """Of a text, or of a conversation for the model's chat template."""
 
     unserved: ClassVar[Unserved] = {
-        **_idle("add_generation_prompt", True),
-        **_idle("continue_final_message", False),
-        **_idle("chat_template mm_processor_kwargs"),
+        **asks_nothing("add_generation_prompt", True),
+        **asks_nothing("continue_final_message", False),
+        **asks_nothing("chat_template mm_processor_kwargs"),
     }
 
     model: str = ""
