@@ -16,18 +16,13 @@ import json
 import logging
 import sys
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from coordinator.http_api.gateway import Coordinators, build_gateway
-from coordinator.http_api.server import HttpOptions, HttpServer
 from deploy.fleet.launcher import Deployment
-from outrider.client.failover import EndpointPool
 from outrider.config import DeploymentConfig, load_config
 from tests.chaos.faults import ALL, FULL_MINUTES, KILLS, Adversary, missed
-from tests.chaos.load import Load, Work
+from tests.chaos.load import Load, Work, gateway_of
 from tests.chaos.machines import Machines
 
 LOAD_SHARE: Final = 0.7
@@ -69,7 +64,7 @@ async def _run(arguments: argparse.Namespace, state: Path) -> dict[str, Any]:
     async with (
         Machines(state) as machines,
         Deployment(_config(arguments, machines), state) as found,
-        _gateway(found) as gateway,
+        gateway_of(found) as gateway,
     ):
         load = Load(
             lambda: found.address,
@@ -96,23 +91,6 @@ async def _run(arguments: argparse.Namespace, state: Path) -> dict[str, Any]:
         **load.report(),
         **faults,
     }
-
-
-@asynccontextmanager
-async def _gateway(deployment: Deployment) -> AsyncIterator[str]:
-    """Where it answers; it calls coordinators as they come and go."""
-
-    def find() -> str:
-        addresses = deployment.overview.addresses("coordinator", http=True)
-        return ",".join(f"http://{one}" for one in addresses)
-
-    coordinators = Coordinators(EndpointPool(find, str))
-    server = HttpServer(
-        HttpOptions(), lambda closing, hosts: build_gateway(coordinators, closing, hosts)
-    )
-    await server.start()
-    yield server.address
-    await server.stop()
 
 
 def _faults(arguments: argparse.Namespace) -> list[tuple[str, str]] | None:

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final
@@ -10,7 +11,11 @@ from typing import Any, Final
 import httpx
 import openai
 
+from coordinator.http_api.gateway import Coordinators, build_gateway
+from coordinator.http_api.server import HttpOptions, HttpServer
+from deploy.fleet.launcher import Deployment
 from outrider.client import Client, GenerateRequest, Tokens
+from outrider.client.failover import EndpointPool
 from outrider.speculation.sampling_params import Rule
 
 PEAK_S: Final = 10.0
@@ -212,3 +217,22 @@ async def _begun(
                 raise
             await asyncio.sleep(RETRY_S)
     return None
+
+
+@asynccontextmanager
+async def gateway_of(deployment: Deployment) -> AsyncIterator[str]:
+    """Where it answers; it calls coordinators as they come and go."""
+
+    def find() -> str:
+        addresses = deployment.overview.addresses("coordinator", http=True)
+        return ",".join(f"http://{one}" for one in addresses)
+
+    coordinators = Coordinators(EndpointPool(find, str))
+    server = HttpServer(
+        HttpOptions(), lambda closing, hosts: build_gateway(coordinators, closing, hosts)
+    )
+    await server.start()
+    try:
+        yield server.address
+    finally:
+        await server.stop()

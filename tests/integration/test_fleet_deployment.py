@@ -14,16 +14,14 @@ import pytest
 import pytest_asyncio
 import ray
 
-from coordinator.http_api.gateway import Coordinators, build_gateway
-from coordinator.http_api.server import HttpOptions, HttpServer
 from deploy.fleet.launcher import Deployment
 from deploy.fleet.ray_cluster import RECONCILER, Actor
 from outrider.client import Client, GenerateRequest, Tokens
-from outrider.client.failover import EndpointPool
 from outrider.config import load_config
 from outrider.errors import ConfigError
 from outrider.registry.registry import ROLES, Role
 from outrider.speculation.sampling_params import Rule
+from tests.chaos.load import gateway_of
 
 SETTINGS = {
     "engine": "emulated:vocab_size=1000,verify_ms=10,draft_ms=1",
@@ -153,16 +151,6 @@ async def test_http_streams_through_a_gateway_outlive_their_coordinator(
 ) -> None:
     """Each whole, with the tokens that it has where nothing dies."""
 
-    def find() -> str:
-        addresses = deployment.overview.addresses("coordinator", http=True)
-        return ",".join(f"http://{one}" for one in addresses)
-
-    coordinators = Coordinators(EndpointPool(find, str))
-    gateway = HttpServer(
-        HttpOptions(), lambda closing, hosts: build_gateway(coordinators, closing, hosts)
-    )
-    await gateway.start()
-
     async def ask(http: httpx.AsyncClient, seed: int, told: list[int]) -> list[int]:
         body = {
             "prompt": list(PROMPT), "max_tokens": 300, "seed": seed, "stream": True,
@@ -173,7 +161,10 @@ async def test_http_streams_through_a_gateway_outlive_their_coordinator(
         assert lines[-1] == "data: [DONE]"
         return told
 
-    async with httpx.AsyncClient(base_url=f"http://{gateway.address}", timeout=CHANGE_S) as http:
+    async with (
+        gateway_of(deployment) as address,
+        httpx.AsyncClient(base_url=f"http://{address}", timeout=CHANGE_S) as http,
+    ):
         expected = [await ask(http, seed, []) for seed in range(NUM_SEEDS)]
         told: list[list[int]] = [[] for _ in range(NUM_HTTP_STREAMS)]
         asking = [
@@ -187,7 +178,6 @@ async def test_http_streams_through_a_gateway_outlive_their_coordinator(
         os.kill(victim.places[0].pid, signal.SIGKILL)
         found = await asyncio.gather(*asking)
     assert found == [expected[index % NUM_SEEDS] for index in range(NUM_HTTP_STREAMS)]
-    await gateway.stop()
     await until(deployment, "coordinator", 2, without=victim.name)
 
 
