@@ -6,9 +6,11 @@ import signal
 import ssl
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -433,6 +435,27 @@ async def test_a_dead_server_is_noticed_and_comes_back_with_its_sessions(tmp_pat
         assert await store.append([next_append(session)]) == [4]
         assert (await store.load(IDS[0])).token_ids[:4] == session.tokens.since(0)[:4]
         await store.close()
+
+
+def test_a_server_starts_while_a_thread_sets_environment_variables(tmp_path: Path) -> None:
+    """As Ray does in the launcher: `environ` moves under an `execv`, which fails with EFAULT."""
+    server, stop = EmbeddedRedis(tmp_path), threading.Event()
+
+    def set_variables() -> None:
+        names = [f"OUTRIDER_TEST_{number}" for number in range(8_000)]
+        while not stop.is_set():
+            os.environ.update(dict.fromkeys(names, "value"))
+            for name in names:
+                del os.environ[name]
+
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(set_variables)
+        try:
+            for _ in range(12):
+                with server:
+                    pass
+        finally:
+            stop.set()
 
 
 async def test_a_hanging_server_is_noticed_within_a_second(tmp_path: Path) -> None:
