@@ -21,7 +21,7 @@ from outrider.limits import (
 
 
 class Rule(StrEnum):
-    """How a proposal is accepted or refused (docs/ARCHITECTURE.md, accept-reject)."""
+    """How a proposal is accepted or refused (docs/ARCHITECTURE.md, "A round")."""
 
     TOKEN = "token"  # noqa: S105 (a rule, not a secret)
     BLOCK = "block"

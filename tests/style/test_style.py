@@ -1,4 +1,4 @@
-"""The style that can be measured (docs/ARCHITECTURE.md, style), held over every file of ours."""
+"""The style that can be measured (docs/contributing.md, "Rules"), held over every file of ours."""
 
 import ast
 import functools
