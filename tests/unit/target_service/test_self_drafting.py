@@ -201,6 +201,16 @@ async def test_rounds_of_several_sessions_are_drafted_for_together(kind: str) ->
             assert found == target.expected(tokens, rule, SamplingParams(), num_next)
 
 
+async def test_no_end_is_proposed_before_min_tokens() -> None:
+    """The committed token and two drafted ones come before; all that heads know but 0 are ends."""
+    late = SamplingParams(temperature=0.0, min_tokens=3, stop_token_ids=HEAD_IDS[1:])
+    async with Target() as target:
+        reply = await target.verify(PROMPT, NOTHING_SEALED, 3, rule=Rule.GREEDY, sampling=late)
+    *early, first_free = reply.next_proposal.token_ids
+    assert early == [0, 0]
+    assert first_free in HEAD_IDS[1:]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_no_more_is_proposed_than_fits(kind: str) -> None:
     async with Target(kind=kind) as target:
