@@ -1,4 +1,4 @@
-"""`outrider bench WHAT`: measurements of a deployment, or of one that the command starts."""
+"""`outrider bench WHAT`: benchmarks, most of a deployment that runs or of a temporary one."""
 
 from __future__ import annotations
 
@@ -62,27 +62,26 @@ DRAFT_SETTINGS = (
 
 
 PURPOSES = {
-    "speedup": "speculative against plain decoding, prompt by prompt",
-    "peers": "Outrider beside vLLM, OpenVINO, llama.cpp and transformers, with the same weights, "
+    "speedup": "compare decoding with and without drafts",
+    "peers": "compare with vLLM, OpenVINO, llama.cpp and transformers, with the same weights, "
     "prompts and threads",
-    "identity": "whether answers with drafts are those of plain decoding",
-    "serve": "latency and throughput under load, as `vllm bench serve` has them",
-    "emulate": "ways to decode, by real services on emulated models of stated speed and acceptance",
-    "overhead": "what rounds and requests cost beside the models, and how many one coordinator "
-    "plays",
-    "engine": "many sessions at once, and steps against the library's",
-    "acceptance": "how much of the target's text a draft would have proposed, and guessed",
-    "device": "steps at batch 1 against the memory's speed",
+    "identity": "check that answers with drafts equal those of plain decoding",
+    "serve": "measure latency and throughput under load, like `vllm bench serve`",
+    "emulate": "compare decoding modes on emulated models of stated speed and acceptance",
+    "overhead": "measure what rounds and requests cost without the models",
+    "engine": "measure many sessions at once, and compare a step with transformers",
+    "acceptance": "measure how much of the target's text a draft would have proposed",
+    "device": "compare a step at batch 1 with the memory bandwidth",
 }
 MODEL_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "emulate": (), "overhead": (), "device": (), "engine": TARGET_SETTINGS,
     "acceptance": TARGET_SETTINGS + DRAFT_SETTINGS,
 }  # fmt: skip
-"""Settings of the models of those that need no deployment."""
+"""The model settings of benchmarks that need no deployment."""
 
 
 def _load(name: str) -> Command:
-    """The measurement of this name, with the options that it takes."""
+    """The command of a benchmark."""
     kind = f"{name.capitalize()}Options"
     module = benchmarks.options
     if not hasattr(module, kind):
@@ -97,7 +96,7 @@ def _load(name: str) -> Command:
     def run(arguments: Arguments) -> int:
         asked = options.from_arguments(arguments)
         if hasattr(asked, "load_prompts"):
-            asked.load_prompts()  # What is wrong with them shows before anything is started.
+            asked.load_prompts()  # Reports wrong prompts before anything is started.
         if name in _CALLERS:
             report = _CALLERS[name](asked, arguments)
         else:
@@ -111,8 +110,8 @@ def _load(name: str) -> Command:
 async def _speedup(options: SpeedupOptions, arguments: Arguments) -> Report:
     from benchmarks import speedup
 
-    # A deployment that the command starts is for one concurrency: the next one's prompts are the
-    # same, and answered ones are not measured as new ones are.
+    # A temporary deployment serves one concurrency only: the next one has the same prompts, and an
+    # answered prompt is faster than a new one.
     levels = [await _measured(speedup.run, level, arguments) for level in options.levels()]
     return speedup.report(levels)
 
@@ -125,7 +124,7 @@ async def _identity(options: IdentityOptions, arguments: Arguments) -> Report:
 
 
 async def _measured(run: Callable[..., Any], options: PromptOptions, arguments: Arguments) -> Any:
-    """What comes of a measurement of one deployment."""
+    """The result of a benchmark of one deployment."""
     async with connected(arguments) as connection, connection.client() as client:
         return await run(options, _subject(connection, client, options.raw), progress)
 
@@ -139,9 +138,9 @@ async def _peers(options: PeersOptions, arguments: Arguments) -> Report:
 
 
 def found_models(config: DeploymentConfig) -> DeploymentConfig:
-    """With the files of models that this process is to measure. Raises `ConfigError`."""
+    """Finds or fetches the models' files. Raises `ConfigError`."""
     if config.target.emulated is not None:
-        raise SettingError("engine", "an emulated one is no model; this measures models")
+        raise SettingError("engine", "is emulated; this command needs a model")
     use_threads(config.target.num_threads or available_cores())  # Before torch is imported.
     progress("finding the models")
     return resolve_models(config)
@@ -149,8 +148,8 @@ def found_models(config: DeploymentConfig) -> DeploymentConfig:
 
 @asynccontextmanager
 async def _two_tenants(arguments: Arguments, raw: bool) -> AsyncIterator[tuple[Subject, Subject]]:
-    """One deployment twice: where this command starts it as two tenants, neither of which finds
-    cached what the other one asked."""
+    """One deployment twice. A temporary one is called as two tenants, so that neither side finds
+    the other's prompts cached."""
     key = new_key()
     is_own = (
         not arguments.server
@@ -170,7 +169,8 @@ async def _two_tenants(arguments: Arguments, raw: bool) -> AsyncIterator[tuple[S
 
 
 def _subject(connection: Connection, client: Client, raw: bool) -> Subject:
-    """The target once more is on as many threads as the services have in all, which take turns."""
+    """References and peers get as many threads as target and draft, which take turns, have in
+    all."""
     from benchmarks.clients import GrpcClient
     from benchmarks.speedup import Subject
 
@@ -193,19 +193,19 @@ def _subject(connection: Connection, client: Client, raw: bool) -> Subject:
 
 
 def _note_copies(connection: Connection, draft: DraftConfig) -> None:
-    """Says where drafts may repeat what was answered before."""
+    """Warns if drafts may be copied from earlier answers."""
     rooms = draft.suffix_tokens_per_tenant, draft.suffix_tokens_total
     copies = draft.drafter.lookup is LookupKind.SUFFIX and all(rooms)
     if (copies or not connection.settings) and not (connection.is_own or progress.quiet):
-        own = ". Stop it, and the command measures one of its own" if connection.settings else ""
+        own = ". Stop it to measure a new deployment" if connection.settings else ""
         note(
-            "note: drafts may copy from earlier answers: prompts this deployment has seen before "
-            f"are drafted better than new ones{own}"
+            "note: drafts may copy from earlier answers, so prompts that this deployment has "
+            f"answered before are faster than new ones{own}"
         )
 
 
 async def _serve(options: ServeOptions, arguments: Arguments) -> Report:
-    """Measures and, where it is wanted, writes the page."""
+    """Measures, and writes the page of `--report`."""
     from benchmarks import serve
     from benchmarks.clients import GrpcClient, HttpClient
 
@@ -214,7 +214,7 @@ async def _serve(options: ServeOptions, arguments: Arguments) -> Report:
         given = [name for name, value in own.items() if value is not None]
         given += arguments.settings.keys() - {"model", "api_key"}
         if given:
-            raise SettingError(min(given), "is for a deployment of ours, not for --base-url")
+            raise SettingError(min(given), "is for an Outrider deployment, not for --base-url")
     async with AsyncExitStack() as stack:
         client: BenchClient
         if options.base_url is not None:
@@ -228,13 +228,13 @@ async def _serve(options: ServeOptions, arguments: Arguments) -> Report:
         else:
             connection = await stack.enter_async_context(connected(arguments))
             _note_copies(connection, build(DraftConfig, connection.settings))
-            # What fails is told as it is, and not tried again.
+            # A failure is counted, not retried.
             ours = await stack.enter_async_context(connection.client(tries_again=False))
             client = GrpcClient(ours, raw=options.raw)
             model = (await ours.describe()).model
             settings = options.settings("outrider-grpc", connection.address, model)
         gc.collect()
-        gc.freeze()  # What is always there is not looked through while times are taken.
+        gc.freeze()  # Long-lived objects are not scanned during the measurement.
         progress("sending requests")
         load = await serve.measure(options, client, progress.update)
         progress.rest()

@@ -1,5 +1,5 @@
-"""Commands on click. Help shows a command's own options and the settings that are set most often;
-`--help=all` shows the rest."""
+"""Commands on click. `--help` shows a command's own options and the most common settings,
+`--help=all` every option."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from outrider.settings import Setting
 
 _TEXT = re.compile(r"-(\d*\.?\d+$|.* )", re.DOTALL)
-"""A word that begins like an option, and may be a prompt."""
+"""A word that begins with a dash and may still be a prompt."""
 _ALL = "outrider.all"
 
 
 class Arguments(argparse.Namespace):
-    """What a command line says: an attribute for each option of the command's own, and
-    `settings`, those of a deployment by key. `given` names the options on the command line."""
+    """A parsed command line: the command's own options as attributes, the settings of a deployment
+    by key in `settings`. `given` names the options that were on the command line."""
 
     run: Callable[[Arguments], int]
     settings: dict[str, object]
@@ -46,8 +46,9 @@ class Seconds(click.FloatRange):
 
 
 class Option(click.Option):
-    """An option under the title `group`. Only `--help=all` shows a `rare` one. `setting` is the
-    setting that it gives. One of `several` words takes those up to the next option."""
+    """An option. `group` is its heading in the help; only `--help=all` shows it if it is `rare`;
+    `setting` is the deployment setting that it sets; with `several` it takes all words up to the
+    next option."""
 
     def __init__(
         self,
@@ -64,12 +65,12 @@ class Option(click.Option):
 
 
 def option(*names: str, **attributes: Any) -> Option:
-    """An option of a command's own."""
+    """An option that belongs to one command."""
     return Option(list(names), **attributes)
 
 
 def argument(name: str, help: str, metavar: str = "", **attributes: Any) -> click.Argument:  # noqa: A002
-    """What a command takes without a flag; NAME in the help, unless there is a `metavar`."""
+    """A positional argument."""
     shown = metavar or name.upper()
     if not attributes.get("required", True):
         shown = f"[{shown}]"
@@ -82,7 +83,7 @@ def json_option() -> Option:
 
 
 def grouped(group: str, options: Iterable[Option]) -> list[Option]:
-    """The options under one title."""
+    """Puts the options under one heading."""
     found = list(options)
     for one in found:
         one.group = group
@@ -90,14 +91,14 @@ def grouped(group: str, options: Iterable[Option]) -> list[Option]:
 
 
 class Command(click.Command):
-    """A command whose result, once its words are read, is its `Arguments`."""
+    """A command that parses to its `Arguments`; `main` then calls their `run`."""
 
     def __init__(self, name: str, *, params: Iterable[click.Parameter], **attributes: Any) -> None:
         common = [
-            option("--verbose", "-v", is_flag=True, help="log what happens to standard error"),
+            option("--verbose", "-v", is_flag=True, help="write an INFO log to standard error"),
             option(
-                "--quiet", "-q", is_flag=True, help="only warnings and errors on standard error: "
-                "no progress, no figures (as with --json)",
+                "--quiet", "-q", is_flag=True,
+                help="no progress or figures on standard error (implied by --json)",
             ),
             _help_option(),
         ]  # fmt: skip
@@ -110,9 +111,9 @@ class Command(click.Command):
         )
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Repeats an option of several words before each of them, as click knows it. A word that
-        begins with a dash and is a number or has spaces is no option, but a text; unless it is the
-        value of one, or `--` says which words are texts."""
+        """Turns `--option A B` into `--option A --option B`, which click knows. A word that begins
+        with a dash and is a number or contains spaces is a prompt and not an option, unless it is
+        an option's value or the words contain `--`."""
         options = [one for one in self.params if isinstance(one, Option)]
         several = {name for one in options if one.several for name in one.opts}
         valued = {name for one in options if not one.is_flag for name in one.opts}
@@ -131,7 +132,7 @@ class Command(click.Command):
         return super().parse_args(ctx, [*words, *(["--"] if texts else []), *texts])
 
     def invoke(self, ctx: click.Context) -> Arguments:
-        """Its arguments, with those of the group that it is in."""
+        """The arguments, including the parent group's."""
         given = frozenset(
             name for name in ctx.params
             if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
@@ -146,7 +147,7 @@ class Command(click.Command):
         return Arguments(**own, run=self.callback, settings=settings, given=given)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """By group; without rare ones, unless all are asked for."""
+        """By group; rare ones only with `--help=all`."""
         groups: dict[str, list[tuple[str, str]]] = {}
         num_hidden = 0
         for one in self.get_params(ctx):
@@ -167,7 +168,7 @@ class Command(click.Command):
 
 
 class Group(click.Group):
-    """Commands under one word, by name with their purposes. Only the one that runs is loaded."""
+    """Subcommands, given as names and purposes. Only the one that runs is imported."""
 
     def __init__(
         self,
@@ -186,11 +187,11 @@ class Group(click.Group):
         )  # fmt: skip
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """In the order of the help."""
+        """In the order given, not sorted."""
         return list(self.commands)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """The command that runs, loaded now."""
+        """Imports the command that runs."""
         name, named, left = super().resolve_command(ctx, args)
         if name is None or named is None:
             return name, named, left
@@ -201,17 +202,17 @@ class Group(click.Group):
 
 
 def command(name: str, *params: click.Parameter, **attributes: Any) -> Callable[[Any], Command]:
-    """Makes a command of the function that runs it with its `Arguments`."""
+    """A decorator: makes a command of the function that runs it."""
     return lambda run: Command(name, params=params, callback=run, **attributes)
 
 
 def flag_of(key: str) -> str:
-    """What an option is called on the command line."""
+    """The option for a name: `top_p` is `--top-p`."""
     return "--" + key.replace("_", "-")
 
 
 def exclusive(arguments: Arguments, *names: str) -> None:
-    """Raises `ConfigError` where more than one of these options was given."""
+    """Raises `ConfigError` if more than one of these options was given."""
     given = [flag_of(name) for name in names if name in arguments.given]
     if len(given) > 1:
         raise ConfigError(f"{given[1]}: cannot go with {given[0]}")
@@ -229,5 +230,5 @@ def _help_option() -> Option:
     return option(
         "--help", "-h", is_flag=False, flag_value="common", metavar="[=all]", is_eager=True,
         type=click.Choice(("all", "common")), expose_value=False, callback=show,
-        help="this help, or that of all options",
+        help="show this help; --help=all shows every option",
     )  # fmt: skip

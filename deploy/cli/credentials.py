@@ -1,9 +1,8 @@
-"""`outrider keys` makes the keys that callers show; `outrider certs` the certificates by which a
-deployment's services know each other.
+"""`outrider keys`: API keys of callers. `outrider certs`: TLS certificates of the services.
 
-A key is shown once, on standard output alone; its file has the hash, and coordinators that run read
-it again by themselves. Of the certificates, put `ca.pem` and a role's two files where that role
-runs; `ca-key.pem` is needed to make others only, and is best kept elsewhere.
+A key is shown once, on standard output. Its file holds only the hash; running coordinators reload
+that file. Copy `ca.pem` and the two files of a role to where that role runs. `ca-key.pem` is needed
+only to create certificates, and is best kept elsewhere.
 """
 
 from __future__ import annotations
@@ -37,22 +36,18 @@ DAYS_MAX = 3650
 
 @command(
     "new",
-    argument("name", "of the key"),
-    option("--tenant", help="whose sessions and cached prefixes it reaches [NAME]"),
+    argument("name", "name of the key"),
+    option("--tenant", help="tenant whose sessions and cached prefixes the key can reach [NAME]"),
     option(
-        "--requests-per-minute",
-        type=click.IntRange(1, REQUESTS_PER_MINUTE_MAX),
-        metavar="N",
-        help="that it may begin [any number]",
+        "--requests-per-minute", type=click.IntRange(1, REQUESTS_PER_MINUTE_MAX), metavar="N",
+        help="limit on requests a minute [no limit]",
     ),
     option(
-        "--concurrency",
-        type=click.IntRange(1, KEY_CONCURRENCY_MAX),
-        metavar="N",
-        help="generations that may run at a time [any number]",
+        "--concurrency", type=click.IntRange(1, KEY_CONCURRENCY_MAX), metavar="N",
+        help="limit on generations at a time [no limit]",
     ),
-    option("--admin", is_flag=True, help="may read and cancel sessions of every tenant"),
-)
+    option("--admin", is_flag=True, help="the key can read and cancel every tenant's sessions"),
+)  # fmt: skip
 def new(arguments: Arguments) -> int:
     path = _key_file(arguments)
     tenant = arguments.tenant or arguments.name
@@ -72,7 +67,7 @@ def new(arguments: Arguments) -> int:
         key = add_key(path, caller)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-    note(f"{path} has the hash of the key, which is shown only now:")
+    note(f"{path} now holds the hash of this key. The key itself is not shown again:")
     return tell(Report({"name": caller.name, "key": key}, [key]), arguments.json)
 
 
@@ -90,32 +85,32 @@ def list_keys(arguments: Arguments) -> int:
     return tell(Report({"keys": callers}, [table]), arguments.json)
 
 
-@command("revoke", argument("name", "of the key"))
+@command("revoke", argument("name", "name of the key"))
 def revoke(arguments: Arguments) -> int:
     path = _key_file(arguments)
     remove_key(path, arguments.name)
-    note(f"{path} has no key {arguments.name!r} any more")
+    note(f"removed key {arguments.name!r} from {path}")
     return 0
 
 
 def _key_file(arguments: Arguments) -> Path:
     if not arguments.api_key_file:
-        raise ConfigError("--api-key-file: name the file of keys")
+        raise ConfigError(f"--api-key-file: is missing; give it, or set {FILE_VARIABLE}")
     return Path(arguments.api_key_file).expanduser()
 
 
 keys = Group(
     "keys",
     {
-        "new": "make a key, print it, and add its hash to the file",
-        "list": "say which keys there are",
-        "revoke": "take a key out of the file",
+        "new": "create a key, print it, and add its hash to the file",
+        "list": "list the keys in the file",
+        "revoke": "remove a key from the file",
     },
     {"new": new, "list": list_keys, "revoke": revoke}.__getitem__,
     params=[
         option(
             "--api-key-file", metavar="FILE", envvar=FILE_VARIABLE,
-            help=f"the file of keys [${FILE_VARIABLE}]",
+            help=f"file of key hashes [${FILE_VARIABLE}]",
         ),
         json_option(),
     ],
@@ -125,23 +120,24 @@ keys = Group(
 
 @command(
     "certs",
-    argument("directory", "where they are, or are made", metavar="DIR", type=Path),
+    argument("directory", "directory of the certificates", metavar="DIR", type=Path),
     option(
         "--days", type=click.IntRange(1, DAYS_MAX), default=ROLE_DAYS,
-        help="how long those of roles last",
+        help="validity of the roles' certificates",
     ),
     option(
-        "--renew", is_flag=True, help="make those of roles anew, by the authority that is there"
+        "--renew", is_flag=True,
+        help="replace the roles' certificates, signed by the existing authority",
     ),
     option(
         "--force", is_flag=True,
-        help="make all anew, also the authority: certificates from before are trusted no longer",
+        help="replace everything, the authority too: earlier certificates are no longer trusted",
     ),
-    option("--check", is_flag=True, help="only say how long they last"),
+    option("--check", is_flag=True, help="only show how many days are left"),
     json_option(),
 )  # fmt: skip
 def certs(arguments: Arguments) -> int:
-    """Makes them, or looks at them."""
+    """Creates or checks the certificates, and shows how long they last."""
     exclusive(arguments, "renew", "force", "check")
     directory: Path = arguments.directory.expanduser()
     if not arguments.check:
@@ -164,8 +160,8 @@ def _make_certificates(directory: Path, arguments: Arguments) -> None:
     found = [name for name in names if (directory / name).exists()]
     if found and not (arguments.renew or arguments.force):
         raise ConfigError(
-            f"{directory / found[0]}: is there already; --renew makes the certificates of roles "
-            "anew, --force all"
+            f"{directory / found[0]}: exists already; --renew replaces the certificates of the "
+            "roles, --force replaces all"
         )
     now = datetime.datetime.now(datetime.UTC)
     if not arguments.renew:
@@ -173,4 +169,4 @@ def _make_certificates(directory: Path, arguments: Arguments) -> None:
         make_authority(directory, now)
     for role in ROLES:
         make_role(directory, role, now, arguments.days)
-    note(f"keep {directory / f'{AUTHORITY}-key.pem'} secret: it makes certificates of any role")
+    note(f"keep {directory / f'{AUTHORITY}-key.pem'} secret: it can sign for any role")

@@ -1,8 +1,5 @@
-"""`outrider collect-env` describes this machine and what is installed, to paste into a report;
-`outrider drafters` lists what can draft.
-
-Nothing is started, and nothing that may be a secret is shown.
-"""
+"""`outrider collect-env` describes this machine for a bug report, without secrets; `outrider
+drafters` lists the kinds of drafters."""
 
 from __future__ import annotations
 
@@ -24,21 +21,20 @@ from .masking import masked_environment
 from .output import tell
 
 MIN_WIDTHS = {"proposes": 10, "files": 10}
-"""Of columns of drafters: a narrow terminal cuts no word of these."""
+"""Of columns of `outrider drafters`, in characters."""
 
 Facts = dict[str, Any]
 
 
 @command("collect-env", json_option())
 def collect_env(arguments: Arguments) -> int:
-    """Collects and prints."""
     found = collect()
     text = yaml.safe_dump(json.loads(json.dumps(found)), sort_keys=False).rstrip()
     return tell(Report(found, [text]), arguments.json)
 
 
 def collect() -> dict[str, Facts]:
-    """All facts by section. What cannot be had is None, or says why."""
+    """All facts by section. A value that cannot be determined is None, or says why."""
     from torch.utils.collect_env import get_env_info
 
     from outrider.engine.cpu.kernels import KernelsUnavailable, load_pace
@@ -71,7 +67,7 @@ def collect() -> dict[str, Facts]:
 
 @command("drafters", json_option())
 def drafters(arguments: Arguments) -> int:
-    """Prints them all."""
+    """Prints a table, or one JSON object."""
     from rich.table import Table
 
     found = [asdict(drafter) for drafter in DRAFTERS]

@@ -1,4 +1,4 @@
-"""`outrider distill TARGET --out DIR`: makes a drafter for a target."""
+"""`outrider distill TARGET --out DIR`: trains a drafter for a target."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from outrider.tokenizer import TokenizerText
 
 _TURNS = ("one", "Two?")
-"""Two user turns with nothing in common."""
+"""Two user turns that share no token."""
 
 
 _SETTINGS = {
@@ -48,34 +48,35 @@ _SETTINGS = {
 
 @command(
     "distill",
-    argument("target", "`demo`, a directory, a .gguf file, or a hub id"),
-    option("--out", type=Path, required=True, metavar="DIR", help="the drafter's directory"),
+    argument("target", "the target model: `demo`, a directory, a .gguf file, or a hub id"),
+    option("--out", type=Path, required=True, metavar="DIR", help="directory for the drafter"),
     *map(setting_option, _SETTINGS.values()),
     option(
         "--start-from", metavar="DRAFTER",
-        help="a drafter of this target and --kind, made before, that learns on: a directory, a "
-        "hub id or " + " or ".join(f"`{name}`" for name in SHIPPED.values()),
+        help="continue training this drafter of the same target and --kind: a directory, a hub id "
+        "or " + " or ".join(f"`{name}`" for name in SHIPPED.values()),
     ),
     option(
         "--prompts", type=Path, metavar="FILE",
-        help="JSONL of `prompt`: the target answers these before it asks itself",
+        help="JSONL of `prompt`: prompts for the target to answer; after them it writes prompts "
+        "itself",
     ),
     option(
         "--measure", type=Path, metavar="FILE",
-        help="JSONL of `prompt`: the card says what is accepted of the answers to these; none may "
-        "be among --prompts or begin a conversation in --corpus, whose texts are not searched",
+        help="JSONL of `prompt`: also measure the acceptance on the answers to these; none may "
+        "be among --prompts or begin a conversation in --corpus (its texts are not searched)",
     ),
     option(
         "--corpus", type=Path, metavar="DIR",
-        help="folder of .txt, .md and .jsonl(.gz) to learn from, too: lines of `text`, or of "
-        "`prompt`, `answer` (token ids) and `temperature` that the target wrote before",
+        help="folder of .txt, .md and .jsonl(.gz) to train on as well; a JSONL line has `text`, or "
+        "`prompt`, `answer` (token ids) and `temperature` of an earlier answer of the target",
     ),
     json_option(),
-    epilog="A run that is killed goes on where it was when the same command is given again: what "
-    "it has made lies in $OUTRIDER_CACHE/distillation.",
+    epilog="To continue a run that was killed, give the same command again. Intermediate results "
+    "are in $OUTRIDER_CACHE/distillation.",
 )  # fmt: skip
 def distill(arguments: Arguments) -> int:
-    """Makes it, and says on standard error how far it has come."""
+    """Trains the drafter, with progress on standard error."""
     start_name = arguments.start_from
     given = {
         key: _SETTINGS[key].parse(raw, _SETTINGS[key].flag)
@@ -89,7 +90,7 @@ def distill(arguments: Arguments) -> int:
     if start_name is not None:
         _check_start(start_name)
     use_threads(available_cores())  # Before torch is imported.
-    progress(f"loading {arguments.target}")  # The libraries alone take seconds.
+    progress(f"loading {arguments.target}")  # Importing the libraries takes seconds.
     from draft_service.training.distilling import distill as make
     from draft_service.training.storage import check_out
     from outrider.models.sources import cache_dir, resolve_model
@@ -129,14 +130,14 @@ def distill(arguments: Arguments) -> int:
 
 
 def _check_start(name: str) -> None:
-    """Raises `SettingError` for a name of `--draft-model` that is no model's."""
+    """Raises `SettingError` for a value of `--draft-model` that names no model."""
     with suppress(SettingError):
         if parse_drafter(name) == DrafterChoice(None, DraftModel(name)):
             return
     shipped = " or ".join(SHIPPED.values())
     raise SettingError(
         "start_from",
-        f"{name!r} is no drafter that can learn; it must be a directory, a hub id or {shipped}",
+        f"{name!r} cannot be trained; it must be a directory, a hub id or {shipped}",
     )
 
 
@@ -156,7 +157,7 @@ def _target(config: TargetConfig) -> tuple[Target, TokenizerText | None]:
 
 
 def _template(text: TokenizerText | None) -> Template:
-    """What stands around a user's turn: what two conversations of other turns have in common."""
+    """The tokens around a user's turn: what two conversations with different turns share."""
     from draft_service.training.documents import Template
 
     if text is None:
@@ -181,7 +182,7 @@ def _prompts(
     except SettingError as error:
         raise SettingError(key, error.reason) from error
     if text is None:
-        raise SettingError(key, "the target has no tokenizer, and takes no text")
+        raise SettingError(key, "cannot be used: the target has no tokenizer")
     found = []
     for prompt in prompts:
         try:
@@ -193,7 +194,7 @@ def _prompts(
 
 
 def _report(stage: str, part: float, point: Point | None) -> None:
-    """Says how far a stage is; of training also what was measured last."""
+    """Shows the progress of a stage, and during training the latest acceptance."""
     found = ""
     if point is not None:
         found = f"accepted {point.greedy:.3f} at T=0, {point.sampled:.3f} at T=1"

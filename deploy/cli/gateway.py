@@ -1,4 +1,5 @@
-"""`outrider gateway` serves HTTP clients that cannot resume a stream, before the coordinators."""
+"""`outrider gateway`: an HTTP server in front of the coordinators, for clients that cannot resume a
+stream themselves."""
 
 from __future__ import annotations
 
@@ -30,9 +31,9 @@ PORT = 8080
 STOP_S = 10.0
 _URL = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:]+\])(:\d{1,5})?")
 _FILES = {
-    "--ssl-certfile": "certificate of the gateway, in PEM: its clients then need TLS",
-    "--ssl-keyfile": "private key of that, in PEM",
-    "--ssl-ca-certs": "authorities, in PEM, by one of which clients must have a certificate",
+    "--ssl-certfile": "certificate of the gateway, PEM: serve HTTPS",
+    "--ssl-keyfile": "private key of that certificate, PEM",
+    "--ssl-ca-certs": "authorities that client certificates must be signed by, PEM",
 }
 
 
@@ -44,25 +45,25 @@ def _path(text: str) -> Path:
     "gateway",
     option(
         "--coordinators", metavar="URL,URL",
-        help="base URLs of the coordinators, such as http://10.0.0.5:8000; by default those of the "
-        "deployment that runs here, as they come and go",
+        help="base URLs of the coordinators, such as http://10.0.0.5:8000; by default those of "
+        "this machine's deployment, kept up to date",
     ),
     option("--host", default=LOOPBACK, help="address to bind"),
     option("--port", type=click.IntRange(0, 65535), default=PORT, help="0 = any free port"),
     option(
         "--insecure", is_flag=True,
-        help="allow an address other than loopback where coordinators may ask for no keys",
+        help="allow --host other than loopback although coordinators may not require keys",
     ),
     option(
         "--stop-timeout-s", type=Seconds(0, WAIT_S_MAX), default=STOP_S, metavar="S",
-        help="wait for running requests to end when stopping, s",
+        help="how long to wait for running requests when stopping, s",
     ),
     *(option(flag, type=_path, metavar="FILE", help=words) for flag, words in _FILES.items()),
     json_option(),
     *grouped("Coordinators with TLS", trust_options()[1:]),
 )  # fmt: skip
 def gateway(arguments: Arguments) -> int:
-    """Until SIGINT or SIGTERM."""
+    """Serves until SIGINT or SIGTERM."""
     return asyncio.run(_serve(arguments))
 
 
@@ -75,8 +76,8 @@ async def _serve(arguments: Arguments) -> int:
     if not (is_keyed or is_loopback(arguments.host) or arguments.ssl_ca_certs):
         raise SettingError(
             "host",
-            f"{arguments.host!r} is reachable from other machines, and coordinators may ask for no "
-            "keys; bind 127.0.0.1, or give --insecure if they do, or the network is trusted",
+            f"{arguments.host!r} is reachable from other machines, and coordinators may not "
+            "require keys; use 127.0.0.1, or give --insecure if they do or the network is trusted",
         )
     coordinators = _coordinators(arguments, record)
     options = HttpOptions(arguments.host, arguments.port, tls=_tls_files(arguments))
@@ -88,7 +89,7 @@ async def _serve(arguments: Arguments) -> int:
     scheme = "http" if options.tls is None else "https"
     url = f"{scheme}://{server.address}"
     named = [*coordinators.pool.each]
-    lines = [f"gateway to {', '.join(named) or 'coordinators that are still to come'}"]
+    lines = [f"gateway to {', '.join(named) or 'coordinators, once there are any'}"]
     lines.append(f"  OpenAI  {url}/v1")
     tell(Report({"url": url, "coordinators": named}, ["\n".join(lines)]), arguments.json)
     asked = asyncio.Event()
@@ -96,32 +97,32 @@ async def _serve(arguments: Arguments) -> int:
         asyncio.get_running_loop().add_signal_handler(number, asked.set)
     ends = [asyncio.create_task(one) for one in (asked.wait(), server.wait())]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    for number in (signal.SIGINT, signal.SIGTERM):  # A second one ends it at once.
+    for number in (signal.SIGINT, signal.SIGTERM):  # A second signal ends the process at once.
         asyncio.get_running_loop().remove_signal_handler(number)
     progress("stopping", at_once=False)
     await server.stop(arguments.stop_timeout_s)
     await coordinators.transport.aclose()
     if server.failed:
-        raise Unavailable("the HTTP server has failed; its log says why (--verbose)")
+        raise Unavailable("the HTTP server failed; see its log (--verbose)")
     return 0
 
 
 def _running() -> DeploymentRecord:
-    """The deployment of this machine. Raises `ConfigError`, and `Unavailable` where there is
-    none."""
+    """The deployment on this machine. Raises `ConfigError` if it serves no HTTP, and `Unavailable`
+    if there is none."""
     record = running_deployment(state_directory(os.environ))
     if record is None:
         raise Unavailable(
-            "nothing runs here; `outrider serve` starts a deployment, --coordinators names "
-            "coordinators elsewhere"
+            "nothing runs here; start a deployment with `outrider serve`, or name coordinators "
+            "elsewhere with --coordinators"
         )
     if record.settings.get("http") is False:
-        raise ConfigError("the deployment that runs here serves no HTTP (--no-http)")
+        raise ConfigError("the deployment on this machine serves no HTTP (--no-http)")
     return record
 
 
 def _coordinators(arguments: Arguments, record: DeploymentRecord | None) -> Coordinators:
-    """Those that are given, or the record's. Raises `ConfigError`."""
+    """Those of `--coordinators`, or the record's. Raises `ConfigError`."""
     from coordinator.http_api.gateway import Coordinators, open_transport
     from outrider.client.failover import EndpointPool
 
@@ -130,8 +131,8 @@ def _coordinators(arguments: Arguments, record: DeploymentRecord | None) -> Coor
         if not _URL.fullmatch(url.strip()):
             raise SettingError(
                 "coordinators",
-                f"{url!r} is wrong; it must be http://HOST:PORT or https://HOST:PORT, or several "
-                "with commas between",
+                f"{url!r} is wrong; it must be http://HOST:PORT or https://HOST:PORT, several "
+                "separated by commas",
             )
     context, name = _trust(arguments, record)
     scheme = "https" if record is not None and record.settings.get("ssl_certfile") else "http"
@@ -146,8 +147,8 @@ def _coordinators(arguments: Arguments, record: DeploymentRecord | None) -> Coor
 
 
 def _trust(arguments: Arguments, record: DeploymentRecord | None) -> tuple[ssl.SSLContext, str]:
-    """How coordinators with TLS are known, and the name that their certificate must have; empty =
-    the host that is called."""
+    """TLS for calling coordinators, and the host that their certificate must name; empty = the one
+    that is called."""
     from outrider.transport.tls import check_pair, pinned_name, read_certificates
 
     authority, certificate, key = (
@@ -161,11 +162,11 @@ def _trust(arguments: Arguments, record: DeploymentRecord | None) -> tuple[ssl.S
         elif authority is not None:
             read_certificates(authority)
     context = ssl.create_default_context(cafile=authority)
-    if name:  # No other certificate is taken, whoever has signed it.
+    if name:  # Accept this certificate alone, not others of the same authority.
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     if (certificate is None) != (key is None):
         given = "client_key" if certificate is None else "client_cert"
-        raise SettingError(given, "a certificate goes with its key; give both, or none")
+        raise SettingError(given, "--client-cert and --client-key must be given together")
     if certificate is not None:
         with blaming("client_cert"):
             check_pair(certificate, key)

@@ -1,8 +1,7 @@
-"""`outrider generate PROMPT`: one completion, streamed. `outrider chat`: a conversation, on a
-terminal or through a pipe.
+"""`outrider generate PROMPT` streams one completion; `outrider chat` is a conversation.
 
-Answers go to standard output and everything else to standard error. On a terminal an error or an
-interrupt ends an answer and not the chat; on a pipe an error ends the command.
+Answers go to standard output, everything else to standard error. On a terminal an error or an
+interrupt ends an answer but not the chat; on a pipe it ends the command.
 """
 
 from __future__ import annotations
@@ -56,38 +55,36 @@ STYLES = {
 def _token_ids(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdecimal() for part in parts):
-        raise click.BadParameter(
-            f"{text!r} is wrong; it must be whole numbers with commas between them"
-        )
+        raise click.BadParameter(f"{text!r} is wrong; it must be whole numbers separated by commas")
     return tuple(int(part) for part in parts)
 
 
 @command(
     "generate",
     argument(
-        "prompt", "the text to go on with; - = standard input to its end, without its last line "
-        "feed", required=False,
+        "prompt", "the text to continue; - reads standard input, without its last line feed",
+        required=False,
     ),
     option(
         "--token-ids", type=_token_ids, metavar="ID,ID,...",
-        help="token ids to go on with, instead of PROMPT",
+        help="token ids to continue, instead of PROMPT",
     ),
-    option("--chat", is_flag=True, help="PROMPT is a user's message: apply the chat template"),
-    option("--system", metavar="TEXT", help="a system message before it, with --chat"),
+    option("--chat", is_flag=True, help="apply the chat template: PROMPT is a user's message"),
+    option("--system", metavar="TEXT", help="system message, with --chat"),
     json_option(),
     *request_options(max_tokens=128),
     option(
         "--logprobs", type=int, metavar="N", group="Request", rare=True,
-        help="add a table of the tokens' log-probabilities and of those of the N likeliest",
+        help="print each token's log-probability, and the N likeliest tokens with theirs",
     ),
     *connection_options(without=REQUEST_KEYS),
 )  # fmt: skip
 def generate(arguments: Arguments) -> int:
-    """Generates, and prints the text or one JSON object."""
+    """Prints the generated text, or one JSON object."""
     from outrider.transport.request_codec import request_to_proto
 
-    # Here, so that what is wrong shows before anything is started, and Ctrl-C ends the reading of
-    # standard input, which an event loop would not let it.
+    # Before anything is started, so that errors show at once; and outside of an event loop, so that
+    # Ctrl-C interrupts the reading of standard input.
     request = _request(arguments)
     request_to_proto(request)
     asyncio.run(_run(arguments, request))
@@ -108,10 +105,10 @@ async def _run(arguments: Arguments, request: GenerateRequest) -> None:
             seconds = await receive(client, request, builder, printer.show)
         except BaseException:
             if builder.text:
-                print(flush=True)  # An error, or the shell's prompt, gets a line of its own.
+                print(flush=True)  # The error, or the shell's prompt, gets a line of its own.
             raise
         completion = builder.build()
-        # A model without a tokenizer answers with token ids alone.
+        # A model without a tokenizer answers with token ids only.
         ids = "" if arguments.token_ids is None else ",".join(map(str, completion.token_ids))
         print("" if completion.text else ids, flush=True)
         if completion.logprobs:
@@ -125,7 +122,7 @@ async def receive(
     client: Client, request: GenerateRequest, builder: CompletionBuilder,
     show: Callable[[Tokens], None],
 ) -> float:  # fmt: skip
-    """Puts an answer together, shows its tokens as they come, and returns the seconds it took."""
+    """Streams an answer into `builder` and `show`; returns the seconds it took."""
     start = time.perf_counter()
     async with aclosing(client.generate(request)) as events:
         async for event in events:
@@ -152,11 +149,11 @@ def _request(arguments: Arguments) -> GenerateRequest:
 
 
 def _text(prompt: str) -> str:
-    """The prompt, or what stands for it on standard input, where a line feed ends a text and is no
-    part of it. Raises `BadRequest` for an empty one."""
+    """The prompt, or for `-` standard input without its last line feed. Raises `BadRequest` if it
+    is empty."""
     if prompt != "-":
         if not prompt:
-            raise BadRequest("prompt", "is empty; it must be a text of one character or more")
+            raise BadRequest("prompt", "is empty; it must be a text of at least one character")
         return prompt
     try:
         given = sys.stdin.buffer.read().decode()
@@ -164,7 +161,7 @@ def _text(prompt: str) -> str:
         raise BadRequest("prompt", f"standard input is not UTF-8: {error.reason}") from None
     text = given.removesuffix("\n").removesuffix("\r" if given.endswith("\r\n") else "")
     if not text:
-        raise BadRequest("prompt", "standard input has no text; it must have a character or more")
+        raise BadRequest("prompt", "standard input is empty; it must have at least one character")
     return text
 
 
@@ -178,7 +175,7 @@ def _report(completion: Completion, seconds: float) -> dict[str, Any]:
 
 
 def figures(completions: Sequence[Completion], seconds: float) -> str:
-    """Of answers that took so many seconds together."""
+    """A line of figures of answers that took these seconds in all."""
     tokens = sum(one.usage.completion_tokens for one in completions)
     rounds = sum(one.metrics.num_rounds for one in completions)
     proposed = sum(one.metrics.num_draft_tokens for one in completions)
@@ -193,11 +190,11 @@ def figures(completions: Sequence[Completion], seconds: float) -> str:
 
 
 class Printer:
-    """Prints answers as they come: on a terminal each token in the colour of its origin."""
+    """Prints answers as they arrive; on a terminal each token has the colour of its origin."""
 
     def __init__(self, directory: str, console: Console | None = None) -> None:
-        """With a tokenizer in the directory, tokens of one event may differ in colour. On a
-        terminal a legend is shown."""
+        """Without a tokenizer in `directory`, all text of an event has one colour. On a terminal
+        prints a legend."""
         self._console = console
         self._tokenizer = _tokenizer(directory)
         if console is None and sys.stdout.isatty():
@@ -210,15 +207,15 @@ class Printer:
         self.begin()
 
     def begin(self) -> None:
-        """Another answer follows."""
+        """Call before each answer."""
         from tokenizers.decoders import DecodeStream
 
         self._stream = DecodeStream(skip_special_tokens=True)
         self._waiting: list[Origin] = []
-        """For each character that a token has made certain and no event has had, its origin."""
+        """The origin of each decoded character that no event has printed yet."""
 
     def show(self, event: Tokens) -> None:
-        """Prints an event's text, which may lag behind its tokens."""
+        """Prints an event's text, which may be behind its tokens."""
         text = event.text_delta
         if self._console is None:
             print(text, end="", flush=True)
@@ -240,7 +237,7 @@ class Printer:
 
 
 def _tokenizer(directory: str) -> Any:
-    """The one that lies there; None without one."""
+    """The tokenizer in a directory, or None."""
     path = Path(directory) / "tokenizer.json"
     if not directory or not path.is_file():
         return None
@@ -250,8 +247,8 @@ def _tokenizer(directory: str) -> Any:
 
 
 def logprob_table(completion: Completion, directory: str) -> Table:
-    """A row per token of the completion: what it is, its log-probability, and the likeliest tokens
-    at its place with theirs. Tokens have their texts where a tokenizer lies in the directory."""
+    """A row for each token: its log-probability, and the likeliest tokens at its place with theirs.
+    Token ids have their texts beside them if the directory has a tokenizer."""
     from rich.table import Table
     from rich.text import Text
 
@@ -271,25 +268,25 @@ def logprob_table(completion: Completion, directory: str) -> Table:
 
 
 COMMANDS = {
-    "/stats": "figures of the answers so far",
-    "/reset": "forget the conversation",
-    "/help": "this list",
-    "/exit": "end (so does the end of input)",
+    "/stats": "show figures of the answers so far",
+    "/reset": "start a new conversation",
+    "/help": "show this list",
+    "/exit": "leave (or end the input)",
 }
 ESCAPE = "//"
-"""A line that begins so is a message that begins with one stroke."""
+"""Begins a message that starts with one slash."""
 
 
 @command(
     "chat",
-    option("--system", metavar="TEXT", help="a system message to begin with"),
-    option("--raw", is_flag=True, help="go on with the plain text: no chat template"),
+    option("--system", metavar="TEXT", help="system message"),
+    option("--raw", is_flag=True, help="continue the plain text, without the chat template"),
     *request_options(max_tokens=512),
     *connection_options(without=REQUEST_KEYS),
 )
 def chat(arguments: Arguments) -> int:
-    """Talks until the end of input or `/exit`."""
-    fields = request_fields(arguments)  # What is wrong shows before anything is started.
+    """Runs until the end of input or `/exit`."""
+    fields = request_fields(arguments)  # Reports errors before anything is started.
     return asyncio.run(_talk(arguments, fields))
 
 
@@ -298,7 +295,7 @@ async def _talk(arguments: Arguments, fields: dict[str, Any]) -> int:
         serves = await client.describe()
         on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         if on_terminal and not progress.quiet:
-            _say(f"{serves.model} at {connection.address}; /help lists what else there is")
+            _say(f"{serves.model} at {connection.address}; /help lists the commands")
         talk = Chat(client, Printer(connection.tokenizer_directory), arguments, fields, on_terminal)
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, talk.interrupt)
@@ -310,7 +307,7 @@ async def _talk(arguments: Arguments, fields: dict[str, Any]) -> int:
 
 
 class Chat:
-    """One conversation with a coordinator. A question counts once it has been answered."""
+    """One conversation. A question that gets no answer is not part of it."""
 
     def __init__(
         self,
@@ -327,25 +324,25 @@ class Chat:
         self._on_terminal = on_terminal
         self._turns: list[ChatMessage] = []
         self._answers: list[Completion] = []
-        """Those before a reset, too."""
+        """Including those before a reset."""
         self._seconds = 0.0
         self._num_broken_off = 0
         self._waits_for: asyncio.Task[Any] | None = None
-        """The line that is read, or the answer that comes."""
+        """Reads a line, or receives an answer."""
 
     def interrupt(self) -> None:
-        """Breaks an answer off; where none comes, or not on a terminal, ends the chat."""
+        """Stops an answer; between answers, or off a terminal, ends the chat."""
         if self._waits_for is not None:
             self._waits_for.cancel()
 
     async def run(self) -> int:
-        """Until the end of input, `/exit` or an interrupt; returns the exit code."""
+        """Runs to the end of input, `/exit` or an interrupt; returns the exit code."""
         while True:
             reading = await self._done(_read_line(self._on_terminal))
             line = None if reading.cancelled() else reading.result()
             if line is None:
                 if self._on_terminal:
-                    print()  # Ctrl-D and Ctrl-C leave the cursor on the line of the prompt.
+                    print()  # Ctrl-D and Ctrl-C leave the cursor behind the prompt.
                 return 128 + signal.SIGINT if reading.cancelled() else 0
             words = line.strip()
             if words == "/exit":
@@ -361,30 +358,30 @@ class Chat:
                     return 128 + signal.SIGINT
 
     async def _done(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """A task of this work, once it is over or an interrupt has cancelled it."""
+        """Runs `work` to its end, or until an interrupt cancels it; returns its task."""
         self._waits_for = asyncio.create_task(work)
         try:
             await asyncio.wait((self._waits_for,))
         finally:
-            self._waits_for.cancel()  # It still runs where this task was cancelled itself.
+            self._waits_for.cancel()  # It still runs if this task was cancelled itself.
         return self._waits_for
 
     def _run_command(self, command: str) -> None:
         if command == "/reset":
             self._turns.clear()
-            _say("the conversation begins anew")
+            _say("new conversation")
         elif command == "/stats":
-            broken = f" and {self._num_broken_off} broken off" if self._num_broken_off else ""
+            broken = f" and {self._num_broken_off} interrupted" if self._num_broken_off else ""
             if self._answers:
                 said = figures(self._answers, self._seconds)
                 num = len(self._answers)
                 _say(f"{num} answer{'s' * (num > 1)}{broken}: {said}")
             else:
-                _say(f"no whole answers{broken}")
+                _say(f"no complete answers{broken}")
             _say(f"the conversation has {len(self._turns)} messages")
         else:
             if command != "/help":
-                _say(f"{command}: no such command; to send a message that starts with /, type //")
+                _say(f"{command}: no such command; begin a message that starts with / with //")
             for name, purpose in COMMANDS.items():
                 _say(f"{name:8}{purpose}")
 
@@ -404,7 +401,7 @@ class Chat:
             if builder.text:
                 self._keep(question, builder.text)
             print(flush=True)
-            _say("broken off")
+            _say("interrupted")
             raise
         except OutriderError as error:
             if not self._on_terminal:
@@ -431,7 +428,7 @@ def _say(line: str) -> None:
 
 @contextmanager
 def _restored_terminal(on_terminal: bool) -> Iterator[None]:
-    """A line that was being edited leaves a terminal without echo."""
+    """Restores the terminal's echo, which line editing turns off."""
     if not on_terminal:
         yield
         return
@@ -446,8 +443,8 @@ def _restored_terminal(on_terminal: bool) -> Iterator[None]:
 
 
 async def _read_line(on_terminal: bool) -> str | None:
-    """The next line of standard input without its end; None after the last one. A thread waits for
-    it and is left behind when the program ends: nothing else can end a read of a terminal."""
+    """The next line of standard input without its line end, or None. A daemon thread reads it: a
+    read of a terminal cannot be cancelled."""
     loop = asyncio.get_running_loop()
     line: asyncio.Future[str | None] = loop.create_future()
 
@@ -459,7 +456,7 @@ async def _read_line(on_terminal: bool) -> str | None:
         found = None
         with suppress(EOFError, OSError, ValueError):
             found = input("> ") if on_terminal else _read_raw()
-        with suppress(RuntimeError):  # The loop has been closed meanwhile.
+        with suppress(RuntimeError):  # The loop is closed.
             loop.call_soon_threadsafe(deliver, found)
 
     threading.Thread(target=work, name="lines", daemon=True).start()
@@ -467,7 +464,7 @@ async def _read_line(on_terminal: bool) -> str | None:
 
 
 def _read_raw() -> str | None:
-    """Past Python's buffer, whose lock the interpreter would wait for at its end."""
+    """Bypasses Python's buffer: the interpreter would wait for its lock when it exits."""
     with open(0, "rb", buffering=0, closefd=False) as file:
         line = file.readline()
     return line.decode("utf-8", "replace").rstrip("\r\n") if line else None

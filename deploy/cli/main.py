@@ -1,7 +1,7 @@
-"""`outrider COMMAND ...`: reads the command line, runs the command, turns errors into one line.
+"""`outrider COMMAND ...`: parses the command line, runs the command, reports an error in one line.
 
 Exit codes: 0 done; 2 bad arguments or settings (`ConfigError`, `BadRequest`); 130 interrupted;
-143 ended by SIGTERM; 1 everything else. Standard output is for results alone.
+143 ended by SIGTERM; 1 any other failure. Only results go to standard output.
 """
 
 from __future__ import annotations
@@ -23,30 +23,29 @@ from .command import Arguments, Command, Group
 from .output import progress
 
 COMMANDS = {
-    "serve": "start coordinators, targets and drafts",
-    "gateway": "hold HTTP connections, and resume their streams where a coordinator dies",
-    "stop": "stop the deployment that runs detached",
-    "status": "say what runs",
-    "scale": "change how many replicas a deployment has",
-    "autoscale": "let the load decide how many replicas a deployment has",
-    "upgrade": "give a deployment other settings, replica by replica",
-    "keys": "make and revoke the keys that callers show",
-    "certs": "make certificates by which the services of a deployment know each other",
+    "serve": "start a deployment: coordinators, targets and drafts",
+    "gateway": "serve HTTP in front of coordinators, and resume streams when one of them fails",
+    "stop": "stop the deployment on this machine",
+    "status": "show what is running",
+    "scale": "set the number of replicas",
+    "autoscale": "let the load set the number of replicas",
+    "upgrade": "change the settings of a running deployment, replica by replica",
+    "keys": "create, list and revoke API keys",
+    "certs": "create the TLS certificates of a deployment's services",
     "generate": "generate text",
-    "chat": "talk with the model",
-    "drafters": "list the kinds of drafters, and what each needs",
-    "bench": "measure",
-    "plan": "say what drafting would bring, before anything is deployed",
-    "distill": "make a drafter for a target",
-    "collect-env": "describe this machine and what is installed, for a report",
+    "chat": "chat with the model",
+    "drafters": "list the kinds of drafters and what each needs",
+    "bench": "run a benchmark",
+    "plan": "predict what drafting would gain, before you deploy",
+    "distill": "train a drafter for a target",
+    "collect-env": "describe this machine and its packages, for a bug report",
 }
-"""What each command is for."""
 _MODULES = {
     "stop": "serve", "status": "serve", "chat": "generate", "autoscale": "scale",
     "upgrade": "scale", "keys": "credentials", "certs": "credentials", "drafters": "describe",
     "collect-env": "describe",
 }  # fmt: skip
-"""Where a command is, if not in a module of its own name."""
+"""The module of a command that has none of its own name."""
 
 
 def _load(name: str) -> Command:
@@ -74,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(words: Sequence[str]) -> Arguments:
-    """What these words say. Exits with code 2 where they are wrong."""
+    """Parses a command line. Exits with code 2 if it is wrong."""
     try:
         found = outrider.main(list(map(str, words)), prog_name="outrider", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -90,7 +89,7 @@ def parse(words: Sequence[str]) -> Arguments:
     except click.Abort:  # Ctrl-C, while the command's modules are imported.
         sys.exit(128 + signal.SIGINT)
     if not isinstance(found, Arguments):
-        sys.exit(found)  # Help was asked for.
+        sys.exit(found)  # Help was shown.
     return found
 
 
@@ -113,10 +112,10 @@ def _run(arguments: Arguments) -> int:
         return 2 if isinstance(error, (ConfigError, BadRequest)) else 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except asyncio.CancelledError:  # By SIGTERM, once a deployment of its own has ended.
+    except asyncio.CancelledError:  # SIGTERM: the deployment that the command started has ended.
         return 128 + signal.SIGTERM
     except BrokenPipeError:
-        # The reader of our output has gone; the interpreter must not try to flush it again.
+        # The reader of our output is gone; the interpreter must not flush it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     finally:

@@ -1,7 +1,6 @@
-"""Keeps secrets out of what is shown, and out of the command line that others see.
+"""Keeps secrets out of output, and out of this process's command line.
 
-Other users read command lines in a list of processes, and `ray.init` stores the one of its process
-in Ray's head. So a command whose words have secrets takes them out of its own.
+Other users can read command lines in the process list, and `ray.init` stores its own in Ray's head.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ _URL = re.compile(r"[a-zA-Z][\w+.-]*://\S*")
 _PLAIN_URL = re.compile(
     r"([a-zA-Z][\w+.-]*://)([^\s@/?#]*@)?((?:\[[\da-fA-F:]+\]|[\w.,:-])+(?:/[^\s@?#]*)?)([?#][^\s@]*)?"
 )
-"""Its scheme, user and password, place, and query or fragment."""
+"""Groups: scheme, user and password, host and path, query or fragment."""
 _KEY = re.compile(r"\bor-[0-9a-f]{16}-[A-Za-z0-9_-]{43}|(?i:\bbearer)\s+[!-~]+")
-"""An API key that stands where none should."""
+"""An API key in some other text."""
 _END_OF_FLAGS = "--"
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """A command's words without secret flags and their values."""
+    """The words without secret options and their values."""
     flags = {one.flag for one in deployment_settings().values() if one.secret}
     others: list[str] = []
     left = iter(words)
@@ -48,7 +47,7 @@ def without_secrets(words: Sequence[str]) -> list[str]:
 
 
 def hide_words() -> None:
-    """Takes secrets out of this process's command line, where it has any."""
+    """Removes secrets from this process's command line, if it has any."""
     words = sys.argv[1:]
     others = without_secrets(words)
     if others != words:
@@ -58,7 +57,7 @@ def hide_words() -> None:
 
 
 def masked_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by key without secrets, and without those in the texts of others."""
+    """Settings by key without secret ones, and with secrets in other texts masked."""
     secrets = {one.key for one in deployment_settings().values() if one.secret}
     return {
         key: _without_secrets(value) if isinstance(value, str) else value
@@ -72,17 +71,17 @@ def _without_secrets(text: str) -> str:
 
 
 def masked_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that change what Outrider and its libraries do, without secrets."""
+    """The variables that affect Outrider and its libraries, with secrets masked."""
     settings = {one.variable: one for one in deployment_settings().values()}
     found = {}
     for name in sorted(filter(SHOWN_VARIABLES.fullmatch, environment)):
         value = environment[name]
         if name in settings:
             secret = settings[name].secret
-        else:  # A misspelt name may be that of a secret.
+        else:  # A misspelt name may belong to a secret.
             misspelt = name.startswith(ENVIRONMENT_PREFIX) and name not in NOT_SETTINGS
             secret = misspelt or _SECRET_NAME.search(name) is not None
-        # Of a URL the place matters; of any other secret, nothing.
+        # The host of a URL is useful in a report; nothing of another secret is.
         if secret:
             found[name] = masked_url(value) if "://" in value else MASK
         else:
@@ -91,8 +90,8 @@ def masked_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def masked_url(url: str) -> str:
-    """A URL without its user, password and query. One that is not well formed is masked whole:
-    what looks like a host may then be a piece of a password."""
+    """A URL without user, password and query. A malformed one is masked entirely: what looks like
+    its host may be part of a password."""
     if not set("@?#") & set(url):
         return url
     if (found := _PLAIN_URL.fullmatch(url)) is None:

@@ -1,4 +1,4 @@
-"""Options of settings and of requests, what they give, and what errors call them."""
+"""Options for settings, requests and connections, and how error messages name them."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ if TYPE_CHECKING:
 SECRETS = tuple(key for key, found in deployment_settings().items() if found.secret)
 KEY_VARIABLE = "OUTRIDER_API_KEY"
 OF_CALLERS = ("api_key",)
-"""Settings that say, where a deployment runs already, what its callers show."""
+"""Settings that describe the caller, and so may differ from those of the running deployment."""
 PLACE_KEYS = ("address", "deployment_name")
-"""Settings that say which deployment of which cluster is meant."""
+"""Settings that identify a deployment on a Ray cluster."""
 REQUEST_KEYS = ("seed", "num_draft_tokens", "deadline_ms")
-"""Settings of a deployment that are options of the request instead."""
+"""Settings that `generate`, `chat` and `bench` have as options of a request instead."""
 COMMON = (
     "draft_model", "device", "dtype", "max_model_len", "max_num_seqs", "num_draft_tokens",
     "num_targets", "num_drafts", "grpc_port", "port", "host", "api_key_file", "redis_url",
@@ -71,7 +71,7 @@ _RARE_NUMBERS = (
     "--draft-deadline-ms",
 )  # fmt: skip
 COORDINATOR_WAIT_S = 60.0
-"""How long a command waits for a coordinator of a deployment that runs and has none."""
+"""How long a command waits for a running deployment to have a coordinator."""
 _PROMPT_FIELDS = ("prompt", "text", "chat")
 
 
@@ -80,13 +80,13 @@ def setting_options(
     common: Collection[str] = ("draft_model",),
     only: Collection[str] | None = None,
 ) -> Iterator[Option]:
-    """One for every setting, or for those in `only`, but for those in `without`; the help shows
-    those in `common` first. What they say is checked later, with the other places that a setting
-    may come from."""
+    """`--config`, and an option for every setting, or for those in `only`, except those in
+    `without`. `--help` shows those in `common`. Values are parsed later, together with the file and
+    the environment."""
     yield option(
         "--config", type=Path, metavar="FILE", group="Settings",
-        help="YAML file of settings; a flag wins over the environment (OUTRIDER_NAME), which wins "
-        "over the file",
+        help="YAML file of settings; options override the environment (OUTRIDER_NAME), which "
+        "overrides the file",
     )  # fmt: skip
     for setting in deployment_settings().values():
         if setting.key not in without and (only is None or setting.key in only):
@@ -94,7 +94,7 @@ def setting_options(
 
 
 def setting_option(setting: Setting, rare: bool = False, doc: str = "") -> Option:
-    """Of one setting. Its text is parsed later."""
+    """The option of one setting; its value is parsed later. `doc` replaces the setting's help."""
     shown = "" if setting.default in (None, "") else f" [{str(setting.default).lower()}]"
     flags = setting.flag
     kind: dict[str, Any] = {"metavar": setting.metavar}
@@ -108,15 +108,15 @@ def setting_option(setting: Setting, rare: bool = False, doc: str = "") -> Optio
 
 
 def place_options() -> list[Option]:
-    """Where a deployment is that runs on another cluster; see `find_deployment`."""
+    """Options that identify a deployment on another cluster; see `find_deployment`."""
     found = setting_options(common=PLACE_KEYS, only=PLACE_KEYS)
     return grouped("A deployment on a Ray cluster elsewhere", found)
 
 
 def request_options(max_tokens: int) -> list[Option]:
-    """One for every field of a request but the prompt. `max_tokens` is the default."""
+    """An option for every field of a request except the prompt. `max_tokens` is its default."""
     numbers: Mapping[str, tuple[float | None, str]] = {
-        "--max-tokens": (max_tokens, "tokens at most"),
+        "--max-tokens": (max_tokens, "most tokens to generate"),
         "--temperature": (0.0, "0..2; 0 is greedy"),
         "--top-p": (1.0, "(0, 1]"),
         "--top-k": (0, "0 or -1 = off"),
@@ -124,12 +124,11 @@ def request_options(max_tokens: int) -> list[Option]:
         "--presence-penalty": (0.0, "-2..2"),
         "--frequency-penalty": (0.0, "-2..2"),
         "--repetition-penalty": (1.0, "(0, 10]"),
-        "--seed": (None, "repeat this request's randomness"),
+        "--seed": (None, "seed of all sampling"),
         "--num-draft-tokens": (None, "draft tokens a round; 0 = plain decoding"),
-        "--deadline-ms": (None, "end after this time, ms"),
+        "--deadline-ms": (None, "time limit of the request, ms"),
         "--draft-deadline-ms": (
-            None, "time that a round gives its draft, ms; by default --draft-timeout-ms of the "
-            "deployment",
+            None, "time limit of each draft, ms; by default --draft-timeout-ms of the deployment",
         ),
     }  # fmt: skip
     return grouped("Request", [
@@ -142,9 +141,9 @@ def request_options(max_tokens: int) -> list[Option]:
         ),
         option(
             "--stop", multiple=True, metavar="TEXT",
-            help=f"end before this text; up to {limits.STOP_STRINGS_MAX} times",
+            help=f"stop before this text; can be given {limits.STOP_STRINGS_MAX} times",
         ),
-        option("--ignore-eos", is_flag=True, rare=True, help="go on past the model's own end"),
+        option("--ignore-eos", is_flag=True, rare=True, help="do not stop at the EOS token"),
         option(
             "--rule", type=click.Choice([rule.value for rule in Rule]),
             help="acceptance rule; by default greedy at temperature 0, coupled with a seed, else "
@@ -154,9 +153,9 @@ def request_options(max_tokens: int) -> list[Option]:
 
 
 def request_fields(arguments: Arguments) -> dict[str, Any]:
-    """What the options say, as fields of a `GenerateRequest`. Raises `BadRequest` for sampling
-    parameters outside their limits and a rule without effect; other limits are the
-    coordinator's."""
+    """The fields of a `GenerateRequest` from these options. Raises `BadRequest` for sampling
+    parameters outside their limits and for a rule without effect; the coordinator checks the
+    rest."""
     from outrider.request import GenerateRequest
 
     if arguments.rule not in (None, Rule.GREEDY) and arguments.temperature == 0:
@@ -172,26 +171,25 @@ def request_fields(arguments: Arguments) -> dict[str, Any]:
 
 
 def given_settings(arguments: Arguments) -> dict[str, Value]:
-    """By key, the settings that file, environment or an option sets. Raises `ConfigError`."""
+    """The settings by key that options, environment or file set. Raises `ConfigError`."""
     return merge(arguments.settings, os.environ, arguments.config)
 
 
 def deployment_config(arguments: Arguments) -> DeploymentConfig:
-    """The deployment that file, environment and options describe. Raises `ConfigError`."""
+    """The deployment that options, environment and file describe. Raises `ConfigError`."""
     return configuration(given_settings(arguments))
 
 
 def with_settings(arguments: Arguments, **values: object) -> Arguments:
-    """The arguments as if these settings had been given too, by key."""
+    """The arguments with these settings, by key, added."""
     return Arguments(**vars(arguments) | {"settings": arguments.settings | values})
 
 
 def flags_again(arguments: Arguments, without: Collection[str]) -> tuple[str, ...]:
-    """The words of the options that were given for settings, but for secrets and those in
-    `without`."""
+    """The command-line words of the given settings, except secrets and those in `without`."""
     words = [] if arguments.config is None else ["--config", str(arguments.config)]
     given = {found.key: value for found, value, _ in translated_layers(arguments.settings, {})}
-    if given.pop(SPECULATIVE_CONFIG, None):  # What it leaves are rates, which the engine gets.
+    if given.pop(SPECULATIVE_CONFIG, None):  # Its acceptance rates became part of `engine`.
         given["engine"] = given_settings(arguments)["engine"]
     for key, value in given.items():
         if key in SECRETS or key in without:
@@ -204,10 +202,10 @@ def flags_again(arguments: Arguments, without: Collection[str]) -> tuple[str, ..
 
 
 def refuse_other_settings(arguments: Arguments, record: DeploymentRecord) -> None:
-    """Raises `ConfigError` where a flag asks for another deployment than the one that runs."""
+    """Raises `ConfigError` if a flag contradicts the settings of the running deployment."""
     given, running = arguments.settings, record.settings
     sources = {found.key: source for found, _, source in translated_layers(given, {})}
-    if synthetic := sources.pop(SPECULATIVE_CONFIG, ""):  # Rates for the engine that runs.
+    if synthetic := sources.pop(SPECULATIVE_CONFIG, ""):  # Acceptance rates of `engine`.
         sources.setdefault("engine", synthetic)
         given = {"engine": str(running.get("engine")).partition(",acceptance_rates=")[0]} | given
     values = merge(given, {})
@@ -225,8 +223,8 @@ def refuse_other_settings(arguments: Arguments, record: DeploymentRecord) -> Non
 
 
 def error_line(error: OutriderError, arguments: Arguments) -> str:
-    """The error's line. It begins with the flag, the variable, or the file and key that set a wrong
-    setting, or with the flag or PROMPT that a wrong field of a request comes from."""
+    """The line that reports an error. For a setting it begins with the flag, the variable, or the
+    file and key that set it; for a field of a request with its flag or PROMPT."""
     if isinstance(error, SettingError):
         return f"{_setting_name(error.key, arguments)}: {error.reason}"
     if isinstance(error, BadRequest):
@@ -238,7 +236,7 @@ def error_line(error: OutriderError, arguments: Arguments) -> str:
 
 
 def error_message(error: OutriderError) -> str:
-    """The error's message, with what gives another key to a caller without the right one."""
+    """The error's message; where a key was refused also how to give one."""
     if isinstance(error, Unauthenticated):
         return f"{error.message} ({KEY_VARIABLE}, or --api-key)"
     return error.message
@@ -252,7 +250,7 @@ def _setting_name(key: str, arguments: Arguments) -> str:
     try:
         given = translated_layers(arguments.settings, os.environ, arguments.config)
         return {found.key: source for found, _, source in given}.get(key, key)
-    except ConfigError:  # Another setting is wrong, too; this error comes first.
+    except ConfigError:  # Another setting is wrong, too; this error is reported first.
         return key
 
 
@@ -267,35 +265,35 @@ def _field_name(field: str, arguments: Arguments) -> str:
 
 
 TRUST_OPTIONS = {
-    "ca_cert": "authority of a coordinator with TLS, in PEM",
-    "client_cert": "certificate for one that asks for it, in PEM",
-    "client_key": "private key of that, in PEM",
+    "ca_cert": "certificate authority of the coordinator, PEM",
+    "client_cert": "client certificate, if the coordinator requires one, PEM",
+    "client_key": "private key of the client certificate, PEM",
 }
 
 
 @dataclass(frozen=True)
 class Connection:
-    """Where to call, and what is known of what answers there."""
+    """A deployment to call, and what is known about it."""
 
     address: str
-    """HOST:PORT of the coordinators, with commas between them."""
+    """HOST:PORT of the coordinators, separated by commas."""
     target_directory: str = ""
-    """Where the target's files lie on this machine."""
+    """Directory of the target's files; empty if they are not on this machine."""
     tokenizer_directory: str = ""
     settings: Mapping[str, Value] = field(default_factory=dict)
-    """Of the deployment, by key; empty for a server that only an address is known of."""
+    """Settings by key; empty for `--server`, of which only the address is known."""
     is_own: bool = False
-    """Whether the command started it, and no other client has called it."""
+    """Whether this command started it, so that no other client has called it."""
     api_key: str = field(default="", repr=False)
     trust: Trust | None = field(default=None, repr=False)
-    """How it is known; None = it has no TLS."""
+    """None = no TLS."""
     http_address: str = ""
-    """HOST:PORT of a coordinator's HTTP interface; empty where it has none, or none is known."""
+    """HOST:PORT of a coordinator's HTTP interface; empty = none is known."""
     find: Callable[[], str] | None = None
-    """Says where coordinators are by now; None where only an address is known."""
+    """Returns the coordinators' current addresses; None = they do not change."""
 
     def client(self, *, tries_again: bool = True) -> Client:
-        """Calls what is there, and tries again what fails for now, or not."""
+        """A client; it retries temporary failures if `tries_again`."""
         from outrider.client import Client
         from outrider.client.failover import RESUME_TIMEOUT_S
         from outrider.transport.channel import PLAIN
@@ -312,7 +310,8 @@ def connection_options(without: Iterable[str]) -> list[Option]:
     """`--server`, and the settings of a deployment to start if none runs."""
     server = option(
         "--server", metavar="HOST:PORT",
-        help="the coordinator to call; by default the deployment that runs, else one of its own",
+        help="the coordinator to call; by default the deployment on this machine, or a temporary "
+        "one if none runs",
     )  # fmt: skip
     return [
         *grouped("Connection", [server, *trust_options()]),
@@ -321,15 +320,15 @@ def connection_options(without: Iterable[str]) -> list[Option]:
 
 
 def caller_options() -> list[Option]:
-    """What a command shows that starts no deployment, and so has no settings of one."""
-    doc = f"shown to coordinators [${KEY_VARIABLE}]"
+    """Credentials, for a command that has no settings of a deployment."""
+    doc = f"API key to send to coordinators [${KEY_VARIABLE}]"
     key = setting_option(deployment_settings()["api_key"], rare=False, doc=doc)
     return grouped("Connection", [key, *trust_options()])
 
 
 def trust_options() -> list[Option]:
-    """How a coordinator is known by TLS."""
-    tls = "use TLS with the system's certificate authorities"
+    """TLS options of a caller."""
+    tls = "use TLS and trust the system's certificate authorities"
     found = [option("--tls", is_flag=True, rare=True, help=tls)]
     for name, words in TRUST_OPTIONS.items():
         variable = f"OUTRIDER_{name.upper()}"
@@ -341,9 +340,9 @@ def trust_options() -> list[Option]:
 
 
 def caller_trust_of(arguments: Arguments, settings: Mapping[str, Value]) -> Trust | None:
-    """How the coordinators of a deployment with these settings are known: as flags or variables
-    say, or by the certificate that they show, where this machine has it. None where they have no
-    TLS. Raises `ConfigError`."""
+    """TLS for calling a deployment with these settings: by flags or variables, or else by the
+    coordinators' own certificate, if it is on this machine. None = no TLS. Raises
+    `ConfigError`."""
     authority, *shown = (getattr(arguments, name) for name in TRUST_OPTIONS)
     pinned = str(settings.get("ssl_certfile") or "")
     if not (pinned or arguments.tls or authority or any(shown)):
@@ -357,13 +356,13 @@ def caller_trust_of(arguments: Arguments, settings: Mapping[str, Value]) -> Trus
 
 @asynccontextmanager
 async def connected(arguments: Arguments) -> AsyncIterator[Connection]:
-    """A coordinator to call while the context lasts. One that this command started ends with it.
-    Raises `ConfigError` where flags ask for another deployment than the one that runs."""
+    """The deployment to call: `--server`, the one on this machine, or one that is started now and
+    stopped with the context. Raises `ConfigError` if flags contradict a running deployment."""
     state = state_directory(os.environ)
     if arguments.server:
         given = arguments.settings.keys() - set(OF_CALLERS)
         if given:
-            raise SettingError(min(given), "cannot be set for a server that runs already")
+            raise SettingError(min(given), "cannot be set with --server, which runs already")
         address, trust = checked_address(arguments.server), caller_trust_of(arguments, {})
         yield Connection(address, api_key=caller_key(arguments), trust=trust)
     elif (record := running_deployment(state)) is not None:
@@ -392,12 +391,12 @@ def _connection(
 
 
 async def _served(record: DeploymentRecord, state: Path) -> DeploymentRecord:
-    """Its record once that names a coordinator: the only one may just be replaced. Raises
-    `Unavailable` where none comes."""
+    """Waits until the record names a coordinator: the only one may be being replaced. Raises
+    `Unavailable` after `COORDINATOR_WAIT_S`."""
     try:
         async with asyncio.timeout(COORDINATOR_WAIT_S):
             while not record.grpc_address:
-                progress.begin("no coordinator serves at the moment: waiting for one")
+                progress.begin("no coordinator is serving: waiting for one")
                 await asyncio.sleep(0.2)
                 record = running_deployment(state) or record
     except TimeoutError:
@@ -409,26 +408,25 @@ async def _served(record: DeploymentRecord, state: Path) -> DeploymentRecord:
 
 
 def caller_key(arguments: Arguments) -> str:
-    """The key that flag or variable names; the first of several. Raises `ConfigError` for a hash,
-    which is none."""
+    """The API key from the flag or the variable, the first of several. Raises `ConfigError` for a
+    hash."""
     keys = str(arguments.settings.get("api_key", os.environ.get(KEY_VARIABLE, "")))
     key = keys.partition(",")[0].strip()
     if key.startswith("sha256:"):
-        raise SettingError("api_key", "is the hash of a key; servers know it by that, callers not")
+        raise SettingError("api_key", "is the hash of a key; a caller must send the key itself")
     return key
 
 
 def own_config(arguments: Arguments) -> DeploymentConfig:
-    """The deployment that a command starts for itself: as `serve` would, but on any free port
-    where none is set, since only this command looks for it, and the usual one may be taken; and by
-    HTTP only where that is asked for."""
+    """The configuration of a temporary deployment: as `serve` would have it, but unless they are
+    set gRPC takes any free port, and there is no HTTP."""
     given = given_settings(arguments)
     own: dict[str, Value] = {"grpc_port": 0} if "port" in given else {"grpc_port": 0, "http": False}
     return configuration(own | given)
 
 
 def checked_address(server: str) -> str:
-    """The address itself. Raises `ConfigError` unless it is HOST:PORT."""
+    """Returns the address. Raises `ConfigError` unless it is HOST:PORT."""
     host, _, port = server.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ConfigError(f"--server: {server!r} is wrong; it must be HOST:PORT")
@@ -437,12 +435,12 @@ def checked_address(server: str) -> str:
 
 @asynccontextmanager
 async def _own_deployment(arguments: Arguments) -> AsyncIterator[Deployment]:
-    """A deployment with a state of its own, that ends with the context."""
+    """A temporary deployment with a state directory of its own."""
     from deploy.fleet.launcher import Deployment
 
     config = own_config(arguments)
     task = asyncio.current_task()
-    if task is not None:  # SIGTERM, too, ends this process only once the deployment has ended.
+    if task is not None:  # SIGTERM stops the deployment before this process ends.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     with tempfile.TemporaryDirectory(prefix="outrider-") as state:
         async with Deployment(config, Path(state), report=progress) as deployment:
@@ -455,8 +453,8 @@ async def _own_deployment(arguments: Arguments) -> AsyncIterator[Deployment]:
 
 
 def find_deployment(arguments: Arguments) -> DeploymentLocation:
-    """The deployment of this machine, unless settings name another one and its cluster. Raises
-    `Unavailable` where there is none."""
+    """The deployment that `PLACE_KEYS` name, else the one on this machine. Raises `Unavailable` if
+    there is none."""
     values = given_settings(arguments)
     address, name = (str(values.get(key) or "") for key in PLACE_KEYS)
     record = running_deployment(state_directory(os.environ))
@@ -465,7 +463,7 @@ def find_deployment(arguments: Arguments) -> DeploymentLocation:
         return DeploymentLocation(record.ray_address, record.deployment, token=token)
     if not (address and name):
         raise Unavailable(
-            "nothing runs here; `outrider serve` starts a deployment, --address and "
-            "--deployment-name name one on a Ray cluster elsewhere"
+            "nothing runs here; start a deployment with `outrider serve`, or name one on another "
+            "Ray cluster with --address and --deployment-name"
         )
     return DeploymentLocation(address, name)

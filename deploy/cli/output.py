@@ -1,4 +1,4 @@
-"""What commands say: progress on standard error, tables on standard output, and what to type."""
+"""What commands print: progress on standard error, results on standard output."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 PERIOD_S = 5.0
-"""Between two lines about work that goes on."""
+"""Between two lines about the same work."""
 PREFIX = "outrider: "
 _WARNING = "warning: "
 _WIDTH = 160
-"""Of a table in a file or a pipe, in characters; Rich would take 80, and cut what is wider."""
+"""Width of tables in a file or a pipe, in characters; Rich would take 80, and cut wider cells."""
 
 
 class Progress:
-    """Says what a command does, and says it again, with its seconds, while it goes on. Any number
-    of threads may share one."""
+    """Prints what a command is doing, and repeats it with its seconds while that takes long.
+    Thread-safe."""
 
     def __init__(self, period_s: float = PERIOD_S) -> None:
         self.quiet = False
-        """Whether nothing but warnings is said."""
+        """Whether only warnings are printed."""
         self._period_s = period_s
         self._changed = threading.Condition()
         self._doing = ""
-        """Empty while nothing is going on."""
+        """The current work; empty = none."""
         self._since = 0.0
         self._thread: threading.Thread | None = None
 
     def __call__(self, line: str, *, at_once: bool = True) -> None:
-        """Says what begins now: `at_once`, or only where it takes long. Another line or `rest` ends
-        it. A warning is said once, whatever else goes on."""
+        """Begins some work, until the next call or `rest`. Its line is printed `at_once`, or only
+        if the work takes long. A warning is printed once and ends nothing."""
         if line.startswith(_WARNING):
             note(line)
         elif not self.quiet:
@@ -55,12 +55,12 @@ class Progress:
                     self._thread.start()
 
     def begin(self, stage: str) -> None:
-        """Says that a stage begins, unless it is the one that goes on."""
+        """Begins a stage, unless it has begun already."""
         if not self._doing.startswith(stage):
             self(stage)
 
     def relay(self, line: str) -> None:
-        """Says what another process of ours has said, which repeats it by itself; no errors."""
+        """Prints a progress line or a warning of another Outrider process, but not its errors."""
         text = line.removeprefix(PREFIX)
         if text == line or line.startswith(ERROR_PREFIX):
             return
@@ -68,13 +68,13 @@ class Progress:
             note(text)
 
     def update(self, line: str) -> None:
-        """Says from the next time on how far the work has come that began last."""
+        """Replaces the line of the current work from its next repetition on."""
         with self._changed:
             if self._doing:
                 self._doing = line
 
     def rest(self) -> None:
-        """The work is over, or says enough by itself."""
+        """Ends the current work."""
         with self._changed:
             self._doing = ""
             self._changed.notify()
@@ -87,17 +87,17 @@ class Progress:
 
 
 progress = Progress()
-"""Of the command that this process runs."""
+"""The one of this process."""
 
 
 def note(line: str) -> None:
-    """Says what is to be read whether or not progress is."""
+    """Prints a line on standard error, even if progress is quiet."""
     print(f"{PREFIX}{line}", file=sys.stderr, flush=True)
 
 
 def show(table: RenderableType, *, soft_wrap: bool = False, clear: bool = False) -> None:
-    """On standard output. With `soft_wrap` lines are left to the terminal to wrap; `clear` empties
-    a terminal first."""
+    """Prints to standard output. With `soft_wrap` the terminal wraps lines; `clear` clears it
+    first."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -109,7 +109,7 @@ def show(table: RenderableType, *, soft_wrap: bool = False, clear: bool = False)
 
 
 def tell(report: Report, as_json: bool) -> int:
-    """Prints a report, and its warnings on standard error. The exit status of the command."""
+    """Prints a report, and its warnings on standard error. Returns the exit code."""
     if as_json:
         print(to_json(report.values), flush=True)
     for part in () if as_json else report.shown:
@@ -123,15 +123,14 @@ def tell(report: Report, as_json: bool) -> int:
 
 
 def program() -> str:
-    """What to type for this program: its path where a shell does not find it by name."""
+    """How to call this program: `outrider`, or its path if a shell does not find that."""
     beside = Path(sys.argv[0] if Path(sys.argv[0]).name == "outrider" else sys.executable)
     found = shutil.which("outrider") and "outrider"
     return found or shutil.which("outrider", path=str(beside.parent)) or "outrider"
 
 
 def shell_command() -> str:
-    """What to type before a command's name, quoted for a shell, so that it finds the deployments
-    that this process finds: this program, behind OUTRIDER_STATE_DIR where that is set."""
+    """How to call this program, quoted for a shell, so that it uses the same state directory."""
     ours = shlex.quote(program())
     if not os.environ.get("OUTRIDER_STATE_DIR"):
         return ours

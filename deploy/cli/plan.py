@@ -1,10 +1,10 @@
-"""`outrider plan`: K, fan-out, rule and drafts for two models and prompts, before deployment.
+"""`outrider plan`: the best rule, K, look-ahead and number of drafts, for two models and prompts.
 
-read      the target answers the prompts; the draft's model reads the answers
-rehearse  short sessions through the services put the engines' cost tables where rounds stand
-choose    rounds are told from the answers for every rule and K, and timed
-validate  (asked for) the same prompts through these services, predicted beside measured
-simulate  (asked for) fleets of what was chosen, on a virtual clock
+read      the target answers the prompts; the draft model reads the answers
+rehearse  short sessions through the services correct the engines' cost tables
+choose    rounds are computed from the answers, and timed, for every rule and K
+validate  (--validate) the same prompts through these services, predicted and measured
+simulate  (--simulate) fleets of the chosen pair, on a virtual clock
 """
 
 from __future__ import annotations
@@ -41,42 +41,43 @@ if TYPE_CHECKING:
     from outrider.registry.registry import Role
 
 OWN_FLAGS = ("seed", "num_draft_tokens", "deadline_ms", "length_control", "look_ahead")
-"""Settings that the plan is about, or that are a request's."""
+"""Settings that the plan chooses, or that belong to a request."""
 DECIDED = ("model", "draft_model", "num_targets", "num_drafts")
-"""Those that the command that deploys has from the plan, which is of one target replica."""
+"""Settings that the recommended command takes from the plan, not from this command line."""
 BUILT_IN_PROMPTS = 12
-"""Of the built-in ones, where neither a file nor a number is named."""
+"""Number of built-in prompts without `--prompts` and `--num-prompts`."""
 RUNS_MAX = 64
-"""Loads and fleets that one command looks at."""
+"""Most combinations of loads and fleets."""
 
 
 @checked()
 class PlanOptions(PromptOptions):
-    """What is planned for."""
+    """Options of a plan."""
 
     max_tokens: MaxTokens = 96
     temperature: tuple[Temperature, ...] = (0.0, 1.0)
-    """Temperatures to plan for; the first is validated."""
+    """Temperatures to plan for; `--validate` measures the first."""
     round_trip_ms: Annotated[float, between(0, 10_000)] = 0.0
-    """Of the link between coordinator and draft, beside what messages take on one machine."""
+    """Extra round-trip time between coordinator and draft, ms; 0 = on one machine."""
     concurrency: Concurrency = 1
-    """Sessions that a target replica decodes at a time."""
+    """Sessions at a time on one target replica."""
     plot: Path | None = None
-    """Write the speed-up over K there, as an SVG."""
+    """Write a plot of the speed-up over K to this SVG file."""
     separate_draft: bool = False
-    """Plan for drafts with a device of their own, also where here they share the target's."""
+    """Assume that drafts have a device of their own, even if they share one here."""
     validate: bool = False
-    """Run the real thing, and print predicted beside measured."""
+    """Also measure every K, and print predicted and measured speeds."""
     devices: str | None = None
-    """Compare devices with and without drafts instead, from bytes and bandwidth, and run no model:
-    h200-8b or h200-70b-fp8, and what differs, PRESET,KEY=VALUE,..
+    """Instead compare what devices gain with and without drafts, computed from bytes and bandwidth
+    without running a model: h200-8b or h200-70b-fp8, with changes as PRESET,KEY=VALUE,..
     [sessions=1,context=1024,target=16.06/32/131.1/1,draft=2.47/16/32.8/1,
     head=0.85/1/12.3/1,head_width=4096,link_gb=3,acceptance=0.65,head_acceptance=0.71,
     hit_rate=0.84,memory_gb=127,bandwidth_tb=3.6,compute_rows=206,layer_ms=0.07,session_ms=0.05,verdict_ms=0.07,round_ms=1.3,
-    plain_ms=0.5]; a model is GB/LAYERS/KB/DEVICES, with the KB of a token's keys and values"""
+    plain_ms=0.5]; a model is GB/LAYERS/KB/DEVICES, where KB is the size of a token's keys and
+    values"""
 
     def load_prompts(self) -> tuple[BenchPrompt, ...]:
-        """Of the built-in ones only some, unless a number is named."""
+        """By default fewer than all built-in prompts."""
         if self.prompts is None and self.num_prompts is None:
             return replace(self, num_prompts=BUILT_IN_PROMPTS).load_prompts()
         return super().load_prompts()
@@ -87,54 +88,56 @@ Count = Annotated[int, between(1, REPLICAS_MAX)] | Literal["auto"]
 
 @checked()
 class SimulationOptions(Options):
-    """What is simulated."""
+    """Options of a simulation."""
 
     from_report: Path | None = None
-    """Simulate what `outrider plan --json` printed before, and run no model; nor is one run with
-    `--engine emulated:acceptance_rates=A/A/..`, whose pair is simulated."""
+    """Simulate the pair of this file, which `outrider plan --json` printed, without running a
+    model. (With `--engine emulated:acceptance_rates=A/A/..` the emulated pair is simulated.)"""
     from_numbers: str | None = None
-    """Simulate a pair of such numbers, KEY=VALUE,.., and run no model
+    """Simulate a pair given as KEY=VALUE,.. without running a model
     [verify_ms=1:18.3/16:18.3/32:36.6,draft_ms=1:1.3/64:1.3/128:2.6,acceptance=0.8,
-    num_draft_tokens=6,look_ahead=0,hit_rate=0,rest_ms=0]; a time is MS or a table,
-    ROWS:MS/ROWS:MS, the acceptance may be one by position, A/A/.."""
+    num_draft_tokens=6,look_ahead=0,hit_rate=0,rest_ms=0]; a time is MS or a table
+    ROWS:MS/ROWS:MS, acceptance one rate or A/A/.. by position."""
     sessions: tuple[Annotated[int, between(1, 10_000)], ...] = ()
-    """Sessions at a time: where one ends the next begins."""
+    """Sessions at a time; when one ends the next begins."""
     rate: tuple[Annotated[float, between(0.001, 10_000)], ...] = ()
-    """Requests a second instead."""
+    """Requests a second, instead of `--sessions`."""
     prompt_tokens: Annotated[int, between(1, 2**17)] = 256
     """Tokens of a prompt."""
     answer_tokens: MaxTokens = 256
-    """Tokens of an answer, mean."""
+    """Mean number of tokens of an answer."""
     targets: tuple[Count, ...] = ("auto",)
-    """Targets to look at; auto = the fewest that keep `--tpot-ms`."""
+    """Numbers of targets to try; auto = the fewest that meet `--tpot-ms`."""
     drafts: tuple[Count, ...] = ("auto",)
-    """Drafts to look at; auto = the fewest that keep `--tpot-ms`."""
+    """Numbers of drafts to try; auto = the fewest that meet `--tpot-ms`."""
     coordinators: tuple[Count, ...] = ("auto",)
-    """Coordinators to look at; auto = the fewest that keep `--tpot-ms`."""
+    """Numbers of coordinators to try; auto = the fewest that meet `--tpot-ms`."""
     tpot_ms: Annotated[float | None, between(0.001, 60_000)] = None
-    """Time per token that 99 % of the tokens are to keep."""
+    """Goal for the time per token, which 99 % of the tokens must meet, ms."""
     simulated_seconds: Annotated[float, between(1, 3_600)] = 10.0
-    """Seconds that are measured."""
+    """Simulated time that is measured, s."""
     coordinator_ms: Annotated[float, between(0, 1_000)] = 0.29
-    """Of a coordinator's one thread for a round; see `bench overhead`."""
+    """CPU time of a coordinator for a round, ms; `bench overhead` measures it."""
 
     def check(self, has_drafts: bool) -> None:
-        """Raises `ConfigError` for what cannot be simulated."""
+        """Raises `ConfigError` for options that do not go together."""
         if bool(self.sessions) == bool(self.rate):
-            raise ConfigError("--sessions or --rate is needed: say what load, and only one kind")
+            raise ConfigError("--sessions or --rate is needed: give one of them, not both")
         counts = [self.targets, self.coordinators, *([self.drafts] if has_drafts else [])]
         if self.tpot_ms is None and any("auto" in count for count in counts):
             raise ConfigError(
-                "--tpot-ms is needed to find numbers of replicas; or name --targets, "
-                "--coordinators and, where a model drafts, --drafts"
+                "--tpot-ms is needed to find numbers of replicas; or give --targets, "
+                "--coordinators and, if a model drafts, --drafts"
             )
         runs = math.prod(len(count) for count in counts)
         runs *= len(self.sessions) + len(self.rate)
         if runs > RUNS_MAX:
-            raise SettingError("targets", f"and the like make {runs} runs; {RUNS_MAX} are allowed")
+            raise SettingError(
+                "targets", f"and the other lists make {runs} runs; at most {RUNS_MAX} are allowed"
+            )
 
     def simulate(self, config: DeploymentConfig, pair: Pair) -> list[SimulatedFleet]:
-        """Every load on every fleet. What replicas take at a time is the deployment's."""
+        """Every load on every fleet, with the batch sizes of `config`."""
         from deploy.planner.simulation import ROLES, Fleet, Scenario, Workload, simulated
 
         self.check(pair.has_drafts)
@@ -162,9 +165,9 @@ class SimulationOptions(Options):
 
 _SIMULATE = option(
     "--simulate", is_flag=True,
-    help="try a fleet, too: the real services on a virtual clock. A simulated round takes 1 to 2 "
-    "ms of this machine's time, 6 where drafts look ahead: 20 sessions for 10 s take about 20 s, "
-    "and numbers of replicas are found in about ten such runs",
+    help="also simulate a fleet: the real services on a virtual clock. 20 sessions for 10 s take "
+    "about 20 s (three times that with look-ahead); finding numbers of replicas takes about ten "
+    "such runs",
 )  # fmt: skip
 
 
@@ -178,29 +181,28 @@ _SIMULATION = SimulationOptions.params(Option)
     json_option(),
     *grouped("A simulated fleet", (_SIMULATE, *_SIMULATION)),
     *setting_options(OWN_FLAGS, ("model", "draft_model")),
-    epilog="The services run for a rehearsal of a minute; with the demo pair and the built-in "
-    "prompts, of which 12 are taken, all takes about two minutes on two free cores. With "
-    "--validate they answer the prompts once more.",
+    epilog="With the demo pair and 12 built-in prompts (the default) a plan takes about two "
+    "minutes on two free cores. --validate answers all prompts again.",
 )  # fmt: skip
 def plan(arguments: Arguments) -> int:
-    """Plans, and prints tables or one JSON object."""
+    """Prints tables, or one JSON object."""
     options = PlanOptions.from_arguments(arguments)
     simulation = SimulationOptions.from_arguments(arguments)
     exclusive(arguments, "from_report", "from_numbers")
     if not arguments.simulate:
-        _refuse(arguments, _SIMULATION, "is for --simulate: without it nothing is simulated")
+        _refuse(arguments, _SIMULATION, "is for --simulate, which is missing")
     config = deployment_config(arguments)
     is_stated = bool(arguments.given & {"from_report", "from_numbers"})
     knows_pair = arguments.simulate and (is_stated or config.target.emulated is not None)
     if knows_pair or "devices" in arguments.given:
         others = [one for one in _PLAN if one.name not in ("round_trip_ms", "devices")]
-        _refuse(arguments, others, "is for models, and none is run")
+        _refuse(arguments, others, "is for models, but none is run")
     if options.devices is not None:
         from deploy.planner.devices import compare
 
         exclusive(arguments, "devices", "simulate")
         for key in (*arguments.settings, *arguments.given & {"config"}):
-            raise SettingError(key, "is for models, and none is run")
+            raise SettingError(key, "is for models, but none is run")
         return tell(compare(options.devices, options.round_trip_ms / 1e3), arguments.json)
     values: dict[str, Any]
     shown: list[RenderableType] = []
@@ -208,7 +210,7 @@ def plan(arguments: Arguments) -> int:
         pair = _known_pair(simulation, options, config)
         values = {"pair": asdict(pair)}
     else:
-        prompts = options.load_prompts()  # What is wrong with them shows before all else.
+        prompts = options.load_prompts()
         _check(options, config)
         if arguments.simulate:
             simulation.check(config.draft.drafter.model is not None)
@@ -224,7 +226,7 @@ def plan(arguments: Arguments) -> int:
 
 
 def _refuse(arguments: Arguments, options: Sequence[Option], why: str) -> None:
-    """Raises `SettingError` where one of these was given."""
+    """Raises `SettingError` if one of these was given."""
     for one in options:
         if one.name in arguments.given:
             raise SettingError(str(one.name), why)
@@ -233,7 +235,7 @@ def _refuse(arguments: Arguments, options: Sequence[Option], why: str) -> None:
 def _known_pair(
     simulation: SimulationOptions, options: PlanOptions, config: DeploymentConfig
 ) -> Pair:
-    """Of a report, of numbers, or of an emulated engine."""
+    """The pair of `--from-report`, `--from-numbers` or an emulated engine."""
     from deploy.planner.simulation import of_emulated, of_numbers, read_report
 
     seats = config.target.step_sessions, config.draft.step_sessions
@@ -249,28 +251,28 @@ def _known_pair(
 
 
 def _check(options: PlanOptions, config: DeploymentConfig) -> None:
-    """Raises `SettingError` for what cannot be read, rehearsed and validated by this command."""
+    """Raises `SettingError` for options and settings that this command cannot handle."""
     plot, draft = options.plot, config.draft
     if plot is not None and not plot.absolute().parent.is_dir():
-        raise SettingError("plot", f"{plot} cannot be written: there is no such folder")
+        raise SettingError("plot", f"cannot write {plot}: its folder does not exist")
     if draft.drafter.reads_target:
         raise SettingError(
             "draft_model",
-            f"{draft.model} is wrong; a plan is of a draft that reads nothing of the target; "
-            "--devices compares where a head may draft",
+            f"{draft.model} is wrong; `plan` takes no drafter that reads the target's hidden "
+            "states; --devices tells where such a head pays",
         )
     for key, size in (
         ("tensor_parallel_size", config.target.tensor_parallel_size),
         ("draft_tensor_parallel_size", draft.tensor_parallel_size),
     ):
         if size > 1:
-            raise SettingError(key, f"{size} is wrong; a plan runs each model on 1 rank")
-    # What is validated is one session at a time on this machine.
+            raise SettingError(key, f"{size} is wrong; `plan` runs each model on 1 rank")
+    # `--validate` measures one session at a time on this machine.
     for name, allowed in (("concurrency", 1), ("round_trip_ms", 0), ("separate_draft", False)):
         value = getattr(options, name)
         if options.validate and value != allowed:
             raise SettingError(
-                name, f"{value} cannot be validated here; with --validate it must be {allowed}"
+                name, f"{value} cannot be validated; with --validate it must be {allowed}"
             )
 
 
@@ -278,7 +280,7 @@ def _plan(
     arguments: Arguments, options: PlanOptions, config: DeploymentConfig,
     prompts: Sequence[BenchPrompt],
 ) -> PlanReport:  # fmt: skip
-    if options.validate:  # What is measured copies from no earlier answer, either.
+    if options.validate:  # Prompts are answered repeatedly, so answers must not be copied.
         config = replace(config, draft=replace(config.draft, suffix_tokens_per_tenant=0))
     config = found_models(config)
     from benchmarks.acceptance import load_reading
@@ -289,7 +291,7 @@ def _plan(
     temperatures = dict.fromkeys(options.temperature)
     samples = [reading.sample(temperature, progress) for temperature in temperatures]
     del reading
-    gc.collect()  # The engines' memory is the services' from here on.
+    gc.collect()  # The services need the engines' memory.
     plans, validation = asyncio.run(rehearsed_plans(
         config, samples, progress, options.concurrency, validates=options.validate,
         shares_device=not options.separate_draft and _shares_device(config),
@@ -312,7 +314,7 @@ def _plan(
 
 
 def _shares_device(config: DeploymentConfig) -> bool:
-    """Whether draft and target would compute on the same cores or device on a machine like this."""
+    """Whether target and draft would share cores or a device on this machine."""
     import torch
 
     gpus = float(torch.cuda.device_count())

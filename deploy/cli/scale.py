@@ -1,4 +1,4 @@
-"""Commands that change the deployment that runs: `outrider scale`, `autoscale` and `upgrade`."""
+"""Commands that change a running deployment: `outrider scale`, `autoscale` and `upgrade`."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ _POLL_S = 0.2
 def _wait_option(until: str) -> Option:
     return option(
         "--wait", type=Seconds(0, WAIT_S_MAX), default=0.0, metavar="S",
-        help=f"wait at most this long until {until}, s",
+        help=f"how long to wait until {until}, s",
     )  # fmt: skip
 
 
 async def _overview(
     reconciler: ReconcilerClient, wait_s: float, left: Callable[[Overview], str]
 ) -> Overview:
-    """What there is once nothing is left to do, or the time is over."""
+    """The overview once `left` says that nothing is left to do, or after `wait_s`."""
     give_up_at = time.monotonic() + wait_s
     while True:
         overview: Overview = await reconciler.call("overview")
@@ -61,15 +61,15 @@ async def _overview(
 @command(
     "scale",
     argument(
-        "counts", "draft=4, target=2 or coordinator=2; several at once", metavar="ROLE=N...",
-        nargs=-1, required=True,
+        "counts", "such as draft=4 or target=2 coordinator=2", metavar="ROLE=N...", nargs=-1,
+        required=True,
     ),
-    _wait_option("there are as many"),
+    _wait_option("that many serve"),
     json_option(),
     *place_options(),
 )  # fmt: skip
 def scale(arguments: Arguments) -> int:
-    """Says what is wanted; the deployment does it."""
+    """Sets the wanted numbers; the deployment follows them."""
     counts = parsed_counts(arguments.counts)
     where = find_deployment(arguments)
 
@@ -91,18 +91,18 @@ def scale(arguments: Arguments) -> int:
     scaling, overview = asyncio.run(ask())
     for role in counts.keys() & scaling.bounds.keys():
         least, most = scaling.bounds[role]
-        note = f"note: {role} is autoscaled, {least} to {most}, which may change this; first"
-        print(f"{note} `outrider autoscale {role}=off` keeps a number", file=sys.stderr)
+        note = f"note: {role} is autoscaled, {least} to {most}, which may change this number;"
+        print(f"{note} `outrider autoscale {role}=off` turns that off", file=sys.stderr)
     wanted = {**overview.wanted, **counts}
     said = ", ".join(f"{role}={wanted.get(role, 0)}" for role in ROLES)
     code = tell(Report({"wanted": wanted}, [f"wanted: {said}"]), arguments.json)
     if arguments.wait and left(overview):
-        raise overview.late("there", arguments.wait)
+        raise overview.late("serving", arguments.wait)
     return code
 
 
 def parsed_counts(words: Sequence[str]) -> dict[Role, int]:
-    """Of `ROLE=N`. Raises `ConfigError`."""
+    """Parses `ROLE=N`. Raises `ConfigError`."""
     counts: dict[Role, int] = {}
     for word, role, text in _by_role(words, "N"):
         if not (text.isascii() and text.isdecimal()):
@@ -112,7 +112,7 @@ def parsed_counts(words: Sequence[str]) -> dict[Role, int]:
 
 
 def _by_role(words: Sequence[str], value: str) -> Iterator[tuple[str, Role, str]]:
-    """The words, each with its parts: `ROLE=...`, where `value` stands for what follows."""
+    """Splits words of the form ROLE=VALUE, where `value` describes VALUE: word, role, text."""
     seen = set()
     for word in words:
         name, _, text = word.partition("=")
@@ -129,15 +129,15 @@ def _by_role(words: Sequence[str], value: str) -> Iterator[tuple[str, Role, str]
 @command(
     "autoscale",
     argument(
-        "bounds", "target=1:4, draft=0:8 or coordinator=1:2; ROLE=off leaves a role's number to "
-        "`outrider scale`; without arguments, show the current bounds",
+        "bounds", "such as target=1:4 draft=0:8; ROLE=off leaves a role's number to `outrider "
+        "scale`; without arguments the current bounds are shown",
         metavar="ROLE=LEAST:MOST...", nargs=-1, required=False,
     ),
     json_option(),
     *place_options(),
 )  # fmt: skip
 def autoscale(arguments: Arguments) -> int:
-    """Tells the deployment, and prints what holds."""
+    """Changes bounds, and prints those in effect."""
     changes = parsed_bounds(arguments.bounds)
     where = find_deployment(arguments)
 
@@ -152,7 +152,7 @@ def autoscale(arguments: Arguments) -> int:
 
 
 def parsed_bounds(words: Sequence[str]) -> dict[str, Any]:
-    """The settings that `ROLE=LEAST:MOST` and `ROLE=off` stand for. Raises `ConfigError`."""
+    """The settings for `ROLE=LEAST:MOST` and `ROLE=off`. Raises `ConfigError`."""
     found: dict[str, Any] = {}
     for word, role, text in _by_role(words, f"LEAST:MOST or {OFF}"):
         found[f"autoscale_{role}s"] = "" if text == OFF else text
@@ -168,32 +168,32 @@ def parsed_bounds(words: Sequence[str]) -> dict[str, Any]:
     argument(
         "target", "another target model, with the same tokenizer", required=False,
     ),
-    _wait_option("a trial has ended and all replicas are new ones"),
+    _wait_option("a trial has ended and all replicas are replaced"),
     option(
         "--trial-share", type=Seconds(0, SHARE_MAX), metavar="SHARE",
-        help="first try what changes of draft replicas, as by --draft-model: with one replica that "
-        "gets this share of the new sessions. All are replaced only if sessions decode faster with "
-        "it. Beside N replicas best 1 / (N + 1). 0 ends a trial that runs",
+        help="try a change of draft replicas (such as --draft-model) first: one new replica gets "
+        "this share of the new sessions, and all are replaced only if sessions decode faster with "
+        "it; best 1 / (N + 1) beside N replicas; 0 ends the running trial",
     ),
     option(
         "--trial-minutes", type=Seconds(0.01, MINUTES_MAX), default=MINUTES_DEFAULT,
-        metavar="MINUTES", help="the most that a trial takes",
+        metavar="MINUTES", help="time limit of a trial, minutes",
     ),
     json_option(),
     *setting_options(common=COMMON),
 )  # fmt: skip
 def upgrade(arguments: Arguments) -> int:
-    """Says what is to be; the deployment does it."""
+    """Changes settings; the deployment replaces its replicas."""
     if arguments.target is not None:
         arguments.settings["model"] = arguments.target
-    for key in SECRETS:  # What runs does not tell them, so they cannot be compared.
+    for key in SECRETS:  # A deployment does not reveal them, so they cannot be compared.
         if key in arguments.settings:
             raise SettingError(key, f"cannot change while a deployment runs: {FIXED[key]}")
     if arguments.trial_share is None and "trial_minutes" in arguments.given:
-        raise ConfigError("--trial-minutes: is the time of a trial; give --trial-share, too")
+        raise ConfigError("--trial-minutes: needs --trial-share")
     others = sorted({*arguments.settings} - {*PLACE_KEYS})
     if arguments.trial_share == 0 and others:
-        raise SettingError(others[0], "cannot change by --trial-share 0, which ends a trial alone")
+        raise SettingError(others[0], "cannot go with --trial-share 0, which only ends a trial")
     values = whole_paths(given_settings(arguments))
     where = find_deployment(arguments)
     seconds = arguments.trial_minutes * 60
@@ -203,7 +203,7 @@ def upgrade(arguments: Arguments) -> int:
     tried = overview.trial if trial and (changes or not trial[0]) else None
     said = "nothing changes"
     if runs:
-        what = ", ".join(sorted(changes)) or "the upgrade that runs already"
+        what = ", ".join(sorted(changes)) or "the upgrade that is running"
         said = f"{what}: {f'replicas still to be replaced: {num_stale}' if num_stale else 'done'}"
     told: dict[str, Any] = {"changes": changes, "replicas_to_replace": num_stale}
     if tried is not None:
@@ -221,10 +221,10 @@ async def _upgrade(
     wait_s: float,
     trial: tuple[float, float] | None = None,
 ) -> tuple[dict[str, Value], bool, Overview]:
-    """Asks for what changes, and waits at most `wait_s` until all replicas are replaced, also by an
-    upgrade that runs already: what changes, whether replicas are replaced, and what there is then.
-    A `trial`, on a share of the sessions and for so many seconds, comes first; of a share of 0 it
-    ends what runs. Raises `ConfigError` where the changes are refused."""
+    """Requests the changes, and waits at most `wait_s` until all replicas are replaced, also if an
+    upgrade was running already. Returns the changes, whether replicas are being replaced, and the
+    overview at the end. `trial` is a share of the sessions and seconds; a share of 0 ends the
+    running trial. Raises `ConfigError` if the changes are refused."""
     progress("asking the deployment", at_once=False)
     async with connect_reconciler(where) as reconciler:
         spec: FleetSpec = await reconciler.call("spec")

@@ -1,7 +1,7 @@
-"""`outrider serve` starts a deployment, in the foreground or detached; `outrider status` says what
-runs, where it answers, and whether it serves; `outrider stop` ends it.
+"""`outrider serve` starts a deployment, in the foreground or detached; `outrider status` shows it;
+`outrider stop` stops it.
 
-Exit code of `status`: 0 where everything that a request needs serves, else 1.
+Exit code of `status`: 0 if all roles that a request needs are serving, else 1.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 LOOK_PERIOD_S = 0.25
-"""Between two looks at a detached process that starts."""
+"""Between two looks at a detached process that is starting."""
 STOP_TIMEOUT_S = 60.0
 _POLL_S = 0.05
 
@@ -77,25 +77,25 @@ _POLL_S = 0.05
     argument("target", "the target model", required=False),
     option(
         "--detach", is_flag=True,
-        help="go on in the background after this command and its shell have ended",
+        help="run in the background; return once the deployment is ready",
     ),
     json_option(),
     *setting_options(common=COMMON),
 )  # fmt: skip
 def serve(arguments: Arguments) -> int:
-    """Serves until a signal; detached: returns once the deployment is ready."""
+    """Serves until a signal; with `--detach` returns once the deployment is ready."""
     if arguments.target is not None:
         model = arguments.settings.setdefault("model", arguments.target)
         if model != arguments.target:
             raise ConfigError(f"--model: {model!r} is not the TARGET {arguments.target!r}")
-    config = deployment_config(arguments)  # Here, so that what is wrong shows on this terminal.
+    config = deployment_config(arguments)  # Before detaching, so that errors show here.
     state = state_directory(os.environ)
     if arguments.detach:
         with exclusive(state):
-            pass  # Another deployment is noticed here, with a better message than from a log.
+            pass  # Raises, with a better message than from the log, if another deployment runs.
         (state / LOG_NAME).unlink(missing_ok=True)
         log = LogFile(state / LOG_NAME, descriptors=(1, 2))
-        if pid := os.fork():  # No other thread runs yet.
+        if pid := os.fork():  # Safe: no other thread runs yet.
             return _announce_detached(pid, state, arguments)
         _detach(log)
     with exclusive(state):
@@ -105,8 +105,8 @@ def serve(arguments: Arguments) -> int:
 
 
 async def _serve(deployment: Deployment, state: Path, arguments: Arguments) -> int:
-    """Until SIGINT or SIGTERM, or until there is none of a role that cannot be missed. The exit
-    code: 0, or that of an interrupted command where SIGINT came before it served."""
+    """Runs until SIGINT or SIGTERM, or until a role that requests need has no replica left. Returns
+    0, or the code of an interrupted command if SIGINT came before it served."""
     serving = asyncio.create_task(_until_it_fails(deployment, state, arguments))
     loop = asyncio.get_running_loop()
     received: list[int] = []
@@ -123,7 +123,7 @@ async def _serve(deployment: Deployment, state: Path, arguments: Arguments) -> i
         if not serving.cancelled():
             serving.result()  # Raises.
         elif not received:
-            raise Unavailable("the deployment was given up")
+            raise Unavailable("the deployment was cancelled")
         served = running_deployment(state) is not None
         return 128 + signal.SIGINT if received[0] == signal.SIGINT and not served else 0
     finally:
@@ -133,7 +133,7 @@ async def _serve(deployment: Deployment, state: Path, arguments: Arguments) -> i
 
 
 async def _until_it_fails(deployment: Deployment, state: Path, arguments: Arguments) -> None:
-    """Keeps the record true while replicas come and go."""
+    """Starts the deployment, and keeps its record up to date while replicas come and go."""
     await deployment.start()
     progress.rest()
     publish_key(state, deployment.api_key)
@@ -154,8 +154,8 @@ def _announce(record: DeploymentRecord, arguments: Arguments) -> int:
 
 
 def endpoints_text(record: DeploymentRecord) -> str:
-    """Where a deployment answers, what callers need, and a command to try that it does not refuse.
-    Those of this user on this machine need nothing."""
+    """The addresses of a deployment, what other users need to call it, and commands to try and to
+    stop it."""
     words = '"The capital of France is"' if record.tokenizer_directory else "--token-ids 1,2,3"
     needed = ["an API key"] if record.asks_for_keys else []
     if certificate := record.settings.get("ssl_certfile"):
@@ -178,8 +178,7 @@ def endpoints_text(record: DeploymentRecord) -> str:
 
 
 def _announce_detached(pid: int, state: Path, arguments: Arguments) -> int:
-    """Waits until the detached process serves or is gone; then says why, in its own words where it
-    had any."""
+    """Waits until the detached process serves. Raises with its error if it ends instead."""
     try:
         found = _record_once_ready(state, pid)
     except KeyboardInterrupt:
@@ -192,13 +191,13 @@ def _announce_detached(pid: int, state: Path, arguments: Arguments) -> int:
     if found == 2 and error is not None:
         raise ConfigError(error)
     lines = log_path.read_text(encoding="utf-8", errors="replace").splitlines()
-    last = error or (lines[-1] if lines else "it wrote nothing")
+    last = error or (lines[-1] if lines else "its log is empty")
     raise OutriderError(f"the deployment did not start (exit code {found}): {last} ({log_path})")
 
 
 def _record_once_ready(state: Path, pid: int) -> DeploymentRecord | int:
-    """What a detached process records when it serves; its exit code where it has gone. What it
-    says meanwhile in its log is said here, too."""
+    """The record of a detached process once it serves, or the exit code if it ends before. Relays
+    its progress from its log."""
     with (state / LOG_NAME).open("rb") as log:
         said = b""
         while True:
@@ -214,9 +213,9 @@ def _record_once_ready(state: Path, pid: int) -> DeploymentRecord | int:
 
 
 def _detach(log: LogFile) -> None:
-    """Makes this process one of its own session, whose standard output and error are its log."""
+    """Makes this process the leader of a session, with the log as standard output and error."""
     os.setsid()
-    progress.quiet = False  # The other process relays what this one says, or not.
+    progress.quiet = False  # The parent process decides what to relay.
     log.take_over()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     root = logging.getLogger()
@@ -230,12 +229,12 @@ def _detach(log: LogFile) -> None:
     "stop",
     option(
         "--timeout", type=Seconds(0, WAIT_S_MAX), default=STOP_TIMEOUT_S, metavar="S",
-        help="wait at most this long for it to end, s",
+        help="how long to wait for it to end, s",
     ),
 )  # fmt: skip
 def stop(arguments: Arguments) -> int:
-    """Asks the deployment's process to stop, and waits until it is gone. Nothing to stop is no
-    error; a deployment that ended by itself is reported, and its record removed."""
+    """Stops the deployment's process and waits until it has ended. It is no error if none runs; one
+    that ended by itself is reported, and its record removed."""
     directory = state_directory(os.environ)
     record = recorded_deployment(directory)
     holder = lock_holder(directory)
@@ -252,39 +251,41 @@ def stop(arguments: Arguments) -> int:
 
 
 def _end(pid: int, timeout_s: float) -> None:
-    """Raises `Unavailable` where the process still runs after the time."""
+    """Raises `Unavailable` if the process still runs after the time."""
     progress(f"stopping the deployment (pid {pid})", at_once=False)
     give_up_at = time.monotonic() + timeout_s
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
-        # The process is no child of this one, so the kernel does not tell when it ends.
+        # It is not a child of this process, so its end has to be polled.
         while not _is_zombie(pid):
             if time.monotonic() >= give_up_at:
-                raise Unavailable(f"the deployment (pid {pid}) still runs after {timeout_s:g} s")
+                raise Unavailable(
+                    f"the deployment (pid {pid}) is still running after {timeout_s:g} s"
+                )
             time.sleep(_POLL_S)
             os.kill(pid, 0)
     progress.rest()
 
 
 def _is_zombie(pid: int) -> bool:
-    """Told by Linux alone."""
+    """Works on Linux only; elsewhere False."""
     with suppress(FileNotFoundError):
         return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0] == "Z"
     return False
 
 
 def _nothing_to_stop(directory: Path, record: DeploymentRecord | None) -> str:
-    """What is left where nothing runs; removes the record of a process that is gone."""
+    """Says why nothing runs; removes the record of a process that is gone."""
     error = logged_error(directory)
     if record is not None:
         withdraw(directory)
         return (
-            f"nothing runs: the deployment at {record.grpc_address} (pid {record.pid}) is gone "
-            f"without having been stopped; removed its record {directory / FILE_NAME}"
+            f"nothing runs: the deployment at {record.grpc_address} (pid {record.pid}) died; "
+            f"removed its record {directory / FILE_NAME}"
         )
     if error is not None:
         log = directory / LOG_NAME
-        return f"nothing runs: the last one that was detached ended by itself: {error} (log {log})"
+        return f"nothing runs: the last detached deployment ended by itself: {error} (log {log})"
     return "nothing runs"
 
 
@@ -312,26 +313,26 @@ PRINTS = {
     json_option(),
     option(
         "--server", metavar="HOST:PORT",
-        help="a coordinator to ask; by default the deployment that runs",
+        help="coordinator to ask; by default all replicas of this machine's deployment",
     ),
     option(
         "--timeout", type=Seconds(0.001, 3600), default=TIMEOUT_S, metavar="S",
-        help="wait at most this long for each answer, s",
+        help="time limit for each answer, s",
     ),
     option(
         "--watch", type=Seconds(0.1, 3600), is_flag=False, flag_value=WATCH_S,
         metavar="[S]",
-        help=f"ask again and again, each S seconds [{WATCH_S:g}], until Ctrl-C",
+        help=f"repeat every S seconds [{WATCH_S:g}], until Ctrl-C",
     ),
     *caller_options(),
 )  # fmt: skip
 def status(arguments: Arguments) -> int:
-    """Asks and tells."""
+    """Prints a table, or one JSON object."""
     return asyncio.run(_watch(arguments))
 
 
 async def _watch(arguments: Arguments) -> int:
-    """On a terminal each table takes the place of the one before."""
+    """With `--watch` each table replaces the one before on a terminal."""
     watches = arguments.watch is not None
     while True:
         found = await _status(arguments)
@@ -352,11 +353,11 @@ async def _status(arguments: Arguments) -> Facts:
     if arguments.server:
         address, trust = checked_address(arguments.server), caller_trust_of(arguments, {})
         one = await _ask("coordinator", address, key, trust, timeout_s)
-        # One that serves, and does not answer this caller, says why.
+        # A serving coordinator may refuse this caller; `error` says why.
         running = one["error"] is None or one["serving"]
         return found | {"running": running, "serving": one["serving"], "coordinators": [one]}
     state = state_directory(os.environ)
-    # The lock lets only one deployment have the directory.
+    # The lock allows one deployment for each state directory.
     found["lease"] = {"file": str(state / LOCK_NAME), "holder": lock_holder(state)}
     record = running_deployment(state)
     if record is None:
@@ -379,7 +380,7 @@ async def _status(arguments: Arguments) -> Facts:
         found[f"{role}s"] = [known.get(one["address"], {}) | one for one in replicas]
     return found | {
         "running": True,
-        # Without a draft requests are slower, and served all the same.
+        # Without a draft, requests are slower but still served.
         "serving": all(any(one["serving"] for one in found[f"{role}s"]) for role in NEEDED),
         "deployment": _deployment(record, state),
         "registry_error": registry_error,
@@ -389,9 +390,8 @@ async def _status(arguments: Arguments) -> Facts:
 async def ask_registry(
     record: DeploymentRecord, timeout_s: float
 ) -> tuple[dict[str, Facts], str | None]:
-    """What replicas say of themselves in the deployment's Redis, by address, and why some of it is
-    missing. A password that is in no file of this machine is read from the variable that replicas
-    take it from."""
+    """The replicas' records in the deployment's Redis by address, and an error if some are missing.
+    A password that is in no file is read from the same variable as on the replicas."""
     from outrider.registry.redis_registry import RedisRegistry
 
     known: dict[str, Facts] = {}
@@ -424,8 +424,8 @@ def _deployment(record: DeploymentRecord, state: Path) -> Facts:
 async def _ask(
     role: Role, address: str, key: str, trust: Trust | None, timeout_s: float, internal: str = ""
 ) -> Facts:
-    """Asks a replica; one that is no coordinator as coordinators do, with the certificate in the
-    directory `internal`, if there is one."""
+    """Describes a replica. Targets and drafts are called as coordinators do, with the certificate
+    in the directory `internal`, if that is not empty."""
     from outrider.transport.channel import PLAIN
     from outrider.transport.grpc_link import draft_link, target_link
     from outrider.transport.tls import internal_trust
@@ -450,7 +450,7 @@ async def _ask(
 
 
 def status_table(found: Facts) -> RenderableType:
-    """What `outrider status` found."""
+    """The output of `outrider status`."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -483,7 +483,7 @@ def status_table(found: Facts) -> RenderableType:
     if trial := deployment.get("trial"):
         parts.append(Text(trial))
     if error := found.get("registry_error"):
-        parts.append(Text(f"what replicas do is not known: {error}", style="yellow"))
+        parts.append(Text(f"the replicas' load is not known: {error}", style="yellow"))
     if address := deployment.get("http_address"):
         parts.append(Text(f"HTTP {address}"))
     if deployment:
@@ -492,7 +492,7 @@ def status_table(found: Facts) -> RenderableType:
 
 
 def _lines(facts: Facts) -> Iterator[str]:
-    """What a replica runs, where, and what it does."""
+    """A replica's model, place and load."""
     if facts["error"] is not None:
         yield facts["error"]
     elif "num_running" in facts:

@@ -241,7 +241,7 @@ def test_the_report_is_one_page_with_the_same_numbers(
         (("--goodput", "itl:5"), "--goodput: 'itl:5' is wrong; it must be NAME:MS"),
         (("--report", "/nowhere/x.html"), "--report: /nowhere is no folder"),
         (("--base-url", "http://[::1"), "--base-url: 'http://[::1' is wrong"),
-        (("--base-url", "http://h", "--dtype", "auto"), "--dtype: is for a deployment of ours"),
+        (("--base-url", "http://h", "--dtype", "auto"), "--dtype: is for an Outrider deployment"),
     ],
 )
 def test_wrong_flags_are_named(

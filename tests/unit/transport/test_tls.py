@@ -68,7 +68,7 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path, capsys: pytest.CaptureFi
         return {name for name in FILES if (directory / name).read_bytes() != before[name]}
 
     assert main(["certs", str(directory)]) == 2
-    assert "ca.pem: is there already; --renew" in capsys.readouterr().err
+    assert "ca.pem: exists already; --renew" in capsys.readouterr().err
     assert changed() == set()
     assert main(["certs", str(directory), "--renew", "--days", "30", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -47,7 +47,7 @@ def test_suffix_decoding_keeps_answers(
     subject(**settings)
     shown = capsys.readouterr().err
     assert ("drafts may copy from earlier answers" in shown) == copies
-    assert ("Stop it, and the command measures one of its own" in shown) == copies
+    assert ("Stop it to measure a new deployment" in shown) == copies
 
 
 async def test_of_a_server_elsewhere_nothing_is_known(capsys: pytest.CaptureFixture[str]) -> None:

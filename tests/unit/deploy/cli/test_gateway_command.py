@@ -77,9 +77,9 @@ async def test_it_answers_until_it_is_told_to_stop(
         (["--port", "70000"], "--port: 70000 is not in the range"),
         (["--ssl-keyfile", "k"], "--ssl-keyfile: needs --ssl-certfile and --ssl-keyfile"),
         (["--ssl-certfile", "c", "--ssl-keyfile", "k"], "--ssl-certfile: cannot read c"),
-        (["--client-cert", "c"], "--client-cert: a certificate goes with its key"),
+        (["--client-cert", "c"], "--client-cert: --client-cert and --client-key"),
         (["--ca-cert", "no"], "--ca-cert: cannot read no"),
-        ([], "nothing runs here; `outrider serve` starts a deployment"),
+        ([], "nothing runs here; start a deployment with `outrider serve`"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) and value else "",
 )

@@ -144,11 +144,11 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
         (["upgrade", "--trial-share", "1"], "--trial-share: 1.0 is not in the range 0<=x<=0.9"),
         (
             ["upgrade", "--trial-minutes", "3"],
-            "--trial-minutes: is the time of a trial; give --tri",
+            "--trial-minutes: needs --trial-share",
         ),
         (
             ["upgrade", "--trial-share", "0", "--draft-model", "b"],
-            "--draft-model: cannot change by --trial-share 0, which ends a trial alone",
+            "--draft-model: cannot go with --trial-share 0, which only ends a trial",
         ),
         (["upgrade", "--num-targets", "3"], "--num-targets: cannot be another one while a deploym"),
         (["upgrade", "--internal-tls-dir", "tls"], "--internal-tls-dir: cannot be turned on or of"),
@@ -171,7 +171,7 @@ def test_where_nothing_runs_there_is_nothing_to_scale(
     monkeypatch.setenv("OUTRIDER_STATE_DIR", str(tmp_path / "other"))
     for _ in range(2):
         assert main(["scale", "draft=2"]) == 1
-        assert capsys.readouterr().err.startswith("outrider: error: nothing runs here; `outrider s")
+        assert capsys.readouterr().err.startswith("outrider: error: nothing runs here; start a ")
         publish(state_directory(os.environ), record())
     assert fleet.opened == []
     assert main(["scale", "draft=2", "--address", "far:1", "--deployment-name", "there"]) == 1
@@ -219,7 +219,7 @@ def test_a_wait_ends_as_soon_as_there_are_as_many(
     assert main(["scale", "target=3", "--wait", "0.1"]) == 1
     out, err = capsys.readouterr()
     assert out == "wanted: coordinator=1, target=3, draft=1\n"
-    assert "not there after 0.1 s: see `outrider status`" in err
+    assert "not serving after 0.1 s: see `outrider status`" in err
 
 
 def test_bounds_are_told_role_by_role(capsys: pytest.CaptureFixture[str], fleet: Fleet) -> None:
@@ -262,7 +262,7 @@ def test_what_is_left_of_an_upgrade_is_told(
     assert "not done after 0.1 s: target-2 did not start: no memory" in capsys.readouterr().err
     fleet.stale = [2, 1, 0]
     assert main([*words, "--wait", "60"]) == 0
-    assert capsys.readouterr().out == "the upgrade that runs already: done\n"
+    assert capsys.readouterr().out == "the upgrade that is running: done\n"
 
 
 @pytest.mark.parametrize("verdict", ["taken", "not taken"])

@@ -30,7 +30,7 @@ NUMBERS = ("--simulate", "--from-numbers")
         (("--plot", "/nowhere/at.all"), "error: --plot: "),
         (
             ("--draft-model", "early-exit:DIR"),
-            "error: --draft-model: early-exit:DIR is wrong; a plan",
+            "error: --draft-model: early-exit:DIR is wrong; `plan`",
         ),
         (("--tensor-parallel-size", "2"), "--tensor-parallel-size: 2 is wrong"),
         (("--sessions", "3"), "error: --sessions: is for --simulate"),

@@ -251,7 +251,7 @@ def test_the_command_makes_one_that_serves(
         (["--kind", "eagle3"], "--kind: an EAGLE-3 head reads three layers of its target, which"),
         (["--draft-vocab", "1"], "--draft-vocab: '1' is wrong"),
         (["--start-from", "demo-drafter", "--layers", "2"], "--layers: the drafter that is"),
-        (["--start-from", "ngram"], "--start-from: 'ngram' is no drafter that can learn; it must"),
+        (["--start-from", "ngram"], "--start-from: 'ngram' cannot be trained; it must"),
         (["--corpus", "nowhere"], "--corpus: nowhere is not a folder"),
         (["--measure", "nowhere"], "--measure: cannot read nowhere"),
     ],
