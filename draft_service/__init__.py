@@ -1,1 +1,1 @@
-"""Proposes tokens for a target to check: with a model or with a head that reads features."""
+"""Proposes tokens for a target to verify, with a model or with a head that reads hidden states."""

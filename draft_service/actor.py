@@ -1,4 +1,4 @@
-"""The Ray actor that hosts a draft: its drafter, its service and its gRPC server."""
+"""The Ray actor of a draft: its drafter, its service and its gRPC server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class DraftActor(ReplicaHost):
-    """A draft in a process of its own."""
+    """A draft in its own process."""
 
     def build(
         self, config: DraftConfig, executor: ThreadExecutor, engine: Any, costs: StepCosts | None
@@ -33,7 +33,7 @@ class DraftActor(ReplicaHost):
         }
         entries_max = config.support_entries
         with blaming("draft_model"):
-            head = getattr(engine, "head", None)  # Of an emulated engine that stands for one.
+            head = getattr(engine, "head", None)  # An emulated engine may have one.
             if engine is None:
                 head, info, num_bytes = build_head(config)
                 engine = HeadEngine(

@@ -1,5 +1,5 @@
-"""Drafting with an EAGLE-3 head apart from its target, which sends what the head makes of its
-layers."""
+"""Drafts with an EAGLE-3 head apart from its target, which sends the hidden states that the head
+reads (features)."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from outrider.speculation.proposal import Proposal
 
 
 class HeadEngine(PagedSequences):
-    """An `Engine` whose slots hold pairs of a head, and whose passes are told the features."""
+    """An `Engine` whose slots hold a head's pairs, and whose passes are given features."""
 
     def __init__(
         self, head: LoadedEagle3, info: ModelInfo, *, max_num_seqs: int, kv_cache_memory_bytes: int
     ) -> None:
-        """At most `max_num_seqs` sequences in one step; pages for at most `kv_cache_memory_bytes`,
-        and no more than so many sequences of full length fill."""
+        """At most `max_num_seqs` sequences in one step. Pages use at most `kv_cache_memory_bytes`,
+        and there are no more than that many sequences of full length can fill."""
         weight = head.module.embed_tokens.weight
         shape = pair_shape(head.module, weight.dtype, weight.device)
         longest = max_num_seqs * -(-info.max_model_len // PAGE_SIZE)
@@ -44,13 +44,13 @@ class HeadEngine(PagedSequences):
         self._use_pool(BlockPool(num_pages, PAGE_SIZE), cache, max_num_seqs)
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
-        """Nothing: a pass needs features."""
+        """Not available: a pass needs features."""
         raise InvariantError("a head's pass needs features")
 
     def run(self, steps: Sequence[SequenceStep], features: Tensor) -> Tensor:
-        """As `Engine.forward`, with the features [T, D] of the tokens before each of the T new
-        ones, any for a sequence's first; returns what the head puts out, [L, D], for the last token
-        of each of the L steps that want a logit."""
+        """As `Engine.forward`, with the features [T, D] of the tokens before each of the T new ones
+        (arbitrary for the first token of a sequence). Returns the head's output, [L, D], for the
+        last token of each of the L steps that want a logit."""
         check(all(step.num_logits <= 1 for step in steps), "a head is asked for its last token")
         ends = [end - 1 for end in accumulate(len(step.token_ids) for step in steps)]
         wanted = [index for index, step in enumerate(steps) if step.num_logits]
@@ -58,7 +58,7 @@ class HeadEngine(PagedSequences):
         others = sorted({*range(len(features))} - {*newest})
 
         def run(sequences: Sequence[HeldSequence]) -> Tensor:
-            if others:  # What is drafted from writes its own pair.
+            if others:  # The last token of a step that drafts writes its own pair.
                 before = [_but_last(one) if one.step.num_logits else one for one in sequences]
                 before = [one for one in before if one.step.token_ids]
                 self._layer.write(before, features[others])
@@ -70,36 +70,36 @@ class HeadEngine(PagedSequences):
         return self._run(run, steps)[0]
 
     def draft(self, steps: Sequence[SequenceStep], features: Sequence[Tensor]) -> Tensor:
-        """What the head puts out [N, D] for one drafted token of each of N sequences, of features
-        [D]. The slots are never shared, and given back by `keep` before the next `run`."""
+        """The head's output [N, D] for one drafted token of each of N sequences, from features [D].
+        The slots are never shared, and `keep` must drop them before the next `run`."""
         rows, _ = self._run(lambda held: self._layer.draft(held, features), steps, whole=False)
         return rows
 
 
 def _but_last(held: HeldSequence) -> HeldSequence:
-    """Its step's tokens but the last one."""
+    """The step without its last token."""
     step = SequenceStep(held.step.sequence_id, held.step.token_ids[:-1], 0)
     return replace(held, step=step)
 
 
 def _last(held: HeldSequence) -> HeldSequence:
-    """Its step's last token alone."""
+    """The step's last token alone."""
     *before, newest = held.step.token_ids
     step = SequenceStep(held.step.sequence_id, (newest,), 1)
     return HeldSequence(step, held.length + len(before), held.pages)
 
 
 class _HeadDraft(AutoregressiveDraft):
-    """What its next token is drawn from."""
+    """A draft with the state that its next token is drawn from."""
 
     carried: Tensor
-    """[D]: what stands for the feature of its newest token's predecessor."""
+    """[D]: stands in for the feature of the token before its newest one."""
 
 
 class FeatureDrafter(ModelDrafter):
-    """A `ModelDrafter` whose engine holds committed tokens alone after `propose`: those whose
-    features have come with its requests. Where some are missing nothing is proposed. No session
-    looks ahead."""
+    """A `ModelDrafter` whose engine holds only committed tokens after `propose`: those whose
+    features have come with its requests. If some are missing, nothing is proposed. Sessions do not
+    look ahead."""
 
     looks_ahead = False
     engine: Any
@@ -113,7 +113,7 @@ class FeatureDrafter(ModelDrafter):
     def propose(
         self, requests: Sequence[DraftRequest | AutoregressiveDraft]
     ) -> list[Proposal | OutriderError | AutoregressiveDraft]:
-        """See `ModelDrafter.propose`."""
+        """As `ModelDrafter.propose`."""
         found = super().propose(requests)
         for request, result in zip(requests, found, strict=True):
             if not isinstance(result, AutoregressiveDraft):
@@ -124,9 +124,8 @@ class FeatureDrafter(ModelDrafter):
         return found
 
     def begin(self, request: DraftRequest) -> AutoregressiveDraft | None:
-        """See `ModelDrafter.begin`: of the committed tokens those are run whose features are known,
-        and where that is not all, nothing is drawn. Raises `BadRequest` for features that cannot be
-        this head's."""
+        """As `ModelDrafter.begin`: runs the committed tokens whose features are known, and draws
+        only if these are all. Raises `BadRequest` for features that do not fit this head."""
         draft = super().begin(request)
         if draft is None:
             return None
@@ -145,7 +144,7 @@ class FeatureDrafter(ModelDrafter):
         return _HeadDraft(request, num_wanted, unseen)
 
     def _pass(self, branches: Sequence[Any], beside: Sequence[SequenceStep] = ()) -> list[Tensor]:
-        """Those that have begun go on from what they carry, beside the others."""
+        """Runs new drafts, and continues those that have tokens from what they carry."""
         fresh = [branch for branch in branches if not branch.token_ids]
         begun = [branch for branch in branches if branch.token_ids]
         hidden = []

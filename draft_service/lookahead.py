@@ -1,18 +1,18 @@
-"""Work on rounds whose outcome nobody knows yet, beside proposals that somebody waits for.
+"""Drafts for the possible outcomes of rounds whose verdict is not known yet.
 
     a round       C = committed tokens, x_1..x_K = its proposal
-    read          C x_1..x_K is run in one pass; its rows say how each outcome may go on
+    read          C x_1..x_K is run in one pass; its rows show how each outcome may continue
     outcomes      C x_1..x_n y for likely n and y: forks of the session, all drafted together
     pushed        each finished proposal, with the tokens x_1..x_n y that it assumes
 
-A round is begun by its item: with the proposal, where the coordinator holds one; or with an outcome
-of the round before that has come true and is still being drafted; or with nothing, and the session
-itself is drafted. Everything advances a token a pass. What somebody waits for goes first, then the
-likeliest outcomes of all sessions, as many as the engine takes.
+The item of a round starts it: with the proposal, if the coordinator has one; or with an outcome of
+the previous round that has come true and is still being drafted; otherwise the session itself is
+drafted. Every draft advances by one token a pass. Proposals that a coordinator waits for come
+first, then the likeliest outcomes of all sessions, as many as fit the engine.
 
-Whoever drafted the proposal has run all of it but x_K, and may know what each token was drawn
-from. Then refusals are guessed and branch off there at once, beside the pass that reads x_K for the
-bonus.
+The sequence that drafted a proposal has already run all of it but x_K, and may know what each token
+was drawn from. Then rejections are predicted and their outcomes branch off at once, beside the pass
+that reads x_K for the bonus.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from outrider.speculation.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
 Outcome = tuple[int, ...]
-"""x_1..x_n y: the tokens that a round may commit. Empty where that is not known."""
+"""x_1..x_n y: the tokens that a round may commit; empty if unknown."""
 
 
 class RoundAhead:
-    """One session's newest round."""
+    """The newest round of one session."""
 
     def __init__(
         self, item: DraftItem, committed: tuple[int, ...], unseen: tuple[int, ...]
@@ -61,28 +61,28 @@ class RoundAhead:
         self.item = item
         self.committed = committed
         self.unseen = unseen
-        """Of the committed tokens those at the end that the session's own sequence lacks."""
+        """The last committed tokens that the session's own sequence lacks."""
         self.bytes_left = LOOK_AHEAD_BYTES_MAX
-        """Of what may be pushed."""
+        """How much may still be pushed."""
         self.num_recorded = len(committed) - len(unseen)
-        """Tokens that its table has while its own proposal grows."""
+        """Tokens recorded in its table while its own proposal grows."""
         self.drafted: tuple[int, ...] = ()
-        """x_1..x_K, once they are known."""
+        """x_1..x_K, once known."""
         self.wanted: AutoregressiveDraft | None = None
-        """The proposal that is waited for, as it grows."""
+        """The proposal that the coordinator waits for, while it grows."""
         self.basis: AutoregressiveDraft | None = None
-        """What drafted the proposal, where its sequence still holds all of it but x_K, and what
-        each x was drawn from is known: outcomes can branch off there before the round is read."""
+        """What drafted the proposal, if its sequence still holds all of it but x_K and it is known
+        what each x was drawn from: outcomes can branch off from it before the round is read."""
         self.is_read = False
         self.guesses: OutcomeGuesses | None = None
-        """What may come of it ..."""
+        """The predicted outcomes."""
         self.chances: dict[Outcome, float] = {}
-        """... and how likely those outcomes are that are worth the work."""
+        """The probabilities of the outcomes that are worth drafting."""
         self.outcomes: dict[Outcome, AutoregressiveDraft] = {}
-        """Those that are being drafted."""
+        """Outcomes that are being drafted."""
         self.finished: dict[Outcome, SealedProposal] = {}
         self.kept: dict[Outcome, AutoregressiveDraft] = {}
-        """Those whose sequences are left for the round that they turn out to be."""
+        """Finished outcomes whose sequences are kept for the round they may become."""
 
     @property
     def session_id(self) -> str:
@@ -94,19 +94,20 @@ class RoundAhead:
 
     @property
     def seen(self) -> Sequence[LikelyTokens]:
-        """What each x was drawn from, where that is known."""
+        """What each x was drawn from, if known."""
         return () if self.basis is None else self.basis.rows[: len(self.drafted)]
 
     @property
     def to_read(self) -> tuple[int, ...]:
-        """What is still to be run of it on the session's own sequence."""
+        """What must still be run of it on the session's own sequence."""
         if self.basis is not None and self.basis.sequence_id == self.session_id:
             return self.drafted[-1:]
         return (*self.unseen, *self.drafted)
 
     @property
     def reading(self) -> SequenceStep:
-        """Runs it; a row for each outcome, or for the bonus alone where the others are known."""
+        """The step that reads it: a row for each outcome, or for the bonus alone if the others are
+        known."""
         num_logits = 1 if self.basis is not None else len(self.drafted) + 1
         return SequenceStep(self.session_id, self.to_read, num_logits)
 
@@ -121,7 +122,7 @@ class RoundAhead:
 
 
 class LookAhead:
-    """The rounds of a draft's sessions, over one engine, on the executor's side."""
+    """The rounds of a draft's sessions over one engine; used by the executor's thread."""
 
     def __init__(
         self,
@@ -129,7 +130,7 @@ class LookAhead:
         table: SessionTable,
         max_num_seqs: int,
     ) -> None:
-        """So many sequences share a pass."""
+        """At most `max_num_seqs` sequences share a pass."""
         self._engine = drafter.engine
         self._table = table
         self._drafter = drafter
@@ -141,19 +142,19 @@ class LookAhead:
         """Kept for rounds that are over."""
 
     def works_on(self, item: DraftItem) -> bool:
-        """Whether this very item's round has begun."""
+        """Whether the round of exactly this item has begun."""
         found = self._rounds.get(item.head.session_id)
         return found is not None and found.item is item
 
     def progress(self, item: DraftItem) -> Answers:
-        """No answer, of a round that it `works_on`."""
+        """No answers, and whether the round goes on; for a round that it `works_on`."""
         return self._advanced(self._rounds[item.head.session_id], ())
 
     def begin(
         self, item: DraftItem, committed: tuple[int, ...], unseen: tuple[int, ...]
     ) -> Answers:
-        """Begins the round of `item`, whose session is aligned and lacks `unseen`; it ends the one
-        before. Answers at once what is known already."""
+        """Starts the round of `item`, whose session is aligned and lacks `unseen`, and ends the
+        previous round. Returns the answers that are known already."""
         before = self._rounds.get(item.head.session_id) or RoundAhead(item, (), ())
         now = RoundAhead(item, committed, unseen)
         self._rounds[now.session_id] = now
@@ -174,7 +175,7 @@ class LookAhead:
         return self._advanced(now, answers)
 
     def advance(self, items: Sequence[DraftItem]) -> list[Answers]:
-        """One pass for these rounds, all of which it `works_on`. Raises what the engine does."""
+        """One pass for these rounds, all of which it `works_on`. Raises what the engine raises."""
         rounds = [self._rounds[item.head.session_id] for item in items]
         for now in rounds:
             self._drop_evicted(now)
@@ -212,7 +213,7 @@ class LookAhead:
         return [self._advanced(now, self._harvest(now)) for now in rounds]
 
     def forget(self, session_id: str) -> None:
-        """Nobody waits for the session any more; unknown ones are ignored."""
+        """Drops the session's round; unknown sessions are ignored."""
         self._outcome_models.forget(session_id)
         found = self._rounds.pop(session_id, None)
         if found is not None:
@@ -228,13 +229,13 @@ class LookAhead:
         if any(isinstance(answer, Refused) for answer in answers):
             self.forget(now.session_id)
             return Answers(tuple(answers), more=False)
-        # The round stays, for its finished proposals, until the session's next item.
+        # The round stays until the session's next item, for its finished proposals.
         is_over = now.is_read and not now.outcomes
         return Answers(tuple(answers), not is_over, now.wanted is not None)
 
     def _come_true(self, before: RoundAhead, committed: tuple[int, ...]) -> Outcome:
-        """What was committed since the round before began; learned from. Empty where the two do not
-        follow each other."""
+        """What was committed since the previous round began; the outcome model learns from it.
+        Empty if the two rounds are not consecutive."""
         length, guesses = len(before.committed), before.guesses
         outcome = committed[length:]
         num_accepted = len(outcome) - 1
@@ -252,10 +253,10 @@ class LookAhead:
     def _begin_wanted(
         self, now: RoundAhead, taken: AutoregressiveDraft | None
     ) -> list[DraftAnswer]:
-        """Somebody waits for a proposal: the branch that came true goes on, or the session is
-        drafted. A branch with half of its tokens is answered as it is: the others are the least
-        likely to be accepted, and each takes a pass. This depends on when it was asked for, and on
-        no token's value."""
+        """A coordinator waits for a proposal: the branch that came true continues, or the session
+        is drafted. A branch with at least half of its tokens is answered as it is, because the
+        remaining ones are the least likely to be accepted and each takes a pass. This depends on
+        when the item came, and on no token's value."""
         if taken is not None:
             num_held = len(taken.token_ids)
             taken.num_wanted = min(taken.num_wanted, now.item.num_draft_tokens)
@@ -274,7 +275,8 @@ class LookAhead:
     def _answer(
         self, now: RoundAhead, proposal: SealedProposal, out_of_time: bool = False
     ) -> ProposalReply:
-        """What was waited for is there; it may have been drafted for a larger K."""
+        """The requested proposal, cut to the requested K: it may have been drafted for a larger
+        one."""
         proposal = proposal.cut(now.item.num_draft_tokens)
         now.drafted = proposal.token_ids
         held = self._engine.length(now.session_id)
@@ -282,7 +284,7 @@ class LookAhead:
         return ProposalReply(key, proposal, len(now.committed), held, out_of_time=out_of_time)
 
     def _is_readable(self, now: RoundAhead) -> bool:
-        """Whether the session still stands where it was aligned, and the model can go on."""
+        """Whether the session is still where it was aligned, and the model can continue."""
         info = self._engine.info
         length = len(now.committed) + len(now.drafted)
         return (
@@ -297,8 +299,8 @@ class LookAhead:
     def _likely_rows(
         self, rounds: Sequence[RoundAhead], logits: Sequence[torch.Tensor]
     ) -> list[LikelyTokens | None]:
-        """Of what each round has read; None where that is no distribution. Rounds with the same
-        parameters are looked at together."""
+        """The likely tokens of each round's rows; None if they are no distribution. Rounds with
+        equal parameters are processed together."""
         groups: dict[SamplingParams, list[int]] = {}
         for index, now in enumerate(rounds):
             groups.setdefault(now.sampling, []).append(index)
@@ -317,9 +319,8 @@ class LookAhead:
         return [found[index] for index in range(len(rounds))]
 
     def _begin_outcomes(self, now: RoundAhead, read: LikelyTokens | None) -> None:
-        """Branches off for each outcome that is worth it, as long as there are pages; ends those
-        that were begun and are not. What was `read` ends with the row of the bonus, which is
-        not among them without."""
+        """Branches off each outcome that is worth drafting, as long as there are pages, and ends
+        those that are not worth it any more. With `read` the rows end with that of the bonus."""
         parts = [row.first(DRAFT_SUPPORT_ENTRIES) for row in now.seen]
         if read is not None:
             parts.append(read)
@@ -343,7 +344,7 @@ class LookAhead:
                     now.outcomes[outcome] = begun.pop(outcome)
                 elif outcome not in now.finished:
                     self._branch_off(now, outcome)
-        except OutOfPages:  # Even now that no other round keeps any.
+        except OutOfPages:  # Although no other round keeps any.
             now.outcomes |= {one: begun.pop(one) for one in now.chances.keys() & begun.keys()}
         self._release([*begun.values()])
 
@@ -355,7 +356,7 @@ class LookAhead:
         try:
             self._engine.fork(source, name)
         except OutOfPages:
-            # What has been pushed goes before what has not been drafted.
+            # Pushed outcomes are released before new ones are given up.
             self._release(self._stale)
             for found in self._rounds.values():
                 self._release(found.kept)
@@ -381,7 +382,7 @@ class LookAhead:
             if not branch.is_whole:
                 continue
             del now.outcomes[outcome]
-            # Its sequence is of use if it comes true.
+            # Its sequence is useful if the outcome comes true.
             if branch.is_seen and self._drafter.holds(branch):
                 now.kept[outcome] = branch
             else:
@@ -391,7 +392,7 @@ class LookAhead:
         return answers
 
     def _answer_wanted(self, now: RoundAhead, branch: AutoregressiveDraft) -> DraftAnswer:
-        """Answers with the proposal that was waited for; the round is to be read then."""
+        """Answers with the requested proposal; the round is read next."""
         now.wanted = None
         is_own = branch.sequence_id == now.session_id
         if branch.error is not None:
@@ -417,15 +418,15 @@ class LookAhead:
             length + len(outcome) - 1, assumed=outcome,
         )  # fmt: skip
         now.finished[outcome] = proposal
-        if reply.num_bytes > now.bytes_left:  # It is there when it is asked for.
+        if reply.num_bytes > now.bytes_left:  # It is sent when it is asked for.
             return []
         now.bytes_left -= reply.num_bytes
         return [reply]
 
     def _recover(self, wanted: Sequence[AutoregressiveDraft], error: Exception) -> bool:
-        """A pass has failed: nothing is worked out ahead for now. False where the error may be the
-        engine's own, and nobody's drawn tokens would be lost by that. Those without any are run
-        again, alone; one whose sequence the engine forgot has nothing to go on from."""
+        """After a failed pass: stops looking ahead for now. Drafts with tokens end with these;
+        drafts without any are run again, alone. Returns False if the error may be the engine's own
+        and no drawn tokens would be lost by raising it."""
         _log.info("a pass of the draft failed: %r", error)
         self.give_way()
         is_own = isinstance(error, OutriderError) and not isinstance(error, EngineLost)
@@ -446,7 +447,8 @@ class LookAhead:
         return True
 
     def _drop_evicted(self, now: RoundAhead) -> None:
-        """Gives up what has lost its pages to somebody older; what was drawn stays proposed."""
+        """Drops drafts that have lost their pages to an older session; drawn tokens stay
+        proposed."""
         if now.wanted is not None and not self._drafter.holds(now.wanted):
             now.wanted.stop()
         now.outcomes = {at: one for at, one in now.outcomes.items() if self._drafter.holds(one)}
@@ -454,14 +456,14 @@ class LookAhead:
     def _release(
         self, branches: list[AutoregressiveDraft] | dict[Outcome, AutoregressiveDraft]
     ) -> None:
-        """Releases the sequences of all."""
+        """Releases all their sequences."""
         for branch in branches.values() if isinstance(branches, dict) else branches:
             self._engine.release(branch.sequence_id)
         branches.clear()
 
     def _end(self, now: RoundAhead) -> None:
-        """It is over: what it holds goes, its proposal as it grows included. What has been pushed
-        goes after the next pass, which somebody may wait for."""
+        """Ends a round and drops what it holds, including an unfinished proposal. What was pushed
+        is released after the next pass, because a coordinator may wait for that."""
         if now.wanted is not None and now.wanted.sequence_id != now.session_id:
             self._release([now.wanted])
         self._stale += now.kept.values()

@@ -1,4 +1,4 @@
-"""Drafting with a model: K sequential steps, each over all sessions that still want a token."""
+"""Drafts with a model: K sequential steps, each for all sessions that still want a token."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ logger = logging.getLogger(__name__)
 
 
 class ModelDrafter:
-    """The drafter that asks a model. After `propose` the engine holds the committed tokens and
-    all drafted ones but the last, which was drawn and never run.
+    """Drafts with a model. After `propose` the engine holds the committed tokens and all drafted
+    ones but the last, which was drawn and never run.
 
-    It proposes less than was asked for, or nothing, where the model cannot go on: when the prefix
-    holds a token outside its vocabulary, or comes near its `max_model_len`; and where there is no
-    time for a further draw, which is decided before its pass, or before the draw where that pass
-    runs the prefix, too. Where a pass fails after a first token was drawn, what was drawn is
-    proposed: the failure may be due to that token, and a token that is dropped for what it is
-    biases the output.
+    It proposes fewer tokens than requested, or none, if the prefix has a token outside the model's
+    vocabulary or comes near its `max_model_len`. It also does when there is no time for another
+    draw; this is decided before the pass for that draw, or after the pass if it runs the prefix,
+    too. If a pass fails after a first token was drawn, what was drawn is proposed: the failure may
+    be due to that token, and dropping a token because of its value biases the output.
     """
 
     looks_ahead = True
@@ -37,23 +36,23 @@ class ModelDrafter:
     def __init__(self, engine: Engine, entries_max: int = DRAFT_SUPPORT_ENTRIES) -> None:
         self.engine = engine
         self.vocabulary = DraftVocabulary.of(engine.info.logit_token_ids)
-        """The tokens that its logits are of; None = all of them."""
+        """The tokens of its logits; None = all tokens."""
         self._sampler = DraftSampler(self.vocabulary, entries_max)
         self.num_passes = 0
-        """Of the last `propose`."""
+        """Passes of the last `propose`."""
 
     def propose(
         self, requests: Sequence[DraftRequest | AutoregressiveDraft]
     ) -> list[Proposal | OutriderError | AutoregressiveDraft]:
-        """See `Drafter.propose`; or why nothing could be proposed to one session; or a draft that
-        has not ended, and goes on when it is given in place of its request. The engine must hold a
-        proper prefix of each request's tokens, or what was run of one that goes on. A request for
-        no tokens runs the prefix all the same, so that it is held when one comes. Once the time of
-        a proposal that has ended is over, those that have not are left so. Raises what the engine's
-        first pass raises, unless a proposal that goes on is part of it."""
+        """As `Drafter.propose`; or, for a session, the error because of which nothing was proposed,
+        or an unfinished draft, which continues when it is given in place of its request. The engine
+        must hold a proper prefix of each request's tokens, or what was run of an unfinished draft.
+        A request for no tokens runs the prefix, too. Once the time of a finished proposal is over,
+        unfinished ones are returned as they are. Raises what the engine's first pass raises, unless
+        an unfinished draft was part of it."""
         kept = [one for one in requests if isinstance(one, AutoregressiveDraft)]
         for branch in kept:
-            if not self.holds(branch):  # It has lost its pages: what was drawn is proposed.
+            if not self.holds(branch):  # It has lost its pages; what was drawn is proposed.
                 branch.stop()
         branches = [
             one if isinstance(one, AutoregressiveDraft) else self.begin(one) for one in requests
@@ -67,21 +66,22 @@ class ModelDrafter:
         return [EMPTY_PROPOSAL if branch is None else _result(branch) for branch in branches]
 
     def holds(self, branch: AutoregressiveDraft) -> bool:
-        """Whether the engine has all that was run of a branch, which has lost no pages then."""
+        """Whether the engine still has all that was run of a branch, so that it has lost no
+        pages."""
         length = len(branch.request.token_ids) + len(branch.token_ids) - len(branch.unseen)
         return self.engine.length(branch.sequence_id) == length
 
     def release(self, session_id: str) -> None:
-        """Forgets what is held of the session."""
+        """Drops what is held of the session."""
         self.engine.release(session_id)
 
     def begin(self, request: DraftRequest) -> AutoregressiveDraft | None:
-        """A proposal without tokens yet; None where the model cannot go on after the prefix."""
+        """A proposal without tokens yet; None if the model cannot continue the prefix."""
         info = self.engine.info
         committed = request.token_ids
         held = self.engine.length(request.session_id)
         check(held < len(committed), f"{held} slots are held of {len(committed)} committed tokens")
-        # x_K is drawn from the row of the token before it and needs no slot of its own.
+        # x_K is drawn from the row of the token before it and needs no slot.
         num_wanted = min(request.num_draft_tokens, info.max_model_len - len(committed) + 1)
         unseen = tuple(committed[held:])
         if len(committed) > info.max_model_len or max(unseen) >= info.vocab_size:
@@ -91,9 +91,9 @@ class ModelDrafter:
     def advance(
         self, branches: Sequence[AutoregressiveDraft], beside: Sequence[SequenceStep] = ()
     ) -> list[Tensor]:
-        """One pass for proposals that are not whole, of any length so far: each has a token more
-        then, or an error. Returns the logits of other sequences' steps, which run beside them.
-        Raises what the engine's pass raises."""
+        """One pass for unfinished proposals of any length: each then has one more token, or an
+        error. Returns the logits of the other sequences' steps (`beside`), which run in the same
+        pass. Raises what the engine's pass raises."""
         if not (branches or beside):
             return []
         with torch.inference_mode():
@@ -104,7 +104,7 @@ class ModelDrafter:
     def _pass(
         self, branches: Sequence[AutoregressiveDraft], beside: Sequence[SequenceStep] = ()
     ) -> list[Tensor]:
-        """The logits of other sequences' steps, then of each branch those that it draws from."""
+        """The logits of the other sequences' steps, then those from which each branch draws."""
         return self.engine.forward([*beside, *map(self._step, branches)])
 
     def _step(self, branch: AutoregressiveDraft) -> SequenceStep:
@@ -114,9 +114,9 @@ class ModelDrafter:
     def _grow(
         self, active: list[AutoregressiveDraft], together: Sequence[AutoregressiveDraft]
     ) -> None:
-        """Each branch to its length: one pass over all that lack a token, then their draws. It
-        stops between two passes once the time of one of those `together` is over that has ended:
-        its answer leaves with the step."""
+        """Extends each branch to its length: one pass for all that lack a token, then their draws.
+        Stops between two passes once the time of a finished one of `together` is over, since its
+        answer leaves with the step."""
         while active:
             self.num_passes += 1
             try:
@@ -124,12 +124,12 @@ class ModelDrafter:
             except Exception as error:
                 if not any(branch.token_ids for branch in active):
                     raise
-                # If the engine is beyond help, the first pass of the next step says so.
+                # If the engine is lost, the first pass of the next step raises.
                 logger.exception("%d drafts end early", len(active))
                 for branch in active:
                     self.end(branch, error)
                 return
-            # Those whose prefix it ran are asked only now.
+            # Drafts whose prefix ran in this pass are asked only now.
             going_on = [i for i, one in enumerate(active) if one.token_ids or one.goes_on()]
             active = self._draw([active[i] for i in going_on], [logits[i] for i in going_on])
             active = [branch for branch in active if branch.goes_on()]
@@ -139,7 +139,8 @@ class ModelDrafter:
     def _draw(
         self, branches: Sequence[AutoregressiveDraft], rows: Sequence[Tensor]
     ) -> list[AutoregressiveDraft]:
-        """Draws the next token of each from its row of logits [1, V]; those that got one."""
+        """Draws the next token of each branch from its row of logits [1, V]; returns those that got
+        one."""
         drawn = self._sampler.draw(branches, rows)
         if len(drawn) < len(branches):
             for branch in branches:
@@ -148,7 +149,7 @@ class ModelDrafter:
         return drawn
 
     def end(self, branch: AutoregressiveDraft, error: Exception) -> None:
-        """Ends a draft, whose last token keeps no slot."""
+        """Ends a draft; its last token keeps no slot."""
         branch.end(error)
         self._undo_last_pass(branch)
 

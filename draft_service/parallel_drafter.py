@@ -1,5 +1,4 @@
-"""Drafting with a model that was trained to draw several tokens from one pass: PARD,
-arXiv 2504.18583."""
+"""Drafts with a model that draws several tokens from one pass: PARD, arXiv 2504.18583."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ from outrider.models.published_drafters import DrafterFormat, read_config, recog
 
 
 def parallel_token(config: DraftConfig) -> int | None:
-    """The token that stands for one that is not drawn yet, where the draft model is of this kind by
-    its files; None for others. Raises as `recognise`."""
+    """The token that stands for one that is not drawn yet, if the draft model's files are of this
+    kind; None for others. Raises as `recognise`."""
     model, directory = config.drafter.model, Path(config.directory)
     if not config.directory or model is None or model.name is None:
         return None
@@ -32,17 +31,17 @@ class ParallelDrafter(ModelDrafter):
     """A `ModelDrafter` whose proposals take one pass each:
 
         run       the committed tokens that are not held, then K - 1 times the parallel token
-        drawn     x_1, ..., x_K from the last K rows, whatever the others come out as
-        held      the committed tokens: the slots behind them are given back at once
+        drawn     x_1, ..., x_K from the last K rows, independent of each other
+        held      the committed tokens; the slots after them are dropped at once
 
-    The draws are made together, for which there is time or not; one after another where a penalty
-    or a grammar reads the tokens before, or a tree is drawn.
+    All draws are made together if there is time. With a penalty, a grammar or siblings they are
+    made one after another, because each depends on the tokens before it.
     """
 
     def __init__(
         self, engine: Engine, token_id: int, entries_max: int = DRAFT_SUPPORT_ENTRIES
     ) -> None:
-        """`token_id` is the parallel token. Raises `ConfigError` where the model has none such."""
+        """`token_id` is the parallel token. Raises `ConfigError` if the model has no such token."""
         super().__init__(engine, entries_max)
         if not 0 <= token_id < engine.info.vocab_size:
             raise ConfigError(
@@ -72,7 +71,7 @@ class ParallelDrafter(ModelDrafter):
             self._sampler.draw([branch for branch, _ in left], next_rows)
             left = [(branch, own[1:]) for branch, own in left if branch.goes_on()]
         for branch in branches:
-            # None of them has been run, so outcomes begin where the whole proposal is read.
+            # None of them has been run, so outcomes branch off after the proposal is read.
             branch.unseen = tuple(branch.token_ids)
             branch.rows.clear()
         return [branch for branch in branches if branch.token_ids]

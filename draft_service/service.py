@@ -1,4 +1,4 @@
-"""The draft as a `ReplicaService`: takes items from streams, answers proposals."""
+"""The draft as a `ReplicaService`: receives items from streams, answers with proposals."""
 
 from __future__ import annotations
 
@@ -36,10 +36,9 @@ class DraftService(SteppedService):
         self._proposer = proposer
 
     def _work(self, item: DraftItem, sender: AnswerSender) -> StepRequest:
-        """The time that an item leaves for its draws runs from here. Where a session looks ahead,
-        tokens of a round may be drawn before it is asked for, so only the steps decide whether
-        there is time for more. A step that runs is ahead of the clock, where its engine states its
-        time."""
+        """The time limit of an item's draws starts here. If a session looks ahead, tokens of a
+        round may be drawn before they are requested, so only the steps check it. A running step is
+        ahead of the clock by the time that its engine states."""
         time, proposer = asyncio.get_running_loop().time, self._proposer
         deadline = DraftDeadline.after(
             item.budget_us, lambda: time() + proposer.stated_seconds, time()
@@ -62,11 +61,11 @@ class DraftService(SteppedService):
         grammars: Grammars | None = None,
         parallel_token: int | None = None,
     ) -> DraftService:
-        """Drafts with a model. A step runs as little as `TargetService` says; a distribution keeps
-        `entries_max` tokens at most. It looks ahead, and pushes `LOOK_AHEAD_BYTES_MAX` bytes of
-        proposals at most for one round of a session. By `grammars`, those of the engine's
-        tokenizer, it drafts what a session's constraint allows. With a `parallel_token` it is a
-        `ParallelDrafter`; coordinators are not told `costs` then, as no pass is of one token."""
+        """Drafts with a model. Steps are limited as in `TargetService`; a distribution keeps at
+        most `entries_max` tokens. Looks ahead, and pushes at most `LOOK_AHEAD_BYTES_MAX` bytes of
+        proposals for a round of a session. With `grammars` (of the engine's tokenizer) it drafts
+        what a session's constraint allows. With a `parallel_token` it uses a `ParallelDrafter`, and
+        coordinators are told no `costs`, as no pass is of one token."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         drafter = ModelDrafter(engine, entries_max)
         if parallel_token is not None:
@@ -85,9 +84,9 @@ class DraftService(SteppedService):
         max_num_batched_tokens: int = BATCHED_TOKENS_DEFAULT,
         grammars: Grammars | None = None,
     ) -> DraftService:
-        """Drafts from features that its target sends; by `grammars` what a session's constraint
-        allows. Coordinators are told no costs: a pass of many committed tokens attends for the last
-        one alone."""
+        """Drafts from features that its target sends; with `grammars` what a session's constraint
+        allows. Coordinators are told no costs, because a pass of many committed tokens computes
+        attention for the last one alone."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, None)
         described = describe_model(drafter.engine.info, max_num_seqs, None)
         proposer = Proposer(drafter, budget, grammars)

@@ -1,4 +1,4 @@
-"""One step of a draft: prefixes checked, then one call of the drafter for every session."""
+"""One step of a draft: aligns prefixes, then calls the drafter once for all sessions."""
 
 from __future__ import annotations
 
@@ -31,25 +31,24 @@ class _Drafting(Work):
     item: DraftItem
     sampling: SamplingParams
     request: DraftRequest
-    """What the drafter is asked ..."""
+    """The drafter's request."""
     draft: AutoregressiveDraft | None = None
-    """... and what it goes on with, where it has begun."""
+    """The unfinished draft in its place, if there is one."""
     new_tokens: tuple[int, ...]
-    """Of the request's tokens those that are not held."""
+    """The request's tokens that are not held yet."""
     is_whole: bool
-    """Whether a proposal follows; else a part of the prefix is run."""
+    """Whether a proposal follows; otherwise only a part of the prefix is run."""
 
     def __init__(self, item: DraftItem, in_one_pass: bool, reads_features: bool) -> None:
-        """`in_one_pass`: the tokens of a proposal have rows in the pass of the last committed
-        one."""
+        """`in_one_pass`: a proposal's tokens have rows in the pass of the last committed token."""
         super().__init__(item)
         self._in_one_pass = in_one_pass
         self._reads_features = reads_features
 
     @property
     def demand(self) -> SlotDemand:
-        """The last token of a proposal is drawn, and run only to look ahead. Where features are
-        read, a token needs that of the one before."""
+        """The last token of a proposal is drawn but not run, except to look ahead. If features are
+        read, each token needs the feature of the token before it."""
         item = self.item
         if self._reads_features:
             reach = 0 if item.features is None else item.features.end + 1
@@ -67,8 +66,8 @@ _Found = Proposal | OutriderError | AutoregressiveDraft
 class Proposer(StepWorker):
     """The draft's worker.
 
-    A session that finds no pages is answered an empty proposal: its round goes on without a draft,
-    and lasts no longer. That is as exact as any, since it depends on no token's value.
+    A session that finds no pages is answered with an empty proposal, so that its round continues
+    without a draft. This is exact, since it depends on no token's value.
     """
 
     def __init__(
@@ -77,16 +76,15 @@ class Proposer(StepWorker):
         budget: TokenBudget,
         grammars: Grammars | None = None,
     ) -> None:
-        """It works out what comes next where items ask for it and the drafter looks ahead. Without
-        `grammars` what is drafted for sessions with a constraint may not meet it, and is then
-        refused by the target."""
+        """Looks ahead if items ask for it and the drafter supports it. Without `grammars` the
+        drafts of sessions with a constraint may not meet it, and the target then rejects them."""
         super().__init__(drafter.engine, budget, grammars)
         self._drafter, self._budget = drafter, budget
         self._look_ahead: LookAhead | None = None
         if drafter.looks_ahead:
             self._look_ahead = LookAhead(drafter, self._table, budget.max_steps)
         self._unfinished: dict[str, _Drafting] = {}
-        """By session: what the drafter goes on with when its item comes again."""
+        """The unfinished item of each session, continued when it comes again."""
 
     @property
     def stated_seconds(self) -> float:
@@ -94,14 +92,14 @@ class Proposer(StepWorker):
         return self._engine.stated_seconds
 
     def looks_ahead(self, item: DraftItem) -> bool:
-        """Whether tokens of the rounds behind an item may be drawn before these are asked for; may
-        be called on any thread."""
+        """Whether tokens of the rounds after an item may be drawn before they are requested. May be
+        called on any thread."""
         wants = item.look_ahead > 0 and item.head.constraint is None
         return wants and self._look_ahead is not None
 
     def step(self, items: Sequence[DraftItem]) -> list[Any]:
-        """See `StepWorker.step`. Where rounds are looked ahead of, those that are new begin, and
-        then all of them advance by a pass; but what is known at once does not wait for it."""
+        """As `StepWorker.step`. With look-ahead new rounds begin first, then all rounds advance by
+        one pass; answers that are known at once do not wait for it."""
         works = [self._work(item) for item in items]
         ahead = self._look_ahead
         if ahead is None:
@@ -122,7 +120,8 @@ class Proposer(StepWorker):
         return [work.answer for work in works]
 
     def _work(self, item: DraftItem) -> _Drafting:
-        """What goes on of an item; what goes on of another one of its session is given up."""
+        """The unfinished work of an item, or a new one; unfinished work of another item of the
+        session is given up."""
         name = item.head.session_id
         work = self._unfinished.get(name)
         if work is None or work.item is not item:
@@ -134,8 +133,8 @@ class Proposer(StepWorker):
         return work
 
     def _give_up(self, session_id: str) -> None:
-        """A draft that has not ended leaves no slots of what it has drawn: those that hold a head's
-        guesses will not do for committed tokens, even where these are equal."""
+        """Drops the slots of an unfinished draft: those of a head hold guesses, which must not
+        serve committed tokens even if these are equal."""
         work = self._unfinished.pop(session_id, None)
         if work is not None and self._table.length(session_id):
             self._table.keep(session_id, len(work.request.token_ids))
@@ -229,7 +228,7 @@ class Proposer(StepWorker):
         key, deadline = work.head.key, work.item.deadline
         held = self._record(work, proposal.spine_ids)
         if work.is_whole or held < len(work.request.token_ids):
-            # A part that was not run holds what the model cannot read: no more of it will be.
+            # If a part was not run, the model cannot read it, and no more will be run.
             sealed, length = SealedProposal.of(proposal), work.head.committed_length
             work.answer = ProposalReply(key, sealed, length, held, out_of_time=deadline.has_cut)
         elif deadline.is_over and deadline.close_undrawn():
@@ -238,8 +237,8 @@ class Proposer(StepWorker):
             work.answer = Unfinished.CONTINUES
 
     def _record(self, work: _Drafting, drafted: Sequence[int]) -> int:
-        """Notes what was run for an item; the tokens that are held now."""
+        """Records what was run for an item; returns how many tokens are held now."""
         name, run = work.head.session_id, (*work.new_tokens, *drafted)
-        if work.draft is not None:  # Some of it is noted, if it was not evicted.
+        if work.draft is not None:  # Some of it is recorded, unless it was evicted.
             run = (*work.request.token_ids, *drafted)[self._table.length(name) :]
         return self._table.record(name, run)

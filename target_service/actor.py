@@ -1,4 +1,4 @@
-"""The Ray actor that hosts a target: its engine, its service and its gRPC server."""
+"""The Ray actor of a target: its engine, its service and its gRPC server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TargetActor(ReplicaHost):
-    """A target in a process of its own."""
+    """A target in its own process."""
 
     def build(
         self, config: TargetConfig, executor: ThreadExecutor, engine: Any, costs: StepCosts | None

@@ -1,4 +1,4 @@
-"""The next round's proposal, drafted where the verdict is made."""
+"""Drafts the next round's proposal on the target, with the verdict."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 class HeadDrafter:
-    """Drafts with heads: a token of every round at a time."""
+    """Drafts with heads, one token of every round at a time."""
 
     reads_features: Final = True
-    """Whether it looks at the target's hidden states."""
+    """Whether it reads the target's hidden states."""
 
     def __init__(self, heads: LoadedHeads, entries_max: int) -> None:
         self._heads = heads.module
@@ -34,15 +34,15 @@ class HeadDrafter:
     def propose(
         self, requests: Sequence[DraftRequest], hidden_states: Sequence[Tensor]
     ) -> list[Proposal]:
-        """One proposal for each request, in order; of what is wanted or less. A request is of the
-        target's sequence, which holds its tokens but the newest one; without penalties it names
-        that token alone. `hidden_states`, [D] each, are what the target's head read at the token
-        before. The sequences are then as they were.
+        """One proposal of at most the requested length for each request, in order. A request is for
+        the target's sequence, which holds all its tokens but the newest; without penalties
+        `token_ids` has only the newest token. `hidden_states`, [D] each, are what the target's head
+        read at the token before. The sequences are left unchanged.
 
-        As of any drafter, a proposal depends on nothing that was drafted and not committed, and on
-        no numbers but its own round's. A round has what was drawn so far where its logits cannot be
-        drawn from, and where a pass fails: a token that is dropped for what it is would bias the
-        output."""
+        As for any drafter, a proposal depends on no token that was drafted and not committed, and
+        on the noise of its own round alone. If logits cannot be drawn from, or a pass fails, what
+        was drawn so far is proposed: dropping a token because of its value would bias the output.
+        """
         depths = len(self._heads.heads)
         drafts = [
             AutoregressiveDraft(request, min(request.num_draft_tokens, depths))
@@ -62,12 +62,12 @@ class HeadDrafter:
 
 
 class _LayerDrafter:
-    """Drafts with layers on the target's pages: a token of every round at a time, each with a step
-    of the engine behind the slots of what is committed."""
+    """Drafts with layers on the target's pages: one token of every round at a time, each in a step
+    of the engine after the committed tokens."""
 
     def __init__(self, head: Any, token_ids: Sequence[int], engine: Engine, entries_max: int):
-        """`engine` is the target's, and the logits of `head` are of `token_ids`; `entries_max`
-        bounds the support of each draft distribution."""
+        """`engine` is the target's; the logits of `head` are over `token_ids`; `entries_max` bounds
+        the support of each draft distribution."""
         self._head = head
         self._engine: Any = engine
         self._sampler = DraftSampler(DraftVocabulary.of(token_ids), entries_max)
@@ -75,12 +75,12 @@ class _LayerDrafter:
     def propose(
         self, requests: Sequence[DraftRequest], hidden_states: Sequence[Tensor] = ()
     ) -> list[Proposal]:
-        """As `HeadDrafter.propose`; `hidden_states` are looked at where it `reads_features`."""
+        """As `HeadDrafter.propose`; `hidden_states` are needed if it `reads_features`."""
         drafts = [AutoregressiveDraft(request) for request in requests]
         features = list(hidden_states)
         engine = self._engine
         lengths = {draft.sequence_id: engine.length(draft.sequence_id) for draft in drafts}
-        for draft in drafts:  # Elsewhere it would go on from what is not committed.
+        for draft in drafts:  # Otherwise it would continue from tokens that are not committed.
             if lengths[draft.sequence_id] != draft.request.noise.committed_length - 1:
                 draft.stop()
 
@@ -113,8 +113,8 @@ class _LayerDrafter:
         return fitting
 
     def _logits(self, steps: Mapping[int, SequenceStep], features: list[Tensor]) -> Tensor:
-        """[R, N]: what follows each step, by the index of its draft. What the next one reads goes
-        into `features`."""
+        """[R, N]: the logits after each step; `steps` has the index of its draft. Stores what the
+        next step reads in `features`."""
         raise NotImplementedError
 
 
@@ -133,8 +133,8 @@ class ExitDrafter(_LayerDrafter):
 
 
 class PairDrafter(_LayerDrafter):
-    """Drafts with a head that reads pairs, an EAGLE-3 head or an MTP layer, which is one layer more
-    on the target's pages."""
+    """Drafts with an EAGLE-3 head or an MTP layer: one more layer on the target's pages, which
+    reads pairs of a token and a hidden state."""
 
     reads_features: Final = True
 
@@ -163,4 +163,4 @@ def _proposals(
 
 
 SelfDrafter = HeadDrafter | ExitDrafter | PairDrafter
-"""Proposes for rounds of the target that it is a part of."""
+"""Drafts on the target for the target's own rounds."""

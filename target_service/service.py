@@ -1,4 +1,5 @@
-"""The target as a `ReplicaService`: takes items from streams, answers verdicts, runs ahead."""
+"""The target as a `ReplicaService`: receives items from streams, answers with verdicts, and runs
+ahead."""
 
 from __future__ import annotations
 
@@ -40,12 +41,11 @@ class TargetService(SteppedService):
         clock: Callable[[], float] = time.perf_counter,
         grammars: Grammars | None = None,
     ) -> None:
-        """`max_num_seqs` sessions and `max_num_batched_tokens` tokens share a step at most, and
-        fewer where its `costs` are known and would be felt. If it `delays_batches`, a step waits
-        for sessions that will soon want it too, where `costs` say that this pays. With a
-        `self_drafter` it needs the engine that this one is for; what it takes is told by
-        `clock`, in seconds. Without `grammars`, those of the engine's tokenizer, sessions with a
-        constraint are refused."""
+        """A step has at most `max_num_seqs` sessions and `max_num_batched_tokens` tokens, and fewer
+        if its `costs` are known and would be felt. With `delays_batches` a step waits for sessions
+        that will soon be ready, if `costs` say that this pays. A `self_drafter` must belong to this
+        engine; its time is measured by `clock`, in seconds. Without `grammars` (of the engine's
+        tokenizer) sessions with a constraint are refused."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         verifier = Verifier(engine, budget, self_drafter, clock, grammars)
         layer = getattr(engine, "draft_layer", None)
@@ -62,7 +62,7 @@ class TargetService(SteppedService):
         self._ahead: OrderedDict[str, RunAhead] = OrderedDict()
 
     def submit(self, work: StepRequest) -> None:
-        """Extends the rounds that run ahead of an item, begins such rounds, or queues it."""
+        """Extends the rounds that run ahead of an item, starts such rounds, or queues the item."""
         item, [sender] = work.item, work.senders
         session_id = item.head.session_id
         ahead = self._ahead.get(session_id)
@@ -81,8 +81,8 @@ class TargetService(SteppedService):
             super().submit(work)
 
     def _run_next(self, session_id: str, ahead: RunAhead) -> None:
-        """Queues the next round of a session that runs ahead, if it may have one. It joins the
-        queue at its end like any other work."""
+        """Queues the next round of a session that runs ahead, if it may have one, at the end of the
+        queue."""
         item = ahead.next_item(self._description.max_model_len)
         if item is None:
             ahead.sender.flush(session_id)
@@ -118,7 +118,7 @@ class TargetService(SteppedService):
 
 
 class RunAhead:
-    """The rounds of one session from `item`'s on: which were answered and how far they may go.
+    """The rounds of one session from `item` on: which were answered, and how far they may go.
 
     | round | committed length at its start | verdict |
     | --- | --- | --- |
@@ -132,11 +132,11 @@ class RunAhead:
         """The round that is queued or being computed."""
         self._item = item
         self.replies: list[VerdictReply] = []
-        """From its round on."""
+        """The verdicts from the item's round on."""
         self._tokens: list[int] = list(item.head.append)
-        """Committed tokens after `item.head.base_length`, own ones included ..."""
+        """Committed tokens after `item.head.base_length`, including those of these rounds."""
         self._digests: list[int] = [item.head.prefix_digest]
-        """... and the digests of their prefixes."""
+        """The digests of their prefixes."""
         for token_id in self._tokens:
             self._digests.append(extend_digest(self._digests[-1], token_id))
 
@@ -145,9 +145,9 @@ class RunAhead:
         return self._item.head.round + self._item.run_ahead
 
     def continues(self, item: VerifyItem) -> bool:
-        """Whether `item` states a prefix that these rounds have reached and still remember, and
-        allows at least the rounds they were allowed. A coordinator that allows fewer is another
-        one, which may draft sooner: it must not get verdicts of rounds that it did not ask for."""
+        """Whether `item` states a prefix that these rounds have reached and still know, and allows
+        at least as many rounds. A coordinator that allows fewer is another one and may draft
+        sooner: it must not get verdicts of rounds that it did not ask for."""
         mine, asked = self._item.head, item.head
         offset = asked.base_length - mine.base_length
         rounds = asked.round - mine.round
@@ -166,9 +166,9 @@ class RunAhead:
         )
 
     def extend(self, item: VerifyItem, sender: AnswerSender) -> list[VerdictReply]:
-        """Moves the beginning to `item`, which `continues` these rounds, and the allowance on.
-        Returns the verdicts known from its round on if they may have been lost on the way: where
-        that round is asked for again, or over another connection."""
+        """Moves the beginning to `item`, which `continues` these rounds, and extends the allowance.
+        Returns the known verdicts from its round on if they may have been lost: if the round is
+        asked for again, or over another connection."""
         rounds = item.head.round - self._item.head.round
         may_be_lost = rounds == 0 or sender is not self.sender
         offset = item.head.base_length - self._item.head.base_length
@@ -189,9 +189,9 @@ class RunAhead:
         self._digests.append(extend_digest(self._digests[-1], token_id))
 
     def next_item(self, length_max: int) -> VerifyItem | None:
-        """The next round, if the allowance and `length_max` tokens reach that far; the round that
-        was asked for in any case. It states as held what the round before has left in the cache,
-        and appends that round's own token. No draft waits for its features."""
+        """The next round, if the allowance and `length_max` tokens permit it; the requested round
+        in any case. Its base is what the round before has left in the cache, and it appends that
+        round's token. It asks for no features."""
         head = self._item.head
         rounds = len(self.replies)
         if rounds == 0:

@@ -1,4 +1,4 @@
-"""One step of a target: one forward pass over every item, then a verdict for each.
+"""One step of a target: one forward pass over all items, then a verdict for each.
 
 item ok?  -> prefix held?  -> room?      -> forward (all) -> mask, transforms, rule -> verdict
 Refused      Resync           Unfinished    append + proposal      next to the logits
@@ -48,27 +48,28 @@ _REPLACEMENT = 0
 never accepted, so what follows it is never used."""
 
 _ROWS_AT_ONCE = {"cpu": 64, "cuda": 256}
-"""Rows of logits that verdicts are made from at once: on one thread a verdict on one row of 49,152
-tokens takes 0.40 ms alone and 0.13 among eight, one on five rows 0.76 and 0.45. More gain nothing,
-and take memory: on a device 256 MiB for 128,000 tokens, twice for several sessions."""
+"""Rows of logits from which verdicts are made together. On one thread a verdict on one row of
+49,152 tokens takes 0.40 ms alone and 0.13 ms among eight; one on five rows takes 0.76 and 0.45 ms.
+More rows gain nothing and take memory: on a device 256 MiB for 128,000 tokens, twice that for
+several sessions."""
 
 
 class _Round(Work):
-    """An item that this model can answer, on its way through a step."""
+    """An item on its way through a step."""
 
     item: VerifyItem
     sampling: SamplingParams
     proposal: Proposal
     step: SequenceStep
-    """Its share of the forward pass; without logits it runs a part of the prefix."""
+    """Its part of the forward pass; without logits it runs a part of the prefix."""
     question: Question
-    """What its verdict is made from."""
+    """The input of its verdict."""
     shown: Tensor
-    """[K+1, D]: what these were made of, of an engine that shows it."""
+    """[K+1, D]: the hidden states of these rows, if the engine shows them."""
     history = NO_HISTORY
     """What penalties count."""
     allowed: Allowed | None = None
-    """What may follow the committed tokens; None = anything."""
+    """What may follow the committed tokens; None = everything."""
     untold: frozenset[int] = frozenset()
     """See `RowMasks.untold`."""
 
@@ -78,7 +79,7 @@ class _Round(Work):
         return SlotDemand(self.head, num_drafted, num_drafted + 1)
 
     def ask(self, logits: Tensor) -> None:
-        """Takes the pass's logits. Raises what a constraint that cannot be told does."""
+        """Takes the pass's logits. Raises what `row_masks` raises."""
         masks: Sequence[TokenMask | None] = ()
         if self.allowed is not None:
             rows = row_masks(self.allowed, self.proposal)
@@ -88,13 +89,13 @@ class _Round(Work):
         )
 
     def outcome(self, verdict: Verdict) -> Outcome:
-        """What its coordinator will make of a verdict."""
+        """The outcome that the coordinator will derive from a verdict."""
         proposal, head = self.proposal, self.head
         uniforms = head.noise.accept_uniforms(len(proposal), proposal.parents)
         return decide(verdict, proposal.token_ids, head.rule, uniforms, proposal.parents)
 
     def within(self, verdict: Verdict) -> Verdict:
-        """The verdict, but if its outcome reaches one of the rows `untold`, the one that ends
+        """The verdict; if its outcome reaches one of the rows in `untold`, the verdict that ends
         there. The next round then fails as plain decoding does."""
         path = self.outcome(verdict).path if self.untold else ()
         last = next((index for index in path if index + 1 in self.untold), None)
@@ -116,16 +117,16 @@ class Verifier(StepWorker):
         clock: Callable[[], float],
         grammars: Grammars | None,
     ) -> None:
-        """A `self_drafter` reads what the engine shows of its own, and takes the time of this
-        clock, in seconds. Without `grammars` sessions with a constraint are refused."""
+        """A `self_drafter` reads the hidden states that the engine shows; its time is measured by
+        `clock`, in seconds. Without `grammars` sessions with a constraint are refused."""
         super().__init__(engine, budget, grammars)
         self._clock: Callable[[], float] = lambda: clock() + engine.stated_seconds
         self.shown: FeatureEngine | None = None
-        """The engine, where it shows what its head reads."""
+        """The engine, if it shows what its head reads."""
         if isinstance(engine, FeatureEngine) and engine.shows_features:
             self.shown = engine
         self.keeper: FeatureKeeper | None = None
-        """The engine, where it keeps features for drafts to read."""
+        """The engine, if it keeps hidden states for drafts."""
         if isinstance(engine, FeatureKeeper) and engine.feature_width:
             self.keeper = engine
         self._self_drafter = self_drafter
@@ -194,12 +195,12 @@ class Verifier(StepWorker):
         return self._engine.forward([one.step for one in rounds])
 
     def _finish(self, rounds: Sequence[_Round], logits: Sequence[Tensor]) -> None:
-        # Before any verdict: whatever happens there, tokens and slots agree. A tree is noted
-        # with its verdict; where none comes, the session's next step gives its slots up.
+        # Before any verdict, so that tokens and slots agree whatever happens there. A tree is
+        # recorded with its verdict; without one, the session's next step drops its slots.
         for one in rounds:
             if not one.step.parents:
                 self._table.record(one.step.sequence_id, one.step.token_ids)
-        # Operators on a few rows gain little by threads, and wait for cores that others use.
+        # On a few rows threads gain little, and wait for cores that are in use.
         with on_threads(1):
             self._judge(rounds, logits)
         if self.shown is not None:
@@ -229,7 +230,7 @@ class Verifier(StepWorker):
                 self._fail(one, error)
 
     def _reply(self, one: _Round, verdict: Verdict | OutriderError) -> VerdictReply:
-        """What is told of a verdict. Raises the error that came in its place."""
+        """The answer for a verdict. Raises the error that took its place."""
         if isinstance(verdict, OutriderError):
             raise verdict
         item, proposal = one.item, one.proposal
@@ -247,7 +248,7 @@ class Verifier(StepWorker):
         return VerdictReply(one.head.key, verdict, cached_length, logprobs, audit=audited)
 
     def _keep_path(self, one: _Round, path: Sequence[int]) -> None:
-        """Of a tree the slots that its coordinator will find accepted, too."""
+        """Keeps the slots of the accepted path of a tree, which the coordinator will find, too."""
         name, token_ids = one.step.sequence_id, one.step.token_ids
         num_drafted = len(one.proposal)
         new, drafted = token_ids[:-num_drafted], token_ids[-num_drafted:]
@@ -256,8 +257,8 @@ class Verifier(StepWorker):
         self._table.record(name, (*new, *(drafted[index] for index in path)))
 
     def _add_features(self, rounds: Sequence[_Round], keeper: FeatureKeeper) -> None:
-        """To verdicts that want it, what is kept of committed tokens; all of it comes from a device
-        in one copy. Where it fails, their drafts have to wait."""
+        """Adds hidden states of committed tokens to the verdicts that want them, in one copy from
+        the device. If that fails, the drafts must wait."""
         width = keeper.feature_width
         wanting: list[tuple[_Round, int, int]] = []
         try:
@@ -275,8 +276,7 @@ class Verifier(StepWorker):
             one.answer = replace(one.answer, features=Features(first, width, rows.tobytes()))
 
     def _add_proposals(self, rounds: Sequence[_Round], drafter: SelfDrafter) -> None:
-        """To verdicts that want it, what is drafted behind them. A proposal that fails costs speed
-        alone."""
+        """Adds the next proposal to the verdicts that want one. A failure costs only speed."""
         wanting: list[_Round] = []
         requests: list[DraftRequest] = []
         features: list[Tensor] = []
@@ -313,7 +313,7 @@ class Verifier(StepWorker):
             )
 
     def _next_request(self, one: _Round, outcome: Outcome) -> DraftRequest | None:
-        """Asks for the proposal behind an outcome; None where nothing more fits."""
+        """Asks for the proposal after an outcome; None if nothing more fits."""
         item, history = one.item, one.history
         length = one.head.committed_length + len(outcome.token_ids)
         room = self._engine.info.max_model_len - length - sum(item.next_siblings)
@@ -332,14 +332,14 @@ class Verifier(StepWorker):
 
 
 def _answered(rounds: Sequence[_Round]) -> list[_Round]:
-    """Those with a verdict."""
+    """The rounds with a verdict."""
     return [one for one in rounds if isinstance(one.answer, VerdictReply)]
 
 
 def _features_wanted(rounds: Sequence[_Round], width: int) -> list[tuple[_Round, int, int]]:
-    """From which place to which features go with a verdict: as many as a message and a step may
-    have. Those that lack the fewest come first, since a draft that lacks one row proposes nothing;
-    the others have more of theirs with the next verdict."""
+    """The range of features to send with each verdict, as much as a message and a step may have.
+    Rounds that lack the fewest come first, because a draft that lacks one row proposes nothing; the
+    rest follows with later verdicts."""
     lacking: list[tuple[_Round, int, int]] = []
     for one in _answered(rounds):
         first = one.item.features_from
@@ -360,7 +360,7 @@ def _features_wanted(rounds: Sequence[_Round], width: int) -> list[tuple[_Round,
 
 
 def _verdicts(questions: Sequence[Question]) -> list[Verdict | OutriderError]:
-    """The verdict on each, or what is wrong with it; several are made at once."""
+    """The verdict on each question, or its error; several are made together."""
     if not questions:
         return []
     num, num_rows = len(questions), sum(len(question.logits) for question in questions)
@@ -376,8 +376,8 @@ def _verdicts(questions: Sequence[Question]) -> list[Verdict | OutriderError]:
 def _logprobs(
     logits: Tensor, proposal: Proposal, num_logprobs: int, verdict: Verdict
 ) -> tuple[PositionLogprobs, ...]:
-    """Of the raw logits: [2K+1], the K draft tokens (each from the row of the one that it follows),
-    then the corrections n = 0..K (from row n)."""
+    """From the raw logits: [2K+1], the K draft tokens (each from the row that it follows), then the
+    corrections n = 0..K (from row n)."""
     entries = raw_logprobs(
         logits,
         (*proposal.token_ids, *verdict.correction),

@@ -1,1 +1,1 @@
-"""Makes a drafter for a target: corpus, the target's answers, training, card."""
+"""Makes a drafter for a target: corpus, the target's answers, training, model card."""

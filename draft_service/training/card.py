@@ -1,4 +1,5 @@
-"""The model card: what a drafter was made from, in what time, and how much of it is accepted."""
+"""The model card: what a drafter was made from, how long it took, and how much of it is
+accepted."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ def render_card(
     seconds: Mapping[str, float],
     measured: Sequence[Measured],
 ) -> str:
-    """Of a drafter for the `target` with tensors of this fingerprint; `seconds` by stage;
-    acceptance in held-out texts, and in answers to `options.measure`."""
+    """The card of a drafter for `target`, whose tensors have this fingerprint. `seconds` by stage;
+    `measured` is the acceptance in held-out texts, then in answers to `options.measure`."""
     learner, cache, now = trainer.learner, dataset.cache, trainer.now
     learned = [cache.documents[index] for index in dataset.learned]
     passes = now.num_tokens / sum(document.num_learned for document in learned)

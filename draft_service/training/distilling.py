@@ -1,9 +1,9 @@
 """From a target to a drafter's directory: corpus, the target's answers, training, card.
 
-Everything on the way lies in `$OUTRIDER_CACHE/distillation/<target>/`, so that a run that is killed
-goes on where it was, and a later one finds what an earlier one wrote:
+All intermediate results are in `$OUTRIDER_CACHE/distillation/<target>/`, so a killed run resumes
+where it was, and later runs reuse what earlier ones wrote:
 
-folder              what it holds                   its key names
+folder              content                         its key is a hash of
 `measured-<key>`    the target's answers to         dtype, seed, prompts, lengths
                     prompts to measure with
 `written-<key>`     what the target wrote           dtype, seed, prompts, template, lengths, and
@@ -11,7 +11,7 @@ folder              what it holds                   its key names
 `answers-<key>`     its answers about documents     dtype, every token of these, in order, and
                                                     what is kept beside them
 `<kind>-<key>`      checkpoint and measurements     the answers, which of them are held out, and
-                                                    all that is asked for
+                                                    all options
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ from .writing import WrittenCorpus
 
 WRITING_SHARE = 0.4
 READING_SHARE = 0.15
-"""Parts of the time for the target: to write, and to answer about what was written or given. What
-is left is for training, and never less than ..."""
+"""Shares of the time in which the target writes, and in which it answers about what was written or
+given. Training gets the rest."""
 TRAINING_SHARE = 1 - WRITING_SHARE - READING_SHARE
-"""... this part."""
+"""Minimum share for training."""
 TOKENS_A_SECOND = {"cpu": 500, "cuda": 20_000}
-"""Given texts of so many tokens for each second of the whole time are enough: writing is needless,
-and half of its time is for reading them."""
+"""Given texts with this many tokens for each second of the whole time are enough: nothing is
+written, and half of the time for writing is added to that for reading."""
 _TOGETHER = {"cpu": 96, "cuda": 512}
 """Conversations that are written side by side."""
 _GPU_SHARE = 0.6
@@ -71,21 +71,21 @@ _GPU_SHARE = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Distilled:
-    """What came out."""
+    """The result."""
 
     out: Path
     measured: Measured
-    """In held-out texts."""
+    """Acceptance in held-out texts."""
     of_prompts: Measured | None
-    """In answers to the prompts that it was to be measured with."""
+    """Acceptance in answers to the prompts to measure with."""
     num_steps: int
     seconds: float
-    """Of all stages, earlier parts of the same run included."""
+    """Time of all stages, including earlier parts of the same run."""
 
 
 def distill(options: DistillOptions, target: Target, cache: Path, report: Report) -> Distilled:
-    """Makes the drafter. Raises `SettingError` for what cannot be had, before anything is run, and
-    `ConfigError` while another run for this target goes on."""
+    """Makes the drafter. Raises `SettingError` for invalid options before anything is run, and
+    `ConfigError` if another run for this target is in progress."""
     options = replace(options, out=check_out(options.out))
     files = [] if options.corpus is None else corpus_files(options.corpus)
     fingerprint = tensors_fingerprint(target.directory)
@@ -120,12 +120,12 @@ class _Run:
         num_given = sum(document.num_learned for document in self._given)
         enough = TOKENS_A_SECOND[module.device.type] * options.minutes * 60
         self._missing = max(0.0, 1 - num_given / enough)
-        """Part of what is to be learned from that the target writes."""
+        """The share of the training text that the target writes."""
         _check_prompts(options, info.max_model_len - 1, self._given)
 
     def finish(self, fingerprint: str) -> Distilled:
-        """All stages. What is to be measured with comes first: it is the target's answers to
-        prompts that may not fit its pages."""
+        """Runs all stages. The answers to measure with come first, because their prompts may not
+        fit the target's pages."""
         options, learner, seconds = self._options, self._learner, self._options.minutes * 60
         measured_by = self._ask_to_measure() if options.measure else []
         tokens = options.tokens
@@ -133,7 +133,7 @@ class _Run:
             "writing", "written", options.prompts, self._tokens_max, tokens=tokens,
             seconds=None if tokens is not None else WRITING_SHARE * self._missing * seconds,
         )  # fmt: skip
-        # Told by steps alone, a run must not depend on the time.
+        # A run that is bounded by steps must not depend on the time.
         share = READING_SHARE + (1 - self._missing) * WRITING_SHARE / 2
         cache = self._ask(corpus, math.inf if options.steps is not None else share * seconds)
         if not learner.is_trained:
@@ -168,8 +168,8 @@ class _Run:
         )
 
     def _ask_to_measure(self) -> list[tuple[TeacherCache, float]]:
-        """The target's answers to prompts that are not learned from, with what it says of them; and
-        the time that both took."""
+        """The target's answers to prompts that are not learned from, with its answers about these;
+        and the time that both took."""
         options, info = self._options, self._info
         prompts = [prompt for prompt in options.measure for _ in MEASURED_TEMPERATURES]
         tokens_max = min(max(map(len, prompts)) + MEASURED_TOKENS_MAX, info.max_model_len)

@@ -1,9 +1,9 @@
-"""Texts as the token ids that a drafter learns from, and where they come from.
+"""Texts as token ids, and where they come from.
 
-file in `--corpus`          what it is
+file in `--corpus`          content
 `.txt`, `.md`               one text
 `.jsonl`, `.jsonl.gz`       a line each: `text`; or `prompt` and `answer` as token ids, with the
-                            `temperature` that the target wrote the answer at
+                            `temperature` at which the target wrote the answer
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from pydantic import BaseModel, Field, TypeAdapter
 from outrider.errors import SettingError
 
 HELD_OUT_EVERY = 32
-"""One text in so many is never learned from, with all its pieces."""
+"""One text in this many is held out, with all its pieces."""
 _HELD_OUT_KEY = b"outrider distill: held out"
 BEGINNING = 16
-"""Tokens of an answer that tell it from others where its prompt does not. An answer that was cut
-off behind them is held out where the whole one is."""
+"""Tokens of an answer that distinguish it if its prompt does not. An answer that was cut off after
+these is held out if the whole answer is."""
 DOCUMENT_TOKENS_MAX = 1024
-"""Longer texts are cut into pieces; of a longer conversation the end is left out."""
+"""Longer texts are cut into pieces; a longer conversation loses its end."""
 CORPUS_FILES_MAX = 100_000
 _TEXTS = (".txt", ".md")
 _SUFFIXES = (*_TEXTS, ".jsonl", ".jsonl.gz")
 Array = npt.NDArray[Any]
 Encode = Callable[[str], Sequence[int]]
-"""A text's token ids."""
+"""Text to token ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """What surrounds a user's turn, as token ids; for a model without one, a text's beginning and
-    no turn."""
+    """The token ids around a user's turn; for a model without a template the beginning of a text,
+    and no turn."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]
-    """Up to where the answer begins; empty = there are no turns."""
+    """Up to the beginning of the answer; empty = there are no turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +55,15 @@ class Document:
 
     token_ids: Array
     first: int
-    """At least 1: nothing predicts a text's first token."""
+    """At least 1, since nothing predicts the first token of a text."""
     answer_first: int
-    """What is measured begins here, at `first` or later: of a conversation the answer."""
+    """Measurement begins here, at `first` or later: in a conversation at the answer."""
     temperature: float | None
-    """That the target wrote the answer at; None for a text by others."""
+    """At which the target wrote the answer; None for a text by others."""
     is_held_out: bool = False
-    """Whether it is measured on, and not learned from."""
+    """Whether it is measured on and not learned from."""
     is_given: bool = False
-    """Whether it is from `--corpus`."""
+    """Whether it comes from `--corpus`."""
 
     @property
     def num_learned(self) -> int:
@@ -71,15 +71,16 @@ class Document:
 
     @property
     def prompt(self) -> tuple[int, ...] | None:
-        """What a conversation's answer is to; None for a text by others."""
+        """The prompt of a conversation; None for a text by others."""
         if self.temperature is None:
             return None
         return tuple(self.token_ids[: self.answer_first].tolist())
 
 
 def is_kept_back(token_ids: npt.ArrayLike) -> bool:
-    """Whether a text of these tokens is held out: a keyed hash of them alone decides, so that all
-    runs hold out the same texts, and a drafter that learns on is not measured on what it knows."""
+    """Whether a text of these tokens is held out. A keyed hash of the tokens alone decides, so that
+    all runs hold out the same texts, and a drafter that is trained further is not measured on what
+    it has learned."""
     data = np.asarray(token_ids, dtype="<i4").tobytes()
     digest = hashlib.blake2b(data, digest_size=8, key=_HELD_OUT_KEY).digest()
     return int.from_bytes(digest, "little") % HELD_OUT_EVERY == 0
@@ -92,9 +93,10 @@ def conversation(
     temperature: float,
     tokens_max: int,
 ) -> list[Document]:
-    """One that the target wrote, learned from `first` of the prompt on; none where nothing of the
-    answer fits into `tokens_max`. It is held out by its prompt, as answers to one prompt are alike;
-    by its beginning where the prompt has no tokens from there on, and may begin any text."""
+    """A conversation that the target wrote, learned from token `first` of the prompt on; none if no
+    part of the answer fits `tokens_max`. Whether it is held out depends on its prompt, since
+    answers to one prompt are alike; or on its beginning, if the prompt has no tokens after `first`
+    and may begin any text."""
     first = max(1, first)
     if len(prompt) >= tokens_max or not answer:
         return []
@@ -104,14 +106,14 @@ def conversation(
 
 
 def shuffled(documents: Sequence[Document]) -> list[Document]:
-    """In an order that depends on their number alone, so that those that are read in time are a
+    """In an order that depends on their number alone, so that a run that is short of time reads a
     fair sample."""
     order = np.random.default_rng(0).permutation(len(documents))
     return [documents[index] for index in order]
 
 
 def corpus_files(directory: Path) -> list[Path]:
-    """The files that are read, sorted. Raises `SettingError` where there are none."""
+    """The files to read, sorted. Raises `SettingError` if there are none."""
     if not directory.is_dir():
         raise SettingError("corpus", f"{directory} is not a folder")
     found = sorted(
@@ -132,13 +134,13 @@ def read_corpus(
     encode: Encode | None,
     tokens_max: int,
 ) -> list[Document]:
-    """The texts of these files, in order, in pieces of at most so many tokens. `encode` is None for
-    a target without a tokenizer. Raises `SettingError` naming file and line."""
+    """The texts of these files, in order, in pieces of at most `tokens_max` tokens. `encode` is
+    None for a target without a tokenizer. Raises `SettingError` naming file and line."""
     found: list[Document] = []
     for path in paths:
         records = [*_records(path, vocab_size)]
         prompts = [record.prompt for record in records if isinstance(record, _Conversation)]
-        # What all prompts begin with is a template's.
+        # What all prompts begin with belongs to the template.
         first = len(os.path.commonprefix(prompts)) if prompts else 1  # noqa: RUF071 (lists of ids)
         for number, record in enumerate(records, start=1):
             if isinstance(record, _Text):

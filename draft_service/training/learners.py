@@ -1,15 +1,15 @@
-"""Drafters as they learn, one class for each kind.
+"""Drafters in training, a class for each kind.
 
-kind         a chain begins behind           and reads along it
-student      every place, of one token       the text's tokens
+kind         a chain begins after            and reads along it
+student      every position, of one token    the text's tokens
 Medusa       every learned token but the     the text's tokens, and what the target's head read at
-             last of a document              the first place
-EAGLE-3      every place but a text's first, the text's tokens, what the target's layers read
-             of one token                    before the first place, and its own outputs behind it
-early exit   every place, of one token       what the target's layer N put out there
+             last of a document              the first position
+EAGLE-3      every position but a text's     the text's tokens, what the target's layers read before
+             first, of one token             the first position, and its own outputs after it
+early exit   every position, of one token    what the target's layer N put out there
 
-Draft token i of a chain is scored against what the target says of the place i further on. So the
-tokens that a head is given are those of the text, as they are where a draft has been accepted.
+Draft token i of a chain is compared with the target's answer for the i-th position further on. So a
+head is given the tokens of the text, as if its drafts had been accepted.
 """
 
 from __future__ import annotations
@@ -62,63 +62,63 @@ from .options import HEADS, LAYERS, DistillOptions
 from .teacher import Batch, Shown, Target
 
 NUM_DEPTHS = 3
-"""Tokens of the chains that an EAGLE-3 head learns from, and is measured with."""
+"""Length of the chains that an EAGLE-3 head learns from and is measured with."""
 _LAYERS_WITH_TAPS = 7
-"""The least that a target has whose layers 2, n // 2 and n - 3 are three."""
+"""Fewest layers of a target whose layers 2, n // 2 and n - 3 are distinct."""
 _CHAIN_INNER_WIDTHS = 2
 _EXIT_INNER_WIDTHS = 4
-"""The inner width of a new head, in widths of the target."""
+"""Inner width of a new head, in widths of the target."""
 _EAGLE3_INNER_WIDTHS = 4
 _EPS, _ROPE_THETA = 1e-5, 10_000.0
-"""Of a new EAGLE-3 head: under the root of its norms, and of its rotations where the target does
-not state one base for all of its layers."""
+"""Epsilon of the norms of a new EAGLE-3 head, and the base of its rotary embedding if the target
+does not state one for all of its layers."""
 _FIRST_SCALE = 0.25
-"""What the target's norm is multiplied by in a new exit head or EAGLE-3 head: the norm was made for
-what the last layer puts out, and is far too sure of what an early one does. (Cross-entropy before
-any training, behind layer 6 of the demo target: 15.2 with 1, 8.5 with 0.5, 6.7 with 0.3, 6.5 with
-0.2; of an EAGLE-3 head 13.8 with 1, 6.6 with 0.25, and after 6,200 tokens 8.0 and 5.4.)"""
+"""Factor of the target's norm in a new exit head or EAGLE-3 head. The norm was made for the output
+of the last layer, and is far too confident for that of an early one. (Cross-entropy before
+training, after layer 6 of the demo target: 15.2 with 1, 8.5 with 0.5, 6.7 with 0.3, 6.5 with 0.2;
+of an EAGLE-3 head 13.8 with 1, 6.6 with 0.25, and after 6,200 tokens 8.0 and 5.4.)"""
 _LAYERS_FOR_EACH = 5
-"""Of the target's layers one in so many stands before an exit by default."""
+"""By default one in this many of the target's layers comes before an exit."""
 _QUIET_DEVIATION = 1e-3
-"""Of the weights that a change goes through: at first a drafter passes on what it is given."""
+"""Standard deviation of the last weights of a change: at first a drafter passes its input on."""
 
 
 class Depth(NamedTuple):
-    """Draft token i of C chains, which go along the texts of a batch."""
+    """Draft token i of C chains along the texts of a batch."""
 
     hidden: Tensor
-    """[C, D]: what the head reads of it."""
+    """[C, D]: the head's input for it."""
     rows: Tensor
-    """[C], ascending: the rows of the batch whose answers are about its place."""
+    """[C], ascending: the rows of the batch with the target's answers for its position."""
 
 
 class Learner:
-    """A drafter of one kind that learns. `load` or `make` gives it a module, once."""
+    """A drafter of one kind in training. Call `load` or `make` once to give it a module."""
 
     kind: ClassVar[str]
     num_learned_min: ClassVar[int] = 2
-    """Learned tokens of a document that something can be drafted for: the first one may be the
-    newest token of the first draft."""
+    """Fewest learned tokens of a usable document; the first one may be the newest token of the
+    first draft."""
     layer: Shown = 0
     """What of the target it learns from beside its answers."""
     num_depths: int | None = None
-    """Tokens of a chain that a step drafts; None = one, and further ones come from further
+    """Tokens of a chain that one step drafts; None = one, where further tokens take further
     steps."""
     began: str
-    """What it begins as; for people."""
+    """What it starts as, for the card."""
     said_of_ends: ClassVar[str] = " and\nare not stored here"
     said_of_storage: ClassVar[str] = "Matrices are stored as int8 with one scale a row."
-    """What its card says of the target's embeddings and head, and of its own weights."""
+    """What the card says of the target's embeddings and head, and of its own weights."""
     key: str
-    """What tells it from every other of the same target and texts."""
+    """Distinguishes it from all others of the same target and texts."""
     module: Any
     weights: dict[str, nn.Parameter]
-    """Those that learn."""
+    """The trained weights."""
     token_ids: Array
-    """[N], ascending: of its logits."""
+    """[N], ascending: the tokens of its logits."""
 
     def __init__(self, options: DistillOptions, target: Any) -> None:
-        """On the target's module. Raises `SettingError` for what it cannot have."""
+        """On the target's module. Raises `SettingError` for options that do not fit it."""
         self._options = options
         self._target = target
         self._embeddings = target.get_input_embeddings().weight
@@ -128,12 +128,12 @@ class Learner:
 
     @property
     def head(self) -> Tensor:
-        """[N, D], the target's rows for its tokens, which stay as they are."""
+        """[N, D], the target's head for its tokens; not trained."""
         weight: Tensor = self.module.head.weight
         return weight
 
     def load(self, start: Path, target: Target) -> None:
-        """Takes a trained drafter, which learns on. Raises `SettingError`."""
+        """Takes a trained drafter to train it further. Raises `SettingError`."""
         name = self._options.start_name or str(start)
         with blaming("start_from"):
             names = {
@@ -145,28 +145,28 @@ class Learner:
         self._train(loaded.module, np.array(loaded.token_ids, dtype=np.int64))
 
     def make(self, token_ids: Array) -> None:
-        """Makes a new one for a head of these tokens [N], ascending. New weights depend on the seed
-        and on their shapes alone."""
+        """Makes a new drafter for a head of these tokens [N], ascending. New weights depend on the
+        seed and their shapes alone."""
         self._train(self._make(torch.from_numpy(token_ids)), token_ids)
         self.key = f"{self.began}, {len(token_ids)}"
 
     def draft(self, batch: Batch) -> list[Depth]:
-        """Draft token 1, 2, .. that a step finds in each text, given the tokens before it; with a
-        gradient where one is wanted."""
+        """Draft tokens 1, 2, .. of a step along each text, given the tokens before; with gradients
+        where enabled."""
         raise NotImplementedError
 
     def as_stored(self, weight: Tensor) -> Tensor:
-        """What is left of a weight once it has been saved and loaded."""
+        """A weight as it is after saving and loading."""
         return as_stored(weight)
 
     def save(self, directory: Path, target: Target, fingerprint: str) -> None:
-        """Writes its files, but for the card."""
+        """Writes its files, without the card."""
         token_ids, description = self._description(target, fingerprint)
         num_layers = self.layer if isinstance(self.layer, int) else 0
         save_head(directory, self.module, token_ids, description, num_layers)
 
     def _description(self, target: Target, fingerprint: str) -> tuple[Tensor, TrainedDescription]:
-        """The tokens of its logits, and whose drafter it is."""
+        """The tokens of its logits, and the description of the drafter."""
         return torch.from_numpy(self.token_ids), TrainedDescription(
             format=FORMAT,
             kind=TrainedKind(self.kind),
@@ -197,8 +197,8 @@ class Learner:
         return head_of(self._target.get_output_embeddings().weight, token_ids)
 
     def _fill(self, module: nn.Module, quiet: Collection[str]) -> None:
-        """Gives linear layers without values their first ones, in the form of the target's: next to
-        nothing where their own name is in `quiet`, else as the library begins such a layer."""
+        """Initialises linear layers that have no values, in the target's dtype and on its device:
+        near zero if their name is in `quiet`, otherwise as the library does."""
         generator = torch.Generator().manual_seed(self._options.seed)
         for name, linear in module.named_modules():
             if isinstance(linear, nn.Linear) and linear.weight.is_meta:
@@ -216,8 +216,8 @@ class Medusa(Learner):
     kind = TrainedKind.MEDUSA
 
     def draft(self, batch: Batch) -> list[Depth]:
-        """Chains that the documents are long enough for; those of row r begin with its hidden
-        states and are scored against row r + 1, r + 2, .."""
+        """Chains, as far as the documents reach; those of row r begin with its hidden states and
+        are compared with rows r + 1, r + 2, .."""
         features = batch.features.to(self.head.dtype)
         following = batch.token_ids.reshape(-1)[batch.rows + 1]
         rows = torch.arange(len(features), device=features.device)
@@ -249,8 +249,8 @@ class Medusa(Learner):
 
 
 class Eagle3(Learner):
-    """One layer more, over what three layers of the target read: a step drafts `NUM_DEPTHS` tokens.
-    It is saved as speculators and vLLM load it."""
+    """One more layer, over what three layers of the target read: a step drafts `NUM_DEPTHS` tokens.
+    Saved in the form that speculators and vLLM load."""
 
     kind = EAGLE3
     said_of_ends = ", copies\nof which are stored here"
@@ -280,12 +280,12 @@ class Eagle3(Learner):
         return weight
 
     def draft(self, batch: Batch) -> list[Depth]:
-        """Chains that the documents are long enough for; those of row r begin with the pair of the
-        token there, and are scored against row r, r + 1, .. A text's first token has no pair."""
+        """Chains, as far as the documents reach; those of row r begin with the pair of the token
+        there, and are compared with rows r, r + 1, .. A text's first token has no pair."""
         module, width = self.module, batch.token_ids.shape[1]
         features = module.fuse(batch.taps[:, :-1].to(self.head.dtype))
         tokens = nn.functional.pad(batch.token_ids[:, 1:], (0, NUM_DEPTHS - 1))
-        # Of each row's place in its text the pair is one lower, and so are all texts' lengths.
+        # Pairs are numbered one lower than rows in each text, and texts are one shorter.
         pairs = batch.rows - batch.rows // width - 1
         [starts] = (batch.rows % width > 0).nonzero(as_tuple=True)
         found: list[Depth] = []
@@ -302,7 +302,7 @@ class Eagle3(Learner):
         return weight
 
     def save(self, directory: Path, target: Target, fingerprint: str) -> None:
-        """The library reads its target's configuration where the name that it is given says."""
+        """The library reads the target's configuration from the name that is stored."""
         is_id = "/" in target.name and not Path(target.name).exists()
         save_speculators(
             directory, self.module, self.token_ids.tolist(), num_draft_tokens=NUM_DEPTHS,
@@ -318,8 +318,8 @@ class Eagle3(Learner):
         return LoadedHead(found.module, found.token_ids)
 
     def _make(self, token_ids: Tensor) -> Any:
-        """The layer is as wide as the target's, and has as many heads. All that it reads is normed,
-        so that its weights need not learn how large that is."""
+        """The layer has the target's width and number of heads. All its inputs are normalised, so
+        its weights need not learn their scale."""
         sizes, width = self._target.config.get_text_config(), self._width
         heads = sizes.num_attention_heads
         rope = getattr(sizes, "rope_parameters", None) or {}
@@ -355,13 +355,13 @@ class Eagle3(Learner):
 
     def _train(self, module: Any, token_ids: Array) -> None:
         super()._train(module, token_ids)
-        # One that was loaded may have embeddings of its own.
+        # A loaded head may have its own embeddings.
         if (embeddings := self.weights.pop("embed_tokens.weight", None)) is not None:
             embeddings.requires_grad_(False)
 
 
 class EarlyExit(Learner):
-    """A head that reads what the target's first layers put out."""
+    """A head that reads the output of the target's first layers."""
 
     kind = TrainedKind.EARLY_EXIT
     num_learned_min = 1
@@ -382,7 +382,7 @@ class EarlyExit(Learner):
         return loaded
 
     def _make(self, token_ids: Tensor) -> Any:
-        """It does what the target's own norm and head would there, but less surely."""
+        """Starts as the target's own norm and head at that layer, with less confidence."""
         module = ExitHead(self._rows(token_ids), _EXIT_INNER_WIDTHS * self._width)
         scale = _FIRST_SCALE * norm_weight(last_norm(self._target), self._width)
         module.scale = nn.Parameter(scale.to(self._embeddings))
@@ -392,8 +392,8 @@ class EarlyExit(Learner):
 
 class Student(Learner):
     """A small model of the target's architecture, with its embeddings and copies of some of its
-    layers. Embeddings and head stay as they are: so students need less data, and nothing of both
-    has to be kept. It learns as it is served, without dropout."""
+    layers. Embeddings and head are not trained, so a student needs less data, and neither has to be
+    stored. It is trained without dropout, as it is served."""
 
     kind = TrainedKind.STUDENT
     num_learned_min = 1
@@ -425,7 +425,7 @@ class Student(Learner):
             device=target.device, trust_remote_code=target.trust_remote_code,
         )  # fmt: skip
         student: Any = module
-        # Not a copy of them, which would learn and not be stored.
+        # A copy of them would be trained but not stored.
         student.get_input_embeddings().weight = self._embeddings
         return LoadedHead(student, info.logit_token_ids)
 
@@ -440,7 +440,7 @@ class Student(Learner):
             text_config.layer_types = [kinds[index] for index in self._layers]
         config.tie_word_embeddings = text_config.tie_word_embeddings = False
         with parameters_on_meta():
-            # In this way rotations keep float32, which a `to(dtype)` would take from them.
+            # Keeps rotations in float32, unlike `to(dtype)`.
             student: Any = type(target)._from_config(config, dtype=self._embeddings.dtype)
         before = target.get_output_embeddings().weight.detach()
         shared = {self._embeddings.data_ptr(), before.data_ptr()}
@@ -469,32 +469,32 @@ LEARNERS: dict[str, type[Learner]] = {
 
 
 def _next_tokens(hidden: Tensor) -> list[Depth]:
-    """The first draft token of every row [R, D]; what comes behind it is that of the next row."""
+    """The first draft token of every row [R, D]; the next one belongs to the next row."""
     return [Depth(hidden, torch.arange(len(hidden), device=hidden.device))]
 
 
 def use_plain_attention(module: Any) -> None:
-    """Of whole texts, a CPU computes it quicker so than in the library's fused form."""
+    """For whole texts this is faster on a CPU than the library's fused attention."""
     if module.device.type == "cpu":
         module.set_attn_implementation("eager")
 
 
 _LAYERS_TO_COPY = 4
-"""A student of fewer has the first layers and the last alone."""
+"""A smaller student has only the first layers and the last."""
 _NUM_TEXTS = 8
 _NUM_TOKENS = 64
-"""Of a text, before it is written again."""
+"""Length of a text before it is repeated."""
 _SCORE_MIN = 0.2
-"""Part of a head's attention that must lie there."""
+"""Minimum share of a head's attention."""
 
 
 def kept_layers(
     num_wanted: int, num_layers: int, copying: tuple[int, int] | None = None
 ) -> list[int]:
-    """Of so many layers those that a student starts from: the last, two that copy where the target
-    has them and there is room for four, and the first ones. (Acceptance after 80,000 tokens of the
-    demo target, of four layers: the first ones and the last 0.235; spread evenly 0.230, two at each
-    end 0.231.)"""
+    """The layers of the target that a student starts from: the last one, two that copy (if the
+    target has them and at least four layers are wanted), and the first ones. (Acceptance after
+    80,000 tokens of the demo target, of four layers: the first ones and the last 0.235; spread
+    evenly 0.230; two at each end 0.231.)"""
     if num_wanted > num_layers:
         raise SettingError("layers", f"{num_wanted} is more than the target's {num_layers}")
     kept = {num_layers - 1} if num_wanted > 1 else set()
@@ -505,9 +505,9 @@ def kept_layers(
 
 
 def copying_layers(target: Any) -> tuple[int, int] | None:
-    """The layer with the head that most looks at the token before, and, of those behind it, the
-    one with the head that most looks at what followed an earlier occurrence; None where heads do
-    neither, as in a model that was not trained, or where the library does not tell."""
+    """The layer with the head that attends most to the previous token, and, of the later ones, the
+    layer with the head that attends most to what followed an earlier occurrence. None if no heads
+    do, as in an untrained model, or if the library does not return attention."""
     before, after = _scores(target)
     pairs = [
         (first, max(range(first + 1, len(after)), key=lambda layer: after[layer]))
@@ -518,14 +518,14 @@ def copying_layers(target: Any) -> tuple[int, int] | None:
 
 
 def _scores(target: Any) -> tuple[list[float], list[float]]:
-    """Of each layer, the largest part of a head's attention to the token before, and to the one
-    behind the earlier occurrence; means over random texts."""
+    """For each layer, the largest share of a head's attention that goes to the previous token, and
+    to the token after the earlier occurrence; means over random texts."""
     embeddings = target.get_input_embeddings().weight
     generator = torch.Generator().manual_seed(0)
     texts = torch.randint(embeddings.shape[0], (_NUM_TEXTS, _NUM_TOKENS), generator=generator)
     ids = torch.cat([texts, texts], dim=1).to(embeddings.device)
     implementation = target.config._attn_implementation
-    target.set_attn_implementation("eager")  # The others do not tell what they looked at.
+    target.set_attn_implementation("eager")  # The others do not return attention.
     try:
         with torch.inference_mode():
             read = target.base_model(input_ids=ids, use_cache=False, output_attentions=True)
@@ -535,7 +535,7 @@ def _scores(target: Any) -> tuple[list[float], list[float]]:
     again = torch.arange(_NUM_TOKENS, ids.shape[1])
 
     def most(columns: Tensor, rows: Tensor) -> list[float]:
-        """The largest means over texts and places, of all heads; weights [B, heads, T, T]."""
+        """The largest mean over texts and positions of any head; weights [B, heads, T, T]."""
         looks = (weights[:, :, rows, columns] for weights in read.attentions or ())
         return [float(look.float().mean(dim=(0, 2)).max()) for look in looks]
 

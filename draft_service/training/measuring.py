@@ -1,4 +1,4 @@
-"""How much of the held-out documents' answers a drafter would have proposed rightly."""
+"""Measures how much of a drafter's proposals would be accepted in answers of held-out documents."""
 
 from __future__ import annotations
 
@@ -17,39 +17,41 @@ from .learners import Learner
 from .teacher import Batch, Dataset
 
 MEASURED_TEMPERATURES = (0.0, 1.0)
-"""Of the answers to each prompt that a drafter is to be measured with, ..."""
+"""Temperatures of the answers to each prompt that a drafter is measured with."""
 MEASURED_TOKENS_MAX = 128
-"""... and their greatest length: as `outrider bench acceptance` does by default."""
+"""Greatest length of these answers, the default of `outrider bench acceptance`."""
 MEASURED_PROMPT_TOKENS_MAX = 4096
-"""Of such a prompt. It is read at once with its answer, and attention over T tokens holds T * T
-numbers of every head, some three times over: of 9 heads in half precision 0.3 GB each time."""
+"""Greatest length of such a prompt. It is read in one pass with its answer, in which attention over
+T tokens holds T * T numbers for each head, some of them three times: for 9 heads in half precision
+0.3 GB each time."""
 _ROWS_OF_A_BLOCK = 512
 _TOKENS_OF_A_PASS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class TemperatureRates:
-    """Over texts that the target wrote at one temperature; None = texts by others."""
+    """Rates over texts that the target wrote at one temperature; None = texts by others."""
 
     temperature: float | None
     num_tokens: int
     greedy: float
-    """Share of places where both find the same token likeliest."""
+    """Share of positions where the likeliest token of both is the same."""
     sampled: float
-    """Mean of sum min(p, q) at temperature 1, with the q that would go on the wire."""
+    """Mean of sum min(p, q) at temperature 1, with q as it is sent."""
     covered: float = 0.0
-    """Mean probability, in the target's law, of the tokens that can be proposed, at least: one that
-    the target did not list counts as impossible."""
+    """Lower bound of the mean probability, under the target, of the tokens that can be proposed:
+    tokens that the target did not list count as impossible."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Acceptance in answers of held-out documents. Of p the 64 likeliest tokens count; the rest, of
-    which the drafter would have a little too, counts as refused."""
+    """Acceptance in answers of held-out documents. Only the 64 likeliest tokens of p count; the
+    rest counts as rejected."""
 
     by_temperature: tuple[TemperatureRates, ...]
     by_position: tuple[float | None, ...]
-    """At temperature 1: the chance of draft token i, given that those before it were accepted."""
+    """At temperature 1: the probability that draft token i is accepted, given that those before it
+    were."""
 
     @property
     def num_tokens(self) -> int:
@@ -57,17 +59,17 @@ class Measured:
 
     @property
     def greedy(self) -> float:
-        """Over text written at temperature 0, where there is some; else over all."""
+        """Over text written at temperature 0 if there is some, otherwise over all."""
         return self._rate("greedy", 0.0)
 
     @property
     def sampled(self) -> float:
-        """Over text written at temperature 1, where there is some; else over all."""
+        """Over text written at temperature 1 if there is some, otherwise over all."""
         return self._rate("sampled", 1.0)
 
     @property
     def covered(self) -> float:
-        """Over all."""
+        """Over all texts."""
         return self._rate("covered")
 
     def _rate(self, name: str, temperature: float | None = None) -> float:
@@ -78,10 +80,9 @@ class Measured:
 
 
 def measure(learner: Learner, dataset: Dataset, indices: Sequence[int]) -> Measured:
-    """Drafts along these documents. What stands before their answers is not measured: the target
-    did not write it as it writes answers. Temperatures of the target's texts and of the two
-    distributions are different things: the latter are always at temperature 1. The rates are of
-    first draft tokens."""
+    """Drafts along these documents. The text before their answers is not measured, as the target
+    did not write it in the same way. The temperature of a text is not that of the two
+    distributions, which is always 1. The rates are those of first draft tokens."""
     found: dict[float | None, list[Array]] = {}
     texts: list[list[Array]] = []
     for chosen in dataset.cache.batches(indices, _TOKENS_OF_A_PASS):
@@ -110,7 +111,7 @@ def measure(learner: Learner, dataset: Dataset, indices: Sequence[int]) -> Measu
 
 
 _Depth = tuple[Array, Array]
-"""Of one draft token of C chains: their rows of the batch, and `_scores` [C, 4]."""
+"""One draft token of C chains: their rows of the batch, and `_scores` [C, 4]."""
 
 
 def _read(learner: Learner, batch: Batch) -> list[_Depth]:
@@ -124,9 +125,8 @@ def _read(learner: Learner, batch: Batch) -> list[_Depth]:
 
 
 def _scores(logits: Tensor, batch: Batch, rows: Tensor) -> Tensor:
-    """[C, 4] of `logits` [C, N] that are scored against these rows [C]: whether the likeliest
-    tokens agree, sum min(p, q), the sum of p, and min(1, q(x) / p(x)) of the token x that stands
-    there."""
+    """[C, 4] from `logits` [C, N] for these rows [C]: whether the likeliest tokens agree, sum
+    min(p, q), the sum of p, and min(1, q(x) / p(x)) of the text's token x."""
     q = logits.float().softmax(dim=1)
     kept = q.topk(min(DRAFT_SUPPORT_ENTRIES, q.shape[1]), dim=1)
     q = torch.zeros_like(q).scatter_(1, kept.indices, kept.values)

@@ -1,4 +1,4 @@
-"""What `outrider distill` is asked for."""
+"""The options of `outrider distill`."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ STUDENT = "student"
 
 @checked()
 class DistillOptions:
-    """The drafter."""
+    """The drafter to make."""
 
     out: Internal[Path]
-    """The drafter's directory; it must not exist, be empty, or hold a drafter alone that
-    was made so, which is replaced."""
+    """The drafter's directory. It must not exist, be empty, or contain only a drafter made by this
+    command, which is replaced."""
     kind: Literal["student", "medusa", "early-exit", "eagle3"] = "student"
     """`student`: a small model of its own; `medusa`: heads on the target; `early-exit`: a head
-    behind the target's first layers; `eagle3`: a layer that reads three of the target's, written
-    in the form of `speculators`, which other programs load, too."""
+    after the target's first layers; `eagle3`: a layer that reads three of the target's layers,
+    saved in the form of `speculators`, which other programs load, too."""
     minutes: Annotated[float, between(0.01, 7 * 24 * 60)] = 30.0
-    """To write, to read and to train, on a CPU or on a GPU, earlier parts of the same run included;
-    measuring comes on top."""
+    """Time to write, read and train, including earlier parts of the same run; measuring is
+    extra."""
     layers: Annotated[int | None, between(1, 256)] = None
-    """Of a student: the target's first ones, two that copy, and its last; unset = 5. Of `--kind
-    early-exit`: the first ones, which draft; unset = a fifth of the target's."""
+    """Layers of a student: the target's first ones, two that copy, and its last; unset = 5. With
+    `--kind early-exit`: the number of first layers that draft; unset = a fifth of the target's."""
     heads: Annotated[int | None, between(1, 8)] = None
-    """Of `--kind medusa`: tokens of a draft; unset = 4."""
+    """With `--kind medusa`: tokens of a draft; unset = 4."""
     draft_vocab: Annotated[int | None, between(2, 2**20)] = None
-    """Tokens that the drafter can propose; unset = 8192."""
+    """Number of tokens that the drafter can propose; unset = 8192."""
     start_from: Internal[Path | None] = None
-    """A drafter of this target and kind that learns on, in place of a new one, which has its own
-    `layers`, `heads` and `draft_vocab` ..."""
+    """A drafter of this target and kind that is trained further in place of a new one. It keeps its
+    `layers`, `heads` and `draft_vocab`."""
     start_name: Internal[str | None] = None
-    """... and what it is called on the card; None = as its path is."""
+    """Its name on the card; None = its path."""
     prompts: Internal[tuple[tuple[int, ...], ...]] = ()
-    """Token ids that the target answers before it asks itself."""
+    """Token ids of prompts that the target answers before it writes prompts itself."""
     measure: Internal[tuple[tuple[int, ...], ...]] = ()
-    """Token ids of prompts that are not learned from, and so none of `prompts` and of the corpus;
-    the card says what is accepted of the answers to these."""
+    """Token ids of prompts that are not learned from, and so must not be among `prompts` or in the
+    corpus; the card reports the acceptance in the answers to these."""
     corpus: Internal[Path | None] = None
     """Folder of texts, and of conversations that the target wrote before."""
     seed: Annotated[int, between(0, SEED_MAX)] = 0
-    """Of all randomness."""
+    """Seed of all randomness."""
     tokens: Annotated[int | None, between(0, 2**26)] = None
-    """That the target writes, of which each takes some 260 bytes on disk, and but for a student two
-    for each number of the target's width, too (six, and those of prompts as well, for `eagle3`);
-    unset = what the minutes allow. With `--steps` and without a GPU, a run can be repeated
+    """Number of tokens that the target writes; unset = as many as the minutes allow. Each takes
+    about 260 bytes on disk; except for a student also 2 bytes for each number of the target's width
+    (6, for prompts as well, for `eagle3`). With `--steps` and without a GPU a run can be repeated
     exactly."""
     steps: Annotated[int | None, between(1, 10**7)] = None
-    """Of training; unset = what the minutes allow."""
+    """Number of training steps; unset = as many as the minutes allow."""
 
     def __post_init__(self) -> None:
         for name, kinds in (("layers", (STUDENT, "early-exit")), ("heads", ("medusa",))):
@@ -68,5 +68,5 @@ class DistillOptions:
 
 
 def draft_model(kind: str, directory: Path | str) -> str:
-    """What `--draft-model` calls a drafter of this kind in a directory."""
+    """The `--draft-model` for a drafter of this kind in a directory."""
     return str(directory) if kind == STUDENT else f"{kind}:{directory}"

@@ -1,4 +1,4 @@
-"""Files that survive a kill: whole or not there, and how long each stage has worked so far."""
+"""Files that survive a kill, complete or absent, and the time that each stage has taken so far."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from outrider.models.published_drafters import read_config
 
 CARD_FILE = "README.md"
 MADE_HERE = "Made by `outrider distill`"
-"""On every card."""
+"""Text on every card."""
 CACHE_VERSION = 3
-"""Grows when the same folder would be filled otherwise; what older versions left is not used."""
+"""Incremented when the content of a folder changes; results of older versions are not used."""
 _DRAFTER_FILES = {CONFIG_FILE, DESCRIPTION_FILE, WEIGHTS_FILE, CARD_FILE, "loss.svg"}
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file to write, which then becomes `path`: a reader finds all of it, or the one before."""
+    """A file to write, which then replaces `path`: readers find the complete new file or the old
+    one."""
     partial = path.with_name(f".{path.name}.partial")
     yield partial
     with partial.open("rb") as file:
@@ -42,7 +43,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
-    """Within, no other run writes there. Raises `ConfigError` where one does."""
+    """Keeps other runs out of the directory. Raises `ConfigError` if one is in progress."""
     directory.mkdir(parents=True, exist_ok=True)
     try:
         with locked(directory / "lock", wait=False):
@@ -55,16 +56,17 @@ def alone_in(directory: Path) -> Iterator[None]:
 
 
 def folder_name(kind: str, *parts: object) -> str:
-    """Of a folder whose content depends on these parts, as they print, and on nothing else."""
+    """The name of a folder whose content depends on these parts, by their `repr`, and on nothing
+    else."""
     key = hashlib.blake2b(repr((CACHE_VERSION, *parts)).encode(), digest_size=8).hexdigest()
     return f"{kind}-{key}"
 
 
 class Stopwatch:
-    """Seconds of work, with those of earlier runs."""
+    """Seconds of work, including earlier runs."""
 
     def __init__(self, directory: Path | None, before: float = 0.0) -> None:
-        """Of work whose results lie in a directory, which then says how many there were before."""
+        """With a directory, the time is stored there beside the results."""
         self._path: Path | None = None
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
@@ -88,15 +90,15 @@ class Stopwatch:
             self.save()
 
     def save(self) -> None:
-        """For the next run, if this one is killed."""
+        """Stores the time for the next run, in case this one is killed."""
         if self._path is not None:
             with replacing(self._path) as partial:
                 partial.write_text(json.dumps(round(self.seconds, 3)))
 
 
 def check_out(out: Path) -> Path:
-    """The directory itself, behind links. Raises `SettingError` unless a drafter can be written
-    there, which is tried, and only an earlier drafter is lost by that."""
+    """The directory with links resolved. Raises `SettingError` unless a drafter can be written
+    there, which is tried, and only an earlier drafter would be lost."""
     try:
         out = out.resolve()
         if out.exists():
@@ -118,9 +120,8 @@ def check_out(out: Path) -> Path:
 
 @contextmanager
 def filled(out: Path) -> Iterator[Path]:
-    """An empty directory, which then takes the place of `out`. What is at `out` before is there
-    until then; where a kill falls between, it lies beside, in `.NAME.*/before`. Raises
-    `SettingError`."""
+    """An empty directory, which then replaces `out`. The old content stays until then; after a kill
+    in between it is in `.NAME.*/before`. Raises `SettingError`."""
     try:
         with _beside(out) as work:
             new, before = Path(work, "new"), Path(work, "before")
@@ -140,8 +141,8 @@ def filled(out: Path) -> Iterator[Path]:
 
 
 def _holds_drafter(directory: Path) -> bool:
-    """Whether it was made here. A head in the form of speculators is told from those of others by
-    its card."""
+    """Whether the directory has a drafter made by this command. A head in the form of speculators
+    is recognised by its card."""
     try:
         is_head = read_config(directory).get("speculators_model_type") == EAGLE3 and MADE_HERE in (
             directory / CARD_FILE

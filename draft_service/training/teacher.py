@@ -1,13 +1,13 @@
-"""What the target says of every learned token, computed once and kept on disk.
+"""The target's answers about every learned token, computed once and kept on disk.
 
 array       a row for each learned token, in the order of the documents
 `ids`       [64] the likeliest tokens, likeliest first: uint16, or uint32 for a large vocabulary
-`logprobs`  [64] float16, of the target's own distribution (temperature 1)
-`written`   float16, of the token that stands there
-`features`  [D] float16: what the target's head read to say so, or what one of its layers put out
-            there; for drafters that learn from it
-`taps`      [taps * D] the bits of bfloat16, of every token of the text: what some of the target's
-            layers read there, side by side
+`logprobs`  [64] float16, of the target's distribution at temperature 1
+`written`   float16, log-probability of the text's token
+`features`  [D] float16: what the target's head read there, or the output of one of its layers;
+            for drafters that learn from it
+`taps`      [taps * D] the bits of bfloat16, for every token of the text: what some of the
+            target's layers read there, side by side
 
 A file holds the arrays of `_DOCUMENTS_OF_A_FILE` documents.
 """
@@ -40,13 +40,13 @@ from .storage import Stopwatch, folder_name, replacing
 ENTRIES = 64
 _TOKENS_OF_A_PASS = {"cpu": 4096, "cuda": 65_536}
 ROWS_OF_A_BLOCK = {"cpu": 256, "cuda": 8192}
-"""Rows of logits that are made at once."""
+"""Rows of logits that are computed at once."""
 _DOCUMENTS_OF_A_FILE = 64
 _TAPS = "taps"
 Shown = int | tuple[int, ...] | None
-"""What is kept of the target beside its answers: nothing; with a number what the last of so many
-layers puts out, divided by its root mean square, as an exit head does first (it may be beyond
-float16); 0 = what the head reads; with several what these layers read, counted from 0."""
+"""What is kept of the target beside its answers. None: nothing. A number n > 0: the output of layer
+n, divided by its root mean square (as an exit head does first, since it may exceed float16). 0:
+what the head reads. A tuple: what these layers read, counted from 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Target:
     trust_remote_code: bool = False
 
     def load(self) -> tuple[Any, ModelInfo]:
-        """A module of its own for each stage. Raises `ConfigError`."""
+        """Loads a new module for each stage. Raises `ConfigError`."""
         return load_model(
             self.directory, name=self.name, dtype=self.dtype, device=self.device,
             trust_remote_code=self.trust_remote_code,
@@ -71,7 +71,7 @@ class Target:
 
 
 class TeacherCache:
-    """The answers about one list of documents, of which the first ones are known."""
+    """The answers about a list of documents, of which the first are known."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class TeacherCache:
         module: Any,
         shown: Shown = None,
     ) -> None:
-        """In a folder of `place`, of the target's module."""
+        """Stored in a folder in `place`; `module` is the target's."""
         self.documents: list[Document] = []
         for start in range(0, len(documents), _DOCUMENTS_OF_A_FILE):
             pool = documents[start : start + _DOCUMENTS_OF_A_FILE]
@@ -94,7 +94,7 @@ class TeacherCache:
         self._shown = shown
         sizes = [(one.num_learned, len(one.token_ids)) for one in self.documents]
         self._starts = np.cumsum([(0, 0), *sizes], axis=0, dtype=np.int64)
-        """Of each document's learned tokens, and of all its tokens."""
+        """The starts of each document among learned tokens, and among all tokens."""
         self._files: list[Any] = []
         while self._path.exists():
             self._open()
@@ -108,7 +108,7 @@ class TeacherCache:
         return _joined(self._answer(index) for index in indices)
 
     def _answer(self, index: int, names: Sequence[str] = ()) -> dict[str, Array]:
-        """The arrays of one document; of these names alone, where there are some."""
+        """The arrays of one document; only those with these `names`, if given."""
         number = index // _DOCUMENTS_OF_A_FILE
         first = self._starts[number * _DOCUMENTS_OF_A_FILE]
         learned, whole = (slice(*ends) for ends in (self._starts[index : index + 2] - first).T)
@@ -119,8 +119,8 @@ class TeacherCache:
         }
 
     def batches(self, indices: Sequence[int], size: int) -> list[list[int]]:
-        """In batches of documents of similar length: up to so many tokens, with what pads each to
-        the longest; at least one."""
+        """Batches of documents of similar length: up to `size` tokens with padding, and at least
+        one document."""
         found: list[list[int]] = []
         for index in sorted(indices, key=lambda index: len(self.documents[index].token_ids)):
             length = len(self.documents[index].token_ids)
@@ -130,8 +130,8 @@ class TeacherCache:
         return found
 
     def fill(self, seconds: float, progress: Callable[[float], None]) -> None:
-        """Asks the target about the documents that are not known, until all are or the time,
-        earlier runs included, is over; about some in any case."""
+        """Asks the target about the documents that are not known, until all are known or the time
+        (including earlier runs) is over; about some in any case."""
         size = _TOKENS_OF_A_PASS[self.device.type]
         with self.spent.working():
             while (start := len(self.known)) < len(self.documents) and (
@@ -150,8 +150,8 @@ class TeacherCache:
                 progress(min(1.0, max(by_time, len(self.known) / len(self.documents))))
 
     def likeliest_tokens(self, num_wanted: int) -> Array:
-        """The tokens [N], ascending, with the most of the target's probability over the documents
-        that are learned from (ties: lowest ids)."""
+        """The tokens [N], ascending, with the most of the target's probability in the documents to
+        learn from (ties: lowest ids)."""
         mass = np.zeros(self.vocab_size)
         for index, document in enumerate(self.known):
             if not document.is_held_out:
@@ -162,7 +162,7 @@ class TeacherCache:
 
     @property
     def _path(self) -> Path:
-        """Of the next file."""
+        """The next file."""
         return self._directory / f"{len(self._files):06}.safetensors"
 
     def _open(self) -> None:
@@ -170,8 +170,7 @@ class TeacherCache:
 
 
 def _fingerprint(documents: Sequence[Document]) -> str:
-    """Of all that a target can be asked about these: every token, in order, and which of them are
-    learned."""
+    """A hash of what the target is asked: every token, in order, and which of them are learned."""
     digest = hashlib.blake2b(digest_size=16)
     for document in documents:
         digest.update(np.array([len(document.token_ids), document.first], np.int32).tobytes())
@@ -185,8 +184,8 @@ def _joined(parts: Iterable[dict[str, Array]]) -> dict[str, Array]:
 
 
 def ask(module: Any, documents: Sequence[Document], shown: Shown) -> dict[str, Array]:
-    """The target's answers about the learned tokens of `documents`, one after another, by the names
-    of the arrays."""
+    """The target's answers about the learned tokens of `documents`, one after another, by array
+    name."""
     device = module.device
     ids, rows, following = (torch.from_numpy(part).to(device) for part in packed(documents))
     with torch.inference_mode(), ExitStack() as stack:
@@ -195,7 +194,7 @@ def ask(module: Any, documents: Sequence[Document], shown: Shown) -> dict[str, A
             watched = stack.enter_context(watched_layers(module, shown))
         elif shown:
             watched = [stack.enter_context(watched_layer(module, shown))]
-        # Padding stands behind every text, where a causal model does not look: no mask is needed.
+        # No mask is needed: a causal model does not read the padding after a text.
         hidden = module.base_model(input_ids=ids, use_cache=False).last_hidden_state
         read = hidden.flatten(0, 1)[rows]
         blocks = (torch.split(part, ROWS_OF_A_BLOCK[device.type]) for part in (read, following))
@@ -225,8 +224,8 @@ def ask(module: Any, documents: Sequence[Document], shown: Shown) -> dict[str, A
 def packed(
     documents: Sequence[Document],
 ) -> tuple[Array, Array, Array]:
-    """Token ids [B, T] of B documents, with zeros behind; which of the B * T places say something
-    of a learned token, [R]; and those tokens, [R]."""
+    """Token ids [B, T] of B documents, padded with zeros; which of the B * T positions are followed
+    by a learned token, [R]; and those tokens, [R]."""
     width = max(len(document.token_ids) for document in documents)
     ids = np.zeros((len(documents), width), dtype=np.int64)
     rows = []
@@ -249,8 +248,8 @@ def _likeliest(module: Any, hidden: Tensor, following: Tensor) -> tuple[Tensor, 
 
 
 def check_head(module: Any) -> None:
-    """Raises `ConfigError` for a model that does more to its logits than its head does: a drafter
-    would have to learn with that, too."""
+    """Raises `ConfigError` for a model whose logits are not the product of its head alone; a
+    drafter would have to learn the rest, too."""
     embeddings, head = module.get_input_embeddings().weight, module.get_output_embeddings()
     ids = torch.arange(min(8, len(embeddings)), device=embeddings.device)[None]
     with torch.inference_mode():
@@ -270,15 +269,15 @@ _POOL = 1024
 
 @dataclass(frozen=True, slots=True)
 class TeacherRows:
-    """What the target says at R places."""
+    """The target's answers at R positions."""
 
     columns: Tensor
-    """[R, M]: of the head, for each listed token; any where `mass` is 0."""
+    """[R, M]: column of the head for each listed token; arbitrary where `mass` is 0."""
     mass: Tensor
-    """[R, M], float32: p of each; 0 for a token that the head has no row for."""
+    """[R, M], float32: p of each; 0 for a token without a column."""
 
     def at(self, rows: Tensor | slice) -> TeacherRows:
-        """Of these [C]."""
+        """The answers of these rows [C]."""
         return TeacherRows(self.columns[rows], self.mass[rows])
 
 
@@ -287,31 +286,31 @@ class Batch:
     """B documents side by side."""
 
     token_ids: Tensor
-    """[B, T]; zeros behind the shorter ones, where nothing looks."""
+    """[B, T]; padded with zeros, which no position reads."""
     rows: Tensor
-    """[R]: those of the B * T places that are followed by a learned token."""
+    """[R]: those of the B * T positions that are followed by a learned token."""
     following: Tensor
-    """[R]: the columns of those tokens; -1 where the head has none."""
+    """[R]: the columns of those tokens; -1 if there is none."""
     written: Tensor
     """[R]: the target's log-probability of each."""
     likeliest: Tensor
-    """[R]: the columns of the target's likeliest tokens; -1 where the head has none."""
+    """[R]: the columns of the target's likeliest tokens; -1 if there is none."""
     teacher: TeacherRows
     sizes: list[int]
-    """[B]: of the rows, how many each document has."""
+    """[B]: number of rows of each document."""
     behind: Tensor
-    """[R]: how many rows of the same document come behind."""
+    """[R]: number of later rows of the same document."""
     features: Tensor
-    """[R, D], float16: what the target's head read at each, or one of its layers put out; of width
-    0 where neither was kept."""
+    """[R, D], float16: what the target's head read, or one of its layers put out; width 0 if not
+    kept."""
     taps: Tensor
     """[B, T, taps * D], bfloat16: what some of the target's layers read at every token, side by
-    side; of width 0 where they were not kept."""
+    side; width 0 if not kept."""
 
 
 class Dataset:
-    """Documents with the target's answers, for a head over `token_ids` [N], ascending. A document
-    goes by its index."""
+    """Documents with the target's answers, for a head over `token_ids` [N], ascending. Documents
+    are named by index."""
 
     def __init__(self, cache: TeacherCache, token_ids: Array) -> None:
         self.cache = cache
@@ -322,8 +321,8 @@ class Dataset:
         self.learned = [i for i, document in enumerate(documents) if not document.is_held_out]
 
     def epoch(self, seed: int, number: int, batch_tokens: int) -> list[list[int]]:
-        """All learned documents once, in batches of about so many tokens, padding included; a
-        function of seed and number alone."""
+        """All documents to learn from once, in batches of about `batch_tokens` tokens with padding;
+        depends on seed and number alone."""
         random = np.random.default_rng((seed, number))
         order = [self.learned[i] for i in random.permutation(len(self.learned))]
         batches: list[list[int]] = []

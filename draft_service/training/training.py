@@ -1,8 +1,8 @@
 """Trains a drafter: cross-entropy first, then the likelihood of acceptance.
 
-The budget is a number of steps, or of seconds; what part of it is over says the learning rate and
-the loss. A checkpoint holds all that the rest depends on, the seconds so far among it, so that a
-run that is killed goes on from there as if it had not been.
+The budget is a number of steps or of seconds; learning rate and loss depend on the share that is
+used. A checkpoint has everything that the rest depends on, including the seconds so far, so a
+killed run continues as if it had not been killed.
 """
 
 from __future__ import annotations
@@ -26,63 +26,64 @@ from .storage import Stopwatch, replacing
 from .teacher import ROWS_OF_A_BLOCK, Batch, Dataset, TeacherRows
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 32_768}
-"""In a batch late in the budget, padding included; an epoch that begins ..."""
+"""Tokens of a batch late in the budget, padding included."""
 _BATCH_PARTS = ((0.5, 0.25), (0.8, 0.5))
-"""... before this part of the budget has batches of that part of it: small steps soon do most at
-first, and quieter ones late."""
+"""An epoch that begins before the first share of the budget has batches of the second share of
+these tokens: early on many small steps gain most, later ones with less noise."""
 _PEAK_RATE_BY_WIDTH = 0.864
 _PEAK_RATE_MAX = 2e-3
-"""The highest learning rate is the former divided by the model's width, at most the latter."""
+"""The highest learning rate is the former divided by the model's width, and at most the latter."""
 _TRAINED_RATE = 0.5
-"""Part of the peak for a drafter that has learned before."""
+"""Factor of the peak rate for a drafter that is trained further."""
 _WARM_UP = 0.04
 _LIKELIHOOD_FROM = 0.25
 _LIKELIHOOD_UP_TO = 0.5
 _LIKELIHOOD_SHARE = 0.9
-"""Until the first part of the budget cross-entropy alone; from the second on so much of the loss is
-the likelihood of acceptance; linear between them."""
+"""Up to the first share of the budget the loss is cross-entropy alone; from the second on this
+share of it is the likelihood of acceptance; linear in between."""
 _DEPTH_SHARE = 0.8
-"""A draft token's weight in the loss, of that of the one before it: it is reached less often."""
+"""Weight of a draft token in the loss, relative to the token before it, since it is reached less
+often."""
 _WEIGHT_DECAY = 0.05
 _BETAS = (0.9, 0.98)
 _LARGEST_GRADIENT = 1.0
 _NUM_MEASUREMENTS = 20
 _RUNNING_TOKENS = 8192
-"""Held-out tokens that each of them reads."""
+"""Held-out tokens that each measurement reads."""
 _CHECKPOINT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One measurement while training."""
+    """A measurement during training."""
 
     step: int
     num_tokens: int
     """Learned so far, repetitions included."""
     loss: float
-    """Mean since the measurement before; of what the loss was then."""
+    """Mean loss since the previous measurement."""
     greedy: float
     sampled: float
 
 
 Report = Callable[[str, float, Point | None], None]
-"""Hears which stage goes on, what part of it is done, and what was measured last."""
+"""Called with the current stage, the share of it that is done, and the last measurement."""
 
 
 def learning_rate(part: float, width: int, is_trained: bool) -> float:
-    """After this part of the budget: linear up, then linear down to nothing."""
+    """At this share of the budget: linear up, then linear down to 0."""
     peak = min(_PEAK_RATE_BY_WIDTH / width, _PEAK_RATE_MAX) * (_TRAINED_RATE if is_trained else 1)
     return peak * max(0.0, min(part / _WARM_UP, (1 - part) / (1 - _WARM_UP)))
 
 
 def batch_tokens(part: float, most: int) -> int:
-    """Of the batches of an epoch that begins after this part of the budget."""
+    """Tokens of a batch in an epoch that begins at this share of the budget."""
     shares = (share for until, share in _BATCH_PARTS if part < until)
     return int(most * next(shares, 1.0))
 
 
 def likelihood_share(part: float, is_trained: bool) -> float:
-    """Of the loss, after this part of the budget."""
+    """Share of the likelihood in the loss, at this share of the budget."""
     if is_trained:
         return _LIKELIHOOD_SHARE
     over = (part - _LIKELIHOOD_FROM) / (_LIKELIHOOD_UP_TO - _LIKELIHOOD_FROM)
@@ -97,18 +98,18 @@ class Progress(BaseModel):
     """Learned so far, repetitions included."""
     epoch: int = 0
     done_of_epoch: int = 0
-    """Batches."""
+    """Batches of this epoch that are done."""
     batch_tokens: int = 0
-    """Of this epoch's batches."""
+    """Tokens of this epoch's batches."""
     seconds: float = 0.0
     losses: list[float] = []
-    """Of the steps since the last measurement."""
+    """Losses of the steps since the last measurement."""
     points: list[Point] = []
 
 
 class Trainer:
-    """One learner on its way, in a folder of its own. Float32 masters of its weights take the
-    steps."""
+    """Trains one learner, in a folder of its own. Steps are applied to float32 masters of its
+    weights."""
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ class Trainer:
         options: DistillOptions,
         seconds: float,
     ) -> None:
-        """The budget are the steps of the options; without, as many as these seconds allow."""
+        """The budget is `options.steps`; without it, as many steps as `seconds` allow."""
         self.learner = learner
         self._dataset = dataset
         self._options, self._seconds = options, seconds
@@ -246,17 +247,17 @@ class Trainer:
 
 
 _LEAST_OVERLAP = 1e-3
-"""A below it counts as this in the gradient of -log A."""
+"""A smaller overlap counts as this in the gradient of -log overlap."""
 
 
 def overlap_loss(
     hidden: Tensor, head: Tensor, teacher: TeacherRows, likelihood_share: float
 ) -> Tensor:
-    """The mean loss over R rows, to be differentiated by `hidden` alone. `hidden` [R, D] and `head`
-    [N, D] of one dtype; cross-entropy and likelihood are mixed by `likelihood_share`."""
+    """The mean loss over R rows, differentiable by `hidden` alone. `hidden` [R, D] and `head` [N,
+    D] have one dtype; `likelihood_share` mixes cross-entropy and likelihood."""
     num_rows, size = len(hidden), ROWS_OF_A_BLOCK[hidden.device.type]
     loss, slopes = torch.zeros((), device=hidden.device), torch.empty_like(hidden)
-    with torch.no_grad():  # The gradient is made where the logits are, which are not kept.
+    with torch.no_grad():  # The gradient is computed with the logits, which are not kept.
         for start in range(0, num_rows, size):
             rows = slice(start, start + size)
             q = (hidden[rows] @ head.t()).float()
@@ -268,7 +269,8 @@ def overlap_loss(
 
 
 def _differentiate(logits: Tensor, teacher: TeacherRows, share: float) -> Tensor:
-    """The loss, summed over all rows of `logits` [R, N], float32, which become its gradient."""
+    """The loss, summed over all rows of `logits` [R, N], float32; overwrites these with its
+    gradient."""
     top = logits.amax(dim=1, keepdim=True)
     weights = logits.sub_(top).exp_()
     total = weights.sum(dim=1, keepdim=True)

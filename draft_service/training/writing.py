@@ -1,4 +1,4 @@
-"""The target writes its own corpus: user turns from the chat template alone, and the answers."""
+"""The target writes a corpus: user turns from the chat template alone, and the answers."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .documents import BEGINNING, Document, Template, conversation
 from .storage import Stopwatch
 
 TEMPERATURES = (0.0, 0.7, 1.0)
-"""Of answers, in turn."""
+"""Temperatures of the answers, in turn."""
 _TURN_MIN_P = 0.03
-"""User turns are drawn at temperature 1 without what is less likely than this part of the
-likeliest token: so they stay sensible, and differ."""
+"""User turns are drawn at temperature 1 without tokens less likely than this share of the likeliest
+one: so they make sense, and differ."""
 _TURN_TOKENS_MAX = 512
 _ANSWER_TOKENS_MAX = 320
 
 
 class WrittenCorpus:
-    """Conversations in a folder, one a line; a line that a kill has torn is written anew. Each is a
-    function of seed, index and target alone, up to the rounding of the target's steps. Prompts are
-    answered first; without them, and behind them, the target writes the user's turn, too."""
+    """Conversations in a folder, one a line; a line torn by a kill is written again. Each depends
+    on seed, index and target alone, except for rounding in the target's steps. Prompts are answered
+    first; without them, and after them, the target writes the user's turn, too."""
 
     def __init__(
         self,
@@ -43,9 +43,9 @@ class WrittenCorpus:
         temperatures: Sequence[float] = TEMPERATURES,
         answer_tokens_max: int = _ANSWER_TOKENS_MAX,
     ) -> None:
-        """Of at most `tokens_max` tokens each, which is more than any prompt has. Enough are so
-        many answered `tokens`, or what these `seconds` allow, with those of earlier runs;
-        without both, the answers to the prompts."""
+        """Conversations have at most `tokens_max` tokens, which is more than any prompt has. Writes
+        until `tokens` tokens are answered, or for `seconds` including earlier runs; without both,
+        the answers to the prompts."""
         self.template = template
         self.seed = seed
         self.tokens_max = tokens_max
@@ -67,7 +67,8 @@ class WrittenCorpus:
                 self._keep(json.loads(line))
 
     def documents(self) -> list[Document]:
-        """What has been written: where tokens are wanted, the first conversations with so many."""
+        """What has been written. If a number of tokens is wanted: the first conversations with as
+        many."""
         records = list(self._records.values())
         if self._tokens is not None:
             missing, records = self._tokens, []
@@ -86,7 +87,7 @@ class WrittenCorpus:
 
     @property
     def part(self) -> float:
-        """That is done, 0 to 1."""
+        """The share that is done, 0 to 1."""
         done, wanted = float(len(self._records)), float(len(self._prompts))
         if self._tokens is not None:
             done, wanted = self._first_tokens, self._tokens
@@ -95,8 +96,9 @@ class WrittenCorpus:
         return 1.0 if done >= wanted else done / wanted
 
     def write(self, engine: Engine, num_together: int, progress: Callable[[float], None]) -> None:
-        """Lets the target write what is wanted, so many conversations side by side, or as many as
-        its pages hold. What has not ended when the time is over is used as far as it came."""
+        """Lets the target write what is missing, `num_together` conversations side by side, or as
+        many as its pages hold. Conversations that are unfinished when the time is over are used as
+        they are."""
         room = engine.page_counts().num_slots // self.tokens_max
         num_together = max(1, min(num_together, room))
         end = len(self._prompts) if self._tokens is self._seconds is None else None
@@ -140,7 +142,7 @@ class WrittenCorpus:
 
 
 class _Conversation:
-    """One as it grows: its prompt with the user's turn, then its answer."""
+    """A conversation while it is written: its prompt with the user's turn, then its answer."""
 
     def __init__(self, corpus: WrittenCorpus, index: int, prompt: Sequence[int] = ()) -> None:
         self.index = index
@@ -157,19 +159,19 @@ class _Conversation:
         self.unseen: tuple[int, ...] = ()
 
     def begin(self, engine: Engine) -> None:
-        if not self.prompt:  # Nothing begins a text: any token does.
+        if not self.prompt:  # Without a template any token may begin a text.
             self.prompt.append(self._seed % engine.info.vocab_size)
         self.unseen = tuple(self.prompt[engine.attach(self.name, self.prompt) :])
 
     @property
     def drawing(self) -> tuple[float, float, float]:
-        """Temperature, floor, and the number in (0, 1) that the next token is drawn with."""
+        """Temperature, floor, and the number in (0, 1) for the next draw."""
         noise = RoundNoise(self._seed, Rule.TOKEN, len(self.prompt) + len(self.answer))
         [uniform] = noise.accept_uniforms(1)
         return (1.0, _TURN_MIN_P, uniform) if self.is_turn else (self._temperature, 0.0, uniform)
 
     def take(self, token_id: int, eos: frozenset[int]) -> bool:
-        """Goes on with a token; whether the conversation is complete then."""
+        """Appends a token; returns whether the conversation is complete."""
         self.unseen = (token_id,)
         corpus = self._corpus
         if not self.is_turn:
@@ -190,9 +192,9 @@ class _Conversation:
 
 
 def draw(logits: torch.Tensor, drawings: Sequence[tuple[float, float, float]]) -> list[int]:
-    """One token a row of `logits` [B, V], by its temperature, floor and number in (0, 1): the
-    likeliest at temperature 0, else where the cumulative distribution passes the number, without
-    what is less likely than the floor's part of the likeliest."""
+    """One token for each row of `logits` [B, V], by its temperature, floor and number in (0, 1):
+    the likeliest token at temperature 0; otherwise the token where the cumulative distribution
+    passes the number, without tokens less likely than the floor's share of the likeliest."""
     columns = torch.tensor(drawings, dtype=torch.float32, device=logits.device)
     heat, floor, uniform = columns[:, :, None].unbind(1)
     weights = ((logits - logits.amax(dim=1, keepdim=True)) / heat.clamp(min=1e-4)).exp()

@@ -1,1 +1,1 @@
-"""Drafters that need no replica."""
+"""The interface of drafters, and drafters that need no replica."""

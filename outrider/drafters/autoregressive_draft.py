@@ -1,5 +1,5 @@
-"""Proposals that are drawn a token at a time from logits, many of one step side by side: what
-drafts with a model and drafts with a head have in common."""
+"""Proposals drawn token by token from logits, many side by side. Shared by drafters with a model
+and drafters with a head."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class AutoregressiveDraft:
-    """One proposal as it is drawn."""
+    """One proposal while it is drawn."""
 
     def __init__(
         self,
@@ -48,34 +48,34 @@ class AutoregressiveDraft:
         num_wanted: int | None = None,
         unseen: tuple[int, ...] = (),
     ) -> None:
-        """Of `num_wanted` tokens; None = as many as are asked for."""
+        """For `num_wanted` tokens; None = as many as the request asks for."""
         self.request = request
         self.num_wanted = request.num_draft_tokens if num_wanted is None else num_wanted
         self.unseen = unseen
-        """Tokens that a model must run before the next draw."""
+        """Tokens that the model must run before the next draw."""
         self.deadline = request.deadline
         self.token_ids: list[int] = []
         self.beside: list[tuple[int, ...]] = []
-        """The other candidates for the place of each."""
+        """For each token the other candidates for its position."""
         self.q: list[DraftDistribution | None] = []
         self.rows: list[LikelyTokens] = []
-        """What each of its tokens was drawn from, where that is kept."""
+        """What each token was drawn from, where that is kept."""
         self.error: OutriderError | None = None
         """Why nothing could be drawn."""
 
     @property
     def sequence_id(self) -> str:
-        """Of the sequence that it grows on."""
+        """The engine's sequence that it extends."""
         return self.request.session_id
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has all its tokens, or will never have one more."""
+        """Whether it has all its tokens or will get no more."""
         return self.error is not None or len(self.token_ids) >= self.num_wanted
 
     def goes_on(self) -> bool:
-        """Whether a further token is to be drawn: asked once before each draw, which follows if so.
-        Without time for one the draft is whole as it is."""
+        """Whether to draw another token. Asked once before each draw; a draw must follow if True.
+        When there is no time for one, the draft ends as it is."""
         if self.is_whole:
             return False
         if not self.deadline.allows_draw():
@@ -90,14 +90,13 @@ class AutoregressiveDraft:
 
     @property
     def num_candidates(self) -> int:
-        """That are wanted for the next place."""
+        """How many candidates the next position has."""
         depth, siblings = len(self.token_ids), self.request.siblings
         return 1 + siblings[depth] if depth < len(siblings) else 1
 
     @property
     def draws_at_once(self) -> bool:
-        """Whether nothing but its row decides on a token: no penalty, grammar or candidates beside
-        the tokens before."""
+        """Whether each token depends on its row alone: no penalty, grammar or siblings."""
         request = self.request
         return not (
             request.sampling.penalised or request.allowed is not None or any(request.siblings)
@@ -105,12 +104,12 @@ class AutoregressiveDraft:
 
     @property
     def is_seen(self) -> bool:
-        """Whether it has tokens, and what all of them were drawn from is known."""
+        """Whether it has tokens and knows what each was drawn from."""
         return 0 < len(self.token_ids) == len(self.rows)
 
     @property
     def history(self) -> TokenHistory:
-        """Penalties count what has been drafted as if it were output: for the target it will be."""
+        """Penalties count draft tokens as output, as the target will."""
         if not self.request.sampling.penalised:
             return NO_HISTORY
         committed, prompt_length = self.request.token_ids, self.request.prompt_length
@@ -120,18 +119,18 @@ class AutoregressiveDraft:
         )
 
     def add(self, token_ids: tuple[int, ...], q: DraftDistribution | None) -> None:
-        """Goes on with the first of these; the others are candidates for its place."""
+        """Appends the first token; the others are candidates for the same position."""
         self.token_ids.append(token_ids[0])
         self.beside.append(token_ids[1:])
         self.q.append(q)
 
     def stop(self) -> None:
-        """Draws no more."""
+        """Draws no more tokens."""
         self.num_wanted = len(self.token_ids)
 
     def end(self, error: Exception) -> None:
-        """It draws no more. What it has drawn is proposed: whatever went wrong may be due to that,
-        and a token that is dropped for what it is biases the output."""
+        """Ends the draft after an error. What was drawn is still proposed: the error may be due to
+        a drawn token, and dropping a token because of its value biases the output."""
         if self.token_ids:
             logger.info("a draft ends after %d tokens: %s", len(self.token_ids), error)
             self.stop()
@@ -142,7 +141,7 @@ class AutoregressiveDraft:
 
     @property
     def proposal(self) -> Proposal:
-        """What has been drafted, with q where the rule looks at it."""
+        """The tokens drafted so far, with q if the rule uses it."""
         if not self.token_ids:
             return EMPTY_PROPOSAL
         q = tuple(self.q) if self.request.rule.needs_q else ()
@@ -157,7 +156,7 @@ class DraftSampler:
     """Draws the next tokens of many drafts from a model's logits."""
 
     def __init__(self, vocabulary: DraftVocabulary | None, entries_max: int) -> None:
-        """The logits are of `vocabulary`; `entries_max` bounds the support of each draft
+        """The logits are over `vocabulary`; `entries_max` bounds the support of each draft
         distribution."""
         self.vocabulary = vocabulary
         self.entries_max = entries_max
@@ -167,8 +166,8 @@ class DraftSampler:
         drafts: Sequence[AutoregressiveDraft],
         next_logits: Callable[[Sequence[int]], Tensor],
     ) -> None:
-        """Draws all of them to their end. `next_logits` is told which of them go on, by index, may
-        stop some, and gives the rows [R, N] of the others."""
+        """Draws all drafts to their end. `next_logits` gets the indices of those that continue, may
+        stop some of them, and returns the rows [R, N] of the rest."""
         while active := [index for index, draft in enumerate(drafts) if draft.goes_on()]:
             logits = next_logits(active)
             going_on = [drafts[index] for index in active if not drafts[index].is_whole]
@@ -177,16 +176,16 @@ class DraftSampler:
     def draw(
         self, drafts: Sequence[AutoregressiveDraft], rows: Sequence[Tensor]
     ) -> list[AutoregressiveDraft]:
-        """Draws the next tokens of each from its rows of logits [n, N], a token from each row;
-        returns those that got one. One whose row cannot be drawn from, or whose completion ends,
-        ends there. n is 1 unless the draft `draws_at_once`."""
+        """Draws the next tokens of each draft from its rows of logits [n, N], one from each row,
+        and returns the drafts that got a token. A draft ends if its row cannot be drawn from, or if
+        its completion ends. n is 1 unless the draft `draws_at_once`."""
         if any(draft.request.allowed is not None for draft in drafts):
             drafts, rows = self._masked(drafts, rows)
         lengths = [len(draft.token_ids) for draft in drafts]
         together, groups = _alike(drafts, rows)
         by_index = dict(enumerate(rows))
         away = [index for index in chain(*groups) if rows[index].device.type != "cpu"]
-        if len(groups) > 1 and away:  # One wait for the device, for all.
+        if len(groups) > 1 and away:  # One wait for the device.
             copied = joined_rows([rows[index] for index in away]).cpu()
             sizes = [len(rows[index]) for index in away]
             by_index |= zip(away, torch.split(copied, sizes), strict=True)
@@ -198,8 +197,8 @@ class DraftSampler:
     def _masked(
         self, drafts: Sequence[AutoregressiveDraft], rows: Sequence[Tensor]
     ) -> tuple[list[AutoregressiveDraft], list[Tensor]]:
-        """Those that may go on, and what their grammars leave of their rows: of those that have
-        one, on the CPU."""
+        """The drafts that may continue, and their rows after their grammars' masks; masked rows are
+        on the CPU."""
         going_on: list[AutoregressiveDraft] = []
         left: list[Tensor] = []
         masks: dict[int, TokenMask] = {}
@@ -220,8 +219,8 @@ class DraftSampler:
         return going_on, left
 
     def _draw(self, drafts: list[AutoregressiveDraft], rows: list[Tensor]) -> None:
-        """Of drafts that are alike. An error is some row's own: each then is drawn from alone,
-        which gives the same tokens."""
+        """Draws for drafts that are alike. If that fails, each is drawn alone, which gives the same
+        tokens, so that an error hits only its own draft."""
         by_row = [draft for draft, own in zip(drafts, rows, strict=True) for _ in range(len(own))]
         depths = [
             len(draft.token_ids) + index
@@ -248,8 +247,8 @@ class DraftSampler:
     def _drawn(
         self, drafts: Sequence[AutoregressiveDraft], depths: Sequence[int], logits: Tensor
     ) -> tuple[list[DraftedGroup], Sequence[LikelyTokens | None]]:
-        """A token of each row, whose draft and place in it are given, or candidates for that place;
-        and the rows that single ones were drawn from."""
+        """For each row, whose draft and depth are given: a token or the candidates for its
+        position, and for single tokens what they were drawn from."""
         sampling = drafts[0].request.sampling
         noises = [draft.request.noise for draft in drafts]
         counts = [draft.num_candidates for draft in drafts]
@@ -277,9 +276,9 @@ class DraftSampler:
 def _alike(
     drafts: Sequence[AutoregressiveDraft], rows: Sequence[Tensor]
 ) -> tuple[list[int], list[list[int]]]:
-    """Drafts, by index: those that are drawn together on the device of their rows; and the others
-    in groups of one rule, the same parameters and one device, where those that look at the tokens
-    so far are groups of their own. Those that want several candidates are apart."""
+    """The indices of the drafts that are drawn together on the device of their rows, and of the
+    others in groups with one rule, equal parameters and one device. A draft with penalties is a
+    group of its own, and drafts with several candidates are apart from the rest."""
     groups: dict[Hashable, list[int]] = {}
     for index, (draft, row) in enumerate(zip(drafts, rows, strict=True)):
         sampling, is_single = draft.request.sampling, draft.num_candidates == 1

@@ -1,5 +1,4 @@
-"""What drafters have in common that look up what was written before: a guess, how far it is
-trusted, and the text of each session."""
+"""What look-up drafters share: a guess and its score, and the indexed text of each session."""
 
 from __future__ import annotations
 
@@ -17,15 +16,15 @@ from outrider.tokens import EMPTY_DIGEST, TokenSequence, extend_digest
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """A continuation, each of whose tokens was followed by the next where it was looked up."""
+    """A continuation that followed an earlier occurrence."""
 
     token_ids: tuple[int, ...] = ()
     score: float = 0.0
-    """Tokens of it that are expected to be accepted."""
+    """Expected number of accepted tokens."""
 
     def within(self, request: DraftRequest) -> Guess:
-        """As much of it as the session's grammar lets follow: all that stands behind would be
-        refused. What is cut depends on the committed tokens alone, as the guess does."""
+        """The part of it that the session's grammar allows; the rest would be rejected. What is cut
+        depends on committed tokens alone, as the guess does."""
         if request.allowed is None or not self.token_ids:
             return self
         token_ids = self.token_ids[: request.allowed.num_legal(self.token_ids)]
@@ -42,15 +41,15 @@ NO_GUESS = Guess()
 
 
 def share_of(num: int, num_all: int, match_length: int) -> float:
-    """The share of `num` out of `num_all` occurrences of a match: as though beside them 1 / length
-    of an occurrence had gone on otherwise, since a short match that was seen once says little."""
+    """The smoothed share of `num` among `num_all` occurrences of a match: adds 1 / `match_length`
+    occurrence that continued differently, because a short match seen once is weak evidence."""
     return num / (num_all + 1 / match_length)
 
 
 class LookupDrafter:
     """A `Drafter` without a model; its proposals are one-hot. It keeps the indexed text of at most
-    `SEQUENCES_PER_REPLICA_MAX` sessions, and begins one where it has none, so that what is read in
-    it does not depend on what was kept."""
+    `SEQUENCES_PER_REPLICA_MAX` sessions and builds a missing one again, so that proposals do not
+    depend on what was kept."""
 
     def __init__(self, begin: Callable[[DraftRequest], Any]) -> None:
         self._begin = begin
@@ -61,8 +60,8 @@ class LookupDrafter:
         return [self.guess(request).within(request).proposal(request) for request in requests]
 
     def guess(self, request: DraftRequest) -> Guess:
-        """What would be proposed, and how far it is trusted; nothing where nothing was asked for.
-        Both depend on what a proposal may depend on, and on nothing else."""
+        """The proposal and its score; empty if no tokens are asked for. Both depend only on what a
+        proposal may depend on."""
         if request.num_draft_tokens == 0:
             return NO_GUESS
         text = self._texts.pop(request.session_id, None)
@@ -85,10 +84,10 @@ _NO_PLACE = 0
 
 
 class TextIndex:
-    """A text that grows at its end and may be cut at its beginning, and for each place in it the
-    previous one that ends with the same n-gram.
+    """A text that grows at its end and may be cut at its beginning. For each place the index knows
+    the previous place that ends with the same n-gram.
 
-    A place is the number of tokens before it, those that were cut off included. Appending and
+    A place is the number of tokens before it, including those that were cut off. Appending and
     cutting cost O(1) a token; memory is some 200 bytes a token.
     """
 
@@ -100,7 +99,7 @@ class TextIndex:
         self._last: dict[tuple[int, ...], int] = {}
         """n-gram -> the place after its last occurrence."""
         self._previous: list[int] = []
-        """By place - 1, less what was cut off: that after the occurrence before."""
+        """For each place - 1 (minus what was cut off) the place after the previous occurrence."""
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -110,8 +109,8 @@ class TextIndex:
         return self._num_cut + len(self._ids)
 
     def begins(self, token_ids: Sequence[int], digests: TokenSequence | None = None) -> bool:
-        """Whether `token_ids` starts with the whole text, of which nothing was cut off. Costs O(1)
-        where that much of `token_ids` is in `digests`."""
+        """Whether `token_ids` starts with the whole text, nothing of which was cut off. O(1) if
+        `digests` cover it."""
         if digests is not None and len(self._ids) <= len(digests):
             return digests.holds(len(self._ids), self._digest)
         return list(token_ids[: len(self._ids)]) == self._ids
@@ -131,7 +130,7 @@ class TextIndex:
             previous.append(place)
 
     def cut(self, num_tokens: int) -> None:
-        """Cuts the first tokens off."""
+        """Cuts off the first tokens."""
         n = self._gram_length
         first = self._num_cut + num_tokens + n
         for start in range(min(num_tokens, len(self._ids) - n + 1)):
@@ -142,7 +141,7 @@ class TextIndex:
         self._num_cut += num_tokens
 
     def slice(self, start: int, stop: int) -> list[int]:
-        """The tokens between two places, as far as they are there."""
+        """The tokens between two places, as far as they are kept."""
         return self._ids[max(0, start - self._num_cut) : max(0, stop - self._num_cut)]
 
     def token(self, place: int) -> int | None:
@@ -151,16 +150,16 @@ class TextIndex:
         return self._ids[index] if index < len(self._ids) else None
 
     def earlier(self) -> Iterator[int]:
-        """The places before the end that end with the text's last n-gram, the latest first."""
+        """The earlier places that end with the text's last n-gram, latest first."""
         return self._chain(self._previous[-1] if self._previous else _NO_PLACE)
 
     def occurrences(self, tail: Sequence[int]) -> Iterator[int]:
-        """The places that end with the last n-gram of `tail`, the latest first."""
+        """The places that end with the last n-gram of `tail`, latest first."""
         return self._chain(self._last.get(tuple(tail[-self._gram_length :]), _NO_PLACE))
 
     def match_length(self, place: int, tail: Sequence[int]) -> int:
-        """Tokens before `place`, one of those that end like `tail`, that equal the last ones of
-        `tail`."""
+        """How many tokens before `place` equal the last ones of `tail`; the place must end with the
+        same n-gram as `tail`."""
         ids, end = self._ids, place - self._num_cut
         limit = min(end, len(tail))
         length = min(self._gram_length, limit)  # these are equal by the index
@@ -175,29 +174,30 @@ class TextIndex:
 
 
 OCCURRENCES_MAX = 256
-"""Occurrences of the last `ngram_min` tokens that are looked at, most recent first."""
+"""Number of occurrences of the last `ngram_min` tokens that are compared, latest first."""
 TOKENS_PER_MATCH = 3
-"""Draft tokens for each token of the match, at most: a short match is soon wrong."""
+"""Most draft tokens for each token of the match, because a short match soon fails."""
 
 
 class NgramDrafter(LookupDrafter):
-    """Prompt lookup in each session's own text: it is continued as its end was continued before.
+    """Prompt lookup in each session's own text: continues it as its last tokens were continued
+    before.
 
-    A look-up costs O(OCCURRENCES_MAX * ngram_max) at worst, whatever the length of the text.
-    Defaults: best over texts of a 135M chat model, rewriting (5.0 times as fast by a cost model of
-    26 ms + 0.62 ms a token) and chatting (1.7 at temperature 0, 1.2 at 0.7, 1.06 at 1), at K = 8
-    and 16. A fixed limit of 16 tokens is no faster where it helps, and slower where it does not.
+    A look-up costs O(OCCURRENCES_MAX * ngram_max) at worst, whatever the length of the text. The
+    defaults were best over texts of a 135M chat model, for rewriting (5.0 times as fast by a cost
+    model of 26 ms + 0.62 ms a token) and chatting (1.7 at temperature 0, 1.2 at 0.7, 1.06 at 1), at
+    K = 8 and 16. A fixed limit of 16 tokens is no faster where it helps, and slower elsewhere.
     """
 
     def __init__(self, ngram_min: int = 1, ngram_max: int = 16) -> None:
-        """An occurrence must share `ngram_min` tokens with the end of the text, at least; one of
-        more than `ngram_max` is no better, and then the most recent one wins."""
+        """An occurrence must share at least `ngram_min` tokens with the end of the text. Matches of
+        `ngram_max` tokens or more count as equal; the most recent one wins."""
         super().__init__(lambda request: TextIndex(ngram_min))
         self._ngram_max = ngram_max
 
     def _guess(self, request: DraftRequest, text: TextIndex) -> Guess:
         """The tokens that followed the longest earlier occurrence of the text's end, the most
-        recent of equals. Reaching the end of the text, it goes on with its own tokens, so that a
+        recent of equals. At the end of the text it continues with its own tokens, so that a
         repetition is continued."""
         start = match_length = 0
         tail = text.slice(text.end - self._ngram_max, text.end)

@@ -1,4 +1,4 @@
-"""The drafters by the names that `--draft-model` takes, and what each of them needs."""
+"""The names that `--draft-model` takes, and what each drafter needs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from enum import StrEnum
 from outrider.errors import SettingError, did_you_mean
 
 AUTO = "auto"
-"""Suffix decoding; `docs/performance.md` says why."""
+"""Suffix decoding; `docs/performance.md` has the reason."""
 SHIPPED = {"demo": "demo-drafter"}
-"""Targets with a drafter that is shipped with this package, and its name."""
+"""Targets whose drafter is shipped with this package, and the drafter's name."""
 _QUANTIZED = "quantized"
 _HYBRID = "hybrid"
 MEDUSA = "medusa"
@@ -24,17 +24,17 @@ FORMER_KIND_IS_GONE = (
     f"distill TARGET --kind {EAGLE3}`, which goes by `{EAGLE3}:DIR`"
 )
 _DIRECTORIES = {MEDUSA: "the heads", EARLY_EXIT: "the exit head", EAGLE3: "the head"}
-"""Kinds that a directory follows, and what it holds."""
+"""Kinds that a directory follows, and what it contains."""
 _KINDS = (_QUANTIZED, _HYBRID, MTP, *_DIRECTORIES)
 NOT_ON_VLLM = {
     EARLY_EXIT: "drafts with the target's first layers, which vllm does not run alone",
 }
 """Kinds that need a target on transformers, and why."""
 _KIND = re.compile(r"[A-Za-z][\w-]+")
-"""What stands before a colon is meant as a kind, and not as a path: no hub id has a colon, and a
-directory with one in its name can be written as `./NAME`. One letter begins a path of Windows."""
+"""Text before a colon that is read as a kind, not as a path. Hub ids have no colon, a directory
+with a colon can be written as `./NAME`, and a single letter begins a Windows path."""
 QUANTIZED_BITS = (8, 4)
-"""Bits of a weight that a target can be made its own draft with."""
+"""Bits a weight for a target that is its own draft."""
 _FORMS = (
     "`auto`, `ngram`, `suffix`, a model, `quantized:8`, `quantized:4`, `medusa:DIR`, "
     "`early-exit:DIR`, `eagle3:DIR_OR_ID`, `mtp` or `hybrid:LOOKUP,MODEL`, whose MODEL may be "
@@ -43,12 +43,12 @@ _FORMS = (
 
 
 NEAR_WORD = 0.75
-"""How alike the name of a model must be to a word of `--draft-model` to be taken for a slip; see
-`difflib`."""
+"""Similarity (see `difflib`) from which a model name counts as a misspelt word of
+`--draft-model`."""
 
 
 class LookupKind(StrEnum):
-    """Drafters that look up what was written before."""
+    """Drafters that look up earlier text."""
 
     NGRAM = "ngram"
     SUFFIX = "suffix"
@@ -64,37 +64,36 @@ class DraftModel:
     """A model that drafts."""
 
     name: str | None
-    """A directory, a .gguf file or a hub id; None = the target's own weights ..."""
+    """A directory, a .gguf file or a hub id; None = the target's own weights."""
     bits: int | None = None
-    """... of so many bits; None = as they are."""
+    """Bits that the weights are rounded to; None = unchanged."""
     reads_features: bool = False
-    """Whether it is a head that goes on from features which the target sends."""
+    """Whether it is a head that reads hidden states which the target sends."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterChoice:
-    """What proposes: a look-up; a model, or the target itself beside its verdicts, with heads, with
-    its first layers or with one layer more; or the look-up where it is confident and else one of
-    these."""
+    """What proposes: a look-up; a model; heads, first layers or one more layer on the target; or a
+    hybrid, a look-up where it is confident and otherwise one of the others."""
 
     lookup: LookupKind | None
     model: DraftModel | None
     on_target: str | None = None
-    """The directory, or the hub id, of what the target drafts with, where it does, or `mtp` for
-    what its own files hold ..."""
+    """The directory or hub id of the weights with which the target drafts, `mtp` for a layer in the
+    target's own files; None if the target does not draft."""
     kind: str = ""
-    """... and which kind it is: `medusa`, `early-exit`, `mtp` or `eagle3`, which may run apart from
-    the target."""
+    """The kind of `on_target`: `medusa`, `early-exit`, `mtp` or `eagle3`; the last may run apart
+    from the target."""
 
     @property
     def is_lookup(self) -> bool:
-        """Whether a look-up drafts alone: coordinators make its proposals, and no draft replica
-        runs."""
+        """Whether a look-up drafts alone. Coordinators then make the proposals, and no draft
+        replica runs."""
         return self.model is None and self.on_target is None
 
     @property
     def reads_target(self) -> bool:
-        """Whether it goes on from what the target computes."""
+        """Whether it reads what the target computes."""
         reads = self.model is not None and self.model.reads_features
         return reads or self.on_target is not None
 
@@ -129,14 +128,14 @@ def parse_drafter(name: str) -> DrafterChoice:
 
 
 def eagle3_name(draft_model: str, name: str) -> str:
-    """A `draft_model` that ends with the name of a model whose files are an EAGLE-3 head's, with
-    the kind before that name."""
+    """A `draft_model` that ends with `name`, the model of an EAGLE-3 head, with the kind inserted
+    before it."""
     return draft_model.removesuffix(name) + f"{EAGLE3}:{name}"
 
 
 def same_drafter(one: str, other: str) -> bool:
-    """Whether two `draft_model` may be the same: a published head may be named with its kind, or by
-    its name alone, as its files tell the kind."""
+    """Whether two `draft_model` may mean the same drafter: a published head may be named with or
+    without its kind, as its files tell the kind."""
     return bool({*_meanings(one)} & {*_meanings(other)})
 
 
@@ -148,8 +147,8 @@ def _meanings(draft_model: str) -> tuple[DrafterChoice, ...]:
 
 
 def check_model_name(name: str) -> None:
-    """Of a draft model that is no file here, and so is looked for on the hub. A name without a
-    slash that is one of the words above, or nearly, is taken for a slip: a hub id can be written as
+    """Checks a draft model that is no local file and so is looked for on the hub. A name without a
+    slash that resembles one of the words above counts as a mistake: a hub id can be written as
     `OWNER/NAME`, a directory as `./NAME`. Raises `SettingError`."""
     if "/" in name or name in SHIPPED or name in SHIPPED.values():
         return
@@ -178,7 +177,7 @@ def _wrong(name: str, reason: str) -> SettingError:
 
 @dataclass(frozen=True, slots=True)
 class DrafterDescription:
-    """What `outrider drafters` tells of one kind."""
+    """One row of `outrider drafters`."""
 
     draft_model: str
     """As `--draft-model` takes it."""
@@ -187,8 +186,8 @@ class DrafterDescription:
     memory: str
     training: str
     q: str
-    """What is sent of the distribution that a proposal was drawn from: nothing where it is one-hot,
-    else its likeliest tokens."""
+    """What is sent of the proposal's distribution: nothing if it is one-hot, otherwise its
+    likeliest tokens."""
 
 
 DRAFTERS = (
@@ -243,4 +242,4 @@ DRAFTERS = (
         "the model's", "both parts'", "the model's", "one-hot or sparse",
     ),
 )  # fmt: skip
-"""What is taken by default, then every kind, the cheapest first."""
+"""The default first, then every kind, cheapest first."""

@@ -1,10 +1,10 @@
-"""Suffix decoding: drafts by what most often followed the last tokens, in the session itself and
-in what the same tenant was answered before.
+"""Suffix decoding: drafts what most often followed the last tokens, in the session and in earlier
+answers to the same tenant.
 
-Oliaro et al., "SuffixDecoding" (2024, arXiv 2411.04975): a draft is as long as the product of its
-tokens' shares among the occurrences allows, and a match of m tokens is trusted for a multiple of m.
-Instead of a tree of all suffixes, whose memory is O(depth) a token, an index leads to the latest
-occurrences of the last tokens, and these are counted when they are asked for.
+Oliaro et al., "SuffixDecoding" (2024, arXiv 2411.04975). A draft grows while the product of its
+tokens' shares among the occurrences is large enough, and is at most a multiple of the match's
+length. Instead of a tree of all suffixes, whose memory is O(depth) a token, an index finds the
+latest occurrences of the last tokens, which are counted on request.
 """
 
 from __future__ import annotations
@@ -27,54 +27,55 @@ from outrider.limits import SUFFIX_SEEDS_MAX
 
 MATCH_IN_SESSION_MIN = 1
 MATCH_IN_HISTORY_MIN = 2
-"""Tokens that a match has at least: in a history single ones match everywhere, and say little."""
+"""Minimum length of a match. In a history single tokens match everywhere and say little."""
 
 
 @dataclass(frozen=True, slots=True)
 class SuffixConfig:
-    """How much is looked at, how much is kept, and how far it is trusted.
+    """How much is searched and kept, and how far a match is trusted.
 
-    Defaults: nearly the best over texts of a 135M chat model at K = 8, by a cost model of 22.5 ms a
-    round, 0.35 ms a draft token and 0.6 ms a round with some (`docs/performance.md` has the
-    figures). A look-up takes 45 us. Four times the occurrences bring 0.4 %, and cost four times as
-    much.
+    The defaults are nearly the best over texts of a 135M chat model at K = 8, by a cost model of
+    22.5 ms a round, 0.35 ms a draft token and 0.6 ms for a round with drafts (figures in
+    `docs/performance.md`). A look-up takes 45 us. Four times the occurrences gain 0.4 % at four
+    times the cost.
     """
 
     depth: int = 16
-    """Tokens beyond which a longer match is no better."""
+    """Match length beyond which longer matches count as equal."""
     min_score: float = 0.1
-    """A token is drafted while the product of the shares so far is at least this."""
+    """A token is drafted while the product of the shares is at least this."""
     tokens_per_tenant: int = 2**17
-    """Of earlier outputs; the oldest go first."""
+    """Tokens of earlier outputs kept for a tenant; the oldest are dropped first."""
     tokens_total: int = 2**19
-    """Of all tenants; those of the tenant go first that has longest got no output."""
+    """Tokens kept for all tenants; the tenant whose last output is oldest loses its tokens
+    first."""
     occurrences_max: int = 64
-    """Of the last tokens, the latest ones first, that are looked at in a session, and again in its
-    tenant's history."""
+    """Occurrences of the last tokens that are compared, latest first, in the session and again in
+    the tenant's history."""
     tokens_per_match: int = 4
-    """Draft tokens for each token of the match, at most."""
+    """Most draft tokens for each token of the match."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Occurrence:
-    """Where the last tokens of a session have stood before."""
+    """An earlier occurrence of a session's last tokens."""
 
     text: TextIndex
     place: int
-    """After them."""
+    """The place after them."""
     length: int
-    """Tokens before it that are those of the session's end."""
+    """How many tokens before the place match the session's end."""
 
     def follower(self, drafted: Sequence[int]) -> int | None:
-        """The token after as many as were drafted. Behind the end of a text those follow, so that
-        a session's own repetition is continued."""
+        """The token that follows here after the drafted ones. Beyond the end of the text these
+        themselves follow, so that a session's own repetition is continued."""
         place = self.place + len(drafted)
         beyond = place - self.text.end
         return self.text.token(place) if beyond < 0 else drafted[beyond]
 
 
 class _SessionText(TextIndex):
-    """A session's tokens, and what becomes of them when it ends."""
+    """A session's tokens, and what is needed to keep its output when it ends."""
 
     def __init__(self, request: DraftRequest) -> None:
         super().__init__(MATCH_IN_SESSION_MIN)
@@ -84,16 +85,16 @@ class _SessionText(TextIndex):
 
 
 class SuffixDrafter(LookupDrafter):
-    """Looks up a session's own text, and the finished outputs of its tenant.
+    """Looks up a session's own text and the finished outputs of its tenant.
 
-    Of the sessions of a tenant with one seed only the first writes history, when it ends. The
-    others have the same noise: under rules whose noise belongs to the round, what it made of the
-    first would steer their drafts, and the test of a draft with the very numbers that chose it is
-    biased. So under these rules the others do not read history either, which may depend on the
-    first one's length. Where a seed is forgotten, so is what its session wrote.
+    Of a tenant's sessions with one seed only the first adds to the history, when it ends. The
+    others have the same noise: under rules with noise keyed by the round, the output of the first
+    depends on this noise and would steer their drafts, which biases the test of a draft. Under
+    these rules the others do not read history either, because it may depend on the first one's
+    length. When a seed is forgotten, so is the output of its session.
 
-    A round costs O(occurrences_max * (depth + distinct match lengths * K)) at worst; an appended
-    token, or one that is forgotten, O(1). Memory: see `TextIndex`.
+    A round costs O(occurrences_max * (depth + distinct match lengths * K)) at worst; a token that
+    is appended or forgotten O(1). Memory: see `TextIndex`.
     """
 
     def __init__(
@@ -101,13 +102,13 @@ class SuffixDrafter(LookupDrafter):
         config: SuffixConfig | None = None,
         seeds_max: int = SUFFIX_SEEDS_MAX,
     ) -> None:
-        """`seeds_max`: seeds of which it remembers who had them first."""
+        """`seeds_max`: the number of seeds whose first session is remembered."""
         super().__init__(_SessionText)
         self._config = config or SuffixConfig()
         self._history = History(self._config.tokens_per_tenant, self._config.tokens_total)
         self._seeds_max = seeds_max
         self._first_of_seed: OrderedDict[tuple[str, int], str | None] = OrderedDict()
-        """Tenant and seed, the oldest first -> its first session; None once that has ended."""
+        """Tenant and seed, oldest first -> the first session; None once it has ended."""
 
     def _guess(self, request: DraftRequest, text: TextIndex) -> Guess:
         is_first = self._is_first(request)
@@ -120,8 +121,8 @@ class SuffixDrafter(LookupDrafter):
         return _continuation(found, request.num_draft_tokens, self._config)
 
     def release(self, session_id: str) -> None:
-        """Ends the session: as much of its output as was committed when it was last asked for
-        becomes history, with the prompt's last tokens before it."""
+        """Ends the session: its output, as committed at its last request, is added to the history,
+        with the last tokens of the prompt before it."""
         text = self._texts.pop(session_id, None)
         if text is None or self._first_of_seed.get((text.tenant, text.seed)) != session_id:
             return
@@ -131,7 +132,7 @@ class SuffixDrafter(LookupDrafter):
             self._history.add(text.tenant, text.seed, text.slice(start, text.end))
 
     def _is_first(self, request: DraftRequest) -> bool:
-        """Whether no other session of the tenant has been seen with the seed."""
+        """Whether the session is the tenant's first with its seed."""
         key = request.tenant, request.noise.seed
         first = self._first_of_seed.setdefault(key, request.session_id)
         if len(self._first_of_seed) > self._seeds_max:
@@ -149,7 +150,7 @@ class SuffixDrafter(LookupDrafter):
 
 
 def _continuation(found: Sequence[_Occurrence], num_tokens: int, config: SuffixConfig) -> Guess:
-    """The best of the guesses by the occurrences of at least each length."""
+    """The best guess over the occurrences of at least each length."""
     best = NO_GUESS
     for length in sorted({occurrence.length for occurrence in found}, reverse=True):
         limit = min(num_tokens, config.tokens_per_match * length)
@@ -165,7 +166,7 @@ def _continuation(found: Sequence[_Occurrence], num_tokens: int, config: SuffixC
 def _most_frequent(
     matching: Sequence[_Occurrence], length: int, limit: int, min_score: float
 ) -> Guess:
-    """The token that most of the occurrences go on with, and so on among these; of equals the
+    """The token that most of the occurrences continue with, and so on among these; of equals the
     lowest id."""
     drafted: list[int] = []
     score, product = 0.0, 1.0
@@ -189,41 +190,42 @@ def _most_frequent(
 
 
 END = -1
-"""Stands after every output; no token has this id, so that no match and no draft crosses it."""
+"""Stands after every output. No token has this id, so no match or draft crosses it."""
 
 
 class _TenantHistory(TextIndex):
     def __init__(self) -> None:
         super().__init__(MATCH_IN_HISTORY_MIN)
         self.lengths: OrderedDict[int, int] = OrderedDict()
-        """Of each output, its `END` included, by its seed; the oldest first."""
+        """Seed -> length of its output, `END` included; oldest first."""
 
 
 class History:
-    """Outputs by tenant: whoever asks for one tenant sees nothing of another's.
+    """Outputs by tenant; a tenant never sees another's.
 
-    Adding an output costs O(1) for each of its tokens, and for each that makes room for it.
+    Adding an output costs O(1) for each of its tokens and for each token that makes room.
     """
 
     def __init__(self, tokens_per_tenant: int, tokens_total: int) -> None:
         self._tokens_per_tenant = min(tokens_per_tenant, tokens_total)
         self._tokens_total = tokens_total
         self._tenants: OrderedDict[str, _TenantHistory] = OrderedDict()
-        """The one that has longest got no output first."""
+        """Ordered by the last output, oldest first."""
         self._num_tokens = 0
 
     def __len__(self) -> int:
-        """Tokens of all tenants, one for the end of each output included."""
+        """Tokens of all tenants, including one for the end of each output."""
         return self._num_tokens
 
     def of(self, tenant: str) -> TextIndex | None:
-        """The tenant's outputs one after another, an `END` after each; None where there are none.
-        Valid until the next `add`."""
+        """The tenant's outputs one after another, each with an `END`; None if there are none. Valid
+        until the next `add`."""
         return self._tenants.get(tenant)
 
     def add(self, tenant: str, seed: int, token_ids: Sequence[int]) -> None:
-        """Adds an output, or its last part if it alone is longer than a tenant's share. Older ones
-        of the tenant make room, and then those of others. There is none of its seed yet."""
+        """Adds an output, or its last part if it exceeds the tenant's share. Older outputs of the
+        tenant make room first, then those of others. The tenant must have no output of this seed
+        yet."""
         room = self._tokens_per_tenant - 1
         if room < 1:
             return
@@ -240,8 +242,8 @@ class History:
             self._forget_oldest(next(iter(self._tenants)))
 
     def forget(self, tenant: str, seed: int) -> None:
-        """Forgets the tenant's output of this seed, if it is there, and all before it: what is left
-        depends on no token of it, and not on how many there were."""
+        """Forgets the tenant's output of this seed, if kept, and all before it. What remains
+        depends neither on its tokens nor on their number."""
         while tenant in self._tenants and seed in self._tenants[tenant].lengths:
             self._forget_oldest(tenant)
 

@@ -1,11 +1,11 @@
-"""What a completion must look like: a JSON schema, any JSON object, a regular expression, a choice.
+"""Constraints on a completion: a JSON schema, any JSON object, a regular expression, or a choice.
 
-| file | what it has | needs |
+| file | content | needs |
 | --- | --- | --- |
-| `constraint.py` | the value that a request, the wire and the store have | nothing |
-| `token_mask.py` | which tokens may follow: masks, and who knows them | numpy |
-| `compiler.py` | compiled constraints, kept by tenant and digest | llguidance |
-| `matcher.py` | what the tokens so far allow | llguidance |
+| `constraint.py` | a constraint as a value, for requests, messages and the store | nothing |
+| `token_mask.py` | which tokens may follow: masks, and the interface that gives them | numpy |
+| `compiler.py` | compiled constraints, cached by tenant and digest | llguidance |
+| `matcher.py` | what may follow the tokens so far | llguidance |
 
-Nothing here needs torch: `outrider.speculation.logits_processing` brings masks to logits.
+Nothing here needs torch: `outrider.speculation.logits_processing` applies masks to logits.
 """

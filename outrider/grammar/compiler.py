@@ -1,5 +1,5 @@
-"""Constraints compiled to what tells token masks, on threads of their own, kept by tenant and
-digest."""
+"""Compiles constraints to grammars that compute token masks, on threads of their own, and caches
+them by tenant and digest."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from outrider.shared_calls import SharedCalls
 logger = logging.getLogger(__name__)
 
 _SPACES: Any = {"whitespace_pattern": " "}
-"""One space may stand wherever JSON lets any: a model that likes them does not write them for ever.
-A schema's own `x-guidance` goes before this."""
-if version("llguidance").startswith("1.7."):  # There a pattern is repeated.
+"""Allows one space wherever JSON allows any, as some models would write spaces for ever. A schema's
+own `x-guidance` has precedence."""
+if version("llguidance").startswith("1.7."):  # This version repeats the pattern.
     _SPACES = {"whitespace_flexible": False, "item_separator": " ?, ?", "key_separator": " ?: ?"}
 _REASON_CHARS_MAX = 400
 _Key = tuple[str, bytes]
@@ -54,26 +54,26 @@ class Grammar:
 
     constraint: Constraint
     start: LLMatcher
-    """Before the first token; copied, never moved."""
+    """The state before the first token; always copied before use."""
     eos_token_ids: frozenset[int]
     eos_bits: bytes
-    """The mask of these alone."""
+    """The mask that allows these alone."""
     vocab_size: int
-    """Of the tokenizer."""
+    """Size of the tokenizer's vocabulary."""
     digest: bytes
-    """Of the constraint."""
+    """The constraint's digest."""
     tenant: str = ""
-    """Whose sessions alone follow it."""
+    """The only tenant whose sessions use it."""
     compile_s: float = 0.0
-    """What it took to compile."""
+    """The time it took to compile."""
 
     @property
     def key(self) -> _Key:
         return self.tenant, self.digest
 
     def is_used_up(self) -> bool:
-        """Whether it can be followed no further: all copies share the states of their lexer, and
-        these are as many as they may be."""
+        """Whether it cannot be used any further: all copies share their lexer's states, and the
+        number of these has reached its limit."""
         copy = self.start.deep_copy()
         copy.compute_bitmask()
         return bool(copy.is_error())
@@ -85,15 +85,16 @@ class _Refusal:
 
     error: OutriderError
     until_s: float = math.inf
-    """When to try again: what took too long may have been slow by chance."""
+    """When to try again: a slow compilation may have been slow by chance."""
 
 
 class GrammarTokenizer:
-    """A tokenizer as grammars need it: the bytes of each token, and which ones end a text."""
+    """A tokenizer in the form that grammars need: the bytes of each token, and the tokens that end
+    a text."""
 
     def __init__(self, tokenizer: Any, eos_token_ids: tuple[int, ...]) -> None:
-        """`tokenizer` is a fast one of Hugging Face, or the JSON of its backend. Takes about a
-        second. Raises `ConfigError` for another one, and where nothing ends a text."""
+        """`tokenizer` is a fast tokenizer of Hugging Face, or the JSON of its backend. Takes about
+        a second. Raises `ConfigError` for any other tokenizer, and without end tokens."""
         if not eos_token_ids:
             raise ConfigError("the model has no token that ends a text, as a constraint needs")
         try:
@@ -111,7 +112,7 @@ class GrammarTokenizer:
 
     def compile(self, constraint: Constraint) -> Grammar:
         """Raises `BadRequest`, with the kind as its field, for a constraint that cannot be met or
-        takes too much."""
+        is too large."""
         try:
             text = _grammar_text(constraint)
         except ValueError as error:
@@ -119,7 +120,7 @@ class GrammarTokenizer:
             raise BadRequest(constraint.kind, reason) from None
         start = LLMatcher(self.tokens, text, log_level=0, limits=self._limits)
         if not start.is_error():
-            # What may come first is worked out here, and not first where all sessions wait for it.
+            # Compute the first mask now, not in a step that all sessions wait for.
             first = start.deep_copy()
             first.compute_bitmask()
             if first.is_error():
@@ -133,8 +134,8 @@ class GrammarTokenizer:
 
 
 def backend_json(tokenizer: Any) -> str:
-    """A fast tokenizer of Hugging Face as the JSON of its backend. Raises `ConfigError` for
-    another one."""
+    """The JSON of the backend of a fast tokenizer of Hugging Face. Raises `ConfigError` for any
+    other tokenizer."""
     backend = copy(getattr(tokenizer, "backend_tokenizer", None))
     if backend is None:
         raise ConfigError("the model's tokenizer is not one of Hugging Face's fast ones")
@@ -144,39 +145,39 @@ def backend_json(tokenizer: Any) -> str:
 
 
 class Grammars:
-    """The grammars of one process: the last ones that were asked for, and all that somebody still
-    holds. Compiles off the event loop; the results, failures included, may be asked for on any
-    thread. Each tenant has its own, so that none learns by times or refusals what others ask."""
+    """The grammars of one process: the most recent ones, and all that are still referenced.
+    Compiles off the event loop; results, including failures, may be read on any thread. Each tenant
+    has its own, so that times and refusals reveal nothing of another tenant's requests."""
 
     def __init__(self, load: Callable[[], GrammarTokenizer]) -> None:
-        """`load` is called with the first constraint; one for which it raises `ConfigError` is not
-        served."""
+        """`load` is called for the first constraint. If it raises `ConfigError`, constraints are
+        refused."""
         self._load = load
         self.clock: Callable[[], float] = time.thread_time
-        """What a thread has worked, s."""
+        """CPU time of the thread, s."""
         self.now: Callable[[], float] = time.monotonic
-        """The time, s."""
+        """Time, s."""
         self._tokenizer: GrammarTokenizer | None = None
         self._loading = threading.Lock()
         self._lock = threading.Lock()
         self._found: Newest[_Key, Grammar | _Refusal] = Newest(GRAMMARS_MAX)
         self._held: WeakValueDictionary[_Key, Grammar] = WeakValueDictionary()
-        """Those of them that are grammars, and others that had to make room."""
+        """Grammars that are still referenced, also if they have left `_found`."""
         self._slow: WeakSet[Grammar] = WeakSet()
-        """Those that have once taken too long to follow."""
+        """Grammars that were too slow once."""
         self.slow_ahead: WeakSet[Grammar] = WeakSet()
-        """Those that have behind draft tokens, and are followed behind none any more. For the
-        thread of steps."""
+        """Grammars that were too slow after draft tokens; they are not followed after draft tokens
+        any more. Used by the thread of steps alone."""
         self._calls: SharedCalls[_Key, Grammar | _Refusal] = SharedCalls(COMPILE_THREADS, "grammar")
 
     def find(self, digest: bytes, tenant: str = "") -> Grammar | OutriderError | None:
-        """What has been compiled, or why that is not possible; None where nobody knows."""
+        """The compiled grammar, or why there is none; None if it is unknown here."""
         found = self._look_up((tenant, digest))
         return found.error if isinstance(found, _Refusal) else found
 
     def get(self, constraint: Constraint, tenant: str = "") -> Grammar:
-        """The grammar; where it is not known (any more), compiled here and now. Raises
-        `BadRequest`, with the kind as its field."""
+        """The grammar; compiled in this thread if it is not known. Raises `BadRequest`, with the
+        kind as its field."""
         found = self._look_up((tenant, constraint.digest()))
         return _grammar_of(found or self._compile(constraint, tenant))
 
@@ -195,9 +196,9 @@ class Grammars:
         return _grammar_of(found)
 
     def renewed(self, used_up: Grammar) -> Grammar:
-        """A grammar in place of one that is used up: another, where somebody has compiled it
-        since; else compiled here and now, if that is quick. Raises `BadRequest` where it is not:
-        the next session that comes with it waits until it is compiled."""
+        """A grammar to replace one that is used up: one that was compiled since, or else a new one
+        if that is quick to compile. Otherwise raises `BadRequest`; the next session with this
+        constraint then waits until it is compiled."""
         key = used_up.key
         with self._lock:
             if self._known(key) is used_up:
@@ -208,8 +209,8 @@ class Grammars:
         return self.get(used_up.constraint, used_up.tenant)
 
     def note_slow(self, grammar: Grammar) -> None:
-        """A step was held up for too long by this grammar. Raises `BadRequest` where that was not
-        the first time; it is then refused for a while."""
+        """Records that this grammar held up a step for too long. The second time it is refused for
+        a while, and raises `BadRequest`."""
         if grammar not in self._slow:
             self._slow.add(grammar)
             return
@@ -219,7 +220,7 @@ class Grammars:
         raise refusal.error
 
     def close(self) -> None:
-        """Begins no more; one that is being compiled is not waited for."""
+        """Starts no more compilations; does not wait for a running one."""
         self._calls.close()
 
     def _look_up(self, key: _Key) -> Grammar | _Refusal | None:
@@ -298,19 +299,20 @@ def _grammar_text(constraint: Constraint) -> str:
 
 
 def _check_strict(schema: dict[str, Any], field: str) -> None:
-    """Raises `BadRequest` where what cannot be had is to be passed over: nobody would hear."""
+    """Raises `BadRequest` for a lenient schema, whose unsupported parts would be ignored
+    silently."""
     options = schema.get("x-guidance")
     if isinstance(options, dict) and options.get("lenient", False) is not False:
         raise BadRequest(field, "x-guidance.lenient is not allowed: no part is passed over")
 
 
 def _literal(text: str) -> str:
-    """An expression that matches this very text."""
+    """An expression that matches exactly this text."""
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
 
 
 def _reason(error: str) -> str:
-    """What the compiler says, in one line."""
+    """The compiler's message, on one line."""
     return " ".join(error.split())[:_REASON_CHARS_MAX]
 
 
@@ -320,12 +322,12 @@ _NOTES = {
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
     *("$comment", "$schema", "$id", "$anchor", "$defs", "definitions", "x-guidance"),
 }
-"""Keys that hold no answer to anything."""
+"""Keys that do not restrict an answer."""
 _APART = _NOTES | {"allOf", "$ref", "patternProperties", "enum", "const", *_UNIONS}
-"""Keys that are looked at one by one."""
+"""Keys that are handled one by one."""
 _MANY = 1e9
 _REFERENCES_MAX = 8
-"""References that lead to one another, to find what kind of value an alternative is."""
+"""References that are followed to find the type of an alternative."""
 
 
 def check_alternatives(schema: dict[str, Any], field: str) -> None:
@@ -344,16 +346,17 @@ def check_alternatives(schema: dict[str, Any], field: str) -> None:
 
 
 class _Document:
-    """A schema, with what is known of its parts."""
+    """A schema, and what is known of its parts."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
         self._schema = schema
         self._reached: dict[int, float] = {}
-        """What each part that was looked at holds with all that it refers to; by its `id`."""
+        """The alternatives in each visited part and in all that it refers to, by the part's
+        `id`."""
         self._all_listed = sum(map(self._listed, self._parts()))
 
     def num_alternatives(self) -> float:
-        """Those of all parts, each of which counts once however often it is referred to."""
+        """The alternatives of all parts; each part counts once, however often it is referred to."""
         return sum(map(self._own, self._parts()))
 
     def _parts(self) -> Iterator[dict[str, Any]]:
@@ -366,21 +369,21 @@ class _Document:
                 yield part
 
     def _own(self, schema: dict[str, Any]) -> float:
-        """The alternatives that stand in a schema itself, and those that combining makes."""
+        """The alternatives listed in a schema itself, and those that arise by combination."""
         found, parts = self._listed(schema), self._combined(schema)
         if len(parts) < 2:
             return found
-        # Counted as lists: which ones a combination holds is not looked at.
+        # Counted as lists, whatever their types.
         ways = prod(1 + part / LIST_ALTERNATIVE for part in parts) - 1
         return min(max(found, LIST_ALTERNATIVE * ways), _MANY)
 
     def _listed(self, schema: dict[str, Any]) -> float:
-        """Those that stand in a schema itself."""
+        """The alternatives listed in a schema itself."""
         values = [{"const": value} for value in _list_at(schema, "enum")]
         return sum(map(self._of_union, [values, *(_list_at(schema, key) for key in _UNIONS)]))
 
     def _of_union(self, entries: list[Any]) -> float:
-        """Nothing of one alternative, which nothing else begins like."""
+        """0 for a single alternative, which cannot be confused with another."""
         counted = [weight for weight in map(self._weight, entries) if weight > 0]
         return float(sum(counted)) if len(counted) > 1 else 0.0
 
@@ -400,8 +403,8 @@ class _Document:
         return 1 if kinds and kinds <= {"object", *_SCALARS} else LIST_ALTERNATIVE
 
     def _combined(self, schema: dict[str, Any]) -> list[float]:
-        """Of the parts of a schema that all hold at once, the alternatives of each; where it has
-        some."""
+        """The alternatives of each part of a schema, for parts that apply at the same time; without
+        parts that have none."""
         patterns = schema.get("patternProperties")
         at_once = [
             *_list_at(schema, "allOf"),
@@ -417,13 +420,13 @@ class _Document:
         return [part for part in parts if part > 0]
 
     def _reach(self, value: Any) -> float:
-        """The alternatives that a value and all that it refers to hold."""
+        """The alternatives in a value and in all that it refers to."""
         if not isinstance(value, dict | list):
             return 0.0
         known = self._reached.get(id(value))
         if known is not None:
             return known
-        self._reached[id(value)] = self._all_listed  # Where it leads back to itself.
+        self._reached[id(value)] = self._all_listed  # For references back to this value.
         found = sum(map(self._reach, containers_in(value)))
         if isinstance(value, dict):
             found += self._own(value) + self._reach_by(value.get("$ref"))
@@ -431,14 +434,15 @@ class _Document:
         return found
 
     def _reach_by(self, reference: Any) -> float:
-        """The same of what a reference names; all there are, where that is not found here."""
+        """The same for what a reference names; all alternatives if that is not found in this
+        document."""
         if not isinstance(reference, str):
             return 0.0
         target = self._target(reference)
         return self._all_listed if target is None else self._reach(target)
 
     def _target(self, reference: Any) -> Any:
-        """What a reference names in this document; nothing where it does not."""
+        """What a reference names in this document; None if it is not found."""
         if not isinstance(reference, str) or not reference.startswith("#"):
             return None
         found: Any = self._schema

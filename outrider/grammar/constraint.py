@@ -1,4 +1,4 @@
-"""A constraint as a value: what kind it is, and its canonical text."""
+"""A constraint as a value: its kind and its canonical text."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from outrider.limits import (
 
 DIGEST_BYTES = 16
 ANY_OBJECT = '{"type":"object"}'
-"""The canonical text of any JSON object: the schema that all of them meet."""
+"""The canonical text for any JSON object."""
 
 
 class ConstraintKind(StrEnum):
-    """How a text is to be read."""
+    """How a constraint's text is read."""
 
     JSON_SCHEMA = "json_schema"
     JSON_OBJECT = "json_object"
@@ -33,20 +33,20 @@ class ConstraintKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What the whole completion must be. Make one with `of_schema`, `of_regex`, `of_choices` or
-    `any_object`, or from its parts with `read`; whether it can be compiled is another question."""
+    """What the whole completion must match. Made by `of_schema`, `of_regex`, `of_choices` or
+    `any_object`, or from its parts by `read`; whether it can be compiled is checked later."""
 
     kind: ConstraintKind
     text: str
-    """A schema as JSON without needless spaces, its keys in their order, which is that of the
-    answer; an expression that the whole completion matches; choices as a JSON list."""
+    """A schema as compact JSON, its keys in their order, which is the order in the answer; an
+    expression that the whole completion matches; or choices as a JSON list."""
 
     @classmethod
     def of_schema(
         cls, schema: str | Mapping[str, Any], field: str = ConstraintKind.JSON_SCHEMA
     ) -> Constraint:
-        """JSON that a schema describes, given as JSON or as what it stands for. Raises `BadRequest`
-        for what is no JSON object, or larger or deeper than `outrider.limits` says."""
+        """JSON that matches a schema, given as JSON text or as a mapping. Raises `BadRequest` for
+        anything but a JSON object, and above the size and depth in `outrider.limits`."""
         if isinstance(schema, str):
             _check_size(schema, CONSTRAINT_BYTES_MAX, field)
             schema = _loaded(schema, field)
@@ -64,8 +64,8 @@ class Constraint:
 
     @classmethod
     def of_regex(cls, regex: str, field: str = ConstraintKind.REGEX) -> Constraint:
-        """Text that a regular expression matches from its beginning to its end; anchors around all
-        of it say nothing more. Raises `BadRequest` for an empty or overlong one."""
+        """Text that a regular expression matches completely; anchors around the whole expression
+        have no effect. Raises `BadRequest` for an empty or too long one."""
         if not isinstance(regex, str):
             raise BadRequest(field, "is no text")
         _check_size(regex, REGEX_BYTES_MAX, field)
@@ -89,8 +89,8 @@ class Constraint:
 
     @classmethod
     def read(cls, kind: str, text: str, field: str = "constraint") -> Constraint:
-        """The constraint of a kind's name and a canonical text, as they were sent or stored.
-        Raises `BadRequest` for what no constraint has."""
+        """The constraint with this kind and canonical text, from a message or the store. Raises
+        `BadRequest` if they are invalid."""
         if kind == ConstraintKind.JSON_OBJECT:
             return cls.any_object()
         if kind == ConstraintKind.JSON_SCHEMA:
@@ -113,7 +113,7 @@ class Constraint:
         return tuple(json.loads(self.text))
 
     def digest(self) -> bytes:
-        """A 128-bit name for it, the same in every process."""
+        """A 128-bit hash, the same in every process."""
         content = f"{self.kind}\n{self.text}".encode()
         return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
 
@@ -128,7 +128,7 @@ def _loaded(text: str, field: str) -> Any:
 
 
 def _dumped(value: Any, field: str) -> str:
-    """Canonical JSON: no needless spaces, keys in their order."""
+    """Canonical JSON: compact, with keys in their order."""
     try:
         return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError) as error:
@@ -150,7 +150,7 @@ def _check_size(text: str, bytes_max: int, field: str) -> None:
 
 
 def _check_depth(value: Any, field: str) -> None:
-    """Containers within containers, level by level."""
+    """Checks nesting level by level."""
     level: list[Any] = [value]
     for _ in range(SCHEMA_DEPTH_MAX):
         level = [inner for outer in level for inner in containers_in(outer)]
@@ -160,7 +160,7 @@ def _check_depth(value: Any, field: str) -> None:
 
 
 def containers_in(value: Any) -> list[Any]:
-    """The containers that stand directly in a container."""
+    """The containers directly inside a container."""
     parts: Iterable[Any] = ()
     if isinstance(value, Mapping):
         parts = value.values()
@@ -170,8 +170,8 @@ def containers_in(value: Any) -> list[Any]:
 
 
 def _without_anchors(regex: str) -> str:
-    """Without ^ at the beginning and unescaped $ at the end: any number, so that a text from which
-    they were taken once is its own."""
+    """Removes all ^ at the beginning and all unescaped $ at the end, so that applying it twice
+    changes nothing more."""
     bare = regex.lstrip("^")
     while bare.endswith("$"):
         before = bare[:-1]

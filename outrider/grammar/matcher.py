@@ -1,9 +1,8 @@
-"""What the tokens of a session so far allow, by its grammar. The state is a pure function of
-constraint and completion: it goes back where tokens are thrown away, and comes out the same where
-it is made anew.
+"""Which tokens may follow the tokens of a session, by its grammar. The state depends only on
+constraint and completion: it can be rolled back when tokens are discarded, and rebuilt.
 
-Where a text can only go on in one way, a mask has the one token that the tokenizer itself would
-write there. Others that spell a part of the same text could be consumed, and stand in no mask.
+Where a text can continue in only one way, a mask has the one token that the tokenizer itself would
+write. Other tokens that spell a part of the same text could be consumed, but are in no mask.
 """
 
 from __future__ import annotations
@@ -23,36 +22,36 @@ _USED_UP = "it alone takes too many states"
 
 
 class PrefixMatcher:
-    """Follows one completion. Ends of text are noted here, and are not the grammar's: it knows only
-    whether one may stand, and one that forces its end takes none."""
+    """Follows one completion. End-of-text tokens are tracked here, outside the grammar, which only
+    knows whether the text may end and rejects all tokens after a forced end."""
 
     def __init__(self, grammar: Grammar, grammars: Grammars) -> None:
-        """Where the grammar is used up, the next one is got of the `grammars`; where it is slow,
-        they hear."""
+        """Gets a new grammar from `grammars` when this one is used up, and reports slow ones to
+        them."""
         self.grammar = grammar
-        """The one that it follows now."""
+        """The grammar in use."""
         self._grammars = grammars
         self._matcher: LLMatcher = grammar.start.deep_copy()
         self._is_broken = False
-        """Whether the matcher has failed, and says nothing any more."""
+        """Whether the matcher has failed and must start over."""
         self._is_ahead = False
-        """Whether it is asked about draft tokens, which may be refused."""
+        """Whether the question is about draft tokens, which may be rejected."""
         self._tokens: list[int] = []
-        """Those it stands behind; all of them legal."""
+        """The tokens up to the current state; all are legal."""
         self._num_fed = 0
-        """Of them, those that the grammar has consumed: all before the first end of text."""
+        """How many of them the grammar has consumed: all before the first end of text."""
 
     def ask_ahead(self, is_ahead: bool) -> None:
-        """Says whether what is asked next is about draft tokens: their time ends no session. Raises
-        `Incompatible` if it is, and the grammar has been too slow for that."""
+        """Sets whether the next question is about draft tokens; slow ones then end no session.
+        Raises `Incompatible` if so and the grammar has been too slow for that."""
         self._is_ahead = is_ahead
         if is_ahead and self.grammar in self._grammars.slow_ahead:
             raise Incompatible(f"{self.grammar.constraint.kind}: is too slow behind draft tokens")
 
     def stand(self, length: int, token_ids: Sequence[int]) -> int:
-        """Goes to where `token_ids` follow the first `length` tokens that it stands behind, or as
-        far as these spell what the grammar allows. Returns how many do. Raises `Incompatible` where
-        the grammar has become too hard."""
+        """Moves to the state after the first `length` current tokens and `token_ids`, as far as the
+        grammar allows these. Returns how many it allows. Raises `Incompatible` if the grammar has
+        become too hard."""
         tokens = self._tokens
         check(length <= len(tokens), f"it stands behind {len(tokens)} tokens, not {length}")
         common = 0
@@ -69,7 +68,7 @@ class PrefixMatcher:
         return num_legal
 
     def mask(self) -> TokenMask:
-        """What may come next. Raises `Incompatible` where nothing may, or the grammar has become
+        """What may come next. Raises `Incompatible` if nothing may, or if the grammar has become
         too hard."""
         if self._num_fed < len(self._tokens):
             ends = np.frombuffer(self.grammar.eos_bits, dtype=np.uint8)
@@ -87,7 +86,7 @@ class PrefixMatcher:
         return TokenMask(bits)
 
     def _consume(self, token_ids: Sequence[int]) -> int:
-        """Of them, those that spell what is allowed here."""
+        """Consumes the tokens that are allowed here, and returns how many."""
         grammar, num_legal = self.grammar, 0
         if self._num_fed == len(self._tokens):
             words = []
@@ -109,7 +108,7 @@ class PrefixMatcher:
         return num_legal
 
     def _feed(self, words: Sequence[int]) -> int:
-        """Of them, those that the grammar has consumed."""
+        """Returns how many of the tokens the grammar has consumed."""
         if not words:
             return 0
         began = self._grammars.clock()
@@ -118,7 +117,7 @@ class PrefixMatcher:
         return num_legal
 
     def _back_to(self, length: int) -> None:
-        """Forgets all but the first `length` tokens."""
+        """Drops all but the first `length` tokens."""
         del self._tokens[length:]
         back = self._num_fed - length
         self._num_fed = min(self._num_fed, length)
@@ -128,8 +127,8 @@ class PrefixMatcher:
             raise self._too_hard()
 
     def _mend(self) -> bool:
-        """After something that failed: whether it can be tried again, by a grammar that is not used
-        up. Raises `Incompatible` where there is none, or the constraint itself is too hard."""
+        """Handles a failure: returns whether to try again with a new grammar. Raises `Incompatible`
+        if there is none, or if the constraint itself is too hard."""
         if self.grammar.is_used_up():
             try:
                 self.grammar = self._grammars.renewed(self.grammar)
@@ -143,19 +142,19 @@ class PrefixMatcher:
         return False
 
     def _start_over(self) -> bool:
-        """To the same state by a new matcher; False where this grammar does not get there."""
+        """Rebuilds the state with a new matcher; False if this grammar cannot reach it."""
         self._matcher = self.grammar.start.deep_copy()
         words = self._tokens[: self._num_fed]
         self._is_broken = self._feed(words) < len(words)
         return not self._is_broken
 
     def _check_time(self, began: float, num_tokens: int) -> None:
-        """Bounds the time of a step, which all sessions of a replica share."""
+        """Limits the time spent in a step, which all sessions of a replica share."""
         allowed = MASK_S_MAX * -(-num_tokens // FOLLOWED_AT_ONCE)
         if self._grammars.clock() - began <= allowed:
             return
         if self._is_ahead:
-            self._grammars.slow_ahead.add(self.grammar)  # They may be refused: no session ends.
+            self._grammars.slow_ahead.add(self.grammar)  # No session ends by it.
             return
         try:
             self._grammars.note_slow(self.grammar)
@@ -163,7 +162,7 @@ class PrefixMatcher:
             raise self._too_hard(error.reason) from error
 
     def _too_hard(self, reason: str = "") -> Incompatible:
-        """Why nothing follows; the matcher has to start over before it says anything again."""
+        """The error for a grammar that cannot be followed; the matcher must then start over."""
         self._is_broken = True
         said = " ".join((reason or self._matcher.get_error() or "it is too hard").split())[:200]
         kind, num_tokens = self.grammar.constraint.kind, self._num_fed
@@ -178,8 +177,8 @@ class Followed:
     def __init__(
         self, matcher: PrefixMatcher, length: int, committed: tuple[int, ...] = ()
     ) -> None:
-        """The matcher stands behind `length` tokens of the completion, or further on; `committed`
-        are counted behind them."""
+        """The matcher has at least `length` tokens of the completion; `committed` come after
+        these."""
         self._matcher = matcher
         self._length = length
         self._committed = committed
@@ -203,8 +202,8 @@ class Followed:
 
 
 class Matchers:
-    """The matchers of a replica's sessions, for the thread of its steps. Of `MATCHERS_MAX` sessions
-    they are kept; another one's is made anew."""
+    """The matchers of a replica's sessions, used by the thread of steps. The `MATCHERS_MAX` most
+    recent are kept; others are rebuilt."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
@@ -213,9 +212,10 @@ class Matchers:
     def follow(
         self, session_id: str, compiled: Grammar | OutriderError, completion: Sequence[int]
     ) -> Followed:
-        """What may follow a session's completion so far; good until the session is followed again.
-        `compiled` is its constraint's grammar, or why there is none. Raises `Incompatible` for the
-        latter, for what has been refused since, and for what the completion does not meet."""
+        """What may follow a session's completion so far; valid until the next call for this
+        session. `compiled` is its constraint's grammar, or the error in its place. Raises
+        `Incompatible` for such an error, for a grammar that was refused since, and for a completion
+        that does not meet it."""
         matcher = self._matchers.pop(session_id, None)
         if isinstance(compiled, OutriderError):
             raise Incompatible(compiled.message) from compiled

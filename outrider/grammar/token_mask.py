@@ -1,4 +1,4 @@
-"""Which tokens may follow what is there."""
+"""Which tokens may follow the tokens so far."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenMask:
-    """The tokens that may stand at one place."""
+    """The tokens allowed at one position."""
 
     bits: Bits
-    """[W]: eight tokens a byte, the lowest bit first; a token beyond them may not."""
+    """[W]: eight tokens a byte, lowest bit first; tokens beyond the end are forbidden."""
     is_over: bool = False
-    """Whether the completion has ended, and nothing but its end is said again."""
+    """Whether the completion has ended and only end tokens may follow."""
 
     def has(self, token_id: int) -> bool:
-        """Whether a token may."""
+        """Whether a token is allowed."""
         byte, bit = divmod(token_id, 8)
         return byte < len(self.bits) and bool(self.bits[byte] >> bit & 1)
 
     def flags(self, vocab_size: int) -> Flags:
-        """[V]: whether each token may."""
+        """[V]: whether each token is allowed."""
         count = min(vocab_size, 8 * len(self.bits))
         flags = np.unpackbits(self.bits, count=count, bitorder="little")
         return np.pad(flags, (0, vocab_size - len(flags))).astype(np.bool_)
 
 
 class Allowed(Protocol):
-    """What may follow the committed tokens of one session, by its grammar. Good until the session's
-    tokens change; the answers are a function of tokens and constraint alone."""
+    """What may follow the committed tokens of one session, by its grammar. Valid until the
+    session's tokens change; the answers depend on tokens and constraint alone."""
 
     def after(self, drafted: Sequence[int]) -> TokenMask | None:
-        """What may follow them and `drafted`; None where these must not stand there themselves, so
-        that nothing behind them counts. Raises `Incompatible` where nothing may, or the grammar is
-        found to be too hard."""
+        """What may follow them and `drafted`; None if `drafted` itself is not allowed, so that
+        nothing after it counts. Raises `Incompatible` if nothing may follow, or if the grammar
+        proves too hard."""
         ...
 
     def num_legal(self, drafted: Sequence[int]) -> int:
-        """How many of `drafted`, from the first on, their masks let stand there."""
+        """How many of `drafted`, counted from the first, are allowed."""
         ...
 
     def behind(self, committed: Sequence[int]) -> Allowed:
-        """The same for when these tokens are committed, too."""
+        """The same after these tokens have been committed, too."""
         ...

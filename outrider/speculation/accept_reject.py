@@ -1,4 +1,4 @@
-"""From a verdict to an outcome: what the coordinator decides. Pure, the same wherever it runs."""
+"""From a verdict to an outcome. Pure functions, so that coordinator and target decide alike."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Origin(StrEnum):
     CORRECTION = "correction"
     BONUS = "bonus"
     STORED = "stored"
-    """Read from the store by a resumed session, which does not know."""
+    """Read from the store by a resumed session; the store does not keep the origin."""
 
 
 @value(frozen=True, slots=True)
 class Outcome:
-    """What a round commits: the draft tokens of a path, and one token of the target after them."""
+    """What a round commits: the accepted draft tokens, and one token of the target after them."""
 
     path: tuple[int, ...]
-    """The draft tokens that are accepted, by index; of a chain the first ones."""
+    """Indices of the accepted draft tokens; in a chain the first ones."""
     token_ids: tuple[int, ...]
     origins: tuple[Origin, ...]
 
@@ -38,24 +38,25 @@ class Outcome:
 
     @property
     def last(self) -> int:
-        """Index of the row that the last token is from: 0 behind the last committed token, i + 1
-        behind draft token i."""
+        """Index of the row that the last token comes from: 0 after the last committed token, i + 1
+        after draft token i."""
         return self.path[-1] + 1 if self.path else 0
 
 
 def count_accepted(rule: Rule, passes: Iterable[bool]) -> int:
-    """How many draft tokens are accepted, given which of them pass their own test: under block
-    the longest prefix whose last token passes, whatever those before it did (Sun et al., ICLR
-    2025, algorithm 2); under every other rule those before the first that fails, and nothing
-    behind that one is looked at."""
+    """The number of accepted draft tokens, from the result of each token's own test. Under block:
+    the longest prefix whose last token passes, whatever the tokens before it did (Sun et al., ICLR
+    2025, algorithm 2). Under the other rules: the tokens before the first failure; later results
+    are not read."""
     if rule is Rule.BLOCK:
         return max((i for i, passed in enumerate(passes, start=1) if passed), default=0)
     return sum(1 for _ in takewhile(bool, passes))
 
 
 def survival(rule: Rule, accept_probability: Sequence[float]) -> tuple[float, ...]:
-    """The chance, for n = 1..K, that n draft tokens or more are accepted, by the tests' own chances
-    [K]: of the tokens that were drafted, those behind the first refused one included."""
+    """The probability, for n = 1..K, that at least n draft tokens are accepted.
+    `accept_probability` [K] is that of each token's own test, including the tokens after the first
+    rejected one."""
     if rule is Rule.BLOCK:
         refusals = [1.0 - chance for chance in reversed(accept_probability)]
         return tuple(1.0 - none_passes for none_passes in accumulate(refusals, mul))[::-1]
@@ -69,13 +70,13 @@ def decide(
     uniforms: Iterable[float],
     parents: tuple[int, ...] = (),
 ) -> Outcome:
-    """Accepts draft tokens against `uniforms` [N] in (0, 1), of a chain taken as far as they are
-    needed, and adds the token that follows.
+    """Accepts draft tokens by `uniforms` [N] in (0, 1), and adds the token that follows. In a chain
+    only as many uniforms are read as are needed.
 
-    Draft token i passes iff uniforms[i] <= verdict.accept_probability[i]: a probability of 0 never
-    passes, since no uniform is 0. Of a tree (`parents`) the first of siblings that passes is
-    accepted, and goes on with its children. Raises `InvariantError` if the lengths do not fit
-    together."""
+    Draft token i passes iff uniforms[i] <= verdict.accept_probability[i]. No uniform is 0, so a
+    probability of 0 never passes. In a tree (`parents`) the first sibling that passes is accepted,
+    then its children are tried. Raises `InvariantError` if the lengths do not match.
+    """
     num_draft_tokens, accept = len(proposal_ids), verdict.accept_probability
     if len(accept) != num_draft_tokens or len(verdict.correction) != num_draft_tokens + 1:
         raise InvariantError(
@@ -101,12 +102,13 @@ def decide(
 def ending_at(
     verdict: Verdict, index: int, proposal_ids: Sequence[int], parents: tuple[int, ...] = ()
 ) -> Verdict:
-    """The verdict by which a round commits the path to draft token `index` and nothing behind it:
-    the draft token takes the place of the correction in the row that it follows.
+    """The verdict under which a round commits the path up to draft token `index` and nothing after
+    it: that draft token replaces the correction of the row it follows.
 
-    For an outcome whose path has this token, where no token can be drawn behind it. The tokens of
-    the round are then those of the outcome up to there, so their law is the same: under every rule
-    the chance that a path is committed as far as a token depends on no row behind that token."""
+    Used when an outcome's path contains this token but nothing can be drawn after it. The round
+    commits the same tokens as the outcome up to there, so their law is unchanged: under every rule
+    the probability of committing a path up to a token does not depend on later rows.
+    """
     tree = draft_tree(parents, len(proposal_ids))
     accept = [0.0] * len(proposal_ids)
     ancestor = tree.parents[index]
@@ -119,7 +121,7 @@ def ending_at(
 
 
 def _walk(tree: DraftTree, passes: Sequence[bool]) -> tuple[tuple[int, ...], bool]:
-    """The path that is accepted, and whether nothing follows its end."""
+    """The accepted path, and whether it ends at a leaf."""
     path: list[int] = []
     siblings = tree.children[0]
     while (accepted := next((index for index in siblings if passes[index]), None)) is not None:
@@ -138,10 +140,10 @@ def _passes(probabilities: Sequence[float], uniforms: Iterable[float]) -> Iterat
 
 @value(frozen=True, slots=True)
 class Verdict:
-    """What the target says of a proposal of K tokens."""
+    """The target's answer to a proposal of K tokens."""
 
     accept_probability: tuple[float, ...]
-    """[K]: draft token i passes iff its uniform is at most this: min(1, p / q) under token, h_i
-    under block, 0 or 1 under coupled and greedy."""
+    """[K]: draft token i passes iff its uniform is at most this. It is min(1, p / q) under token,
+    h_i under block, and 0 or 1 under coupled and greedy."""
     correction: tuple[int, ...]
-    """[K+1]: the token that follows where n draft tokens were accepted."""
+    """[K+1]: the token that follows n accepted draft tokens."""

@@ -1,15 +1,15 @@
-"""Whether committed tokens look as if their target had drawn them.
+"""Checks whether committed tokens look as if they were drawn from the target's distribution.
 
-Under the target's law p_i, given all tokens before, the surprise -log p_i(x_i) of a token has the
-mean H(p_i) and the variance of -log p_i under p_i, both known without the token. So the sum of
-surprise less entropy is a martingale, also of sessions that end where their tokens say so, and
-divided by the root of the summed variances it is about a standard normal variable, the more so the
-more tokens there are. Its mean is the cross entropy of what was drawn from less the entropy of p:
-tokens of another distribution are mostly more surprising, those of one that is sharper less. A
-distribution that differs from p and has the same mean surprise is not seen.
+Under the target's distribution p_i, given all earlier tokens, the surprise -log p_i(x_i) of a token
+has the mean H(p_i) and the variance of -log p_i under p_i. Both are known without the token. So the
+sum of surprise minus entropy is a martingale, also for sessions whose tokens decide where they end.
+Divided by the square root of the summed variances it is approximately standard normal for many
+tokens. If tokens come from another distribution, its mean is the cross entropy minus the entropy of
+p: usually positive, and negative for a sharper distribution. A distribution that differs from p but
+has the same mean surprise is not detected.
 
-Greedy tokens are compared with the likeliest one. The transforms are those that verdicts are made
-with, in float64: an audit finds wrong noise, acceptance or residuals, and not a wrong transform.
+Greedy tokens are compared with the likeliest token. The transforms are those of the verdicts, in
+float64: an audit finds wrong noise, acceptance or residuals, but no wrong transform.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from outrider.speculation.logits_processing import (
 from outrider.speculation.sampling_params import SamplingParams
 
 NEAR_TIE = 2.0**-6
-"""Of the largest logit, and at least of 1: what rounding may make of two logits in bfloat16, whose
-neighbours are up to 2^-7 of themselves apart. A greedy token nearer to the likeliest is a tie."""
+"""Relative to the largest logit, or absolute if that is below 1: how far rounding can move two
+bfloat16 logits apart (neighbouring values differ by up to 2^-7 of themselves). A greedy token
+within this distance of the likeliest one counts as a tie."""
 _P_MIN = 1e-300
-"""Stands in for p = 0 where 0 is divided by it."""
+"""Replaces p = 0 in a division of 0 by p."""
 
 
 def audit(
@@ -42,9 +43,9 @@ def audit(
     params: SamplingParams,
     history: TokenHistory = NO_HISTORY,
 ) -> AuditSums:
-    """Of tokens in a chain, each from its row of `logits` [N, V], which are of any float type,
-    on the CPU, unchanged. Row i counts the history and its `drafted_ids[:i]`, as in a
-    verification. Raises `InvariantError` for rows that `target_probabilities` refuses."""
+    """Audits a chain of tokens, token i against row i of `logits` [N, V] (any float type, on the
+    CPU, unchanged). Row i counts the history and its `drafted_ids[:i]`, as in a verification.
+    Raises `InvariantError` for rows that `target_probabilities` refuses."""
     num, vocab_size = logits.shape
     check(len(token_ids) == num, f"{len(token_ids)} tokens and {num} rows")
     inside = [index for index in range(num) if token_ids[index] < vocab_size]

@@ -1,4 +1,4 @@
-"""What an audit comes to; `audit.py` says what it is worth."""
+"""The sums of an audit; `audit.py` says what they mean. A separate module, as it needs no torch."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AuditSums:
-    """Over tokens of one session, or of many."""
+    """Sums over the tokens of one or more sessions."""
 
     num_tokens: int = 0
     num_impossible: int = 0
-    """Of them those with p = 0, which are not in the sums below."""
+    """Tokens with p = 0; the sums below leave them out."""
     num_unlikely: int = 0
-    """Greedy ones that are not the likeliest token, and no near tie of it ..."""
+    """Greedy tokens that are neither the likeliest token nor a near tie."""
     num_near_ties: int = 0
-    """... and those that are one."""
+    """Greedy tokens that are a near tie of the likeliest one."""
     surprise: float = 0.0
-    """Sum of -log p(x), nats ..."""
+    """Sum of -log p(x), nats; 0 for greedy tokens."""
     entropy: float = 0.0
-    """... and of what it is expected to be; both 0 of greedy tokens."""
+    """Expected value of `surprise`; 0 for greedy tokens."""
     variance: float = 0.0
     """Sum of the variances of -log p(x) under p, nats squared."""

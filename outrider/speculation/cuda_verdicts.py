@@ -1,5 +1,5 @@
-"""Verdicts on a CUDA device: those of all sessions in three kernels at most, with one wait for the
-device, however many sessions there are. The law is `verification.py`'s."""
+"""Verdicts on a CUDA device: at most three kernels and one wait for all sessions together. The
+rules are those of `verification.py`."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _WARPS = 16
 
 
 Transforms = tuple[SamplingParams, TokenHistory, Sequence[TokenMask | None]]
-"""Of a session's rows; the mask of each, if there are any."""
+"""What changes the rows of one session; the list has a mask for each row, or is empty."""
 
 
 _FAILED: set[torch.device] = set()
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether there is a device with the kernels' compiler, and no trial has failed on it."""
+    """Whether the device is CUDA, Triton is installed, and no trial has failed on it."""
     return device.type == "cuda" and device not in _FAILED and _has_compiler()
 
 
@@ -51,27 +51,27 @@ def _has_compiler() -> bool:
 
 
 def give_up(device: torch.device) -> None:
-    """From now on `has_kernels` says no."""
+    """Makes `has_kernels` return False for the device from now on."""
     _FAILED.add(device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JudgedRows:
-    """What the kernels find, [R] each; on the CPU."""
+    """The kernels' results, [R] each, on the CPU."""
 
     maxima: RealArray
     """The largest logit; NaN where any is."""
     behind: RealArray
-    """Of a draft token that is judged here pi behind it, or min(1, p / q); NaN of one outside its
-    q."""
+    """For a row that judges a draft token: min(1, p / q), or in a block pi after the token; NaN if
+    the token is outside its q."""
     left: RealArray
-    """In a block Z."""
+    """In a block: Z."""
     drawn: IntArray
-    """The token that follows, as a correction where a draft token was judged here."""
+    """The token that follows; the correction where the row judges a draft token."""
 
 
 class RowJudge:
-    """One call: the first kernels run while the last one's words are made ready."""
+    """One batch of verdicts: the first kernels run while the input of the last one is prepared."""
 
     def __init__(
         self,
@@ -80,8 +80,8 @@ class RowJudge:
         sizes: IntArray,
         drafted: IntArray,
     ) -> None:
-        """Of `logits` [R, V], float32 or narrower: the transforms of each session, `sizes` its
-        rows; `drafted` [R] is the draft token that a row judges, or -1."""
+        """`logits` [R, V], float32 or narrower; `transforms` and the number of rows (`sizes`) of
+        each session; `drafted` [R] is the draft token that a row judges, or -1."""
         from outrider.speculation.triton_kernels import change_rows
 
         num_rows, width = logits.shape
@@ -112,9 +112,9 @@ class RowJudge:
         blocks: npt.NDArray[np.bool_],
         q: Sequence[DraftDistribution | None],
     ) -> JudgedRows:
-        """By each row's noise; how many draft tokens of its chain come before the one that it
-        judges (-1 = it judges none); whether that is a block; and what each draft token that is
-        judged was drawn from, a `DraftDistribution` or None."""
+        """Takes the noise of each row; how many draft tokens of its chain come before the one that
+        it judges (-1: it judges none); whether the row belongs to a block; and for each judged
+        draft token the `DraftDistribution` it was drawn from, or None."""
         device = self._weights.device
         packed = [b"" if each is None else each.packed for each in q]
         words = np.zeros((len(keys), JUDGED_WORDS), dtype=np.int64)
@@ -133,7 +133,7 @@ class RowJudge:
 
 
 def weigh(weights: Tensor, found: Tensor, logits: Tensor, words: Tensor) -> None:
-    """Runs `weigh_rows`, on the device that is current."""
+    """Runs `weigh_rows` on the current device."""
     from outrider.speculation.triton_kernels import weigh_rows
 
     num_rows, width = logits.shape
@@ -144,7 +144,7 @@ def weigh(weights: Tensor, found: Tensor, logits: Tensor, words: Tensor) -> None
 
 
 def settle(weights: Tensor, found: Tensor, words: Tensor, sent: Tensor, stride: int) -> None:
-    """Runs `settle_rows`, on the device that is current; `sent` of any type."""
+    """Runs `settle_rows` on the current device; `sent` may have any type."""
     from outrider.speculation.triton_kernels import settle_rows
 
     num_rows, width = weights.shape
@@ -160,8 +160,8 @@ def settle(weights: Tensor, found: Tensor, words: Tensor, sent: Tensor, stride: 
 def _changes(
     transforms: Sequence[Transforms], sizes: IntArray, words: IntArray, width: int
 ) -> list[npt.NDArray[Any]]:
-    """What stands behind the words of the rows, and is told there: tokens with biases or
-    penalties, then masks; nothing where no row has any."""
+    """The arrays that follow the rows' words and are referenced there: tokens with biases or
+    penalties, then masks. Empty if no row has any."""
     tables: list[npt.NDArray[Any]] = []
     masks: dict[int, tuple[int, TokenMask]] = {}
     words[:, 7] = -1
@@ -192,18 +192,18 @@ def _changes(
 
 
 def send(parts: Sequence[npt.NDArray[Any]], device: torch.device) -> Tensor:
-    """The bytes of all parts on a device, in one copy, without a wait for it."""
+    """Copies all parts as bytes to a device, in one copy, without waiting for it."""
     words = torch.from_numpy(np.concatenate([part.reshape(-1).view(np.uint8) for part in parts]))
     return words.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else words
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Kernels are started on the device that is current."""
+    """Makes the device current: kernels start on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def filters(sampling: SamplingParams) -> tuple[float, float, float, float]:
-    """Temperature, min-p, top-p and top-k of a row; the greedy keep the likeliest token."""
+    """Temperature, min-p, top-p and top-k of a row; greedy rows keep the likeliest token."""
     if sampling.greedy:
         return 1.0, 0.0, 1.0, 1.0
     return sampling.temperature, sampling.min_p, sampling.top_p, float(max(sampling.top_k, 0))

@@ -1,10 +1,11 @@
-"""Drawing draft tokens. What is drawn from is what goes on the wire: under token and block a draft
-distribution is truncated and quantised first and sampled afterwards, so its q is exact.
+"""Draws draft tokens. Under token and block a distribution is truncated and quantised before it is
+sampled, and exactly this distribution is sent, so q is exact.
 
 Counts are the steps of the rounded cumulative distribution, so each is within 1 of its token's
-share. A quantised draw takes one uniform u: the token at which the counts, added up in the order in
-which they are sent, exceed u times their sum. Siblings are drawn so one after the other, each from
-what those before it left. A coupled draw is the race that the target runs (`gumbel_max.py`).
+share. A quantised draw takes one uniform u and returns the token at which the running sum of the
+counts, in the order in which they are sent, exceeds u times their total. Siblings are drawn one
+after another without replacement. A coupled draw is the race that the target runs
+(`gumbel_max.py`).
 """
 
 from __future__ import annotations
@@ -56,15 +57,16 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 
 _Reals = TypeVar("_Reals", RealArray, Tensor)
 DraftedToken = tuple[int, DraftDistribution | None]
-"""A token and what it was drawn from; None where the rule does not look or the draw is one-hot."""
+"""A token and the distribution it was drawn from; None if the rule does not use q or the draw was
+certain (one-hot)."""
 DraftedGroup = tuple[tuple[int, ...], DraftDistribution | None]
-"""Siblings, and what they were drawn from without replacement."""
+"""Siblings, and the distribution they were drawn from without replacement."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LikelyTokens:
-    """The M likeliest tokens of each of R rows, falling: `ids` [R, M] int64 of the target, and
-    `mass` [R, M] float64, in proportion to their probabilities; 0 of those that are impossible. On
+    """The M likeliest tokens of each of R rows, likeliest first: `ids` [R, M] int64 in the target's
+    vocabulary, and `mass` [R, M] float64, proportional to their probabilities (0 if impossible). On
     the CPU."""
 
     ids: IntArray
@@ -75,22 +77,22 @@ class LikelyTokens:
 
     @classmethod
     def joined(cls, parts: Sequence[LikelyTokens]) -> LikelyTokens:
-        """The rows of all parts, which have one M."""
+        """The rows of all parts, which must have the same M."""
         ids = np.concatenate([part.ids for part in parts])
         return cls(ids, np.concatenate([part.mass for part in parts]))
 
     def first(self, count: int) -> LikelyTokens:
-        """The `count` likeliest; views."""
+        """The `count` likeliest tokens of each row, as views."""
         return LikelyTokens(self.ids[:, :count], self.mass[:, :count])
 
     def split(self, sizes: Sequence[int]) -> list[LikelyTokens]:
-        """Parts of so many rows, one after another; views."""
+        """Consecutive parts of these numbers of rows, as views."""
         ends = [*accumulate(sizes)][:-1]
         parts = zip(np.split(self.ids, ends), np.split(self.mass, ends), strict=True)
         return [LikelyTokens(ids, mass) for ids, mass in parts]
 
     def row(self, index: int) -> LikelyTokens:
-        """One row; a view."""
+        """One row, as a view."""
         return LikelyTokens(self.ids[index : index + 1], self.mass[index : index + 1])
 
 
@@ -103,11 +105,11 @@ def draw_from_logits(
     history: TokenHistory = NO_HISTORY,
     vocabulary: DraftVocabulary | None = None,
 ) -> tuple[list[DraftedToken], LikelyTokens | None]:
-    """`draft_tokens` of the distribution of `logits` under `params` and `history` for B sessions
-    that share rule and parameters (and the history, where it counts): `logits` [B, V], unchanged.
-    With a `vocabulary` they are [B, N]; parameters, history, tokens and noise have the target's
-    ids. With them the `likely_tokens` of the rows; None where the likeliest is taken. Raises
-    `InvariantError` where `target_probabilities` does."""
+    """Draws the next token for each of B sessions that share rule and parameters (and the history,
+    if penalties use it). `logits` [B, V] are unchanged; with a `vocabulary` they are [B, N], while
+    parameters, history, tokens and noise use the target's ids. Also returns the `likely_tokens` of
+    the rows, or None where the likeliest token is taken. Raises `InvariantError` where
+    `target_probabilities` does."""
     check(len(noises) == len(indices) == len(logits), "one noise and index for each row")
     _check_entries(entries_max)
     if not noises:
@@ -136,11 +138,11 @@ def draw_siblings(
     entries_max: int = DRAFT_SUPPORT_ENTRIES,
     vocabulary: DraftVocabulary | None = None,
 ) -> list[DraftedGroup]:
-    """Up to `counts[b]` candidates for one place of each of B sessions that share rule and
-    parameters, none of them penalties; the first is what `draw_from_logits` draws. Under token the
-    others are drawn without replacement from the q that comes with them, under coupled they are
-    those of the `DRAFT_SUPPORT_ENTRIES` likeliest tokens that arrive next in the race, and under
-    greedy those that are next likely."""
+    """Draws up to `counts[b]` candidates for one position of each of B sessions that share rule and
+    parameters, without penalties. The first is what `draw_from_logits` draws. The others are drawn
+    without replacement from the returned q under token; under coupled they are the next to arrive
+    in the race among the `DRAFT_SUPPORT_ENTRIES` likeliest tokens; under greedy they are the next
+    likeliest."""
     check(len(noises) == len(indices) == len(counts) == len(logits), "a count for each row")
     _check_entries(entries_max)
     check(not params.penalised, "penalties would count siblings")
@@ -180,9 +182,9 @@ def likely_tokens(
     vocabulary: DraftVocabulary | None = None,
     count: int = DRAFT_SUPPORT_ENTRIES,
 ) -> LikelyTokens:
-    """The `count` likeliest tokens of each row of a draft's `logits` [R, V] under `params`, which,
-    as the history, are in the columns of the `vocabulary` if there is one. Raises as
-    `target_probabilities` does."""
+    """The `count` likeliest tokens of each row of a draft's `logits` [R, V] under `params`. With
+    a `vocabulary`, parameters and history are in its columns. Raises as `target_probabilities`
+    does."""
     count = min(count, logits.shape[1])
     if not params.tempered_alone:
         return likely_by_weight(_weights(logits, params, history), count, vocabulary)
@@ -203,7 +205,7 @@ def likely_tokens(
 
 def arrival_order(rows: LikelyTokens, keys: RowKeys) -> tuple[IntArray, RealArray]:
     """The tokens of each row in the order in which they arrive in its race, and the logarithms of
-    their scores (log mass + Gumbel noise): [R, M] each; -1 and -inf of impossible ones."""
+    their scores (log mass + Gumbel noise): [R, M] each; -1 and -inf for impossible tokens."""
     found = scores(torch.from_numpy(rows.mass), torch.from_numpy(rows.ids), keys).numpy()
     order = np.argsort(-found, axis=1)
     found = np.take_along_axis(found, order, 1)
@@ -215,11 +217,12 @@ def arrival_order(rows: LikelyTokens, keys: RowKeys) -> tuple[IntArray, RealArra
 def quantise(
     probabilities: Tensor, entries_max: int, vocabulary: DraftVocabulary | None = None
 ) -> DraftDistribution:
-    """The `entries_max` likeliest of `probabilities` [V] as counts that sum to `COUNT_TOTAL`;
-    tokens left without a count are dropped. The likeliest comes first. Ids are those of
-    `vocabulary` where the probabilities are its columns'.
+    """The `entries_max` likeliest of `probabilities` [V] as counts that sum to `COUNT_TOTAL`,
+    likeliest first; tokens whose count is 0 are dropped. With a `vocabulary` the probabilities are
+    of its columns, and the ids are the target's.
 
-    The support may have one entry; whoever puts it on the wire turns that into None."""
+    The support may have one entry; on the wire that is None.
+    """
     _check_entries(entries_max)
     return _distributions(
         likely_by_weight(probabilities[None], entries_max, vocabulary), entries_max
@@ -227,41 +230,41 @@ def quantise(
 
 
 def count_levels(mass: _Reals) -> _Reals:
-    """The counts of `mass` [R, M], float64, added up: [R, M], whole numbers up to `COUNT_TOTAL`. On
-    arrays, or on tensors of any device."""
+    """The cumulative counts of `mass` [R, M], float64: [R, M], whole numbers up to `COUNT_TOTAL`.
+    For arrays and for tensors on any device."""
     sums = mass.cumsum(1)
     levels: _Reals = (sums / sums[:, -1:] * COUNT_TOTAL).round()
     return levels
 
 
 def _host_levels(mass: RealArray) -> RealArray:
-    """`count_levels` on the CPU, where what has no mass is refused."""
+    """`count_levels` on the CPU; refuses rows without mass."""
     check(bool((mass.sum(1) > 0).all()), "a row without mass is no distribution")
     return count_levels(mass)
 
 
 def place_of(levels: Any, count: Any) -> Any:
-    """Where in each row of `levels` [R, M] a count of `count` [R, 1] falls: [R]. On arrays, or on
-    tensors of any device."""
+    """The index in each row of `levels` [R, M] at which a count of `count` [R, 1] falls: [R]. For
+    arrays and for tensors on any device."""
     return (levels <= count).sum(1)
 
 
 def _drawn_counts(keys: RowKeys) -> RealArray:
-    """Of each row one of the counts of its distribution: [R, 1]."""
+    """A uniform draw from the counts of each row: [R, 1]."""
     uniform: Any = uniforms(token_keys(keys), np.zeros((1, 1), dtype=np.int64))
     counts: RealArray = uniform * COUNT_TOTAL // 1
     return counts
 
 
 def draw_quantised(token_ids: IntArray, levels: RealArray, keys: RowKeys) -> IntArray:
-    """One token of each of R distributions, by the rows' keys: [R]. `token_ids` [R, M], and what
-    `count_levels` gives of them."""
+    """One token from each of R distributions, by the rows' keys: [R]. `levels` are the
+    `count_levels` of the tokens `token_ids` [R, M]."""
     drawn: IntArray = token_ids[np.arange(len(levels)), place_of(levels, _drawn_counts(keys))]
     return drawn
 
 
 def _weights(logits: Tensor, params: SamplingParams, history: TokenHistory) -> Tensor:
-    """The distributions of `logits` [B, V] up to a factor, as wide as whole blocks; on the CPU."""
+    """The distributions of `logits` [B, V] up to a factor, padded to whole blocks, on the CPU."""
     logits = logits.cpu()
     width = -(-logits.shape[1] // BLOCK) * BLOCK
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -279,7 +282,7 @@ def likely_by_weight(
 
 
 def _token_ids(columns: Tensor, vocabulary: DraftVocabulary | None) -> IntArray:
-    """The tokens of columns; of one beyond the vocabulary, which pads a row, any."""
+    """The tokens of these columns; any token for a column that pads the row."""
     found: IntArray = columns.numpy()
     if vocabulary is None:
         return found
@@ -327,7 +330,7 @@ def _without_replacement(q: DraftDistribution, numbers: Sequence[float]) -> tupl
 
 
 def _likeliest_first(logits: Tensor, count: int) -> list[int]:
-    """The columns of the largest of `logits` [V], in order (ties: lowest first)."""
+    """The columns of the `count` largest of `logits` [V], largest first (ties: lowest first)."""
     columns = largest_ids(logits, count)
     order = logits[columns].argsort(descending=True, stable=True)
     found: list[int] = columns[order].tolist()
@@ -339,14 +342,14 @@ def _certain(columns: Sequence[int], vocabulary: DraftVocabulary | None) -> Draf
 
 
 def one_hot(columns: Sequence[int], vocabulary: DraftVocabulary | None) -> list[DraftedToken]:
-    """The tokens of columns of the logits, each drawn with certainty."""
+    """The tokens of these columns, as certain draws."""
     if vocabulary is not None:
         columns = vocabulary.token_ids[list(columns)].tolist()
     return [(token_id, None) for token_id in columns]
 
 
 def raced(weights: Tensor, keys: RowKeys, vocabulary: DraftVocabulary | None) -> list[DraftedToken]:
-    """The race's winner in each row, whose noise is that of the tokens and not of the columns."""
+    """The winner of the race in each row. The noise belongs to token ids, not to columns."""
     if vocabulary is not None:
         table = vocabulary.table(weights.device)
         columns = weights[:, : len(table)]
@@ -365,14 +368,14 @@ def _check_entries(entries_max: int) -> None:
 
 
 _ROW_WORDS = 16
-"""Of each row: six that `weigh_rows` reads; whether it is coupled, and whether it is quantised; six
-that `settle_rows` reads; and the count that is drawn, as a float64."""
+"""The words of each row: six for `weigh_rows`; whether it is coupled, and whether it is quantised;
+six for `settle_rows`; and the drawn count as a float64."""
 _COUPLED, _QUANTISED, _KEYS, _COUNT = 6, 7, 8, 14
 
 
 def can_draw_on_device(logits: Tensor, params: SamplingParams) -> bool:
-    """Whether `draw_on_device` may be given such logits: on a device with kernels, where nothing
-    but the logits decides what is drawn."""
+    """Whether `draw_on_device` accepts these logits: they are on a device with kernels, and no bias
+    or penalty applies."""
     is_narrow = logits.dtype != torch.float64
     return is_narrow and has_kernels(logits.device) and not (params.penalised or params.logit_bias)
 
@@ -386,7 +389,7 @@ def draw_on_device(
     vocabulary: DraftVocabulary | None = None,
 ) -> tuple[list[DraftedToken], list[LikelyTokens | None]]:
     """As `draw_from_logits`, for sessions of any rules and parameters, with one wait for the device
-    of `logits`; the likely tokens of each row by itself."""
+    of `logits`; returns the likely tokens of each row separately."""
     is_greedy = np.array(
         [one.greedy or noise.rule is Rule.GREEDY for one, noise in zip(params, noises, strict=True)]
     )
@@ -425,7 +428,7 @@ def draw_on_device(
 
 
 def _likeliest_columns(logits: Tensor, vocabulary: DraftVocabulary | None) -> list[Tensor]:
-    """The likeliest token of each row, and its logit, [R, 1] each."""
+    """The likeliest token of each row and its logit, [R, 1] each."""
     maxima, columns = logits.max(dim=1, keepdim=True)
     return [_ids_on_device(columns, vocabulary), maxima.double()]
 
@@ -439,7 +442,8 @@ def _drawn_columns(
     any_filtered: bool,
 ) -> list[Tensor]:
     """The token of each row and the largest logit, [R, 1] each; its likeliest tokens and their
-    masses; and the `count_levels` of the first `entries_max`. `rows` are the words."""
+    masses; and the `count_levels` of the first `entries_max`. `rows` holds the words of the
+    rows."""
     reals, flags = rows.view(torch.float64), rows.view(torch.bool)
     token, maxima = _likeliest_columns(logits, vocabulary)
     if any_coupled or any_filtered:

@@ -1,23 +1,24 @@
 """Noise for each token of a row, and sampling with it.
 
-A row's place and stream give four Philox words (`random_streams.py`), hence two 64-bit keys. Number
-i of the row is 64 bits from its keys by the finaliser of SplitMix64 (Steele, Lea, Flood: Fast
-Splittable Pseudorandom Number Generators, OOPSLA 2014), with the second key xored in between its
-products.
+A row's place and stream give four Philox words (`random_streams.py`), which make two 64-bit keys.
+Number i of the row is 64 bits from these keys by the finaliser of SplitMix64 (Steele, Lea, Flood:
+Fast Splittable Pseudorandom Number Generators, OOPSLA 2014), with the second key xored in between
+its two multiplications.
 
 Race: argmax over v of w_v / t_v, where the waits t_v are independent Exp(1), is v with probability
-w_v / sum w, for any weights that need not be normalised (equivalently Gumbel-argmax over log w).
-Draft and target that race with the same keys mostly draw the same token.
+w_v / sum w. The weights need not be normalised. This equals Gumbel-argmax over log w. A draft and a
+target that race with the same keys usually draw the same token.
 
-The waits have two levels, so that a race over a large vocabulary needs few of them. Tokens
-128 b .. 128 b + 127 are block b. The least of 128 independent Exp(1) is Exp(128), is each of them
-with equal chance, and by lack of memory the others are later by an Exp(1) of their own:
+The waits have two levels, so that a race over a large vocabulary computes only a few of them.
+Tokens 128 b .. 128 b + 127 form block b. The least of 128 independent Exp(1) is Exp(128); it
+belongs to each token with equal probability, and the other waits exceed it by independent Exp(1),
+since the distribution is memoryless:
 
-    number 2^32 + b   m_b = E / 128 from its upper 52 bits, and from its lower 7 the token that
-                      waits so long
+    number 2^32 + b   m_b = E / 128 from its upper 52 bits, and from its lower 7 the token with
+                      this wait
     number v          every other token of the block waits m_b + E
 
-A token can win only if w_v / m_b exceeds the score of some other token.
+A token can win only if w_v / m_b exceeds the score of another token.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ BLOCK = 128
 """Tokens that share a least wait."""
 _BLOCK_BITS = 7
 _BLOCK_NUMBERS = 2**32
-"""The number of block 0; token ids are below."""
+"""The number of block 0; token ids are smaller."""
 _DENSE_WIDTH = 4 * BLOCK
-"""Rows up to this width get all of their waits."""
+"""Up to this width all waits of a row are computed."""
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _FIRST = 0xBF58476D1CE4E5B9 - 2**64
 _SECOND = 0x94D049BB133111EB - 2**64
 _FRACTION_BITS = 52
-"""Of a uniform (n + 0.5) * 2^-52: a float64 holds each exactly, and none is 0 or 1."""
+"""Bits of a uniform (n + 0.5) * 2^-52: float64 represents each exactly, and none is 0 or 1."""
 IntArray: TypeAlias = npt.NDArray[np.int64]
 RealArray: TypeAlias = npt.NDArray[np.float64]
 _Ints = TypeVar("_Ints", IntArray, Tensor)
@@ -56,8 +57,8 @@ def token_keys(keys: RowKeys) -> tuple[IntArray, IntArray]:
 
 
 def numbers(keys: tuple[_Ints, _Ints], indices: _Ints) -> _Ints:
-    """Numbers `indices` [R, M] or [1, M] of each row: [R, M], int64 of 64 random bits. `keys` are
-    columns [R, 1]. On arrays, or on tensors of any device."""
+    """Numbers `indices` ([R, M] or [1, M]) of each row: [R, M], int64 with 64 random bits. `keys`
+    are columns [R, 1]. For arrays and for tensors on any device."""
     first, second = keys
     bits = indices * _GAMMA + first
     bits ^= (bits >> 30) & (2**34 - 1)  # the mask clears the sign bits of the shift
@@ -76,8 +77,8 @@ def uniforms(keys: tuple[_Ints, _Ints], indices: _Ints) -> _Ints:
 
 
 def race(weights: Tensor, keys: RowKeys) -> Tensor:
-    """One token a row: [R], int64, by `weights` [R, V] on the CPU, which are float32 or float64,
-    >= 0 and unchanged. A row without any positive weight gives 0. Ties: lowest id."""
+    """One token for each row: [R], int64. `weights` [R, V] are float32 or float64, >= 0, on the
+    CPU, unchanged. A row without a positive weight gives 0. Ties: lowest id."""
     num_rows, width = weights.shape
     if width <= _DENSE_WIDTH:
         return scores(weights, torch.arange(width)[None], keys).argmax(dim=1)
@@ -88,8 +89,9 @@ def race(weights: Tensor, keys: RowKeys) -> Tensor:
 
 
 def speeds(weights: Tensor, token_ids: Tensor, keys: tuple[Tensor, Tensor]) -> Tensor:
-    """The scores w / t of listed tokens, [R, M] or [1, M] (int64, >= 0), which `weights` [R, M]
-    belong to: [R, M], float64. The largest of all tokens wins the row's race."""
+    """The scores w / t of the listed tokens: [R, M], float64. `token_ids` ([R, M] or [1, M],
+    int64, >= 0) are the tokens of `weights` [R, M]. The largest score of all tokens wins the
+    row's race."""
     blocks = numbers(keys, (token_ids >> _BLOCK_BITS) + _BLOCK_NUMBERS)
     later = _exponentials(numbers(keys, token_ids))
     is_least = (blocks & (BLOCK - 1)) == (token_ids & (BLOCK - 1))
@@ -98,7 +100,7 @@ def speeds(weights: Tensor, token_ids: Tensor, keys: tuple[Tensor, Tensor]) -> T
 
 
 def scores(weights: Tensor, token_ids: Tensor, keys: RowKeys) -> Tensor:
-    """`speeds` of rows on the CPU, by their `RowKeys`."""
+    """`speeds` of rows on the CPU, from their `RowKeys`."""
     low, high = token_keys(keys)
     return speeds(weights, token_ids, (torch.from_numpy(low), torch.from_numpy(high)))
 
@@ -106,10 +108,12 @@ def scores(weights: Tensor, token_ids: Tensor, keys: RowKeys) -> Tensor:
 def _pruned_race(
     weights: npt.NDArray[Any], tops: npt.NDArray[Any], keys: tuple[IntArray, IntArray]
 ) -> IntArray:
-    """`race` for rows of whole blocks, [R, V]; `tops` [R, V / 128] is the largest weight of each.
+    """`race` for rows of whole blocks, [R, V]; `tops` [R, V / 128] holds the largest weight of each
+    block.
 
-    Looks first at the token of least wait in every block, then at those tokens alone that could
-    still beat the best of these."""
+    First scores the token of least wait in every block, then only the tokens that could still beat
+    the best of these.
+    """
     num_rows, num_blocks = tops.shape
     blocks = weights.reshape(-1, BLOCK)
     bits = numbers(keys, _block_numbers(num_blocks))
@@ -146,7 +150,7 @@ def _block_numbers(num_blocks: int) -> IntArray:
 
 
 def _column(low: npt.NDArray[Any], high: npt.NDArray[Any]) -> IntArray:
-    """64-bit keys from words of 32 bits, as a column."""
+    """64-bit keys from pairs of 32-bit words, as a column."""
     key: IntArray = ((high << np.uint64(32)) | low).view(np.int64)[:, None]
     return key
 

@@ -1,8 +1,8 @@
-"""From logits to the distribution that is sampled, on the CPU: in float64 where they are float64,
-else in float32, with sums over a row in float64.
+"""From logits to the distribution that is sampled, on the CPU: in float64 for float64 logits, else
+in float32; sums over a row are always in float64.
 
-Order: logit bias; penalties; temperature; min-p; top-k; top-p; renormalise. Each filter looks at
-what the one before it left, so top-p is a share of the mass that min-p and top-k kept.
+Order: logit bias, penalties, temperature, min-p, top-k, top-p, renormalisation. Each filter sees
+what the previous one kept, so top-p is a share of the mass that min-p and top-k left.
 """
 
 from __future__ import annotations
@@ -26,23 +26,25 @@ from outrider.speculation.proposal import ROOT, Proposal
 from outrider.speculation.sampling_params import SamplingParams
 
 _HEAD_ENTRIES = 64
-"""Largest weights looked at first for top-p; where they do not hold the mass, a wider search."""
+"""Number of largest weights that are searched first for top-p; if they do not hold the mass, a
+wider search follows."""
 _BUCKETS = {
     np.dtype(np.float32): (np.int32, 0x3F800000, 17),
     np.dtype(np.float64): (np.int64, 0x3FF0000000000000, 46),
 }
-"""The integers of a float's bits, those of 1, and a shift that leaves its exponent and six bits of
-its fraction: 64 buckets an octave."""
+"""The integer type of a float's bits, the bits of 1.0, and a shift that leaves the exponent and six
+bits of the fraction: 64 buckets an octave."""
 _NUM_BUCKETS = 64 * 64
-"""64 octaves under 1; what is smaller still shares the last bucket."""
+"""64 octaves below 1; smaller weights share the last bucket."""
 _BLOCK = 64
-"""Neighbours of which the largest is looked at first when the largest of a row are wanted."""
+"""Size of the blocks whose maxima are compared first when the largest weights of a row are
+wanted."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenHistory:
-    """The tokens that penalties count. Row i of a verification pass sees the output and
-    `drafted_ids[:i]`; a drafter puts what it has drafted so far into `output_ids`."""
+    """The tokens that penalties count. Row i of a verification counts the output and
+    `drafted_ids[:i]`; a drafter appends its own draft tokens to `output_ids`."""
 
     prompt_ids: Sequence[int] = ()
     output_ids: Sequence[int] = ()
@@ -55,11 +57,11 @@ NO_HISTORY = TokenHistory()
 def target_probabilities(
     logits: Tensor, params: SamplingParams, history: TokenHistory = NO_HISTORY
 ) -> Tensor:
-    """The sampled distribution of every row: [R, V], float64, rows sum to 1. `logits` [R, V] of any
-    float type, unchanged. Greedy parameters give a one-hot row at the largest logit (ties: lowest
-    id). Raises `InvariantError` for a row with NaN, +inf or nothing above -inf; -inf is legal and
-    gets no probability. Biased or past ids beyond V are ignored: a padded vocabulary may differ.
-    """
+    """The sampled distribution of every row: [R, V], float64, rows sum to 1. `logits` [R, V] may
+    have any float type and are unchanged. Greedy parameters give a one-hot row at the largest logit
+    (ties: lowest id). -inf is legal and gets probability 0. Biased or past ids beyond V are
+    ignored, as a padded vocabulary may differ. Raises `InvariantError` for a row with NaN, +inf or
+    nothing above -inf."""
     check(logits.dim() == 2 and logits.shape[1] > 0, "logits are [rows, vocabulary]")
     logits = logits.cpu()
     weights = torch.empty(logits.shape, dtype=torch.float64)
@@ -71,8 +73,8 @@ def write_weights(
     logits: Tensor, params: SamplingParams, history: TokenHistory, weights: Tensor
 ) -> None:
     """Writes the sampled distribution of every row of `logits` [R, V], up to a factor, to `weights`
-    [R, W], float32 or float64; columns beyond V become 0. Rows that have no distribution become
-    NaN: `check_weights` names what is wrong with them."""
+    [R, W], float32 or float64; columns beyond V become 0. A row without a distribution becomes NaN;
+    `check_weights` reports why."""
     width = logits.shape[1]
     adjusted = adjusted_logits(logits, params, history)
     weights[:, width:] = float("-inf")
@@ -92,8 +94,8 @@ def write_weights(
 
 
 def row_sums(weights: Tensor) -> Tensor:
-    """The sum of each row of `weights` [R, V]: [R], float64; the same whatever other rows there
-    are."""
+    """The sum of each row of `weights` [R, V]: [R], float64. It does not depend on the other
+    rows."""
     num_rows, width = weights.shape
     if weights.dtype == torch.float64 or width % _BLOCK:
         return weights.cumsum(dim=1, dtype=torch.float64)[:, -1]
@@ -106,8 +108,8 @@ def row_sums(weights: Tensor) -> Tensor:
 
 
 def joined_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Rows [n, V] of all parts as [R, V]; without a copy where they are neighbours in memory
-    already, as those of one pass are."""
+    """The rows [n, V] of all parts as [R, V]; without a copy if the parts are adjacent in memory,
+    as the parts of one pass are."""
     first = parts[0]
     begin = end = first.data_ptr()
     for part in parts:
@@ -124,8 +126,8 @@ def joined_rows(parts: Sequence[Tensor]) -> Tensor:
 def likeliest(
     logits: Tensor, params: SamplingParams, history: TokenHistory = NO_HISTORY
 ) -> list[int]:
-    """The id of the largest logit of every row [R, V] (ties: lowest id), after bias and penalties:
-    where greedy `target_probabilities` are 1. On any device. Errors as there."""
+    """The id of the largest logit of every row [R, V] after bias and penalties (ties: lowest id),
+    where greedy `target_probabilities` are 1. On any device. Raises as that does."""
     found, maxima = _largest(logits)
     check_maxima(maxima)
     adjusted = adjusted_logits(logits, params, history)
@@ -133,13 +135,13 @@ def likeliest(
 
 
 def _largest(logits: Tensor) -> tuple[list[int], list[float]]:
-    """Where the largest of each row is (ties: lowest id), and what it is; a NaN is larger than any
-    number."""
+    """The index of the largest value of each row (ties: lowest), and the value; NaN counts as
+    larger than any number."""
     if logits.device.type != "cpu":
         largest, ids = logits.max(dim=1)
         ids, largest = torch.stack([ids.double(), largest.double()]).tolist()
         return [*map(int, ids)], largest
-    # NumPy finds it in a twentieth of the time.
+    # NumPy is about 20 times as fast here.
     floats = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
     found = torch.from_numpy(floats.detach().numpy().argmax(axis=1))[:, None]
     return found[:, 0].tolist(), logits.gather(1, found)[:, 0].tolist()
@@ -148,8 +150,8 @@ def _largest(logits: Tensor) -> tuple[list[int], list[float]]:
 def adjusted_logits(
     logits: Tensor, params: SamplingParams, history: TokenHistory = NO_HISTORY
 ) -> Tensor:
-    """`logits` [R, V] after bias and penalties: a float64 copy on the CPU, or themselves without
-    either."""
+    """`logits` [R, V] after bias and penalties: a float64 copy on the CPU, or `logits` itself if
+    neither applies."""
     if not (params.logit_bias or params.penalised):
         return logits
     adjusted = logits.to("cpu", torch.float64, copy=True)
@@ -172,11 +174,12 @@ def adjusted_logits(
 def changed_tokens(
     params: SamplingParams, history: TokenHistory, vocab_size: int
 ) -> npt.NDArray[np.int64]:
-    """The tokens with a bias, and those that penalties count: [E, 3], the id, the bias as the bits
-    of a float64, and twice its number in the output, plus 1 if it is in the prompt.
+    """The tokens with a bias and those that penalties count: [E, 3] holds the id, the bias as the
+    bits of a float64, and twice the token's count in the output, plus 1 if it is in the prompt.
 
-    Repetition over prompt and output divides a positive logit and multiplies a negative one
-    (Keskar et al. 2019); presence and frequency over the output are subtracted."""
+    The repetition penalty (prompt and output) divides a positive logit and multiplies a negative
+    one (Keskar et al. 2019); presence and frequency penalties (output) are subtracted.
+    """
     biases, prompt = dict(params.logit_bias), set(history.prompt_ids)
     output = Counter(history.output_ids)
     known = prompt.union(biases, output, history.drafted_ids)
@@ -194,11 +197,12 @@ def raw_logprobs(
     num_top: int,
     rows: Sequence[int] | None = None,
 ) -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
-    """Per chosen token its log-probability under the raw logits, and the `num_top` likeliest
+    """For each chosen token its log-probability under the raw logits, and the `num_top` likeliest
     (id, log-probability), likeliest first, ties lowest id.
 
-    `logits` [R, V]; token i is looked up in `rows[i]`, by default in row i. A token outside the
-    vocabulary, or with a logit of -inf, has -inf."""
+    Token i is looked up in row `rows[i]` of `logits` [R, V], by default in row i. A token outside
+    the vocabulary, or with a logit of -inf, has -inf.
+    """
     rows = range(len(chosen)) if rows is None else rows
     check(len(rows) == len(chosen), "as many rows as chosen tokens")
     _check_rows(logits)
@@ -222,7 +226,7 @@ def raw_logprobs(
 
 
 def largest_ids(values: Tensor, count: int) -> Tensor:
-    """The ids of the `count` largest of `values` [V], ascending; ties: lowest ids first."""
+    """The ids of the `count` largest of `values` [V], ascending; of equal values the lowest ids."""
     count = min(count, len(values))
     if count == 0:
         return torch.empty(0, dtype=torch.int64, device=values.device)
@@ -236,8 +240,8 @@ def largest_ids(values: Tensor, count: int) -> Tensor:
 
 
 def check_maxima(maxima: Sequence[float]) -> None:
-    """Raises `InvariantError` unless each row's largest logit is finite. That one number shows all
-    that can be wrong: it is NaN where any logit is."""
+    """Raises `InvariantError` unless each row's largest logit is finite. This covers every bad row,
+    because the maximum is NaN if any logit is."""
     for row, largest in enumerate(maxima):
         check(
             math.isfinite(largest),
@@ -246,8 +250,8 @@ def check_maxima(maxima: Sequence[float]) -> None:
 
 
 def check_weights(weights: Tensor, logits: Sequence[Tensor]) -> Tensor:
-    """The `row_sums` of weights that `write_weights` made of these parts of `logits`. Raises
-    `InvariantError` for rows that have no distribution."""
+    """The `row_sums` of the weights that `write_weights` made of these parts of `logits`. Raises
+    `InvariantError` for rows without a distribution."""
     sums = row_sums(weights)
     if not bool(sums.isfinite().all()):
         for part in logits:
@@ -260,9 +264,9 @@ def _check_rows(logits: Tensor) -> None:
 
 
 def _keep_likely(row: Tensor, min_p: float, top_k: int, top_p: float) -> None:
-    """Sets to 0 what the filters drop of `row` [V], whose weights are at most 1. Of several equal
-    ones at the end of what is kept the lowest ids stay. Sorts nothing but the first few and, where
-    top-p keeps more than these, the few around the end of what it keeps."""
+    """Sets to 0 what the filters drop from `row` [V], whose weights are at most 1. Of equal weights
+    at the boundary the lowest ids are kept. Sorts only the first few weights and, if top-p keeps
+    more, the bucket at the boundary."""
     if min_p > 0.0:
         _keep_from(row, float(row.amax() * min_p))
     is_cut = 0 < top_k < len(row)
@@ -288,24 +292,25 @@ def _keep_likely(row: Tensor, min_p: float, top_k: int, top_p: float) -> None:
 
 
 def _keep_from(row: Tensor, least: float) -> None:
-    """Sets what is under `least` to 0."""
+    """Sets weights below `least` to 0."""
     kind = row.numpy().dtype
     below = np.nextafter(np.asarray(least, dtype=kind), np.asarray(0.0, dtype=kind))
     torch.nn.functional.threshold(row, float(below), 0.0, inplace=True)
 
 
 def _drop_last_ties(row: Tensor, excess: int) -> None:
-    """Sets to 0 the highest `excess` ids of those with the smallest positive weight in `row`."""
+    """Sets to 0 the highest `excess` ids among those with the smallest positive weight in `row`."""
     if excess > 0:
         ties = (row == row[row > 0].amin()).nonzero()[:, 0]
         row[ties[-excess:]] = 0.0
 
 
 def largest(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of each row of `weights` [R, V], falling, and their indices: [R, count]
-    each. Which of several equal ones are among them is not settled.
+    """The `count` largest of each row of `weights` [R, V], largest first, and their indices: [R,
+    count] each. Which of several equal weights are included is undefined.
 
-    On a CPU the `count` blocks with the largest maxima are searched, which hold them all."""
+    On a CPU only the `count` blocks with the largest maxima are searched; they contain all results.
+    """
     num_rows, width = weights.shape
     count = min(count, width)
     if weights.device.type != "cpu" or width % _BLOCK or width < 4 * _BLOCK * count:
@@ -320,10 +325,12 @@ def largest(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _long_head_end(row: npt.NDArray[Any], goal: float) -> tuple[float, int]:
-    """The last weight of `row` [V] needed to reach `goal`, and how many are needed.
+    """The smallest weight of `row` [V] that is needed to reach `goal`, and how many weights are
+    needed.
 
-    The leading bits of a positive float count octaves and fractions of them, so they bucket the
-    weights by size; only the bucket in which the goal is reached has to be sorted."""
+    The leading bits of a positive float are its octave and the fraction within it, so they sort the
+    weights into buckets by size. Only the bucket in which the goal is reached is sorted.
+    """
     integers, bits_of_one, shift = _BUCKETS[row.dtype]
     buckets = (bits_of_one - row.view(integers)) >> shift
     np.minimum(buckets, _NUM_BUCKETS - 1, out=buckets)
@@ -338,10 +345,11 @@ def _long_head_end(row: npt.NDArray[Any], goal: float) -> tuple[float, int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftVocabulary:
-    """The tokens that have a column."""
+    """The tokens of a reduced draft vocabulary, one for each column of the draft's logits."""
 
     token_ids: npt.NDArray[np.int64]
-    """[N], ascending: so the lowest column of a tie is the lowest id, and lists stay in order."""
+    """[N], ascending, so that the lowest column of a tie is the lowest id and lists keep their
+    order."""
     _tables: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -350,11 +358,12 @@ class DraftVocabulary:
 
     @classmethod
     def of(cls, token_ids: Sequence[int]) -> DraftVocabulary | None:
-        """That of these tokens; None where none are listed, for every column is its token."""
+        """The vocabulary of these tokens; None for an empty list, where each column is its
+        token."""
         return cls(np.array(token_ids, dtype=np.int64)) if token_ids else None
 
     def table(self, device: torch.device) -> Tensor:
-        """`token_ids` on the device; the same tensor each time, there as long as `self` is."""
+        """`token_ids` on the device; cached, so it is the same tensor each time."""
         if device not in self._tables:
             self._tables[device] = torch.from_numpy(self.token_ids).to(device)
         return self._tables[device]
@@ -362,7 +371,7 @@ class DraftVocabulary:
     def columns(
         self, token_ids: Sequence[int]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Which of `token_ids` have a column, by their index, and those columns."""
+        """The indices of those `token_ids` that have a column, and their columns."""
         wanted = np.asarray(token_ids, dtype=np.int64)
         places = self.token_ids.searchsorted(wanted)
         places[places == len(self.token_ids)] = 0
@@ -370,7 +379,7 @@ class DraftVocabulary:
         return known, places[known]
 
     def params(self, params: SamplingParams) -> SamplingParams:
-        """The same parameters for columns: biases of tokens without one change nothing."""
+        """The parameters in terms of columns; biases of tokens without a column are dropped."""
         if not params.logit_bias:
             return params
         known, columns = self.columns([token_id for token_id, _ in params.logit_bias])
@@ -390,8 +399,8 @@ def masked_logits(
     masks: Sequence[TokenMask | None],
     vocabulary: DraftVocabulary | None = None,
 ) -> Tensor:
-    """`logits` [R, V], or [R, N] of a `vocabulary`'s columns, with -inf for what each row's mask
-    forbids: a copy, or themselves where no row has one."""
+    """`logits` ([R, V], or [R, N] for the columns of a `vocabulary`) with -inf for what each row's
+    mask forbids: a copy, or `logits` itself if no row has a mask."""
     wanted = [row for row, mask in enumerate(masks) if mask is not None]
     given = [mask for mask in masks if mask is not None]
     if not given:
@@ -411,16 +420,16 @@ class RowMasks:
 
     masks: list[TokenMask | None]
     """[N + 1]: what may follow the committed tokens, then what may follow each draft token. None
-    behind a draft token that its own mask forbids: it has p = 0, and no outcome uses the row."""
+    after a draft token that its own mask forbids: its p is 0, so no outcome uses the row."""
     untold: frozenset[int]
-    """Rows of legal draft tokens behind which the constraint cannot be followed, and which have no
-    mask therefore. An outcome that reaches one ends with the draft token: see `ending_at`."""
+    """Rows of legal draft tokens after which the constraint cannot be followed, so that they have
+    no mask. An outcome that reaches one ends with that draft token: see `ending_at`."""
 
 
 def row_masks(allowed: Allowed, proposal: Proposal) -> RowMasks:
-    """The masks for the rows of a proposal. Raises `Incompatible` where the mask behind the
-    committed tokens cannot be told; behind a draft token, which may be refused, that is no error
-    yet: drafts change no outcome, failures included."""
+    """The masks for the rows of a proposal. Raises `Incompatible` if the mask after the committed
+    tokens cannot be computed. After a draft token this is no error yet, because the token may be
+    rejected: drafts change no outcome, failures included."""
     masks = [allowed.after(())]
     untold: set[int] = set()
     paths: list[tuple[int, ...]] = []
@@ -441,7 +450,7 @@ def row_masks(allowed: Allowed, proposal: Proposal) -> RowMasks:
 
 @dataclass(frozen=True, slots=True)
 class AnyButEnds:
-    """Any token may come, but `ends` not among the next `num_left`. Implements `Allowed`."""
+    """Allows every token, except `ends` among the next `num_left` tokens. Implements `Allowed`."""
 
     ends: frozenset[int]
     num_left: int
@@ -471,7 +480,7 @@ def _mask_without(token_ids: frozenset[int], vocab_size: int) -> TokenMask:
 def allowed_early(
     sampling: SamplingParams, num_tokens: int, eos_token_ids: Sequence[int], vocab_size: int
 ) -> AnyButEnds | None:
-    """What `min_tokens` leaves behind so many tokens of a completion; None = anything."""
+    """What `min_tokens` allows after `num_tokens` tokens of a completion; None = every token."""
     num_left = sampling.min_tokens - num_tokens
     ends = frozenset((*eos_token_ids, *sampling.stop_token_ids))
     return AnyButEnds(ends, num_left, vocab_size) if num_left > 0 else None
@@ -480,13 +489,12 @@ def allowed_early(
 def draft_mask(
     allowed: Allowed, drafted: Sequence[int], vocabulary: DraftVocabulary | None = None
 ) -> TokenMask | None:
-    """What a draft may draw after `drafted`; None where it had better stop there: the completion
-    has ended, or nothing that the draft knows may follow. That is settled by tokens which are
-    proposed, and by none that is not."""
+    """What a draft may draw after `drafted`; None if it should stop there, because the completion
+    has ended or no token of its vocabulary may follow. This depends on proposed tokens alone."""
     try:
         mask = allowed.after(drafted)
     except OutriderError:
-        return None  # The target says so to whom it concerns.
+        return None  # The target reports it.
     if mask is None or mask.is_over:
         return None
     if vocabulary is not None and not _flags(mask, 0, vocabulary).any():

@@ -1,18 +1,18 @@
-"""Guessing what a round will come to, before the target says it.
+"""Predicts the outcome of a round before the target's verdict.
 
-A round of K draft tokens has K + 1 kinds of outcome: n of them are accepted, and a correction
-follows (n = K: the bonus). The correction is the winner of a race over the target's distribution or
-over what is left of it after a refusal, in which each token has a number that anyone can compute.
-So a draft does better than to guess its likeliest tokens: it runs the same race over its own
-distribution q and takes the first tokens that arrive (an order by log q + Gumbel noise). Under
-coupled that race, with q = p, is the target's own.
+A round of K draft tokens has K + 1 kinds of outcome: n tokens are accepted, and a correction
+follows (for n = K the bonus). The correction wins a race over the target's distribution, or over
+the residual after a rejection, and the noise of this race is known to every process. So a draft
+does better than to guess its likeliest tokens: it runs the same race over its own distribution q
+and takes the first tokens to arrive (ordered by log q + Gumbel noise). Under coupled and with q = p
+this race is the target's own.
 
-Whether draft token i is accepted is foretold likewise. Under coupled and greedy it is what its race
-had to decide, and is the surer the further it is ahead of the next token. Under token and block a
-number u is drawn for it, and a small one is sure to pass.
+Acceptance of draft token i is predicted in a similar way. Under coupled and greedy the token's race
+decides it, and acceptance is the more certain the larger the token's lead over the next one. Under
+token and block a uniform u is drawn for it, and a small u makes acceptance likely.
 
-The numbers are those of the current round. What is drafted for an outcome has numbers of its own,
-so that guessing says nothing about them.
+The noise is that of the current round. Whatever is drafted for an outcome has noise of its own, so
+predictions say nothing about it.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 EVIDENCE_MAX = 16.0
-"""Of a draft token's acceptance: e^-16 is as good as never."""
+"""Bound of the evidence for or against a draft token: a probability of e^-16 is practically 0."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OutcomeGuesses:
-    """What a draft expects of a round of K draft tokens, before anything is known of how right it
-    is."""
+    """What a draft predicts for a round of K draft tokens, before its accuracy is taken into
+    account."""
 
     corrections: list[list[int]]
-    """For n = 0..K accepted tokens what the correction may be, the best guess first; never the
-    draft token that must have been refused. The last of them, the bonus, may be lacking."""
+    """For n = 0..K accepted tokens the guesses of the correction, best first, without the draft
+    token that was rejected there. The last row, the bonus, may be missing."""
     scores: RealArray
-    """[K + 1, R], or [K, R]: of each guess log q + g up to a number for each row, or under greedy
-    the logit; falling, and -inf behind the last of them."""
+    """[K + 1, R] or [K, R]: log q + g of each guess, up to a constant for each row; under greedy
+    the logit. Falling; -inf after the last guess."""
     evidence: RealArray
-    """[K]: how much speaks for each draft token: under coupled and greedy its score less that of
-    the best guess beside it, under token and block -log u; at most `EVIDENCE_MAX` either way."""
+    """[K]: evidence that each draft token is accepted, within +-`EVIDENCE_MAX`. Under coupled and
+    greedy its score minus that of the best other token, under token and block -log u."""
 
     @property
     def num_drafted(self) -> int:
         return len(self.evidence)
 
     def rank(self, num_accepted: int, correction: int) -> int | None:
-        """Which guess this correction is; None if it is none."""
+        """The index of this correction among the guesses; None if it is not one of them."""
         guessed = self.corrections[num_accepted] if num_accepted < len(self.corrections) else []
         return guessed.index(correction) if correction in guessed else None
 
@@ -71,9 +71,9 @@ class OutcomeGuesses:
 def likely_rows(
     logits: Tensor, params: SamplingParams, vocabulary: DraftVocabulary | None = None
 ) -> LikelyTokens:
-    """The likeliest tokens of a draft's `logits` [R, V] under parameters without penalties, and
-    their masses, under greedy their logits; with a `vocabulary` logits are its columns, and tokens
-    have the target's ids. Raises what `target_probabilities` does."""
+    """The likeliest tokens of a draft's `logits` [R, V] and their masses (under greedy their
+    logits), for parameters without penalties. With a `vocabulary` logits are its columns, and
+    tokens have the target's ids. Raises as `target_probabilities` does."""
     check(not params.penalised, "penalties would count draft tokens")
     if vocabulary is not None:
         params = vocabulary.params(params)
@@ -92,10 +92,10 @@ def guess_outcomes(
     drafted: Sequence[int],
     count: int,
 ) -> OutcomeGuesses:
-    """Guesses up to `count` corrections for each number of tokens that may be accepted of those
-    that were `drafted` in the round of `noise`. `rows` [K + 1] are the draft's, as `likely_rows`
-    or, but for greedy, what the tokens were drawn from: row n says what follows the first n draft
-    tokens. Without the last one the bonus is not guessed."""
+    """Guesses up to `count` corrections for each possible number of accepted tokens, for the tokens
+    `drafted` in the round of `noise`. Row n of `rows` [K + 1] is what follows the first n draft
+    tokens: from `likely_rows` or, except under greedy, what the tokens were drawn from. Without the
+    last row the bonus is not guessed."""
     check(len(rows) in (len(drafted), len(drafted) + 1), "one row for each outcome")
     if params.greedy:
         ids, scores = rows.ids, rows.mass
@@ -113,8 +113,8 @@ def guess_outcomes(
 def _apart(
     drafted: Sequence[int], ids: IntArray, scores: RealArray
 ) -> tuple[RealArray, IntArray, RealArray]:
-    """Takes the draft tokens out of their rows, the first K: their scores [K], -inf where they are
-    not listed, and the rows without them."""
+    """Removes each draft token from its row (the first K rows). Returns the tokens' scores [K],
+    -inf if not listed, and the rows without them."""
     num_drafted = len(drafted)
     found = np.zeros(ids.shape, dtype=bool)
     found[:num_drafted] = ids[:num_drafted] == np.array(drafted, dtype=np.int64)[:, None]
@@ -127,8 +127,8 @@ def _apart(
 def _evidence(
     noise: RoundNoise, drafted: Sequence[int], own: RealArray, others: RealArray
 ) -> RealArray:
-    """`own` [K] are the draft tokens' scores, -inf where they are not among the first, and `others`
-    those of the best guesses beside them."""
+    """`own` [K] are the scores of the draft tokens, -inf if not listed; `others` those of the best
+    other guesses."""
     if not noise.rule.absolute_noise:
         found = -np.log(np.fromiter(noise.accept_uniforms(len(drafted)), np.float64))
     else:
@@ -138,24 +138,25 @@ def _evidence(
 
 
 _FADE = 1 - 1 / 500
-"""What an outcome still counts for after one more."""
+"""Factor by which past outcomes lose weight with each new one."""
 _PRIOR_WEIGHT = 1.0
 _PRIOR_OFFSET = 0.0
 _PRIOR_SHARPNESS = 1.0
-"""What evidence is taken to be worth before any outcome: with these the chances under coupled are
-those of a draft that is wrong by as much as the noise of one draw ..."""
+"""The assumed value of evidence before any outcome. With these the probabilities under coupled are
+those of a draft whose error is as large as the noise of one draw."""
 _PRIOR_INFORMATION = 5.0
-"""... and how firmly: as after some twenty outcomes."""
+"""Weight of these priors: about twenty outcomes."""
 _WEIGHT_MAX = 8.0
 _OFFSET_MAX = 6.0
 _STEP_MAX = 0.5
-"""Of one outcome, which alone says little."""
+"""Largest change by a single outcome."""
 RANKS_MAX = 16
-"""Guesses of one correction."""
+"""Most guesses of one correction."""
 
 
 class LikelyOutcome(NamedTuple):
-    """An outcome: so many draft tokens accepted, and which guess of the correction is right."""
+    """An outcome: the number of accepted draft tokens, and which guess of the correction is
+    right."""
 
     num_accepted: int
     rank: int
@@ -164,7 +165,8 @@ class LikelyOutcome(NamedTuple):
 
 
 class _Coefficient:
-    """One number of a law, and how much has been learned of it (its observed information)."""
+    """One coefficient of a model, and how much has been learned about it (its observed
+    information)."""
 
     def __init__(self, value: float, low: float, high: float) -> None:
         self.value = value
@@ -173,17 +175,18 @@ class _Coefficient:
         self._information = _PRIOR_INFORMATION
 
     def step(self, slope: float, information: float) -> None:
-        """An outcome's log likelihood has this slope, and minus this curvature."""
+        """Takes one outcome, by the slope and the negated curvature of its log likelihood."""
         self._information = self._information * _FADE + information
         step = min(max(slope / self._information, -_STEP_MAX), _STEP_MAX)
         self.value = min(max(self.value + step, self._low), self._high)
 
 
 class _Corrections(_Coefficient):
-    """The chance of each guess of a correction, by its score."""
+    """The probability of each guess of a correction, from its score."""
 
     def chances(self, scores: RealArray) -> RealArray:
-        """Of the guesses of each row [N, R], which fall; rows without a guess are all 0."""
+        """The probabilities of the guesses of each row [N, R], whose scores fall; all 0 for a row
+        without guesses."""
         known = np.isfinite(scores)
         best = np.where(known[:, :1], scores[:, :1], 0.0)
         behind = np.where(known, scores - best, 0.0)
@@ -193,7 +196,7 @@ class _Corrections(_Coefficient):
         return weights
 
     def note(self, scores: RealArray, rank: int) -> None:
-        """The guess of this rank was right; `scores` [R]."""
+        """Learns that the guess of this rank was right; `scores` [R]."""
         known = scores[np.isfinite(scores)]
         known = known - known[0]
         chances = self.chances(known[None])[0]
@@ -202,7 +205,7 @@ class _Corrections(_Coefficient):
 
 
 class OutcomeModel:
-    """Learns from rounds of one rule, and plans the guesses of the next one."""
+    """Learns from the rounds of one rule, and chooses the likeliest outcomes of the next one."""
 
     def __init__(self) -> None:
         self._weight = _Coefficient(_PRIOR_WEIGHT, 0.0, _WEIGHT_MAX)
@@ -215,14 +218,14 @@ class OutcomeModel:
         )
 
     def _acceptance(self, depth: int, evidence: float) -> float:
-        """The chance of a draft token where those before it are accepted, by its depth and by what
-        speaks for it."""
+        """The probability that a draft token is accepted, given that those before it are, from its
+        depth and evidence."""
         total = self._weight.value * evidence + self._offsets[depth].value
         return 1 / (1 + math.exp(-total))
 
     def note(self, guesses: OutcomeGuesses, num_accepted: int, rank: int | None) -> None:
-        """A round came out: so many of its draft tokens were accepted, and its correction was the
-        guess of this rank (None = it was not among them)."""
+        """Learns from a round: how many draft tokens were accepted, and which guess the correction
+        was (None = none of them)."""
         for depth in range(min(num_accepted + 1, guesses.num_drafted)):
             evidence = float(guesses.evidence[depth])
             chance = self._acceptance(depth, evidence)
@@ -234,8 +237,8 @@ class OutcomeModel:
             law.note(guesses.scores[num_accepted], rank)
 
     def plan(self, guesses: OutcomeGuesses, num_guesses: int) -> list[LikelyOutcome]:
-        """The `num_guesses` likeliest outcomes of a round, the likeliest first; `LOOK_AHEAD_MAX` at
-        most, and fewer where no more are guessed."""
+        """The `num_guesses` likeliest outcomes of a round, likeliest first: at most
+        `LOOK_AHEAD_MAX`, and no more than were guessed."""
         evidence = guesses.evidence.tolist()
         accepted = [self._acceptance(*place) for place in enumerate(evidence)]
         reached = np.cumprod([1.0, *accepted])
@@ -258,24 +261,26 @@ class OutcomeModel:
 
 
 class OutcomeModels:
-    """What the sessions of a draft replica learn from each other, by rule and temperature.
+    """The models that the sessions of a draft replica share, by rule and temperature.
 
-    Under rules whose noise is keyed by the round, only the first session of each seed shares it: a
-    later one has the numbers that the first one's outcomes depend on, so it learns alone."""
+    Under rules whose noise is keyed by the round, only the first session of each seed uses the
+    shared model. A later one has the numbers that the first one's outcomes depend on, so it learns
+    alone.
+    """
 
     def __init__(self, seeds_max: int = DRAFTED_SEEDS_MAX) -> None:
-        """When `seeds_max` seeds are known they are forgotten, with all that their sessions have
-        told."""
+        """After `seeds_max` seeds all of them are forgotten, with what their sessions
+        contributed."""
         self._seeds_max = seeds_max
         self._shared: dict[tuple[Rule, float], OutcomeModel] = {}
         self._first: dict[int, str] = {}
-        """The session that had each seed first."""
+        """The first session of each seed."""
         self._alone: dict[str, OutcomeModel] = {}
-        """By session, of those whose seed another one had before."""
+        """The models of sessions whose seed was used before."""
 
     def of(self, session_id: str, seed: int, rule: Rule, temperature: float) -> OutcomeModel:
-        """What a session reads and adds to. How far a draft's scores can be trusted depends on the
-        temperature, which is taken to the next tenth."""
+        """The model that a session uses. How far a draft's scores can be trusted depends on the
+        temperature, which is rounded to one decimal."""
         if not rule.absolute_noise:
             if seed not in self._first and len(self._first) >= self._seeds_max:
                 self._first.clear()

@@ -19,15 +19,15 @@ _SIZE_BYTES = 2
 ID_BYTES = 4
 ENTRY_BYTES = ID_BYTES + 2
 Q_BYTES_MAX = TREE_TOKENS_MAX * (_SIZE_BYTES + DRAFT_SUPPORT_ENTRIES_MAX * ENTRY_BYTES)
-"""Of the field that `encode_q` writes."""
+"""Largest size of the field that `encode_q` writes."""
 
 
 class UnreadableQ(BadRequest):
-    """The q of a proposal cannot be read from a group of siblings on."""
+    """The q of a proposal cannot be read from some group of siblings on."""
 
     def __init__(self, group: int, message: str, *, after_draw: bool = False) -> None:
-        """`after_draw`: what is wrong there may depend on the tokens drawn from this q, or on later
-        ones; else it was settled before they were drawn."""
+        """`after_draw`: the fault may depend on the tokens drawn from this q or on later ones;
+        otherwise it was fixed before they were drawn."""
         super().__init__("proposal.q", message)
         self.group = group
         self.after_draw = after_draw
@@ -37,7 +37,8 @@ class UnreadableQ(BadRequest):
 class DraftDistribution:
     """q over a truncated support: distinct ids, and positive counts that sum to `COUNT_TOTAL`.
 
-    A support of one is never built: such a position is one-hot and has no distribution."""
+    A support of one is never built: such a position is one-hot and has no distribution.
+    """
 
     token_ids: tuple[int, ...]
     counts: tuple[int, ...]
@@ -52,28 +53,28 @@ class DraftDistribution:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Draft tokens, in a chain or in a tree. `q[i]` is what the i-th group of siblings was drawn
-    from, one after the other without replacement; None = each was drawn with certainty. In a chain
-    each token is a group.
+    """Draft tokens, as a chain or as a tree. The i-th group of siblings was drawn from `q[i]`
+    without replacement; None = each was certain. In a chain each token is a group.
 
-    `q` is empty under rules that do not look at it."""
+    `q` is empty under rules that do not use it.
+    """
 
     token_ids: tuple[int, ...] = ()
     q: tuple[DraftDistribution | None, ...] = ()
     parents: tuple[int, ...] = ()
-    """Of a tree: see `DraftTree`; empty for a chain."""
+    """The parents of a tree's tokens, see `DraftTree`; empty for a chain."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     @property
     def tree(self) -> DraftTree:
-        """Who follows whom; a chain is a tree, too."""
+        """The tokens as a tree; a chain is a tree, too."""
         return draft_tree(self.parents, len(self.token_ids))
 
     @property
     def spine_ids(self) -> tuple[int, ...]:
-        """The tokens of the path of first siblings; all of a chain."""
+        """The tokens on the path of first siblings; all tokens of a chain."""
         if not self.parents:
             return self.token_ids
         return tuple(self.token_ids[index] for index in self.tree.spine)
@@ -84,10 +85,11 @@ EMPTY_PROPOSAL = Proposal()
 
 @value(frozen=True, slots=True)
 class SealedProposal:
-    """A proposal on its way: `q` is as `encode_q` wrote it, and only the target opens it.
+    """A proposal in transit: `q` is encoded by `encode_q`, and only the target decodes it.
 
-    The draft seals and the target opens where their steps run; whoever carries it between them
-    reads the token ids and who follows whom alone."""
+    The draft seals and the target opens where their steps run. In between only token ids and
+    parents are read.
+    """
 
     token_ids: tuple[int, ...] = ()
     q: bytes = b""
@@ -98,7 +100,7 @@ class SealedProposal:
 
     @property
     def tree(self) -> DraftTree:
-        """See `Proposal.tree`. Raises `BadRequest` for parents that `draft_tree` refuses."""
+        """As `Proposal.tree`. Raises `BadRequest` for parents that `draft_tree` refuses."""
         return draft_tree(self.parents, len(self.token_ids))
 
     @classmethod
@@ -107,9 +109,9 @@ class SealedProposal:
         return cls(proposal.token_ids, encode_q(proposal.q), proposal.parents)
 
     def cut(self, num_depths: int) -> SealedProposal:
-        """The first `num_depths` tokens of each path, with what they were drawn from; of a tree
-        that is listed depth by depth, as `caterpillar_tree` lists it. To be exact, how many must
-        depend on nothing that the proposal says."""
+        """The first `num_depths` tokens of each path, with their q. A tree must be listed by depth,
+        as `caterpillar_tree` lists it. This is exact only if `num_depths` does not depend on the
+        proposal."""
         tree = self.tree
         if num_depths >= tree.num_depths:
             return self
@@ -125,13 +127,13 @@ class SealedProposal:
         return SealedProposal(self.token_ids[:num], self.q[:end], parents)
 
     def without_q(self, rule: Rule) -> SealedProposal:
-        """The same tokens, each as a one-hot draw where `rule` looks at q."""
+        """The same tokens as certain draws, where `rule` uses q."""
         q = (None,) * len(self.tree.groups) if rule.needs_q else ()
         return SealedProposal(self.token_ids, encode_q(q), self.parents)
 
     def readable(self) -> tuple[SealedProposal, bool]:
-        """The depths of which q can be read, and whether the draft is broken: whether what is wrong
-        behind them may depend on a token that is cut off. If it may not, the cut is exact."""
+        """The depths whose q can be read, and whether the draft is broken: whether the fault in the
+        rest may depend on a token that is cut off. If it does not, the cut is exact."""
         try:
             self.open()
         except UnreadableQ as error:
@@ -144,8 +146,8 @@ class SealedProposal:
         return self, False
 
     def open(self) -> Proposal:
-        """The proposal. Raises `BadRequest` for parents that `draft_tree` refuses, for siblings
-        that are the same token; `UnreadableQ` where `decode_q` does."""
+        """The proposal. Raises `BadRequest` for parents that `draft_tree` refuses and for equal
+        siblings, and `UnreadableQ` where `decode_q` does."""
         drawn = [tuple(self.token_ids[index] for index in group) for group in self.tree.groups]
         for group in drawn:
             if len(set(group)) < len(group):
@@ -157,8 +159,8 @@ NOTHING_SEALED = SealedProposal()
 
 
 def require_q(proposal: SealedProposal, rule: Rule) -> None:
-    """Raises `BadRequest` if `rule` looks at q and the proposal has none: taking the tokens for
-    one-hot draws instead would be exact, but would silently cost acceptance."""
+    """Raises `BadRequest` if `rule` uses q and the proposal has none. Treating the tokens as
+    certain draws would be exact, but would silently cost acceptance."""
     if rule.needs_q and proposal.token_ids and not proposal.q:
         raise BadRequest(
             "proposal.q",
@@ -168,7 +170,7 @@ def require_q(proposal: SealedProposal, rule: Rule) -> None:
 
 
 def encode_q(q: Sequence[DraftDistribution | None]) -> bytes:
-    """One field of bytes. Each position: number of entries n (uint16), n ids (uint32), n counts
+    """Encodes q as bytes. Each position: number of entries n (uint16), n ids (uint32), n counts
     (uint16), little endian; n = 0 is one-hot. `decode_q` is its inverse."""
     parts: list[bytes] = []
     for distribution in q:
@@ -180,12 +182,12 @@ def encode_q(q: Sequence[DraftDistribution | None]) -> bytes:
 
 
 def decode_q(data: bytes, drawn: Sequence[Sequence[int]]) -> tuple[DraftDistribution | None, ...]:
-    """The distributions of groups of siblings, of which `drawn` has the tokens; () where the field
-    is empty.
+    """The distributions of groups of siblings, whose tokens are `drawn`; () if `data` is empty.
 
-    Trusts nothing: raises `UnreadableQ` naming `proposal.q` and the position unless `data` is as
-    long as it says, with 0 or 2..`DRAFT_SUPPORT_ENTRIES_MAX` entries a position, distinct ids,
-    positive counts that sum to `COUNT_TOTAL`, and the drafted tokens among the ids."""
+    Validates everything: raises `UnreadableQ` naming `proposal.q` and the position unless `data`
+    has the length it states, 0 or 2..`DRAFT_SUPPORT_ENTRIES_MAX` entries a position, distinct ids,
+    positive counts that sum to `COUNT_TOTAL`, and the drafted tokens among the ids.
+    """
     if not data:
         return ()
     q: list[DraftDistribution | None] = []
@@ -236,27 +238,28 @@ def _bad_q(index: int, message: str, *, after_draw: bool = False) -> UnreadableQ
 
 
 ROOT = -1
-"""The last committed token, as a parent."""
+"""The parent of tokens that follow the last committed token."""
 
 
 @dataclass(frozen=True)
 class DraftTree:
-    """N draft tokens and who follows whom."""
+    """The structure of N draft tokens."""
 
     parents: tuple[int, ...]
     children: tuple[tuple[int, ...], ...]
-    """[N + 1]: what follows the last committed token; then what follows each draft token."""
+    """[N + 1]: the draft tokens that follow the last committed token, then those that follow each
+    draft token."""
     depths: tuple[int, ...]
-    """[N]: tokens of the tree that stand before it on its path."""
+    """[N]: the number of draft tokens before each on its path."""
     ranks: tuple[int, ...]
-    """[N]: tokens of the same depth that are listed before it: a number for its noise. The first
-    token of each depth has 0, as all of a chain have."""
+    """[N]: the number of tokens of the same depth listed before each, which tells its noise from
+    theirs. The first token of each depth has 0, as has every token of a chain."""
     groups: tuple[tuple[int, ...], ...]
-    """All siblings, in the order of the first of each; one q belongs to each group."""
+    """All groups of siblings, ordered by their first token; each group has one q."""
 
     @cached_property
     def spine(self) -> tuple[int, ...]:
-        """The path of first siblings: what a draft has run of a tree, but for its last token."""
+        """The path of first siblings: what a draft has run of a tree, except its last token."""
         path: list[int] = []
         siblings = self.children[0]
         while siblings:
@@ -269,15 +272,15 @@ class DraftTree:
         return max(self.depths, default=-1) + 1
 
     def shared_with_spine(self, path: Sequence[int]) -> int:
-        """How many tokens of a path are the spine's."""
+        """How many tokens a path has in common with the spine."""
         pairs = zip(path, self.spine, strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 @lru_cache(maxsize=256)
 def draft_tree(parents: tuple[int, ...], num_tokens: int) -> DraftTree:
-    """The tree of so many draft tokens; a chain without `parents`. Raises `BadRequest` naming
-    `proposal.parents` for what is no tree, or a larger one than is verified."""
+    """The tree of `num_tokens` draft tokens; a chain without `parents`. Raises `BadRequest` naming
+    `proposal.parents` if they are no tree, or a larger one than is verified."""
     if not parents:
         parents = tuple(range(ROOT, num_tokens - 1))
     if len(parents) != num_tokens:
@@ -303,8 +306,8 @@ def draft_tree(parents: tuple[int, ...], num_tokens: int) -> DraftTree:
 
 
 def caterpillar_tree(siblings: Sequence[int]) -> tuple[int, ...]:
-    """The parents of a chain with so many other candidates beside each of its tokens, none of which
-    is followed by anything; depth by depth, the chain's own token first. () for a chain alone."""
+    """The parents of a chain with `siblings[i]` further candidates beside its i-th token, which
+    have no children. Listed by depth, the chain's own token first; () for a chain alone."""
     if not any(siblings):
         return ()
     parents: list[int] = []

@@ -1,4 +1,4 @@
-"""Where every random number of a session lives: a place, a stream, a token id.
+"""The keys of every random number of a session: a place, a stream, and a token id.
 
 | rule           | draft's draw     | accept or not | correction n < K | correction K (bonus) |
 | -------------- | ---------------- | ------------- | ---------------- | -------------------- |
@@ -6,18 +6,18 @@
 | coupled        | TARGET, position | -             | TARGET, position | TARGET, position     |
 | greedy         | -                | -             | -                | -                    |
 
-A draft's draw under token and block takes number 0 of its place as a uniform, and number j for
+A draft's draw under token and block uses number 0 of its place as a uniform, and number j for
 sibling j. Every other draw is a race over the numbers of all tokens (`gumbel_max.py`), so that a
-draft can guess corrections by running the same race. In a tree i is a draft token's depth, and its
-rank among all of that depth tells its numbers from theirs. What follows a token that has children
-is a RESIDUAL, and what follows one without them a TARGET draw, at its depth + 1.
+draft can predict corrections by running the same race. In a tree i is the depth of a draft token,
+and its rank among the tokens of that depth gives it numbers of its own. What follows a token is a
+RESIDUAL draw at its depth + 1 if the token has children, and a TARGET draw otherwise.
 
-A position is absolute: committed length at the round's start + index. Index places hold that
-committed length and the index apart. Token and block verification must not use positions: a slot
-that was drafted and thrown away would share its noise with the next round's slot at the same place,
-and what the thrown-away slot showed has already had its say (block looks at those slots; so does
-whatever learns from them how much to draft next). Committed lengths never repeat, so index places
-are fresh in every round; and coupled draws are the target's own, whoever looked at what.
+A position is absolute: the committed length at the round's start + the index. An index place keeps
+committed length and index apart. Token and block must not use positions. Otherwise a slot that was
+drafted and discarded would share its noise with the slot of the next round at the same position,
+although the discarded slot has already had an influence: block reads those slots, and length
+control may learn from them. Committed lengths never repeat, so index places are fresh in every
+round. Under coupled the draws are the target's own, whatever was read before.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ from outrider.values import value
 
 WORD_MASK = 0xFFFFFFFF
 INDEX_TAG = 0x80000000
-"""Tells an index place from a position: no position has a high half this large."""
+"""Distinguishes an index place from a position: the high half of a position is always smaller."""
 SIBLING_SHIFT = 16
 INDEX_MAX = 2**16 - 1
 SIBLING_MAX = 2**15 - 1
 NO_ACCEPT_NOISE = 0.5
-"""Under coupled and greedy an acceptance is 0 or 1, and any number in (0, 1) decides the same."""
+"""Under coupled and greedy the acceptance probability is 0 or 1, and any number in (0, 1) gives the
+same result."""
 
 
 class Stream(IntEnum):
-    """What a number is used for; numbers of different streams are independent."""
+    """The use of a number; numbers of different streams are independent."""
 
     TARGET = 0
     DRAFT = 1
@@ -59,7 +60,7 @@ class Stream(IntEnum):
 
 
 class Place(NamedTuple):
-    """Two 32-bit words: the two inner words of the counter."""
+    """The two inner 32-bit words of the counter."""
 
     a: int
     b: int
@@ -67,7 +68,8 @@ class Place(NamedTuple):
 
 @value(frozen=True, slots=True)
 class RoundNoise:
-    """The noise of one round of one session. `committed_length` is that at the round's start."""
+    """The noise of one round of one session. `committed_length` is the length at the round's
+    start."""
 
     seed: int
     rule: Rule
@@ -78,7 +80,7 @@ class RoundNoise:
         check(0 <= self.committed_length <= WORD_MASK, "a committed length has 32 bits")
 
     def place(self, index: int, sibling: int = 0) -> Place:
-        """The place of depth `index` (the bonus has index K) of branch `sibling`."""
+        """The place of depth `index` (the bonus has index K) on branch `sibling`."""
         check(0 <= index <= INDEX_MAX, f"index {index} is not in 0..{INDEX_MAX}")
         check(0 <= sibling <= SIBLING_MAX, f"sibling {sibling} is not in 0..{SIBLING_MAX}")
         if self.rule.absolute_noise:
@@ -88,19 +90,19 @@ class RoundNoise:
 
     @property
     def draft_stream(self) -> Stream:
-        """The stream of the draft's own draws: the target's where both are coupled."""
+        """The stream of the draft's own draws; under coupled it is the target's."""
         return Stream.TARGET if self.rule.absolute_noise else Stream.DRAFT
 
     @property
     def residual_stream(self) -> Stream:
-        """The stream of the token after a refusal."""
+        """The stream of the token after a rejection."""
         return Stream.TARGET if self.rule.absolute_noise else Stream.RESIDUAL
 
     def accept_uniforms(
         self, num_draft_tokens: int, parents: tuple[int, ...] = ()
     ) -> Iterator[float]:
-        """u_i in (0, 1) of each draft token of a chain, or of the tree that `parents` say: token i
-        passes iff u_i <= its acceptance probability."""
+        """u_i in (0, 1) for each draft token of a chain, or of the tree with these `parents`: token
+        i passes iff u_i <= its acceptance probability."""
         if self.rule.absolute_noise:
             return repeat(NO_ACCEPT_NOISE, num_draft_tokens)
         low, high = _key(self.seed)
@@ -113,8 +115,8 @@ class RoundNoise:
         return map(uniform, unpack(f"<{size}Q", words.to_bytes(8 * size, "little")))
 
     def tree_keys(self, tree: DraftTree) -> RowKeys:
-        """Of what follows the last committed token and each draft token of a tree: [N + 1] rows.
-        One of them is used."""
+        """Keys for what follows the last committed token and each draft token of a tree: [N + 1]
+        rows, one of which is used."""
         rows = [(0, 0), *((d + 1, rank) for d, rank in zip(tree.depths, tree.ranks, strict=True))]
         places = [self.place(depth, rank) for depth, rank in rows]
         streams = [
@@ -129,7 +131,7 @@ def _index_word(index: int, sibling: int) -> int:
 
 @lru_cache(maxsize=256)
 def _places_in_one(num_draft_tokens: int, parents: tuple[int, ...]) -> tuple[int, int]:
-    """`ones` as `rounds` takes it, and the second words of the tokens' index places."""
+    """`ones` for `rounds`, and the second words of the tokens' index places."""
     tree = draft_tree(parents, num_draft_tokens)
     words = map(_index_word, tree.depths, tree.ranks)
     ones = sum(1 << 64 * number for number in range(num_draft_tokens))
@@ -137,7 +139,7 @@ def _places_in_one(num_draft_tokens: int, parents: tuple[int, ...]) -> tuple[int
 
 
 def chain_keys(noises: Sequence[RoundNoise], lengths: Sequence[int]) -> RowKeys:
-    """As `tree_keys`, of several chains of these lengths, one after another."""
+    """As `tree_keys`, for several chains of these lengths, one after another."""
     sizes = np.array(lengths) + 1
     ends = np.cumsum(sizes)
 
@@ -171,14 +173,14 @@ def _key(seed: int) -> tuple[int, int]:
 
 
 def row_keys(seed: int, places: Sequence[Place], streams: Sequence[Stream]) -> RowKeys:
-    """Of one session: a row for each place, in the stream beside it."""
+    """The keys of one session: a row for each place and its stream."""
     return _table(
         (*place, stream, *_key(seed)) for place, stream in zip(places, streams, strict=True)
     )
 
 
 def draft_keys(noises: Sequence[RoundNoise], indices: Sequence[int]) -> RowKeys:
-    """Of the draft's draw in each of these rounds, at the depth beside it."""
+    """The keys of the draft's draw in each of these rounds, at the given depths."""
     return _table(
         (*noise.place(index), noise.draft_stream, *_key(noise.seed))
         for noise, index in zip(noises, indices, strict=True)
@@ -196,16 +198,17 @@ _KEY_STEP_HIGH = 0xBB67AE85
 _ROUNDS = 10
 _WORD_SCALE = 2.0**-32
 _FEW = 16
-"""Counters that are quicker one by one, as integers: a hundred operations on the smallest arrays
-take longer."""
+"""Up to this number, counters are computed one by one as integers, which is faster than the hundred
+array operations."""
 
 WordArray: TypeAlias = npt.NDArray[Any]
-"""uint64 arrays of 32-bit words: the product of two keeps its high half."""
+"""uint64 arrays of 32-bit words, so that a product keeps its high half."""
 _Words = TypeVar("_Words", int, WordArray)
 
 
 RowKeys: TypeAlias = npt.NDArray[np.uint64]
-"""Counter and key of R rows of noise, [R, 5]: a, b, stream, and the seed's low and high word."""
+"""Counter and key of the noise of R rows, [R, 5]: a, b, stream, and the low and high word of the
+seed."""
 
 
 def row_words(keys: RowKeys) -> tuple[WordArray, ...]:
@@ -217,20 +220,21 @@ def row_words(keys: RowKeys) -> tuple[WordArray, ...]:
 
 
 def uniform(word: float) -> float:
-    """The number in (0, 1) that a word stands for."""
+    """The number in (0, 1) for a word."""
     return (word + 0.5) * _WORD_SCALE
 
 
 def rounds(
     c0: _Words, c1: _Words, c2: _Words, c3: _Words, key_low: _Words, key_high: _Words, ones: int = 1
 ) -> tuple[_Words, _Words, _Words, _Words]:
-    """Philox4x32-10: the four words of one counter under one key, all of 32 bits; on numbers or on
-    arrays that broadcast against each other. A number may hold the words of several counters, one
-    in each 64 bits, which is as much as their products take: `ones` then holds a 1 in each. Eight
-    together take little longer than one.
+    """Philox4x32-10: the four words of one counter under one key, all of 32 bits; for integers, or
+    for arrays that broadcast. One integer may hold the words of several counters, one in each 64
+    bits (the size of their products); `ones` then has a 1 in each. Eight counters together take
+    little longer than one.
 
-    The low half of a product is left unmasked: it is only ever xored into a word that is masked
-    afterwards."""
+    The low half of a product is left unmasked, since it is only xored into a word that is masked
+    afterwards.
+    """
     mask, step_low, step_high = WORD_MASK * ones, _KEY_STEP_LOW * ones, _KEY_STEP_HIGH * ones
     for _ in range(_ROUNDS):
         product_0 = c0 * _MULTIPLIER_0

@@ -1,4 +1,4 @@
-"""What a request may ask of the sampler, and which rule verifies its drafts."""
+"""The sampling parameters of a request, and the rule that verifies its drafts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from outrider.limits import (
 
 
 class Rule(StrEnum):
-    """How a proposal is accepted or refused (docs/ARCHITECTURE.md, "A round")."""
+    """How a proposal is accepted or rejected (docs/ARCHITECTURE.md, a round)."""
 
     TOKEN = "token"  # noqa: S105 (a rule, not a secret)
     BLOCK = "block"
@@ -41,7 +41,7 @@ class Rule(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Transforms between logits and the sampled distribution; limits in `outrider.limits`."""
+    """Transforms between logits and the sampled distribution; limits are in `outrider.limits`."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -54,8 +54,8 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, added to its logit), sorted by id."""
     min_tokens: int = 0
-    """Before so many tokens have come nothing but `max_tokens` ends the completion: neither an EOS
-    nor a stop token can come, and stop strings are not looked for."""
+    """Until this many tokens have come only `max_tokens` ends the completion: EOS and stop tokens
+    cannot come, and stop strings are ignored."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the completion as an EOS does."""
 
@@ -66,21 +66,22 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether the distribution depends on the tokens so far other than through the model."""
+        """Whether the distribution depends on earlier tokens other than through the model."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     @property
     def tempered_alone(self) -> bool:
-        """Whether nothing but the temperature stands between logits and distribution."""
+        """Whether the temperature is the only transform."""
         return not (self.filtered or self.logit_bias or self.penalised)
 
     @property
     def filtered(self) -> bool:
-        """Whether some tokens are dropped for being unlikely."""
+        """Whether unlikely tokens are dropped."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     def hash(self) -> int:
-        """A 64-bit name for these parameters, the same in every process, and for 1 as for 1.0."""
+        """A 64-bit hash of these parameters, the same in every process, and the same for 1 as for
+        1.0."""
         floats: dict[str, Any] = {name: float(getattr(self, name)) for name, *_ in _RANGES}
         biases = tuple(sorted((int(v), float(bias)) for v, bias in self.logit_bias))
         whole = {name: int(getattr(self, name)) for name in ("top_k", "min_tokens")}
@@ -97,17 +98,17 @@ _RANGES = (
     ("top_p", 0.0, 1.0, False),
     ("repetition_penalty", 0.0, REPETITION_PENALTY_MAX, False),
 )
-"""What each number that need not be whole may be, the least of them included or not."""
+"""Each real parameter: its name, minimum, maximum, and whether the minimum is allowed."""
 
 
 def check_sampling(
     params: SamplingParams, field: str = "sampling", vocab_size: int | None = None
 ) -> None:
     """Raises `BadRequest` for a parameter outside its limits, NaN included. Without `vocab_size`,
-    whether `top_k` and biased tokens fit the vocabulary is left to who knows it."""
+    `top_k` and token ids are not compared with the vocabulary."""
     for name, low, high, is_closed in _RANGES:
         value = getattr(params, name)
-        if not (low <= value <= high and (is_closed or value > low)):  # NaN is not, either
+        if not (low <= value <= high and (is_closed or value > low)):  # Refuses NaN, too.
             allowed = f"{low:g}..{high:g}" if is_closed else f"above {low:g}, at most {high:g}"
             raise BadRequest(f"{field}.{name}", f"got {value}; allowed: {allowed}")
     if params.top_k < -1 or (vocab_size is not None and params.top_k > vocab_size):

@@ -1,4 +1,4 @@
-"""Acceptance told from a text that the target wrote, without playing a round."""
+"""Estimates acceptance from a text that the target wrote, without playing rounds."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import numpy as np
 import numpy.typing as npt
 
 NUM_DEPTHS = 8
-"""Depths that acceptance is told for."""
+"""Depths for which acceptance is estimated."""
 
 
 def conditional_acceptance(texts: Sequence[Sequence[float]]) -> tuple[float | None, ...]:
-    """The chance, for draft token 1..`NUM_DEPTHS`, that it is accepted given that those before it
-    were, from min(1, q(x) / p(x)) along texts that the target drew.
+    """The probability, for draft token 1..`NUM_DEPTHS`, that it is accepted given that those before
+    it were, from min(1, q(x) / p(x)) along texts that the target drew.
 
-    For such a text the mean of prod_{i<=k} min(1, q_i / p_i) over windows of k tokens is the chance
-    that the first k of a chain are accepted. Chances at depth k and k - 1 are taken over the same
-    windows, those of at least k tokens, so that a text's end favours neither."""
+    For such a text the mean of prod_{i<=k} min(1, q_i / p_i) over windows of k tokens is the
+    probability that the first k tokens of a chain are accepted. The probabilities for depths k and
+    k - 1 use the same windows, those of at least k tokens, so that a text's end favours neither.
+    """
     values = [np.asarray(ratios, dtype=np.float64) for ratios in texts]
     windows = [[ratios[depth:] for depth in range(NUM_DEPTHS)] for ratios in values]
     return acceptance_of_windows(windows, NUM_DEPTHS)
@@ -26,9 +27,9 @@ def conditional_acceptance(texts: Sequence[Sequence[float]]) -> tuple[float | No
 def acceptance_of_windows(
     texts: Sequence[Sequence[npt.NDArray[np.float64]]], num_depths: int
 ) -> tuple[float | None, ...]:
-    """As `conditional_acceptance`, for draft token 1..`num_depths`, where the ratio at a place
-    depends on where its window begins: `texts[t][k][w]` is that of draft token k + 1 of window w.
-    Windows that a text's end cuts off are its last ones; a text may have fewer depths."""
+    """As `conditional_acceptance`, for draft token 1..`num_depths`, where the ratio at a position
+    depends on where its window begins: `texts[t][k][w]` is the ratio of draft token k + 1 in window
+    w. Windows that the end of a text cuts off come last; a text may have fewer depths."""
     found: list[float | None] = []
     for depth in range(num_depths):
         reached = accepted = 0.0

@@ -1,15 +1,15 @@
-"""Verdicts on a CUDA device as two Triton kernels; imported only where Triton is. Each program
-works on one row, whose numbers do not depend on what runs beside it.
+"""Verdicts on a CUDA device as three Triton kernels; imported only where Triton is installed. Each
+program works on one row, whose results do not depend on the other rows.
 
-`change_rows` applies masks, biases and penalties to logits, where any row has some.
+`change_rows` applies masks, biases and penalties to logits, if any row has some.
 
-`weigh_rows` turns logits into weights exp((x - max) / T) and applies min-p, top-k and top-p. What a
-filter keeps is found without a sort: positive floats are ordered as their bits are, and each pass
-over the row makes the range of the last bits that are kept four times shorter.
+`weigh_rows` turns logits into weights exp((x - max) / T) and applies min-p, top-k and top-p. A
+filter finds its boundary without a sort: positive floats are ordered as their bits are, and each
+pass over the row makes the range that contains the boundary four times shorter.
 
-`settle_rows` tells the acceptance of the draft token that a row judges, subtracts its q
-(`verification.py`), and draws the token that follows (`gumbel_max.py`): the first and the heaviest
-token of each block race, then all of those blocks alone in which another could beat the best.
+`settle_rows` computes the acceptance of the draft token that a row judges, subtracts its q
+(`verification.py`), and draws the token that follows (`gumbel_max.py`): first the soonest and the
+heaviest token of each block race, then the blocks in which another token could beat the best.
 """
 # mypy: ignore-errors
 
@@ -22,20 +22,21 @@ from outrider.speculation import cuda_verdicts, gumbel_max, proposal
 
 ROW_WORDS = tl.constexpr(cuda_verdicts.ROW_WORDS)
 """Of each row: temperature, min-p, top-p as float64, top-k; the draft token that it judges, or -1;
-how many tokens have biases or penalties, and where these `ENTRY_WORDS` begin, in bytes; where its
-mask begins, or -1; draft tokens before it; repetition, presence and frequency as float64."""
+how many tokens have biases or penalties, and the byte offset of their `ENTRY_WORDS`; the byte
+offset of its mask, or -1; the number of draft tokens before it; repetition, presence and frequency
+penalty as float64."""
 ENTRY_WORDS = tl.constexpr(3)
-"""Of each token with a bias or a penalty: its id, its bias as float64, and twice its number in the
+"""Of each token with a bias or a penalty: its id, its bias as float64, and twice its count in the
 output, plus 1 if it is in the prompt."""
 JUDGED_WORDS = tl.constexpr(cuda_verdicts.JUDGED_WORDS)
-"""Of each row: its `RowKeys`; how many draft tokens come before the one that it judges, -1 = it
-judges none; whether its chain is judged as a block; where that token's q begins, in bytes, as
-`DraftDistribution.packed`, and how many tokens it has; 0 = certain."""
+"""Of each row: its `RowKeys`; how many draft tokens come before the one that it judges, or -1 if it
+judges none; whether its chain is judged as a block; the byte offset of that token's q, as
+`DraftDistribution.packed`, and its number of tokens (0 = certain)."""
 MAXIMUM, TOTAL, DRAFTED, ACCEPTED, LEFT, DRAWN = [tl.constexpr(i) for i in range(6)]
-"""Numbers found of each row: the largest logit, NaN where any is; the sum of its weights; p of the
-draft token; its acceptance, or in a block pi behind it, NaN where its q does not hold it; in a
-block Z; the token that follows. At first, where one token alone is kept, ACCEPTED and LEFT are the
-largest changed logit, exactly, and its token."""
+"""Results for each row: the largest logit, NaN if any is NaN; the sum of its weights; p of the
+draft token; its acceptance, or in a block pi after it, NaN if its q does not contain it; in a block
+Z; the token that follows. Before that, for rows that keep a single token, ACCEPTED and LEFT hold
+the largest changed logit, exactly, and its token."""
 BITS_OF_ONE = tl.constexpr(0x3F800000)
 COUNT_TOTAL = tl.constexpr(proposal.COUNT_TOTAL)
 NEARLY_EMPTY = tl.constexpr(1e-4)
@@ -56,9 +57,9 @@ def _is_reached(parts, goal):
 
 @triton.jit
 def _keep_goal(row, width, low, goal, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Keeps the largest weights [width] at `row` until their mass, or their number, reaches `goal`,
-    of equal ones those of lowest id, and sets the others to 0. The last one kept has bits >= `low`.
-    Returns the mass of what is kept."""
+    """Keeps the largest weights [width] at `row` until their mass, or their number, reaches `goal`
+    (of equal ones the lowest ids), and sets the others to 0. The bits of the last one kept are >=
+    `low`. Returns the mass kept."""
     lane = tl.arange(0, BLOCK)
     high = tl.full((), BITS_OF_ONE + 1, tl.int32)
     while high - low > 1:
@@ -117,7 +118,7 @@ def change_rows(
     BLOCK: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
-    """See above; the grid is [R]."""
+    """See the module; the grid is [R]."""
     at = tl.program_id(0).to(tl.int64)
     num_rows = tl.num_programs(0)
     words = sent.to(tl.pointer_type(tl.int64)) + at * ROW_WORDS
@@ -159,7 +160,7 @@ def change_rows(
         if top > best:
             best = top
             best_token = tl.min(tl.where(logit == top, token, width))
-        # The largest of logits that float32 does not tell apart is taken.
+        # Float32 may not distinguish the largest logits, so the largest is kept apart.
         left = tl.where(is_greedy & (logit == logit), float("-inf"), logit)
         tl.store(row + token, left.to(tl.float32), mask=is_here)
     tl.store(found + ACCEPTED * num_rows + at, best)
@@ -177,7 +178,7 @@ def weigh_rows(
     width,
     BLOCK: tl.constexpr,
 ):
-    """See above; the grid is [R]."""
+    """See the module; the grid is [R]."""
     at = tl.program_id(0).to(tl.int64)
     num_rows = tl.num_programs(0)
     words += at * words_stride
@@ -209,7 +210,7 @@ def weigh_rows(
         logit = tl.load(source + place, mask=place < width, other=float("-inf")).to(tl.float32)
         weight = tl.exp(tl.minimum(logit - base, 0.0) / temperature)
         weight = tl.where(weight >= min_p, weight, 0.0)
-        # Of logits that are nearly equal one is the largest.
+        # Exactly one of nearly equal logits is the largest.
         is_best = tl.where(place == best_token, best, logit.to(tl.float64)) == highest
         weight = tl.where(top_k == 1, is_best.to(tl.float32), weight)
         parts += weight.to(tl.float64)
@@ -235,7 +236,7 @@ def weigh_rows(
 
 @triton.jit
 def _draft_q(token, sent, judged, ENTRIES: tl.constexpr):
-    """Ids and counts [ENTRIES] of what a draft token was drawn from, and its own count."""
+    """Ids and counts [ENTRIES] of the q of a draft token, and the token's own count."""
     size = tl.load(judged + 8)
     packed = (sent + tl.load(judged + 7)).to(tl.pointer_type(tl.uint16))
     entry = tl.arange(0, ENTRIES)
@@ -251,7 +252,7 @@ def _draft_q(token, sent, judged, ENTRIES: tl.constexpr):
 
 @triton.jit
 def _log_ratio(p, drafted):
-    """log p / q of a draft token, by its count."""
+    """log p / q of a draft token, from its count."""
     ratio = tl.load(p) * COUNT_TOTAL / tl.maximum(drafted, 1).to(tl.float64)
     return tl.where(ratio > 0.0, tl.log(tl.maximum(ratio, 1e-300)), float("-inf"))
 
@@ -288,7 +289,7 @@ def settle_rows(
     WAITS: tl.constexpr,
     ROW_WAITS: tl.constexpr,
 ):
-    """See above; the grid is [R]. `ROW_WAITS` are the blocks of a row, or more."""
+    """See the module; the grid is [R]. `ROW_WAITS` is the number of blocks of a row, or more."""
     at = tl.program_id(0).to(tl.int64)
     num_rows = tl.num_programs(0)
     row = weights + at * width

@@ -1,4 +1,4 @@
-"""What the target says of a proposal. Rows are p_1..p_{K+1}; row n (from 0) follows n draft tokens.
+"""The target's verdict on a proposal. Rows are p_1..p_{K+1}; row n (from 0) follows n draft tokens.
 
 | rule    | acceptance probability of x_i       | law of correction n < K     | source         |
 | ------- | ----------------------------------- | --------------------------- | -------------- |
@@ -8,20 +8,20 @@
 | coupled | 1 if x_i is the target's own draw   | the target's own draw       | Daliri 2024    |
 | greedy  | 1 if x_i is the likeliest token     | the likeliest token         |                |
 
-Correction K is a draw from p_{K+1} under every rule. pi_0 = 1, and
-pi_i = min(1, pi_{i-1} p_i(x_i) / q_i(x_i)); pos(z) = max(z, 0).
+Correction K is a draw from p_{K+1} under every rule. pi_0 = 1, and pi_i = min(1, pi_{i-1} p_i(x_i)
+/ q_i(x_i)); pos(z) = max(z, 0).
 
-Of a tree row 0 follows the last committed token and row i + 1 draft token i. Under coupled and
-greedy a draft token is accepted that is the row's own token before it. Under token siblings
-s_1, s_2, .. behind a row p, drawn from q without replacement, are tried in turn: with p^1 = p and
-q^1 = q, s_j is accepted with min(1, p^j(s_j) / q^j(s_j)), and then p^{j+1} = norm(pos(p^j - q^j)),
-q^{j+1} = norm(q^j without s_j); what follows if all are refused is drawn from the last p^{j+1}, and
-what follows a leaf from p (recursive rejection: SpecInfer, arXiv 2305.09781; without replacement:
-Sequoia, arXiv 2402.12374). Block has no tree.
+In a tree row 0 follows the last committed token, and row i + 1 follows draft token i. Under coupled
+and greedy a draft token is accepted if it is the target's own token in the row it follows. Under
+token the siblings s_1, s_2, .. after a row p, drawn from q without replacement, are tried in turn.
+With p^1 = p and q^1 = q, s_j is accepted with min(1, p^j(s_j) / q^j(s_j)); then p^{j+1} =
+norm(pos(p^j - q^j)) and q^{j+1} = norm(q^j without s_j). If all are rejected, the next token is
+drawn from the last p^{j+1}; after a leaf it is drawn from p (recursive rejection: SpecInfer, arXiv
+2305.09781; without replacement: Sequoia, arXiv 2402.12374). Block has no tree.
 
-Rows come as weights: p up to a factor, with the sum of each row. A token beyond the width of p has
-p = 0, a token outside a q's support q = 0: the vocabularies of draft and target may be padded
-differently, and a residual always covers the target's whole one.
+Rows are given as weights: p up to a factor, with the sum of each row. A token beyond the width of p
+has p = 0, and a token outside q's support has q = 0. So the vocabularies of draft and target may be
+padded differently, and a residual always covers the target's whole vocabulary.
 """
 
 from __future__ import annotations
@@ -58,10 +58,11 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 
 _log = logging.getLogger(__name__)
 _NEARLY_EMPTY = 1e-4
-"""Part of a row's mass; only where less than this is left of it, all of it may be gone."""
+"""Share of a row's mass. Only if less than this is left of a row, it may be empty."""
 
 _PI_MIN = 1e-290
-"""A path whose ratio is less is not taken; its reciprocal times any mass is a finite number."""
+"""A path with a smaller ratio is not taken; the reciprocal of this times any mass is still
+finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,27 +72,27 @@ class DraftRows:
     token_ids: IntArray
     """[B, K]"""
     support: IntArray
-    """[B, K, M], distinct among those with mass."""
+    """[B, K, M]; the ids with mass are distinct."""
     mass: RealArray
-    """[B, K, M]: q of each; 0 pads."""
+    """[B, K, M]: q of each id; 0 is padding."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Question:
-    """What a verdict is made from."""
+    """The input of a verdict."""
 
     logits: Tensor
     """[N + 1, V] of any float type on any device; unchanged."""
     params: SamplingParams
     history: TokenHistory
-    """What penalties count; a tree has none."""
+    """What penalties count; unused for a tree."""
     proposal: Proposal
     noise: RoundNoise
     masks: Sequence[TokenMask | None] = ()
-    """What a constraint leaves of each row, before anything else changes it."""
+    """The mask of each row, applied before all transforms."""
 
     def check(self) -> None:
-        """Raises `InvariantError` for parts that do not fit together."""
+        """Raises `InvariantError` if the parts do not fit together."""
         proposal = self.proposal
         check_parts(self.logits, proposal, self.noise.rule)
         is_chain = not (proposal.parents and self.params.penalised)
@@ -99,15 +100,15 @@ class Question:
 
     @property
     def takes_likeliest(self) -> bool:
-        """Whether nothing is drawn, and nothing filtered."""
+        """Whether nothing is drawn or filtered."""
         return self.params.greedy and self.noise.rule is Rule.GREEDY
 
 
 def verdicts_from_logits(questions: Sequence[Question]) -> list[Verdict]:
-    """Verdicts on the proposals of several sessions, whose logits are of one width, type and
-    device, in one pass over all their rows. Each is what it would be alone, bit for bit. Raises
-    `InvariantError` for a q that is missing where the rule needs it, for a draft token outside it,
-    and where `target_probabilities` does."""
+    """Verdicts on the proposals of several sessions, whose logits have one width, type and device,
+    in one pass over all rows. Each is bit for bit what it would be alone. Raises `InvariantError`
+    if the rule needs a q that is missing, if a draft token is outside its q, and where
+    `target_probabilities` does."""
     for question in questions:
         question.check()
     verdicts: dict[int, Verdict] = {}
@@ -119,16 +120,16 @@ def verdicts_from_logits(questions: Sequence[Question]) -> list[Verdict]:
 
 
 def _suits_kernels(question: Question) -> bool:
-    """They are for a device, and know no trees of q, and no float64."""
+    """The kernels handle neither trees with q nor float64."""
     is_tree = bool(question.proposal.parents) and question.noise.rule.needs_q
     is_double = question.logits.dtype == torch.float64
     return has_kernels(question.logits.device) and not is_tree and not is_double
 
 
 def try_kernels(logits: Tensor, token_ids: Sequence[int] = ()) -> None:
-    """Compiles a device's kernels for `logits` [2, V] of a model, or those [2, N] of a drafter for
-    `token_ids` [N]. Where they fail, or draw other tokens than the CPU, verdicts and draws do
-    without them from now on."""
+    """Compiles a device's kernels for `logits` [2, V] of a model, or [2, N] of a drafter for
+    `token_ids` [N]. If they fail, or draw other tokens than the CPU, verdicts and draws on this
+    device use no kernels from now on."""
     if not has_kernels(logits.device):
         return
     params, noise = SamplingParams(top_k=50, top_p=0.9), RoundNoise(0, Rule.TOKEN, 1)
@@ -138,13 +139,13 @@ def try_kernels(logits: Tensor, token_ids: Sequence[int] = ()) -> None:
         for question in (plain, biased):
             [found] = _verdicts_on_device([question])
             [expected] = _verdicts_on_host([replace(question, logits=logits.double())])
-            check(found.correction == expected.correction, f"{found} in the place of {expected}")
+            check(found.correction == expected.correction, f"{found} instead of {expected}")
         coupled = [replace(noise, rule=Rule.COUPLED)] * 2
         vocabulary = DraftVocabulary.of(token_ids)
         draw_on_device(logits, [SamplingParams()] * 2, coupled, [0, 0], vocabulary=vocabulary)
-    except Exception:  # noqa: BLE001 (whatever it is, verdicts without kernels show it again)
+    except Exception:  # noqa: BLE001 (a lasting fault shows again without kernels)
         _log.warning(
-            "verdicts and draws are made without kernels on %s", logits.device, exc_info=True
+            "no kernels are used for verdicts and draws on %s", logits.device, exc_info=True
         )
         give_up(logits.device)
 
@@ -226,8 +227,8 @@ def _verdicts_on_device(questions: Sequence[Question]) -> list[Verdict]:
 
 
 def check_parts(rows: Tensor, proposal: Proposal, rule: Rule) -> None:
-    """Raises `InvariantError` for other rows than a proposal needs, for a q that is missing where
-    the rule needs it, and for a tree where the rule has none."""
+    """Raises `InvariantError` if the number of rows does not fit the proposal, if q is missing
+    where the rule needs it, or for a tree under a rule without trees."""
     num_rows, shape = len(proposal.token_ids) + 1, rows.shape
     if len(shape) != 2 or shape[1] == 0 or shape[0] != num_rows:
         raise InvariantError(
@@ -241,7 +242,7 @@ def check_parts(rows: Tensor, proposal: Proposal, rule: Rule) -> None:
 
 
 def _weights(questions: Sequence[Question]) -> Tensor:
-    """The rows of all questions, one after another, [R, V] rounded up to whole blocks."""
+    """The rows of all questions, one after another, [R, V], padded to whole blocks."""
     first = questions[0].logits
     num_rows = sum(len(question.logits) for question in questions)
     width = -(-first.shape[1] // BLOCK) * BLOCK
@@ -258,7 +259,7 @@ def _weights(questions: Sequence[Question]) -> Tensor:
 def verdicts_from_weights(
     weights: Tensor, sums: RealArray, entries: Sequence[tuple[Proposal, RoundNoise]]
 ) -> list[Verdict]:
-    """From the rows of all proposals, one after another; `weights` and `sums` change."""
+    """Verdicts from the rows of all proposals, one after another; changes `weights` and `sums`."""
     accept: dict[int, tuple[float, ...]] = {}
     chains: dict[tuple[Rule, int], list[int]] = {}
     ends = [*accumulate(len(proposal) + 1 for proposal, _ in entries)]
@@ -289,19 +290,20 @@ def verdicts_from_weights(
 
 
 def check_drafted(is_in_support: bool) -> None:
-    """Raises `InvariantError` for a draft token without a q."""
+    """Raises `InvariantError` for a draft token outside its q."""
     check(is_in_support, "a draft token lies outside the distribution it was drawn from")
 
 
 def _own_tokens(own: list[int], proposal: Proposal) -> Verdict:
-    """Each draft token is accepted iff it is what the target takes itself there: `own` [N + 1]."""
+    """Accepts each draft token iff it is the target's own token there: `own` [N + 1]."""
     pairs = zip(proposal.tree.parents, proposal.token_ids, strict=True)
     return Verdict(tuple(float(own[parent + 1] == ids) for parent, ids in pairs), tuple(own))
 
 
 def tree_law(weights: Tensor, sums: RealArray, proposal: Proposal) -> tuple[float, ...]:
-    """Acceptance [N] of a tree under token, by its rows `weights` [N + 1, V] with their `sums`; the
-    rows of siblings become the weights of what follows if all of these are refused."""
+    """Acceptance [N] of a tree under token, from its rows `weights` [N + 1, V] and their `sums`.
+    The row that siblings follow becomes the weights of the next token if all of them are
+    rejected."""
     tree = proposal.tree
     accept = [0.0] * len(proposal)
     for group, entry in zip(tree.groups, proposal.q, strict=True):
@@ -323,22 +325,22 @@ def tree_law(weights: Tensor, sums: RealArray, proposal: Proposal) -> tuple[floa
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Places:
-    """The places [B, K, M] of q in some rows of weights."""
+    """The entries [B, K, M] of q in some rows of weights."""
 
     flat: Tensor
-    """[B * K * M], of weights in one dimension."""
+    """[B * K * M]: indices into the flattened weights."""
     before: RealArray
     """[B, K, M]: the weights there; 0 beyond their width."""
     mass: RealArray
     """[B, K, M]: q; 0 beyond the width of the weights."""
     p: RealArray
-    """[B, K]: the weight of each draft token ..."""
+    """[B, K]: the weight of each draft token."""
     q: RealArray
-    """... and its q."""
+    """[B, K]: q of each draft token."""
 
     @classmethod
     def of(cls, weights: Tensor, rows: IntArray, drafts: DraftRows) -> _Places:
-        """Of the draft tokens and their q in `rows` [B, K] of `weights` [R, V]."""
+        """The entries of the draft tokens' q in `rows` [B, K] of `weights` [R, V]."""
         width, support, mass = weights.shape[1], drafts.support, drafts.mass
         inside = support < width
         flat = torch.from_numpy((rows[..., None] * width + np.where(inside, support, 0)).ravel())
@@ -352,10 +354,10 @@ class _Places:
     def subtract(
         self, weights: Tensor, sums: RealArray, rows: IntArray, amounts: RealArray
     ) -> RealArray:
-        """Takes `amounts` [B, K] times q from the rows, down to 0, and returns the sums of what is
-        left: [B, K]. A row of which nothing is left stays as it was, and its sum is 0: nobody asks
-        for its token but through a rounding error, as its draft token is accepted, or none of the
-        path up to it is."""
+        """Subtracts `amounts` [B, K] times q from the rows, clamped at 0, and returns the remaining
+        sums: [B, K]. A row that would become empty is left unchanged, and its sum is 0. Its token
+        is used only through a rounding error, because its draft token is accepted or the path to it
+        is not taken."""
         change = np.maximum(self.before - self.mass * amounts[..., None], 0.0) - self.before
         self._add(weights, change)
         left: RealArray = np.maximum(sums[rows] + change.sum(axis=2), 0.0)
@@ -376,7 +378,7 @@ class _Places:
 def chain_law(
     rule: Rule, weights: Tensor, sums: RealArray, rows: IntArray, drafts: DraftRows
 ) -> RealArray:
-    """Acceptance [B, K] of B chains, whose draft token i is judged by row `rows[b, i]` of `weights`
+    """Acceptance [B, K] of B chains whose draft token i is judged by row `rows[b, i]` of `weights`
     [R, V] with their `sums` [R]; these rows become the weights of the corrections."""
     places = _Places.of(weights, rows, drafts)
     totals = sums[rows]
@@ -395,8 +397,8 @@ def chain_law(
 
 
 def _path_ratios(p: RealArray, q: RealArray) -> RealArray:
-    """pi_0..pi_K, [B, K+1], from p and q at the draft tokens, [B, K]; summed as logarithms, so that
-    a long path of small ratios does not vanish before a large one comes."""
+    """pi_0..pi_K, [B, K+1], from p and q at the draft tokens, [B, K]. Computed as sums of
+    logarithms, so that a long path of small ratios does not vanish before a large one follows."""
     with np.errstate(divide="ignore"):
         log_ratio = np.log(p) - np.log(q)
     log_pi = np.zeros((len(p), p.shape[1] + 1))
@@ -417,7 +419,7 @@ def _block_acceptance(pi: RealArray, z: RealArray) -> RealArray:
 
 
 def _drafts(proposals: Sequence[Proposal]) -> DraftRows:
-    """Chains of one length as rows; a one-hot position is a support of its own token."""
+    """Chains of one length as arrays; a one-hot position is a support of its own token."""
     supports, counts, sizes = [], [], []
     for proposal in proposals:
         for token_id, entry in zip(proposal.token_ids, proposal.q, strict=True):
