@@ -257,7 +257,7 @@ def load_reading(
     if draft.drafter.model is not None:
         progress("loading the draft")
         engine = build_engine(draft, draft.num_threads or num_threads)
-        reader = ModelReader(engine, draft.support_entries)
+        reader = ModelReader(engine)
         name = f"the model of {name}" if lookup is not None else name
     return Reading(
         target, reader or LookupReader(lookup), name, prompts, encoder(text, raw), max_tokens

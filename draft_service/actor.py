@@ -27,23 +27,21 @@ class DraftActor(ReplicaHost):
         from .service import DraftService
 
         options: dict[str, Any] = {
-            "max_num_seqs": config.step_sessions,
+            "max_num_seqs": config.max_num_seqs,
             "max_num_batched_tokens": config.max_num_batched_tokens,
             "grammars": build_grammars(config),
         }
-        entries_max = config.support_entries
         with blaming("draft_model"):
             head = getattr(engine, "head", None)  # An emulated engine may have one.
             if engine is None:
                 head, info, num_bytes = build_head(config)
                 engine = HeadEngine(
-                    head, info, max_num_seqs=config.step_sessions, kv_cache_memory_bytes=num_bytes
+                    head, info, max_num_seqs=config.max_num_seqs, kv_cache_memory_bytes=num_bytes
                 )
             elif head is None:
                 return DraftService.with_model(
-                    engine, executor, costs=costs, entries_max=entries_max,
-                    parallel_token=parallel_token(config), **options,
-                )  # fmt: skip
+                    engine, executor, costs=costs, parallel_token=parallel_token(config), **options
+                )
         executor.call(lambda: try_drafting_kernels(head))
-        drafter = FeatureDrafter(head, engine, entries_max)
+        drafter = FeatureDrafter(head, engine)
         return DraftService.with_features(drafter, executor, **options)

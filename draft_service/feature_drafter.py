@@ -21,7 +21,7 @@ from outrider.engine.paged_sequences import PagedSequences
 from outrider.errors import BadRequest, InvariantError, OutriderError, check
 from outrider.kv_cache.block_pool import BlockPool
 from outrider.kv_cache.storage import KVCache, pages_in
-from outrider.limits import DRAFT_SUPPORT_ENTRIES, PAGE_SIZE
+from outrider.limits import PAGE_SIZE
 from outrider.models.eagle3 import LoadedEagle3
 from outrider.speculation.proposal import Proposal
 
@@ -104,10 +104,8 @@ class FeatureDrafter(ModelDrafter):
     looks_ahead = False
     engine: Any
 
-    def __init__(
-        self, head: LoadedEagle3, engine: HeadEngine, entries_max: int = DRAFT_SUPPORT_ENTRIES
-    ) -> None:
-        super().__init__(engine, entries_max)
+    def __init__(self, head: LoadedEagle3, engine: HeadEngine) -> None:
+        super().__init__(engine)
         self._head = head.module
 
     def propose(

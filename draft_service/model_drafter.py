@@ -12,7 +12,6 @@ from outrider.drafters.autoregressive_draft import AutoregressiveDraft, DraftSam
 from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import Engine, SequenceStep
 from outrider.errors import OutriderError, check
-from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.speculation.logits_processing import DraftVocabulary
 from outrider.speculation.proposal import EMPTY_PROPOSAL, Proposal
 
@@ -33,11 +32,11 @@ class ModelDrafter:
     looks_ahead = True
     """Whether sessions may look ahead with it."""
 
-    def __init__(self, engine: Engine, entries_max: int = DRAFT_SUPPORT_ENTRIES) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.vocabulary = DraftVocabulary.of(engine.info.logit_token_ids)
         """The tokens of its logits; None = all tokens."""
-        self._sampler = DraftSampler(self.vocabulary, entries_max)
+        self._sampler = DraftSampler(self.vocabulary)
         self.num_passes = 0
         """Passes of the last `propose`."""
 

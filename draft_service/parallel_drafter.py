@@ -12,7 +12,6 @@ from outrider.config import DraftConfig
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.engine.interface import Engine, SequenceStep
 from outrider.errors import ConfigError
-from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.models.published_drafters import DrafterFormat, read_config, recognise
 
 
@@ -38,11 +37,9 @@ class ParallelDrafter(ModelDrafter):
     made one after another, because each depends on the tokens before it.
     """
 
-    def __init__(
-        self, engine: Engine, token_id: int, entries_max: int = DRAFT_SUPPORT_ENTRIES
-    ) -> None:
+    def __init__(self, engine: Engine, token_id: int) -> None:
         """`token_id` is the parallel token. Raises `ConfigError` if the model has no such token."""
-        super().__init__(engine, entries_max)
+        super().__init__(engine)
         if not 0 <= token_id < engine.info.vocab_size:
             raise ConfigError(
                 f"drafter {engine.info.name}: its parallel token {token_id} is not in "

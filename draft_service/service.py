@@ -14,7 +14,7 @@ from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline
 from outrider.engine.interface import Engine
 from outrider.engine.step_costs import StepCosts
 from outrider.grammar.compiler import Grammars
-from outrider.limits import BATCHED_TOKENS_DEFAULT, DRAFT_SUPPORT_ENTRIES
+from outrider.limits import BATCHED_TOKENS_DEFAULT
 from outrider.messages import DraftItem, ReplicaDescription
 from outrider.replica.executors import StepExecutor
 from outrider.replica.service import SteppedService, describe_model
@@ -56,20 +56,19 @@ class DraftService(SteppedService):
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int = BATCHED_TOKENS_DEFAULT,
-        entries_max: int = DRAFT_SUPPORT_ENTRIES,
         costs: StepCosts | None = None,
         grammars: Grammars | None = None,
         parallel_token: int | None = None,
     ) -> DraftService:
-        """Drafts with a model. Steps are limited as in `TargetService`; a distribution keeps at
-        most `entries_max` tokens. Looks ahead, and pushes at most `LOOK_AHEAD_BYTES_MAX` bytes of
-        proposals for a round of a session. With `grammars` (of the engine's tokenizer) it drafts
-        what a session's constraint allows. With a `parallel_token` it uses a `ParallelDrafter`, and
-        coordinators are told no `costs`, as no pass is of one token."""
+        """Drafts with a model. Steps are limited as in `TargetService`. Looks ahead, and pushes at
+        most `LOOK_AHEAD_BYTES_MAX` bytes of proposals for a round of a session. With `grammars` (of
+        the engine's tokenizer) it drafts what a session's constraint allows. With a
+        `parallel_token` it uses a `ParallelDrafter`, and coordinators are told no `costs`, as no
+        pass is of one token."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
-        drafter = ModelDrafter(engine, entries_max)
+        drafter = ModelDrafter(engine)
         if parallel_token is not None:
-            drafter, costs = ParallelDrafter(engine, parallel_token, entries_max), None
+            drafter, costs = ParallelDrafter(engine, parallel_token), None
         proposer = Proposer(drafter, budget, grammars)
         description = describe_model(engine.info, max_num_seqs, costs)
         return cls(proposer, executor, description, budget.note_seconds)

@@ -33,10 +33,8 @@ from outrider.limits import (
     BATCHED_TOKENS_MIN,
     DEADLINE_MS_DEFAULT,
     DEADLINE_MS_MAX,
-    DRAFT_SUPPORT_ENTRIES,
     HYBRID_MODEL_TOKENS,
     HYBRID_SCORE_MIN,
-    LOOK_AHEAD_BYTES_MAX,
     LOOK_AHEAD_MAX,
     NUM_DRAFT_TOKENS_MAX,
     REDIS_WAIT_REPLICAS_MAX,
@@ -195,7 +193,7 @@ class ModelServerConfig(ServerConfig):
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     max_num_seqs: Annotated[int, between(1, NUM_SEQS_MAX)] = 64
-    """Sessions that share a step of a target, and of a draft that is not given its own number."""
+    """Most sessions that share a step of a target or of a draft."""
     gpu_memory_utilization: Annotated[float, between(0.01, 1)] = 0.9
     """Part of a replica's share of its GPU's memory that it takes: its weights, and the rest for
     keys and values."""
@@ -252,11 +250,6 @@ class ModelServerConfig(ServerConfig):
             )
 
     @property
-    def step_sessions(self) -> int:
-        """That share a step of this replica."""
-        return self.max_num_seqs
-
-    @property
     def model_engine(self) -> str:
         """What runs this replica's model: one of `ENGINES`, where none is emulated."""
         return self.engine
@@ -281,17 +274,12 @@ class TargetConfig(ModelServerConfig):
 
     model: str = "demo"
     """The target: `demo`, a directory, a .gguf file, or a hub id."""
-    gather_sessions: bool = True
-    """Let a step of the target wait for sessions that will soon want one too, where all of them
-    then have their rounds sooner than in turns."""
     heads: Internal[str] = ""
     """What its draft heads, or exit head, are called, where it drafts for itself; else empty."""
     heads_kind: Internal[str] = ""
     """`medusa`, `early-exit`, `eagle3` or `mtp`."""
     heads_directory: Internal[str] = ""
     """Where these are."""
-    heads_support_entries: Internal[int] = DRAFT_SUPPORT_ENTRIES
-    """Tokens that their distributions may keep on the wire."""
     shows_features: Internal[bool] = False
     """Whether an EAGLE-3 head runs on draft replicas, which this one sends features."""
 
@@ -305,9 +293,6 @@ class DraftConfig(ModelServerConfig):
     model: str = AUTO
     """The draft: `auto` (`suffix`), a model as for the target, or what else `outrider drafters`
     lists."""
-    own_max_num_seqs: Annotated[int, between(0, NUM_SEQS_MAX, alias="draft_max_num_seqs")] = 0
-    """Sessions that share a step of the draft, and outcomes that it looks ahead to beside them; 0 =
-    as many as of the target."""
     own_engine: Annotated[
         Literal["", "auto", "transformers", "vllm"], Field(alias="draft_engine")
     ] = ""
@@ -316,10 +301,6 @@ class DraftConfig(ModelServerConfig):
     eagle3_on: Literal["target", "draft"] = "target"
     """Where an EAGLE-3 head drafts: on the target, or on draft replicas. The target sends these a
     row of the head's width for each token."""
-    support_entries: Annotated[int, between(2, 4096, alias="draft_support_entries")] = (
-        DRAFT_SUPPORT_ENTRIES
-    )
-    """Tokens that a draft distribution may keep on the wire."""
     ngram_min: NgramMin = 1
     ngram_max: NgramMax = 16
     suffix_depth: Annotated[int, between(2, SUFFIX_DEPTH_MAX)] = 16
@@ -342,11 +323,6 @@ class DraftConfig(ModelServerConfig):
     """The target's name, for a drafter that was made for it; else empty."""
     target_directory: Internal[str] = ""
     """Where that target's files are."""
-
-    @property
-    def step_sessions(self) -> int:
-        """That share a step of this replica."""
-        return self.own_max_num_seqs or self.max_num_seqs
 
     @property
     def model_engine(self) -> str:
@@ -443,8 +419,6 @@ class CoordinatorConfig(ServerConfig):
     look_ahead: Annotated[int | None, between(0, LOOK_AHEAD_MAX)] = None
     """Outcomes of a round that the draft works out while the target verifies; 0 = none, unset =
     some where draft and target share neither cores nor a device."""
-    look_ahead_bytes_max: Annotated[int, Field(ge=0)] = LOOK_AHEAD_BYTES_MAX
-    """Bytes of proposals that are kept for the outcomes of one round of a session."""
     draft_siblings: Annotated[int, between(0, SIBLINGS_MAX)] = 0
     """Candidates that a model's proposal may have beside each of its tokens, in a tree; without
     `length_control` just so many, as far as a tree may be large. 0 = chains. None with

@@ -26,15 +26,15 @@ class TargetActor(ReplicaHost):
         from .service import TargetService
 
         return TargetService(
-            engine, executor, max_num_seqs=config.step_sessions, costs=costs,
+            engine, executor, max_num_seqs=config.max_num_seqs, costs=costs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            delays_batches=config.gather_sessions,
-            self_drafter=self_drafter_of(engine, config.heads_support_entries),
+            delays_batches=True,
+            self_drafter=self_drafter_of(engine),
             grammars=build_grammars(config, engine.info.eos_token_ids),
         )  # fmt: skip
 
 
-def self_drafter_of(engine: Engine, entries_max: int) -> SelfDrafter | None:
+def self_drafter_of(engine: Engine) -> SelfDrafter | None:
     from outrider.engine.interface import DraftingEngine
     from outrider.engine.paged_engine import PagedEngine
     from outrider.engine.paged_sequences import PagedSequences
@@ -42,12 +42,12 @@ def self_drafter_of(engine: Engine, entries_max: int) -> SelfDrafter | None:
     from .self_drafting import ExitDrafter, HeadDrafter, PairDrafter
 
     if isinstance(engine, PagedEngine) and engine.exit_head is not None:
-        return ExitDrafter(engine.exit_head, engine, entries_max)
+        return ExitDrafter(engine.exit_head, engine)
     layer = getattr(engine, "draft_layer", None)
     if isinstance(engine, PagedEngine) and engine.feature_width:
         return None
     if isinstance(engine, DraftingEngine) and layer is not None:
-        return PairDrafter(layer, engine, entries_max)
+        return PairDrafter(layer, engine)
     if isinstance(engine, PagedSequences) and engine.draft_heads is not None:
-        return HeadDrafter(engine.draft_heads, entries_max)
+        return HeadDrafter(engine.draft_heads)
     return None

@@ -27,9 +27,9 @@ class HeadDrafter:
     reads_features: Final = True
     """Whether it reads the target's hidden states."""
 
-    def __init__(self, heads: LoadedHeads, entries_max: int) -> None:
+    def __init__(self, heads: LoadedHeads) -> None:
         self._heads = heads.module
-        self._sampler = DraftSampler(DraftVocabulary.of(heads.token_ids), entries_max)
+        self._sampler = DraftSampler(DraftVocabulary.of(heads.token_ids))
 
     def propose(
         self, requests: Sequence[DraftRequest], hidden_states: Sequence[Tensor]
@@ -65,12 +65,11 @@ class _LayerDrafter:
     """Drafts with layers on the target's pages: one token of every round at a time, each in a step
     of the engine after the committed tokens."""
 
-    def __init__(self, head: Any, token_ids: Sequence[int], engine: Engine, entries_max: int):
-        """`engine` is the target's; the logits of `head` are over `token_ids`; `entries_max` bounds
-        the support of each draft distribution."""
+    def __init__(self, head: Any, token_ids: Sequence[int], engine: Engine):
+        """`engine` is the target's; the logits of `head` are over `token_ids`."""
         self._head = head
         self._engine: Any = engine
-        self._sampler = DraftSampler(DraftVocabulary.of(token_ids), entries_max)
+        self._sampler = DraftSampler(DraftVocabulary.of(token_ids))
 
     def propose(
         self, requests: Sequence[DraftRequest], hidden_states: Sequence[Tensor] = ()
@@ -123,8 +122,8 @@ class ExitDrafter(_LayerDrafter):
 
     reads_features: Final = False
 
-    def __init__(self, exit_head: LoadedExit, engine: ShallowEngine, entries_max: int) -> None:
-        super().__init__(exit_head.module, exit_head.token_ids, engine, entries_max)
+    def __init__(self, exit_head: LoadedExit, engine: ShallowEngine) -> None:
+        super().__init__(exit_head.module, exit_head.token_ids, engine)
 
     def _logits(self, steps: Mapping[int, SequenceStep], _: list[Tensor]) -> Tensor:
         hidden = self._engine.forward_shallow([*steps.values()])
@@ -138,8 +137,8 @@ class PairDrafter(_LayerDrafter):
 
     reads_features: Final = True
 
-    def __init__(self, layer: LoadedDraftHead, engine: DraftingEngine, entries_max: int) -> None:
-        super().__init__(layer.module, layer.token_ids, engine, entries_max)
+    def __init__(self, layer: LoadedDraftHead, engine: DraftingEngine) -> None:
+        super().__init__(layer.module, layer.token_ids, engine)
 
     def _logits(self, steps: Mapping[int, SequenceStep], features: list[Tensor]) -> Tensor:
         given = [features[index] for index in steps]

@@ -18,7 +18,6 @@ from benchmarks.processes import wire_bytes
 from benchmarks.prompts import BenchPrompt
 from benchmarks.speedup import Subject
 from draft_service.feature_drafter import FeatureDrafter
-from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from target_service.actor import self_drafter_of
 
 Script = Callable[[BenchPrompt, Decoding], tuple[int, float]]
@@ -105,7 +104,7 @@ def pair_here(
         asked.append(delay_ms)
         target_engine, drafter = engine_of(target), draft and engine_of(draft)
         options: dict[str, Any] = {"look_ahead": look_ahead}
-        options["self_drafter"] = self_drafter_of(target_engine, DRAFT_SUPPORT_ENTRIES)
+        options["self_drafter"] = self_drafter_of(target_engine)
         if (head := getattr(drafter, "head", None)) is not None:
             options["head"], drafter = FeatureDrafter(head, drafter), None
         place = directory / str(len(asked))

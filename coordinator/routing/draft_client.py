@@ -30,6 +30,7 @@ from outrider.errors import (
 from outrider.hidden_states import Features
 from outrider.limits import (
     DRAFT_DEADLINE_MS_MAX,
+    LOOK_AHEAD_BYTES_MAX,
     LOOK_AHEAD_MAX,
     NUM_DRAFT_TOKENS_MAX,
     SILENT_DRAFT_S,
@@ -53,8 +54,7 @@ class PushedProposals:
     Which one is picked depends on what was committed, and on whether it came in time: on nothing
     that another one holds."""
 
-    def __init__(self, bytes_max: int) -> None:
-        self._bytes_max = bytes_max
+    def __init__(self) -> None:
         self._round = 0
         self._bytes = 0
         self._kept: dict[tuple[int, tuple[int, ...]], ProposalReply] = {}
@@ -65,9 +65,9 @@ class PushedProposals:
         place = (reply.base_length, reply.assumed)
         if reply.key.round != self._round + 1 or place in self._kept:
             return
-        if len(self._kept) < LOOK_AHEAD_MAX and self._bytes + reply.num_bytes <= self._bytes_max:
-            self._kept[place] = reply
-            self._bytes += reply.num_bytes
+        num_bytes = self._bytes + reply.num_bytes
+        if len(self._kept) < LOOK_AHEAD_MAX and num_bytes <= LOOK_AHEAD_BYTES_MAX:
+            self._kept[place], self._bytes = reply, num_bytes
 
     def expects(self, number: int) -> bool:
         """Whether proposals for a round that begins were kept: it follows the one before."""
@@ -148,8 +148,7 @@ class DraftClient(_ModelDrafts):
         """Outcomes of each round that are to be worked out before they are known."""
         if not (self._reads_features or context.parameters.constraint):
             self._look_ahead = config.look_ahead or 0
-        self._bytes_max = config.look_ahead_bytes_max
-        self._pushed = PushedProposals(self._bytes_max)
+        self._pushed = PushedProposals()
         self._asked: tuple[int, int] | None = None
         """The round whose proposal is waited for, and its K."""
         self._is_late = False
@@ -320,7 +319,7 @@ class DraftClient(_ModelDrafts):
     def reject(self) -> None:
         """Another replica goes on, or the look-up until there is one."""
         self._held = None
-        self._pushed = PushedProposals(self._bytes_max)
+        self._pushed = PushedProposals()
         self._route.reject()
         self._move()
 

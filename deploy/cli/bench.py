@@ -56,7 +56,7 @@ TARGET_SETTINGS = (
     "target_num_threads",
 )  # fmt: skip
 DRAFT_SETTINGS = (
-    "draft_model", "draft_dtype", "draft_support_entries", "ngram_min", "ngram_max", "suffix_depth",
+    "draft_model", "draft_dtype", "ngram_min", "ngram_max", "suffix_depth",
     "suffix_min_score", "suffix_tokens_per_tenant", "suffix_tokens_total",
 )  # fmt: skip
 

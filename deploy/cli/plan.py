@@ -238,7 +238,7 @@ def _known_pair(
     """The pair of `--from-report`, `--from-numbers` or an emulated engine."""
     from deploy.planner.simulation import of_emulated, of_numbers, read_report
 
-    seats = config.target.step_sessions, config.draft.step_sessions
+    seats = config.target.max_num_seqs, config.draft.max_num_seqs
     if simulation.from_report is not None:
         pair = read_report(simulation.from_report)
     elif simulation.from_numbers is not None:

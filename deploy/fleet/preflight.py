@@ -219,7 +219,7 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
         if drafter.reads_target:
             target = replace(
                 target, heads=drafts, heads_kind=drafter.kind, heads_directory=str(where),
-                heads_support_entries=draft.support_entries, shows_features=model.reads_features,
+                shows_features=model.reads_features,
             )  # fmt: skip
         if model.reads_features:
             draft = replace(draft, target=name, target_directory=str(directory))

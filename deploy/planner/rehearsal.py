@@ -108,8 +108,8 @@ async def rehearsed_plans(
         if target is None:
             raise Unavailable("the target does not say what its steps cost")
         known = ServiceTimes(
-            target=target, draft=draft, target_max_num_seqs=config.target.step_sessions,
-            max_num_seqs=config.draft.step_sessions, **link,
+            target=target, draft=draft, target_max_num_seqs=config.target.max_num_seqs,
+            max_num_seqs=config.draft.max_num_seqs, **link,
         )  # fmt: skip
         times: list[ServiceTimes] = []
         for sample in samples:

@@ -285,7 +285,7 @@ class _Replica:
             "max_num_batched_tokens": target.max_num_batched_tokens,
         }  # fmt: skip
         self.service: Any = (
-            TargetService(self.engine, executor, delays_batches=target.gather_sessions, **bounds)
+            TargetService(self.engine, executor, delays_batches=True, **bounds)
             if role == "target"
             else DraftService.with_model(self.engine, executor, **bounds)
         )

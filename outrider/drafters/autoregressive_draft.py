@@ -155,11 +155,9 @@ class AutoregressiveDraft:
 class DraftSampler:
     """Draws the next tokens of many drafts from a model's logits."""
 
-    def __init__(self, vocabulary: DraftVocabulary | None, entries_max: int) -> None:
-        """The logits are over `vocabulary`; `entries_max` bounds the support of each draft
-        distribution."""
+    def __init__(self, vocabulary: DraftVocabulary | None) -> None:
+        """The logits are over `vocabulary`."""
         self.vocabulary = vocabulary
-        self.entries_max = entries_max
 
     def run(
         self,
@@ -254,18 +252,18 @@ class DraftSampler:
         counts = [draft.num_candidates for draft in drafts]
         if max(counts) > 1:
             return draw_siblings(
-                logits, sampling, noises, depths, counts, self.entries_max, self.vocabulary
+                logits, sampling, noises, depths, counts, vocabulary=self.vocabulary
             ), [None] * len(drafts)
         drawn_from: Sequence[LikelyTokens | None]
         if can_draw_on_device(logits, sampling):
             params = [draft.request.sampling for draft in drafts]
             tokens, drawn_from = draw_on_device(
-                logits, params, noises, depths, self.entries_max, self.vocabulary
+                logits, params, noises, depths, vocabulary=self.vocabulary
             )
         else:
             history = drafts[0].history
             tokens, likely = draw_from_logits(
-                logits, sampling, noises, depths, self.entries_max, history, self.vocabulary
+                logits, sampling, noises, depths, history=history, vocabulary=self.vocabulary
             )
             drawn_from = [
                 None if likely is None else likely.row(place) for place in range(len(drafts))

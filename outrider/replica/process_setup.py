@@ -178,9 +178,7 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
         from outrider.engine.emulated import EmulatedEngine
         from outrider.engine.emulated_spec import EmulatedSpec
 
-        return EmulatedEngine(
-            EmulatedSpec.parse(config.emulated), config.role, config.step_sessions
-        )
+        return EmulatedEngine(EmulatedSpec.parse(config.emulated), config.role, config.max_num_seqs)
     if runs_on_vllm(config):
         try:
             return _build_vllm(config, num_threads, ranks)
@@ -222,7 +220,7 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
         engine = PagedEngine(
             module,
             info,
-            max_num_seqs=config.step_sessions,
+            max_num_seqs=config.max_num_seqs,
             kv_cache_memory_bytes=num_bytes,
             contended_threads=num_threads - 1 if spares and num_threads > 1 else None,
             deterministic=config.deterministic,
@@ -272,7 +270,7 @@ def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) ->
 
         engine = VllmEngine(
             Path(config.directory),
-            max_num_seqs=config.step_sessions,
+            max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             gpu_memory_utilization=config.gpu_memory_utilization,
@@ -579,7 +577,7 @@ def step_costs(engine: Engine, config: ReplicaConfig) -> StepCosts:
     from outrider.engine.step_costs import measure_step_costs
 
     costs = measure_step_costs(
-        engine, config.max_num_batched_tokens, config.step_sessions, time.perf_counter
+        engine, config.max_num_batched_tokens, config.max_num_seqs, time.perf_counter
     )
     logging.getLogger(__name__).info("step costs: %s", costs)
     return costs

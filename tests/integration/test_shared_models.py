@@ -22,7 +22,6 @@ from outrider.engine.paged_engine import PagedEngine
 from outrider.engine.tensor_parallel.group import SUM_BYTES_MAX
 from outrider.engine.tensor_parallel.rank_process import RankLeader
 from outrider.errors import BadRequest
-from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.models.loading import load_model
 from outrider.models.sources import resolve_model
 from outrider.replica.process_setup import build_engine
@@ -148,7 +147,7 @@ async def test_a_head_drafts_on_the_leader(size: int, temperature: float, tmp_pa
         for name in ("a", "branch"):
             shared.keep(name, 35)
             shared.release(name)
-        drafter = Counted(self_drafter_of(shared, DRAFT_SUPPORT_ENTRIES))
+        drafter = Counted(self_drafter_of(shared))
         async with running_stack(
             shared, None, tmp_path, draft_siblings=1, self_drafter=drafter
         ) as stack:

@@ -16,7 +16,7 @@ from outrider.drafters.drafter import DraftRequest
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.interface import SequenceStep, check_steps
 from outrider.errors import check
-from outrider.limits import DRAFT_SUPPORT_ENTRIES, PAGE_SIZE
+from outrider.limits import PAGE_SIZE
 from outrider.models.eagle3 import Eagle3Config, Eagle3Head, LoadedEagle3
 from outrider.models.early_exit import LoadedExit
 from outrider.speculation.draft_sampling import draw_from_logits
@@ -94,7 +94,7 @@ class EmulatedExit(torch.nn.Module):
 def exit_drafter(spec: EmulatedSpec, engine: ShallowEngine) -> ExitDrafter:
     module: Any = EmulatedExit(spec)
     exit_head = LoadedExit(module, tuple(range(spec.vocab_size)), 1)
-    return ExitDrafter(exit_head, engine, DRAFT_SUPPORT_ENTRIES)
+    return ExitDrafter(exit_head, engine)
 
 
 class KeepingEngine(QuickEngine):

@@ -19,7 +19,6 @@ from outrider.config import TargetConfig
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError
-from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.models.drafter_check import Reading, library_reader
 from outrider.replica.process_setup import build_engine
 from target_service.actor import self_drafter_of
@@ -194,7 +193,7 @@ async def test_text_is_the_same_with_and_without_a_head(tmp_path: Path) -> None:
     """Greedy and coupled, through the services, alone and at once."""
     engine: Any = build_engine(replace(saved_eagle3(tmp_path), deterministic=True), 1)
     assert engine.draft_layer.note  # It agrees with its target by chance alone.
-    drafter = Counted(self_drafter_of(engine, DRAFT_SUPPORT_ENTRIES))
+    drafter = Counted(self_drafter_of(engine))
     async with running_stack(engine, None, tmp_path, self_drafter=drafter) as stack:
         for temperature in (0.0, 1.0):
             prompts = [ids(num, num) for num in (5, 40, 70)]

@@ -73,7 +73,7 @@ class RankLeader(OpenRendezvous):
             followers.close()
             group.close()
             raise
-        return ParallelEngine(engine, followers, config.step_sessions, group.close)
+        return ParallelEngine(engine, followers, config.max_num_seqs, group.close)
 
 
 def engine_of_a_replica(

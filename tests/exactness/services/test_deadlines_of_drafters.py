@@ -24,7 +24,6 @@ from outrider.drafters.drafter import DraftDeadline, DraftRequest
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.hidden_states import Features
-from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.messages import DraftItem, ProposalReply
 from outrider.models.eagle3 import LoadedEagle3
 from outrider.replica.step_request import Answers
@@ -122,7 +121,7 @@ def by_target(kind: str) -> Propose:
         layer = flat_head(module)
         options, width = {"draft_layer": layer}, layer.module.width
     engine = PagedEngine(module, INFO, **options)
-    drafter = self_drafter_of(engine, DRAFT_SUPPORT_ENTRIES)
+    drafter = self_drafter_of(engine)
     assert drafter is not None
     names = [f"s{number}" for number in range(TOGETHER)]
     engine.forward([SequenceStep(name, PROMPT[:-1], num_logits=1) for name in names])

@@ -46,7 +46,6 @@ from outrider.grammar.compiler import Grammars, GrammarTokenizer
 from outrider.grammar.constraint import Constraint
 from outrider.grammar.matcher import PrefixMatcher
 from outrider.grammar.token_mask import TokenMask
-from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.models.module_replacement import speed_up
 from outrider.request import GenerateRequest
 from outrider.speculation.random_streams import (
@@ -344,7 +343,7 @@ def engines_of(cell: Cell, module: Any) -> dict[str, Any]:
         if cell.drafter == "parallel":
             found["parallel_token"] = cell.draft_vocab_size - 1
     target = engine_of(twin(module), eos, **options)
-    self_drafter = self_drafter_of(target, DRAFT_SUPPORT_ENTRIES)
+    self_drafter = self_drafter_of(target)
     return found | {"target_engine": target, "self_drafter": self_drafter}
 
 

@@ -22,7 +22,7 @@ from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
-from outrider.limits import DRAFT_SUPPORT_ENTRIES, PAGE_SIZE
+from outrider.limits import PAGE_SIZE
 from outrider.models.loading import load_model
 from outrider.models.module_replacement import speed_up
 from outrider.models.sources import resolve_model
@@ -342,7 +342,7 @@ async def test_a_target_that_drafts_itself_writes_what_it_would_without(
         "draft_heads": tiny_heads, "exit_head": tiny_exit, "draft_layer": tiny_eagle3
     }  # fmt: skip
     target = tiny_engine(tiny, **{kind: makers[kind](tiny, ids)})
-    drafter = Counted(self_drafter_of(target, DRAFT_SUPPORT_ENTRIES))
+    drafter = Counted(self_drafter_of(target))
     async with running_stack(
         target, None, tmp_path, draft_siblings=siblings, self_drafter=drafter
     ) as stack:

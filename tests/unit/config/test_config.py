@@ -30,13 +30,6 @@ def test_defaults_are_the_configurations_own(tmp_path: Path) -> None:
     assert load_config({}, environment, _file(tmp_path, "# nothing\n")) == DeploymentConfig()
 
 
-def test_a_draft_shares_its_steps_as_a_target_does_unless_it_is_told() -> None:
-    both = load_config({"max_num_seqs": "3"}, {})
-    assert (both.target.step_sessions, both.draft.step_sessions) == (3, 3)
-    each = load_config({"max_num_seqs": "3", "draft_max_num_seqs": "32"}, {})
-    assert (each.target.step_sessions, each.draft.step_sessions) == (3, 32)
-
-
 def test_a_later_layer_wins(tmp_path: Path) -> None:
     """defaults < file < environment < flag, setting by setting."""
     file = _file(tmp_path, "max-num-seqs: 3\nmax_model_len: 30\ndtype: float32\n")

@@ -57,7 +57,6 @@ def test_the_same_proposals(
                 make_engine(
                     each, backend=backend_on(device, torch.float32), logit_token_ids=token_ids
                 ),
-                entries_max=8,
             )
             for each in (module, twin(module))
         )

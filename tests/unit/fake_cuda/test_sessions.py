@@ -22,7 +22,6 @@ from draft_service.worker import Proposer
 from outrider.drafters import autoregressive_draft
 from outrider.engine.interface import ModelInfo
 from outrider.hidden_states import Features
-from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.messages import DraftItem, ProposalReply, RoundHead, VerdictReply, VerifyItem
 from outrider.replica.step_request import Answers
 from outrider.replica.token_budget import TokenBudget
@@ -64,8 +63,8 @@ def verifier(kind: str = "") -> Verifier:
     }.get(kind, {})
     engine = fake_engine(to_device(module), BACKEND, **options)
     drafters: Any = {
-        "heads": lambda: HeadDrafter(head, DRAFT_SUPPORT_ENTRIES),
-        "exit": lambda: ExitDrafter(head, engine, DRAFT_SUPPORT_ENTRIES),
+        "heads": lambda: HeadDrafter(head),
+        "exit": lambda: ExitDrafter(head, engine),
     }
     drafter = drafters[kind]() if kind in drafters else None
     return Verifier(engine, TokenBudget(2**20, 1024), drafter, perf_counter, grammars())

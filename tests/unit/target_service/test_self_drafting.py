@@ -13,7 +13,7 @@ from rounds import GREEDY, RULES, Replica, make_head, outcome_of
 from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
-from outrider.limits import DRAFT_SUPPORT_ENTRIES, PAGE_SIZE
+from outrider.limits import PAGE_SIZE
 from outrider.messages import VerdictReply, VerifyItem
 from outrider.speculation.draft_sampling import draw_from_logits
 from outrider.speculation.logits_processing import DraftVocabulary, TokenHistory
@@ -112,7 +112,7 @@ class Target(Replica):
 
 
 def drafter_of(engine: PagedEngine) -> SelfDrafter:
-    drafter = self_drafter_of(engine, DRAFT_SUPPORT_ENTRIES)
+    drafter = self_drafter_of(engine)
     assert drafter is not None
     return drafter
 

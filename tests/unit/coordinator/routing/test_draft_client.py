@@ -394,9 +394,6 @@ async def test_a_proposal_without_its_q_is_not_passed_on() -> None:
     assert drafted.source == "fallback"
 
 
-BYTES = 10_000
-
-
 def pushed(
     round_index: int, base: int, assumed: tuple[int, ...], tokens: tuple[int, ...] = (1, 2, 3),
     q: bytes = b"",
@@ -411,7 +408,7 @@ def pushed(
 
 
 def test_the_one_that_comes_true_is_picked() -> None:
-    kept = PushedProposals(BYTES)
+    kept = PushedProposals()
     for assumed in ((9,), (8, 9), (8, 7)):
         kept.put(pushed(1, 4, assumed))
     assert len(kept._kept) == 3
@@ -425,14 +422,17 @@ def test_the_one_that_comes_true_is_picked() -> None:
 
 @pytest.mark.parametrize("late", [0, 1, 3])
 def test_of_other_rounds_nothing_is_kept(late: int) -> None:
-    kept = PushedProposals(BYTES)
+    kept = PushedProposals()
     kept.begin(1, TokenSequence(PROMPT))
     kept.put(pushed(late, 4, (9,)))
     assert len(kept._kept) == 0
 
 
-def test_what_is_kept_is_bounded_and_the_first_of_equals_stays() -> None:
-    kept = PushedProposals(100)
+def test_what_is_kept_is_bounded_and_the_first_of_equals_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("coordinator.routing.draft_client.LOOK_AHEAD_BYTES_MAX", 100)
+    kept = PushedProposals()
     kept.put(pushed(1, 4, (9,), q=b"x" * 50))
     kept.put(pushed(1, 4, (9,), tokens=(4,), q=b""))
     kept.put(pushed(1, 4, (8,), q=b"x" * 50))

@@ -119,9 +119,9 @@ def test_a_target_has_the_heads_that_were_made_for_it(
     """It gets their place, and the draft loads nothing; other targets and drafters are refused."""
     heads = save(tmp_path / "heads", tiny, (1, 2, 5))
     for draft_model in (f"{kind}:{heads}", f"hybrid:ngram,{kind}:{heads}"):
-        config = resolved(tiny, draft_model=draft_model, draft_support_entries=8)
+        config = resolved(tiny, draft_model=draft_model)
         assert (config.target.heads_directory, config.target.heads_kind) == (str(heads), kind)
-        assert (config.target.heads_support_entries, config.draft.directory) == (8, "")
+        assert config.draft.directory == ""
         assert (config.coordinator.lookup is not None) == draft_model.startswith("hybrid")
     other = save_tiny_model(tmp_path / "other", seed=9)
     for model, named, message in (
