@@ -1,8 +1,7 @@
-"""What can be set, once: a frozen configuration per service, and one of a whole deployment.
+"""Settings: one frozen configuration per service, and one of a whole deployment.
 
 Flags, `OUTRIDER_*` variables, YAML keys and the table in `docs/settings.md` are made from these
-fields. The code that starts a service fills in those that are `Internal`.
-"""
+fields. Fields that are `Internal` are filled in by the code that starts the service."""
 
 from __future__ import annotations
 
@@ -68,7 +67,7 @@ PATHS = (
     "internal_tls_dir", "api_key_file", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs",
     "redis_password_file", "redis_ca_file",
 )  # fmt: skip
-"""Settings that are paths of files that replicas read."""
+"""Settings that name files which replicas read."""
 
 Port = Annotated[int, between(0, PORT_MAX)]
 Cpus = Annotated[float, between(0, THREADS_MAX)]
@@ -84,8 +83,7 @@ def is_loopback(host: str) -> bool:
 
 
 def without_security(config: Server) -> Server:
-    """The same server for a measurement of this machine alone: on loopback, without keys, TLS and
-    certificates."""
+    """The same server for a measurement on this machine: on loopback, without keys or TLS."""
     locks = {one.name: "" for one in fields(config) if one.name in (*PATHS, "api_key")}
     changes: dict[str, Any] = {"host": LOOPBACK, **locks}
     return replace(config, **changes)
@@ -96,65 +94,65 @@ class ServerConfig:
     """Settings of every service."""
 
     host: str = LOOPBACK
-    """Address the servers bind to."""
+    """Address that the servers bind to."""
     insecure: bool = False
-    """Allow an address other than loopback, without keys and without TLS."""
+    """Allow an address other than loopback without keys and TLS."""
     internal_tls_dir: str = ""
-    """Directory of certificates, as `outrider certs` makes it, by which coordinators, targets and
-    drafts know each other; it must be on each one's machine. Empty = they speak in plain text and
-    answer whoever reaches them."""
+    """Directory of certificates made by `outrider certs`, with which coordinators, targets and
+    drafts authenticate each other. It must exist on each machine. Empty = plain text, and no
+    authentication between them."""
     telemetry: str = ""
-    """Where traces and metrics go: `otlp=http://HOST:PORT`, `prometheus=PORT`, or both with a
-    comma; the target takes the port after PORT, the draft the next. Empty = nowhere, but for `GET
-    /metrics` of a coordinator with HTTP."""
+    """Where to send traces and metrics: `otlp=http://HOST:PORT`, `prometheus=PORT`, or both with a
+    comma between them; the target serves on PORT + 1, the draft on PORT + 2. Empty = nowhere; a
+    coordinator with HTTP still serves `GET /metrics`."""
 
     log_level: Literal["debug", "info", "warning"] = "info"
-    """What the logs have: `debug` adds a line for each session that ends or moves."""
+    """Log level; `debug` adds a line for each session that ends or moves."""
 
     role: ClassVar[Role]
-    """The service that it is of."""
+    """The service that this configures."""
     membership: Internal[Membership | None] = None
-    """Where it is announced; None = nowhere."""
+    """Where the replica is announced; None = nowhere."""
 
     @property
     def slot(self) -> int:
-        """See `Membership.slot`."""
+        """Place among the replicas of its role on this machine."""
         return 0 if self.membership is None else self.membership.slot
 
     @property
     def log_name(self) -> str:
-        """What its log is called: as the replica, or else as its role."""
+        """Name of the log file: the replica's, or else its role."""
         return self.role if self.membership is None else self.membership.name
 
     @property
     def authenticates_callers(self) -> bool:
-        """Whether whoever calls must show who that is."""
+        """Whether callers must authenticate."""
         return bool(self.internal_tls_dir)
 
     @property
     def metrics_host(self) -> str:
-        """Where Prometheus is served, which asks nobody who they are."""
+        """Address for Prometheus, which is served without authentication."""
         return self.host if self.insecure or is_loopback(self.host) else LOOPBACK
 
     def __post_init__(self) -> None:
         if not (self.insecure or self.authenticates_callers or is_loopback(self.host)):
             raise SettingError(
                 "host",
-                f"{self.host!r} is reachable from other machines, and nothing asks callers for a "
-                "key; bind 127.0.0.1, give keys with --api-key-file, or give --insecure if the "
-                "network is trusted",
+                f"{self.host!r} is reachable from other machines, but callers need no key; bind "
+                "127.0.0.1, give keys with --api-key-file, or give --insecure if the network is "
+                "trusted",
             )
         Destination.parse(self.telemetry)
 
 
 HERMES = "hermes"
-"""Of `chat_template`: the one that ships."""
+"""The value of `chat_template` for the template that comes with Outrider."""
 AUTO_ENGINE = "auto"
 TRANSFORMERS = "transformers"
 VLLM = "vllm"
 ENGINES = (AUTO_ENGINE, TRANSFORMERS, VLLM)
 EMULATED = "emulated:"
-"""Begins an engine that states its step times instead of running a model."""
+"""Prefix of an engine that simulates step times instead of running a model."""
 NUM_SEQS_MAX = 4096
 BATCHED_TOKENS_MAX = 2**20
 MODEL_LEN_MAX = 2**24
@@ -166,11 +164,11 @@ SUFFIX_TOKENS_MAX = 2**26
 Dtype = Literal["auto", "bfloat16", "float16", "float32", "float64"]
 NgramMin = Annotated[
     int,
-    between(1, NGRAM_MAX, description="Tokens that prompt lookup must match, at least."),
+    between(1, NGRAM_MAX, description="Shortest match of prompt lookup, in tokens."),
 ]
 NgramMax = Annotated[
     int,
-    between(1, NGRAM_MAX, description="Tokens beyond which a longer match is no better."),
+    between(1, NGRAM_MAX, description="Longest match of prompt lookup, in tokens."),
 ]
 
 
@@ -185,40 +183,38 @@ class ModelServerConfig(ServerConfig):
     """Settings of targets and drafts."""
 
     engine: str = AUTO_ENGINE
-    """What runs the models: `transformers`, `vllm`, which must be installed beside Outrider, `auto`
-    = vLLM on a CUDA device where it is installed and has what is asked for, else transformers, or
-    `emulated:KEY=VALUE,...` for a toy pair with stated step times."""
+    """What runs the models: `transformers`; `vllm`, installed beside Outrider; `auto` = vLLM on a
+    CUDA device where it is installed and supports the settings, else transformers; or
+    `emulated:KEY=VALUE,...` for a toy pair with given step times."""
     enforce_eager: bool = False
-    """Run vLLM's models without compiling them and without CUDA graphs."""
+    """Run models on vLLM without compilation and CUDA graphs."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     max_num_seqs: Annotated[int, between(1, NUM_SEQS_MAX)] = 64
-    """Most sessions that share a step of a target or of a draft."""
+    """Most sessions in one step of a target or of a draft."""
     gpu_memory_utilization: Annotated[float, between(0.01, 1)] = 0.9
-    """Part of a replica's share of its GPU's memory that it takes: its weights, and the rest for
-    keys and values."""
+    """Fraction of a replica's share of GPU memory that it uses for weights, keys and values."""
     max_num_batched_tokens: Annotated[int, between(BATCHED_TOKENS_MIN, BATCHED_TOKENS_MAX)] = (
         BATCHED_TOKENS_DEFAULT
     )
-    """Tokens of a step; a longer prompt is run in parts beside others."""
+    """Most tokens in one step; longer prompts are prefilled in chunks, beside other sessions."""
     deterministic: bool = False
-    """Make logits bit-equal whatever else is in a step, so that coupled and greedy tokens do not
-    depend on `num_draft_tokens` or on other sessions. With fused kernels they are; else steps take
-    longer."""
+    """Make logits bit-identical whatever else is in a step, so that coupled and greedy output does
+    not depend on `num_draft_tokens` or on other sessions. Fused kernels always do; other steps
+    become slower."""
     cpu_kernels: Literal["auto", "torch"] = "auto"
-    """What a step on a CPU runs on: `auto` = the fused kernels of amd-pace where it is installed
-    and fits processor and model, `torch` = torch's own operators."""
+    """Kernels of a step on a CPU: `auto` = the fused kernels of amd-pace where it is installed and
+    supports the processor and the model, `torch` = torch's own operators."""
     trust_remote_code: bool = False
     """Run Python code that comes with a model's files."""
     dtype: Dtype = "auto"
     """Data type of the weights."""
     max_model_len: Annotated[int, between(0, MODEL_LEN_MAX)] = 0
-    """Tokens of prompt and completion; 0 = what the model allows and the memory for keys and values
-    holds."""
+    """Most tokens of prompt and completion; 0 = what the model allows and the memory for keys and
+    values can hold."""
     kv_cache_memory_bytes: Annotated[int, between(0, MEMORY_BYTES_MAX)] = 0
-    """Bytes for keys and values, on each rank; 0 = 1 GiB on CPU, on a GPU what
-    `gpu_memory_utilization` leaves. No more is taken than `max_num_seqs` sequences of full length
-    fill."""
+    """Bytes for keys and values on each rank; 0 = 1 GiB on a CPU, and what `gpu_memory_utilization`
+    leaves on a GPU. Never more than `max_num_seqs` sequences of full length need."""
     port: Port = 0
     """The replica's gRPC port; 0 = any."""
     num_cpus: Cpus = 0.5
@@ -227,14 +223,14 @@ class ModelServerConfig(ServerConfig):
     """GPUs, or a fraction of one, that Ray reserves for a replica; unset = a share of one where the
     cluster has any and the replica runs a model."""
     num_threads: Annotated[int, between(0, THREADS_MAX)] = 0
-    """Threads of a replica's steps; 0 = for a draft a share of the cores, for a target all of them,
-    and all but one in steps of a few tokens while other processes use the cores."""
+    """Threads of a replica's steps; 0 = for a draft a share of the cores; for a target all of them,
+    or all but one in small steps while other processes use the cores."""
     tensor_parallel_size: Annotated[int, between(1, TENSOR_PARALLEL_SIZE_MAX)] = 1
-    """Ranks that share the model out, each with CPUs, GPUs and threads as above."""
+    """Tensor-parallel ranks, each with the CPUs, GPUs and threads above."""
     directory: Internal[str] = ""
-    """Where the model's files are, once its name is resolved; empty without a model."""
+    """Directory of the model's files, once its name is resolved; empty without a model."""
     tokenizer_directory: Internal[str] = ""
-    """Where the target's tokenizer is, by which constraints are held to; empty without one."""
+    """Directory of the target's tokenizer, which constraints need; empty without one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -251,7 +247,7 @@ class ModelServerConfig(ServerConfig):
 
     @property
     def model_engine(self) -> str:
-        """What runs this replica's model: one of `ENGINES`, where none is emulated."""
+        """The engine of this replica's model: one of `ENGINES`, unless it is emulated."""
         return self.engine
 
     @property
@@ -275,13 +271,13 @@ class TargetConfig(ModelServerConfig):
     model: str = "demo"
     """The target: `demo`, a directory, a .gguf file, or a hub id."""
     heads: Internal[str] = ""
-    """What its draft heads, or exit head, are called, where it drafts for itself; else empty."""
+    """Name of its draft heads or exit head, where it drafts for itself; else empty."""
     heads_kind: Internal[str] = ""
     """`medusa`, `early-exit`, `eagle3` or `mtp`."""
     heads_directory: Internal[str] = ""
-    """Where these are."""
+    """Directory of these."""
     shows_features: Internal[bool] = False
-    """Whether an EAGLE-3 head runs on draft replicas, which this one sends features."""
+    """Whether it sends hidden states to an EAGLE-3 head on draft replicas."""
 
 
 @checked("draft_", _OF_REPLICAS + _OF_MODELS)
@@ -291,42 +287,40 @@ class DraftConfig(ModelServerConfig):
     role = "draft"
 
     model: str = AUTO
-    """The draft: `auto` (`suffix`), a model as for the target, or what else `outrider drafters`
-    lists."""
+    """The draft: `auto` (`suffix`), a model as for the target, or a drafter that `outrider
+    drafters` lists."""
     own_engine: Annotated[
         Literal["", "auto", "transformers", "vllm"], Field(alias="draft_engine")
     ] = ""
-    """What runs the draft, as `engine`; empty = what runs the target."""
+    """Engine of the draft, as `engine`; empty = that of the target."""
     num_cpus: Cpus = 0.25
     eagle3_on: Literal["target", "draft"] = "target"
-    """Where an EAGLE-3 head drafts: on the target, or on draft replicas. The target sends these a
-    row of the head's width for each token."""
+    """Where an EAGLE-3 head runs: on the target, or on draft replicas, to which the target then
+    sends a row of hidden states for each token."""
     ngram_min: NgramMin = 1
     ngram_max: NgramMax = 16
     suffix_depth: Annotated[int, between(2, SUFFIX_DEPTH_MAX)] = 16
-    """Tokens beyond which a longer match is no better in suffix decoding."""
+    """Longest match, in tokens, that suffix decoding looks for."""
     suffix_min_score: Annotated[float, between(0.01, 1)] = 0.1
-    """Suffix decoding drafts a token while the product of its and the earlier ones' shares is at
+    """Suffix decoding drafts a token while the product of its probability and those before it is at
     least this."""
     suffix_tokens_per_tenant: Annotated[int, between(0, SUFFIX_TOKENS_MAX)] = 2**17
-    """Tokens of earlier outputs that suffix decoding keeps of a tenant, some 200 bytes each; 0 =
+    """Tokens of earlier outputs that suffix decoding keeps per tenant, about 200 bytes each; 0 =
     none."""
     suffix_tokens_total: Annotated[int, between(0, SUFFIX_TOKENS_MAX)] = 2**19
-    """Tokens of earlier outputs that it keeps of all tenants together."""
+    """Tokens of earlier outputs that it keeps for all tenants together."""
     hybrid_min_score: Annotated[float, between(0.1, NUM_DRAFT_TOKENS_MAX)] = HYBRID_SCORE_MIN
-    """Tokens that a hybrid's look-up must expect to be accepted before it answers in the model's
-    place."""
+    """Expected accepted tokens from which a hybrid uses its look-up instead of its model."""
     hybrid_model_tokens: Annotated[int, between(1, NUM_DRAFT_TOKENS_MAX)] = HYBRID_MODEL_TOKENS
-    """Draft tokens that a hybrid's model, heads or early exit draw in a round, at most; its look-up
-    may propose all that are asked for."""
+    """Most draft tokens a round that a hybrid draws from its model, heads or early exit; its
+    look-up is not limited by this."""
     target: Internal[str] = ""
-    """The target's name, for a drafter that was made for it; else empty."""
+    """Name of the target that the drafter was made for; else empty."""
     target_directory: Internal[str] = ""
-    """Where that target's files are."""
+    """Directory of that target's files."""
 
     @property
     def model_engine(self) -> str:
-        """See `ModelServerConfig`."""
         return self.own_engine or self.engine
 
     def __post_init__(self) -> None:
@@ -346,7 +340,7 @@ class DraftConfig(ModelServerConfig):
 
     @property
     def drafter(self) -> DrafterChoice:
-        """Who proposes."""
+        """The drafter that the settings choose."""
         choice = parse_drafter(self.model)
         if self.eagle3_on == "draft" and choice.kind == EAGLE3:
             head = DraftModel(choice.on_target, reads_features=True)
@@ -367,125 +361,125 @@ class CoordinatorConfig(ServerConfig):
     """Settings of coordinators."""
 
     api_key: str = Field(default="", repr=False)
-    """API keys that callers need one of, or their hashes, with commas between several, or by
-    several flags. Best given as a variable: other users of this machine see flags."""
+    """API keys, or their hashes, one of which callers need; several are separated by commas, or
+    given by several flags. Best set as a variable: flags are visible to other users of this
+    machine."""
     api_key_file: str = ""
-    """File of API keys as `outrider keys new` writes it, with each one's tenant and limits. It is
-    read again when it changes."""
+    """File of API keys as `outrider keys new` writes it, with tenants and limits. Read again when
+    it changes."""
     ssl_certfile: str = ""
-    """Certificate of the coordinators, in PEM, with those between it and its authority behind it:
-    callers then need TLS. It is read again when it changes."""
+    """Certificate of the coordinators in PEM, followed by intermediate ones; callers then need TLS.
+    Read again when it changes."""
     ssl_keyfile: str = ""
     """Its private key, in PEM."""
     ssl_ca_certs: str = ""
-    """Authorities, in PEM, by one of which callers must have a certificate, too; empty = they need
-    none."""
+    """Certificate authorities, in PEM, that callers' certificates must be signed by; empty =
+    callers need no certificate."""
     reflection: bool | None = None
-    """Serve gRPC reflection on the coordinator; unset = where no key is asked for."""
+    """Serve gRPC reflection on the coordinator; unset = only where no API key is needed."""
     role = "coordinator"
 
     served_model_name: str = ""
-    """Name that requests call the model by; empty = the target's own."""
+    """Model name in requests; empty = the target's."""
     grpc_port: Port = 50_051
     """The coordinator's gRPC port; 0 = any."""
     http: bool = True
-    """Answer OpenAI's clients by HTTP, too."""
+    """Serve OpenAI's API by HTTP."""
     port: Port = 8_000
     """The coordinator's HTTP port; 0 = any."""
     chat_template: str = ""
-    """Chat template in the place of the model's: a file, or `hermes`, which lets models of ChatML
-    call tools."""
+    """Chat template that replaces the model's: a file, or `hermes`, which adds tool calls to models
+    that use ChatML."""
     tool_call_parser: Literal["auto", "hermes", "llama3", "mistral", "deepseek", "none"] = "auto"
-    """How the model writes calls of tools that it may make; `auto` = as its chat template does,
-    `none` = they stay text."""
+    """Format of the model's tool calls; `auto` = as its chat template has it, `none` = leave them
+    in the text."""
     reasoning_parser: Literal["auto", "deepseek_r1", "qwen3", "none"] = "auto"
-    """What of an answer to a conversation is reasoning: `qwen3` = what stands in `<think>` at its
+    """Which part of a chat answer is reasoning: `qwen3` = what is inside `<think>` at its
     beginning, `deepseek_r1` = all before `</think>`, `auto` = as the chat template has it, `none` =
     nothing."""
     redis: Internal[RedisAddress] = RedisAddress()
     """The session store."""
     redis_wait_replicas: Annotated[int, between(0, REDIS_WAIT_REPLICAS_MAX)] = 0
-    """Replicas of Redis that must have tokens before they are shown; 0 = the primary alone. No
-    failover loses what all replicas have."""
+    """Replicas of Redis that must have tokens before they are sent to the client; 0 = the primary
+    alone. A failover loses nothing that all replicas have."""
     num_draft_tokens: Annotated[int, between(0, NUM_DRAFT_TOKENS_MAX)] = 8
-    """Draft tokens a round where a request does not say, or the most of them with `length_control`;
-    0 = plain decoding."""
+    """Draft tokens a round where a request gives none, or the most of them with `length_control`; 0
+    = plain decoding."""
     length_control: bool = True
-    """Choose the draft tokens of each round by what they are expected to bring and cost, none
-    included; a request's number is then the most of them."""
+    """Choose the number of draft tokens of each round, down to none, by expected gain and cost; the
+    request's number is then the most."""
     unseeded_rule: Literal["auto", "token", "block"] = "auto"
-    """Rule of requests at a temperature that name neither a rule nor a seed; `auto` = token with
+    """Rule of requests with a temperature but neither rule nor seed; `auto` = token with
     `draft_siblings`, else block."""
     look_ahead: Annotated[int | None, between(0, LOOK_AHEAD_MAX)] = None
-    """Outcomes of a round that the draft works out while the target verifies; 0 = none, unset =
-    some where draft and target share neither cores nor a device."""
+    """Outcomes of a round for which the draft already drafts while the target verifies; 0 = none,
+    unset = some where draft and target share neither cores nor a device."""
     draft_siblings: Annotated[int, between(0, SIBLINGS_MAX)] = 0
-    """Candidates that a model's proposal may have beside each of its tokens, in a tree; without
-    `length_control` just so many, as far as a tree may be large. 0 = chains. None with
-    `look_ahead`, asked for or chosen, `deterministic`, penalties or the rule block."""
+    """Alternative candidates beside each token of a model's proposal, in a tree; without
+    `length_control` always this many, up to the largest tree. 0 = chains. Not used with
+    `look_ahead` (set or chosen), `deterministic`, penalties or the rule block."""
     run_ahead_rounds: Annotated[int, between(0, RUN_AHEAD_ROUNDS_MAX)] = 8
-    """Rounds of plain decoding that the target may run before it hears back."""
+    """Rounds of plain decoding that the target may run before the coordinator answers."""
     max_sessions: Annotated[int, between(1, SESSIONS_PER_COORDINATOR_MAX)] = (
         SESSIONS_PER_COORDINATOR_MAX
     )
-    """Sessions that may run at once; more are refused."""
+    """Sessions that may run at once; further requests are refused."""
     deadline_ms: Annotated[int, between(1, DEADLINE_MS_MAX)] = DEADLINE_MS_DEFAULT
-    """Deadline of a request that names none, ms."""
+    """Deadline of a request that gives none, ms."""
     resume_grace_ms: Annotated[int, between(0, WAIT_MS_MAX)] = 10_000
-    """Wait for a client whose stream broke to resume its session, which then counts as cancelled,
-    ms. Nothing is decoded meanwhile."""
+    """Time in which a client whose stream broke may resume its session, ms; then the session is
+    cancelled. Nothing is decoded meanwhile."""
     draft_timeout_ms: WaitMs = 1_000
-    """Time that a round gives its draft, which answers with the tokens that it has by then, ms;
-    length control gives less where they are not worth it."""
+    """Time limit for the draft of a round, ms: it returns the tokens drawn by then. Length control
+    sets a shorter one where more would not pay."""
     draft_retry_ms: WaitMs = 1_000
-    """Rest after a failure before the draft is asked again, ms."""
+    """Delay before a draft that failed is asked again, ms."""
     target_timeout_ms: WaitMs = 30_000
-    """Wait for a verdict before it is asked for again, ms."""
+    """Time after which an unanswered verification is sent again, ms."""
     target_retry_ms: WaitMs = 100
-    """First rest after a failure before the target is asked again, ms; it doubles."""
+    """First delay before a target that failed is asked again, ms; it doubles each time."""
     target_gone_ms: WaitMs = 60_000
-    """A target that cannot be reached for so long ends the request, ms."""
+    """Time after which a request fails because its target cannot be reached, ms."""
     ngram_min: NgramMin = 1
     ngram_max: NgramMax = 16
     seed: Annotated[int | None, between(0, SEED_MAX)] = None
-    """Seeds the stream that requests without a seed take theirs from; unset = the operating
-    system's randomness."""
+    """Seed for the seeds of requests that give none; unset = the operating system's randomness."""
     num_cpus: Annotated[Cpus, Field(alias="coordinator_num_cpus")] = 0.25
     """CPUs that Ray reserves for the coordinator."""
     audit_share: Annotated[float, between(0, 1)] = 0.001
-    """Share of the sessions whose tokens the target scores once more when they are over, one at a
-    time, to be held against its law in metrics; 0 = none. None without `telemetry`."""
+    """Fraction of the sessions that are audited when they end: the target scores their tokens
+    again, one session at a time, and metrics compare them with its distribution. 0 = none; none
+    without `telemetry`."""
     trace_first_rounds: Annotated[int, between(0, TRACE_ROUNDS_MAX)] = 2
-    """Rounds at a request's beginning that have spans of their own."""
+    """First rounds of a request that have their own spans."""
     trace_every_rounds: Annotated[int, between(0, TRACE_ROUNDS_MAX)] = 64
-    """After those, one span in every N rounds; 0 = none. All count in the request's totals."""
+    """After those, every Nth round has a span; 0 = none. Totals of the request count all rounds."""
     trace_prompts: bool = False
-    """Record the text of prompts in traces."""
+    """Record prompts in traces."""
     vllm_metric_names: bool = False
-    """Also export the counters of speculation to Prometheus under vLLM's names
+    """Also export counters of speculation to Prometheus under vLLM's names
     (`vllm:spec_decode_...`)."""
     tokenizer_directory: Internal[str] = ""
-    """Where the tokenizer's files are; empty = requests give token ids and get no text."""
+    """Directory of the tokenizer; empty = requests give token ids and get no text."""
     trust_remote_code: bool = False
     """Run Python code that comes with a model's files."""
     drafting_delays: Internal[bool] = False
-    """Whether a draft's work delays the target's: they share cores or a device."""
+    """Whether drafting slows the target down: they share cores or a device."""
     shares_ports: Internal[bool] = False
-    """Whether another coordinator, which comes in the place of this one, may listen on its ports
-    before this one has ended."""
+    """Whether a coordinator that replaces this one may listen on its ports before it has ended."""
     takes_over_ports: Internal[bool] = False
-    """Whether this one comes in the place of a coordinator of its deployment that may still listen
-    on its ports. Else ports that are in use are refused."""
+    """Whether it replaces a coordinator of its deployment that may still listen on its ports. Else
+    ports that are in use are refused."""
     target_address: Internal[str] = ""
     """HOST:PORT of the target, where it is not announced ..."""
     draft_address: Internal[str] = ""
     """... and of the draft; empty = none."""
     lookup: Internal[DraftConfig | None] = None
-    """The look-up that drafts in the coordinator, alone or before a model, heads or an exit."""
+    """The look-up that drafts in the coordinator, alone or before a model, heads or early exit."""
 
     @property
     def asks_for_keys(self) -> bool:
-        """Whether callers need one."""
+        """Whether callers need an API key."""
         return bool(self.api_key or self.api_key_file)
 
     @property
@@ -495,11 +489,11 @@ class CoordinatorConfig(ServerConfig):
 
     @property
     def serves_reflection(self) -> bool:
-        """Whether services are described to whoever is let in."""
+        """Whether reflection is served."""
         return not self.asks_for_keys if self.reflection is None else self.reflection
 
     def reaching(self, redis: RedisAddress) -> Self:
-        """The same coordinator with another way to its session store."""
+        """The same coordinator with another address of the session store."""
         member = self.membership and replace(self.membership, redis=redis)
         return replace(self, redis=redis, membership=member)
 
@@ -523,7 +517,7 @@ class CoordinatorConfig(ServerConfig):
 WAIT_S_MAX = 86_400
 _NAME = re.compile("[A-Za-z0-9_-]{0,63}")
 LEAST: dict[Role, int] = {"coordinator": 1, "target": 1, "draft": 0}
-"""Replicas without which a role cannot do."""
+"""Fewest replicas of each role."""
 
 
 BOUND_SETTINGS = tuple(f"autoscale_{role}s" for role in LEAST)
@@ -535,33 +529,33 @@ class AutoscaleConfig:
     """Settings of autoscaling."""
 
     autoscale_targets: str = ""
-    """As many targets as the load wants, between LEAST:MOST; empty = as many as was said."""
+    """Scale the targets by load, between LEAST:MOST; empty = a fixed number."""
     autoscale_drafts: str = ""
     """The same for drafts."""
     autoscale_coordinators: str = ""
     """The same for coordinators."""
     autoscale_queue_steps: Annotated[float, between(0.1, 1000)] = 1.5
-    """More targets where items wait longer for a step than so many steps last."""
+    """Add targets where items wait longer for a step than this many steps take."""
     autoscale_draft_waits: Annotated[float, between(0.01, 1)] = 0.25
-    """More drafts where a larger share of the rounds waits for a draft's turn."""
+    """Add drafts where a larger share of the rounds waits for its turn at a draft."""
     autoscale_sessions: Annotated[int, between(1, 100_000)] = 1024
-    """More coordinators where each runs more sessions."""
+    """Add coordinators where each runs more sessions than this."""
     autoscale_busy: Annotated[float, between(0.05, 1)] = 0.8
-    """More coordinators where each computes for a larger share of the time."""
+    """Add coordinators where each uses the CPU for a larger share of the time."""
     autoscale_lag_ms: Annotated[float, between(1, 10_000)] = 100.0
-    """More coordinators where each begins what it has to do later than so, ms."""
+    """Add coordinators where the event loop of each is later than this, ms."""
     autoscale_cooldown_s: Annotated[float, between(1, WAIT_S_MAX)] = 15.0
-    """Between two changes of a role's number, s."""
+    """Least time between two changes of a role's number of replicas, s."""
     autoscale_calm_s: Annotated[float, between(1, WAIT_S_MAX)] = 120.0
-    """One fewer once that would have been enough for so long, s."""
+    """Remove a replica once one fewer would have been enough for this long, s."""
 
     def __post_init__(self) -> None:
         self.bounds  # noqa: B018 (raises)
 
     @property
     def bounds(self) -> dict[Role, tuple[int, int]]:
-        """The least and the largest number of replicas, of the roles whose number the load decides.
-        Raises `SettingError`."""
+        """The least and the largest number of replicas of each role that is scaled by load. Raises
+        `SettingError`."""
         found: dict[Role, tuple[int, int]] = {}
         for role, key in zip(LEAST, BOUND_SETTINGS, strict=True):
             if not (text := getattr(self, key)):
@@ -583,29 +577,30 @@ class DeploymentConfig:
     coordinator: Internal[CoordinatorConfig] = CoordinatorConfig()
     autoscale: Internal[AutoscaleConfig] = AutoscaleConfig()
     num_targets: Annotated[int, between(1, REPLICAS_MAX)] = 1
-    """Target replicas at first; `outrider scale` changes how many there are."""
+    """Target replicas at the start; `outrider scale` changes the number."""
     num_drafts: Annotated[int, between(0, REPLICAS_MAX)] = 1
-    """Draft replicas at first; none where the target drafts for itself, or a look-up alone."""
+    """Draft replicas at the start; none where the target drafts for itself or a look-up drafts
+    alone."""
     num_coordinators: Annotated[int, between(1, REPLICAS_MAX)] = 1
-    """Coordinators at first. On one machine each next one has the next port."""
+    """Coordinators at the start. On one machine their ports count up."""
     target_resources: str = ""
-    """Ray resources that each rank of a target asks for beside CPUs and GPUs, as NAME=AMOUNT with
-    commas between several: where it may be placed."""
+    """Ray resources that each rank of a target needs beside CPUs and GPUs, as NAME=AMOUNT,
+    separated by commas: they decide where it is placed."""
     draft_resources: str = ""
-    """The same for a draft."""
+    """The same for drafts."""
     coordinator_resources: str = ""
-    """The same for a coordinator."""
+    """The same for coordinators."""
     address: str = ""
-    """Ray cluster to start the actors on; empty = a local one."""
+    """Ray cluster that the actors start on; empty = a local one."""
     deployment_name: str = ""
-    """Name of the deployment. On a cluster elsewhere one of this name that runs there is taken
-    over, and upgraded to what is asked for now. Empty = another one each time."""
+    """Name of the deployment. If one of this name runs on the cluster, it is taken over and
+    upgraded to these settings. Empty = a new name each time."""
     startup_timeout_s: Annotated[float, between(0.1, WAIT_S_MAX)] = 20.0
-    """Wait for Ray to find a place for every actor, s."""
+    """Time for Ray to place all actors, s."""
     model_timeout_s: Annotated[float, between(0.1, WAIT_S_MAX)] = 900.0
-    """Wait for the models to load, s."""
+    """Time for the models to load, s."""
     stop_timeout_s: Annotated[float, between(0, WAIT_S_MAX)] = 10.0
-    """Wait for running requests to end when stopping, s."""
+    """Time for running requests to end when stopping, s."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.deployment_name):
@@ -656,7 +651,7 @@ class DeploymentConfig:
             )
 
     def values(self, *, secrets: bool = True) -> dict[str, Value]:
-        """Every setting by key, with or without those that may hold a password."""
+        """Every setting by key, with or without secrets."""
         return {
             found.key: getattr(part, name)
             for part in (
@@ -673,12 +668,12 @@ class DeploymentConfig:
 
     @property
     def target_name(self) -> str:
-        """What the target calls its model."""
+        """The target's name of its model."""
         return self.target.model if self.target.emulated is None else EMULATED.removesuffix(":")
 
     @property
     def served_model_name(self) -> str:
-        """What requests call the model."""
+        """The model name in requests."""
         return self.coordinator.served_model_name or self.target_name
 
 
@@ -698,8 +693,8 @@ def merge(
     flags: Mapping[str, object], environment: Mapping[str, str], file: Path | None = None
 ) -> dict[str, Value]:
     """The settings that a `file` (YAML), the `environment` (`OUTRIDER_*`) or `flags` (text or
-    values) set, by key; the last one wins. Raises `ConfigError` naming what set a bad value, also
-    where another layer overrides it."""
+    values) set, by key; the last one wins. Raises `ConfigError` that names where a bad value was
+    set, also where another layer overrides it."""
     given = translated_layers(flags, environment, file)
     values = {found.key: found.parse(raw, source) for found, raw, source in given}
     if rates := values.pop(SPECULATIVE_CONFIG, None):
@@ -717,8 +712,9 @@ def merge(
 def translated_layers(
     flags: Mapping[str, object], environment: Mapping[str, str], file: Path | None = None
 ) -> list[tuple[Setting, object, str]]:
-    """As `layers`, with what a `speculative_config` stands for in its place; of several the last
-    one counts. Raises `ConfigError` also where its layer sets one of these once more."""
+    """As `layers`, with a `speculative_config` replaced by the settings that it stands for; of
+    several the last one counts. Raises `ConfigError` where the same layer also sets one of these.
+    """
     settings = deployment_settings()
     found: list[tuple[Setting, object, str]] = []
     translated: list[tuple[Setting, object, str]] = []
@@ -750,13 +746,13 @@ def load_config(
 
 
 def configuration(values: Mapping[str, Value]) -> DeploymentConfig:
-    """The deployment that settings by key describe; what they lack keeps its default. Raises
-    `SettingError` for values that do not go together."""
+    """The deployment that settings by key describe; others keep their defaults. Raises
+    `SettingError` for values that contradict each other."""
     coordinator = build(CoordinatorConfig, values, redis=build(RedisAddress, values))
     inner = dict(values)
     is_open = coordinator.insecure or coordinator.internal_tls_dir or values.get("address")
     if coordinator.asks_for_keys and not is_open:
-        # Users reach coordinators; these call others on this machine, who would ask nobody.
+        # Only coordinators are open to users: targets and drafts do not check keys.
         inner["host"] = LOOPBACK
     return build(
         DeploymentConfig,

@@ -1,9 +1,8 @@
-"""Settings: typed values with a name, a unit, bounds, and four places they may come from.
+"""Settings: typed values with a name, a unit and bounds, from four sources.
 
 A configuration is a pydantic dataclass (`checked`). Its fields are settings, unless they are
 `Internal`. Defaults < YAML file < `OUTRIDER_*` environment < flag. Each layer is checked by itself,
-so that an error names what set the bad value.
-"""
+so that an error names where the bad value was set."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(Field,))
 def checked(prefix: str = "", fields: Collection[str] = ()) -> Any:
-    """Makes a frozen dataclass of settings, which checks their values. An alias is the setting's
-    key, where that is not the field's name: the settings of these `fields` have a prefix."""
+    """Makes a frozen dataclass of settings, whose values are checked. The keys of these `fields`
+    have a prefix; an alias replaces the field's name as the key."""
     names = {name: prefix + name for name in fields}
     config = ConfigDict(
         strict=True, extra="forbid", use_attribute_docstrings=True,
@@ -39,20 +38,20 @@ def checked(prefix: str = "", fields: Collection[str] = ()) -> Any:
 
 
 def between(least: float, most: float, **more: Any) -> Any:
-    """The bounds of a setting's values, for its `Annotated` type."""
+    """Bounds of a setting's values, for its `Annotated` type."""
     return Field(ge=least, le=most, **more)
 
 
 Internal = Annotated[T, Field(exclude=True)]
-"""A field that is no setting: the code that starts the service fills it in."""
+"""A field that is not a setting: the code that starts the service fills it in."""
 
 ENVIRONMENT_PREFIX = "OUTRIDER_"
 NOT_SETTINGS = (
     "OUTRIDER_CACHE", "OUTRIDER_STATE_DIR", "OUTRIDER_TEST_DATA", "OUTRIDER_CA_CERT",
     "OUTRIDER_CLIENT_CERT", "OUTRIDER_CLIENT_KEY",
 )  # fmt: skip
-"""Variables of the same prefix that are no settings of a deployment: where things lie, and what
-those who call one have."""
+"""Variables with this prefix that are not settings of a deployment: paths of local files, and
+credentials of clients."""
 
 _KIND_NAMES = {
     "string": "a string", "integer": "a whole number", "number": "a number",
@@ -66,58 +65,55 @@ class Setting:
     """One setting as the command line, the environment and the documentation see it."""
 
     key: str
-    """Its name in a YAML file; the flag and the variable are made from it."""
+    """Its key in a YAML file, from which flag and variable are derived."""
     doc: str
     group: str
-    """What the class that declares it is about."""
+    """Title of its class, for grouping in help texts."""
     default: Value
     secret: bool
-    """Whether its value is never shown, in errors neither."""
+    """Whether its value is hidden everywhere, also in errors."""
     annotation: Any
     """Its type, with its bounds."""
 
     @cached_property
     def adapter(self) -> TypeAdapter[Value]:
-        """Checks its values, and describes them as a JSON schema."""
+        """Validates its values, and describes them as JSON schema."""
         return TypeAdapter(self.annotation)
 
     @cached_property
     def schema(self) -> Any:
-        """Of its values but None, or of an entry of them."""
+        """JSON schema of its values, without None, or of one entry of a list."""
         found = self.adapter.json_schema()
         found = found.get("items", found)
         return found.get("anyOf", [found])[0]
 
     @property
     def is_list(self) -> bool:
-        """Whether it has several values."""
         return isinstance(self.default, tuple)
 
     @property
     def choices(self) -> Sequence[str]:
-        """The only values, where there are few."""
+        """The allowed values, where they are listed."""
         found: Sequence[str] = self.schema.get("enum", ())
         return found
 
     @property
     def metavar(self) -> str:
-        """What its values may be, in a word."""
+        """Placeholder for its value in help texts."""
         kind = self.schema.get("format", self.schema["type"]).upper()
         return ("|".join(self.choices) or kind) + (",.." if self.is_list else "")
 
     @property
     def flag(self) -> str:
-        """Its flag on the command line."""
         return "--" + self.key.replace("_", "-")
 
     @property
     def variable(self) -> str:
-        """Its environment variable."""
         return ENVIRONMENT_PREFIX + self.key.upper()
 
     @property
     def allowed(self) -> str:
-        """What its values may be, in words."""
+        """Description of the allowed values."""
         if self.choices:
             return "one of " + ", ".join(choice or "(empty)" for choice in self.choices)
         words, bounds = _KIND_NAMES[self.schema["type"]], self.schema
@@ -128,9 +124,8 @@ class Setting:
         return words
 
     def parse(self, raw: object, source: str) -> Value:
-        """The value that `raw` (text, or what YAML made of it) stands for; a list is text with
-        commas between its entries. Raises `ConfigError`
-        naming `source` where it is not one or lies outside the bounds."""
+        """Converts `raw` (text, or a value from YAML) to a value; a list is text with commas
+        between its entries. Raises `ConfigError` that names `source` for a bad value."""
         try:
             if not isinstance(raw, str):
                 return self.adapter.validate_python(raw, strict=True)
@@ -180,7 +175,8 @@ def blaming(key: str) -> Iterator[None]:
 
 @contextmanager
 def by_its_keys(config: type) -> Iterator[None]:
-    """Lets a `SettingError` that names a field of this configuration name that field's setting."""
+    """In a `SettingError` that names a field of this configuration, replaces the field by the
+    setting's key."""
     try:
         yield
     except SettingError as error:
@@ -191,7 +187,7 @@ def by_its_keys(config: type) -> Iterator[None]:
 
 
 def build(config: type[Config], values: Mapping[str, Value], **internal: Any) -> Config:
-    """A configuration from values by key; those that `values` lacks keep their default."""
+    """A configuration from values by key; others keep their defaults."""
     named = {
         name: values[found.key]
         for name, found in settings_of(config).items()
@@ -206,9 +202,9 @@ def layers(
     environment: Mapping[str, str],
     flags: Mapping[str, object],
 ) -> Iterator[tuple[Setting, object, str]]:
-    """What a YAML file, the environment and flags set, in this order: the setting, what was
-    written, and what errors call the place. Of the same setting the last one wins. Raises
-    `ConfigError` for an unknown key."""
+    """What a YAML file, the environment and flags set, in this order: the setting, the raw value,
+    and the source to name in errors. Of the same setting the last one wins. Raises `ConfigError`
+    for an unknown key."""
     if file is not None:
         for key, raw in _read_yaml(file).items():
             yield _known(settings, key, f"{file}: {key}"), raw, f"{file}: {key}"

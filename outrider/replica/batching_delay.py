@@ -1,14 +1,13 @@
 """Whether a step should wait for sessions that will soon want one too. Pure.
 
-Without a batching delay, sessions that arrive out of phase never share a step: an item that comes
-while a step runs waits for its end, and then the others wait for the next one. Where one step of
-all takes less time than two steps of some, it is quicker for all of them to share one:
+Without a batching delay, sessions that arrive out of phase never share a step: an item that arrives
+while a step runs waits for its end, and then the others wait for the next one. Where one step for
+all takes less time than two steps for some, sharing it is quicker for all:
 
     together    wait + step(all)              a cycle in which each session has one round
     in turns    step(waiting) + step(others)
 
-A session is expected as long after its last answer as it has lately taken to come back.
-"""
+A session is expected back after the mean of its last gaps between answer and next item."""
 
 from __future__ import annotations
 
@@ -18,19 +17,19 @@ from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 from outrider.newest import Newest
 
 GAIN = 0.9
-"""A step waits where that makes the cycle shorter than so much of it."""
+"""A step waits where this shortens the cycle to less than this fraction of it."""
 MEMORY = 0.25
-"""Weight of the newest gap in a session's mean, and of the newest step in what steps take."""
+"""Weight of the newest value in the averages of gaps and of step times."""
 SPREAD = 2.5
-"""Mean deviations of its gaps that a session may be late by."""
+"""Mean deviations that a session may be late by ..."""
 SPREAD_S = 0.0005
-"""And that much more: loops and networks are no exact clocks."""
+"""... plus this, for jitter of event loops and networks."""
 FORGIVEN = 0.03
-"""By so much a step without a delay restores the trust that delays in vain have cost."""
+"""How much trust a step without a delay restores, after delays in vain have reduced it."""
 
 
 class _Rhythm:
-    """When a session comes back."""
+    """Statistics of when a session comes back."""
 
     answered_at: float | None = None
     """None while it has an item here."""
@@ -44,31 +43,31 @@ class _Rhythm:
 
 
 class BatchingDelay:
-    """Knows the sessions of a replica, and what its steps take. Times are of one clock, in s."""
+    """Tracks the sessions of a replica and the times of its steps. Times are in s, of one clock."""
 
     def __init__(self, step_seconds: Callable[[int, int], float], max_batch: int) -> None:
-        """`step_seconds(rows, sessions)` is what a step takes; `max_batch` sessions share one at
-        most."""
+        """`step_seconds(rows, sessions)` is the time of a step; at most `max_batch` sessions share
+        one."""
         self._step_seconds = step_seconds
         self._max_batch = max_batch
         self._rhythms: Newest[str, _Rhythm] = Newest(SEQUENCES_PER_REPLICA_MAX)
-        """The one that was answered last is the last one."""
+        """Sorted by the time of their last answer."""
         self._typical = _Rhythm(1)
-        """Of a session that has not come back yet."""
+        """Of sessions that have not come back yet."""
         self._num_gaps = 0
         self._scale = 1.0
-        """Of what steps take to what `step_seconds` says."""
+        """Ratio of measured step times to those of `step_seconds`."""
         self._trust = 1.0
-        """Share of the sessions waited for that came in time, in the mean of the last delays."""
+        """Share of the awaited sessions that came in time, averaged over the last delays."""
         self.awaited: set[str] = set()
-        """The sessions for which a step waits, or waited, and which had not come when it began."""
+        """Sessions for which a step waits, or waited, and which have not come."""
         self._num_awaited = 0
-        """How many these were at first ..."""
+        """Their number at first ..."""
         self._until = 0.0
-        """... and until when it waits for them."""
+        """... and until when the step waits for them."""
 
     def arrived(self, session_id: str, now: float) -> None:
-        """An item has come."""
+        """An item of the session has come."""
         if now <= self._until:
             self.awaited.discard(session_id)
         rhythm = self._rhythms.get(session_id)
@@ -81,7 +80,7 @@ class BatchingDelay:
         rhythm.answered_at = None
 
     def answered(self, session_id: str, rows: int, now: float) -> None:
-        """What it waited for has been sent, an answer to an item of so many rows."""
+        """Notes that the session's item, of `rows` rows, was answered."""
         rhythm = self._rhythms.get(session_id)
         if rhythm is None:
             rhythm = _Rhythm(rows, self._typical.gap_s, self._typical.deviation_s)
@@ -89,19 +88,19 @@ class BatchingDelay:
         self._rhythms[session_id] = rhythm
 
     def forget(self, session_id: str) -> None:
-        """It has ended."""
+        """Forgets a session that has ended."""
         self._rhythms.pop(session_id, None)
         self.awaited.discard(session_id)
 
     def took(self, seconds: float, rows: int, sessions: int) -> None:
-        """A step has run."""
+        """Notes the time of a step."""
         told = self._step_seconds(rows, sessions)
         if told > 0:
             self._scale += MEMORY * (seconds / told - self._scale)
 
     def hold(self, now: float, waiting: Sequence[int]) -> float | None:
-        """Until when the step should wait whose items have so many rows, for the sessions that are
-        then `awaited`; None = not at all."""
+        """Until when a step should wait whose items have these numbers of rows, for the sessions
+        that are `awaited` then; None = not at all."""
         if self._num_awaited:
             came = 1 - len(self.awaited) / self._num_awaited
             self._trust += MEMORY * (came - self._trust)
@@ -134,8 +133,7 @@ class BatchingDelay:
         return self._until
 
     def _expected(self, now: float, before: float) -> list[tuple[float, str, int]]:
-        """When sessions that are away should have come, the next one first, and with how many rows;
-        those that will have by then."""
+        """Sessions that should be back before then, the earliest first: time, name, rows."""
         found = []
         for name, rhythm in self._rhythms.items():
             if rhythm.answered_at is not None:

@@ -1,4 +1,4 @@
-"""What runs a replica's steps, one after another, away from the event loop."""
+"""Executors: they run a replica's steps one after another, away from the event loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ThreadExecutor:
         self._step_seconds = step_seconds
 
     def call(self, task: Callable[[], T]) -> T:
-        """Runs `task` on the thread and waits for it: for what comes before all steps."""
+        """Runs `task` on the thread and waits for it; for work before the first step."""
         return self._pool.submit(task).result()
 
     async def run(self, step: Callable[[], T]) -> T:
@@ -36,12 +36,12 @@ class ThreadExecutor:
         return result
 
     def close(self, *, wait: bool = True) -> None:
-        """Takes no more, and waits for the running step, or leaves it to the process's end."""
+        """Takes no more steps, and waits for the running one if `wait`."""
         self._pool.shutdown(wait=wait)
 
 
 class InlineExecutor:
-    """On the event loop itself, whose clock then passes by what the engine states: for
+    """Runs steps on the event loop, whose clock then advances by the stated step time; for
     simulation, where that clock is virtual."""
 
     def __init__(self, step_seconds: Callable[[], float]) -> None:
@@ -54,8 +54,7 @@ class InlineExecutor:
         return result
 
     def close(self, *, wait: bool = True) -> None:
-        """Nothing runs."""
+        """Nothing to close."""
 
 
 StepExecutor = ThreadExecutor | InlineExecutor
-"""Runs steps one after another, away from the event loop."""

@@ -1,8 +1,7 @@
-"""One replica in a process of its own: its service, its gRPC server, its health, its traffic.
+"""One replica in its own process: service, gRPC server, health, registration. The base of the draft
+and target actors.
 
-What the Ray actors of draft and target share. Everything heavy is imported by `start`, so that
-finding a place for an actor is quick.
-"""
+Everything heavy is imported by `start`, so that placing an actor is quick."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ if TYPE_CHECKING:
 
 
 class ReplicaHost(PlacedActor):
-    """Serves one replica service over gRPC; the base of the actors, each of which says how to
-    `build` its own."""
+    """Serves one replica service over gRPC. Subclasses `build` the service."""
 
     def __init__(self) -> None:
         self._service: SteppedService | None = None
@@ -54,23 +52,23 @@ class ReplicaHost(PlacedActor):
         self._announcer: Lease | None = None
         self._engagement = Engagement()
         self._open = AsyncExitStack()
-        """What is to be closed, the last one first."""
+        """What to close; the last one first."""
         self._stopping: asyncio.Task[None] | None = None
         self._grace_s = 0.0
         self.leadership: RankLeader | None = None
-        """Of the ranks that share the model; None where this process runs it alone."""
+        """Leads the ranks that share the model; None without tensor parallelism."""
 
     async def open_rendezvous(
         self, num_ranks: int, num_neighbours: int, timeout_s: float
     ) -> Rendezvous:
-        """Where the other ranks of this replica's model join, while `start` loads it here. See
-        `RankLeader`."""
+        """Address at which the other ranks of this replica's model join, while `start` loads it
+        here."""
         self.leadership = RankLeader(num_ranks, num_neighbours, timeout_s)
         return self.leadership.rendezvous
 
     async def start(self, config: ReplicaConfig, log_directory: str) -> str:
-        """Loads the model or the head, and serves; the address that coordinators call. Raises
-        `ConfigError`."""
+        """Loads the model or the head, and serves. Returns the address that coordinators call.
+        Raises `ConfigError`."""
         role = config.role
         num_threads = threads_of_a_rank(config, cores_for(role), self.leadership)
         use_threads(num_threads, config.model_engine)
@@ -84,7 +82,7 @@ class ReplicaHost(PlacedActor):
             engine = await on_passing_thread(
                 engine_of_a_replica, config, num_threads, self.leadership
             )
-        # On another thread: the helpers of that one would slow down the steps that are measured.
+        # On another thread: helper threads of the first would slow down the measured steps.
         service = await on_passing_thread(self._build, engine, config)
         if exports is not None:
             from outrider.telemetry.step_spans import ObservedSteps
@@ -110,11 +108,11 @@ class ReplicaHost(PlacedActor):
     def build(
         self, config: Any, executor: ThreadExecutor, engine: Any, costs: StepCosts | None
     ) -> SteppedService:
-        """The service of a configuration; blocks. `engine` is None for one without a model."""
+        """Builds the service; blocks. `engine` is None for one without a model."""
         raise NotImplementedError
 
     async def engagement(self) -> Engagement:
-        """What the reconciler is told of it."""
+        """What the reconciler needs to know of it."""
         return self._engagement
 
     async def traffic(self) -> int:
@@ -131,19 +129,18 @@ class ReplicaHost(PlacedActor):
             raise lost
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no more calls and no more items; lets queued steps end and their answers be sent
-        within `grace_s` seconds; and closes. Streams end as soon as nothing waits for a step.
-        Idempotent: concurrent callers await the same shutdown."""
+        """Takes no more calls and items, lets queued steps end and their answers be sent within
+        `grace_s` seconds, and closes. Streams end as soon as nothing waits for a step. Idempotent:
+        concurrent callers await the same shutdown."""
         if self._stopping is None:
             self._grace_s = grace_s
             self._stopping = asyncio.create_task(self._open.aclose())
         await asyncio.shield(self._stopping)
 
     async def serve(self, service: SteppedService, config: ReplicaConfig) -> str:
-        """Serves `service` by gRPC, and announces it; the address that coordinators
-        call. Health follows the service's, and a service that is lost ends the replica. Raises
-        `ConfigError` where the address cannot be had, `StoreUnavailable` where the registry
-        cannot."""
+        """Serves `service` by gRPC, and announces it; returns the address that coordinators call.
+        Health follows the service's, and a lost engine ends the replica. Raises `ConfigError` where
+        it cannot listen, `StoreUnavailable` where the registry does not answer."""
         from outrider.transport.codec import DRAFT, VERIFY
         from outrider.transport.server import RpcServer, ServerOptions
         from outrider.transport.stream_server import ReplicaServicer
@@ -152,7 +149,7 @@ class ReplicaHost(PlacedActor):
         if config.internal_tls_dir:
             from outrider.transport.tls import internal_server_credentials, role_guard
 
-            # Only coordinators may call it, nor does it tell others what it has.
+            # Only coordinators may call it; no reflection for others.
             with blaming("internal_tls_dir"):
                 directory = Path(config.internal_tls_dir)
                 credentials = internal_server_credentials(directory, config.role)
@@ -203,12 +200,12 @@ class ReplicaHost(PlacedActor):
 
         registry = RedisRegistry(with_password(member.redis), member.deployment)
         self._announcer = Lease(registry, record)
-        # First of all, so that no new sessions are sent here.
+        # Withdrawn first, so that no new sessions are sent here.
         self._open.push_async_callback(self._announcer.close)
         await self._announcer.start()
 
     async def leave(self) -> None:
-        """Says that it is to be left: sessions move to others, where there are any."""
+        """Announces that it is about to stop: sessions move to other replicas, if there are any."""
         self._engagement = replace(self._engagement, leaving=True)
         if self._announcer is not None:
             self._announcer.say_again()

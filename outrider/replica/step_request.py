@@ -1,4 +1,4 @@
-"""What waits for a replica's steps: items, where their answers go, and the worker interface."""
+"""Items that wait for a replica's steps, where their answers go, and the queue."""
 
 from __future__ import annotations
 
@@ -24,44 +24,44 @@ if TYPE_CHECKING:
 
 
 CANCELLED_CODE = 1
-"""google.rpc.Code of work that is not needed any more."""
+"""google.rpc.Code of work that is no longer needed."""
 
 
 class Unfinished(Enum):
-    """Why an item of a step has no answer yet. It goes back to its place in the queue."""
+    """Why an item of a step has no answer yet. It keeps its place in the queue."""
 
     CONTINUES = "continues"
-    """The step had no room for all of its tokens; the next one goes on."""
+    """The step had no room for all of its tokens; the next one continues."""
     WAITS = "waits"
-    """Its sequence finds no pages until another one gives some back."""
+    """No pages are free for its sequence until another one gives some back."""
 
 
 class Answers(NamedTuple):
-    """Any number of answers to one item, none included."""
+    """Answers to one item; there may be none, or several."""
 
     answers: tuple[Any, ...]
     more: bool
     """Whether the item stays in the queue for more of them ..."""
     waited_for: bool = False
-    """... and whether the caller waits for these; else they are worth something until the session's
+    """... and whether the caller waits for these; otherwise they are useful until the session's
     next item comes."""
 
 
 class StepFigures:
-    """What a worker's steps have come to so far."""
+    """Counters of a worker's steps."""
 
     pages: PageCounts | None = None
-    """How the engine's pages are used; None where there are none."""
+    """Use of the engine's pages; None without pages."""
     num_preemptions: int = 0
-    """Sequences whose pages were taken for an older one."""
+    """Sequences that lost their pages to an older one."""
     num_prefill_chunks: int = 0
-    """Parts of prefixes that were run on their own, because a step had no room for the whole."""
+    """Chunks of prefixes that ran alone because a step had no room for the whole."""
     num_starved: int = 0
-    """Items that found no pages, once for each step in which they found none."""
+    """Items that found no pages, counted in each such step."""
 
 
 class AnswerSender:
-    """Where the answers of one connection go."""
+    """Sends the answers of one connection."""
 
     def __init__(self, send: Callable[[Sequence[Any]], None]) -> None:
         self._send = send
@@ -70,20 +70,20 @@ class AnswerSender:
         self.closed = False
 
     def send(self, answers: Sequence[Any]) -> None:
-        """Sends answers, behind those held of the same sessions, each once. Once the connection
-        has been closed, sends nothing."""
+        """Sends answers, after held ones of the same sessions, each once. Does nothing once the
+        connection is closed."""
         self._take_along(_sessions_of(answers), answers)
 
     def hold(self, answers: Sequence[Any]) -> None:
-        """Sends answers within `ANSWERS_HELD_MS`, in one message with those of other sessions that
-        are held meanwhile."""
+        """Sends answers within `ANSWERS_HELD_MS`, in one message with those of other sessions held
+        meanwhile."""
         self._held += answers
         if self._timer is None and self._held:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(ANSWERS_HELD_MS / 1e3, self._flush_all)
 
     def flush(self, session_id: str) -> None:
-        """Sends what is held of a session."""
+        """Sends the held answers of a session."""
         self._take_along({session_id}, ())
 
     def _flush_all(self) -> None:
@@ -109,27 +109,27 @@ class StepRequest:
     """An item that waits for a step, and the connections that want its answer."""
 
     on_done: Callable[[StepRequest, Any], None] | None = None
-    """Gets the answer after it was sent, or None where the request was dropped."""
+    """Called with the answer after it was sent, or None where the request was dropped."""
     may_wait: bool = False
     """Whether its answer may be held: see `AnswerSender.hold`."""
     cancelled: bool = False
     place: int = 0
-    """In the queue: what came earlier has a smaller one."""
+    """Place in the queue; earlier items have smaller ones."""
     started_at: float | None = None
-    """When the first step began that did something for it."""
+    """When the first step that worked on it began."""
     unfinished: Unfinished | None = None
-    """How its last step left it; None before the first one."""
+    """State after its last step; None before the first one."""
     answered: bool = False
-    """Whether it stays only for answers that are not waited for."""
+    """Whether it stays only for answers that no caller waits for."""
     deadline: DraftDeadline | None = None
-    """Until when something has to be drawn for it; else those who wait are told so."""
+    """Time by which a token must be drawn for it; if none is, its callers are told."""
     timer: TimerHandle | None = None
-    """Of that."""
+    """Timer of `deadline`."""
 
     def __init__(
         self, item: Any, senders: list[AnswerSender], arrived_at: float, expires_at: float
     ) -> None:
-        """Times are the loop's; after `expires_at` the answer is of no use, infinity = never."""
+        """Times are the loop's; after `expires_at` the answer is useless, infinity = never."""
         self.item, self.senders = item, senders
         self.arrived_at, self.expires_at = arrived_at, expires_at
 
@@ -146,17 +146,17 @@ class StepRequest:
         return not self.cancelled and any(not sender.closed for sender in self.senders)
 
     def tell(self, answer: Any) -> None:
-        """Sends an answer to those who wait."""
+        """Sends an answer to all that wait."""
         for sender in self.senders:
             sender.send([answer])
 
     def compiled(self, grammar: Grammar | OutriderError) -> StepRequest:
-        """The same, whose item has what came of its constraint."""
+        """Adds the compiled constraint, or why it failed, to the item; returns the request."""
         self.item = replace(self.item, head=replace(self.item.head, compiled=grammar))
         return self
 
     def asks_like(self, other: StepRequest) -> bool:
-        """Whether both ask for the same thing, whatever time is left to either."""
+        """Whether both ask for the same, apart from the time left."""
         if self.on_done is not None or other.on_done is not None or self.cancelled or self.answered:
             return False
         head = replace(self.item.head, deadline_ms=other.item.head.deadline_ms)
@@ -164,17 +164,17 @@ class StepRequest:
 
 
 def refusal(key: ReplyKey, error: OutriderError) -> Refused:
-    """The answer that says `error`."""
+    """The answer that refuses an item with `error`."""
     return Refused(key, error.grpc_code, error.message)
 
 
 def undrawn(key: ReplyKey) -> Refused:
-    """The answer to an item whose time is over before the first draw."""
+    """The answer to an item whose time ran out before the first draw."""
     return refusal(key, DeadlineExceeded("its time ran out before a token was drawn"))
 
 
 class RequestQueue:
-    """Work in order of arrival. It keeps its place when a step did not finish it."""
+    """Requests in order of arrival. Those that a step did not finish keep their place."""
 
     def __init__(self, max_batch: int) -> None:
         self._max_batch = max_batch
@@ -187,7 +187,7 @@ class RequestQueue:
 
     @property
     def rows(self) -> list[int]:
-        """Of each session's first work."""
+        """Rows of each session's first request."""
         first: dict[str, int] = {}
         for work in self._waiting:
             first.setdefault(work.session_id, work.item.num_rows)
@@ -195,13 +195,11 @@ class RequestQueue:
 
     @property
     def sessions(self) -> set[str]:
-        """Of the work that waits."""
         return {work.session_id for work in self._waiting}
 
     def add(self, work: StepRequest) -> bool:
-        """Queues work. The very item that already waits is not queued twice: it is answered to
-        both (unless it has `on_done`), and this returns False. Raises
-        `Overloaded` when full."""
+        """Queues a request. If the same item already waits, it is answered to both callers (unless
+        it has `on_done`), and this returns False. Raises `Overloaded` when full."""
         key = work.key
         waiting = self._newest.get(key)
         if waiting is not None and waiting.asks_like(work):
@@ -217,11 +215,11 @@ class RequestQueue:
         return True
 
     def take(self, now: float) -> tuple[list[StepRequest], list[StepRequest], list[StepRequest]]:
-        """Takes, for a step, the oldest work of each session, without what was answered and has a
-        newer one behind it: up to `max_batch` of what is new, as many again of what was begun, and
-        of what found no pages before and may do so now. So neither long prompts nor work that waits
-        for pages keep rounds out of a step's choice. With these leave what is not wanted any more,
-        and what has expired. Each in order of arrival."""
+        """Takes the oldest request of each session for a step, in order of arrival: up to
+        `max_batch` new ones, as many that were begun, and as many that found no pages before. So
+        neither long prompts nor requests that wait for pages keep rounds out of a step. Also
+        returns requests that are no longer wanted, or were answered and have a newer one behind
+        them, and those that have expired."""
         batch: list[StepRequest] = []
         unwanted: list[StepRequest] = []
         late: list[StepRequest] = []
@@ -240,7 +238,7 @@ class RequestQueue:
                 room[work.unfinished] -= 1
                 batch.append(work)
             else:
-                sessions.add(session_id)  # A session's work is done in its order.
+                sessions.add(session_id)  # A session's requests run in order.
                 left.append(work)
                 continue
             if self._newest.get(work.key) is work:
@@ -254,7 +252,7 @@ class RequestQueue:
             self._newest.setdefault(work.key, work)
 
     def of_session(self, session_id: str, epoch: int) -> list[StepRequest]:
-        """What waits for the session's epochs up to `epoch`."""
+        """Requests of the session up to this epoch."""
         return [
             work
             for work in self._waiting

@@ -1,23 +1,21 @@
-"""Which tokens a step runs: rounds first, then parts of long prefixes.
+"""Shares out the tokens of a step: rounds first, then chunks of long prefixes.
 
     a demand with                            gets
     up to ROUND_TOKENS_MAX tokens (a round)  all of them, while there is room, or nothing yet
-    more tokens (a prefix)                   what is left, in order of arrival, in parts
+    more tokens (a prefix)                   the rest, in order of arrival, in chunks
 
-While rounds are played, each waiting prefix lets a step last STEP_GROWTH times its usual time
-longer, steps between two rounds included: n waiting prompts let a step last 1 + 0.75 n times as
-long, up to `max_num_batched_tokens`. So one long prompt does not stall the sessions that decode,
-and many prompts are read soon. The price: while they wait, the gaps between the tokens of those
-sessions grow as the steps do. n falls to no less than WAITING_DECAY of what it was a step before,
-so the last prompts of many that came together are read as fast as the first. Beside the rounds of a
-full step the oldest prefix still gets PREFIX_TOKENS_MIN tokens: neither kind can keep the other
-from going on.
+While rounds run, each waiting prefix lets a step last STEP_GROWTH times its usual time longer,
+steps between two rounds included: with n waiting prompts a step may take 1 + 0.75 n times as long,
+up to `max_num_batched_tokens`. So one long prompt does not stall sessions that decode, and many
+prompts are prefilled soon; in return the gaps between tokens grow while prompts wait. n falls by no
+more than WAITING_DECAY a step, so the last of many prompts that came together is prefilled as fast
+as the first. Beside the rounds of a full step the oldest prefix still gets PREFIX_TOKENS_MIN
+tokens: neither kind can starve the other.
 
-How long a step lasts is predicted from costs that were measured at the start, and corrected by how
-long steps of its kind, with and without a prefix, have lasted since (`note_seconds`). A step of a
-draft is several passes (`note_passes`): the first runs what was shared out, each one behind it a
-token of every item that the first ran whole. A step with rounds is expected to have as many passes
-as the last one with rounds had.
+The time of a step is predicted from costs measured at the start, and corrected by measured times of
+steps with and without a prefix (`note_seconds`). A step of a draft has several passes
+(`note_passes`): the first runs what was shared out, each further one a token of every item that the
+first ran whole. A step with rounds is expected to have as many passes as the last one with rounds.
 """
 
 from __future__ import annotations
@@ -30,84 +28,81 @@ from outrider.engine.step_costs import StepCosts
 from outrider.limits import NUM_DRAFT_TOKENS_MAX, TREE_TOKENS_MAX
 
 ROUND_TOKENS_MAX = NUM_DRAFT_TOKENS_MAX + TREE_TOKENS_MAX + 2
-"""What a round runs at most: the tokens of the one before, and its own proposal. Less than the
-least budget of a step."""
+"""Most tokens of a round: those of the last outcome, and its own proposal. Less than the least
+budget of a step."""
 PREFIX_TOKENS_MIN = 16
 STEP_GROWTH = 0.75
-"""So low that beside one prompt a gap between tokens at most triples: a token takes longer than its
-step, and some steps last half as long again as was foretold."""
+"""With this, beside one prompt a gap between tokens at most triples: a token takes longer than its
+step, and some steps last half as long again as predicted."""
 WAITING_DECAY = 0.95
-"""Of eight prompts of 500 tokens that come together, with the step costs of the demo target, this
+"""For eight prompts of 500 tokens that come together, with the step costs of the demo target, this
 saves 5 % of the time until each has 128 tokens; no decay at all would save 6 %."""
 CORRECTION_WEIGHT = 0.2
-"""Of the newest step of a kind, against all before it."""
+"""Weight of the newest step of a kind."""
 CORRECTION_MAX = 4.0
-"""What a single step may say, up or down: the machine may have done something else meanwhile."""
+"""Bound on a single step's correction, up or down: other processes may have used the machine."""
 ROUND_REST_STEPS = 4
-"""Steps without a round after which rounds are thought to have ended."""
+"""Steps without a round after which no more rounds are expected."""
 
 
 class TokenDemand(NamedTuple):
-    """What an item would run, if it were alone."""
+    """What an item would run if it were alone."""
 
     num_tokens: int
-    """All of them, at least one."""
+    """At least one."""
     num_last: int
-    """So many of them, at the end, cannot be parted: 1..num_tokens."""
+    """This many at the end cannot be split: 1..num_tokens."""
     context: int
-    """Slots that its session holds before."""
+    """Slots that its session already holds."""
 
     @property
     def is_round(self) -> bool:
-        """Whether it is a round, and not a prefix."""
         return self.num_tokens <= ROUND_TOKENS_MAX
 
 
 class _Load(NamedTuple):
-    """What a step runs."""
+    """Load of a step."""
 
     rows: int = 0
     sessions: int = 0
     attention_s: float = 0.0
-    """The time that its contexts cost; 0 where costs are not known."""
+    """Time for reading its contexts; 0 where costs are unknown."""
     has_prefix: bool = False
-    """Whether parts of prefixes are in it."""
     later_s: float = 0.0
-    """What the passes behind its first one cost."""
+    """Time of the passes after its first one."""
 
 
 class TokenBudget:
     """Shares out steps of `max_tokens` tokens and `max_steps` sessions.
 
-    With `costs` it knows how long a step takes; without, only how many tokens it has.
-    """
+    With `costs` it knows the time of a step; without, only its number of tokens."""
 
     def __init__(self, max_tokens: int, max_steps: int, costs: StepCosts | None = None) -> None:
         self._max_tokens = max_tokens
         self.max_steps = max_steps
         self._costs = costs
         self._last_rounds: _Load | None = None
-        """The last rounds, as long as more of them are expected."""
+        """The last rounds, while more of them are expected."""
         self._rest_steps = 0
         """Steps without a round since then ..."""
         self._rest_s = 0.0
-        """... and their time. Sessions in rounds may have waited for them ..."""
+        """... and their time, for which sessions in rounds may have waited ..."""
         self._step_s = 0.0
-        """... after the time of the step of those rounds."""
+        """... after the step of those rounds, which took this long."""
         self._last = _Load()
         self._later_pass = _Load()
-        """What each pass of that step runs behind its first one."""
+        """Load of each later pass of that step."""
         self._round_passes = 1
-        """Of the last step with rounds."""
         self._num_waiting = 0.0
-        """Prefixes that wait, or lately did."""
+        """Prefixes that wait, decayed."""
         self._corrections = {False: 1.0, True: 1.0}
-        """How long steps last over what their costs say; by `_Load.has_prefix`."""
+        """Ratio of measured to predicted step times, by `_Load.has_prefix`."""
 
     def share(self, demands: Sequence[TokenDemand]) -> list[int]:
         """For each demand, in order of arrival, how many of its tokens this step runs: all, none,
-        or of a prefix a part that leaves `num_last` or more. Not none of all. No demands are no
-        step: what has been begun before goes on, of which nothing is foretold."""
+        or of a prefix a chunk that leaves `num_last` or more. At least one demand gets some.
+        Without demands this is not a step: it only continues what was begun before, and nothing is
+        predicted for it."""
         if not demands:
             self.drop_step()
             return []
@@ -116,7 +111,7 @@ class TokenBudget:
         spared = _Load(PREFIX_TOKENS_MIN, 1) if prefixes else _Load()
         load, later_pass = _Load(), _Load()
         for index, demand in enumerate(demands):
-            # The first round always fits: prefixes that follow each other would keep it waiting.
+            # The first round always fits: else a series of prefixes would keep it waiting.
             rows = self._max_tokens - (spared.rows if load.rows else 0)
             fits = load.rows + demand.num_tokens <= rows
             has_seat = load.sessions < self.max_steps - spared.sessions
@@ -142,14 +137,14 @@ class TokenBudget:
         return grants
 
     def note_passes(self, num_passes: int) -> None:
-        """The step that was shared out last has run so many passes; 1 where nothing is said."""
+        """Notes how many passes the last step had; 1 if this is not called."""
         later_s = (num_passes - 1) * self._cost_seconds(self._later_pass)
         self._last = self._last._replace(later_s=later_s)
         if self._last.rows and self._rest_steps == 0:
             self._round_passes = num_passes
 
     def note_seconds(self, seconds: float) -> None:
-        """The step that was shared out last has taken so long, s."""
+        """Notes the time of the last step, s."""
         foretold = self._cost_seconds(self._last)
         if foretold > 0:
             found = min(max(seconds / foretold, 1 / CORRECTION_MAX), CORRECTION_MAX)
@@ -157,12 +152,12 @@ class TokenBudget:
             self._corrections[self._last.has_prefix] += CORRECTION_WEIGHT * (found - before)
 
     def drop_step(self) -> None:
-        """The step that was shared out last is not run whole, so that its time says nothing."""
+        """The last step does not run whole, so its time is not used."""
         self._last = self._later_pass = _Load()
 
     def _part(self, demand: TokenDemand, load: _Load, seconds: float, least: int) -> int:
-        """How many tokens of a prefix are run beside a load in a step of so much time, `least` even
-        if it takes longer."""
+        """How many tokens of a prefix to run beside a load in a step of this time; at least
+        `least`, even if that takes longer."""
         if load.sessions == self.max_steps:
             return 0
         most = min(demand.num_tokens, self._max_tokens - load.rows)
@@ -176,8 +171,8 @@ class TokenBudget:
         return low if low == demand.num_tokens else min(low, demand.num_tokens - demand.num_last)
 
     def _seconds_allowed(self, rounds: _Load) -> float:
-        """How long a step with these rounds, or none, may last. Between two rounds of a session
-        lie, of steps without, those that came after the last rounds; or will again."""
+        """How long a step with these rounds, or none, may last, so that all steps between two
+        rounds of a session keep within the bound."""
         played = rounds if rounds.rows else self._last_rounds
         if played is None:
             return math.inf
@@ -197,7 +192,7 @@ class TokenBudget:
         )
 
     def _note(self, rounds: _Load, load: _Load) -> None:
-        """Remembers a step of this load, with these rounds in it."""
+        """Remembers a step with this load, of which `rounds` are a part."""
         self._last = load
         if rounds.rows:
             self._last_rounds, self._step_s = rounds, self._seconds(load)
@@ -209,7 +204,7 @@ class TokenBudget:
             self._last_rounds = None
 
     def _seconds(self, load: _Load) -> float:
-        """The time of a step with this load, as its kind has lasted; 0 without costs."""
+        """Predicted time of a step, corrected; 0 without costs."""
         return self._corrections[load.has_prefix] * self._cost_seconds(load)
 
     def _cost_seconds(self, load: _Load) -> float:

@@ -1,12 +1,12 @@
 """What the workers of draft and target share: sessions, admission, and one answer for each item.
 
-Which sessions of a step go on, and how far, is decided by pages and tokens:
+Whether a session's item runs in a step, and how far, is decided by pages and tokens:
 
     every item        is aligned with its coordinator (`SessionTable.align`)
     pages, by age     its whole step fits; or younger sessions lose theirs to it; or it waits
     tokens, in order  it runs whole, or a part of its prefix, or not yet (`TokenBudget`)
 
-Only younger sessions make room, so the oldest always goes on, and every one becomes the oldest.
+Only younger sessions lose pages, so the oldest always continues, and every one becomes the oldest.
 """
 
 from __future__ import annotations
@@ -30,27 +30,28 @@ from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import SamplingParams
 
 _ANY_TOKEN = 0
-"""Stands for a token of which only the slot matters."""
+"""Placeholder for a token of which only the slot matters."""
 
 
 class SlotDemand(NamedTuple):
-    """What an item needs."""
+    """Slots that an item needs."""
 
     head: RoundHead
     num_extra: int
     """Slots beyond its committed tokens."""
     num_last: int = 1
-    """The last committed token, and those of the extra ones that are run in one pass with it."""
+    """The last committed token, and the extra ones that run in one pass with it."""
     reach: int | None = None
-    """Where not all of its committed tokens can be run yet: so many, and nothing behind them."""
+    """If set, only this many of its committed tokens can run yet, and nothing after them."""
 
 
 class Admitted(NamedTuple):
-    """A session that goes on."""
+    """A session whose item runs."""
 
     aligned: Aligned
     num_granted: int
-    """Of `aligned.new_tokens`: all, and then also what comes after them; or only so many."""
+    """Tokens of `aligned.new_tokens` that run. If it is all of them, what follows them runs, too.
+    """
 
     @property
     def is_whole(self) -> bool:
@@ -60,7 +61,7 @@ class Admitted(NamedTuple):
 Admission = Admitted | Resync | Unfinished | OutriderError
 _Found = Aligned | Resync | Unfinished | OutriderError
 _Begun = dict[str, FoundPrefix]
-"""By session that holds nothing, what it may begin on."""
+"""Cached prefix that each session without tokens may start from."""
 
 
 class Admissions:
@@ -82,9 +83,9 @@ class Admissions:
         self.figures = StepFigures()
 
     def admit(self, demands: Sequence[SlotDemand]) -> list[Admission]:
-        """For each of these distinct sessions, in order of arrival: how far it goes on, `CONTINUES`
-        where not at all yet; what it lacks; or what it is refused for. `WAITS` where it finds no
-        pages, `Resync` where it lacks a prefix for which there would be some."""
+        """For each of these distinct sessions, in order of arrival: how far it runs; `CONTINUES`
+        where it does not run yet; `WAITS` where no pages are free; `Resync` where it lacks a prefix
+        for which there are pages; or the error that refuses it."""
         found = [_align(self._table, demand.head) for demand in demands]
         # What there is of the tokens of those that hold nothing.
         begun = {
@@ -105,8 +106,8 @@ class Admissions:
         return self._grant(demands, found, begun)
 
     def _whole(self, demand: SlotDemand, begun: _Begun) -> SequenceStep:
-        """A step that takes the slots of all that the item can run; or, where it claims to have
-        more tokens than all pages hold, more than that."""
+        """A step with the slots of all that the item can run; or, where it claims more tokens than
+        all pages hold, more than that."""
         name = demand.head.session_id
         num_held = begun[name].length if name in begun else self._engine.length(name)
         length = demand.head.committed_length + demand.num_extra
@@ -116,7 +117,7 @@ class Admissions:
         return SequenceStep(name, (_ANY_TOKEN,) * num, 0)
 
     def _place(self, found: list[_Found], wholes: dict[int, SequenceStep], begun: _Begun) -> None:
-        """Gives out the pages by age, and puts `WAITS` where there are none."""
+        """Reserves pages by age; sessions without any get `WAITS`."""
         age_rank = self._table.age_rank
         holders = self._table.holders()
         reserved: list[SequenceStep] = []
@@ -141,8 +142,8 @@ class Admissions:
     def _make_room(
         self, steps: Sequence[SequenceStep], begun: _Begun, younger: Sequence[str], lost: set[str]
     ) -> bool:
-        """Whether there are pages for these steps, perhaps now that the youngest have lost theirs,
-        as `lost` then says; no pages are taken in vain."""
+        """Whether there are pages for these steps, if needed after taking those of the youngest,
+        which are added to `lost`; none are taken in vain."""
         if self._engine.can_hold(steps, begun=begun):
             return True
         if not self._engine.can_hold(steps, younger, begun):
@@ -158,7 +159,7 @@ class Admissions:
     def _grant(
         self, demands: Sequence[SlotDemand], found: Sequence[_Found], begun: _Begun
     ) -> list[Admission]:
-        """Gives out the step's tokens; a session that gets some and holds nothing begins."""
+        """Shares out the step's tokens; a session without tokens is begun when it gets some."""
         aligned = {i: entry for i, entry in enumerate(found) if isinstance(entry, Aligned)}
         wanted = [self._token_demand(demands[i], entry, begun) for i, entry in aligned.items()]
         grants = self._budget.share(wanted)
@@ -186,10 +187,9 @@ class Admissions:
 
 
 class Work:
-    """An item on its way through a step. Its `demand` is a `SlotDemand`."""
+    """An item in a step. Its `demand` is a `SlotDemand`."""
 
     answer: Any = None
-    """None until it is known."""
 
     def __init__(self, item: Any) -> None:
         self.item = item
@@ -200,31 +200,28 @@ class Work:
 
 
 class StepWorker:
-    """Does the work of a step, on the executor's side: owns the sessions of an engine, and what
-    tokens they hold."""
+    """Runs steps on the executor's side: owns the sessions of an engine and knows their tokens."""
 
     def __init__(self, engine: Engine, budget: TokenBudget, grammars: Grammars | None) -> None:
-        """`budget` bounds each step of the `engine`. By `grammars` sessions are held to their
-        constraints."""
+        """`budget` bounds each step of the `engine`. `grammars` hold sessions to their constraints."""
         self._engine = engine
         self._table = SessionTable(engine)
         self._admissions = Admissions(engine, self._table, budget, self._give_way)
         self.grammars = grammars
         self._matchers = None if grammars is None else Matchers(grammars)
         self.figures = self._admissions.figures
-        """May be read on any thread."""
         self._note_figures()
 
     def step(self, items: Sequence[Any]) -> list[Any]:
-        """One answer for each item, or several, in order; the items' sessions are distinct, and
-        come in the order in which they arrived. What is wrong with one item is answered `Refused`
-        for it and leaves the others unharmed. Not every item is `Unfinished.CONTINUES`. Raises
-        `EngineLost` where no step can follow."""
+        """One answer for each item, or several, in order; the items' sessions are distinct and in
+        order of arrival. An item with an error is answered `Refused`, and others are not affected.
+        At least one item is not `Unfinished.CONTINUES`. Raises `EngineLost` where no step can
+        follow."""
         raise NotImplementedError
 
     def park(self, session_ids: Sequence[str]) -> None:
-        """No connection waits for these sessions any more: their pages may be taken, but are kept
-        as long as they are not needed."""
+        """No connection waits for these sessions any more: their pages are kept until others need
+        them."""
         for session_id in session_ids:
             self._table.park(session_id)
         self._note_figures()
@@ -246,7 +243,7 @@ class StepWorker:
         self.figures.pages = self._engine.page_counts()
 
     def _admit(self, works: Sequence[Any]) -> None:
-        """Prepares those that go on; the others are answered."""
+        """Prepares admitted work; other work gets its answer."""
         for work in works:
             try:
                 self._validate(work)
@@ -263,16 +260,16 @@ class StepWorker:
                 work.answer = admission
 
     def _validate(self, work: Any) -> None:
-        """Reads an item's parameters. Raises what it is refused for; nothing has changed then."""
+        """Reads an item's parameters. Raises the error that refuses it; nothing has changed then."""
         raise NotImplementedError
 
     def _prepare(self, work: Any, admitted: Admitted) -> None:
-        """Gives work that goes on its share of the pass, or its answer."""
+        """Adds admitted work to the pass, or answers it."""
         raise NotImplementedError
 
     def _allowed(self, head: RoundHead, aligned: Aligned) -> Allowed | None:
         """What may follow the committed tokens; None = anything. Raises `Incompatible` for a
-        constraint that cannot be held to here."""
+        constraint that this replica cannot apply."""
         if head.constraint is None:
             num_tokens, info = head.committed_length - head.prompt_length, self._engine.info
             return allowed_early(head.params(), num_tokens, info.eos_token_ids, info.vocab_size)
@@ -282,8 +279,8 @@ class StepWorker:
         return self._matchers.follow(head.session_id, head.compiled, completion)
 
     def _run(self, works: Sequence[Any]) -> None:
-        """One pass for all; where it raises an error with a name, each session alone, so that the
-        one with the error hurts nobody else. Raises `EngineLost`."""
+        """One pass for all; after an error of a session, each session alone, so that only that
+        session fails. Raises `EngineLost`."""
         if not works:
             return
         try:
@@ -304,14 +301,14 @@ class StepWorker:
         raise NotImplementedError
 
     def _undo(self, work: Any) -> None:
-        """Takes a session back to where it stood before a pass that failed."""
+        """Restores a session after a failed pass."""
 
     def _finish(self, works: Sequence[Any], found: Sequence[Any]) -> None:
-        """Answers works from what their pass has found for each."""
+        """Answers work from the result of its pass."""
         raise NotImplementedError
 
     def _fail(self, work: Any, error: OutriderError) -> None:
-        """What a failed pass has left of the session cannot be trusted, so it is forgotten."""
+        """Forgets the session, whose state after a failed pass cannot be trusted."""
         self.release(work.head.session_id)
         work.answer = refusal(work.head.key, error)
 
@@ -326,8 +323,8 @@ def _align(table: SessionTable, head: RoundHead) -> _Found:
 def draft_request(
     head: RoundHead, sampling: SamplingParams, token_ids: Sequence[int], length: int, **fields: Any
 ) -> DraftRequest:
-    """Asks for a proposal in the session of `head` behind `length` tokens, of which a drafter is
-    told `token_ids`."""
+    """A request for a proposal in the session of `head` after `length` tokens, of which the drafter
+    is given `token_ids`."""
     known: dict[str, Any] = {
         "session_id": head.session_id, "tenant": head.tenant, "token_ids": token_ids,
         "prompt_length": head.prompt_length, "sampling": sampling, "rule": head.rule,
