@@ -492,7 +492,8 @@ class SteppedService:
             work.on_done(work, answer)
 
     def _forget(self, session_id: str) -> None:
-        """Drops what a role keeps of an ended session outside of the worker; here nothing is kept."""
+        """Drops what a role keeps of an ended session outside of the worker; here nothing is
+        kept."""
 
     def _work(self, item: Any, sender: AnswerSender) -> StepRequest:
         now, left_ms = asyncio.get_running_loop().time(), item.head.deadline_ms
@@ -612,7 +613,8 @@ class SessionTracker:
         self._heard.pop(session_id, None)
 
     def leave(self, sender: AnswerSender) -> list[str]:
-        """The connection has closed: forgets and returns the sessions that were last heard on it."""
+        """The connection has closed: forgets and returns the sessions that were last heard on
+        it."""
         gone = [name for name, (last, _) in self._heard.items() if last is sender]
         for name in gone:
             del self._heard[name]

@@ -203,7 +203,8 @@ class StepWorker:
     """Runs steps on the executor's side: owns the sessions of an engine and knows their tokens."""
 
     def __init__(self, engine: Engine, budget: TokenBudget, grammars: Grammars | None) -> None:
-        """`budget` bounds each step of the `engine`. `grammars` hold sessions to their constraints."""
+        """`budget` bounds each step of the `engine`. `grammars` hold sessions to their
+        constraints."""
         self._engine = engine
         self._table = SessionTable(engine)
         self._admissions = Admissions(engine, self._table, budget, self._give_way)
@@ -260,7 +261,8 @@ class StepWorker:
                 work.answer = admission
 
     def _validate(self, work: Any) -> None:
-        """Reads an item's parameters. Raises the error that refuses it; nothing has changed then."""
+        """Reads an item's parameters. Raises the error that refuses it; nothing has changed
+        then."""
         raise NotImplementedError
 
     def _prepare(self, work: Any, admitted: Admitted) -> None:

@@ -25,7 +25,7 @@ from outrider.limits import (
 _BOTH_ENDS = (
     ("grpc.max_receive_message_length", GRPC_MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", GRPC_MESSAGE_BYTES_MAX),
-    # Both bounds equal: between a soft and a hard bound gRPC refuses at random.
+    # Both bounds equal: between the soft and the hard bound gRPC refuses at random.
     ("grpc.max_metadata_size", GRPC_METADATA_BYTES_MAX),
     ("grpc.absolute_max_metadata_size", GRPC_METADATA_BYTES_MAX),
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
@@ -38,10 +38,10 @@ _BOTH_ENDS = (
 def server_options(
     *, shares_port: bool = False, age_ms: int | None = None
 ) -> list[tuple[str, int]]:
-    """Options of a server. After `age_ms`, give or take a tenth, the calls of a connection go on,
-    and new ones get another connection; None = never. One that `shares_port` listens beside another
-    that does, as long as both run; the kernel gives each new connection to one of them
-    (SO_REUSEPORT). It does so whosever the other is: see `ServerOptions.takes_over`."""
+    """Options of a server. After `age_ms`, give or take a tenth, running calls of a connection
+    continue, and new ones get another connection; None = never. With `shares_port` another such
+    server may listen on the same port at the same time (SO_REUSEPORT); the kernel gives each new
+    connection to one of them, whoever's process that is: see `ServerOptions.takes_over`."""
     return [
         *_BOTH_ENDS,
         # Tolerate the pings of clients that follow the same settings, with room for jitter.
@@ -72,19 +72,19 @@ _CHANNEL = (
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """How a channel knows whom it has reached, and what it shows; see `wire.credentials`."""
+    """How a channel authenticates its server, and itself; see `outrider.transport.tls`."""
 
     credentials: grpc.ChannelCredentials | None = None
     """TLS; None = plain text."""
     server_name: str = ""
-    """That the server's certificate must have; empty = the host that is called."""
+    """Name that the server's certificate must have; empty = the host that is called."""
 
 
 PLAIN = Trust()
 
 
 def open_channel(address: str, trust: Trust = PLAIN, *, blocking: bool = False) -> Any:
-    """A channel to host:port, for an event loop or for a program without; connects with the first
+    """A channel to host:port, for an event loop or for blocking calls; connects with the first
     call."""
     options: list[tuple[str, int | str]] = [*_CHANNEL]
     if trust.server_name:

@@ -1,9 +1,8 @@
-"""Protobuf messages <-> the values of `outrider.messages`.
+"""Converts between protobuf messages and the values of `outrider.messages`.
 
-Fields of one name are the same. A few messages have functions of their own, and `_LIMITS` bounds
-what a peer may send: decoding raises `BadRequest` with the path of a field that does not fit, and
-trusts nothing that coordinators and callers send.
-"""
+Fields of the same name correspond. Some messages have functions of their own. `_LIMITS` bounds what
+a peer may send: decoding raises `BadRequest` with the path of a field that exceeds it; nothing from
+coordinators and callers is trusted."""
 
 from __future__ import annotations
 
@@ -80,20 +79,20 @@ _LIMITS: Mapping[str, int] = {
     "ProposalAnswer.assumed": NUM_DRAFT_TOKENS_MAX + 1,  # Accepted draft tokens and one more.
     "Refused.message": ERROR_MESSAGE_CHARS_MAX,
 }
-"""The largest number, or the most characters or entries, of a field."""
+"""Largest number, or most characters or entries, of a field."""
 _AMOUNTS = ("Verdict", "ProposalAnswer", "AuditSums")
-"""Messages whose floating-point numbers are finite, and 0 or more."""
+"""Messages whose floating-point numbers must be finite and at least 0."""
 _RANGES = {
     FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
     FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
     FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
 }
-"""Of the kinds of numbers that messages have."""
+"""Ranges of integer types."""
 
 
 def to_proto(value: Any, kind: type[T], **others: Any) -> T:
-    """A message of this kind, of `fields_to_proto`. Raises `BadRequest` for what no message
-    holds."""
+    """A message of this kind from `fields_to_proto`. Raises `BadRequest` for values that no message
+    can hold."""
     given = fields_to_proto(value, kind, **others)
     try:
         return kind(**given)
@@ -103,9 +102,9 @@ def to_proto(value: Any, kind: type[T], **others: Any) -> T:
 
 
 def fields_to_proto(value: Any, kind: type[Any], **others: Any) -> dict[str, Any]:
-    """The fields of a message of this kind: `others`, and for the rest what the dataclass `value`
-    has under the same name. What is None is not set, nor is what a message has anyway. In the place
-    of a message within another one they save making it twice."""
+    """Fields of a message of this kind: `others`, and else the fields of the dataclass `value` with
+    the same name. None and default values are not set. Used in place of a nested message, they save
+    building it twice."""
     for name, is_optional, encode, _ in _shared(kind, type(value)):  # type: ignore[arg-type]
         if name not in others:
             found = getattr(value, name)
@@ -118,7 +117,7 @@ def fields_to_proto(value: Any, kind: type[Any], **others: Any) -> dict[str, Any
 
 
 def _find_unsendable(kind: Any, given: Mapping[str, Any], path: str = "") -> None:
-    """Raises `BadRequest` for the first value that no message of this kind holds."""
+    """Raises `BadRequest` for the first value that no message of this kind can hold."""
     for name, found in given.items():
         field = kind.DESCRIPTOR.fields_by_name[name]
         several = field.is_repeated and isinstance(found, list | tuple)
@@ -137,9 +136,9 @@ def _find_unsendable(kind: Any, given: Mapping[str, Any], path: str = "") -> Non
 
 
 def from_proto(message: Any, kind: type[T], path: str = "", **others: Any) -> T:
-    """A dataclass of this kind, in the same way. What is not set has its default. Raises
-    `BadRequest` for what is beyond `_LIMITS`, missing, no known member of an enumeration (0 is None
-    where that may be), or refused by the dataclass."""
+    """The reverse of `fields_to_proto`. Unset fields keep their defaults. Raises `BadRequest` for a
+    value beyond `_LIMITS`, a missing one, an unknown enum member (0 is None where that is allowed),
+    or one that the dataclass refuses."""
     for name, _, _, decode in _shared(type(message), kind):  # type: ignore[arg-type]
         if name not in others:
             if decode is None:
@@ -154,8 +153,8 @@ def from_proto(message: Any, kind: type[T], path: str = "", **others: Any) -> T:
 
 @cache
 def _shared(message: Any, kind: Any) -> list[tuple[str, bool, Any, Any]]:
-    """Fields that a message and a dataclass have in common: whether they may be unset, and what
-    encodes and decodes them."""
+    """Fields that a message and a dataclass share: name, whether it is optional, encoder and
+    decoder."""
     names = {field.name: field for field in fields(kind) if field.init}
     return [
         (field.name, field.has_presence, _encoder(field), _decoder(field, names[field.name]))
@@ -164,7 +163,7 @@ def _shared(message: Any, kind: Any) -> list[tuple[str, bool, Any, Any]]:
 
 
 def _encoder(field: Any) -> Callable[[Any], Any] | None:
-    """None = a message takes what the dataclass has."""
+    """None = the value is used as it is."""
     encode: Callable[[Any], Any]
     if field.enum_type is not None:
         encode = {member: number for number, member in _members(field).items()}.__getitem__
@@ -177,8 +176,8 @@ def _encoder(field: Any) -> Callable[[Any], Any] | None:
 
 
 def _decoder(field: Any, ours: Any) -> Callable[[Any, str, dict[str, Any]], None] | None:
-    """Puts the field of a message, if it is set, in its place of a dictionary; None = it may have
-    any value, and a dataclass, whose field is `ours`, takes what the message has."""
+    """Reads the field of a message, if it is set, into a dictionary; None = any value is allowed,
+    and the dataclass field `ours` takes it as it is."""
     name, is_optional, of = field.name, field.has_presence, field.containing_type.name
     decode = _reader(field, may_be_none="None" in str(ours.type))
     is_needed = ours.default is MISSING and ours.default_factory is MISSING
@@ -214,7 +213,7 @@ def _within(path: str, name: str) -> str:
 
 
 def _reader(field: Any, may_be_none: bool) -> Callable[..., Any] | None:
-    """None = a dataclass takes what the message has."""
+    """None = the value is used as it is."""
     one: Callable[..., Any]
     if field.enum_type is not None:
         one = _enum_reader(field, may_be_none)
@@ -247,7 +246,7 @@ def _enum_reader(field: Any, may_be_none: bool) -> Callable[..., Any]:
 
 
 def _members(field: Any) -> dict[int, Any]:
-    """What numbers of an enumeration stand for: 0 for nothing."""
+    """Members of an enum by number, without 0 (unspecified)."""
     _, *values = field.enum_type.values
     prefix = field.enum_type.values[0].name.removesuffix("UNSPECIFIED")
     kind = VALUES[field.enum_type.name]
@@ -269,8 +268,8 @@ def session_id_from_wire(session_id: str, path: str = "session_id") -> str:
 def token_ids_from_wire(
     ids: Iterable[int], path: str, num_max: int = SESSION_TOKENS_MAX
 ) -> tuple[int, ...]:
-    """Checks that token ids fit 31 bits, and their number; whether they are in a vocabulary, its
-    owner checks."""
+    """Checks that token ids fit 31 bits, and their number; whether they are in a vocabulary is
+    checked where it is known."""
     token_ids = tuple(ids)
     if len(token_ids) > num_max:
         raise BadRequest(path, f"{len(token_ids)} tokens are more than {num_max}")
@@ -280,15 +279,15 @@ def token_ids_from_wire(
 
 
 def sampling_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
-    """Every field is set, defaults too."""
+    """All fields are set, defaults too."""
     return to_proto(params, types_pb2.SamplingParams, logit_bias=dict(params.logit_bias))
 
 
 def sampling_from_proto(
     message: types_pb2.SamplingParams, path: str = "sampling"
 ) -> SamplingParams:
-    """Fields that are not set take their defaults; each is checked against `outrider.limits`.
-    Whether `top_k` and biased tokens fit a vocabulary, its owner checks."""
+    """Unset fields take their defaults; each is checked against `outrider.limits`. Whether `top_k`
+    and biased tokens fit a vocabulary is checked where it is known."""
     if (size := len(message.logit_bias)) > LOGIT_BIAS_ENTRIES_MAX:  # before they are sorted
         reason = f"got {size} entries; at most {LOGIT_BIAS_ENTRIES_MAX}"
         raise BadRequest(f"{path}.logit_bias", reason)
@@ -299,7 +298,7 @@ def sampling_from_proto(
 
 
 def _proposal_to_proto(proposal: SealedProposal) -> dict[str, Any] | None:
-    """`q` stays empty under rules that do not look at it, and `parents` for a chain."""
+    """`q` stays empty under rules that do not use it, and `parents` for a chain."""
     if not proposal:
         return None
     parents = [parent + 1 for parent in proposal.parents]
@@ -307,7 +306,7 @@ def _proposal_to_proto(proposal: SealedProposal) -> dict[str, Any] | None:
 
 
 def _proposal_from_proto(message: types_pb2.Proposal, path: str = "proposal") -> SealedProposal:
-    """Checks the tree, the token ids and the size of q, which is for the target to open."""
+    """Checks the tree, the token ids and the size of q, which the target opens."""
     num_max = TREE_TOKENS_MAX if message.parents else NUM_DRAFT_TOKENS_MAX
     token_ids = token_ids_from_wire(message.token_ids, f"{path}.token_ids", num_max)
     q = message.q  # Each time that it is read, it is copied.
@@ -319,7 +318,7 @@ def _proposal_from_proto(message: types_pb2.Proposal, path: str = "proposal") ->
 
 
 def _features_from_proto(message: types_pb2.Features, path: str) -> Features:
-    """Checks that they are whole rows, and few."""
+    """Checks that they are whole rows, and not too many."""
     if not 0 < message.width <= FEATURES_WIDTH_MAX:
         raise BadRequest(f"{path}.width", f"{message.width} is not in 1..{FEATURES_WIDTH_MAX}")
     num, rest = divmod(len(message.rows), message.width * BYTES_OF_A_NUMBER)
@@ -358,10 +357,9 @@ OWN_CODECS: dict[str, tuple[Callable[[Any], Any] | None, Callable[[Any, str], An
         lambda message, path: Constraint.read(message.kind, message.text, path),
     ),
 }  # fmt: skip
-"""By a message's name how it is made of our value, None = as by `to_proto`, and our value of it and
-its place."""
+"""Encoder (None = `to_proto`) and decoder by message name."""
 VALUES: dict[str, Any] = {"Rule": Rule, "StepCosts": StepCosts, "AuditSums": AuditSums}
-"""Our value by the name of its message or enumeration."""
+"""Python type by the name of a message or enum."""
 
 
 # Items
@@ -380,7 +378,7 @@ def _head_to_proto(head: RoundHead, hashed: bool) -> dict[str, Any]:
 
 def head_from_proto(message: types_pb2.RoundHead, known: RoundHead | None = None) -> RoundHead:
     """Where only hashes were sent, `sampling` and `constraint` are those of the `known` head if it
-    has the same, else None."""
+    has the same hashes, else None."""
     session_id_from_wire(message.session_id, "head.session_id")
     given: dict[str, Any] = {"sampling": None, "sampling_hash": message.sampling_hash}
     if message.HasField("sampling_params"):
@@ -412,7 +410,7 @@ def head_from_proto(message: types_pb2.RoundHead, known: RoundHead | None = None
 
 
 def _check_tree(item: RoundItem) -> None:
-    """Of what is asked for: tokens in a chain, and siblings beside them."""
+    """Checks the tree that an item asks for."""
     if isinstance(item, VerifyItem):
         field, siblings, num = "next_siblings", item.next_siblings, item.num_next_draft_tokens
     else:
@@ -460,45 +458,44 @@ def _check_audit(sums: AuditSums, num_tokens: int) -> None:
 
 @cache
 def _kind_of(message: Any, field: str) -> Any:
-    """The class of what a message has in a field."""
+    """Class of the messages in a field."""
     return GetMessageClass(message.DESCRIPTOR.fields_by_name[field].message_type)
 
 
 @dataclass(frozen=True)
 class Codec:
-    """Names and conversions of one kind of replica. Protobuf messages are `Any` here."""
+    """Names and conversions for one kind of replica. Protobuf messages are `Any` here."""
 
     service: ServiceDescriptor
     stream_method: str
     item: type[RoundItem]
 
     def path(self, method: str) -> str:
-        """The path of a method of the service."""
         return f"/{self.service.full_name}/{method}"
 
     @cached_property
     def request(self) -> Any:
-        """A frame of items: its message's class."""
+        """Message class of a frame of items."""
         return GetMessageClass(self.service.methods_by_name[self.stream_method].input_type)
 
     @cached_property
     def reply(self) -> Any:
-        """A frame of answers."""
+        """Message class of a frame of answers."""
         return GetMessageClass(self.service.methods_by_name[self.stream_method].output_type)
 
     def item_to_proto(self, item: RoundItem, hashed: bool = False) -> Any:
-        """With hashes in the place of parameters and constraint, or not."""
+        """If `hashed`, with hashes in place of parameters and constraint."""
         kind = _kind_of(self.request, "items")
         return to_proto(item, kind, head=_head_to_proto(item.head, hashed))
 
     def item_from_proto(self, message: Any, known: RoundHead | None = None) -> RoundItem:
-        """By what was sent before with a `known` head. Raises `BadRequest`."""
+        """`known` is the head that came in full before. Raises `BadRequest`."""
         item = from_proto(message, self.item, head=head_from_proto(message.head, known))
         _check_tree(item)
         return item
 
     def answer_to_proto(self, answer: VerifyAnswer | DraftAnswer) -> Any:
-        """With its key."""
+        """Includes its key."""
         name, kind = _ANSWER_FIELDS[type(answer)], _kind_of(self.reply, "items")
         more: dict[str, Any] = {}
         if isinstance(answer, VerdictReply):

@@ -1,10 +1,9 @@
 """The coordinator's end of the stream to a replica, over gRPC.
 
-One channel, up to two streams on it: one for ordinary items, one for bulky ones (long prompts) and
-for those with bulky answers (features of many tokens), so that these do not hold up the rounds of
-other sessions. Sampling parameters travel once per session and stream; after that their hash stands
-for them, until the replica says `Resync`, which may mean that it does not know them.
-"""
+One channel with up to two streams: one for ordinary items, one for bulky ones (long prompts) and
+those with bulky answers (features of many tokens), so that these do not delay the rounds of other
+sessions. Sampling parameters travel once per session and stream; then their hash replaces them,
+until the replica answers `Resync`, which may mean that it does not know them."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 RELEASE_TIMEOUT_S = 5.0
 _END: Any = vars(grpc.aio)["EOF"]
-"""What a read returns at the end of a stream; type stubs do not know it."""
+"""Returned by a read at the end of a stream; missing in type stubs."""
 _ITEM_BYTES_MAX = GRPC_MESSAGE_BYTES_MAX - (GRPC_MESSAGE_BYTES_MAX - FRAME_BYTES_MAX) // 8
 """Leaves room for the frame around an item that travels alone."""
 
@@ -55,11 +54,10 @@ def draft_link(address: str, trust: Trust = PLAIN) -> GrpcLink:
 
 
 class GrpcLink(Link):
-    """`outrider.transport.link.Link` over a channel, which it owns and closes.
+    """`Link` over a channel, which it owns and closes.
 
-    After a break `send` raises `LinkLost` for a while that doubles with every failed attempt, from
-    `LINK_BACKOFF_MS_MIN` to `LINK_BACKOFF_MS_MAX`; the first `send` after it opens a new stream.
-    """
+    After a break `send` raises `LinkLost` for a time that doubles with every failed attempt, from
+    `LINK_BACKOFF_MS_MIN` to `LINK_BACKOFF_MS_MAX`; the first `send` after it opens a new stream."""
 
     def __init__(self, channel: Any, codec: Codec, address: str) -> None:
         super().__init__()
@@ -70,8 +68,8 @@ class GrpcLink(Link):
         self._describe = self._channel.unary_unary(codec.path("Describe"))
         self._release = self._channel.unary_unary(codec.path("Release"))
         self._streams: dict[str, _Stream] = {}
-        """The open ones: "normal" for ordinary items, "bulk" for those over `BULK_ITEM_BYTES`, or
-        whose answers are bulky."""
+        """Open streams: "normal" for ordinary items, "bulk" for those over `BULK_ITEM_BYTES`, or
+        with bulky answers."""
         self._failures = 0
         self._down_until = 0.0
         self._background: set[asyncio.Task[None]] = set()
@@ -110,9 +108,9 @@ class GrpcLink(Link):
             reason = status_to_error(error).message
             raise Unavailable(f"{self._address} does not describe itself: {reason}") from error
         except (BadRequest, DecodeError) as error:
-            raise Unavailable(f"{self._address} is no replica of this kind: {error}") from error
+            raise Unavailable(f"{self._address} is not a replica of this kind: {error}") from error
         except asyncio.CancelledError:
-            # Closing a channel looks to its calls as if their task had been cancelled.
+            # Closing a channel raises this in its calls, too.
             task = asyncio.current_task()
             if self._closed and task is not None and not task.cancelling():
                 raise Unavailable(f"the link to {self._address} was closed") from None
@@ -165,7 +163,7 @@ class GrpcLink(Link):
         try:
             await self._release(request.SerializeToString(), timeout=RELEASE_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            # Best effort by contract: the replica evicts unused sessions.
+            # Best effort: the replica evicts unused sessions.
             logger.debug("release of %s at %s: %s", session_id, self._address, error.details())
         finally:
             self._num_releases -= 1
@@ -177,7 +175,7 @@ class GrpcLink(Link):
         self._on_answer(answer)
 
     def lost(self, stream: _Stream, reason: str) -> None:
-        """One stream broke: both are given up, and the listener hears of it once."""
+        """Gives up both streams after one broke; the listener is told once."""
         if self._closed or stream not in self._streams.values():
             return
         self._stop_streams()
@@ -190,7 +188,7 @@ class GrpcLink(Link):
 
 
 class _Stream:
-    """One bidirectional call: a writer that sends all that waits in one frame, and a reader."""
+    """One bidirectional call: a writer that sends all waiting items in one frame, and a reader."""
 
     def __init__(self, link: GrpcLink, codec: Codec, call: Any) -> None:
         self._link = link
@@ -198,12 +196,12 @@ class _Stream:
         self._call = call
         self._outbox = SendQueue()
         self._sent: dict[str, tuple[int, bytes]] = {}
-        """session -> hashes of the parameters and the constraint that the replica has"""
+        """Hashes of the parameters and the constraint that the replica has, by session."""
         self._stopped = False
 
     def encode(self, item: RoundItem) -> Any:
-        """The item as a message: parameters and a constraint that were sent before become their
-        hashes."""
+        """The item as a message: parameters and a constraint that were sent before are replaced by
+        their hashes."""
         head = item.head
         return self._codec.item_to_proto(item, self._sent.get(head.session_id) == head.given_hashes)
 
@@ -223,12 +221,12 @@ class _Stream:
             self._call.cancel()
 
     async def run(self) -> None:
-        """Lives as long as the call; then tells why it ended, unless it was stopped."""
+        """Runs as long as the call; then reports why it ended, unless it was stopped."""
         writer = asyncio.create_task(self._write())
         try:
             reason = await self._read()
         except asyncio.CancelledError:
-            # Raised by `read` when the call was cancelled under it, and by a cancelled task.
+            # Raised where the call or this task is cancelled.
             if self._stopped:
                 raise
             reason = "the call was cancelled"
@@ -248,7 +246,7 @@ class _Stream:
                     self._link.num_bytes.sent += len(data)
                     await self._call.write(data)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            # The call has ended; the reader gets its status and reports it.
+            # The call has ended; the reader reports its status.
             return
         except Exception:
             logger.exception("the writer of a stream failed")
@@ -265,8 +263,8 @@ class _Stream:
         except grpc.aio.AioRpcError as error:
             return status_to_error(error).message
         except DecodeError:
-            return "the replica sent bytes that are no frame of answers"
+            return "the replica sent bytes that are not a frame of answers"
         except BadRequest as error:
-            # Its waiters must get an answer, and this peer cannot be trusted.
-            return f"the replica sent an answer that does not fit: {error}"
+            # Waiting callers must be told, and this peer cannot be trusted.
+            return f"the replica sent an invalid answer: {error}"
         return "the replica closed it"

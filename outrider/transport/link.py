@@ -1,8 +1,7 @@
 """A multiplexed stream between a coordinator and a replica, seen from both ends.
 
-Two implementations of each end: gRPC (`outrider.transport.grpc_link`,
-`outrider.transport.stream_server`) and in one process (`outrider.transport.link`).
-"""
+Each end has two implementations: gRPC (`outrider.transport.grpc_link`,
+`outrider.transport.stream_server`) and in one process (here)."""
 
 from __future__ import annotations
 
@@ -23,12 +22,12 @@ class LinkBytes:
 
 
 class Link:
-    """The coordinator's end. Every method is for the event loop's thread. Items and answers are
+    """The coordinator's end. All methods are for the event loop's thread. Items and answers are
     those of one kind of replica, see `outrider.messages`."""
 
     def __init__(self) -> None:
         self.num_bytes = LinkBytes()
-        """Of what it has sent and heard; 0 where nothing is made bytes of."""
+        """0 where nothing is serialised."""
         self._on_answer: Any = None
         self._on_lost: Any = None
         self._closed = False
@@ -36,15 +35,15 @@ class Link:
     def listen(
         self, on_answer: Callable[[Any], None], on_lost: Callable[[Exception], None]
     ) -> None:
-        """Registers callbacks for answers, and for a broken stream: every item without an
-        answer is then unanswered for good. Call it once, before the first `send`."""
+        """Registers callbacks for answers, and for a broken stream, after which items without an
+        answer will not get one. Call it once, before the first `send`."""
         check(self._on_answer is None, "a link has one listener")
         self._on_answer, self._on_lost = on_answer, on_lost
 
     def send(self, item: Any) -> None:
-        """Queues an item; never waits. A broken stream is opened anew by the next `send`.
-        Raises `Overloaded` when `STREAM_QUEUE_ITEMS_MAX` items wait, `LinkLost` when the replica
-        cannot be reached at present."""
+        """Queues an item; never waits. A broken stream is reopened by the next `send`. Raises
+        `Overloaded` when `STREAM_QUEUE_ITEMS_MAX` items wait, `LinkLost` when the replica cannot be
+        reached at present."""
         raise NotImplementedError
 
     def release(self, session_id: str, epoch: int) -> None:
@@ -56,7 +55,7 @@ class Link:
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Closes the stream; nothing is heard afterwards."""
+        """Closes the stream; no callback is called afterwards."""
         raise NotImplementedError
 
 
@@ -64,18 +63,18 @@ class Connection(Protocol):
     """The replica's end of one stream."""
 
     def receive(self, items: Sequence[Any]) -> None:
-        """Takes items of one frame; answers come through the `send` given to `connect`. Never
-        waits; an item that cannot be taken is answered `Refused`."""
+        """Takes items of one frame; answers go to the `send` given to `connect`. Never waits; an
+        item that cannot be taken is answered `Refused`."""
 
     def close(self) -> None:
         """The stream ended: work that only it waited for may be dropped."""
 
 
 class ReplicaService(Protocol):
-    """What serves such streams: a draft or a target, without gRPC, without Ray."""
+    """A draft or a target, without gRPC and Ray."""
 
     def connect(self, send: Callable[[Sequence[Any]], None]) -> Connection:
-        """A new stream. `send` takes the answers of one step in one call, on the loop's thread."""
+        """Opens a stream. `send` gets the answers of one step in one call, on the loop's thread."""
 
     def describe(self) -> ReplicaDescription:
         """What runs here."""
@@ -85,7 +84,7 @@ class ReplicaService(Protocol):
 
 
 def deliver_soon(message: Callable[[], None]) -> None:
-    """Delivers in order, with the event loop's next turn."""
+    """Delivers in order, in the event loop's next turn."""
     asyncio.get_running_loop().call_soon(message)
 
 
@@ -102,14 +101,15 @@ class MemoryLink(Link):
         self._deliver = deliver
         self._connection: Connection | None = None
         self._number = 0
-        """Of the connection; grows when one begins or ends. What another one sent is lost."""
+        """Number of the connection; increased when one begins or ends. Messages of earlier ones are
+        lost."""
 
     def trouble(self) -> str:
         """Why the replica cannot be reached; empty where it can."""
         return "the link is closed" if self._closed else ""
 
     def send(self, item: Any) -> None:
-        """See `Link.send`; never `Overloaded`, as what is on its way is `deliver`'s to bound."""
+        """See `Link.send`; never `Overloaded`: `deliver` bounds what is under way."""
         if trouble := self.trouble():
             raise LinkLost(f"the replica cannot be reached: {trouble}")
         check(self._on_answer is not None, "listen before the first send")
@@ -124,7 +124,7 @@ class MemoryLink(Link):
             self._deliver(lambda: service.release(session_id, epoch))
 
     async def describe(self, timeout_s: float) -> ReplicaDescription:
-        """See `Link.describe`; never takes long, so the timeout does not matter."""
+        """See `Link.describe`; the timeout is not needed."""
         await asyncio.sleep(0)
         if trouble := self.trouble():
             raise Unavailable(f"the replica cannot be reached: {trouble}")

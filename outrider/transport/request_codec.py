@@ -1,4 +1,4 @@
-"""Protobuf messages of the coordinator <-> the values of `outrider.request`, both ways."""
+"""Converts between the coordinator's protobuf messages and the values of `outrider.request`."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ _EVENT_FIELDS = {kind: name for name, kind in _EVENTS.items()}
 
 
 def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
-    """Fields that are None stay unset. Raises `BadRequest` for what no message holds."""
+    """None stays unset. Raises `BadRequest` for values that no message can hold."""
     given: dict[str, Any] = {}
     if request.prompt_logprobs is not None:
-        raise BadRequest("prompt_logprobs", "is served by HTTP alone, as `echo` of completions")
+        raise BadRequest("prompt_logprobs", "is only served by HTTP, as `echo` of completions")
     match request.constraint:
         case Constraint(ConstraintKind.JSON_SCHEMA, text):
             given["json_schema"] = text
@@ -74,7 +74,7 @@ def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
     elif prompt and isinstance(prompt[0], ChatMessage):
         if any(isinstance(turn, ChatMessage) and turn.more for turn in prompt):
             raise BadRequest(
-                "prompt", "has calls of tools, or reasoning; they travel by HTTP alone"
+                "prompt", "has tool calls or reasoning, which are only supported by HTTP"
             )
         named = [{name: getattr(turn, name) for name in ("role", "content")} for turn in prompt]
         given["chat"] = {"messages": named}
@@ -84,8 +84,8 @@ def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
 
 
 def request_from_proto(message: pb.GenerateRequest) -> GenerateRequest:
-    """Raises `BadRequest` for a sampling parameter out of its limits, an unknown rule, what is no
-    constraint, or a request without a prompt; everything else is checked by the coordinator."""
+    """Raises `BadRequest` for a sampling parameter out of its limits, an unknown rule, an invalid
+    constraint, or a missing prompt; the coordinator checks everything else."""
     prompt, constraint = _prompt_from_proto(message), _constraint_from_proto(message)
     return from_proto(message, GenerateRequest, prompt=prompt, constraint=constraint)
 
@@ -122,12 +122,12 @@ def _prompt_from_proto(message: pb.GenerateRequest) -> Prompt:
 
 
 def resume_to_proto(request: ResumeRequest) -> pb.ResumeRequest:
-    """Raises `BadRequest` for a number that no message holds."""
+    """Raises `BadRequest` for a number that no message can hold."""
     return to_proto(request, pb.ResumeRequest)
 
 
 def resume_from_proto(message: pb.ResumeRequest) -> ResumeRequest:
-    """Raises `BadRequest` for what is no session's id, or no deadline."""
+    """Raises `BadRequest` for an invalid session id or deadline."""
     if message.HasField("deadline_ms") and not 1 <= message.deadline_ms <= DEADLINE_MS_MAX:
         raise BadRequest("deadline_ms", f"got {message.deadline_ms}; allowed: 1..{DEADLINE_MS_MAX}")
     session_id_from_wire(message.session_id)
@@ -148,8 +148,7 @@ def event_to_proto(event: Event) -> pb.GenerateEvent:
 
 
 def event_from_proto(message: pb.GenerateEvent) -> Event | None:
-    """None for a kind of event that this version does not know. Raises `InvariantError` for what
-    the coordinator cannot have meant."""
+    """None for an unknown kind of event. Raises `InvariantError` for an invalid one."""
     name = message.WhichOneof("event")
     if name is None:
         return None
@@ -161,7 +160,7 @@ def event_from_proto(message: pb.GenerateEvent) -> Event | None:
 
 
 def from_coordinator(message: Any, kind: type[T], path: str = "", **others: Any) -> T:
-    """As `from_proto`, but raises `InvariantError`: it is nothing that this client asked for."""
+    """As `from_proto`, but raises `InvariantError`: the request was not the cause."""
     try:
         return from_proto(message, kind, path, **others)
     except BadRequest as error:
@@ -174,6 +173,6 @@ def from_coordinator(message: Any, kind: type[T], path: str = "", **others: Any)
 
 
 def session_to_proto(record: SessionRecord) -> pb.Session:
-    """What a user may see of a stored session."""
+    """The part of a stored session that users may see."""
     state = "running" if record.finish_reason is None else "finished"
     return to_proto(record, pb.Session, state=state)

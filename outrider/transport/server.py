@@ -1,7 +1,7 @@
-"""gRPC servers: every method of a service, health and reflection too, goes through one guard, one
-decode step and one error map.
+"""gRPC servers. Every method, health and reflection included, goes through one guard, one decode
+step and one error map.
 
-gRPC hands over bytes and we decode them, so that a message that cannot be decoded is the caller's
+gRPC passes bytes and we decode them, so that a message that cannot be decoded is the caller's
 INVALID_ARGUMENT and not our INTERNAL. A servicer is any object with a method per rpc, named in
 snake case (`GetSession` -> `get_session`):
 
@@ -9,8 +9,7 @@ snake case (`GetSession` -> `get_session`):
     unary -> stream     def generate(self, request, context) -> AsyncIterator[Reply]
     stream -> stream    def verify(self, requests, context) -> AsyncIterator[Reply]
 
-It raises errors of `outrider.errors`, and only this module calls `context.abort`.
-"""
+It raises errors of `outrider.errors`; only this module calls `context.abort`."""
 
 from __future__ import annotations
 
@@ -40,8 +39,8 @@ from outrider.transport.status import abort
 Context = grpc.aio.ServicerContext[Any, Any]
 Serving = health_pb2.HealthCheckResponse.ServingStatus
 Guard = Callable[[str, Context], None]
-"""Asked whether a method, `/package.Service/Method`, may be called, before a byte of the call's
-messages is read. Raises what the caller is told otherwise."""
+"""Checks whether a method, `/package.Service/Method`, may be called, before the call's messages are
+read. Raises the error for the caller if not."""
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
 HEALTH_PATH = f"/{_HEALTH.full_name}/"
@@ -60,28 +59,27 @@ class ServerOptions:
     """Where and how a server listens."""
 
     host: str = "127.0.0.1"
-    """Address to bind; the default is loopback, which only this machine reaches."""
+    """Address to bind; the default is loopback, which only this machine can reach."""
     port: int = 0
     """0 = any free port."""
     reflection: bool = True
-    """Whether the server describes its services by reflection."""
+    """Whether the server serves reflection."""
     credentials: grpc.ServerCredentials | None = None
     """TLS; None = plain text."""
     shares_port: bool = False
-    """Whether a later server that has `takes_over` may listen on the same port."""
+    """Whether a later server with `takes_over` may listen on the same port."""
     takes_over: bool = False
-    """Whether the port may be held by a server that `shares_port`, whose place this one takes.
-    Else a port that another process holds is refused."""
+    """Whether the port may belong to a server with `shares_port`, which this one replaces. Else a
+    port that is in use is refused."""
     connection_age_ms: int | None = None
-    """After which new calls get another connection, and perhaps another server; None = never."""
+    """Age at which new calls get another connection, and perhaps another server; None = never."""
     guard: Guard | None = None
-    """None = everybody may call every method."""
+    """None = all callers may call every method."""
 
 
 class RpcServer:
-    """A grpc.aio server with health (overall and per service) and, where asked for, reflection.
-
-    It reports NOT_SERVING until `set_serving(True)`."""
+    """A grpc.aio server with health (overall and per service) and, if configured, reflection. It
+    reports NOT_SERVING until `set_serving(True)`."""
 
     def __init__(self, services: Sequence[Service], options: ServerOptions | None = None) -> None:
         self._options = options or ServerOptions()
@@ -107,12 +105,12 @@ class RpcServer:
         return _join(self._options.host, self._port)
 
     async def start(self) -> int:
-        """Listens, and returns the port. Raises `ConfigError` where the address cannot be had."""
+        """Listens, and returns the port. Raises `ConfigError` where it cannot listen."""
         options = self._options
         address = _join(options.host, options.port)
         try:
             if options.port and not options.takes_over and is_taken(options.host, options.port):
-                raise RuntimeError("another process listens there")
+                raise RuntimeError("the port is in use")
             if options.credentials is None:
                 self._port = self._server.add_insecure_port(address)
             else:
@@ -120,18 +118,18 @@ class RpcServer:
         except RuntimeError as error:
             raise ConfigError(
                 f"cannot listen on {address}: the port is taken (0 = any free one), or the host "
-                "is no address of this machine"
+                "is not an address of this machine"
             ) from error
         await self._server.start()
         return self._port
 
     async def set_serving(self, serving: bool) -> None:
-        """What health answers, overall and for each service."""
+        """Sets the health status, overall and of each service."""
         self._health.set(Serving.SERVING if serving else Serving.NOT_SERVING)
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Reports NOT_SERVING, takes no more calls and ends those that last longer than
-        `grace_s` seconds."""
+        """Reports NOT_SERVING, takes no more calls and ends those that last longer than `grace_s`
+        seconds."""
         self._health.set(Serving.NOT_SERVING)
         await self._server.stop(grace_s)
 
@@ -141,7 +139,7 @@ class RpcServer:
 
 
 class _Health:
-    """The health of all services of a server, which is the same."""
+    """Health of all services of a server, which is the same."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = ("", *names)
@@ -166,9 +164,10 @@ class _Health:
     async def watch(
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncGenerator[Message]:
-        """It needs no key, so it must not take the calls that others need."""
+        """Limited in number, because it needs no key and must not take the calls that others
+        need."""
         if self._num_watches >= HEALTH_WATCHES_MAX:
-            raise Overloaded(f"{HEALTH_WATCHES_MAX} callers watch already")
+            raise Overloaded(f"there are {HEALTH_WATCHES_MAX} health watchers already")
         self._num_watches += 1
         try:
             while True:
@@ -186,7 +185,7 @@ def _join(host: str, port: int) -> str:
 
 
 class _Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
-    """The handlers of all methods, and of those that there are none of: a guard is asked first."""
+    """Handlers of all methods, unknown ones included; a guard is called first."""
 
     def __init__(self, services: Sequence[Service], guard: Guard | None) -> None:
         self._guard: Guard = guard or (lambda path, context: None)
@@ -202,8 +201,8 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         return grpc.stream_stream_rpc_method_handler(partial(self._answer, details.method))
 
     async def _answer(self, path: str, frames: AsyncIterator[bytes], context: Context) -> None:
-        """One call: bytes in, bytes out, errors as statuses. gRPC has it read the messages of a
-        call of every kind, so none comes before the guard has let it pass."""
+        """One call: bytes in, bytes out, errors as statuses. Registered as a stream for methods of
+        every kind, so that no message is read before the guard has passed the call."""
         is_known = path in self._methods
         try:
             self._guard(path, context)
@@ -213,7 +212,7 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
             raise
         except Exception as error:  # noqa: BLE001 - the one place that maps every error
             await abort(context, error, path[1:].replace("/", "."))
-        if not is_known:  # What gRPC raises here where the caller has left is no bug of ours.
+        if not is_known:  # Outside of `try`: gRPC raises here if the caller has left.
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no such method")
 
     async def _call(self, path: str, frames: AsyncIterator[bytes], context: Context) -> None:
@@ -230,7 +229,7 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         if not method.server_streaming:
             await context.write((await replies).SerializeToString())
             return
-        async with aclosing(replies):  # Or its `finally` waits for a garbage collection.
+        async with aclosing(replies):  # Else `finally` would run at garbage collection.
             async for reply in replies:
                 await context.write(reply.SerializeToString())
 
@@ -248,7 +247,7 @@ def _decode(kind: Callable[[], Message], data: bytes) -> Message:
         message.ParseFromString(data)
     except DecodeError as error:
         raise BadRequest(
-            "message", f"these {len(data)} bytes are no {message.DESCRIPTOR.full_name}"
+            "message", f"these {len(data)} bytes are not a {message.DESCRIPTOR.full_name}"
         ) from error
     return message
 
@@ -262,8 +261,8 @@ async def _decode_all(
 
 def is_taken(host: str, port: int) -> bool:
     """Whether an address of `host` has a listener on `port`. Two servers with SO_REUSEPORT would
-    share it silently: the kernel gives each new connection to one of them. Binds each address for
-    a moment. False where an address cannot be bound for another reason."""
+    share it silently: the kernel gives each new connection to one of them. Binds each address for a
+    moment. False where an address cannot be bound for another reason."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError:
@@ -271,7 +270,7 @@ def is_taken(host: str, port: int) -> bool:
     for family, *_, address in found:
         try:
             with socket.socket(family, socket.SOCK_STREAM) as probe:
-                # Connections that have just ended do not count, as for the server itself.
+                # As the server itself, ignores connections that have just ended.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
         except OSError as error:

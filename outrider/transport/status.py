@@ -1,4 +1,4 @@
-"""The one map between our errors and gRPC statuses with rich details, in both directions."""
+"""Maps our errors to gRPC statuses with rich details, and back."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _INTERNAL = 13
 
 
 def error_to_status(error: OutriderError) -> status_pb2.Status:
-    """The google.rpc.Status of an error: `BadRequest` carries the field, errors that may pass
-    carry the time to retry after. The message is cut at `ERROR_MESSAGE_CHARS_MAX` characters."""
+    """The google.rpc.Status of an error, with the field of a `BadRequest`, or the retry delay of a
+    retryable error. The message is cut at `ERROR_MESSAGE_CHARS_MAX` characters."""
     status = status_pb2.Status(
         code=error.grpc_code, message=error.message[:ERROR_MESSAGE_CHARS_MAX]
     )
@@ -45,8 +45,8 @@ def error_to_status(error: OutriderError) -> status_pb2.Status:
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, method: str) -> None:
-    """Ends a call with the status of `error`; anything that is not an `OutriderError`, and every
-    INTERNAL one, is logged with its traceback. Always raises."""
+    """Ends a call with the status of `error`; logs the traceback of anything that is not an
+    `OutriderError` or is INTERNAL. Always raises."""
     if getattr(error, "grpc_code", _INTERNAL) == _INTERNAL:
         logger.error("%s failed", method, exc_info=error)
     if not isinstance(error, OutriderError):
@@ -56,7 +56,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, m
 
 
 def status_to_error(error: grpc.aio.AioRpcError) -> OutriderError:
-    """The error that the peer of a call meant, or `Unavailable` where there was no peer."""
+    """The error that the peer of a call raised, or `Unavailable` where there was no peer."""
     code: int = error.code().value[0]
     plain = error_from_code(code, error.details() or error.code().name)
     metadata: Any = error.trailing_metadata()

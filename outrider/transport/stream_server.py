@@ -1,9 +1,7 @@
 """The replica's end of a stream: what the servicers of draft and target share.
 
-A stream ends as the caller ends it: after a half-close (no more items) the last round of each
-session is still answered; after a cancel or a broken connection nothing is, and queued work is
-dropped.
-"""
+The caller decides how a stream ends: after a half-close (no more items) the last round of each
+session is still answered; after a cancel or a broken connection queued work is dropped."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ class ReplicaServicer:
         self._service = service
         self._codec = codec
         self._readers: dict[asyncio.Task[None], SendQueue] = {}
-        """Of each open stream, the task that takes its items, and where its answers wait."""
+        """Reader task of each open stream, and the queue of its answers."""
         self._ending: asyncio.Task[None] | None = None
         setattr(self, codec.stream_method.lower(), self.stream)
 
@@ -48,8 +46,8 @@ class ReplicaServicer:
 
     async def stream(self, frames: AsyncIterator[Any], context: Any = None) -> AsyncGenerator[Any]:
         """Frames of items in, frames of answers out, until the caller ends the stream. Raises
-        `Overloaded` when the caller does not read its answers, and what `frames` raises; where a
-        write stays stuck on such a caller, the task that iterates is cancelled."""
+        `Overloaded` when the caller does not read its answers, and errors of `frames`; where a
+        write stays stuck, the iterating task is cancelled."""
         stream = _Stream(self._codec, asyncio.current_task())
         stream.connection = self._service.connect(stream.answer)
         reader = asyncio.create_task(stream.read(frames), name="stream reader")
@@ -79,9 +77,9 @@ class ReplicaServicer:
             stream.connection.close()
 
     def finish(self, drained: Coroutine[Any, Any, None]) -> None:
-        """Takes no more items. When `drained` returns, every stream sends the answers it has and
-        ends as `Unavailable`. They end together, because a coordinator that loses one of its
-        streams gives up the other; an answer that is then still on its way is asked for again."""
+        """Takes no more items. When `drained` returns, every stream sends its answers and ends with
+        `Unavailable`. They end together, because a coordinator that loses one of its two streams
+        gives up the other; it asks again for answers still under way."""
         self._ending = asyncio.create_task(drained)
         self._ending.add_done_callback(self._wake_all)
         for reader in self._readers:
@@ -94,7 +92,7 @@ class ReplicaServicer:
     async def describe(
         self, request: types_pb2.DescribeRequest, context: Any
     ) -> types_pb2.ReplicaDescription:
-        """What runs here."""
+        """Describes the replica."""
         return to_proto(self._service.describe(), types_pb2.ReplicaDescription)
 
     async def release(
@@ -106,7 +104,7 @@ class ReplicaServicer:
 
 
 class _Stream:
-    """One stream: its outbox, what its sessions' parameters are, its unanswered items."""
+    """One stream: its outbox, parameters of its sessions, and unanswered items."""
 
     connection: Connection
 
@@ -114,18 +112,18 @@ class _Stream:
         self._codec = codec
         self._task = task
         self.writing = False
-        """Whether a frame is being written; a caller that does not read holds it there."""
+        """Whether a frame is being written; it stays so while the caller does not read."""
         self.outbox = SendQueue()
         self.failure: Exception | None = None
-        """Why the stream must end, once it must."""
+        """Why the stream must end, if it must."""
         self.unanswered: Newest[str, ReplyKey] = Newest(SESSIONS_PER_COORDINATOR_MAX)
-        """Of each session the newest round that was asked for, until it is answered: an older one
-        need not be, nor the same one twice. A target may answer rounds beyond."""
+        """The newest unanswered round of each session; older rounds and repetitions need no answer.
+        A target may answer later rounds, too."""
         self._known: Newest[str, RoundHead] = Newest(SESSIONS_PER_COORDINATOR_MAX)
-        """session -> the head with which its parameters came in full"""
+        """The head with which a session's parameters came in full."""
 
     async def read(self, frames: AsyncIterator[Any]) -> None:
-        """Hands items of each frame to the service, in one call."""
+        """Passes the items of each frame to the service in one call."""
         async for frame in frames:
             items: list[RoundItem] = []
             for message in frame.items:
@@ -139,7 +137,7 @@ class _Stream:
                 self.connection.receive(items)
 
     def answer(self, answers: Sequence[Any]) -> None:
-        """Queues answers of the service; when the caller does not read, the stream ends."""
+        """Queues answers of the service; ends the stream when the caller does not read."""
         for answer in answers:
             if self.unanswered.get(answer.key.session_id) == answer.key:
                 del self.unanswered[answer.key.session_id]
@@ -156,7 +154,7 @@ class _Stream:
     def _await(self, key: ReplyKey) -> None:
         known = self.unanswered.get(key.session_id)
         if known is not None and (key.epoch, key.round) < (known.epoch, known.round):
-            return  # It is refused as over.
+            return  # It will be refused as stale.
         self.unanswered[key.session_id] = key
 
     def _fail(self, error: Exception) -> None:
@@ -164,7 +162,7 @@ class _Stream:
             return
         self.failure = error
         self.outbox.wake()
-        if self.writing:  # A caller that reads gets the reason; another would block this task.
+        if self.writing:  # The caller may yet read, and get the reason; else this task is stuck.
             asyncio.get_running_loop().call_later(STUCK_WRITE_MS / 1e3, self._give_up)
 
     def _give_up(self) -> None:
@@ -172,19 +170,19 @@ class _Stream:
             self._task.cancel()
 
     def _decode(self, message: Any) -> RoundItem | None:
-        """The item, with its sampling parameters and constraint; or None, where it has been
-        answered here."""
+        """The item with its sampling parameters and constraint; or None, where it was answered
+        here."""
         known = self._known.get(message.head.session_id)
         try:
             item = self._codec.item_from_proto(message, known)
         except BadRequest as error:
-            asked = message.head  # As it called itself, valid or not.
+            asked = message.head  # Valid or not.
             key = ReplyKey(asked.session_id[:_ECHOED_SESSION_ID_CHARS], asked.epoch, asked.round)
             self.answer([Refused(key, error.grpc_code, error.message)])
             return None
         head = item.head
         if head.sampling is None:
-            # The caller then sends everything anew, the parameters included.
+            # The caller then sends everything again, parameters included.
             self.answer([Resync(head.key, 0, EMPTY_DIGEST)])
             return None
         if known is None or head.sampling is not known.sampling:
@@ -203,7 +201,7 @@ class SendQueue:
         return len(self._waiting)
 
     def put(self, message: Any) -> bool:
-        """Queues a protobuf message; False, and nothing queued, where the outbox is full."""
+        """Queues a protobuf message; False where the queue is full."""
         if len(self._waiting) >= STREAM_QUEUE_ITEMS_MAX:
             return False
         self._waiting.append((message, message.ByteSize()))
@@ -211,7 +209,7 @@ class SendQueue:
         return True
 
     def wake(self) -> None:
-        """Lets `wait` return though nothing was put."""
+        """Makes `wait` return although nothing was put."""
         self._changed.set()
 
     async def wait(self) -> None:
@@ -220,8 +218,8 @@ class SendQueue:
         self._changed.clear()
 
     def gather(self) -> list[Any]:
-        """Takes what waits, up to `FRAME_BYTES_MAX` bytes and at least one message; empty when
-        nothing waits."""
+        """Takes waiting messages up to `FRAME_BYTES_MAX` bytes, at least one; empty when nothing
+        waits."""
         frame: list[Any] = []
         total = 0
         while self._waiting and (not frame or total + self._waiting[0][1] <= FRAME_BYTES_MAX):

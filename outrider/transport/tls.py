@@ -1,17 +1,16 @@
-"""TLS for both ends of gRPC: for users, and between services that know each other by their roles.
+"""TLS for both ends of gRPC: for users, and between services, which know each other by role.
 
-Servers read their files again when these change, and use the new contents for connections made
-from then on. A channel has what its files held when it was opened.
+Servers read their files again when these change, and use them for new connections. A channel keeps
+what its files held when it was opened.
 
-Certificates of a deployment's own services name the role of their holder:
+Certificates of a deployment's own services name the holder's role:
 
-    DIR/ca.pem, ca-key.pem              the authority that all of them trust; its key makes others
-    DIR/<role>.pem, <role>-key.pem      a role's certificate and key, for all replicas of it
+    DIR/ca.pem, ca-key.pem              the authority that all of them trust, and its key
+    DIR/<role>.pem, <role>-key.pem      certificate and key of all replicas of a role
 
-A replica's address is not known when its certificate is made, so none is in it: a role is, as the
-DNS name `<role>.outrider.internal`. A caller checks it in place of the address, and a server looks
-for it in the caller's certificate. Importing this takes long: do so where there are certificates.
-"""
+A replica's address is unknown when its certificate is made, so the certificate has a role instead,
+as the DNS name `<role>.outrider.internal`. A caller checks it in place of the address, and a server
+looks for it in the caller's certificate. Importing this module is slow: do so only with TLS."""
 
 from __future__ import annotations
 
@@ -45,16 +44,16 @@ DOMAIN = "outrider.internal"
 AUTHORITY_DAYS = 3650
 ROLE_DAYS = 397
 _BACKDATED = datetime.timedelta(hours=1)
-"""Clocks of machines differ."""
+"""Allows for differing clocks."""
 
 
 WARNED_DAYS = 30
-"""Before a service's certificate ends its log says so, whenever it starts."""
+"""A service whose certificate ends sooner logs a warning when it starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleFiles:
-    """What a service of one role is given: the authority, its certificate and its key."""
+    """Authority, certificate and key of a role."""
 
     authority: Path
     certificate: Path
@@ -62,36 +61,36 @@ class RoleFiles:
 
     @classmethod
     def of(cls, directory: Path, role: Role) -> RoleFiles:
-        """As `outrider certs` names them."""
+        """File names as of `outrider certs`."""
         return cls(
             directory / f"{AUTHORITY}.pem", directory / f"{role}.pem", directory / f"{role}-key.pem"
         )
 
     def check(self) -> None:
-        """Raises `ConfigError` for a file that is not there, is none, or does not fit the others,
-        and for a certificate whose time is over."""
+        """Raises `ConfigError` for missing, invalid or mismatched files, and for a certificate that
+        has ended."""
         check_pair(self.certificate, self.key)
         check_authority(self.authority, self.certificate)
 
 
 def name_of(role: Role) -> str:
-    """The DNS name that the certificates of a role have."""
+    """DNS name in the certificates of a role."""
     return f"{role}.{DOMAIN}"
 
 
 def make_authority(directory: Path, now: datetime.datetime) -> None:
-    """A new authority, whose key is for its owner only."""
+    """Makes a new authority, whose key only its owner can read."""
     _make(directory, AUTHORITY, "internal authority", now, AUTHORITY_DAYS)
 
 
 def make_role(directory: Path, role: Role, now: datetime.datetime, days: int = ROLE_DAYS) -> None:
-    """A new key and certificate of a role, by the authority in the directory. Raises `ConfigError`
-    where that cannot make one."""
+    """Makes a new key and certificate of a role, signed by the authority in the directory. Raises
+    `ConfigError` where that is not possible."""
     files = RoleFiles.of(directory, role)
     authority = read_certificates(files.authority)[0]
     signer = _read_key(directory / f"{AUTHORITY}-key.pem")
     if signer.public_key() != authority.public_key():
-        raise ConfigError(f"{files.authority}: is not of the key beside it")
+        raise ConfigError(f"{files.authority}: does not belong to the key beside it")
     end = authority.not_valid_after_utc
     if now + datetime.timedelta(days=1) > end:
         raise ConfigError(f"{files.authority}: ends {end:%Y-%m-%d}; make another one with --force")
@@ -99,12 +98,12 @@ def make_role(directory: Path, role: Role, now: datetime.datetime, days: int = R
 
 
 def days_left(path: Path, now: datetime.datetime) -> int:
-    """Whole days until a certificate ends; negative where that is over."""
+    """Whole days until a certificate ends; negative where it has ended."""
     return (read_certificates(path)[0].not_valid_after_utc - now).days
 
 
 def read_certificates(path: Path) -> Sequence[x509.Certificate]:
-    """Those in a file, of which there is one at least. Raises `ConfigError`."""
+    """The certificates in a file, at least one. Raises `ConfigError`."""
     try:
         found = x509.load_pem_x509_certificates(read_file(path))
     except ValueError:
@@ -115,7 +114,7 @@ def read_certificates(path: Path) -> Sequence[x509.Certificate]:
 
 
 def certificate_names(path: Path) -> list[str]:
-    """The hosts that a certificate is for, names before addresses. Raises `ConfigError`."""
+    """Hosts in a certificate, names before addresses. Raises `ConfigError`."""
     try:
         found = read_certificates(path)[0].extensions.get_extension_for_class(
             x509.SubjectAlternativeName
@@ -127,7 +126,7 @@ def certificate_names(path: Path) -> list[str]:
 
 
 def check_pair(certificate: Path, key: Path) -> None:
-    """Raises `ConfigError` unless a key is that of a certificate, whose time is not over."""
+    """Raises `ConfigError` unless a key belongs to a certificate, which has not ended."""
     found = read_certificates(certificate)[0]
     if _read_key(key).public_key() != found.public_key():
         raise ConfigError(f"{key}: is not the key of {certificate}")
@@ -143,17 +142,17 @@ def check_authority(authority: Path, certificate: Path) -> None:
         with suppress(ValueError, TypeError, InvalidSignature):
             found.verify_directly_issued_by(one)
             return
-    raise ConfigError(f"{certificate}: is not by an authority of {authority}")
+    raise ConfigError(f"{certificate}: is not signed by an authority of {authority}")
 
 
 def _read_key(path: Path) -> ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey:
-    """Raises `ConfigError`; nothing of the file is in it."""
+    """Raises `ConfigError`, which quotes nothing of the file."""
     try:
         found = serialization.load_pem_private_key(read_file(path), password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm):
         raise ConfigError(f"{path}: holds no private key in PEM that needs no password") from None
     if not isinstance(found, (ec.EllipticCurvePrivateKey, rsa.RSAPrivateKey)):
-        raise ConfigError(f"{path}: holds a key of a kind that TLS here does not take")
+        raise ConfigError(f"{path}: holds a key that is neither RSA nor elliptic-curve")
     return found
 
 
@@ -166,7 +165,8 @@ def _make(
     issuer: x509.Name | None = None,
     signer: Any = None,
 ) -> None:
-    """A new key and certificate: of an authority that issues itself, or of a role by its issuer."""
+    """Makes a key and a certificate: of an authority that signs itself, or of a role by its
+    issuer."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"Outrider {title}")])
     is_ca = issuer is None
@@ -206,8 +206,8 @@ def _make(
 def server_credentials(
     certificate: Path, key: Path, authority: Path | None = None
 ) -> grpc.ServerCredentials:
-    """Of a server with this certificate, and those of its authorities in between behind it. With
-    an `authority` callers must have certificates by it. Raises `ConfigError`."""
+    """Credentials of a server whose certificate file may end with intermediate certificates. With
+    an `authority` callers need certificates signed by it. Raises `ConfigError`."""
 
     def read() -> Any:
         check_pair(certificate, key)
@@ -228,8 +228,8 @@ def caller_trust(
     key: Path | None = None,
     server_name: str = "",
 ) -> Trust:
-    """Of a user: TLS that checks the server by the `authority`, or by those of gRPC where none is
-    given. A `certificate` with its `key` is shown to servers that ask for one. Raises
+    """TLS of a user, which checks the server's certificate by the `authority`, or by gRPC's own
+    list without one. A `certificate` with its `key` is shown to servers that ask for one. Raises
     `ConfigError`."""
     if (certificate is None) != (key is None):
         raise ConfigError("a certificate goes with its key; give both, or none")
@@ -242,13 +242,13 @@ def caller_trust(
 
 
 def pinned_trust(server: Path, certificate: Path | None = None, key: Path | None = None) -> Trust:
-    """Of a caller who has the `server`'s own certificate at hand, and takes no other; the rest as
-    for `caller_trust`. Raises `ConfigError`."""
+    """TLS of a caller that accepts only the `server`'s own certificate; the rest as for
+    `caller_trust`. Raises `ConfigError`."""
     return caller_trust(server, certificate, key, server_name=pinned_name(server))
 
 
 def pinned_name(server: Path) -> str:
-    """A host that a certificate is for. Raises `ConfigError` where it names none."""
+    """A host in a certificate. Raises `ConfigError` where there is none."""
     names = certificate_names(server)
     if not names:
         raise ConfigError(f"{server}: names no host; it needs a subject alternative name")
@@ -257,20 +257,19 @@ def pinned_name(server: Path) -> str:
 
 
 def internal_server_credentials(directory: Path, role: Role) -> grpc.ServerCredentials:
-    """Of a service that others of the deployment call. Raises `ConfigError`."""
+    """Credentials of a service that others of the deployment call. Raises `ConfigError`."""
     files = _checked(directory, role)
     return server_credentials(files.certificate, files.key, files.authority)
 
 
 def internal_trust(directory: Path, role: Role, peer: Role) -> Trust:
-    """Of a service that calls one of another role. Raises `ConfigError`."""
+    """TLS of a service that calls one of another role. Raises `ConfigError`."""
     files = _checked(directory, role)
     return caller_trust(files.authority, files.certificate, files.key, name_of(peer))
 
 
 def role_guard(*roles: Role) -> Guard:
-    """Lets in callers whose certificate names one of these roles; that it is one of ours TLS has
-    checked."""
+    """Admits callers whose certificate, which TLS has verified, names one of these roles."""
     names = frozenset(name_of(role).encode() for role in roles)
 
     def check_role(method: str, context: Context) -> None:

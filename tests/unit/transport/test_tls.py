@@ -91,7 +91,7 @@ def test_files_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     files = RoleFiles.of(one, "target")
     with pytest.raises(ConfigError, match=r"draft-key\.pem: is not the key of .*target\.pem"):
         check_pair(files.certificate, one / "draft-key.pem")
-    with pytest.raises(ConfigError, match=r"target\.pem: is not by an authority of .*two/ca\.pem"):
+    with pytest.raises(ConfigError, match=r"target\.pem: is not signed by .*two/ca\.pem"):
         check_authority(two / "ca.pem", files.certificate)
     with pytest.raises(ConfigError, match=r"ca\.pem: holds no private key in PEM"):
         check_pair(files.certificate, one / "ca.pem")
