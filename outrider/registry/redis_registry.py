@@ -5,10 +5,8 @@
     <prefix>wanted:{<deployment>}                   hash: role to count, and how many replicas were
                                                     started; with a time to live
 
-The braces are literal. Leases are Redis' own times to live. Whatever else is found in these keys is
-left out: what is read decides how many replicas there are, within `REPLICAS_MAX`, and nothing of
-what they run.
-"""
+The braces are literal. Leases are times to live in Redis. Invalid contents are ignored: these keys
+decide how many replicas there are, within `REPLICAS_MAX`, and nothing of what they run."""
 
 from __future__ import annotations
 
@@ -27,16 +25,16 @@ from outrider.sessions.redis_connection import calling, new_client, redis_errors
 _log = logging.getLogger(__name__)
 
 _STARTED = "started"
-"""Field of the hash of what is wanted: how many replicas were started."""
+"""Field of `wanted`: how many replicas were started."""
 WANTED_TTL_S = 7 * 86_400
-"""Counts that are wanted expire so long after they were last read or written, s."""
+"""`wanted` expires this long after it was last read or written, s."""
 
 
 class RedisRegistry:
     """The records of one deployment. Every call may raise `StoreUnavailable`."""
 
     def __init__(self, address: RedisAddress, deployment: str) -> None:
-        """Connects when it is first used. `deployment` names whose replicas these are."""
+        """Connects when it is first used. `deployment` is the deployment's name."""
         check(not set(deployment) & set("{}"), "braces in a deployment's name")
         self._client = new_client(address)
         self._prefix, self._tag = address.key_prefix, f"{{{deployment}}}"
@@ -56,8 +54,8 @@ class RedisRegistry:
         await self._run(("DEL", self._key(role, name)), ("SREM", self._names(role), name))
 
     async def records(self, role: Role) -> list[ReplicaRecord]:
-        """The records of a role whose leases run, by name. Names whose leases have run out are
-        taken off the list; what is no record is left out."""
+        """The records of a role with current leases, by name. Names without a lease are removed;
+        invalid records are left out."""
         [members] = await self._run(("SMEMBERS", self._names(role)))
         names = sorted(member.decode(errors="replace") for member in members)
         if not names:
@@ -65,13 +63,13 @@ class RedisRegistry:
         [texts] = await self._run(("MGET", *(self._key(role, name) for name in names)))
         over = [name for name, text in zip(names, texts, strict=True) if text is None]
         if over:
-            # One that comes back says its name again.
+            # A replica that returns adds its name again.
             await self._run(("SREM", self._names(role), *over))
         found = (_read(role, name, text) for name, text in zip(names, texts, strict=True))
         return [record for record in found if record is not None]
 
     async def leases(self, role: Role) -> list[tuple[ReplicaRecord, float]]:
-        """The records of a role, with the seconds that each one's lease still runs."""
+        """The records of a role, with the remaining seconds of each lease."""
         records = await self.records(role)
         if not records:
             return []
@@ -79,13 +77,13 @@ class RedisRegistry:
         return [(one, max(0, ms) / 1e3) for one, ms in zip(records, left, strict=True)]
 
     async def want(self, counts: Mapping[Role, int]) -> None:
-        """So many replicas of these roles are wanted from now on."""
+        """Sets how many replicas of these roles are wanted."""
         fields = [part for role, count in counts.items() for part in (role, count)]
         await self._run(("HSET", self._wanted, *fields), self._expiry)
 
     async def wanted(self) -> dict[Role, int]:
-        """How many are, of the roles of which that was said: each 0 to `REPLICAS_MAX`. What is no
-        count is left out."""
+        """How many are wanted, by role: each 0 to `REPLICAS_MAX`. Invalid or unset counts are left
+        out."""
         texts, _ = await self._run(("HMGET", self._wanted, *ROLES), self._expiry)
         counts = {
             role: _number(text, REPLICAS_MAX) for role, text in zip(ROLES, texts, strict=True)
@@ -93,20 +91,20 @@ class RedisRegistry:
         return {role: count for role, count in counts.items() if count is not None}
 
     async def note_started(self, number: int) -> None:
-        """The deployment has started so many replicas in all."""
+        """Notes how many replicas the deployment has started in all."""
         await self._run(("HSET", self._wanted, _STARTED, number), self._expiry)
 
     async def started(self) -> int:
-        """What was noted last, 0 to `REPLICA_NUMBER_MAX`; 0 where nothing was."""
+        """The last noted number, 0 to `REPLICA_NUMBER_MAX`; 0 if none."""
         [text] = await self._run(("HGET", self._wanted, _STARTED))
         return _number(text, REPLICA_NUMBER_MAX) or 0
 
     async def close(self) -> None:
-        """Gives back its connections."""
+        """Closes its connections."""
         await self._client.aclose()
 
     async def _run(self, *commands: tuple[str | int, ...]) -> list[Any]:
-        """The answers to commands that go together, wholly or not at all."""
+        """Runs commands in one transaction; their answers."""
         with redis_errors():
             async with calling(self._client), self._client.pipeline(transaction=True) as pipeline:
                 for command in commands:
@@ -122,23 +120,24 @@ class RedisRegistry:
 
 
 class Lease:
-    """Announces a replica until it is closed. While the registry is away the replica goes on, and
-    is announced once that is back."""
+    """Announces a replica until it is closed. While the registry does not answer, the replica goes
+    on, and is announced once it does."""
 
     def __init__(self, registry: RedisRegistry, record: Callable[[], ReplicaRecord]) -> None:
-        """`record()` is what to say now. `close` closes the registry, too."""
+        """`record()` returns the current record. `close` also closes the registry."""
         self._registry = registry
         self._record = record
         self._task: asyncio.Task[None] | None = None
         self._soon = asyncio.Event()
 
     async def start(self) -> None:
-        """Announces it for the first time, and goes on to. Raises `StoreUnavailable`."""
+        """Announces it for the first time, and from then on regularly. Raises
+        `StoreUnavailable`."""
         await self._registry.announce(self._record())
         self._task = asyncio.create_task(self._run())
 
     def say_again(self) -> None:
-        """Announces the replica at once, as its record has changed."""
+        """Announces the replica at once, because its record has changed."""
         self._soon.set()
 
     async def _run(self) -> None:
@@ -173,7 +172,7 @@ class Lease:
 
 
 def _number(text: bytes | None, most: int) -> int | None:
-    """Of its decimal digits; None for what is no number from 0 to `most`."""
+    """The number in decimal digits; None unless it is from 0 to `most`."""
     if text is None or not text.isdigit() or len(text) > len(str(most)):
         return None
     number = int(text)
@@ -187,6 +186,6 @@ def _read(role: Role, name: str, text: bytes | None) -> ReplicaRecord | None:
         record = ReplicaRecord.from_json(text)
         check((record.role, record.name) == (role, name), "it is another replica's")
     except (ValueError, InvariantError) as error:
-        _log.warning("a %s's record is left out: %s", role, error)
+        _log.warning("an invalid record of a %s is ignored: %s", role, error)
         return None
     return record

@@ -1,12 +1,11 @@
-"""Which replicas a deployment has: each announces itself, again and again, or is forgotten.
+"""Which replicas a deployment has: each announces itself regularly, or is forgotten.
 
-    record      what a replica says of itself                    `ReplicaRecord`
+    record      what a replica announces                         `ReplicaRecord`
     registry    the records of one deployment, in Redis          `RedisRegistry`
     lease       renews one replica's record                      `Lease`
 
-A record lasts `LEASE_S` and is renewed each `RENEWAL_S`. Nothing is decided by it alone:
-coordinators ask a replica what it runs before they use it, and notice by themselves when it cannot
-be reached.
+A record lasts `LEASE_S` and is renewed every `RENEWAL_S`. It is never trusted alone: coordinators
+ask a replica what it runs before they use it, and notice by themselves when it cannot be reached.
 """
 
 from __future__ import annotations
@@ -37,21 +36,20 @@ _Figure = Annotated[float, between(0, FIGURE_MAX)] | None
 
 @dataclass(frozen=True)
 class Figures:
-    """A replica's load: means over about `WINDOW_S`; None where there is nothing to say, or the
-    figure is another role's."""
+    """A replica's load: means over about `WINDOW_S`; None where unknown, or where the figure
+    belongs to another role."""
 
     __pydantic_config__: ClassVar = _STRICT
 
     busy: _Figure = None
-    """Share of the time in which a step ran, 0 to 1; of a coordinator, cores that it computed
-    on."""
+    """Share of the time in which a step ran, 0 to 1; of a coordinator, CPU cores used."""
     fill: _Figure = None
     """Share of a step's places that were taken, 0 to 1."""
     step_ms: _Figure = None
     queue_steps: _Figure = None
-    """How long an item waited for its step, in steps."""
+    """How long items waited for their step, in steps."""
     kv_usage: _Figure = None
-    """Share of the pages of keys and values that running requests need, 0 to 1."""
+    """Share of the key-value pages that running requests need, 0 to 1."""
     draft_waits: _Figure = None
     """Of a coordinator: share of its drafted rounds that waited for their turn at the draft."""
     acceptance: _Figure = None
@@ -61,7 +59,7 @@ class Figures:
     tokens_per_second: _Figure = None
     """Of a coordinator."""
     loop_lag_ms: _Figure = None
-    """Of a coordinator: how late what it has to do begins."""
+    """Of a coordinator: how late its event loop is."""
 
 
 NO_FIGURES = Figures()
@@ -69,13 +67,13 @@ NO_FIGURES = Figures()
 
 @dataclass(frozen=True)
 class ReplicaRecord:
-    """What a replica says of itself."""
+    """What a replica announces of itself."""
 
     __pydantic_config__: ClassVar = _STRICT
 
     role: Role
     name: _Text
-    """Unique in the deployment, for ever: a replica that takes another's place has another one."""
+    """Unique in the deployment, forever: a replica that replaces another has a new name."""
     address: _Text
     """HOST:PORT that it answers at."""
     host: _Text
@@ -87,11 +85,11 @@ class ReplicaRecord:
     """Fingerprint of what it runs, see `ReplicaDescription.weights`; empty for a coordinator."""
     device: _Text = ""
     leaving: bool = False
-    """Whether it ends soon, and gets no more sessions."""
+    """Whether it stops soon, and gets no more sessions."""
     load: _Number = 0
     """Sessions that it runs."""
     trial_share: Annotated[float, between(0, 1)] = 0.0
-    """Of a draft on trial: the share of the new sessions that it gets; 0 = it is on none."""
+    """Of a draft on trial: its share of new sessions; 0 = not on trial."""
     figures: Figures = NO_FIGURES
 
     def to_json(self) -> str:
@@ -100,8 +98,8 @@ class ReplicaRecord:
 
     @staticmethod
     def from_json(text: str | bytes) -> ReplicaRecord:
-        """Raises `ValueError` for what is no record; keys that are not known are left out, as they
-        may be of a later version."""
+        """Raises `ValueError` for an invalid record; unknown keys, as of a later version, are
+        ignored."""
         try:
             return _RECORDS.validate_json(text)
         except ValidationError as error:
@@ -114,24 +112,24 @@ _RECORDS = TypeAdapter(ReplicaRecord)
 
 @dataclass(frozen=True)
 class Membership:
-    """Where a replica is announced, and as what."""
+    """Where a replica is announced, and under which name."""
 
     redis: RedisAddress
     deployment: str
     """Name of the deployment in Redis."""
     name: str
-    """Of the replica, unique in the deployment, for ever."""
+    """Of the replica, unique in the deployment, forever."""
     slot: int = 0
-    """Its place among the replicas of its role that share a machine: ports count up from it."""
+    """Its place among the replicas of its role on one machine: ports count up from it."""
     plan: str = ""
-    """Names what it was started by."""
+    """Name of the plan that started it."""
     trial_share: float = 0.0
     """See `ReplicaRecord.trial_share`."""
 
 
 @dataclass(frozen=True)
 class Engagement:
-    """What a running replica tells a reconciler that takes over its care."""
+    """What a running replica reports to a reconciler that takes it over."""
 
     address: str = ""
     """HOST:PORT that it serves at; empty where it does not serve."""

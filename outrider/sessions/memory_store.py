@@ -1,5 +1,4 @@
-"""Sessions of simulations: a store in this process that always answers, and loses nothing. Sessions
-stay with their owners."""
+"""A store for simulations, in this process, that never fails and never moves a session."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from outrider.sessions.store import Append, Finish, SessionRecord, SessionStore,
 
 
 class MemoryStore(SessionStore):
-    """Keeps the number of tokens of each session."""
+    """Keeps only the number of tokens of each session."""
 
     def __init__(self) -> None:
         self._lengths: Counter[str] = Counter()

@@ -1,7 +1,7 @@
 """The address of a Redis server and its credentials.
 
-Passwords are kept out of what Ray is told: arguments of actors stand in its head (GCS), where any
-holder of the cluster's token may read them. An address without its password says where it is found:
+Passwords do not pass through Ray, whose head (GCS) shows actors' arguments to every holder of the
+cluster's token. An address without its password says where to find it:
 
 | where | set by |
 | --- | --- |
@@ -39,28 +39,27 @@ class RedisAddress:
     """Settings of the session store."""
 
     url: str = Field(default="", repr=False)
-    """`redis://`, `rediss://` (TLS), `unix://` or, with Sentinel,
-    `redis+sentinel://HOST:PORT[,HOST:PORT...]/SERVICE[/DB]` URL of the session store; empty = an
-    embedded server."""
+    """URL of the session store: `redis://`, `rediss://` (TLS), `unix://` or, with Sentinel,
+    `redis+sentinel://HOST:PORT[,HOST:PORT...]/SERVICE[/DB]`; empty = an embedded server."""
     username: str = ""
     """User of the session store; one in the URL wins."""
     password: str = Field(default="", repr=False)
-    """Its password; one in the URL wins. Best given as a variable."""
+    """Its password; one in the URL wins. Best set as a variable."""
     password_file: str = ""
-    """File that holds the password instead, on each machine; read when a process connects."""
+    """File with the password, on each machine; read when a process connects."""
     ca_file: str = ""
     """Certificate authority of servers reached by TLS (`rediss://`, `rediss+sentinel://`); empty =
     the system's."""
     sentinel_password: str = Field(default="", repr=False)
-    """Password of the Sentinels, where they ask for one. Best given as a variable."""
+    """Password of the Sentinels, if they need one. Best set as a variable."""
     key_prefix: str = DEFAULT_KEY_PREFIX
-    """Begins every key in Redis."""
+    """Prefix of all keys in Redis."""
     sentinel_password_file: Internal[str] = ""
-    """File that holds that of the Sentinels."""
+    """File with the Sentinels' password."""
     asks_for_password: Internal[bool] = False
-    """Whether there is one, though it is not here; see above."""
+    """Whether a password is needed that is not in this address; see above."""
     asks_for_sentinel_password: Internal[bool] = False
-    """Likewise, of the Sentinels."""
+    """The same for the Sentinels."""
 
 
 VARIABLE = "OUTRIDER_REDIS_PASSWORD"
@@ -69,16 +68,15 @@ SENTINEL_VARIABLE = "OUTRIDER_REDIS_SENTINEL_PASSWORD"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Passwords:
-    """Of Redis and of the Sentinels; empty for none."""
+    """Passwords of Redis and of the Sentinels; empty for none."""
 
     redis: str = field(default="", repr=False)
     sentinel: str = field(default="", repr=False)
 
 
 def without_password(address: RedisAddress) -> tuple[RedisAddress, Passwords]:
-    """The address with a URL that names no user and no password, and the passwords. What the URL
-    said wins, as it does for Redis' client. Raises `SettingError` for a URL that has further
-    passwords."""
+    """Splits an address into one without user and password in its URL, and the passwords. As with
+    Redis' client, those in the URL win. Raises `SettingError` for a URL with further passwords."""
     url, username, password = _split(address.url)
     if password and address.password_file:
         raise SettingError("redis_password_file", "cannot go with a password in redis_url")
@@ -95,8 +93,8 @@ def without_password(address: RedisAddress) -> tuple[RedisAddress, Passwords]:
 
 
 def with_password(address: RedisAddress, *, by_ray: bool = True) -> RedisAddress:
-    """The address as this process connects to it, which Ray has started (`by_ray`) or a user.
-    Raises `SettingError` where a password is not to be had on this machine."""
+    """The address with its passwords, in a process that Ray started (`by_ray`) or a user. Raises
+    `SettingError` where a password is not available on this machine."""
     changed: dict[str, Any] = {}
     for kind, variable in (("password", VARIABLE), ("sentinel_password", SENTINEL_VARIABLE)):
         file, key = getattr(address, f"{kind}_file"), f"redis_{kind}"
@@ -123,7 +121,7 @@ def _read_variable(key: str, variable: str, by_ray: bool) -> str:
 
 
 def read_password(path: Path, key: str) -> str:
-    """What stands in the file, without the line's end. Raises `SettingError` for `key`."""
+    """The password in the file, without the line's end. Raises `SettingError` for `key`."""
     try:
         with blaming(key):
             text = read_file(path).decode()
@@ -142,7 +140,7 @@ def _split(url: str) -> tuple[str, str, str]:
     try:
         parts = urlsplit(url)
     except ValueError:
-        raise SettingError("redis_url", "is no URL") from None
+        raise SettingError("redis_url", "is not a URL") from None
     user, _, place = parts.netloc.rpartition("@")
     username, _, password = user.partition(":")
     options = dict(parse_qsl(parts.query, keep_blank_values=True))

@@ -1,8 +1,7 @@
-"""Connecting to Redis: which servers are fit to keep sessions, and what its failures mean.
+"""Connects to Redis: checks that the server can keep sessions, and maps its errors.
 
-Raises `ConfigError` for a server that cannot be used as it is set up, in one line that names the
-server with its password masked.
-"""
+Raises `ConfigError` for a server with an unsuitable configuration, in one line that names the
+server with its password masked."""
 
 from __future__ import annotations
 
@@ -56,18 +55,18 @@ _PASSING_ANSWERS = re.compile(
     # How Redis 6.2 says NOPERM inside a script.
     r"|The user executing the script can't run this command"
 )
-"""Answers of a server that is alive but cannot serve us now: busy, failing over, disk or memory
-full, rights being changed. The client has classes for some; inside a script they
-come wrapped into other text."""
+"""Errors of a server that runs but cannot serve us now: busy, failing over, disk or memory full,
+rights being changed. The client has classes for some; inside a script they are wrapped into other
+text."""
 _REPLACED_ERRORS = (BusyLoadingError, MasterDownError, ReadOnlyError)
 _REPLACED_ANSWERS = re.compile(r"\b(LOADING|MASTERDOWN|NOREPLICAS|READONLY|UNBLOCKED)\b")
-"""Answers of a server that may not be the primary any more: demoted, restarted, or cut off from its
+"""Errors of a server that may no longer be the primary: demoted, restarted, or cut off from its
 replicas while Sentinel promotes one of them."""
 _DAMAGED = "WRONGTYPE"
 
 
 class NotReplicated(RedisError):
-    """Fewer replicas than are waited for have a write: they are away, or follow another primary."""
+    """Fewer replicas have a write than required: they are away, or follow another primary."""
 
 
 def masked_url(url: str) -> str:
@@ -81,8 +80,8 @@ async def answering() -> AsyncIterator[None]:
     """Raises `TimeoutError` inside once Redis has had `REDIS_TIMEOUT_MS`: a dead server is noticed
     within a second, and the caller decides what to do.
 
-    The time is counted in slices. A pause of this process (a burst of work, a garbage collection)
-    would else look as if Redis were slow: the answer has come, and so has the time-out."""
+    The time is counted in slices. Otherwise a pause of this process (a burst of work, a garbage
+    collection) would look like a slow Redis: answer and timeout would both be due."""
     loop = asyncio.get_running_loop()
     slice_s = REDIS_TIMEOUT_MS / REDIS_TIMEOUT_SLICES / 1000
     timer: asyncio.TimerHandle
@@ -104,10 +103,10 @@ async def answering() -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def calling(client: redis.asyncio.Redis) -> AsyncIterator[None]:
-    """A call, bounded as by `answering`. Where the server fails, or `raise_if_replaced` finds that
-    it may not be the primary any more, idle connections are closed, so that the next call
-    connects anew: the server's name, or Sentinel, is asked again where the primary is. Connections
-    in use are closed by the calls that use them."""
+    """A call, bounded as by `answering`. If the server fails, or may no longer be the primary
+    (`raise_if_replaced`), idle connections are closed, so that the next call connects anew and asks
+    the server's name, or Sentinel, where the primary is. Connections in use are closed by the calls
+    that use them."""
     try:
         async with answering():
             yield
@@ -118,20 +117,20 @@ async def calling(client: redis.asyncio.Redis) -> AsyncIterator[None]:
 
 
 def raise_if_replaced(answers: Iterable[object]) -> None:
-    """Raises the first answer that only a server gives which may not be the primary any more."""
+    """Raises the first answer that shows that the server may no longer be the primary."""
     for answer in answers:
         if isinstance(answer, Exception) and _may_be_replaced(answer):
             raise answer
 
 
 def _may_be_replaced(error: Exception) -> bool:
-    """Scripts wrap such answers into errors of their own, which have no class."""
+    """Scripts wrap such errors into others, which have no class."""
     return isinstance(error, _REPLACED_ERRORS) or bool(_REPLACED_ANSWERS.search(str(error)))
 
 
 @contextmanager
 def redis_errors() -> Iterator[None]:
-    """Turns what the Redis client raises into our errors."""
+    """Converts errors of the Redis client into ours."""
     try:
         yield
     except (RedisError, OSError, TimeoutError) as error:
@@ -139,8 +138,8 @@ def redis_errors() -> Iterator[None]:
 
 
 def to_our_error(error: Exception) -> OutriderError:
-    """`StoreUnavailable` for what may pass, `DataLoss` where a key holds what we never wrote,
-    `InvariantError` for a command that was wrong."""
+    """`StoreUnavailable` for what may pass, `DataLoss` for a key of another type than we write,
+    `InvariantError` for a wrong command."""
     if isinstance(error, NotReplicated):
         return StoreUnavailable(f"Redis: {error}; try again")
     if isinstance(error, redis.ConnectionError | redis.TimeoutError | OSError | TimeoutError):
@@ -161,8 +160,8 @@ def _first_line(error: Exception) -> str:
 
 
 def new_client(address: RedisAddress) -> redis.asyncio.Redis:
-    """A client that connects when it is first used. It never tries again by itself, and has no
-    time-outs of its own: calls are made inside of `calling`."""
+    """A client that connects when it is first used. It never retries and has no timeouts of its
+    own: wrap calls in `calling`."""
     url = address.url
     options: dict[str, Any] = {
         "max_connections": REDIS_CONNECTIONS_MAX,
@@ -198,8 +197,8 @@ def new_client(address: RedisAddress) -> redis.asyncio.Redis:
 
 async def check_server(client: redis.asyncio.Redis, url: str) -> None:
     """Raises `ConfigError` unless a server answers that can keep sessions: new enough, writable,
-    and one that never evicts. A server that is loading its file is waited for. With a URL of
-    Sentinels, checks the primary that they name, and waits while they elect one."""
+    and never evicting. Waits for a server that loads its file. With a URL of Sentinels, checks the
+    primary that they name, and waits while they elect one."""
     name = f"Redis at {masked_url(url)}"
     loop = asyncio.get_running_loop()
     began_at = loop.time()
@@ -231,13 +230,13 @@ def _why_unfit(error: Exception) -> str:
         case NoPermissionError() | AuthenticationError():
             return f"refuses this user: {line}"
         case ResponseError():
-            return f"does not say what it is and can do: {line}"
+            return f"does not answer INFO: {line}"
         case _:
             return f"cannot be reached ({line}); start it, or give another with --redis-url"
 
 
 def check_info(name: str, info: dict[str, Any]) -> None:
-    """Raises `ConfigError` unless the answer to INFO is of a server that can keep sessions."""
+    """Raises `ConfigError` unless this answer to INFO is of a server that can keep sessions."""
     version, policy = str(info.get("redis_version", "0")), info.get("maxmemory_policy", "unknown")
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     reason = ""
@@ -260,8 +259,8 @@ def check_info(name: str, info: dict[str, Any]) -> None:
 
 class Pool(redis.asyncio.BlockingConnectionPool):
     async def disconnect(self, inuse_connections: bool = True) -> None:
-        """Closes connections; idle ones alone without giving way to other tasks, which might take
-        one that is half closed. The library would wait for each to be closed."""
+        """Closes connections; idle ones alone without yielding to other tasks, which might take one
+        that is half closed. The library would wait for each to be closed."""
         if inuse_connections:
             await super().disconnect()
             return
@@ -286,7 +285,7 @@ class _Pool(SentinelConnectionPool, Pool):
 
 class _Client(redis.asyncio.Redis):
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
-        """Closes the connections to the Sentinels, too."""
+        """Also closes the connections to the Sentinels."""
         await super().aclose(close_connection_pool)
         pool: Any = self.connection_pool
         for sentinel in pool.sentinel_manager.sentinels:
@@ -296,14 +295,14 @@ class _Client(redis.asyncio.Redis):
 def _sentinel_client(
     url: str, sentinel_password: str | None, options: dict[str, Any]
 ) -> redis.asyncio.Redis:
-    """A client of whatever server is the primary when it connects. The URL's hosts are Sentinels,
+    """A client of the server that is the primary when it connects. The URL's hosts are Sentinels,
     its user and password those of the servers; both are reached by TLS with `rediss+sentinel://`:
 
-    redis+sentinel://[USER[:PASSWORD]@]HOST[:PORT][,HOST[:PORT]...]/SERVICE[/DB]
+        redis+sentinel://[USER[:PASSWORD]@]HOST[:PORT][,HOST[:PORT]...]/SERVICE[/DB]
 
-    `options` are those of connections and of their pool; what the URL says wins over them.
-    Sentinels are asked one after the other, each for `REDIS_SENTINEL_TIMEOUT_MS`. Raises
-    `ValueError`, without the password in it, for a URL of another form."""
+    `options` are those of connections and of their pool; the URL overrides them. Sentinels are
+    asked one after the other, each for `REDIS_SENTINEL_TIMEOUT_MS`. Raises `ValueError`, without
+    the password in it, for a URL of another form."""
     scheme, _, rest = url.partition("://")
     place, _, path = rest.partition("/")
     credentials, has_credentials, hosts = place.rpartition("@")

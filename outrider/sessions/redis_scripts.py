@@ -1,5 +1,4 @@
-"""Lua scripts in Redis: many runs in one round trip, also for callers that know nothing of each
-other."""
+"""Runs Lua scripts in Redis, many in one round trip, also for independent callers."""
 
 from __future__ import annotations
 
@@ -25,11 +24,10 @@ from outrider.sessions.redis_connection import (
 
 
 class Script:
-    """Lua files of `lua/`, one after the other, and the name under which Redis remembers them."""
+    """Lua files of `lua/`, concatenated, and their hash in Redis."""
 
     def __init__(self, *names: str, replicated: bool = False) -> None:
-        """`replicated`: what it reads or writes counts only once replicas have it, where they are
-        waited for."""
+        """`replicated`: its result counts only once replicas have it, if `wait_replicas` is set."""
         self.replicated = replicated
         folder = resources.files("outrider.sessions") / "lua"
         self.source = "\n".join((folder / f"{name}.lua").read_text() for name in names)
@@ -46,19 +44,19 @@ class ScriptRunner:
     def __init__(
         self, client: redis.asyncio.Redis, wait_replicas: int = 0, replicated_key: str = ""
     ) -> None:
-        """So many replicas must have all writes up to a replicated script's before its answer
-        counts. The key is written each time: WAIT counts from the connection's last write, and a
-        script that finds everything done writes nothing."""
+        """`wait_replicas` replicas must have all writes up to a replicated script's before its
+        answer counts. The key is written each time: WAIT counts from the connection's last write,
+        and a script with nothing left to do writes nothing."""
         self._client = client
         self._wait_replicas = wait_replicas
         self._replicated_key = replicated_key
         self._waiting: dict[Script, deque[tuple[Call, asyncio.Future[Any]]]] = {}
-        """Single runs that no round trip has taken along yet, of scripts that are being run."""
+        """Runs that wait for the next round trip, by script being run."""
         self._senders: set[asyncio.Task[None]] = set()
 
     async def run(self, script: Script, call: Call) -> Any:
-        """The answer to one run. What many callers want at once goes together: while one round
-        trip is under way the others gather for the next. Raises what went wrong."""
+        """The answer to one run. Runs of many callers are batched: while one round trip is under
+        way, others queue for the next. Raises the run's error."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if script not in self._waiting:
             self._waiting[script] = deque()
@@ -72,10 +70,9 @@ class ScriptRunner:
         return answer
 
     async def run_all(self, script: Script, calls: Sequence[Call]) -> list[Any]:
-        """Runs a script once per call, all in one round trip. In order, each run's answer or the
-        `OutriderError` that it came to. Raises `StoreUnavailable` if any of them could not be
-        served. The first run on a server that does not know the script costs a second round
-        trip."""
+        """Runs a script once per call, all in one round trip. Returns, in order, each run's answer
+        or its `OutriderError`. Raises `StoreUnavailable` if any run could not be served. The first
+        run on a server that does not know the script costs a second round trip."""
         if not calls:
             return []
         with redis_errors():
@@ -92,19 +89,19 @@ class ScriptRunner:
         return answers
 
     async def close(self) -> None:
-        """Waits for what is under way."""
+        """Waits for running round trips."""
         await asyncio.gather(*self._senders, return_exceptions=True)
 
     async def _send_waiting(self, script: Script) -> None:
         """Round trips until nothing waits. A server that does not answer fails all that waits, so
-        that no caller waits for longer than one time-out; so does a bug."""
+        that no caller waits longer than one timeout; so does a bug."""
         waiting = self._waiting[script]
         while waiting:
             size = min(len(waiting), CALLS_PER_PIPELINE_MAX)
             batch = [waiting.popleft() for _ in range(size)]
             try:
                 answers = await self.run_all(script, [call for call, _ in batch])
-            except Exception as error:  # noqa: BLE001 (told to all callers)
+            except Exception as error:  # noqa: BLE001 (passed to all callers)
                 if not isinstance(error, OutriderError):
                     error = InvariantError(f"a script was not run: {error!r}")
                 batch.extend(waiting)
@@ -118,8 +115,8 @@ class ScriptRunner:
     async def _send(self, script: Script, calls: Sequence[Call], load: bool = False) -> list[Any]:
         """Each command's answer, errors included.
 
-        A pipeline of the client does the same in twice the time, which is a part of every round:
-        it prepares for transactions, retries and commands with answers of their own."""
+        A pipeline of the client takes twice the time, a part of every round: it prepares for
+        transactions, retries and commands with their own parsers."""
         commands: list[tuple[Any, ...]] = [("SCRIPT", "LOAD", script.source)] if load else []
         for keys, arguments in calls:
             commands.append(("EVALSHA", script.sha, len(keys), *keys, *arguments))
@@ -134,7 +131,7 @@ class ScriptRunner:
                 await connection.send_packed_command(b"".join(map(_packed, commands)))
                 answers = [await _answer(connection) for _ in commands]
             except BaseException:
-                # Unread answers must not be taken for those of the next command.
+                # Unread answers must not be read as those of the next command.
                 await connection.disconnect(nowait=True)
                 raise
             finally:
@@ -153,7 +150,8 @@ class ScriptRunner:
 
 
 def _packed(command: Sequence[str | int | bytes]) -> bytes:
-    """As Redis reads it. The client's own function takes three times as long, 8 us a round."""
+    """The command in Redis' protocol. The client's own function takes three times as long, 8 us a
+    round."""
     parts = [b"*%d\r\n" % len(command)]
     for word in command:
         data = word if isinstance(word, bytes) else str(word).encode()

@@ -11,17 +11,15 @@
     <prefix>session:{<id>}:tokens     string: all tokens, uint32 LE, from byte tokens_start to
                                       tokens_end (excluded)
     <prefix>session:{<id>}:logprobs   string: one JSON line per token after the prompt, likewise
-    <prefix>key:{<key>}               string: what `claim_key` keeps; expires
+    <prefix>key:{<key>}               string: value of `claim_key`; expires
     <prefix>replicated                string: written before replicas are waited for
 
-The braces are literal. Every change is one Lua script (`lua/`). Redis does not roll a script back
-that it refuses to carry on with, so each is written to leave a whole session behind at any call:
-see `lua/layout.lua`. No script touches keys of two hash slots: a take-over reads the owner's lease
-by a call of its own, and then compares epoch and owner with what it read before. Redis counts
-leases down; no point in time is stored, so no clock is compared with another. A lease that a
-restarted Redis has lost lets a session be taken over from an owner that lives: the epoch refuses
-what that owner still sends.
-"""
+The braces are literal. Every change is one Lua script (`lua/`). Redis does not roll back a script
+that fails, so each script leaves a consistent session after every call: see `lua/layout.lua`. No
+script touches keys of two hash slots: a take-over reads the owner's lease in a call of its own, and
+then checks that epoch and owner are unchanged. Leases are times to live in Redis; no point in time
+is stored, so clocks are never compared. If a restarted Redis has lost a lease, a session can be
+taken over from a live owner, whose later writes fail the check of the epoch."""
 
 from __future__ import annotations
 
@@ -81,16 +79,16 @@ _LOAD = Script("layout", "load", replicated=True)
 _READ_PART = Script("read_part")
 _CLAIM_KEY = Script("claim_key", replicated=True)
 _CANCEL = "cancel:"
-"""Before the id of a session that its owner is asked to end."""
+"""Prefix of the id of a session that its owner is asked to end."""
 
 
 class RedisStore(SessionStore):
     """A `SessionStore` in one Redis server. Made by `connect`."""
 
     lease_ms = SESSION_LEASE_MS
-    """How long an owner that says nothing keeps its sessions."""
+    """How long a silent owner keeps its sessions."""
     session_ttl_ms = SESSION_TTL_S * 1000
-    """How long at least a session that is not finished stays readable after its last write."""
+    """Least time that an unfinished session stays readable after its last write."""
     finished_ttl_ms = FINISHED_TTL_S * 1000
     """How long a finished session stays readable."""
 
@@ -108,11 +106,11 @@ class RedisStore(SessionStore):
 
     @classmethod
     async def connect(cls, address: RedisAddress, *, wait_replicas: int = 0) -> Self:
-        """Connects and makes sure that the server can keep sessions.
+        """Connects, and checks that the server can keep sessions.
 
-        With `wait_replicas` a change counts, and what is read is given, only once so many replicas
-        have it; where they do not within `REDIS_WAIT_MS`, the method raises `StoreUnavailable`.
-        Renewed leases do not wait. Raises `ConfigError`, in one line, with the password masked."""
+        With `wait_replicas`, writes and reads count only once this many replicas have the data; if
+        they do not within `REDIS_WAIT_MS`, methods raise `StoreUnavailable`. Renewing leases does
+        not wait. Raises `ConfigError`, in one line, with the password masked."""
         client = new_client(address)
         try:
             await check_server(client, address.url)
@@ -239,7 +237,7 @@ class RedisStore(SessionStore):
 
     async def _record(self, session_id: str, answer: Sequence[Any]) -> SessionRecord | None:
         """The record that `load` or `take_over` found; None where its tokens were replaced, or
-        Redis lost their tail, while they were read. Raises the error that the script meant."""
+        Redis lost their tail, while they were read. Raises the script's error."""
         match answer:
             case [b"missing", _]:
                 raise not_found(session_id)
@@ -273,7 +271,7 @@ class RedisStore(SessionStore):
 
 
 def _outcome(session_id: str, epoch: int, answer: Any) -> int | OutriderError:
-    """What a write came to: the stored length, or the error that the script meant."""
+    """Result of a write: the stored length, or the script's error."""
     match answer:
         case int() | OutriderError():
             return answer
@@ -292,7 +290,7 @@ Field = str | int | bytes
 
 TOKEN_BYTES = 4
 _OPENED = TypeAdapter(tuple[str, int, Rule, str, int])
-"""What never changes: tenant, seed, rule, parameters, length of the prompt."""
+"""What never changes: tenant, seed, rule, parameters, prompt length."""
 _CACHES = TypeAdapter(tuple[CacheState, CacheState])
 _COUNTERS = TypeAdapter(Counters)
 
@@ -306,15 +304,15 @@ def _progress(of: SessionRecord | Append) -> list[Field]:
 
 
 def encode_tokens(token_ids: Sequence[int]) -> bytes:
-    """Each token id as four bytes, lowest first."""
+    """Each token id as four bytes, little-endian."""
     return struct.pack(f"<{len(token_ids)}I", *token_ids)
 
 
 def decode_record(
     session_id: str, fields: Mapping[bytes, bytes], tokens: bytes, logprobs: bytes
 ) -> SessionRecord:
-    """The session of a hash, its tokens and log-probabilities, `verified`. Raises `DataLoss`, also
-    if they are not what this module writes."""
+    """The `verified` session from its hash, tokens and log-probabilities. Raises `DataLoss`, also
+    where this module did not write them."""
     try:
         tenant, seed, rule, parameters, prompt_length = _OPENED.validate_json(fields[b"opened"])
         token_ids = struct.unpack(f"<{len(tokens) // TOKEN_BYTES}I", tokens)

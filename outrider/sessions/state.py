@@ -3,10 +3,9 @@
     prompt_length <= showable_length <= length          (all tokens decided so far)
     acknowledged_length <= showable_length              (equal, unless the store lost its tail)
 
-Pure: no clock, no store. The owner decides tokens, sends `next_append()` to the store and tells the
-answer to `acknowledge()`. A store that lost its tail answers with a shorter length; the owner sends
-the rest again, and what was shown stays shown.
-"""
+Pure: no clock, no store. The owner decides tokens, sends `next_append()` to the store and passes
+the answer to `acknowledge()`. A store that lost its tail answers with a shorter length; the owner
+sends the rest again, and what was shown stays shown."""
 
 from __future__ import annotations
 
@@ -28,36 +27,35 @@ from outrider.tokens import TokenSequence
 
 
 class Session:
-    """The tokens of one session and how far they are stored. Not safe for several threads."""
+    """Tokens of one session, and how far they are stored. Not thread-safe."""
 
     def __init__(self, record: SessionRecord) -> None:
-        """The running session that `SessionStore.open` has just stored, or `SessionStore.take_over`
-        given to `record.owner`."""
+        """`record` is the running session that `SessionStore.open` has just stored, or that
+        `SessionStore.take_over` returned."""
         check(record.finish_reason is None, "a finished session is not resumed")
         self.record = replace(record, token_ids=(), logprobs="")
-        """The session as this owner got it, without its tokens: what never changes is read here."""
+        """The session without its tokens, for what never changes."""
         self.tokens = TokenSequence(record.token_ids)
-        """All decided tokens, prompt first. Grown by `decide` only."""
+        """All decided tokens, prompt first. Only `decide` appends."""
         self.counters = record.counters
         self.draft = record.draft
         self.target = record.target
         self.logprobs = record.logprobs.split("\n")[:-1]
         """One JSON line per token after the prompt, or nothing."""
         self.acknowledged_length = len(self.tokens)
-        """Tokens that the store holds, as far as its last answer told."""
+        """Tokens that the store held at its last answer."""
         self.showable_length = len(self.tokens)
-        """Tokens that have been stored at some time, so may be shown. Never falls."""
+        """Tokens that were stored at some time, so may be shown. Never falls."""
         self.finish_reason: FinishReason | None = None
         """Why no more tokens are decided, though the store may lack the last ones; None while it
         runs, and if it was lost before it ended."""
         self.error: OutriderError | None = None
-        """Why it is lost, another owner's or gone: nothing is sent to the store any more. None
+        """Why it is lost (taken over, or gone), so that nothing is sent to the store any more; None
         unless it is."""
         self.check_integrity()
 
     @property
     def session_id(self) -> str:
-        """32 hexadecimal digits."""
         return self.record.session_id
 
     @property
@@ -79,7 +77,7 @@ class Session:
 
     @property
     def has_news(self) -> bool:
-        """Whether the store is to be sent tokens."""
+        """Whether there are tokens to send to the store."""
         return self.error is None and self.num_uncommitted > 0
 
     def decide(
@@ -91,8 +89,8 @@ class Session:
         target: CacheState | None = None,
         logprobs: Sequence[str] = (),
     ) -> None:
-        """Appends the tokens of one outcome. `counters` are the session's so far; None keeps what
-        is recorded of a side. `logprobs` holds one JSON line per token, always or never."""
+        """Appends the tokens of one outcome. `counters` are the session's so far; None keeps the
+        state of a side. `logprobs` holds one JSON line per token, always or never."""
         self._check_running("decided tokens of")
         check(len(token_ids) > 0, "an outcome without tokens")
         check(
@@ -107,9 +105,9 @@ class Session:
         self.target = target or self.target
 
     def next_append(self) -> Append | None:
-        """What the store lacks, up to `APPEND_TOKENS_MAX` tokens; None if it lacks nothing or the
-        session is lost. Changes nothing: asked again before an answer, it holds the same and
-        whatever has been decided since."""
+        """What the store lacks, up to `APPEND_TOKENS_MAX` tokens; None if nothing or the session is
+        lost. Changes nothing: asked again before an answer, it returns the same and what was
+        decided since."""
         if not self.has_news:
             return None
         start = self.acknowledged_length
@@ -131,7 +129,7 @@ class Session:
         )
 
     def ending(self) -> Finish:
-        """The end of a finished session."""
+        """The end of a finished session, for the store."""
         if self.finish_reason is None:
             raise InvariantError(f"session {self.session_id} ends without a reason")
         return Finish(
@@ -155,18 +153,18 @@ class Session:
         self.showable_length = max(self.showable_length, stored_length)
 
     def finish(self, reason: FinishReason) -> None:
-        """No more tokens will be decided. What the store lacks is still to be sent."""
+        """No more tokens will be decided. What the store lacks is still sent."""
         self._check_running("finished")
         self.finish_reason = reason
 
     def supersede(self, error: OutriderError) -> None:
-        """The session is another owner's (`StaleEpoch`) or gone (`DataLoss`). Tokens that were
-        not stored will never be shown."""
+        """The session was taken over (`StaleEpoch`) or is gone (`DataLoss`). Tokens that were not
+        stored will never be shown."""
         check(self.error is None, "superseded a lost session")
         self.error = error
 
     def check_integrity(self) -> None:
-        """Raises `InvariantError` unless the inequalities of the module's docstring hold."""
+        """Raises `InvariantError` unless the inequalities in the module's docstring hold."""
         check(self.epoch >= FIRST_EPOCH, f"epoch {self.epoch}")
         check(
             0 < self.prompt_length <= self.showable_length <= self.length,

@@ -1,4 +1,4 @@
-"""What a coordinator needs of the place where sessions are kept."""
+"""The session store's protocol and its values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider.tokens import TokenSequence
 from outrider.values import value
 
 FIRST_EPOCH = 1
-"""Epoch of a session as it is opened."""
+"""Epoch of a newly opened session."""
 
 
 class FinishReason(StrEnum):
@@ -28,7 +28,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CacheState:
-    """What one side (draft or target) holds of a session."""
+    """What one side (draft or target) caches of a session."""
 
     replica: str = ""
     cached_length: int = 0
@@ -36,7 +36,7 @@ class CacheState:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What a resumed request must know of its past."""
+    """Counters that a resumed request continues."""
 
     num_rounds: int = 0
     num_draft_tokens: int = 0
@@ -53,20 +53,20 @@ class Append:
     expected_length: int
     token_ids: tuple[int, ...]
     prefix_digest: int
-    """Of all tokens after the append."""
+    """Digest of all tokens after the append."""
     draft: CacheState
     target: CacheState
     counters: Counters
     logprobs: str = ""
     """JSON lines for these tokens where the request asked for log-probabilities."""
     more_follow: bool = False
-    """Whether the store has had tokens behind these: where it has lost that the owner took the
-    session over, the former owner's tokens are read until an append without this."""
+    """Whether the store once had tokens after these. If it has lost the owner's take-over, the
+    former owner's tokens are read until an append without this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The end of a session that has `length` tokens, under its epoch."""
+    """The end of a session with `length` tokens, under its epoch."""
 
     session_id: str
     epoch: int
@@ -88,7 +88,7 @@ class SessionRecord:
     seed: int
     rule: Rule
     parameters: str
-    """JSON, opaque to the store: all that is needed to go on with the request."""
+    """JSON, opaque to the store: all that is needed to continue the request."""
     prompt_length: int
     token_ids: tuple[int, ...]
     prefix_digest: int
@@ -112,7 +112,7 @@ class SessionRecord:
         parameters: str,
         prompt_ids: tuple[int, ...],
     ) -> SessionRecord:
-        """A session as it is opened."""
+        """A newly opened session."""
         return cls(
             session_id, tenant, owner, seed, rule, parameters, len(prompt_ids), prompt_ids,
             TokenSequence(prompt_ids).digest(),
@@ -120,8 +120,8 @@ class SessionRecord:
 
 
 def released(owner: str) -> str:
-    """The owner of the sessions that an owner has released. No process has this name, so any
-    coordinator may take such a session over."""
+    """Owner of sessions that `owner` has released. No process has this name, so any coordinator may
+    take them over."""
     return f"{owner} (released)"
 
 
@@ -130,42 +130,42 @@ class SessionStore(Protocol):
     then may or may not have been carried out; each can be repeated.
 
     A session has one owner under one epoch, which each take-over raises by one. An owner's writes
-    (`append`, `finish`, `release`) name both, and the store compares them with what it holds:
+    (`append`, `finish`, `release`) name both, and the store compares them with its own:
 
-    - A lower epoch is a former owner's: `StaleEpoch`, and nothing changes.
-    - The same epoch with another owner: the store lost a take-over and then gave its epoch once
-      more. `StaleEpoch`, and nothing changes.
-    - The same epoch and owner: the write is carried out.
-    - A higher epoch: the store lost the take-over that gave it. The session is this owner's again
-      and runs, even if it was finished. Its tokens may be a former owner's, so its length counts
-      as 0, and then as that of what the owner has sent again. The old tokens are still read, and
-      the session cannot be finished with a length, until an append has no `Append.more_follow`:
-      then the new ones replace them.
+      - Lower epoch: a former owner's write. `StaleEpoch`, and nothing changes.
+      - Same epoch, other owner: the store lost a take-over and then gave its epoch again.
+        `StaleEpoch`, and nothing changes.
+      - Same epoch and owner: the write is carried out.
+      - Higher epoch: the store lost the take-over that gave it. The session is this owner's again
+        and runs, even if it was finished. Its tokens may be a former owner's, so its length counts
+        as 0, and then as that of what the owner has sent again. The old tokens are still read, and
+        the session cannot be finished with a length, until an append without `Append.more_follow`:
+        then the new ones replace them.
     """
 
     async def open(self, session: SessionRecord) -> None:
-        """Creates a `SessionRecord.new`. Repeating it with the same owner changes nothing;
-        raises `InvariantError` if another session has the id."""
+        """Creates a session from `SessionRecord.new`. Repeating it with the same owner changes
+        nothing; raises `InvariantError` if another session has the id."""
 
     async def append(self, appends: Sequence[Append]) -> list[int | OutriderError]:
-        """One round trip for many sessions. Per append: the stored length afterwards, or why not.
-        A stored length other than expected_length + len(token_ids) means that nothing was
-        appended: a shorter store lost its tail (the owner sends it again from there), a longer
-        one has them already. `StaleEpoch`: see above. `DataLoss`: there is no such session. An
-        append of nothing asks for the stored length."""
+        """Appends to many sessions in one round trip. Per append: the stored length afterwards, or
+        an error. If it is not expected_length + len(token_ids), nothing was appended: a shorter
+        store lost its tail (the owner sends it again from there), a longer one has the tokens
+        already. `StaleEpoch`: see above. `DataLoss`: there is no such session. An append of nothing
+        asks for the stored length."""
 
     async def hold_lease(self, owner: str) -> Mapping[str, bool]:
-        """For a while from now on, no session of this owner is taken over by others. One call
-        for all of its sessions. Returns the ids of those that others asked for in vain since the
-        last call, and whether one of them wants to cancel it: the owner does that, and gives up
-        those that it does not run, whose release was lost."""
+        """For a while from now on, others cannot take over this owner's sessions; one call for all
+        of them. Returns the ids of those that others asked for in vain since the last call, and
+        whether one of them wants to cancel it. The owner then does so, and releases those that it
+        does not run."""
 
     async def end_lease(self, owner: str) -> None:
-        """Others may take this owner's sessions over at once."""
+        """Others may take over this owner's sessions at once."""
 
     async def release(self, session_id: str, epoch: int, owner: str) -> None:
-        """Gives a session up that does not run any more: under the same epoch its owner becomes
-        `released(owner)`, which has no lease. A finished session stays as it is, also under a lower
+        """Releases a session that no longer runs: under the same epoch its owner becomes
+        `released(owner)`, which has no lease. A finished session is unchanged, also under a lower
         epoch. Raises `StaleEpoch` (also if it is released already) and `DataLoss`."""
 
     async def take_over(
@@ -175,39 +175,39 @@ class SessionStore(Protocol):
         on_sent: Callable[[], None] = lambda: None,
         cancels: bool = False,
     ) -> SessionRecord:
-        """Makes `owner` the owner under epoch + 1, if the session is still as it was `seen` by
-        `load`, and the lease of that owner has run out (or it is the same owner). Returns a
-        finished session unchanged. Raises `NotFound`, `DataLoss`, and `Unavailable` with the rest
-        of the lease, which its owner learns of by `hold_lease` (and that the session is to be
-        cancelled, where it `cancels`), or where the session was taken over since it was seen.
+        """Makes `owner` the owner under epoch + 1, if the session is still as `load` returned it
+        (`seen`), and its owner's lease has run out (or it is the same owner). Returns a finished
+        session unchanged. Raises `NotFound`, `DataLoss`, and `Unavailable` if another coordinator
+        took it over since, or with the rest of the lease. That owner learns of the request by
+        `hold_lease`, and with `cancels` that the session is to be cancelled.
 
-        `on_sent` is called when the lease was found gone and just before the session may change.
-        From then on a cancellation, `StoreUnavailable`, `DataLoss` and any error but `NotFound` and
-        `Unavailable` itself leave open whether the session was taken over: the caller has to
-        `release` it under epoch + 1 unless it goes on with it. That also keeps a take-over that is
-        still on its way from being carried out."""
+        `on_sent` is called when the lease has run out, just before the session may change. After
+        that a cancellation, `StoreUnavailable`, `DataLoss` and any error but `NotFound` and
+        `Unavailable` itself leave open whether the session was taken over: unless the caller
+        continues it, it must `release` it under epoch + 1. That also invalidates a take-over still
+        under way."""
 
     async def finish(self, finish: Finish) -> int:
         """Marks the session finished if its stored length is `finish.length`, and returns the
         stored length as `append` does: if tokens are missing, the owner appends them and finishes
-        again, so no answer is recorded as finished that lacks its tail. Without a length it is
-        finished with what is read of it. A finished session stays as it is and expires. Raises
+        again, so no answer is recorded as finished without its tail. Without a length it is
+        finished with what is stored. A finished session is unchanged and expires. Raises
         `StaleEpoch` (see above), `DataLoss`."""
 
     async def load(self, session_id: str) -> SessionRecord:
         """Reads a session. Raises `NotFound`."""
 
     async def claim_key(self, key: str, value: str = "", replaces: str = "") -> str:
-        """Keeps a value under a key that has none, or that has the one which it replaces. Returns
-        what the key has now; empty = nothing. Without a value it only asks. What a key has stays
-        for at least as long as a session that is opened now, and expires."""
+        """Stores a value under a key that has none, or that has the value `replaces`. Returns the
+        key's value; empty = none. Without a value it only reads. A value is kept for at least as
+        long as a session that is opened now."""
 
     async def close(self) -> None:
-        """Closes connections; what is stored stays."""
+        """Closes connections; stored sessions stay."""
 
 
 def not_found(session_id: str) -> SessionNotFound:
-    """Says that there is no such session; also of another tenant's."""
+    """There is no such session, or it is another tenant's."""
     return SessionNotFound(f"there is no session {session_id}")
 
 
@@ -220,7 +220,7 @@ def contended(session_id: str) -> Unavailable:
 
 
 def verified(record: SessionRecord) -> SessionRecord:
-    """The record, if its tokens are whole; else raises `DataLoss`."""
+    """The record, if its tokens are complete; else raises `DataLoss`."""
     length = len(record.token_ids)
     if length < record.prompt_length:
         raise DataLoss(
@@ -229,7 +229,7 @@ def verified(record: SessionRecord) -> SessionRecord:
         )
     if TokenSequence(record.token_ids).digest() != record.prefix_digest:
         raise DataLoss(
-            f"the stored tokens of session {record.session_id} do not fit their digest; "
+            f"the stored tokens of session {record.session_id} do not match their digest; "
             f"it cannot be continued"
         )
     return record

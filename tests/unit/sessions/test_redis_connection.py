@@ -263,7 +263,7 @@ def test_passwords_in_other_places_are_refused(tmp_path: Path) -> None:
         without_password(address("redis://h:1?sentinel_password=x"))
     with pytest.raises(SettingError, match="redis_password_file: cannot go with"):
         without_password(address("redis://:x@h:1", password_file=str(tmp_path)))
-    with pytest.raises(ConfigError, match="is no URL"):
+    with pytest.raises(ConfigError, match="is not a URL"):
         without_password(address("redis://[h:1"))
 
 
