@@ -81,7 +81,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what reads certificates where it is asked for: that takes long."""
+    """Imports `caller_trust` only when used: its imports are slow."""
     if name != "caller_trust":
         raise AttributeError(name)
     from outrider.transport.tls import caller_trust

@@ -29,19 +29,19 @@ from outrider.transport.channel import PLAIN, Trust
 
 T = TypeVar("T")
 CALL_TIMEOUT_S = 10.0
-"""Of a call that does no generation."""
+"""Timeout of a call that generates nothing."""
 RESUMED_TIMEOUT_S = DEADLINE_MS_MAX / 1000 + GENERATE_SLACK_S
-"""Of the call that resumes a generation, whose deadline only the coordinator knows."""
+"""Timeout of a call that resumes a generation, whose deadline only the coordinator knows."""
 
 
 class Client:
-    """Connects to a coordinator, or to several of a deployment, which are called in turn; where one
-    does not answer the next one is called. Any number of calls at a time, on one event loop. A
-    generation whose stream breaks is resumed, at another coordinator if there is one, without a
-    token lost or repeated.
+    """Connects to a coordinator, or to several of a deployment, which are called in turn; if one
+    does not answer, the next one is called. Any number of calls at a time, on one event loop. A
+    generation whose stream breaks is resumed, at another coordinator if there is one, without
+    losing or repeating a token.
 
-    `timeout_s` bounds a call that does no generation, in seconds; a generation's bound is its
-    `deadline_ms`, or the default one, and some seconds for its last event."""
+    `timeout_s` bounds a call that generates nothing, in seconds; a generation is bounded by its
+    `deadline_ms`, or the default one, plus some seconds for its last event."""
 
     def __init__(
         self,
@@ -51,14 +51,14 @@ class Client:
         trust: Trust = PLAIN,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
     ) -> None:
-        """`server` is HOST:PORT, or several with commas between them; or a function that returns
-        such a text, which is called again where a coordinator does not answer, so that new ones
-        are found, and which may return an empty text while there is none; or a transport, which
-        the client then owns and closes, and which has its own key. Nothing is sent before the
-        first call. `api_key` is sent with each call; without TLS (`trust`, see `caller_trust`) it
-        can be read on the way. A broken stream is resumed, and a request that cannot be served now
-        is sent again, for up to `resume_timeout_s` seconds; so is any other call while none of the
-        coordinators that a function names answers; 0 = no retries."""
+        """`server` is HOST:PORT, or several separated by commas; or a function that returns such a
+        text, which is called again when a coordinator does not answer, so that new ones are found,
+        and may return an empty text while there is none; or a transport, which the client then owns
+        and closes, and which has its own key. Nothing is sent before the first call. `api_key` is
+        sent with each call, in plain text without TLS (`trust`, see `caller_trust`). For up to
+        `resume_timeout_s` seconds broken streams are resumed, and requests that cannot be served
+        now are sent again; so are other calls while no coordinator that a function names answers; 0
+        = no retries."""
         if isinstance(server, str) or callable(server):
             connect = partial(GrpcTransport, trust=trust, api_key=api_key)
             server = ResumingTransport(EndpointPool(server, connect), resume_timeout_s)
@@ -72,30 +72,29 @@ class Client:
 
     @property
     def address(self) -> str:
-        """HOST:PORT of each coordinator that is known, or the name of a transport that has none."""
+        """HOST:PORT of each known coordinator, or the name of a transport without addresses."""
         return self._transport.address
 
     async def close(self) -> None:
-        """Cancels what runs and closes the transport; calls then raise `Unavailable`."""
+        """Cancels running calls and closes the transport; further calls raise `Unavailable`."""
         await self._transport.close()
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Event]:
         """The events of one generation as they come. Leaving the iterator early (`aclose`) cancels
-        the session. Raises what the coordinator refuses the request with, and `DeadlineExceeded`
-        if its last event does not come. A stream that breaks is resumed, or ends with
-        `StreamBroken`; then `resume` may be tried later."""
+        the session. Raises the coordinator's errors, and `DeadlineExceeded` if the last event does
+        not come. A stream that breaks is resumed, or ends with `StreamBroken`; then `resume` may be
+        tried later."""
         deadline_s = (request.deadline_ms or DEADLINE_MS_DEFAULT) / 1000
         return self._transport.events(request, deadline_s + GENERATE_SLACK_S)
 
     def resume(
         self, session_id: str, num_tokens: int = 0, timeout_s: float = RESUMED_TIMEOUT_S
     ) -> AsyncGenerator[Event]:
-        """The events of a generation that another client, or this one, has begun and whose stream
-        broke: `Started` again, then what follows the `num_tokens` tokens that are known already.
-        Of a session that has ended these are its last ones, also where it counts as cancelled by
-        now; a stream of it that still runs ends with `StaleEpoch`.
-        Raises `NotFound`, `DataLoss` where the store lacks tokens that are known, and `Unavailable`
-        as long as another coordinator may still have the session (some two seconds)."""
+        """The events of a generation whose stream broke, begun by this client or another: `Started`
+        again, then what follows the `num_tokens` tokens that are known already. For a session that
+        has ended, also as cancelled, these are its last events; a running stream of it ends with
+        `StaleEpoch`. Raises `NotFound`, `DataLoss` where the store lacks tokens that are known, and
+        `Unavailable` while another coordinator may still have the session (some two seconds)."""
         return self._transport.events(ResumeRequest(session_id, num_tokens), timeout_s)
 
     async def complete(self, request: GenerateRequest) -> Completion:
@@ -107,8 +106,8 @@ class Client:
         return builder.build()
 
     async def cancel(self, session_id: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Ends a session with finish reason `cancelled`; its stream gets its last event. A
-        finished one is unchanged. Raises `NotFound`."""
+        """Ends a session with finish reason `cancelled`; its stream gets its last event. A finished
+        session is unchanged. Raises `NotFound`."""
         await self._call("cancel", timeout_s, session_id)
 
     async def get_session(self, session_id: str, timeout_s: float = CALL_TIMEOUT_S) -> SessionView:
@@ -120,7 +119,7 @@ class Client:
         return cast(CoordinatorDescription, await self._call("describe", timeout_s))
 
     async def healthy(self, timeout_s: float = CALL_TIMEOUT_S) -> bool:
-        """Whether the server answers in time and says that it can serve."""
+        """Whether the server answers in time and reports that it can serve."""
         try:
             return bool(await self._call("healthy", timeout_s))
         except (Unavailable, DeadlineExceeded):
@@ -133,11 +132,11 @@ class Client:
 
 
 class SyncClient:
-    """`Client`, but each call waits for its answer. Any number of threads may share one.
+    """`Client`, but each call blocks until its answer. Any number of threads may share one.
 
-    It runs the coroutines of a `Client` whose transport blocks in place of suspending. So there is
-    no event loop behind it: it may be used inside a program that runs one, and an interrupt
-    (Ctrl-C) leaves a call at once."""
+    It runs the coroutines of a `Client` with a transport that blocks instead of suspending. So it
+    needs no event loop: it may be used inside a program that runs one, and an interrupt (Ctrl-C)
+    ends a call at once."""
 
     def __init__(
         self,
@@ -147,8 +146,8 @@ class SyncClient:
         trust: Trust = PLAIN,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
     ) -> None:
-        """`address` is HOST:PORT, or several with commas between them, or a function that says so;
-        the rest as of `Client`. Nothing is sent before the first call."""
+        """`address` is HOST:PORT, several separated by commas, or a function that returns them; the
+        rest as of `Client`. Nothing is sent before the first call."""
 
         async def sleep(seconds: float) -> None:
             time.sleep(seconds)  # noqa: ASYNC251 (run by `_run`)
@@ -168,7 +167,7 @@ class SyncClient:
         return self._client.address
 
     def close(self) -> None:
-        """Cancels what runs and closes the channels; calls then raise `Unavailable`."""
+        """Cancels running calls and closes the channels; further calls raise `Unavailable`."""
         _run(self._client.close())
 
     def generate(self, request: GenerateRequest) -> Generator[Event]:
@@ -204,8 +203,8 @@ class SyncClient:
 
 
 def _run(call: Awaitable[T]) -> T:
-    """Awaits what never suspends, as what it awaits blocks instead. An event loop of this thread
-    does not learn of its generators, which it would close at its own end."""
+    """Runs a coroutine that never suspends, because its calls block. Its generators are not
+    registered with this thread's event loop, which would close them at its own end."""
     hooks = sys.get_asyncgen_hooks()
     sys.set_asyncgen_hooks(None, None)
     try:

@@ -27,37 +27,36 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 Endpoint = TypeVar("Endpoint")
 Server: TypeAlias = str | Callable[[], str]
-"""HOST:PORT, or several with commas between them, or a function that returns such a text. It is
-called in the thread, or on the event loop, of the caller, and so must not take long."""
+"""HOST:PORT, several separated by commas, or a function that returns them. The function runs in the
+caller's thread, or event loop, and so must be quick."""
 RESUME_TIMEOUT_S = 15.0
-"""How long a broken stream is tried to be resumed, by default, or a request to be begun that the
-coordinators cannot serve now: they, or what they need, may be started anew."""
+"""Default time for resuming a broken stream, or for a request that the coordinators cannot serve
+now: they, or what they need, may be restarting."""
 LOOK_S = 0.5
-"""The function is not called again sooner."""
+"""Least time between two calls of the function."""
 GONE_MAX = 16
-"""Connections that are kept to coordinators which are named no more: calls may still run there."""
+"""Most connections kept to coordinators that are no longer named: calls may still run there."""
 AVOIDED_S = 5.0
-"""For so long calls begin elsewhere than at one that did not answer. One that cannot serve now says
-how long."""
+"""Time in which calls begin elsewhere than at a coordinator that did not answer. One that cannot
+serve now says how long."""
 _WAIT_S = (0.05, 1.0)
 """First and longest wait between two tries; see `backoff`."""
 
 
 def addresses_of(server: object) -> list[str]:
-    """Each HOST:PORT of those with commas between them. Raises `BadRequest` where one is empty, or
-    it is no text."""
+    """Each HOST:PORT of a comma-separated text. Raises `BadRequest` where one is empty, or it is
+    not text."""
     each = [one.strip() for one in server.split(",")] if isinstance(server, str) else [""]
     if not all(each):
         raise BadRequest(
-            "server", f"{server!r} is wrong; it must be HOST:PORT, or several with commas between"
+            "server", f"{server!r} is wrong; it must be HOST:PORT, or several separated by commas"
         )
     return list(dict.fromkeys(each))
 
 
 class EndpointPool(Generic[Endpoint]):
-    """One connection to each coordinator that is named, or what else calls go by. They begin at
-    each in turn, so that all have a share of a client's sessions. Any number of threads may share
-    it."""
+    """One connection (or other object) per named coordinator. Calls begin at each in turn, which
+    spreads a client's sessions over all. Threads may share it."""
 
     def __init__(
         self,
@@ -67,8 +66,9 @@ class EndpointPool(Generic[Endpoint]):
         first: int | None = None,
     ) -> None:
         """`connect` makes a connection to an address, without sending anything; the first call
-        begins at the one at `first`, by default at any. Raises what a function as `server` does,
-        and `BadRequest` for what are no addresses. It may name none at first, by an empty text."""
+        begins at the one at index `first`, by default a random one. Raises errors of a function as
+        `server`, and `BadRequest` for invalid addresses. A function may return an empty text at
+        first."""
         self._name = server if callable(server) else None
         self._connect = connect
         self.clock = clock
@@ -76,10 +76,10 @@ class EndpointPool(Generic[Endpoint]):
         named = server() if callable(server) else server
         self._named = [] if callable(server) and named == "" else addresses_of(named)
         self._open = {address: connect(address) for address in self._named}
-        """The oldest first; those that are named no more among them."""
+        """Oldest first; includes those that are no longer named."""
         self._next = secrets.randbelow(max(1, len(self._named))) if first is None else first
         self._avoided: dict[Endpoint, float] = {}
-        """Until when."""
+        """Time until which an endpoint is avoided."""
         self._changing = threading.Lock()
 
     @property
@@ -88,7 +88,7 @@ class EndpointPool(Generic[Endpoint]):
 
     @property
     def each(self) -> list[Endpoint]:
-        """To those that were named last; empty until a function has named any."""
+        """Connections to the coordinators named last; empty until a function has named any."""
         return [self._open[address] for address in self._named]
 
     @property
@@ -96,8 +96,8 @@ class EndpointPool(Generic[Endpoint]):
         return list(self._open.values())
 
     def begin(self) -> Endpoint:
-        """For another call: the next that is not avoided, or the next where all are. Raises
-        `StreamBroken` where there are none."""
+        """Where a new call begins: at the next that is not avoided, or the next if all are. Raises
+        `StreamBroken` if there are none."""
         each, now = self.each, self.clock()
         if not each:
             raise StreamBroken("no coordinator is named yet")
@@ -108,8 +108,9 @@ class EndpointPool(Generic[Endpoint]):
         return found
 
     def after(self, tried: Endpoint, avoided_s: float = AVOIDED_S) -> Endpoint | None:
-        """For a call that has tried one in vain: the next one, so that it goes round all of them.
-        Others do not begin there for so many seconds. None where it is named no more."""
+        """The next one after `tried` for a call that failed there, so that it goes round all of
+        them. Other calls do not begin there for `avoided_s` seconds. None if it is no longer named.
+        """
         each, now = self.each, self.clock()
         if tried not in each:
             return None
@@ -119,9 +120,9 @@ class EndpointPool(Generic[Endpoint]):
         return each[(each.index(tried) + 1) % len(each)]
 
     def renew(self) -> list[Endpoint]:
-        """For one that does not answer: has the coordinators named again. Returns what is to be
-        closed, the connections to those of long ago. A function that names none (an empty text)
-        changes nothing, nor does one that fails, which the log says."""
+        """Calls the function again, after a coordinator did not answer. Returns the oldest
+        connections that are no longer named, to be closed. A function that returns an empty text
+        changes nothing, nor does one that fails, which is logged."""
         with self._changing:
             now = self.clock()
             if self._name is None or now - self._read_at < LOOK_S:
@@ -131,7 +132,7 @@ class EndpointPool(Generic[Endpoint]):
                 text = self._name()
                 named = addresses_of(text) if text else self._named
             except Exception as error:  # noqa: BLE001 (the caller's function)
-                _log.warning("the coordinators stay those that are known: %r", error)
+                _log.warning("keeping the known coordinators: %r", error)
                 return []
             for address in named:
                 if address not in self._open:
@@ -142,8 +143,8 @@ class EndpointPool(Generic[Endpoint]):
 
 
 class ResumingTransport(Transport):
-    """Over other transports, each to a coordinator of the same deployment. Calls go to one that
-    answers. A stream that breaks goes on at the next: `Started` comes once, and each token."""
+    """Calls the coordinators of one deployment by other transports, until one answers. A stream
+    that breaks continues at the next: `Started` comes once, and each token."""
 
     def __init__(
         self,
@@ -152,8 +153,8 @@ class ResumingTransport(Transport):
         random: Callable[[], float] = any_random,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """Owns and closes what is in the pool. 0 seconds: a generation whose stream breaks is not
-        resumed, and one that cannot begin now is not sent again. `random` is for `backoff`."""
+        """Owns and closes the pool's transports. 0 seconds: a broken stream is not resumed, and a
+        request that cannot begin now is not sent again. `random` is for `backoff`."""
         self._pool = pool
         self._resume_timeout_s = resume_timeout_s
         self._random = random
@@ -181,9 +182,9 @@ class ResumingTransport(Transport):
         return self._tried(ask, tries, timeout_s)
 
     async def call(self, method: Method, timeout_s: float, session_id: str = "") -> Any:
-        """The answer of the first coordinator that gives one; that it cannot now is none, but the
-        last coordinator's. Where a function names the coordinators and none of them answers, they
-        are called again until the time is over."""
+        """The answer of the first coordinator that gives one. An error that may pass is passed on
+        only from the last coordinator. Where a function names the coordinators and none answers,
+        they are called again until the time is over."""
         if method == "healthy":
             for transport in self._pool.each:
                 with suppress(Unavailable, DeadlineExceeded):
@@ -205,7 +206,7 @@ class ResumingTransport(Transport):
         tries: Tries,
         timeout_s: float,
     ) -> AsyncGenerator[T]:
-        """What coordinators are asked for, one after the other, and answer."""
+        """Answers of the coordinators, which are called one after the other."""
         pool = self._pool
         deadline = pool.clock() + timeout_s
         current: Transport | None = None
@@ -233,7 +234,7 @@ class ResumingTransport(Transport):
 
 
 class Tries:
-    """Of one call: what its caller has received of a generation, and what is done when a
+    """State of one call: what its caller has received of a generation, and what to do when a
     coordinator cannot answer."""
 
     def __init__(
@@ -244,7 +245,7 @@ class Tries:
         *,
         is_stream: bool = True,
     ) -> None:
-        """A call that is no stream does not wait until a coordinator that has answered can."""
+        """A call that is not a stream does not wait for a coordinator that cannot serve now."""
         self._pool = pool
         self._resume_timeout_s = resume_timeout_s
         self._random = random
@@ -252,25 +253,25 @@ class Tries:
         self.received: ResumeRequest | None = None
         self._is_started = False
         self._tried: set[Transport | None] = set()
-        """Of a call that has not begun, since it last waited."""
+        """Tried since the last wait, while the call has not begun."""
         self._tried_until: float | None = None
         self._has_answer = False
         """Whether one of these has answered, and so may be called again."""
         self._num_failures = self._num_waits = 0
-        """Since the last token; waits for those that did not answer."""
+        """Since the last token; waits after no answer."""
         self._stayed = False
         """Whether the last one was called a second time."""
 
     def remainder(self, left_s: float) -> ResumeRequest | None:
-        """Asks for what is missing, to be there in so many seconds; None before anything came, when
-        all is."""
+        """A request for what is missing, within this many seconds; None if nothing has come yet, as
+        the whole is missing."""
         if self.received is None or not self._is_started:
             return self.received
         left_ms = round((left_s - GENERATE_SLACK_S) * 1000)
         return replace(self.received, deadline_ms=min(max(1, left_ms), DEADLINE_MS_MAX))
 
     def note(self, event: Event) -> bool:
-        """An event has come; returns whether the caller gets it: not a second `Started`."""
+        """Notes an event; returns whether the caller gets it: all but a second `Started`."""
         if isinstance(event, Started):
             is_first, self._is_started = not self._is_started, True
             self.received = self.received or ResumeRequest(
@@ -278,7 +279,7 @@ class Tries:
             )
             return is_first
         if isinstance(event, Tokens) and (known := self.received) is not None:
-            if event.token_ids:  # Of these alone there can be only so many.
+            if event.token_ids:  # Only tokens are limited in number.
                 self._tried_until, self._num_failures, self._num_waits = None, 0, 0
                 self._stayed = False
             characters, digest = known.num_characters, known.tokens_digest
@@ -295,13 +296,13 @@ class Tries:
     def after(
         self, tried: Transport | None, error: Unavailable, deadline: float
     ) -> tuple[Transport | None, float]:
-        """The coordinator that is called next (None = any), and the seconds until then. Before a
-        stream has begun all are called at once. The same one is called a second time where a stream
-        has just broken, as it has the session, and maybe only the connection is gone; and where one
-        has answered that it cannot go on with the session now, when it says, for no other could
-        sooner. Raises the error where that is of no use: all have been asked to begin, none has
-        answered, and there will be no others; or a stream has ended with an answer, or they have
-        been called for long enough."""
+        """The coordinator to call next (None = any), and the seconds until then. Before a stream
+        has begun, all are called at once. The same one is called a second time where its stream has
+        just broken, because it has the session, and maybe only the connection is gone; and where it
+        answered that it cannot continue the session now, at the time it gives, because no other
+        could sooner. Raises the error where trying is useless: all were asked to begin, none has
+        answered, and there will be no others; or a stream has ended with an error; or the time is
+        over."""
         pool, now = self._pool, self._pool.clock()
         answered, begins = not isinstance(error, StreamBroken), self.received is None
         self._num_failures += 1

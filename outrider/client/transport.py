@@ -52,9 +52,9 @@ from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc, types_pb2
 
 CLOSED = "the client is closed"
-"""Why a call on a closed transport is `Unavailable`."""
+"""Message of `Unavailable` on a closed transport."""
 GENERATE_SLACK_S = 10.0
-"""What the call of a generation may last longer than the generation's own deadline."""
+"""Time that a generation's call may outlast the generation's own deadline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class SessionView:
     rule: Rule
     prompt_length: int
     token_ids: tuple[int, ...]
-    """Prompt and completion, committed."""
+    """Committed tokens, prompt included."""
     finish_reason: FinishReason | None
     """None while it runs."""
 
@@ -97,14 +97,14 @@ class CoordinatorDescription:
     """What a coordinator serves, and how many sessions run."""
 
     model: str
-    """The name that requests call it by."""
+    """Model name in requests."""
     vocab_size: int
     max_model_len: int
     num_running: int
 
 
 class CompletionBuilder:
-    """Puts a completion together from its events."""
+    """Builds a completion from its events."""
 
     def __init__(self) -> None:
         self._started: Started | None = None
@@ -123,7 +123,7 @@ class CompletionBuilder:
         return None if self._started is None else self._started.session_id
 
     def add(self, event: Event) -> None:
-        """Takes the next event. Raises `DataLoss` if tokens before it are missing."""
+        """Adds the next event. Raises `DataLoss` if tokens before it are missing."""
         match event:
             case Started():
                 self._started = event
@@ -140,7 +140,7 @@ class CompletionBuilder:
                 self._finished = event
 
     def build(self) -> Completion:
-        """The completion. Raises `Unavailable` if its last event never came."""
+        """The completion. Raises `Unavailable` if its last event is missing."""
         started, finished = self._started, self._finished
         if started is None or finished is None:
             raise Unavailable("the stream ended before its last event")
@@ -168,29 +168,29 @@ Method = Literal["cancel", "get_session", "describe", "healthy"]
 
 
 class Transport(Protocol):
-    """Carries calls to one coordinator. Every method is for one event loop, ends within the
-    `timeout_s` seconds it is given, and raises errors of `outrider.errors` alone, `Unavailable` and
-    `DeadlineExceeded` among them, and `StreamBroken` where no coordinator answers."""
+    """Carries calls to one coordinator. All methods are for one event loop, end within `timeout_s`
+    seconds, and raise only errors of `outrider.errors`: among them `Unavailable`,
+    `DeadlineExceeded`, and `StreamBroken` where no coordinator answers."""
 
     @property
     def address(self) -> str:
-        """Names the coordinator for people: HOST:PORT, where there is one."""
+        """Name of the coordinator for people: HOST:PORT, if it has one."""
 
     def events(
         self, request: GenerateRequest | ResumeRequest, timeout_s: float
     ) -> AsyncGenerator[Event]:
-        """The events of one generation, or of one whose stream broke from `Started` on, without the
-        tokens that had come; closing the iterator early cancels its session."""
+        """The events of one generation, or of a resumed one: `Started`, then only new tokens.
+        Closing the iterator early cancels its session."""
 
     async def call(self, method: Method, timeout_s: float, session_id: str = "") -> Any:
-        """What a method of `Client` returns that is about no stream."""
+        """Result of the method of `Client` with this name."""
 
     async def close(self) -> None:
-        """Ends what runs on this transport. Idempotent."""
+        """Ends running calls. Idempotent."""
 
 
 STATUS_DETAILS = "grpc-status-details-bin"
-"""Metadata that every `Unavailable` of a coordinator has, and none of gRPC's own."""
+"""Metadata that every `Unavailable` of a coordinator has, unlike gRPC's own."""
 _ERROR_NUMBER = re.compile(r" \(\d+\)$")
 _VISIBLE = re.compile("[!-~]+")
 
@@ -201,7 +201,7 @@ class GrpcTransport(Transport):
     blocking = False
 
     def __init__(self, address: str, trust: Trust = PLAIN, *, api_key: str = "") -> None:
-        """Nothing is sent before the first call. Raises `BadRequest` for what cannot be a key."""
+        """Nothing is sent before the first call. Raises `BadRequest` for an invalid key."""
         self._address = address
         self._metadata = key_metadata(api_key)
         self._channel = open_channel(address, trust, blocking=self.blocking)
@@ -221,8 +221,8 @@ class GrpcTransport(Transport):
         return self._events(self._stub.Generate, request_to_proto(request), timeout_s)
 
     async def call(self, method: Method, timeout_s: float, session_id: str = "") -> Any:
-        """See `Transport.call`. Any server of ours may be asked whether it is healthy, replicas
-        too."""
+        """See `Transport.call`. Any of our servers, replicas too, may be asked whether it is
+        healthy."""
         match method:
             case "cancel":
                 asked: Any = pb.CancelRequest(session_id=session_id)
@@ -265,9 +265,8 @@ class GrpcTransport(Transport):
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Raises what an error of a call inside means. Closing a channel looks to its calls as if
-        their task had been cancelled, which is then not so; a cancellation proper is left as it
-        is."""
+        """Maps errors of a call inside. Closing a channel raises CancelledError in its calls, which
+        is mapped, too; a real cancellation is not."""
         if self._closed:
             raise Unavailable(CLOSED)
         try:
@@ -284,7 +283,7 @@ class GrpcTransport(Transport):
 
 class BlockingGrpcTransport(GrpcTransport):
     """The same over a blocking channel. Its coroutines never suspend, so they need no event loop.
-    Any number of threads may share it."""
+    Threads may share it."""
 
     blocking = True
 
@@ -301,21 +300,20 @@ class BlockingGrpcTransport(GrpcTransport):
 
 
 def call_error(error: Any, address: str) -> OutriderError:
-    """What a call to `address` failed with: the coordinator's error, or `StreamBroken` in words
-    of our own where no coordinator answered. Those of gRPC stay in its cause."""
+    """The coordinator's error in a failed call to `address`, or `StreamBroken`, in our own words,
+    where no coordinator answered. gRPC's error is its cause."""
     meant = status_to_error(error)
     answered = any(key == STATUS_DETAILS for key, _ in error.trailing_metadata() or ())
     if answered or not isinstance(meant, Unavailable):
         return meant
     if "Failed parsing HTTP/2" in meant.message:
-        return StreamBroken(f"{address} is no gRPC port; give the coordinator's, by default 50051")
+        return StreamBroken(f"{address} is not a gRPC port; the coordinator's is 50051 by default")
     reason = _ERROR_NUMBER.sub("", meant.message.rpartition(": ")[2]).rstrip("])")
     return StreamBroken(f"nothing answers at {address} ({reason})")
 
 
 def key_metadata(api_key: str) -> tuple[tuple[str, str], ...]:
-    """What each call sends of a key; nothing where there is none. Raises `BadRequest`, which does
-    not repeat it."""
+    """Metadata with a key; none without one. Raises `BadRequest`, which does not quote the key."""
     if not api_key:
         return ()
     if not _VISIBLE.fullmatch(api_key) or len(api_key) > API_KEY_CHARS_MAX:
@@ -326,17 +324,17 @@ def key_metadata(api_key: str) -> tuple[tuple[str, str], ...]:
 
 
 class InProcessTransport(Transport):
-    """Calls a coordinator's methods."""
+    """Calls a coordinator in this process."""
 
     def __init__(self, service: Any, tenant: str = "") -> None:
         """`service` is a `coordinator.service.CoordinatorService`; closing the transport leaves it
-        running. The sessions are those of `tenant`."""
+        running. Sessions belong to `tenant`."""
         self._service = service
         self._tenant = tenant
         self._waiting: set[asyncio.Timeout] = set()
-        """Of every call that waits for the service now."""
+        """Timeouts of all calls that wait for the service."""
         self._idle: set[AsyncGenerator[Event]] = set()
-        """Streams whose reader has an event and has not come back for the next."""
+        """Streams whose reader has an event and has not asked for the next."""
         self._closed = False
 
     @property
@@ -358,8 +356,8 @@ class InProcessTransport(Transport):
         deadline = _now() + timeout_s
         async with aclosing(stream) as events:
             while True:
-                # Entered anew for every event: a timeout that is held open over a yield would
-                # cancel whatever the caller does meanwhile.
+                # Entered anew for every event: a timeout held over a yield would cancel what the
+                # caller does meanwhile.
                 async with self._until(deadline):
                     try:
                         event = await anext(events)
@@ -389,7 +387,7 @@ class InProcessTransport(Transport):
                     return not await service.trouble()
 
     async def close(self) -> None:
-        """Cancels what runs on this transport; the service goes on."""
+        """Cancels running calls; the service continues."""
         self._closed = True
         now = _now()
         for timeout in self._waiting:
@@ -400,7 +398,7 @@ class InProcessTransport(Transport):
 
     @asynccontextmanager
     async def _until(self, deadline: float) -> AsyncIterator[None]:
-        """Ends what is awaited inside at a time of the loop, and when the transport is closed.
+        """Cancels what is awaited inside at a time of the loop, and when the transport is closed.
         Raises `DeadlineExceeded`, `Unavailable`."""
         if self._closed:
             raise Unavailable(CLOSED)

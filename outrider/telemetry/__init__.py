@@ -1,1 +1,1 @@
-"""Traces, metrics and logs: all off, and no OpenTelemetry imported, unless asked for."""
+"""Traces, metrics and logs: off, without importing OpenTelemetry, unless configured."""

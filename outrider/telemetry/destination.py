@@ -1,4 +1,4 @@
-"""Where traces and metrics go, as one setting says it."""
+"""Where traces and metrics go, parsed from one setting."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _ALLOWED = "otlp=http://HOST:PORT, prometheus=PORT, or both with a comma between
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """What a `--telemetry` setting asks for."""
+    """Value of the `telemetry` setting."""
 
     otlp_endpoint: str = ""
     """`http://HOST:PORT`, or https, of a collector that takes OTLP over gRPC; empty = none."""
     prometheus_port: int | None = None
-    """Where the coordinator serves its metrics; 0 = any port. The other roles take the next ports,
-    in the order of `ROLES`. None = nowhere."""
+    """Port of the coordinator's metrics; 0 = any. Other roles use the next ports, in the order of
+    `ROLES`. None = nowhere."""
 
     @classmethod
     def parse(cls, text: str) -> Destination:
-        """From `otlp=URL,prometheus=PORT`; "" is nowhere. Raises `SettingError`."""
+        """Parses `otlp=URL,prometheus=PORT`; "" is nowhere. Raises `SettingError`."""
         found: dict[str, str] = {}
         for part in filter(None, map(str.strip, text.split(","))):
             key, _, value = part.partition("=")
@@ -42,9 +42,8 @@ class Destination:
         return cls(found.get("otlp", ""), None if port is None else int(port))
 
     def port(self, role: Role, slot: int = 0) -> int | None:
-        """The port on which the process of a role serves its metrics. `slot` is its place among
-        those of its role on one machine: each next one's ports begin behind those of the one
-        before."""
+        """Port for the metrics of a role's process. `slot` is its place among those of its role on
+        one machine; each slot has the next `len(ROLES)` ports."""
         if not self.prometheus_port:
             return self.prometheus_port
         return self.prometheus_port + ROLES.index(role) + len(ROLES) * slot

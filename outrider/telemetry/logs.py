@@ -1,5 +1,5 @@
-"""Log lines as JSON objects with the ids of their session and trace; and log files of bounded size,
-in directories of bounded size."""
+"""Log lines as JSON objects with session and trace ids; log files and directories of bounded
+size."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _identity: ContextVar[tuple[str, str]] = ContextVar("outrider_log_identity", def
 
 
 def identify(session_id: str, trace_id: str = "") -> None:
-    """Marks all later log lines of this task, and of tasks that it starts, with a session. To be
-    called in a task of the session's own."""
+    """Adds a session to all later log lines of this task and of tasks that it starts. Call it in a
+    task of the session's own."""
     _identity.set((session_id, trace_id))
 
 
@@ -32,7 +32,7 @@ def about(**fields: object) -> dict[str, Mapping[str, object]]:
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line: `time` (UTC), `level`, `logger`, `message`, and where there are any
+    """One JSON object a line: `time` (UTC), `level`, `logger`, `message`, and if present
     `session_id`, `trace_id`, the fields of `about` and `exception`."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -55,18 +55,18 @@ class JsonLines(logging.Formatter):
 
 
 class LogFile(RotatingFileHandler):
-    """A file of at most `LOG_BYTES_MAX` (a line that is longer goes over it), and `LOG_FILES_KEPT`
-    older ones beside it, by `.1` and so on."""
+    """A file of at most `LOG_BYTES_MAX` (except for a longer line), with `LOG_FILES_KEPT` rotated
+    ones beside it, `.1` and so on."""
 
     def __init__(self, path: Path, descriptors: Sequence[int] = ()) -> None:
-        """Goes on with a file that is there. What this process writes to `descriptors` goes there
-        as well behind `take_over`, and follows it."""
+        """Appends to an existing file. After `take_over`, what this process writes to `descriptors`
+        also goes to the current file."""
         super().__init__(path, maxBytes=LOG_BYTES_MAX, backupCount=LOG_FILES_KEPT, encoding="utf-8")
         self._descriptors = descriptors
 
     def _open(self) -> TextIOWrapper:
-        """For this user alone, as prompts may be in it, and locked as long as a process has it
-        open: `make_room` leaves it there."""
+        """Readable by this user alone, because it may contain prompts. Locked while a process has
+        it open, so that `make_room` keeps it."""
         while True:
             file = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             stream = open(file, "a", encoding=self.encoding, errors=self.errors)  # noqa: SIM115
@@ -82,18 +82,17 @@ class LogFile(RotatingFileHandler):
         self.take_over()
 
     def take_over(self) -> None:
-        """From now on what is written to its `descriptors` goes to it."""
+        """Redirects `descriptors` to this file."""
         if self.stream is not None:
             for descriptor in self._descriptors:
                 os.dup2(self.stream.fileno(), descriptor)
 
 
 def make_room(directory: Path) -> None:
-    """Removes log files of a directory until the rest have `LOG_DIRECTORY_BYTES_MAX` bytes at most
-    together with a new one: each replica that comes has files of its own. Older files (`.1` and so
-    on) go first, then those of processes that have ended; of each kind those that were written to
-    least recently. The file that a running process writes to stays, even where there is too much.
-    """
+    """Removes log files of a directory until the rest, with a new one, have at most
+    `LOG_DIRECTORY_BYTES_MAX` bytes: each new replica has its own files. Rotated files (`.1` and so
+    on) go first, then those of processes that have ended; within each kind the least recently
+    written. A file that a running process writes to is kept in any case."""
     found = []
     for path in directory.glob("*.log*"):
         with suppress(FileNotFoundError):
@@ -109,7 +108,7 @@ def make_room(directory: Path) -> None:
 
 
 def _is_open(path: Path) -> bool:
-    """Whether a `LogFile` writes to it; also where that cannot be known."""
+    """Whether a `LogFile` writes to it, or that cannot be known."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -121,8 +120,8 @@ def _is_open(path: Path) -> bool:
 
 
 def rotate(path: Path) -> None:
-    """Moves a file aside that has grown beyond `LOG_BYTES_MAX`, over the one that was moved before;
-    for a program that opens its log anew for each line, as Redis does."""
+    """Moves a file larger than `LOG_BYTES_MAX` to `.1`, over an earlier one; for a program that
+    reopens its log for each line, as Redis does."""
     with suppress(FileNotFoundError):
         if path.stat().st_size > LOG_BYTES_MAX:
             path.replace(path.with_name(f"{path.name}.1"))

@@ -1,4 +1,4 @@
-"""The numbers of a process, as OpenTelemetry instruments under the names in docs/operations.md."""
+"""Metrics of a process: OpenTelemetry instruments with the names in docs/operations.md."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ SECONDS = (
     0.0005, 0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.125, 0.25, 0.5, 1, 2, 4, 8, 15, 30,
     60, 120, 300,
 )  # fmt: skip
-"""Upper bounds of the buckets of a time, s."""
+"""Upper bounds of histogram buckets of times, s."""
 PHASES = ("draft", "wire", "queue", "verify", "commit")
-"""Where a round's time goes: the whole wait for a proposal; of the wait for a verdict what is
-neither the target's queue nor its step; those two; from the decision until it may be shown."""
+"""Parts of a round's time: the wait for a proposal; the rest of the wait for a verdict (wire), the
+target's queue and step; from the decision until the tokens may be shown."""
 _SIDES = get_args(Side)
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 _RULES = tuple(rule.value for rule in Rule)
@@ -63,13 +63,12 @@ REQUEST_COUNTERS: dict[str, tuple[Any, ...]] = {
     "audit_entropy_nats": ("What that sum is expected to be.", "rule", _RULES),
     "audit_variance_nats2": ("Variance of that sum.", "rule", _RULES),
 }  # fmt: skip
-"""Counters of a coordinator, by name: what it says, the label that tells its numbers apart, and
-values of it that are shown from the start. From what those of an audit grow by in a time follow
-the mean drift of a token and a z value for the whole: (surprise - entropy) / tokens, and
-(surprise - entropy) / sqrt(variance)."""
+"""Counters of a coordinator, by name: description, label, and label values that are shown from the
+start. From the increases of the audit counters over a time follow the mean drift of a token,
+(surprise - entropy) / tokens, and a z value for all, (surprise - entropy) / sqrt(variance)."""
 CONTEXT_BOUNDS = (1024, 4096, 16_384, 65_536)
 CONTEXTS = ("0-1k", "1k-4k", "4k-16k", "16k-64k", "64k+")
-"""Values of the label `context`: the session's length in tokens."""
+"""Values of the label `context`: ranges of the session's length in tokens."""
 
 
 class Proposed(NamedTuple):
@@ -81,8 +80,8 @@ class Proposed(NamedTuple):
     num_accepted: int
 
     def by_position(self, num: int) -> dict[tuple[str, str], int]:
-        """For each position of the proposal 1 if it is among the first `num`, else 0: a position
-        where nothing is accepted has a rate, too."""
+        """For each position of the proposal, 1 if it is among the first `num`, else 0, so that
+        positions where nothing is accepted have a rate, too."""
         return {(str(at), self.context): int(at < num) for at in range(self.num_depths)}
 
 
@@ -99,13 +98,13 @@ SPECULATION_COUNTERS: dict[str, tuple[str, Any, Callable[[Proposed], Mapping[Any
         ("position", "context"), lambda one: one.by_position(one.num_accepted),
     ),
 }  # fmt: skip
-"""Counters `spec_decode_num_...`, by name: what it says, its labels, and what a round adds."""
+"""Counters `spec_decode_num_...`, by name: description, labels, and what a round adds."""
 AUDIT_SUMS = {
     "num_tokens": "audit_tokens", "num_impossible": "audit_impossible_tokens",
     "surprise": "audit_surprise_nats", "entropy": "audit_entropy_nats",
     "variance": "audit_variance_nats2",
 }  # fmt: skip
-"""The counter of each field of `AuditSums`."""
+"""Counter of each field of `AuditSums`."""
 GREEDY_AUDIT_SUMS = {
     "num_unlikely": "audit_unlikely_tokens", "num_near_ties": "audit_near_ties"
 }  # fmt: skip
@@ -121,7 +120,7 @@ REQUEST_TIMES = {
     "gen_ai.server.time_per_output_token": "After the first token, a token.",
     "gen_ai.server.request.duration": "From arrival to the last event or error.",
 }  # fmt: skip
-"""Histograms of a coordinator, by their whole names."""
+"""Histograms of a coordinator, by full name."""
 READINGS: dict[str, tuple[Any, ...]] = {
     "num_requests_running": ("Sessions that run.",),
     "num_requests_waiting": ("Requests being opened.",),
@@ -145,19 +144,18 @@ READINGS: dict[str, tuple[Any, ...]] = {
         "Proposals and verdicts that came when their round or session was over.", "side", True,
     ),
 }  # fmt: skip
-"""What is read of a coordinator, by name: what it says, the label that tells its values apart, and
-whether they only grow."""
+"""Readings of a coordinator, by name: description, label, and whether they only grow."""
 
 
 class ObservedCounter:
-    """Numbers that only grow, one for each value of one label. The SDK reads them when it
-    collects: adding to one costs what adding to a plain number costs, many times a round."""
+    """Numbers that only grow, one per label value. The SDK reads them when it collects, so adding
+    is as cheap as with a plain number; it happens many times a round."""
 
     def __init__(
         self, meter: Meter, name: str, about: str, label: str = "", known: Iterable[str] = ()
     ) -> None:
-        """Without a `label` there is one number, under the value "". `known` values are shown
-        from the start, as 0: a rate cannot be taken of what appears with its first event."""
+        """Without a `label` there is one number, under the value "". `known` values are shown from
+        the start, as 0: no rate can be computed of a value that appears with its first event."""
         self._values: dict[str, float] = dict.fromkeys(known if label else ("",), 0.0)
         # A copy: the SDK collects on a thread of its own.
         watch(meter, name, lambda: dict(self._values), about, label, grows=True)
@@ -168,8 +166,8 @@ class ObservedCounter:
 
 
 class SpeculationCounters:
-    """The counters of `SPECULATION_COUNTERS`. A round adds to one number, that of rounds like it;
-    what is exported is summed up from these when the SDK collects."""
+    """The counters of `SPECULATION_COUNTERS`. A round adds 1 to the number of rounds like it;
+    exported values are computed when the SDK collects."""
 
     def __init__(self, meter: Meter) -> None:
         self._rounds: dict[Proposed, int] = {}
@@ -178,7 +176,7 @@ class SpeculationCounters:
             watch(meter, f"spec_decode_num_{name}", read, about, label, grows=True)
 
     def add(self, length: int, num_draft_tokens: int, num_depths: int, num_accepted: int) -> None:
-        """For one thread: a round of a session that is so long."""
+        """Counts a round of a session of this length. For one thread."""
         context = CONTEXTS[bisect(CONTEXT_BOUNDS, length)]
         one = Proposed(context, num_draft_tokens, num_depths, num_accepted)
         self._rounds[one] = self._rounds.get(one, 0) + 1
@@ -201,8 +199,8 @@ def watch(
     label: str | tuple[str, ...] = "",
     grows: bool = False,
 ) -> None:
-    """Numbers that `read` gives, from any thread, by the value of a label, "" without one, or by a
-    tuple of the values of several: counters if they only grow, else gauges."""
+    """Exports the numbers that `read` returns, from any thread, by label value ("" without a label,
+    a tuple for several labels): counters if they only grow, else gauges."""
 
     def attributes(key: Any) -> dict[str, str] | None:
         if isinstance(label, tuple):
@@ -217,13 +215,12 @@ def watch(
 
 
 def times(meter: Meter, name: str, about: str) -> Histogram:
-    """A histogram of seconds. `name` is whole, with its prefix."""
+    """A histogram of seconds. `name` includes its prefix."""
     return meter.create_histogram(name, "s", about, explicit_bucket_boundaries_advisory=SECONDS)
 
 
 class HttpTimes:
-    """How long requests by HTTP take, by route and status, as OpenTelemetry's conventions name
-    it."""
+    """Times of HTTP requests, by route and status, as OpenTelemetry's conventions name them."""
 
     def __init__(self, meter: Meter) -> None:
         self._times = times(
@@ -231,9 +228,9 @@ class HttpTimes:
         )
 
     def add(self, seconds: float, method: str, scheme: str, route: str, status: int | None) -> None:
-        """A request is over. `route` is its pattern, empty where none fits; there is no status
-        where the caller was gone before it. A label must not be the caller's choice, as the name of
-        a method is."""
+        """Records a finished request. `route` is its pattern, empty if none matches; `status` is
+        None if the caller left before it. A method's name comes from the caller, so unknown ones
+        are not used as label values."""
         found: dict[str, str | int] = {
             "http.request.method": method if method in _METHODS else "_OTHER",
             "url.scheme": scheme,

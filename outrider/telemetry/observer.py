@@ -1,8 +1,7 @@
-"""What a coordinator tells of its requests, and the observer that ignores it.
+"""Events that a coordinator reports of its requests, and an observer that ignores them.
 
-The calls are made in every case; `ObservedRequests` overrides them where telemetry is on. Where it
-is off, each costs a call, and OpenTelemetry is not imported.
-"""
+They are always reported; `ObservedRequests` handles them where telemetry is on. Where it is off,
+each costs a call, and OpenTelemetry is not imported."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ from typing import Any, ClassVar, Literal
 
 Side = Literal["draft", "target"]
 AuditOutcome = Literal["audited", "busy", "repeated", "failed"]
-"""What comes of a session that is chosen for an audit. Busy: too many audits run, or all seats are
-taken. Repeated: the session's seed is an earlier session's, so its tokens are not independent."""
+"""Outcome for a session chosen for an audit. Busy: too many audits or sessions run. Repeated: an
+earlier session had its seed, so its tokens are not independent."""
 
 
 def _ignore(self: Any, *_: Any, **__: Any) -> None:
@@ -20,7 +19,7 @@ def _ignore(self: Any, *_: Any, **__: Any) -> None:
 
 
 class RequestObserver:
-    """Follows one request, from its arrival to its end. See `ObservedRequest` for the calls."""
+    """Observes one request. See `ObservedRequest` for the calls."""
 
     __slots__ = ()
 
@@ -41,15 +40,13 @@ SILENT = RequestObserver()
 
 
 Readings = Callable[[], Mapping[str, Mapping[str, float]]]
-"""What a coordinator knows of its load and its surroundings: numbers by metric and the value of
-its label."""
+"""A coordinator's load and health: numbers by metric and label value."""
 
 
 class Observation:
-    """Gives every request its observer. This one observes nothing. See `ObservedRequests`."""
+    """Makes an observer for each request. This one observes nothing. See `ObservedRequests`."""
 
     listens: ClassVar[bool] = False
-    """Whether anything is observed."""
 
     def begin(self, *_: Any, **__: Any) -> RequestObserver:
         """A request has come, for a model, perhaps as part of its caller's trace."""

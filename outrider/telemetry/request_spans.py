@@ -1,16 +1,15 @@
-"""One trace and the numbers of every request that a coordinator serves.
+"""Traces and metrics of every request that a coordinator serves.
 
     chat MODEL                            from arrival to the last event; totals as attributes
       outrider.open                       tokenizing, and opening the session in the store
       outrider.round                      a sampled round
-        outrider.wire  (peer = draft)     question to answer; what its children leave is the wire
+        outrider.wire  (peer = draft)     question to answer; time outside its children is the wire
           outrider.queue, outrider.draft      in the draft
         outrider.wire  (peer = target)
           outrider.queue, outrider.verify     in the target
         outrider.commit                   decision to acknowledgement
 
-Rounds that are not sampled have no spans; they count in the totals like all others.
-"""
+Rounds that are not sampled have no spans, but count in all totals."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ class ObservedRequests(Observation):
     listens = True
 
     def __init__(self, tracer: Tracer, meter: Meter, config: CoordinatorConfig) -> None:
-        """By the `trace_` settings of a configuration."""
+        """Uses the `trace_` settings of the configuration."""
         self.tracer = tracer
         self.config = config
         self._meter = meter
@@ -69,7 +68,7 @@ class ObservedRequests(Observation):
         self.phases = {phase: self.times[f"outrider.round_{phase}_seconds"] for phase in PHASES}
 
     def samples(self, index: int) -> bool:
-        """Whether the round at this place has spans."""
+        """Whether the round with this index has spans."""
         beyond, every = index - self.config.trace_first_rounds, self.config.trace_every_rounds
         return beyond < 0 or (every > 0 and beyond % every == 0)
 
@@ -78,18 +77,18 @@ class ObservedRequests(Observation):
         return ObservedRequest(self, request, model, read_traceparent(traceparent))
 
     def watch(self, readings: Readings) -> None:
-        """Shows the coordinator's load and health. They may be read from any thread."""
+        """Exports the coordinator's load and health; `readings` may be called from any thread."""
         for name, told in READINGS.items():
             watch(self._meter, name, partial(lambda key: {**readings().get(key, {})}, name), *told)
 
     def audited(self, rule: str, sums: AuditSums) -> None:
-        """Tokens of a session that is over have been held against its target's law."""
+        """Counts an audited session's tokens."""
         greedy = GREEDY_AUDIT_SUMS if rule == Rule.GREEDY.value else {}
         for field, name in (AUDIT_SUMS | greedy).items():
             self.counters[name].add(getattr(sums, field), rule)
 
     def audit_ended(self, outcome: AuditOutcome) -> None:
-        """A session was chosen for an audit, and this has come of it."""
+        """Counts the outcome for a session chosen for an audit."""
         self.counters["audits"].add(1, outcome)
 
 
@@ -105,7 +104,7 @@ class ObservedRequest(RequestObserver):
             "gen_ai.operation.name": operation, "gen_ai.provider.name": "outrider",
             "gen_ai.request.model": model,
         }  # fmt: skip
-        # Never as a child of the span that happens to be current here.
+        # Never as a child of the current span.
         self._span = shared.tracer.start_span(
             f"{operation} {model}", context=Context() if caller is None else caller,
             kind=SpanKind.SERVER, attributes=self._genai, start_time=self._arrived_ns,
@@ -117,12 +116,12 @@ class ObservedRequest(RequestObserver):
         )
         self._asked: dict[Side, Span] = {}
         self._rounds: dict[int, Span] = {}
-        """Spans of sampled rounds that are not committed, by the round's index."""
+        """Spans of sampled rounds that are not committed, by round index."""
         self._index = 0
         self._times: list[tuple[str, float]] = []
-        """Of rounds since tokens were shown last, by phase."""
+        """Times since tokens were last shown, by phase."""
         self._seconds = dict.fromkeys(PHASES, 0.0)
-        """Of the rounds before that."""
+        """Totals of earlier rounds."""
         self._totals = dict.fromkeys(("resyncs", "fallback_rounds", "sampled_rounds"), 0)
         self._open_s = 0.0
         self._first_token_at: float | None = None
@@ -176,15 +175,15 @@ class ObservedRequest(RequestObserver):
             self._contexts["draft"] = self._contexts["target"] = self._quiet
 
     def asked(self, side: Side) -> None:
-        """A side is about to be asked; its answer ends what begins here."""
+        """A side is about to be asked; its answer ends the span that begins here."""
         if (parent := self._rounds.get(self._index)) is not None:
             span = self._asked[side] = self._child(parent, "wire", kind=SpanKind.CLIENT)
             span.set_attribute("outrider.peer", side)
             self._contexts[side] = write_traceparent(span)
 
     def answered(self, side: Side, seconds: float, queue_ms: float, compute_ms: float) -> None:
-        """There is a proposal or a verdict, so many seconds after it was asked for; the times in ms
-        are the replica's."""
+        """A proposal or a verdict came, `seconds` after it was asked for; times in ms are the
+        replica's."""
         queue_s, compute_s = queue_ms / 1e3, compute_ms / 1e3
         wire_s = max(0.0, seconds - queue_s - compute_s)
         if side == "draft":
@@ -204,7 +203,7 @@ class ObservedRequest(RequestObserver):
         self, proposal: SealedProposal, num_accepted: int, num_tokens: int, length: int
     ) -> None:
         """The round has an outcome: `num_accepted` draft tokens were accepted and `num_tokens`
-        added, which make the session `length` tokens long."""
+        added; the session now has `length` tokens."""
         self._shared.counters["num_rounds"].add(1)
         if proposal:
             num_depths = proposal.tree.num_depths if proposal.parents else len(proposal)
@@ -217,7 +216,8 @@ class ObservedRequest(RequestObserver):
             })  # fmt: skip
 
     def shown(self, round_index: int, num_tokens: int, commit_seconds: float) -> None:
-        """A round's tokens are committed, so long after they were decided, and go to the client."""
+        """A round's tokens are committed, `commit_seconds` after they were decided, and go to the
+        client."""
         now = time.monotonic()
         self._times.append(("commit", commit_seconds))
         self._record_times()
@@ -254,8 +254,8 @@ class ObservedRequest(RequestObserver):
         self._end(event.finish_reason)
 
     def failed(self, error: BaseException) -> None:
-        """The request ends without a last event. Does nothing after `finished`. A client that goes
-        away is no failure, but a cancel."""
+        """The request ends without a last event. Does nothing after `finished`. A client that
+        disconnects is not a failure, but a cancel."""
         if self._ended:
             return
         if not isinstance(error, Exception):
@@ -266,7 +266,7 @@ class ObservedRequest(RequestObserver):
         self.count("request_failure", kind)
         self._genai["error.type"] = kind
         self._span.set_attribute("error.type", kind)
-        # Nothing but our own errors is sure to say nothing of the prompt.
+        # Only our own errors are sure not to quote the prompt.
         message = error.message if isinstance(error, OutriderError) else kind
         self._span.set_status(StatusCode.ERROR, message)
         self._end()
@@ -275,7 +275,7 @@ class ObservedRequest(RequestObserver):
         self._shared.times[name].record(seconds, labels)
 
     def _record_times(self) -> None:
-        """Not when they are known: the next round is under way, and nothing waits for this."""
+        """Called late: by then the next round is under way, and nothing waits for this."""
         totals, phases = self._seconds, self._shared.phases
         for phase, seconds in self._times:
             totals[phase] += seconds
@@ -289,7 +289,7 @@ class ObservedRequest(RequestObserver):
         self._record("gen_ai.server.request.duration", duration_s, self._genai)
         for span in (*self._asked.values(), *self._rounds.values()):
             span.end()
-        # Rounds that still end after this are counted and not traced.
+        # Rounds that end after this are counted but not traced.
         self._asked, self._rounds = {}, {}
         if reason is not None:
             self._span.set_attribute("gen_ai.response.finish_reasons", [reason.value])
@@ -301,7 +301,7 @@ class ObservedRequest(RequestObserver):
 
 
 def _describe(span: Span, request: GenerateRequest, prompts: bool) -> None:
-    """The request's parameters; nothing of its prompt unless asked for."""
+    """The request's parameters; its prompt only if `prompts`."""
     sampling = request.sampling
     found = {
         "gen_ai.request.temperature": sampling.temperature,
@@ -316,7 +316,7 @@ def _describe(span: Span, request: GenerateRequest, prompts: bool) -> None:
 
 
 def _messages(request: GenerateRequest) -> str:
-    """The prompt as the semantic conventions write it; token ids as they are."""
+    """The prompt in the form of the semantic conventions; token ids as they are."""
     prompt = request.prompt
     found = [
         {"role": turn.role, "parts": [{"type": "text", "content": turn.content}]}

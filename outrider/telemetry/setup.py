@@ -1,4 +1,4 @@
-"""Starts and ends a process's OpenTelemetry SDK, and carries traces between processes. Nothing
+"""Starts and ends a process's OpenTelemetry SDK, and passes traces between processes. Nothing
 global: Ray has an SDK of its own."""
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Metric
 
 EXPORT_TIMEOUT_S = 3.0
-"""What one export may take; also what a process waits for its last one when it stops."""
+"""Timeout of an export, also of the last one when a process stops."""
 SCOPE = "outrider"
 VLLM_COUNTERS = tuple(
     f"spec_decode_num_{name}"
     for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
 )
-"""Counters that vLLM also has, under the prefix `vllm:`."""
+"""Counters that vLLM also has, with the prefix `vllm:`."""
 
 _log = logging.getLogger(__name__)
 
 
 class _VllmNames:
-    """The metrics of a registry, and a copy of the counters of speculation under vLLM's names.
+    """The metrics of a registry, and copies of the counters of speculation under vLLM's names.
     OpenTelemetry instruments cannot have these names: it allows no colon."""
 
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
@@ -82,7 +82,7 @@ class Scrape:
         from prometheus_client import CollectorRegistry
 
         self._plain_text = vllm_model is not None
-        """prometheus_client 0.26 makes an underscore of a colon where it writes OpenMetrics."""
+        """prometheus_client 0.26 replaces a colon by an underscore in OpenMetrics."""
         self._registry = registry = CollectorRegistry()
         self.reader: MetricReader = PrometheusMetricReader(
             scope_info_enabled=False, registry=registry
@@ -92,7 +92,7 @@ class Scrape:
             self._registry.register(_VllmNames(registry, vllm_model))
         self._serving: tuple[WSGIServer, Thread] | None = None
         self.address = ""
-        """host:port that they are served on; empty until `serve`."""
+        """host:port of its HTTP server; empty until `serve`."""
 
     def serve(self, host: str, port: int) -> None:
         """Serves them by HTTP at any path; port 0 = any. Raises `SettingError`."""
@@ -112,14 +112,13 @@ class Scrape:
         _log.info("metrics are served on %s", self.address)
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """The metrics now, and their content type, one that a scraper accepts. Blocks."""
+        """The metrics now, and their content type, which the scraper accepts. Blocks."""
         from prometheus_client.exposition import choose_encoder
 
         encode, content_type = choose_encoder("" if self._plain_text else accept)
         return encode(self._registry), content_type
 
     def stop(self) -> None:
-        """Ends serving."""
         if self._serving is not None:
             server, thread = self._serving
             server.shutdown()
@@ -128,7 +127,7 @@ class Scrape:
 
 
 class Exports:
-    """A process's tracer and meter, and what sends away what they record."""
+    """A process's tracer and meter, and their exporters."""
 
     def __init__(
         self,
@@ -153,12 +152,12 @@ class Exports:
         self.meter: Meter = self._meters.get_meter(SCOPE, version("outrider"))
 
     async def close(self) -> None:
-        """Sends what is left, as far as that takes no longer than an export may."""
+        """Sends what is left, within the timeout of an export."""
         try:
             async with asyncio.timeout(EXPORT_TIMEOUT_S):
                 await asyncio.to_thread(self.shut_down)
         except TimeoutError:
-            _log.warning("the last traces and metrics were not taken in time")
+            _log.warning("the last traces and metrics were not exported in time")
 
     def shut_down(self) -> None:
         """Sends what is left. Blocks."""
@@ -178,10 +177,10 @@ def start_exports(
     scraped: bool = False,
     vllm_model: str | None = None,
 ) -> Exports | None:
-    """What the `telemetry` setting asks of the process of a role; None where it is off, unless the
-    process serves its `Exports.scrape` itself (`scraped`). Prometheus is served on `host`; `slot`
-    as for `Destination.port`, `vllm_model` as for `Scrape`. Raises `SettingError` where its port is
-    taken."""
+    """Starts what the `telemetry` setting asks for in the process of a role; None where it is off,
+    unless the process serves its `Exports.scrape` itself (`scraped`). Prometheus is served on
+    `host`; `slot` as for `Destination.port`, `vllm_model` as for `Scrape`. Raises `SettingError`
+    where its port is taken."""
     destination = Destination.parse(telemetry)
     endpoint, port = destination.otlp_endpoint, destination.port(role, slot)
     if not endpoint and port is None and not scraped:
@@ -207,8 +206,8 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 def write_traceparent(span: Span, *, sampled: bool = True) -> str:
-    """W3C trace context that makes others children of `span`; without `sampled` they only know its
-    trace. Empty for a span that is not valid."""
+    """W3C trace context with `span` as parent; without `sampled` only its trace is passed on. Empty
+    for an invalid span."""
     context = span.get_span_context()
     if not context.is_valid:
         return ""
@@ -217,12 +216,12 @@ def write_traceparent(span: Span, *, sampled: bool = True) -> str:
 
 
 def read_traceparent(text: str) -> Context | None:
-    """The context of a remote span; None for what is none."""
+    """The context of a remote span; None for an invalid text."""
     return _PROPAGATOR.extract({"traceparent": text}, Context()) or None
 
 
 def read_sampled(text: str) -> Context | None:
-    """As `read_traceparent`, and None for a trace in which this item is not sampled."""
+    """As `read_traceparent`, but None where the trace is not sampled."""
     if not text or text[-1] not in "13579bdf":
         return None
     return read_traceparent(text)

@@ -1,4 +1,4 @@
-"""The spans and numbers of a draft's or a target's steps."""
+"""Spans and metrics of a draft's or a target's steps."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _FIGURES = {
     "prefix_cache_queries": ("pages.prefix_queries", "Tokens looked up in the prefix cache."),
     "prefix_cache_hits": ("pages.prefix_hits", "Tokens of them found."),
 }
-"""By name: the attribute of `StepFigures`, and what it says. Those of the cache of keys and values
-go up and down; the others only grow."""
+"""By name: the attribute of `StepFigures`, and the description. Those of the key-value cache go up
+and down; the others only grow."""
 
 
 class ObservedSteps:
-    """Hears what a replica does, on the loop's thread."""
+    """Observes a replica's steps, on the loop's thread."""
 
     def __init__(self, tracer: Tracer, meter: Meter, role: str) -> None:
         """`role` is `draft` or `target`."""
@@ -59,7 +59,7 @@ class ObservedSteps:
         )
 
     def watch(self, queued: Callable[[], int], figures: Callable[[], StepFigures]) -> None:
-        """Shows how many items wait for a step, and what the steps have come to."""
+        """Exports how many items wait for a step, and the counters of the steps."""
         watch(
             self._meter, "num_items_waiting", lambda: {"": queued()}, "Items that wait for a step."
         )
@@ -90,7 +90,7 @@ class ObservedSteps:
         for work, answer in zip(works, answers, strict=True):
             self._answers.add(1, _kind(answer))
             is_ahead = isinstance(answer, ProposalReply) and answer.assumed
-            if isinstance(answer, Unfinished) or is_ahead:  # No request has asked for it yet.
+            if isinstance(answer, Unfinished) or is_ahead:  # No request waits for it yet.
                 continue
             began = start if work.started_at is None else work.started_at
             self._queue.record(max(0.0, began - work.arrived_at))
@@ -104,7 +104,7 @@ class ObservedSteps:
         context = read_sampled(head.traceparent)
         if context is None:
             return
-        # Loop time has no date; what has passed since is the same on every clock.
+        # Loop time has no date: converted by the time that has passed since.
         now, now_ns = asyncio.get_running_loop().time(), time.time_ns()
         arrived_ns, start_ns, end_ns = (
             now_ns - int((now - moment) * 1e9) for moment in (work.arrived_at, start, end)

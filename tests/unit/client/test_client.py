@@ -274,7 +274,7 @@ async def test_an_http_port_is_told_from_a_grpc_port() -> None:
     async with await asyncio.start_server(refuse, "127.0.0.1", 0) as http:
         host, port = http.sockets[0].getsockname()
         async with Client(f"{host}:{port}") as client:
-            with pytest.raises(Unavailable, match=rf"{port} is no gRPC port; .* 50051$"):
+            with pytest.raises(Unavailable, match=rf"{port} is not a gRPC port; .* 50051"):
                 await client.describe()
 
 
