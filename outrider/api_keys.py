@@ -1,12 +1,12 @@
-"""Callers, their API keys, and what is kept of these.
+"""Callers, their API keys, and the stored hashes of these.
 
     or-<salt>-<secret>          a key as `outrider keys new` makes it: 16 hexadecimal digits, and
                                 43 characters for 256 random bits
-    sha256:<salt>:<digest>      what is kept of it: HMAC-SHA256 of the whole key under the salt
-    sha256:<digest>             the same of a key that was made elsewhere: its SHA-256
+    sha256:<salt>:<digest>      its hash: HMAC-SHA256 of the whole key under the salt
+    sha256:<digest>             hash of a key that was made elsewhere: its SHA-256
 
-The salt is a part of the key, so that one hash finds whose it is among thousands. A file of keys
-has one a line; `#` begins a comment:
+The salt is a part of the key, so that one hash finds the key among thousands. A file of keys has
+one per line; `#` begins a comment:
 
     NAME HASH [tenant=TENANT] [requests_per_minute=N] [concurrency=N] [admin]
 """
@@ -35,45 +35,44 @@ from outrider.limits import (
 
 @dataclass(frozen=True)
 class Caller:
-    """Who a request comes from, as its key says. Its text has no secret."""
+    """The caller of a request, from its key. Its text contains no secret."""
 
     name: str = ""
-    """Of the key, and of the counts of its limits; empty where no key is asked for."""
+    """Name of the key, and of the counters of its limits; empty if no key is needed."""
     tenant: str = ""
-    """Whose sessions and cached prefixes these are. It never comes from the request."""
+    """Owner of its sessions and cached prefixes. Never taken from the request."""
     requests_per_minute: int = 0
-    """0 = any number."""
+    """0 = unlimited."""
     concurrency: int = 0
-    """Generations that may run at a time, of which a request may have several; 0 = any number."""
+    """Generations that may run at a time (a request may have several); 0 = unlimited."""
     admin: bool = False
-    """Whether sessions of every tenant may be read and cancelled."""
+    """Whether it may read and cancel sessions of all tenants."""
 
     @property
     def is_limited(self) -> bool:
-        """Whether its requests are counted."""
         return bool(self.requests_per_minute or self.concurrency)
 
     @property
     def reach(self) -> str | None:
-        """The tenant whose sessions may be read and cancelled; None = every one's."""
+        """The tenant whose sessions may be read and cancelled; None = all."""
         return None if self.admin else self.tenant
 
 
 ANYBODY = Caller()
-"""Where no key is asked for: one tenant, without limits."""
+"""The caller where no key is needed: one tenant, without limits."""
 
 
 SCHEME = "sha256"
 _MADE = re.compile(r"or-([0-9a-f]{16})-[A-Za-z0-9_-]{43}")
 _KEPT = re.compile(r"sha256:(?:([0-9a-f]{16}):)?([0-9a-f]{64})")
 _GIVEN = re.compile(r"[!-+\--~]+")
-"""Visible ASCII without commas, which stand between several."""
+"""Visible ASCII without commas, which separate keys."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
 
 
 @dataclass(frozen=True)
 class KeyHash:
-    """What is kept of a key: enough to know it again, and not to use it."""
+    """The stored hash of a key, enough to recognise it but not to use it."""
 
     salt: str
     """Empty for a key that was made elsewhere."""
@@ -81,7 +80,7 @@ class KeyHash:
 
     @classmethod
     def of(cls, key: str) -> Self:
-        """Of any text; who has it does not matter."""
+        """Hash of any text as a key."""
         data = key.encode(errors="surrogatepass")
         made = _MADE.fullmatch(key)
         if made is None:
@@ -90,7 +89,7 @@ class KeyHash:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Of its text. Raises `ValueError`, in words that do not repeat it: it may be a key."""
+        """Parses a hash. Raises `ValueError` that does not quote it: it may be a key."""
         found = _KEPT.fullmatch(text)
         if found is None:
             raise ValueError("must be sha256:DIGEST or sha256:SALT:DIGEST, in lower-case hex")
@@ -103,17 +102,17 @@ class KeyHash:
 
 @dataclass(frozen=True)
 class KeyEntry:
-    """A key that is accepted, and who has it."""
+    """An accepted key, and its caller."""
 
     hash: KeyHash
     caller: Caller
 
 
 class Keyring:
-    """The keys that are accepted, to be found by what a caller shows."""
+    """The accepted keys."""
 
     def __init__(self, entries: Iterable[KeyEntry]) -> None:
-        """Raises `ConfigError` for names or keys that are there twice, and for too many."""
+        """Raises `ConfigError` for duplicate names or keys, and for too many."""
         self.entries = tuple(entries)
         if len(self.entries) > API_KEYS_MAX:
             raise ConfigError(f"{len(self.entries)} keys; at most {API_KEYS_MAX} are allowed")
@@ -121,14 +120,14 @@ class Keyring:
         for entry in self.entries:
             name = entry.caller.name
             if name in seen or entry.hash in seen:
-                what = "is there twice" if name in seen else "has another name, too"
+                what = "is given twice" if name in seen else "is given under two names"
                 raise ConfigError(f"the key {name!r} {what}")
             seen |= {name, entry.hash}
         self._salted = {one.hash.salt: one for one in self.entries if one.hash.salt}
         self._plain = tuple(one for one in self.entries if not one.hash.salt)
 
     def find(self, key: str) -> Caller | None:
-        """Whose key it is. How long that takes does not depend on how much of a key is right."""
+        """The caller of a key. The time does not depend on how much of a key is right."""
         shown = KeyHash.of(key)
         if shown.salt and (entry := self._salted.get(shown.salt)) is not None:
             return entry.caller if hmac.compare_digest(entry.hash.digest, shown.digest) else None
@@ -141,22 +140,22 @@ class Keyring:
 
 
 def new_key() -> str:
-    """A key that nobody has."""
+    """A new random key."""
     return f"or-{secrets.token_hex(8)}-{secrets.token_urlsafe(32)}"
 
 
 def check_key_name(name: str) -> str:
-    """The name itself. Raises `ValueError` for what is none."""
+    """The name. Raises `ValueError` for an invalid one."""
     if not _NAME.fullmatch(name):
-        words = "up to 64 letters, digits, and _ . @ - behind the first"
+        words = "up to 64 letters and digits, and after the first also _ . @ -"
         raise ValueError(f"{name[:64]!r} is wrong; it must be {words}")
     return name
 
 
 def given_keys(text: str) -> tuple[KeyEntry, ...]:
-    """The keys of a setting: each a key or its hash, with commas between several. Nobody has given
-    them names or limits; each has a tenant of its own, so who has one sees nothing of another's.
-    Raises `ConfigError` that says which one is wrong, and not what it is."""
+    """The keys of a setting: keys or hashes, separated by commas. They have no names or limits;
+    each has a tenant of its own, so one holder sees nothing of another's. Raises `ConfigError` that
+    says which one is wrong, but does not quote it."""
     entries = []
     for number, word in enumerate(text.split(",") if text else (), start=1):
         word = word.strip()
@@ -172,14 +171,14 @@ def given_keys(text: str) -> tuple[KeyEntry, ...]:
             )
         else:
             found = KeyHash.of(word)
-        # Another hash: neither the tenant nor the name helps to guess a key by what is kept of it.
+        # Another hash: neither tenant nor name reveals the stored one.
         name = "key-" + hashlib.sha256(b"name of a key" + found.digest).hexdigest()[:12]
         entries.append(KeyEntry(found, Caller(name, name)))
     return tuple(entries)
 
 
 def hashed_keys(text: str) -> str:
-    """The same setting without a key in it. Raises as `given_keys`."""
+    """The same setting with all keys hashed. Raises as `given_keys`."""
     return ",".join(str(entry.hash) for entry in given_keys(text))
 
 
@@ -205,7 +204,7 @@ _MOST = {
 
 def _entry(words: Sequence[str]) -> KeyEntry:
     if len(words) < 2:
-        raise ValueError("a key has a NAME and a HASH at least")
+        raise ValueError("a line needs at least NAME and HASH")
     name, option = check_key_name(words[0]), "HASH"
     given: dict[str, Any] = {}
     try:
@@ -219,7 +218,7 @@ def _entry(words: Sequence[str]) -> KeyEntry:
                 )
             option = match[1] or match[3]
             if option in given:
-                raise ConfigError(f"{option!r} is there twice")
+                raise ConfigError(f"{option!r} is given twice")
             given[option] = _value(option, match[2])
     except ValueError as error:
         raise ValueError(f"{option}: {error}") from None
@@ -227,7 +226,6 @@ def _entry(words: Sequence[str]) -> KeyEntry:
 
 
 def _value(option: str, text: str) -> str | int | bool:
-    """Unlimited is said by leaving an option out."""
     if option == "tenant":
         return check_key_name(text)
     if option == "admin":
@@ -239,7 +237,7 @@ def _value(option: str, text: str) -> str | int | bool:
 
 
 def entry_line(hash_: KeyHash, caller: Caller) -> str:
-    """The line of a file, without its end."""
+    """The line of a file, without its newline."""
     words = [caller.name, str(hash_)]
     if caller.tenant != caller.name:
         words.append(f"tenant={caller.tenant}")
@@ -248,7 +246,7 @@ def entry_line(hash_: KeyHash, caller: Caller) -> str:
 
 
 def read_key_file(path: Path) -> list[KeyEntry]:
-    """Its keys. Raises `ConfigError` that names the file, and the line that is wrong."""
+    """The keys of a file. Raises `ConfigError` that names the file and the line."""
     data = read_file(path)
     try:
         entries = read_entries(data.decode())
@@ -261,8 +259,8 @@ def read_key_file(path: Path) -> list[KeyEntry]:
 
 
 def add_key(path: Path, caller: Caller) -> str:
-    """Makes a key, adds its hash to the file, which is made for its owner only where there is
-    none, and returns the key. Raises `ConfigError`, also for a name that is there."""
+    """Makes a key, adds its hash to the file, which is created for its owner only, and returns the
+    key. Raises `ConfigError`, also for an existing name."""
     with locked(path.with_name(f"{path.name}.lock")):
         entries = read_key_file(path) if path.exists() else []
         if any(entry.caller.name == caller.name for entry in entries):
@@ -278,8 +276,8 @@ def add_key(path: Path, caller: Caller) -> str:
 
 
 def remove_key(path: Path, name: str) -> None:
-    """Takes a key out of the file; its other lines stay. Raises `ConfigError`, also where there is
-    no such key."""
+    """Removes a key from the file; other lines stay. Raises `ConfigError`, also if there is no such
+    key."""
     with locked(path.with_name(f"{path.name}.lock")):
         names = [entry.caller.name for entry in read_key_file(path)]
         if name not in names:

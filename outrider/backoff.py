@@ -1,4 +1,4 @@
-"""How long to wait between tries: longer and longer, and never in step with others."""
+"""Waits between retries: growing, and with jitter."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ _DOUBLINGS_MAX = 32
 
 
 def spread(wait: float, over: float, random: Callable[[], float]) -> float:
-    """A wait after which many would try at the same moment: between it and `over` more. `random`
-    gives numbers in [0, 1)."""
+    """Adds a random part of `over` to a wait that many callers share, so that they do not retry at
+    the same moment. `random` returns numbers in [0, 1)."""
     return wait + over * random()
 
 
 def backoff(first: float, longest: float, attempt: int, random: Callable[[], float]) -> float:
-    """Between half and all of a time that doubles with each attempt (the first is 0) up to a
-    longest one: those whose tries failed together try again apart ("equal jitter", M. Brooker,
-    Exponential Backoff And Jitter, 2015). `random` gives numbers in [0, 1)."""
+    """Between half and all of a time that doubles with each attempt (the first is 0) up to
+    `longest`, so that callers that failed together retry apart ("equal jitter", M. Brooker,
+    Exponential Backoff And Jitter, 2015). `random` returns numbers in [0, 1)."""
     whole = min(longest, first * 2.0 ** min(attempt, _DOUBLINGS_MAX))
     return whole * (1 + random()) / 2

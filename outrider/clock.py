@@ -1,10 +1,9 @@
-"""An event loop whose clock is virtual: the twin of asyncio's own, for simulation.
+"""An event loop with a virtual clock, for simulation.
 
-All of Outrider reads the time from `asyncio.get_running_loop().time()` and waits with asyncio, so
-the same code runs on either. Here a wait costs nothing: when every task waits, the clock jumps to
-the next timer. Sockets are not awaited, and what is meant for another thread runs in place, in no
-time: how long a thread takes would otherwise decide how much virtual time passes.
-"""
+Outrider reads the time only from `asyncio.get_running_loop().time()` and waits with asyncio, so the
+same code runs on either clock. Here waiting costs nothing: when every task waits, the clock jumps
+to the next timer. Sockets are not awaited, and work for other threads runs in place, in no time:
+otherwise the duration of a thread would decide how much virtual time passes."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ class _VirtualSelector(selectors.DefaultSelector):
         return ready
 
     def wait(self, timeout: float | None) -> None:
-        """Raises `InvariantError` where nothing could ever happen again."""
+        """Raises `InvariantError` where nothing can ever happen again."""
         if timeout is None:
             raise InvariantError("every task waits, and no timer is set: the program hangs")
         self.now += max(timeout, 0.0)
@@ -55,7 +54,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         return self._virtual.now
 
     def wait(self, seconds: float | None) -> None:
-        """Moves the clock. Raises `InvariantError` for None: nothing could ever happen again."""
+        """Moves the clock. Raises `InvariantError` for None: nothing can ever happen again."""
         self._virtual.wait(seconds)
 
     def run_in_executor(
@@ -71,13 +70,14 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtually(main: Coroutine[Any, Any, T]) -> T:
-    """Runs `main` to its end on a virtual clock, as `asyncio.run` does on the real one."""
+    """Runs `main` on a virtual clock, as `asyncio.run` does on the real one."""
     with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
         return runner.run(main)
 
 
 async def cancelling_others(main: Coroutine[Any, Any, T]) -> T:
-    """Runs `main`, then cancels every other task, also those that begin as others are cancelled."""
+    """Runs `main`, then cancels all other tasks, also those that start while others are
+    cancelled."""
     try:
         return await main
     finally:

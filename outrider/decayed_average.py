@@ -1,4 +1,4 @@
-"""Sums that forget: what has lately been, of figures that come at any time."""
+"""Exponentially decayed sums of figures that come at any time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 
 class DecayedSums:
-    """Sums of which an amount is worth 1/e of itself after `seconds`."""
+    """Sums in which an amount decays to 1/e after `seconds`."""
 
     def __init__(self, seconds: float, now: float) -> None:
         self._seconds = seconds
@@ -16,7 +16,7 @@ class DecayedSums:
         self._added_at: dict[str, float] = {}
 
     def add(self, now: float, amounts: Mapping[str, float]) -> None:
-        """Adds to the sums; `now` is in seconds and never goes back."""
+        """Adds to the sums; `now` is in seconds and never decreases."""
         self._fade(now)
         for name, amount in amounts.items():
             self._sums[name] = self._sums.get(name, 0.0) + amount
@@ -24,7 +24,7 @@ class DecayedSums:
                 self._added_at[name] = now
 
     def mean(self, now: float, name: str, of: str) -> float | None:
-        """One sum by another one; None where nothing has been added to that for `seconds`."""
+        """Ratio of two sums; None where nothing was added to `of` for `seconds`."""
         if now - self._added_at.get(of, -math.inf) > self._seconds:
             return None
         self._fade(now)
@@ -32,7 +32,7 @@ class DecayedSums:
         return self._sums.get(name, 0.0) / whole if whole > _NOTHING else None
 
     def rate(self, now: float, name: str) -> float:
-        """A sum by the time that it stands for, per second."""
+        """A sum per second of the time that it covers."""
         self._fade(now)
         lasted = self._seconds * -math.expm1(-(now - self._since) / self._seconds)
         return self._sums.get(name, 0.0) / lasted if lasted > _NOTHING else 0.0

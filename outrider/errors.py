@@ -9,18 +9,18 @@
     ├── Incompatible          FAILED_PRECONDITION   409   fingerprints that do not match
     ├── StaleEpoch            ABORTED               409   another coordinator owns the session
     ├── DataLoss              DATA_LOSS             500   stored tokens are gone
-    │   └── OtherTokens                                   a client has others than the store
+    │   └── OtherTokens                                   a client's differ from the store's
     ├── Overloaded            RESOURCE_EXHAUSTED    429   with a time to retry after
     │   └── OutOfPages                                    an engine's memory is full of sequences
     ├── Unavailable           UNAVAILABLE           503   with a time to retry after
-    │   ├── EngineLost                                    no step can follow; the replica ends
+    │   ├── EngineLost                                    no step can run; the replica ends
     │   ├── LinkLost                                      a stream to a replica broke
     │   └── StoreUnavailable                              Redis does not answer
     ├── DeadlineExceeded      DEADLINE_EXCEEDED     504
     ├── ConfigError           (start-up only: one line and exit code 2)
     │   └── SettingError                                  names the setting
-    ├── StepUndone            INTERNAL              500   a draft step failed, which is undone
-    └── InvariantError        INTERNAL              500   our bug, nothing else
+    ├── StepUndone            INTERNAL              500   a draft step failed and was undone
+    └── InvariantError        INTERNAL              500   a bug of ours
 
 An error says what was wrong, what was expected, and what to do.
 """
@@ -31,7 +31,7 @@ import difflib
 from collections.abc import Iterable
 
 NO_TOKENIZER = "the model has no tokenizer; give token_ids"
-"""Reason of a `BadRequest` for a text; the command line names its flag instead."""
+"""Reason of a `BadRequest` for text; the command line names its flag instead."""
 
 
 class OutriderError(Exception):
@@ -85,7 +85,7 @@ class Incompatible(OutriderError):
 
 
 class StaleEpoch(OutriderError):
-    """Another coordinator has taken the session over."""
+    """Another coordinator has taken over the session."""
 
     grpc_code, http_status = 10, 409
 
@@ -97,11 +97,11 @@ class DataLoss(OutriderError):
 
 
 class OtherTokens(DataLoss):
-    """A client that resumes a session says that it has tokens which are not those stored."""
+    """A client resumes a session with tokens that differ from the stored ones."""
 
 
 class _Retryable(OutriderError):
-    """An error after which the same request may succeed; `retry_after_ms` says when to try."""
+    """The same request may succeed later, after `retry_after_ms`."""
 
     def __init__(self, message: str, retry_after_ms: int = 1000) -> None:
         super().__init__(message)
@@ -109,31 +109,31 @@ class _Retryable(OutriderError):
 
 
 class Overloaded(_Retryable):
-    """A rate, a concurrency limit or a queue is full."""
+    """A rate, a concurrency limit or a queue is at its limit."""
 
     grpc_code, http_status = 8, 429
 
 
 class OutOfPages(Overloaded):
-    """The keys and values of the sequences in use fill the memory that an engine has for them."""
+    """The sequences in use fill an engine's key-value memory."""
 
 
 class Unavailable(_Retryable):
-    """Something the request needs does not answer."""
+    """Something that the request needs does not answer."""
 
     grpc_code, http_status = 14, 503
 
 
 class StreamBroken(Unavailable):
-    """No coordinator answers, or not any more; none has said that it cannot serve the request."""
+    """No coordinator answers, or a stream broke; none has said that it cannot serve the request."""
 
 
 class EngineLost(Unavailable):
-    """An engine is broken for good, as where a rank of its model is gone."""
+    """An engine cannot recover, for example because a rank of its model is gone."""
 
 
 class LinkLost(Unavailable):
-    """The stream to a replica broke; what was asked on it may or may not have been done."""
+    """The stream to a replica broke; requests on it may or may not have been carried out."""
 
 
 class StoreUnavailable(Unavailable):
@@ -147,14 +147,14 @@ class DeadlineExceeded(OutriderError):
 
 
 class ConfigError(OutriderError):
-    """A setting is wrong or does not fit this machine; the process stops with exit code 2."""
+    """A setting is wrong or does not suit this machine; the process stops with exit code 2."""
 
     grpc_code = 9
 
 
 class SettingError(ConfigError):
-    """One setting, or one option of a command, is wrong. `key` is its name in a configuration;
-    whoever knows where its value came from may name that instead."""
+    """A setting, or an option of a command, is wrong. `key` is its name in a configuration; code
+    that knows the source of the value may name that instead."""
 
     def __init__(self, key: str, reason: str) -> None:
         super().__init__(f"{key}: {reason}")
@@ -167,7 +167,7 @@ class SettingError(ConfigError):
 
 
 class StepUndone(OutriderError):
-    """A draft step failed. Its sequences have given back the slots that they had taken for it."""
+    """A draft step failed. Its sequences have returned the slots that they had taken for it."""
 
 
 class InvariantError(OutriderError):
@@ -175,21 +175,21 @@ class InvariantError(OutriderError):
 
 
 def check(condition: bool, message: str) -> None:
-    """Raises `InvariantError(message)` unless `condition`; stays on under `python -O`."""
+    """Raises `InvariantError(message)` unless `condition`, also under `python -O`."""
     if not condition:
         raise InvariantError(message)
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """The end of an error about a word that is none of those `known`: `; did you mean X?`, or
-    nothing where none is alike enough (`cutoff`, see `difflib`). Upper case does not count."""
+    """End of an error about a word that is not among those `known`: `; did you mean X?`, or nothing
+    where none is similar enough (`cutoff`, see `difflib`). Ignores case."""
     by_lower = {one.lower(): one for one in known}
     near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
     return f"; did you mean {by_lower[near[0]]}?" if near else ""
 
 
 def error_from_code(grpc_code: int, message: str) -> OutriderError:
-    """The error that a peer meant by a google.rpc.Code and a message."""
+    """The error that a peer raised, from a google.rpc.Code and a message."""
     for kind in (NotFound, Incompatible, StaleEpoch, DataLoss, Overloaded, Unavailable,
                  DeadlineExceeded, Unauthenticated, PermissionDenied):  # fmt: skip
         if kind.grpc_code == grpc_code:

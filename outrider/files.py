@@ -1,4 +1,4 @@
-"""Files: locks, which end with their process, writes in one step, and reads after changes."""
+"""Files: locks that end with their process, atomic writes, and reads after changes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Found = TypeVar("Found")
 
 @contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[IO[str]]:
-    """Within, no other holder of this file's lock is; the file is made, and stays. Gives the open
-    file, which holds the lock for as long as a process has it. Raises `BlockingIOError` where there
-    is another holder and it is not waited for."""
+    """Holds the lock of this file, which is created and stays. Yields the open file, which holds
+    the lock as long as a process has it open. Raises `BlockingIOError` if the lock is taken and not
+    waited for."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield file
@@ -44,7 +44,8 @@ def read_file(path: Path) -> bytes:
 
 
 def write_whole(path: Path, text: str, mode: int | None = None) -> None:
-    """In one step. Without a `mode` a new file is for its owner only, another one keeps its own."""
+    """Writes a file atomically. Without a `mode` a new file is for its owner only, and an existing
+    one keeps its mode."""
     if mode is None:
         mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -61,7 +62,7 @@ def write_whole(path: Path, text: str, mode: int | None = None) -> None:
 
 
 class FileWatch(Generic[Found]):
-    """What is read from files, which are looked at again now and then, when it is asked for."""
+    """Contents of files, read again after changes, when asked for."""
 
     def __init__(
         self,
@@ -69,8 +70,8 @@ class FileWatch(Generic[Found]):
         read: Callable[[], Found],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """They are looked at every `KEY_FILE_LOOK_MS` of `clock`, which counts seconds, at most.
-        Raises what `read` does."""
+        """Files are checked at most every `KEY_FILE_LOOK_MS` of `clock`, in seconds. Raises errors
+        of `read`."""
         self._paths = [path for path in paths if path is not None]
         self._read = read
         self._clock = clock
@@ -80,9 +81,9 @@ class FileWatch(Generic[Found]):
         self._trouble = ""
 
     def current(self) -> Found:
-        """What `read` returned last. Where it raises, which the log says once, that is what it was,
-        and they are read again at the next look: a file may become readable without a change. One
-        that is gone is not read: it is about to be written."""
+        """The last result of `read`. If it fails, which is logged once, the earlier result stays,
+        and files are read again at the next check: one may become readable without a change. If a
+        file is gone, nothing is read: it is about to be written."""
         now = self._clock()
         if now - self._looked_at < KEY_FILE_LOOK_MS / 1e3:
             return self._found
@@ -96,7 +97,7 @@ class FileWatch(Generic[Found]):
             except (ConfigError, OSError, ValueError) as error:
                 if str(error) != self._trouble:
                     self._trouble = str(error)
-                    _log.error("what %s says stays what it was: %s", self._paths[0], error)
+                    _log.error("keeping the former contents of %s: %s", self._paths[0], error)
         return self._found
 
     def _look(self) -> tuple[_State, ...]:

@@ -1,5 +1,5 @@
-"""What a drafting head makes of a target's layers at some of a session's tokens, as it travels: no
-numeric library."""
+"""Hidden states on the wire: what a drafting head computes from a target's layers at some of a
+session's tokens. Needs no numeric library."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from outrider.limits import FEATURES_BYTES_MAX, FEATURES_MAX
 
 BYTES_OF_A_NUMBER = 2
-"""bfloat16, the lower byte first."""
+"""bfloat16, little-endian."""
 
 
 def rows_max(width: int) -> int:
-    """Rows of so many numbers that a message has at most."""
+    """Most rows of this width in a message."""
     return min(FEATURES_MAX, FEATURES_BYTES_MAX // (width * BYTES_OF_A_NUMBER))
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """Of tokens in a row."""
+    """Rows of consecutive tokens."""
 
     first: int
-    """The place in the session of the first one."""
+    """Position of the first one in the session."""
     width: int
     """D, numbers of a row."""
     rows: bytes

@@ -1,10 +1,10 @@
-"""Every limit by name. A request outside one is refused with the name of its field."""
+"""Every limit, by name. A request beyond one is refused with the name of its field."""
 
 from __future__ import annotations
 
 NUM_DRAFT_TOKENS_MAX = 16  # of a chain, or of a path of a tree
 TREE_TOKENS_MAX = 32  # draft tokens of a tree
-SIBLINGS_MAX = 8  # candidates beside a draft token, for its place
+SIBLINGS_MAX = 8  # alternative candidates beside a draft token
 TEMPERATURE_MAX = 2.0
 GREEDY_TEMPERATURE = 1e-5  # below it a request is greedy: one-hot q, no noise
 PENALTY_MAX = 2.0
@@ -22,11 +22,11 @@ DEADLINE_MS_DEFAULT = 600_000
 DEADLINE_MS_MAX = 3_600_000
 CHAT_MESSAGES_MAX = 4096
 ROLE_CHARS_MAX = 64
-DRAFT_DEADLINE_MS_MAX = 600_000  # longest time that a round may give its draft
+DRAFT_DEADLINE_MS_MAX = 600_000  # longest time limit for the draft of a round
 SILENT_DRAFT_S = 5.0
-"""After its time is over, a draft that has not answered for so long is lost: a healthy one needs
-less for the pass that runs, the rest of its step and the way back."""
-UNTIMED_DRAFT_S = 20  # added to SILENT_DRAFT_S for a round that gives its draft no time
+"""A draft that has not answered this long after its time limit counts as lost: a healthy one needs
+less for the current pass, the rest of its step and the reply."""
+UNTIMED_DRAFT_S = 20  # added to SILENT_DRAFT_S for a round without a time limit
 
 CONSTRAINT_BYTES_MAX = 64 * 2**10  # of a JSON schema, or of all choices together
 SCHEMA_DEPTH_MAX = 32
@@ -34,43 +34,43 @@ REGEX_BYTES_MAX = 16 * 2**10
 CHOICES_MAX = 1024
 ALTERNATIVES_MAX = 256
 """Lists and objects among the alternatives of a JSON schema: a step of the parser may take the cube
-of their number, and cannot be stopped."""
-LIST_ALTERNATIVE = 4  # what one that may be a list counts as, being slowest
-COMPILE_S_MAX = 2.0  # what takes longer to compile is refused
-MASK_S_MAX = 0.25  # for the mask of one token; slower twice = the replica refuses it
-FOLLOWED_AT_ONCE = 64  # tokens that a constraint may follow in the same time
-TOO_SLOW_S = 60  # how long a constraint that took too long is refused
+of their number, and cannot be interrupted."""
+LIST_ALTERNATIVE = 4  # weight of an alternative that may be a list, the slowest kind
+COMPILE_S_MAX = 2.0  # constraints that take longer to compile are refused
+MASK_S_MAX = 0.25  # for the mask of one token; if slower twice, the replica refuses the constraint
+FOLLOWED_AT_ONCE = 64  # tokens that a matcher may consume in the same time
+TOO_SLOW_S = 60  # how long a constraint that was too slow is refused
 COMPILE_BYTES_MAX = 2**30  # memory for compiling a constraint, beside the tokenizer
 COMPILE_THREADS = 2  # constraints that are compiled at the same time in one process
 COMPILE_WAIT_S_MAX = 20  # how long a request waits for its constraint
 COMPILATIONS_MAX = 256  # constraints waiting for that in one process
 COMPILATIONS_PER_TENANT_MAX = 64  # of those, of one tenant; tenants take turns
-CHECKED_CONSTRAINTS_MAX = 4096  # constraints whose verdict a coordinator keeps
+CHECKED_CONSTRAINTS_MAX = 4096  # constraints whose check a coordinator remembers
 GRAMMARS_MAX = 64  # compiled constraints kept, least recently used, beside those in use
 LEXER_STATES_MAX = 2**15
-"""Of a compiled constraint, 1 to 2 KB each; when used up, it is compiled anew."""
-MATCHERS_MAX = 1024  # sessions whose constraint's state a replica keeps
+"""Of a compiled constraint, 1 to 2 KB each; at the limit it is compiled again."""
+MATCHERS_MAX = 1024  # sessions with a matcher state in a replica
 
 GRPC_MESSAGE_BYTES_MAX = 8 * 2**20
 GRPC_METADATA_BYTES_MAX = 16 * 2**10
 GRPC_PENDING_CALLS_MAX = 8192
-"""Received and not yet begun: the sessions of a coordinator, and as many other calls. gRPC's own
-bounds are lower, and drop calls as CANCELLED."""
+"""Calls received and not yet begun: the sessions of a coordinator, and as many other calls. gRPC's
+own limits are lower, and drop calls as CANCELLED."""
 GRPC_PENDING_S_MAX = 60  # after which gRPC drops such a call
 GRPC_HANDSHAKE_MS = 10_000  # for TLS and the first HTTP/2 frame of a connection
 GRPC_IDLE_MS = 300_000  # after which a connection without calls is closed
-GRPC_AGE_MS = 300_000  # after which a coordinator lets new calls of a connection go to others
-GRPC_AGE_GRACE_MS = DEADLINE_MS_MAX + 60_000  # for the calls that run on it then
+GRPC_AGE_MS = 300_000  # after which new calls of a connection may go to other coordinators
+GRPC_AGE_GRACE_MS = DEADLINE_MS_MAX + 60_000  # for its running calls
 BULK_ITEM_BYTES = 32 * 2**10  # larger items travel on the bulk stream
 
 SESSIONS_PER_COORDINATOR_MAX = 4096
 STREAM_QUEUE_ITEMS_MAX = SESSIONS_PER_COORDINATOR_MAX
-"""Waiting in one direction, or for a step."""
+"""Items waiting in one direction, or for a step."""
 STUCK_WRITE_MS = 1_000  # grace before the stream of a caller that reads too slowly ends
 SEQUENCES_PER_REPLICA_MAX = 4096  # sessions a replica remembers, least recently used
 RELEASES_REMEMBERED_MAX = 2**16
 """Sessions, running and released, whose newest epoch and round a replica remembers: many more than
-run at a time, so that short ones do not displace a quiet one."""
+run at a time, so that short ones do not evict a quiet one."""
 ENGINE_SEQUENCES_MAX = 64  # sequences in one step, by default (`--max-num-seqs`)
 FEATURES_MAX = 512  # committed tokens whose features a message has ...
 FEATURES_BYTES_MAX = 4 * 2**20  # ... and their bytes ...
@@ -78,10 +78,10 @@ FEATURES_STEP_BYTES_MAX = 8 * 2**20  # ... and those of all messages of a step
 FEATURES_WIDTH_MAX = 2**15  # numbers in the features of a token
 HYBRID_SCORE_MIN = 0.6  # expected tokens at which a look-up replaces the model
 HYBRID_MODEL_TOKENS = 1  # draft tokens of a hybrid's model in a round
-LOOK_AHEAD_MAX = 64  # outcomes of one round of a session that a draft may guess
-LOOK_AHEAD_DEFAULT = 16  # where the draft takes nothing from the target
+LOOK_AHEAD_MAX = 64  # outcomes of a round that a draft may predict
+LOOK_AHEAD_DEFAULT = 16  # where the draft does not slow down the target
 LOOK_AHEAD_BYTES_MAX = 256 * 2**10  # of proposals pushed for one round of a session
-SUFFIX_SEEDS_MAX = 65_536  # seeds of which suffix decoding remembers who had them first
+SUFFIX_SEEDS_MAX = 65_536  # seeds whose first session suffix decoding remembers
 DRAFTED_SEEDS_MAX = 65_536  # seeds of sessions with drafts that a coordinator remembers
 AUDITED_SEEDS_MAX = 65_536  # seeds of audited sessions that a coordinator remembers
 AUDITS_CHOSEN_MAX = 16  # sessions of a coordinator that wait for their audit
@@ -90,23 +90,23 @@ LOG_BYTES_MAX = 16 * 2**20  # of a log file before it is rotated
 LOG_FILES_KEPT = 3  # rotated files that are kept
 LOG_DIRECTORY_BYTES_MAX = 512 * 2**20  # of all replicas' logs on one machine
 EMBEDDED_REDIS_BYTES_MAX = 2**30
-"""In memory, beyond which it refuses writes; on disk up to three times as much during a rewrite."""
+"""Memory at which it refuses writes; on disk up to three times as much during a rewrite."""
 PASSWORD_BYTES_MAX = 4096  # of a file that holds the password of Redis
 REPLICA_TEXT_MAX = 4096  # characters of each text that a replica announces of itself
 REPLICA_NUMBER_MAX = 10**12  # of each number that a replica announces
 TENSOR_PARALLEL_SIZE_MAX = 64  # ranks that one model may be shared among
 COLLECTIVE_TIMEOUT_S = 60  # how long ranks wait for each other within a step
-FRAME_OF_CALLS_BYTES_MAX = 2**27  # that a leading rank sends its followers at a time
+FRAME_OF_CALLS_BYTES_MAX = 2**27  # of a message from the leading rank to its followers
 PAGE_SIZE = 16  # tokens of a page of keys and values, the unit of sharing
 KV_CACHE_BYTES_DEFAULT = 2**30  # of keys and values on CPU (`--kv-cache-memory-bytes`)
 BATCHED_TOKENS_DEFAULT = 512  # tokens of a step, by default (`--max-num-batched-tokens`)
 BATCHED_TOKENS_MIN = 64  # room for a round and for a part of a prefix
 DRAFT_SUPPORT_ENTRIES = 64  # entries of a draft distribution on the wire, by default
 DRAFT_SUPPORT_ENTRIES_MAX = 4096  # of a draft distribution, accepted from a peer
-RUN_AHEAD_ROUNDS_MAX = 16  # that a target decodes without hearing from the coordinator
-ANSWERS_HELD_MS = 40  # how long verdicts of rounds run ahead are collected into one message
+RUN_AHEAD_ROUNDS_MAX = 16  # that a target decodes without the coordinator's answer
+ANSWERS_HELD_MS = 40  # how long verdicts of run-ahead rounds are collected into one message
 LOOP_LAG_MS_MAX = 500  # how late a coordinator's event loop may be and still take requests ...
-LOOP_LAG_LOOKS = 4  # ... and how often in a row it must have been later, looked at each 0.25 s
+LOOP_LAG_LOOKS = 4  # ... and how often in a row it must be later, checked each 0.25 s
 MAILBOX_REPLIES_MAX = 64  # replies that may wait for one session on one side
 
 HTTP_BODY_BYTES_MAX = 4 * 2**20
@@ -124,7 +124,7 @@ else the new one refused."""
 HTTP_HEADERS_S = 10  # for the headers of a request, TLS included
 HTTP_KEEP_ALIVE_S = 75  # how long a connection without a request is kept
 HTTP_LAST_REQUEST_S = 1  # that a stopping server waits for requests on open connections
-HTTP_STUCK_WRITE_S = 30  # for a client that reads nothing, once 64 KiB wait for it
+HTTP_STUCK_WRITE_S = 30  # for a client that reads nothing while 64 KiB wait for it
 EVENT_ID_CHOICES_MAX = 64  # a stream of more choices has no ids: each names all of them
 IDEMPOTENCY_KEY_CHARS_MAX = 128
 ANSWERS_MAX = 16  # texts for one prompt of an HTTP request (`n`)
@@ -134,26 +134,26 @@ TOOLS_BYTES_MAX = 256 * 2**10  # of all of them, as JSON
 CALLS_MAX = 64  # of tools in one answer or message
 TEMPLATE_VARIABLES_MAX = 32  # of one HTTP request, for the chat template
 TEMPLATE_VARIABLE_CHARS_MAX = 4096  # of each of them, as JSON
-EVENTS_AHEAD_MAX = 64  # events of one HTTP request's sessions that may wait for its client
+EVENTS_AHEAD_MAX = 64  # events of one HTTP request that may wait for its client
 
 SESSION_LEASE_MS = 2_000  # how long a silent coordinator keeps its sessions
 SESSION_LEASE_RENEWAL_MS = 500  # how often it renews that lease
 SESSION_TTL_S = DEADLINE_MS_MAX // 1000 + 900
 """After the last write of an unfinished session: its deadline, `resume_grace_ms` (at most 600 s),
-and some more."""
+and a reserve."""
 TAKE_OVERS_MAX = 32  # sessions that a coordinator takes over at a time
 TAKE_OVER_RETRY_MS = 100  # when the clients of others try again
 LEASE_WAIT_SPREAD_MS = 250  # over which clients that wait for a lease try again
 FINISHED_TTL_S = 600
 UNCOMMITTED_TOKENS_MAX = 256
-UNCOMMITTED_MS_MAX = 10_000  # past either bound a session waits for the store
+UNCOMMITTED_MS_MAX = 10_000  # beyond either bound a session waits for the store
 
 TOKEN_ID_MAX = 2**31 - 1
-SESSION_TOKENS_MAX = 2**31 - 1  # committed tokens that a message may speak of
+SESSION_TOKENS_MAX = 2**31 - 1  # committed tokens in a message's lengths
 TENANT_CHARS_MAX = 256
 TRACEPARENT_CHARS_MAX = 256
 ERROR_MESSAGE_CHARS_MAX = 1024  # so that a status fits its metadata
-FRAME_BYTES_MAX = 4 * 2**20  # of items gathered into one frame; a larger item travels alone
+FRAME_BYTES_MAX = 4 * 2**20  # of items in one frame; a larger item travels alone
 KEEPALIVE_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
 CONNECT_TIMEOUT_MS = 2_000
@@ -168,18 +168,18 @@ STEP_S_MAX = 300  # after which a step counts as hung, and the replica as lost
 APPEND_TOKENS_MAX = 65_536  # tokens in one append; more are sent in several
 APPENDS_PER_CALL_MAX = 512  # sessions in one `append` of the store
 CALLS_PER_PIPELINE_MAX = 64  # sessions opened, ended or read in one round trip
-RECORD_PART_BYTES = 256 * 2**10  # of a session's tokens that Redis answers at once
+RECORD_PART_BYTES = 256 * 2**10  # of a session's tokens in one answer of Redis
 RECORD_INLINE_BYTES = 16 * 2**10  # of a record; a longer one is decoded on a thread
 LOAD_TRIES_MAX = 3  # reads of a record whose tokens change meanwhile
 RECORD_READS_MAX = 16  # `GetSession` and `Cancel` calls of one caller at a time
 REPLAY_TOKENS_INLINE = 512
-"""Stored tokens that a resumption replays on the event loop; more go to a thread."""
+"""Stored tokens that a resumption replays on the event loop; more are replayed on a thread."""
 SLOTS_PER_SCRIPT_MAX = 256  # slots that one run of a script renews or frees
-OPEN_TRIES_MAX = 3  # to open a session before the client hears of an error
+OPEN_TRIES_MAX = 3  # to open a session before the client gets an error
 UNTOLD_SESSIONS_MAX = SESSIONS_PER_COORDINATOR_MAX
-"""Ended sessions whose release the store has not answered: asked for ever. Beyond these it is
-asked"""
-ABANDON_TRIES_MAX = 20  # so many times
+"""Ended sessions whose release the store has not confirmed: retried without limit. Those beyond are
+retried"""
+ABANDON_TRIES_MAX = 20  # times
 CANCEL_WAIT_S = 10  # for the store to record the end of a session that does not run
 COMMIT_RETRY_MS_MIN = 20
 COMMIT_RETRY_MS_MAX = 500  # between tries to reach a store that does not answer, doubling
@@ -191,7 +191,7 @@ REDIS_WAIT_MS = 500  # for a write to reach `redis_wait_replicas` replicas
 REDIS_WAIT_REPLICAS_MAX = 16
 REDIS_CONNECTIONS_MAX = 16
 REDIS_LOADING_MS_MAX = 20_000
-"""That a starting coordinator waits for a Redis that loads its file."""
+"""Time that a starting coordinator waits for a Redis that loads its file."""
 EMBEDDED_REDIS_START_MS_MAX = 20_000
 EMBEDDED_REDIS_STOP_MS_MAX = 5_000
 
@@ -201,10 +201,10 @@ API_KEY_CHARS_MIN = 16
 API_KEY_CHARS_MAX = 512
 API_KEYS_MAX = 4096  # keys of one server, from a file and from settings together
 FILE_BYTES_MAX = 2**20  # of settings, of keys or of certificates
-KEY_FILE_LOOK_MS = 1_000  # between looks at files of keys and certificates
+KEY_FILE_LOOK_MS = 1_000  # between checks of key and certificate files
 REQUESTS_PER_MINUTE_MAX = 1_000_000
 KEY_CONCURRENCY_MAX = SESSIONS_PER_COORDINATOR_MAX
-SLOT_LEASE_MS = 5_000  # how long requests of a dead coordinator count against their key
+SLOT_LEASE_MS = 5_000  # how long requests of a dead coordinator count for their key
 SLOT_RENEWAL_MS = 1_000  # how often a living one renews its slots
 SLOT_RETRY_MS = 1_000  # when to try again with a key whose slots are taken
-HEALTH_WATCHES_MAX = 64  # watchers of a server's health, who need no key
+HEALTH_WATCHES_MAX = 64  # watchers of a server's health, which need no key

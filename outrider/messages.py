@@ -1,7 +1,6 @@
-"""What coordinators and replicas say to each other, as values; `outrider.transport` sends them.
+"""Messages between coordinators and replicas, as values; `outrider.transport` sends them.
 
-Every message is idempotent: repeated, late or reordered ones change nothing but time.
-"""
+Every message is idempotent: repeated, late or reordered ones change nothing but time."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ TOKEN_BYTES = 4
 
 @value(frozen=True, slots=True)
 class RoundHead:
-    """Which session, which round, which prefix: what drafts and targets both get."""
+    """Session, round and prefix, in every item for drafts and targets."""
 
     session_id: str
     """32 hexadecimal digits."""
@@ -49,34 +48,33 @@ class RoundHead:
     """None = as sent before on this stream, under `sampling_hash`."""
     sampling_hash: int
     deadline_ms: int = 0
-    """What is left of the request's time; 0 = no deadline."""
+    """The request's remaining time; 0 = no deadline."""
     traceparent: str = ""
     constraint: Constraint | None = None
-    """What the completion must be. None = nothing; or, with a hash, as sent before on this
-    stream."""
+    """Constraint of the completion. None = none; or, with a hash, as sent before on this stream."""
     constraint_hash: bytes = b""
-    """Empty = nothing."""
+    """Empty = no constraint."""
     compiled: Grammar | OutriderError | None = field(default=None, compare=False, repr=False)
-    """Not sent: what a replica that compiles constraints has made of it, or why it could not. Held
-    by the item, it is there when a step comes to it."""
+    """Not sent: the replica's compiled grammar, or why it could not be compiled, ready when a step
+    comes to the item."""
 
     @property
     def committed_length(self) -> int:
-        """Committed tokens when the round began: the place of its noise."""
+        """Committed tokens when the round began: the position of its noise."""
         return self.base_length + len(self.append)
 
     @property
     def given_hashes(self) -> tuple[int, bytes]:
-        """Of parameters and constraint, which come in full once for each session on a stream."""
+        """Hashes of parameters and constraint, which come in full once per session and stream."""
         return self.sampling_hash, self.constraint_hash
 
     @property
     def noise(self) -> RoundNoise:
-        """The round's numbers."""
+        """The round's random numbers."""
         return RoundNoise(self.seed, self.rule, self.committed_length)
 
     def params(self) -> SamplingParams:
-        """`sampling`. Raises `BadRequest` where it is not known or does not go with the rule."""
+        """`sampling`. Raises `BadRequest` where it is unknown or contradicts the rule."""
         if self.sampling is None:
             raise BadRequest("head.sampling", "the parameters behind the hash are not known")
         if self.sampling.greedy != (self.rule is Rule.GREEDY):
@@ -88,7 +86,7 @@ class RoundHead:
 
     @property
     def key(self) -> ReplyKey:
-        """What an answer to this item must carry."""
+        """Key of the answer to this item."""
         return ReplyKey(self.session_id, self.epoch, self.round)
 
 
@@ -103,28 +101,28 @@ class ReplyKey:
 
 @value(frozen=True, slots=True)
 class VerifyItem:
-    """Asks a target to score a proposal (an empty one = to decode one token)."""
+    """Asks a target to verify a proposal; an empty one = to decode one token."""
 
     head: RoundHead
     proposal: SealedProposal = NOTHING_SEALED
     run_ahead: int = 0
-    """Rounds after this one that the target may run unasked, each answered on its own."""
+    """Further rounds that the target may run unasked, each answered separately."""
     num_logprobs: int | None = None
     num_next_draft_tokens: int = 0
-    """Tokens that a target which drafts itself may propose for the next round."""
+    """Tokens that a target which drafts for itself may propose for the next round."""
     next_siblings: tuple[int, ...] = ()
     """Candidates beside its first, second, ... token: see `DraftRequest.siblings`."""
     features_from: int | None = None
-    """The place from which on features of committed tokens are wanted; None = they are not."""
+    """Position from which features of committed tokens are wanted; None = none."""
     next_budget_us: int = 0
-    """Time to draft the next round's proposal, from when its drafting begins; 0 = no bound."""
+    """Time for drafting the next round's proposal, from the start of drafting; 0 = no bound."""
     audit: bool = False
-    """Whether the proposal is a chain of committed tokens of a session that has ended, of which is
-    asked how they look under the target's law."""
+    """Whether the proposal is a chain of committed tokens of an ended session, to be audited under
+    the target's distribution."""
 
     @property
     def num_rows(self) -> int:
-        """Tokens that it has for a step, if the target holds the stated prefix."""
+        """Tokens that it adds to a step, if the target holds the stated prefix."""
         return max(1, len(self.head.append) + len(self.proposal))
 
     @property
@@ -145,36 +143,36 @@ class DraftItem:
     head: RoundHead
     num_draft_tokens: int
     look_ahead: int = 0
-    """Outcomes of this round that the draft may guess: for each it pushes a proposal of the next
+    """Outcomes of this round that the draft may predict: for each it sends a proposal for the next
     round, of up to `num_draft_tokens` tokens."""
     held: tuple[int, ...] | None = None
-    """The round's proposal where it is known: then nothing is asked for but to look ahead."""
+    """The round's proposal where it is known: then only looking ahead is asked for."""
     siblings: tuple[int, ...] = ()
-    """Candidates beside the first, second, ... token that the proposal may have: see
-    `DraftRequest.siblings`. Not where the draft looks ahead."""
+    """Candidates that the proposal may have beside its first, second, ... token: see
+    `DraftRequest.siblings`. Not with look-ahead."""
     features: Features | None = None
-    """Of committed tokens that the draft lacks, where it reads features."""
+    """Features of committed tokens that the draft lacks, where it reads them."""
     budget_us: int = field(default=0, compare=False)
-    """Time left to draft it, from when the item arrives; 0 = no bound."""
+    """Remaining time for drafting, from the item's arrival; 0 = no bound."""
     deadline: DraftDeadline = field(default=NO_DEADLINE, compare=False, repr=False)
-    """Not sent: when that is over, on the draft's clock."""
+    """Not sent: the end of that time, on the draft's clock."""
 
     @property
     def num_rows(self) -> int:
-        """Tokens that it has for a step, if the draft holds the stated prefix."""
+        """Tokens that it adds to a step, if the draft holds the stated prefix."""
         return max(1, len(self.head.append))
 
     @property
     def awaits_answer(self) -> bool:
-        """Whether it asks for anything but guesses of later rounds."""
+        """Whether it asks for more than look-ahead."""
         return self.held is None
 
     is_answered_in_bulk: ClassVar[bool] = False
 
     @property
     def gives_way(self) -> bool:
-        """Whether it need not be finished before a newer item of its session is begun: nothing is
-        asked for but to look ahead."""
+        """Whether a newer item of its session may begin before it is finished: it asks only for
+        look-ahead."""
         return self.held is not None and self.look_ahead > 0
 
 
@@ -196,48 +194,48 @@ class VerdictReply:
     cached_length: int
     """Tokens of prefix and proposal that the replica now holds."""
     logprobs: tuple[PositionLogprobs, ...] = ()
-    """Where asked for, [2K+1]: of the K draft tokens, then of the K+1 corrections."""
+    """If asked for, [2K+1]: of the K draft tokens, then of the K+1 corrections."""
     queue_ms: float = 0.0
     compute_ms: float = 0.0
     next_proposal: SealedProposal = NOTHING_SEALED
-    """Of the next round, behind this one's outcome; what was asked for, or less."""
+    """Proposal for the next round after this one's outcome; as asked for, or shorter."""
     next_base_length: int = 0
     """Committed tokens that it extends."""
     next_draft_ms: float = 0.0
-    """What of `compute_ms` it took to draft, for all sessions of the step ..."""
+    """Part of `compute_ms` for drafting, for all sessions of the step ..."""
     next_work_ms: float = 0.0
-    """... and this session's part of that."""
+    """... and this session's share of that."""
     next_out_of_time: bool = False
-    """Whether it is short because its time had run out."""
+    """Whether it is short because its time ran out."""
     features: Features | None = None
-    """Where wanted: from there on, as many as a message has, of the tokens that are committed with
-    this verdict but the last one."""
+    """If wanted: of the tokens committed with this verdict except the last, from the wanted
+    position on, as many as fit a message."""
     audit: AuditSums | None = None
-    """Of an item that audits."""
+    """Result of an audit item."""
 
 
 @value(frozen=True, slots=True)
 class ProposalReply:
-    """A draft's answer; or, where it assumes tokens, one of a round that has not come yet."""
+    """A draft's answer; with assumed tokens, a proposal for a round that has not come yet."""
 
     key: ReplyKey
     proposal: SealedProposal
     base_length: int
-    """Length of the committed prefix that the proposal, or what it assumes, extends."""
+    """Length of the committed prefix that the proposal, with what it assumes, extends."""
     cached_length: int
     """Tokens of prefix and proposal that the replica now holds."""
     queue_ms: float = 0.0
     compute_ms: float = 0.0
     work_ms: float = 0.0
-    """This session's part of `compute_ms`: others shared its step."""
+    """This session's share of `compute_ms`, which others of its step share."""
     assumed: tuple[int, ...] = ()
-    """Tokens behind the prefix that are not committed yet, and may never be."""
+    """Tokens after the prefix that are not committed yet, and may never be."""
     out_of_time: bool = False
-    """Whether it is short, or empty, because its time had run out."""
+    """Whether it is short, or empty, because its time ran out."""
 
     @property
     def num_bytes(self) -> int:
-        """Of what it proposes and assumes."""
+        """Size of the proposed and assumed tokens."""
         return len(self.proposal.q) + TOKEN_BYTES * (len(self.proposal) + len(self.assumed))
 
 
@@ -254,7 +252,7 @@ class Resync:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The replica will not answer. `code` is a google.rpc.Code."""
+    """The replica refuses to answer. `code` is a google.rpc.Code."""
 
     key: ReplyKey
     code: int
@@ -273,32 +271,33 @@ class ReplicaDescription:
     model: str
     weights_fingerprint: str
     tokenizer_fingerprint: str
-    """Empty where the replica's work does not depend on a tokenizer (n-gram drafting)."""
+    """Empty where the replica does not depend on a tokenizer (n-gram drafting)."""
     vocab_size: int
-    """Width of the logits, padding included; 0 where there are none."""
+    """Width of the logits, padding included; 0 without logits."""
     dtype: str
     max_model_len: int
     """0 = no bound of its own."""
     eos_token_ids: tuple[int, ...]
     max_num_seqs: int
     step_costs: StepCosts | None = None
-    """How long its steps take; None where they were not measured."""
+    """Times of its steps; None where they were not measured."""
     drafts_itself: bool = False
-    """Whether a target proposes the next round's tokens with its verdicts."""
+    """Whether a target sends proposals for the next round with its verdicts."""
     shows_features: bool = False
-    """Whether a target keeps what a head makes of its layers, and says it where asked ..."""
+    """Whether a target keeps features of its layers for a head, and sends them if asked ..."""
     reads_features: bool = False
-    """... and a draft proposes from that."""
+    """... and whether a draft reads them."""
     features: str = ""
-    """Of either: names the target's weights and the head, which must be the same."""
+    """Identifies the target's weights and the head, which must agree."""
     numerics: str = ""
-    """Names how logits are computed, where those of a token are bit-equal whatever else is in its
-    step: with equal names and weights logits are equal. Empty where they depend on the step."""
+    """Identifies how logits are computed, where those of a token do not depend on the rest of its
+    step: with equal values and weights, logits are bit-identical. Empty where they depend on the
+    step."""
     draft_note: str = ""
-    """What people should know of how a target drafts for itself; empty where all is well."""
+    """Note for operators on how a target drafts for itself; empty where all is well."""
 
     @property
     def weights(self) -> str:
-        """Names what a session that began with it needs to go on elsewhere: what logits are a
-        function of beside tokens, which is weights and how they are run, and how long it may be."""
+        """Identifies what a session needs to continue on another replica: weights and how they are
+        run, which determine logits, and the maximum length."""
         return f"{self.weights_fingerprint}/{self.dtype}/{self.max_model_len}"

@@ -1,7 +1,6 @@
-"""Requests of users and the events that answer them: the client's and the coordinator's view.
+"""Requests of users and the events that answer them, as client and coordinator see them.
 
-`outrider.transport.request_codec` puts them on gRPC.
-"""
+`outrider.transport.request_codec` converts them to and from gRPC."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ class ChatMessage:
     role: str
     content: str
     more: Mapping[str, Any] = field(default_factory=dict)
-    """What else the chat template is told of it: `tool_calls`, `tool_call_id`, `reasoning_content`.
-    No part of a message."""
+    """Further fields for the chat template: `tool_calls`, `tool_call_id`, `reasoning_content`. Not
+    sent by gRPC."""
 
 
 Prompt = str | tuple[ChatMessage, ...] | tuple[int, ...]
@@ -46,50 +45,50 @@ class GenerateRequest:
     seed: int | None = None
     rule: Rule | None = None
     num_draft_tokens: int | None = None
-    """Bound on draft tokens a round; 0 = plain decoding by the target alone."""
+    """Most draft tokens a round; 0 = plain decoding by the target alone."""
     deadline_ms: int | None = None
     logprobs: int | None = None
-    """How many likeliest tokens to report at every position; None = no log-probabilities."""
+    """How many of the likeliest tokens to report at every position; None = no log-probabilities."""
     include_rounds: bool = False
-    """Whether a `RoundReport` is sent for every round."""
+    """Whether to send a `RoundReport` for every round."""
     draft_deadline_ms: int | None = None
-    """Time that a round gives its draft, which answers with the tokens that it has by then."""
+    """Time limit for the draft of a round, which returns the tokens drawn by then."""
     constraint: Constraint | None = None
-    """What the whole completion must be; it ends where that does."""
-    # Not a user's to say by gRPC, so no part of any message:
+    """What the whole completion must match; it ends where that does."""
+    # Only set by HTTP, not sent by gRPC:
     prompt_logprobs: int | None = None
-    """How many likeliest tokens to report at each place of the prompt; None = nothing of it. Then
-    `max_tokens` may be 0."""
+    """How many of the likeliest tokens to report at each position of the prompt; None = none. If
+    set, `max_tokens` may be 0."""
     tools: Sequence[Mapping[str, Any]] = ()
-    """That the chat template is told of, and ..."""
+    """Tools for the chat template, and ..."""
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     """... its other variables."""
     shown_tokens: tuple[str, ...] = ()
-    """Special tokens that the text has all the same: marks of calls, for what reads them."""
+    """Special tokens that the text includes nevertheless: marks of tool calls."""
     answer_form: str = ""
-    """How the text is read for calls and reasoning, as JSON of `coordinator.http_api`; empty = it
-    is content."""
+    """How to parse tool calls and reasoning from the text, as JSON of `coordinator.http_api`; empty
+    = all is content."""
     default_max_tokens: int = MAX_TOKENS_DEFAULT
-    """What a silent `max_tokens` stands for, as far as there is room: a coordinator's protocols
-    differ."""
+    """What an absent `max_tokens` stands for, as far as there is room: it differs between the
+    coordinator's protocols."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeRequest:
-    """Which session to go on with, whose stream has broken."""
+    """Asks to continue a session whose stream has broken."""
 
     session_id: str
     num_tokens: int = 0
-    """Of the completion that have come; they are not sent again."""
+    """Tokens of the completion already received; they are not sent again."""
     num_characters: int | None = None
-    """Of its text that have come, in code points; None = what goes with those tokens."""
+    """Characters (code points) of its text already received; None = the text of those tokens."""
     deadline_ms: int | None = None
-    """What is left of it; None = what the request had."""
+    """The remaining time; None = the request's deadline."""
     tokens_digest: int | None = None
-    """Of the ids of those tokens, see `TokenSequence`; None = only their number is checked."""
+    """Digest of those tokens, see `TokenSequence`; None = only their number is checked."""
     cuts: tuple[int, ...] = ()
-    """Where there are any, all tokens are sent again, in events that end at these numbers of
-    tokens, too. Not a user's to say, so no part of any message."""
+    """If set, all tokens are sent again, in events that also end at these numbers of tokens. Not
+    sent by gRPC."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +108,7 @@ class PromptTokens:
 
     token_ids: tuple[int, ...]
     logprobs: tuple[PositionLogprobs | None, ...]
-    """[n], given the tokens before each; None of the prompt's first one."""
+    """[n], given the tokens before each; None for the prompt's first one."""
 
 
 @value(frozen=True, slots=True)
@@ -117,7 +116,7 @@ class Tokens:
     """Committed tokens, [n] each. `text_delta` holds whole characters and may lag behind them."""
 
     first_index: int
-    """Of `token_ids[0]` in the completion, from 0."""
+    """Index of `token_ids[0]` in the completion."""
     token_ids: tuple[int, ...]
     text_delta: str
     origins: tuple[Origin, ...]
@@ -127,7 +126,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class RoundReport:
-    """Where one round's time went."""
+    """What one round proposed, and where its time went."""
 
     index: int
     proposed_token_ids: tuple[int, ...]
@@ -140,7 +139,7 @@ class RoundReport:
     look_ahead_hit: bool = False
     """Whether the proposal was there before the round began."""
     proposed_parents: tuple[int, ...] = ()
-    """Of a tree the index of the proposed token that each follows, -1 = what was committed before;
+    """In a tree, the index of the proposed token that each follows, -1 = the committed tokens;
     empty for a chain."""
 
 
@@ -154,11 +153,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """What speculation did for one request."""
+    """Statistics of speculation for one request."""
 
     num_rounds: int
     num_draft_tokens: int
-    """Proposed in all."""
+    """All proposed tokens."""
     num_accepted_draft_tokens: int
     mean_acceptance_length: float
     """1 + accepted / rounds."""
@@ -170,7 +169,7 @@ class Metrics:
     def of(
         cls, counters: Counters, *, time_to_first_token_ms: float, tokens_per_second: float
     ) -> Metrics:
-        """Of a session with these counters."""
+        """Metrics of a session with these counters."""
         accepted = counters.num_accepted_draft_tokens
         return cls(
             num_rounds=counters.num_rounds,
@@ -190,9 +189,9 @@ class Finished:
     usage: Usage
     metrics: Metrics
     stop_string: str | None = None
-    """That ended the text; None where something else did."""
+    """The stop string that ended the text, if any."""
     stop_token_id: int | None = None
-    """The one of the request's that did."""
+    """The stop token that ended the text, if any."""
 
 
 Event = Started | PromptTokens | Tokens | RoundReport | Finished

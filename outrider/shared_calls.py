@@ -1,4 +1,4 @@
-"""Calls that are made once for all who wait for them, on threads of their own or as tasks."""
+"""Calls that are made once for all callers that wait for them, on threads or as tasks."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ Result = TypeVar("Result")
 
 
 class SharedCalls(Generic[Key, Result]):
-    """What nobody waits for any more is cancelled: a thread does not begin it. For the event loop's
-    thread."""
+    """A call is cancelled when no caller waits for it any more; a thread then does not begin it.
+    For the event loop's thread."""
 
     def __init__(self, num_threads: int = 1, name: str = "") -> None:
-        """So many of `result` are made at the same time; others wait their turn."""
+        """At most `num_threads` calls of `result` run at the same time; others wait."""
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._running: dict[Key, asyncio.Future[Result]] = {}
         self._num_waiting: Counter[Key] = Counter()
 
     def __len__(self) -> int:
-        """How many are waited for."""
+        """Number of running calls."""
         return len(self._running)
 
     def __contains__(self, key: Key) -> bool:
         return key in self._running
 
     async def result(self, key: Key, call: Callable[[], Result]) -> Result:
-        """What the call returns, or raises; where one of that key is waited for, what that does."""
+        """The call's result or error; where one with this key is running, that one's."""
         loop = asyncio.get_running_loop()
         return await self.share(key, lambda: loop.run_in_executor(self._threads, call))
 
     async def share(self, key: Key, begin: Callable[[], asyncio.Future[Result]]) -> Result:
-        """The same of what `begin` begins."""
+        """The same for the future that `begin` returns."""
         if key not in self._running:
             self._running[key] = begin()
         running = self._running[key]
@@ -49,5 +49,5 @@ class SharedCalls(Generic[Key, Result]):
                 running.cancel()
 
     def close(self) -> None:
-        """Begins no more; what has begun is not waited for."""
+        """Starts no more calls; does not wait for running ones."""
         self._threads.shutdown(wait=False, cancel_futures=True)

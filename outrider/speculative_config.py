@@ -1,7 +1,6 @@
-"""The `--speculative-config` of `vllm serve`, translated into settings of a deployment.
+"""Translates the `--speculative-config` of `vllm serve` into settings of a deployment.
 
-Keys and values are those of vLLM 0.32. What cannot be done as asked is refused by its key.
-"""
+Keys and values are those of vLLM 0.32. Values that are not supported are refused by key."""
 
 from __future__ import annotations
 
@@ -22,11 +21,11 @@ SPECULATIVE_CONFIG = "speculative_config"
 
 @checked()
 class SpeculativeConfig:
-    """Settings as vLLM has them."""
+    """Settings of vLLM."""
 
     speculative_config: Annotated[str, WithJsonSchema({"type": "string", "format": "json"})] = ""
-    """JSON of `vllm serve --speculative-config`, in place of `draft_model`, `num_draft_tokens` and
-    what else it stands for; docs/drafters.md has a table."""
+    """JSON of `vllm serve --speculative-config`, instead of `draft_model`, `num_draft_tokens` and
+    other settings; docs/drafters.md has a table."""
 
 
 _SETTINGS = {
@@ -38,24 +37,24 @@ _SETTINGS = {
     "suffix_decoding_max_tree_depth": "suffix_depth",
     "suffix_decoding_min_token_prob": "suffix_min_score",
 }
-"""Keys that settings stand for."""
+"""Settings that correspond to keys."""
 _METHODS = {
     "ngram": "ngram", "[ngram]": "ngram", "ngram_gpu": "ngram", "suffix": "suffix",
     "draft_model": "{}", "eagle3": "eagle3:{}", "medusa": "medusa:{}",
     "mtp": MTP, "deepseek_mtp": MTP, "glm4_moe_mtp": MTP, "qwen3_next_mtp": MTP,
 }  # fmt: skip
-"""The `draft_model` of each method; {} = the key `model`."""
+"""`draft_model` by method; {} = the key `model`."""
 _NGRAM = ("ngram", "[ngram]")
-"""As `method` and as `model`."""
+"""As `method` or `model`."""
 _NGRAM_TOKENS = 5
-"""Both bounds of a match where neither is given."""
+"""Both bounds of a match if neither is given."""
 _RULES = {"standard": "token", "block": "block"}
-"""The `unseeded_rule` of each rejection_sample_method but synthetic."""
+"""`unseeded_rule` by rejection_sample_method, except synthetic."""
 _RATES = ("synthetic_acceptance_rates", "synthetic_acceptance_length")
 _BY_FILES = "give a directory with the files that are meant as the model"
 _BY_LENGTH_CONTROL = "--length-control chooses how many tokens each round drafts"
 _OF_ENGINE = "the draft's engine decides; see --draft-engine"
-_ONLY_VLLM = "it is about code of vLLM that does not run here"
+_ONLY_VLLM = "it configures code of vLLM that does not run here"
 _FIXED: dict[str, tuple[Value, str]] = {
     "draft_sample_method": ("probabilistic", "models draw drafts as the request samples"),
     "suffix_decoding_max_cached_requests": (
@@ -81,18 +80,18 @@ _FIXED: dict[str, tuple[Value, str]] = {
     "use_local_argmax_reduction": (False, _ONLY_VLLM),
     "dspark_draft_topk": (None, _ONLY_VLLM),
 }
-"""Keys that may have one value, which is what is done anyway; None = they may not be given."""
+"""Keys that allow only one value, which is what Outrider does anyway; None = they may not be
+given."""
 _UNDERSTOOD = (
     "method", "model", "parallel_drafting", *_SETTINGS, "rejection_sample_method", *_RATES
 )  # fmt: skip
 
 
 def settings_of_vllm(raw: object, source: str) -> Iterator[tuple[str, Value, str]]:
-    """The settings that a `speculative_config` (text, or what YAML made of it) stands for, each
-    one's key, its value, which is not checked yet, and the key of vLLM that says it. With synthetic
-    acceptance `speculative_config` itself comes, too, with the `acceptance_rates` that an emulated
-    engine is to have, and with no key of vLLM. Raises `ConfigError` naming `source` and the key
-    that is wrong."""
+    """The settings that a `speculative_config` (text, or a value from YAML) stands for: key, value
+    (not checked yet), and vLLM's key. Synthetic acceptance also yields `speculative_config` with
+    the `acceptance_rates` of the emulated engine, and without vLLM's key. Raises `ConfigError` that
+    names `source` and the wrong key."""
     if raw == "":
         return
     said = _Said(raw, source)
@@ -114,7 +113,7 @@ def settings_of_vllm(raw: object, source: str) -> Iterator[tuple[str, Value, str
 
 
 class _Said:
-    """What a `speculative_config` says: its `values` by key, without those that are null."""
+    """A parsed `speculative_config`: its `values` by key, without nulls."""
 
     def __init__(self, raw: object, source: str) -> None:
         self._source = source
@@ -137,13 +136,13 @@ class _Said:
                 self.values[key] = value
         bounds = ("prompt_lookup_min", "prompt_lookup_max")
         if _METHODS.get(str(self.values.get("method", self.values.get("model")))) == "ngram":
-            # As vLLM. The one that was given comes first: an error is to name it.
+            # As in vLLM. The given one comes first, so that errors name it.
             one = next((self.values[key] for key in bounds if key in self.values), _NGRAM_TOKENS)
             for key in bounds:
                 self.values.setdefault(key, one)
 
     def error(self, key: str, reason: str) -> ConfigError:
-        """That a key is wrong."""
+        """An error about a key."""
         return ConfigError(f"{self._source}: {key}: {reason}")
 
     def _check_fixed(self, key: str, value: object) -> None:
@@ -153,7 +152,7 @@ class _Said:
             raise self.error(key, f"{value!r} is wrong; {allowed}: {why}")
 
     def one_of(self, key: str, allowed: Sequence[str]) -> str | None:
-        """The value of a key that may be one of few, or not given."""
+        """The value of a key with these allowed values, or None."""
         value: str | None = self.values.get(key)
         if value is not None and value not in allowed:
             hint = did_you_mean(str(value), allowed)
@@ -162,7 +161,7 @@ class _Said:
         return value
 
     def draft_model(self, *, is_emulated: bool) -> tuple[str, str]:
-        """The `draft_model` setting, and the key that says so."""
+        """The `draft_model` setting, and vLLM's key that determines it."""
         model, method = self.values.get("model"), self.one_of("method", tuple(_METHODS))
         if not isinstance(model, str | None):
             raise self.error("model", f"{model!r} is wrong; it must be a string")
@@ -183,7 +182,7 @@ class _Said:
         return form.format(model), "model"
 
     def check_parallel_drafting(self) -> None:
-        """Raises `ConfigError` where it is asked for and no model drafts. A model's own files say
+        """Raises `ConfigError` if it is set without a model that drafts. A model's own files say
         whether it drafts all tokens in one pass."""
         value = self.values.get("parallel_drafting", False)
         if not isinstance(value, bool):
@@ -196,7 +195,7 @@ class _Said:
             )
 
     def acceptance_rates(self) -> tuple[float, ...]:
-        """By position, that a round accepts so many tokens or more."""
+        """Probability that a round accepts at least this many tokens, by position."""
         given = [key for key in _RATES if key in self.values]
         if len(given) != 1:
             reason = "synthetic needs one of the two" if not given else f"given beside {given[1]}"
@@ -211,7 +210,7 @@ class _Said:
                 raise self.error(
                     key, f"{value!r} is wrong; it must be a number from 1 to {count + 1}"
                 )
-            # As vLLM: all rounds accept as many tokens, or one more.
+            # As in vLLM: rounds accept the whole number of tokens, or one more.
             return tuple(min(1.0, max(0.0, value - 1 - place)) for place in range(count))
         try:
             rates = EmulatedSpec(acceptance_rates=tuple(value)).acceptance_rates

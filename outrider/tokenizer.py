@@ -1,4 +1,4 @@
-"""Between text and token ids: prompts in, whole characters out as tokens arrive."""
+"""Converts text to token ids, and tokens to whole characters as they arrive."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from outrider.models.loading import load_tokenizer
 
 _REPLACEMENT = "\ufffd"
 _HELD_TOKENS_MAX = 8
-"""A character of UTF-8 has at most four bytes, and a token at least one: tokens that have not made
-whole characters after so many hardly will."""
+"""A UTF-8 character has at most four bytes, and a token at least one: more tokens than this will
+hardly complete a character."""
 _SOME_TURN = {"role": "user", "content": "x"}
 _SOME_TOOL = "a_tool_that_is_looked_for"
 UNKNOWN_BYTES_MAX = 256
-"""Bytes of text that a token for unknown words is thought to stand for, at most."""
+"""Assumed bytes of text that a token for unknown words stands for, at most."""
 
 
 class TokenizerText:
@@ -45,13 +45,13 @@ class TokenizerText:
         vocabulary = tokenizer.get_vocab()
         spelled = {vocabulary.get(f"<0x{byte:02X}>"): byte for byte in range(256)}
         self.fallback_bytes: dict[int, int] = {k: v for k, v in spelled.items() if k is not None}
-        """The byte of each token `<0x00>` to `<0xFF>`, by which some spell unknown text."""
+        """The byte of each token `<0x00>` to `<0xFF>`, with which some tokenizers spell unknown
+        text."""
         self._marks: dict[tuple[str, ...], dict[int, str]] = {(): {}}
-        """Of the special tokens those that are shown, by the names that were given: the few of the
-        reader of an answer."""
+        """Special tokens to show, by requested names; only a few combinations occur."""
         longest = max((len(token.encode()) for token in vocabulary), default=0)
         self.token_bytes_max = max(longest, UNKNOWN_BYTES_MAX)
-        """Bytes of text that one token stands for, at most."""
+        """Most bytes of text that one token stands for."""
 
     @classmethod
     def load(
@@ -62,8 +62,8 @@ class TokenizerText:
         trust_remote_code: bool = False,
         chat_template: str = "",
     ) -> TokenizerText:
-        """From a model's directory, with another chat template than its own where one is given.
-        Raises `ConfigError` where it has no tokenizer."""
+        """Loads it from a model's directory; `chat_template` replaces the model's own. Raises
+        `ConfigError` where there is no tokenizer."""
         tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
         if tokenizer is None:
             raise ConfigError(f"model {name}: no tokenizer in {path}")
@@ -72,7 +72,7 @@ class TokenizerText:
         return cls(tokenizer, name or str(path))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The prompt's token ids, with what the tokenizer puts before every text, or without.
+        """The prompt's token ids, with or without the special tokens that the tokenizer adds.
 
         Raises `BadRequest` for text that is not Unicode (a lone surrogate)."""
         _check_unicode("text", text)
@@ -80,30 +80,29 @@ class TokenizerText:
 
     @property
     def chat_template(self) -> str:
-        """For conversations with tools; empty where the model has none."""
+        """Template for conversations with tools; empty where the model has none."""
         found = getattr(self._tokenizer, "chat_template", None)
         if isinstance(found, dict):
             found = found.get("tool_use") or found.get("default")
         return found or ""
 
     def check_tools(self, field: str) -> None:
-        """Raises `BadRequest`, with this field, where the chat template tells the model of no
-        tools."""
+        """Raises `BadRequest` for this field where the chat template does not support tools."""
         if self.chat_template and not self._knows_tools:
             raise BadRequest(
                 field,
-                f"the chat template of model {self._name} knows no tools; give the server one that "
-                "does, with --chat-template FILE, or --chat-template hermes for a model of ChatML",
+                f"the chat template of model {self._name} does not support tools; start the server "
+                "with --chat-template FILE, or --chat-template hermes for a model that uses ChatML",
             )
 
     @cached_property
     def _knows_tools(self) -> bool:
-        """Whether the chat template tells the model of tools."""
+        """Whether the chat template includes tools in the prompt."""
         function = {"name": _SOME_TOOL, "description": "", "parameters": {"type": "object"}}
         try:
             told = self.render([_SOME_TURN], [{"type": "function", "function": function}])
         except BadRequest:
-            return True  # What is wrong is better said of a real conversation.
+            return True  # A real conversation gives a better error.
         return _SOME_TOOL in told
 
     def render(
@@ -112,7 +111,7 @@ class TokenizerText:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """As `encode_chat`, but the text."""
+        """As `encode_chat`, but returns the text."""
         return str(self._rendered(messages, tools, variables, tokenize=False))
 
     def encode_chat(
@@ -122,10 +121,10 @@ class TokenizerText:
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
         """The ids of a conversation of `role` and `content`, up to where the answer begins. The
-        chat template is told of `tools`, and its other `variables`.
+        chat template gets `tools` and `variables`.
 
-        Raises `BadRequest` where the model has no chat template, or its template refuses or knows
-        no tools."""
+        Raises `BadRequest` where the model has no chat template, or its template fails or does not
+        support tools."""
         for message in messages:
             _check_unicode("chat", message.get("content", ""))
         if tools or any("tool_calls" in message for message in messages):
@@ -144,7 +143,7 @@ class TokenizerText:
             raise BadRequest("chat", f"model {self._name} has no chat template; send a prompt")
         if wrong := variables.keys() & _not_for_templates():
             raise BadRequest(
-                f"chat_template_kwargs.{min(wrong)}", "is no variable of a chat template"
+                f"chat_template_kwargs.{min(wrong)}", "is not a variable of a chat template"
             )
         try:
             return self._tokenizer.apply_chat_template(
@@ -155,16 +154,16 @@ class TokenizerText:
                 return_dict=False,
                 **variables,
             )
-        except Exception as error:  # A template does what it likes.
-            raise BadRequest("chat", f"the model's chat template refuses: {error}") from error
+        except Exception as error:  # A template may raise anything.
+            raise BadRequest("chat", f"the model's chat template failed: {error}") from error
 
     def backend_json(self) -> str:
-        """The same tokenizer as the JSON of Hugging Face's tokenizers. Raises `ConfigError` where
-        it is none of them."""
+        """The tokenizer as JSON of Hugging Face's tokenizers. Raises `ConfigError` where it is not
+        one of these."""
         return backend_json(self._tokenizer)
 
     def decode(self, token_ids: Sequence[int], with_special: bool = False) -> str:
-        """The text of tokens, special ones left out, or by their names."""
+        """The text of tokens, without special ones, or with their names."""
         ids, skips = list(token_ids), not with_special
         if self._backend is not None:
             return str(self._backend.decode(ids, skip_special_tokens=skips))
@@ -175,10 +174,10 @@ class TokenizerText:
         )
 
     def stream(self, shown: Collection[str] = ()) -> _ByteStream | _WindowStream:
-        """Turns tokens into text as they come: `push` returns what is certain after one more token,
-        often nothing, and `finish`, called once, what was held back, with U+FFFD for bytes that
-        make no character. All together is the decoded whole; the time is linear. Special tokens
-        are in it if they are `shown`, by their names."""
+        """Converts tokens to text as they come: `push` returns what is certain after one more
+        token, often nothing, and `finish`, called once, what was held back, with U+FFFD for bytes
+        that are not a character. Together they are the decoded whole, in linear time. Special
+        tokens are included if `shown`, by name."""
         names = tuple(shown)
         marks = self._marks.get(names)
         if marks is None:
@@ -202,21 +201,21 @@ class TokenizerText:
             return str(token).encode()
 
     def spell(self, token_id: int) -> bytes:
-        """What a token is written as inside a text, for whoever looks at tokens one by one: a
-        special one by its name, which no text shows; empty for an unknown id."""
+        """The text of a single token: a special one by its name, which no text shows; empty for an
+        unknown id."""
         if token_id in self._special:
             return str(self._tokenizer.convert_ids_to_tokens(token_id)).encode()
         if self._bytes_of is not None:
             return self.token_bytes(token_id)
         if token_id in self.fallback_bytes:
             return bytes([self.fallback_bytes[token_id]])
-        # Behind itself, for the first token of a text may lose its leading space.
+        # After itself, because the first token of a text may lose its leading space.
         once, twice = self.decode([token_id]), self.decode([token_id, token_id])
         return twice[len(once) :].encode()
 
 
 class _ByteStream:
-    """For byte-level tokenizers: the bytes decide which characters are whole."""
+    """For byte-level tokenizers: the bytes show which characters are complete."""
 
     def __init__(self, text: TokenizerText, marks: Mapping[int, str]) -> None:
         self._text = text
@@ -233,8 +232,8 @@ class _ByteStream:
 
 
 class _WindowStream:
-    """For any tokenizer: decodes the last tokens again, with as many before them as make sure that
-    the first of a text, which may lose its leading space, is not mistaken for one inside it.
+    """For any tokenizer: decodes the last tokens again, together with some before them, because the
+    first token of a text may lose its leading space.
 
         ids      ... | context: shown | pending: not yet shown |
         decoded        `_shown`         what push returns
@@ -263,7 +262,7 @@ class _WindowStream:
         return self._show(self._text.decode(self._context + self._pending))
 
     def _splits_character(self) -> bool:
-        """Whether the pending tokens are bytes that begin a character and do not end it."""
+        """Whether the pending tokens are bytes of an incomplete character."""
         known = self._text.fallback_bytes
         if not all(token_id in known for token_id in self._pending):
             return False
@@ -274,7 +273,7 @@ class _WindowStream:
             return False  # no further byte can repair it
 
     def _may_split_character(self, decoded: str) -> bool:
-        """The same where it can only be guessed from the text, for other kinds of tokenizer."""
+        """The same for other tokenizers, guessed from the text."""
         return (
             not self._text.fallback_bytes
             and decoded.endswith(_REPLACEMENT)
@@ -290,7 +289,7 @@ class _WindowStream:
 
 @cache
 def _not_for_templates() -> frozenset[str]:
-    """Names that the library gives a template itself, or that tell it how to render one."""
+    """Variables that the library sets itself, or that control rendering."""
     from transformers import PreTrainedTokenizerBase
 
     names = signature(PreTrainedTokenizerBase.apply_chat_template).parameters
@@ -298,8 +297,8 @@ def _not_for_templates() -> frozenset[str]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The character that byte-level vocabularies write each byte as (Radford et al. 2019):
-    printable Latin-1 as itself, the others as the characters from U+0100 on, in order."""
+    """The character for each byte in byte-level vocabularies (Radford et al. 2019): printable
+    Latin-1 as itself, the others as the characters from U+0100 on, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}

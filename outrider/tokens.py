@@ -1,4 +1,4 @@
-"""A growing sequence of token ids that can name each of its prefixes by a 64-bit digest."""
+"""A growing sequence of token ids with a 64-bit digest of each prefix."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ EMPTY_DIGEST = 0
 
 
 def extend_digest(digest: int, token_id: int) -> int:
-    """The digest of a prefix and one more token: SplitMix64's finaliser (Steele et al. 2014)
-    over the sum of both. It detects loss of sync between peers; it is no defence against malice.
-    """
+    """The digest of a prefix and one more token: SplitMix64's finaliser (Steele et al. 2014) of
+    their sum. It detects loss of sync between peers; it is no defence against malice."""
     z = (digest + (token_id + 1) * 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -22,7 +21,7 @@ def extend_digest(digest: int, token_id: int) -> int:
 
 
 class TokenSequence:
-    """Token ids with the digest of every prefix. Appending costs O(1) a token."""
+    """Token ids with the digest of every prefix. Appending takes O(1) per token."""
 
     __slots__ = ("_digests", "_ids")
 
@@ -58,7 +57,7 @@ class TokenSequence:
         return self._digests[len(self) if length is None else length]
 
     def since(self, start: int, stop: int | None = None) -> tuple[int, ...]:
-        """The ids from `start` on, or up to `stop`."""
+        """The ids from `start` on, up to `stop` if given."""
         return tuple(self._ids[start:stop])
 
     def holds(self, length: int, digest: int) -> bool:

@@ -1,4 +1,4 @@
-"""Dataclasses of what is made in every round."""
+"""Fast dataclasses, for values that are made in every round."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 else:
 
     def value(*, frozen: bool, slots: bool) -> Any:
-        """`dataclass`, whose `frozen` the type checker alone enforces: Python would set each field
-        by a call that asks whether it may, and take 1.7 us in place of 0.3 for one of 16 fields."""
+        """`dataclass`, but `frozen` is enforced only by the type checker: at run time it makes each
+        assignment of a field a call, and creating an object of 16 fields takes 1.7 us instead of
+        0.3."""
         return dataclass(slots=slots, unsafe_hash=frozen)

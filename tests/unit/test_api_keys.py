@@ -75,11 +75,11 @@ def test_a_key_may_be_kept_by_its_sum_alone() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("alice", "line 1: a key has a NAME and a HASH"),
+        ("alice", "line 1: a line needs at least NAME and HASH"),
         ("\n# x\nalice secret-in-clear", "line 3: HASH: must be sha256:"),
         (f"{SUM} concurrency=0", "concurrency: '0' is wrong; .* from 1 to 4096"),
         (f"{SUM} colour=red", "'colour=red' is wrong; it must be tenant=TENANT"),
-        (f"{SUM} tenant=x tenant=y", "'tenant' is there twice"),
+        (f"{SUM} tenant=x tenant=y", "'tenant' is given twice"),
         (f"{SUM} tenant=", "tenant: '' is wrong"),
     ],
 )
@@ -93,9 +93,9 @@ def test_a_wrong_line_is_named(text: str, words: str) -> None:
 
 def test_names_and_keys_are_there_once() -> None:
     one, two = KeyHash.of(new_key()), KeyHash.of(new_key())
-    with pytest.raises(ConfigError, match="'a' is there twice"):
+    with pytest.raises(ConfigError, match="'a' is given twice"):
         Keyring([KeyEntry(one, Caller("a")), KeyEntry(two, Caller("a"))])
-    with pytest.raises(ConfigError, match="'b' has another name"):
+    with pytest.raises(ConfigError, match="'b' is given under two names"):
         Keyring([KeyEntry(one, Caller("a")), KeyEntry(one, Caller("b"))])
 
 

@@ -132,7 +132,7 @@ def test_chat_uses_the_models_template() -> None:
     ("kind", "role", "content", "said"),
     [
         ("byte fallback", "user", "x", "chat: model byte fallback has no chat template"),
-        ("byte level", "tool", "x", "chat: the model's chat template refuses: no tools here"),
+        ("byte level", "tool", "x", "chat: the model's chat template failed: no tools here"),
         ("byte level", "user", "a\ud800", "chat: not Unicode"),
     ],
 )

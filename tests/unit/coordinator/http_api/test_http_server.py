@@ -266,7 +266,7 @@ async def test_a_new_certificate_is_shown(
         assert not await answered(port, trusting(old_authority.file))
         shutil.copy(new.file, files.certificate)  # Its key is not there yet.
         assert await answered(port, by_alice)
-        assert "stays what it was" in caplog.text
+        assert "keeping the former contents" in caplog.text
         put(new, new_authority)
         assert await answered(port, by_bob)
         assert not await answered(port, by_alice)
