@@ -41,7 +41,7 @@ def server_options(
     """Options of a server. After `age_ms`, give or take a tenth, running calls of a connection
     continue, and new ones get another connection; None = never. With `shares_port` another such
     server may listen on the same port at the same time (SO_REUSEPORT); the kernel gives each new
-    connection to one of them, whoever's process that is: see `ServerOptions.takes_over`."""
+    connection to one of them, even if another program's: see `ServerOptions.takes_over`."""
     return [
         *_BOTH_ENDS,
         # Tolerate the pings of clients that follow the same settings, with room for jitter.
