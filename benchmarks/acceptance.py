@@ -1,9 +1,8 @@
-"""How much of what a target writes a draft would have proposed, for `outrider bench acceptance` and
+"""How much of the target's text a draft would have proposed, for `outrider bench acceptance` and
 `outrider plan`.
 
-The target writes an answer to every prompt, and the draft then reads each of them once. No round is
-played and nothing is timed, so the figures belong to the pair of models alone: not to K, not to the
-machine.
+The target answers every prompt, and the draft then reads each answer once. No round is played and
+nothing is timed, so the figures depend on the two models alone, not on K or the machine.
 """
 
 from __future__ import annotations
@@ -43,50 +42,50 @@ from .report import Report
 SAMPLED = SamplingParams(temperature=1.0)
 SAMPLED_RULES = (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED)
 OUTCOMES = (4, 8, 12, 16, 24)
-"""Of a round, the likeliest first."""
+"""Numbers of outcomes of a round, the likeliest first, for `--hits`."""
 AT_ONCE = 8
-"""Prompts that are answered side by side; p of all their tokens is kept until they are read."""
+"""Prompts that are decoded together; p of all their tokens is in memory until they are read."""
 _SEQUENCE = "bench"
 
 Array = npt.NDArray[np.float64]
 Encode = Callable[[str], Sequence[int]]
-"""A prompt's token ids, under the chat template or without."""
+"""Tokenizes a prompt, with the chat template or without."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer of the target, and what a draft makes of it."""
+    """One answer of the target, and the draft's distributions along it."""
 
     category: str
     seed: int
     prompt_ids: tuple[int, ...]
     max_tokens: int
-    """That are allowed."""
     token_ids: tuple[int, ...] = ()
-    """With the EOS, if there is one."""
+    """Including the EOS."""
     ratios: tuple[float, ...] = ()
-    """q(x) / p(x) of each token; at temperature 0 whether x is the draft's likeliest, as 1 or 0."""
+    """q(x) / p(x) of each token x; at temperature 0 1 if x is the draft's likeliest, else 0."""
     overlaps: tuple[float, ...] = ()
     """sum over v of min(p(v), q(v))."""
     matches: tuple[float, ...] = ()
-    """P(the draft draws x, given that the target does) where both draw by the same noise."""
+    """P(the draft draws x | the target does), both with the same noise."""
 
     def steps(self, rule: Rule) -> tuple[float, ...]:
-        """What decides about each token under a rule."""
+        """The values that decide about each token under a rule."""
         return self.matches if rule is Rule.COUPLED else self.ratios
 
 
 class Guessing:
-    """How well corrections are guessed under one rule: weights by which guess was right, after a
-    refusal and where all draft tokens were accepted. The last one is of none."""
+    """How well a draft predicts corrections under one rule: weights by the rank of the correct
+    guess, after a refusal (`recovery`) and after all draft tokens (`bonus`). The last weight counts
+    corrections that were not guessed."""
 
     def __init__(self) -> None:
         self.recovery, self.bonus = np.zeros(RANKS_MAX + 1), np.zeros(RANKS_MAX + 1)
 
     def hit_rates(self, accepted: Sequence[float]) -> tuple[float, ...]:
-        """The chance that an outcome is among the 1, 2, ... `LOOK_AHEAD_MAX` likeliest ones, for
-        rounds whose draft tokens have these chances [K], each given those before it. What a draft
-        tells of a single round from its own q (`OutcomeModel`) is left out."""
+        """The chances that a round's outcome is among the 1, 2, ... `LOOK_AHEAD_MAX` likeliest.
+        `accepted` [K] are the draft tokens' chances of acceptance, each given those before it. A
+        real draft also uses the q of the round itself (`OutcomeModel`); this does not."""
         recovery, bonus = (
             counts[:-1] / max(counts.sum(), 1e-300) for counts in (self.recovery, self.bonus)
         )
@@ -97,7 +96,7 @@ class Guessing:
 
 
 def note_guess(counts: Array, rank: int | None, weight: float = 1.0) -> None:
-    """A correction that was guess number `rank`, None = none of them."""
+    """Counts a correction that was guess number `rank`; None = it was not guessed."""
     counts[RANKS_MAX if rank is None else min(rank, RANKS_MAX)] += weight
 
 
@@ -110,26 +109,26 @@ class Sample:
     guessing: Mapping[Rule, Guessing]
 
     def overlaps(self, category: str | None = None) -> list[float]:
-        """Of all places of the texts of a category; None = of all."""
+        """At all places of the texts of a category; None = of all texts."""
         texts = [text for text in self.texts if category in (None, text.category)]
         return [one for text in texts for one in text.overlaps]
 
     def by_position(self, rule: Rule) -> tuple[float | None, ...]:
         """The chance that draft token 1, 2, ... is accepted given that those before it were, in
-        chains that begin at any place; None where no chain came so far. Not under block."""
+        chains from every place; None for depths that no chain reached. Not for block."""
         return conditional_acceptance(
             [np.minimum(text.steps(rule), 1.0).tolist() for text in self.texts]
         )
 
 
 def rules_at(temperature: float) -> tuple[Rule, ...]:
-    """The rules of a temperature."""
+    """The rules that differ at a temperature."""
     is_greedy = SamplingParams(temperature=temperature).greedy
     return (Rule.GREEDY,) if is_greedy else SAMPLED_RULES
 
 
 class ModelReader:
-    """A draft model that reads what the target wrote in one pass."""
+    """A draft model, which reads an answer of the target in one pass."""
 
     def __init__(self, engine: Any, entries_max: int = DRAFT_SUPPORT_ENTRIES) -> None:
         self._engine = engine
@@ -140,8 +139,8 @@ class ModelReader:
     def distributions(
         self, token_ids: Sequence[int], first: int, params: SamplingParams = SAMPLED
     ) -> list[DraftDistribution | None]:
-        """q of a draft token at each place of `token_ids[first:]`, as it goes on the wire; None =
-        nothing would be proposed. At temperature 0 the order of the tokens alone counts."""
+        """The draft's q, as it is sent, at each place of `token_ids[first:]`; None = it would
+        propose nothing. At temperature 0 only the order of its tokens matters."""
         step = SequenceStep(_SEQUENCE, tuple(token_ids[:-1]), len(token_ids) - first)
         try:
             [logits] = self._engine.forward([step])
@@ -154,8 +153,7 @@ class ModelReader:
 
 
 class LookupReader:
-    """A drafter without distributions, such as prompt lookup: asked anew for one token at every
-    place. What it proposes is a one-hot q."""
+    """A look-up, which proposes one token at every place; q is one-hot."""
 
     def __init__(self, drafter: Any) -> None:
         self._drafter = drafter
@@ -165,8 +163,8 @@ class LookupReader:
     def distributions(
         self, token_ids: Sequence[int], first: int, params: SamplingParams = SAMPLED
     ) -> list[DraftDistribution | None]:
-        # As in a deployment every text is a session of its own, with its own seed. What is written
-        # at one temperature is no history of another one.
+        # Every text is a session with its own seed, as in a deployment. The temperature is the
+        # tenant: texts of one temperature are not copied at another.
         self._num_read += 1
         name = f"{_SEQUENCE}-{self._num_read}"
         rule = Rule.GREEDY if params.greedy else Rule.TOKEN
@@ -186,12 +184,13 @@ class LookupReader:
 def decode(
     engine: Any, asked: Sequence[Answer], params: SamplingParams, rule: Rule, eos: Sequence[int]
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Plain decoding as a target's replica does it, side by side and without the replica: of each
-    token which of `asked` it is of, the token, and its logits [1, V]."""
+    """Plain decoding of several answers together, as a target replica does it. Yields for each
+    token the index in `asked`, the token, and its logits [1, V]."""
     names = [f"{_SEQUENCE}-{i}" for i in range(len(asked))]
     new = {i: each.prompt_ids for i, each in enumerate(asked)}
     try:
-        for i, each in enumerate(asked if len(asked) > 1 else ()):  # Prompts may be long.
+        # Long prompts do not fit into one step together.
+        for i, each in enumerate(asked if len(asked) > 1 else ()):
             if len(each.prompt_ids) > 1:
                 engine.forward([SequenceStep(names[i], each.prompt_ids[:-1], num_logits=0)])
                 new[i] = each.prompt_ids[-1:]
@@ -219,7 +218,7 @@ def decode(
 def write(
     engine: Any, asked: Sequence[Answer], params: SamplingParams
 ) -> list[tuple[list[int], list[torch.Tensor]]]:
-    """The engine's own answers, and p [V] of each of their tokens."""
+    """The engine's answers, and p [V] at each of their tokens."""
     rule = Rule.GREEDY if params.greedy else Rule.COUPLED
     written: list[tuple[list[int], list[torch.Tensor]]] = [([], []) for _ in asked]
     for i, token_id, logits in decode(engine, asked, params, rule, engine.info.eos_token_ids):
@@ -235,19 +234,19 @@ def load_reading(
     raw: bool,
     progress: Progress,
 ) -> Reading:
-    """Loads the target, and what drafts for it. Raises `ConfigError`."""
+    """Loads the target and its drafter. Raises `ConfigError`."""
     draft, lookup = config.draft, build_lookup(config.draft)
     if draft.drafter.reads_target:
         raise SettingError(
             "draft_model",
-            f"{draft.model} is wrong; it must read nothing of the target (`outrider bench speedup` "
-            "has the acceptance of all)",
+            f"{draft.model} is wrong; it must not read the target's hidden states (`outrider bench "
+            "speedup` shows the acceptance of any drafter)",
         )
     if parallel_token(draft) is not None:
         raise SettingError(
             "draft_model",
-            f"{draft.model} is wrong; it drafts several tokens in one pass, and a text is read "
-            "token by token here (`outrider bench speedup` has the acceptance of all)",
+            f"{draft.model} is wrong; it drafts several tokens in one pass, but texts are read "
+            "token by token here (`outrider bench speedup` shows the acceptance of any drafter)",
         )
     num_threads = config.target.num_threads or available_cores()
     progress("loading the target")
@@ -265,7 +264,7 @@ def load_reading(
 
 
 class Reading:
-    """Lets a target write, and a draft read."""
+    """Lets the target answer prompts, and the draft read the answers."""
 
     def __init__(
         self,
@@ -276,8 +275,7 @@ class Reading:
         encode: Encode,
         max_tokens: int,
     ) -> None:
-        """`name` is the draft's; `max_tokens` bounds an answer. Raises `SettingError` for prompts
-        that are too long."""
+        """`name` is the draft's. Raises `SettingError` for prompts that are too long."""
         self.target, self.reader, self.name = target, reader, name
         self._generator = np.random.default_rng(0)
         self._asked: list[Answer] = []
@@ -295,7 +293,7 @@ class Reading:
 
     @torch.inference_mode()
     def sample(self, temperature: float, progress: Progress) -> Sample:
-        """The answers to all prompts."""
+        """The answers to all prompts at a temperature."""
         params = SamplingParams(temperature=temperature)
         guessing = {rule: Guessing() for rule in rules_at(temperature)}
         texts = []
@@ -316,7 +314,7 @@ class Reading:
         params: SamplingParams,
         guessing: Mapping[Rule, Guessing],
     ) -> Answer:
-        """The text with what the draft makes of it; `rows` are p [V] of each token."""
+        """The text with the draft's values; `rows` are p [V] at each token."""
         ids = (*text.prompt_ids, *text.token_ids)
         drafted = self.reader.distributions(ids, len(text.prompt_ids), params)
         places = [
@@ -334,9 +332,9 @@ class Reading:
         params: SamplingParams,
         guessing: Mapping[Rule, Guessing],
     ) -> tuple[float, float, float]:
-        """Ratio, overlap and match. Notes which guess of the token was right as a bonus, and which
-        would have been after a refusal: of the draft's own token where both draw alike, else of
-        another one that is drawn here."""
+        """Ratio, overlap and match of one token. Counts in `guessing` the rank of the token among
+        the draft's guesses, as a bonus and as a correction after a refusal: of the draft's own
+        token under greedy and coupled, else of a token that is drawn here."""
         drafted, counts = (q.token_ids, q.counts) if q is not None else ((), ())
         rank = drafted.index(token_id) if token_id in drafted else None
         if params.greedy:
@@ -353,7 +351,7 @@ class Reading:
                     note_guess(guesses.recovery, rank and rank - 1)
             elif lost.sum() > 0.0 and ratio < 1.0:
                 refused = int(self._generator.choice(len(lost), p=lost / lost.sum()))
-                # What is not accepted, 1 - sum min(p, q), is the residual's whole mass.
+                # The residual's whole mass is 1 - sum min(p, q).
                 left = residual / (1.0 - overlap)
                 after = race_rank(left, theirs, own, self._generator, refused)
                 note_guess(guesses.recovery, after, 1.0 - ratio)
@@ -363,8 +361,8 @@ class Reading:
 def _both(
     row: torch.Tensor, token_id: int, drafted: Sequence[int], counts: Sequence[int]
 ) -> tuple[Array, Array, int]:
-    """p and q of what is drafted and of the token that was written, and the place of that one;
-    `row` is p [V]. A token that only one of the two vocabularies has, the other never draws."""
+    """p and q of the drafted tokens and of the written one, and the index of that one; `row` is
+    p [V]. A token that one vocabulary lacks has probability 0 there."""
     ids = np.union1d(np.array(drafted, dtype=np.int64), [token_id])
     ours, theirs = np.zeros((2, len(ids)))
     known = ids < len(row)
@@ -374,10 +372,10 @@ def _both(
 
 
 def matched(p: Array, q: Array, own: int) -> float:
-    """P(argmax(log q + g) = x | argmax(log p + g) = x) for Gumbel noise g, of the token at place
+    """P(argmax(log q + g) = x | argmax(log p + g) = x) for Gumbel noise g and the token x at index
     `own`: the chance of both is 1 / sum_v max(p_v / p_x, q_v / q_x) (Daliri et al., arXiv
-    2408.07978), and that of the second is p_x. Of tokens that are not drafted, whose q is 0, those
-    other than x may be missing: with them p sums to 1."""
+    2408.07978), and that of the second is p_x. Tokens with q = 0 other than x may be left out; p
+    then sums to less than 1."""
     if q[own] <= 0:
         return 0.0
     both = np.maximum(p, q * (p[own] / q[own])).sum() + max(0.0, 1.0 - p.sum())
@@ -387,9 +385,9 @@ def matched(p: Array, q: Array, own: int) -> float:
 def race_rank(
     p: Array, q: Array, winner: int, generator: np.random.Generator, refused: int | None = None
 ) -> int | None:
-    """Which guess of the winner of a race over `p` is right, from 0: its place in the race over `q`
-    with the same noise, `refused` left out. Both [N] are over the same tokens, of which those that
-    are not drafted may be missing: with them p sums to 1. None where it is not drafted."""
+    """The rank, from 0, that the token drawn from `p` has among the draft's guesses: its place in
+    an exponential race over `q` with the same noise, without `refused`. Both [N] are over the same
+    tokens; those with q = 0 may be left out. None if q of the winner is 0."""
     if q[winner] <= 0:
         return None
     first = generator.exponential()
@@ -404,7 +402,7 @@ def race_rank(
 
 
 def run(options: AcceptanceOptions, config: DeploymentConfig, progress: Progress) -> Report:
-    """`bench acceptance`. Raises `ConfigError`, also for prompts that are wrong or too long."""
+    """Runs `bench acceptance`. Raises `ConfigError`, also for wrong or too long prompts."""
     prompts = options.load_prompts()
     return measure(
         options, load_reading(config, prompts, options.max_tokens, options.raw, progress), progress
@@ -412,13 +410,12 @@ def run(options: AcceptanceOptions, config: DeploymentConfig, progress: Progress
 
 
 def measure(options: AcceptanceOptions, reading: Reading, progress: Progress) -> Report:
-    """Places count alike, whichever prompt they are of. `greedy` is the share of the tokens at
-    temperature 0 that are the draft's likeliest too; `sampled` the mean over the places at
-    temperature 1 of sum min(p, q); `by_position` the chance at temperature 1 that draft token i is
-    accepted given that those before it were. `hits` has the chance that a round of K draft tokens
-    comes to one of the first outcomes that the draft plans for."""
+    """All places count alike. `greedy` is the share of tokens at temperature 0 that are the draft's
+    likeliest; `sampled` the mean of sum min(p, q) at temperature 1; `by_position` the chance at
+    temperature 1 that draft token i is accepted given that those before it were; `hits` the chance
+    that the outcome of a round of K draft tokens is among the first that the draft predicts."""
     if options.hits and not isinstance(reading.reader, ModelReader):
-        raise SettingError("hits", f"needs a model that drafts; {reading.name} guesses no outcomes")
+        raise SettingError("hits", f"needs a draft model; {reading.name} predicts no outcomes")
     greedy, sampled = (reading.sample(temperature, progress) for temperature in (0.0, 1.0))
 
     def shares(category: str | None) -> dict[str, float]:

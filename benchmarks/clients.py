@@ -1,4 +1,4 @@
-"""How benchmarks call servers: by gRPC, or by OpenAI's HTTP interface, and always as a stream."""
+"""Clients of benchmarks: gRPC, and OpenAI's HTTP API. Both stream."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 CONNECT_S = 60.0
 SILENCE_S = 600.0
-"""How long a server may be silent before a request counts as failed."""
+"""Longest silence of a server before a request counts as failed."""
 ERROR_CHARS_MAX = 300
 _CONTENT = ("text", "content", "reasoning_content", "reasoning", "tool_calls")
-"""What holds tokens in a choice, or in the delta of a chat."""
+"""Fields with tokens, in a choice of a completion or in the delta of a chat."""
 
 
 class GrpcClient(BenchClient):
-    """A coordinator by gRPC."""
+    """Calls a coordinator by gRPC."""
 
     def __init__(self, client: Client, *, raw: bool) -> None:
-        """`raw` leaves the model's chat template out."""
+        """`raw`: without the chat template."""
         self._client = client
         self._raw = raw
 
@@ -54,8 +54,8 @@ class GrpcClient(BenchClient):
 
 
 async def complete(client: Client, request: GenerateRequest) -> Completion:
-    """Plays a request to its end. Raises what the coordinator refuses it with, and `Unavailable`
-    where it was cut short: its time would mean nothing."""
+    """Runs a request. Raises the coordinator's error, and `Unavailable` if the answer was cut
+    short, as its time would mean nothing."""
     clock = asyncio.get_running_loop().time
     rounds: list[Round] = []
     report: Any = None
@@ -82,16 +82,15 @@ async def complete(client: Client, request: GenerateRequest) -> Completion:
 
 
 class HttpClient(BenchClient):
-    """A server with OpenAI's HTTP interface. An async context manager: entering waits for no
-    server, but asks for its model where none is named. Any number of connections, which are used
-    again."""
+    """Calls a server with OpenAI's HTTP API. An async context manager; entering it asks the server
+    for its model if none is named."""
 
     def __init__(
         self, base_url: str, *, raw: bool, model: str = "", api_key: str = "",
         extra_body: Mapping[str, object] | None = None,
     ) -> None:  # fmt: skip
-        """A `/v1` at the end of `base_url` is not said twice. `raw` asks for a text completion in
-        place of a chat; `extra_body` is added to every request. Raises `SettingError`."""
+        """`base_url` may end with `/v1`. `raw` requests text completions instead of chats;
+        `extra_body` is added to every request. Raises `SettingError`."""
         self._root = base_url.rstrip("/").removesuffix("/v1")
         try:
             self._client = httpx2.AsyncClient(
@@ -103,7 +102,7 @@ class HttpClient(BenchClient):
         except httpx2.InvalidURL as error:
             raise SettingError("base_url", f"{base_url!r} is wrong: {error}") from error
         self.model = model
-        """What requests call it."""
+        """The `model` of requests."""
         self.address = self._client.base_url.netloc.decode()
         self._raw = raw
         self._extra_body = extra_body or {}
@@ -117,15 +116,15 @@ class HttpClient(BenchClient):
         await self._client.aclose()
 
     async def find_model(self) -> None:
-        """Takes the first model that the server lists. Raises `Unavailable`."""
+        """Uses the first model that the server lists. Raises `Unavailable`."""
         with _failures(f"{self._root}/v1/models"):
             response = await self._client.get("/v1/models")
             await _check(response)
             self.model = str(response.json()["data"][0]["id"])
 
     async def generate(self, prompt: BenchPrompt, decoding: Decoding) -> Completion:
-        """Decodes one prompt. Raises `Unavailable` where the request is refused, its stream breaks,
-        or does not tell how many tokens it had."""
+        """Decodes one prompt. Raises `Unavailable` if the request is refused, its stream breaks, or
+        there is no usage."""
         clock = asyncio.get_running_loop().time
         chunk_s: list[float] = []
         usage: dict[str, Any] = {}
@@ -144,7 +143,7 @@ class HttpClient(BenchClient):
                         raise Unavailable(f"the stream ended with an error: {_one_line(error)}")
                     for choice in chunk.get("choices") or ():
                         seconds = clock() - started_s
-                        # One that only names the role, or the reason of the end, has no tokens.
+                        # A chunk may have only a role or a finish reason.
                         new = choice.get("delta", choice)
                         if any(new.get(name) for name in _CONTENT):
                             chunk_s.append(seconds)
@@ -159,7 +158,7 @@ class HttpClient(BenchClient):
             )  # fmt: skip
 
     def _question(self, prompt: BenchPrompt, decoding: Decoding) -> tuple[str, dict[str, Any]]:
-        """The path, and the body."""
+        """The path and the body of a request."""
         body: dict[str, Any] = {
             "model": self.model,
             "temperature": decoding.temperature,
@@ -168,7 +167,7 @@ class HttpClient(BenchClient):
             **self._extra_body,
         }
         if decoding.ignore_eos:
-            body["ignore_eos"] = True  # Not OpenAI's, which refuses what it does not know.
+            body["ignore_eos"] = True  # OpenAI itself refuses unknown fields.
         if self._raw:
             return TEXT, body | {"prompt": prompt.text, "max_tokens": decoding.max_tokens}
         body["max_completion_tokens"] = decoding.max_tokens
@@ -177,7 +176,7 @@ class HttpClient(BenchClient):
 
 @contextmanager
 def _failures(what: str) -> Iterator[None]:
-    """Raises `Unavailable` where a server cannot be reached, or answers what is not OpenAI's."""
+    """Raises `Unavailable` if a server cannot be reached or does not answer as OpenAI's API."""
     try:
         yield
     except httpx2.HTTPError as error:
@@ -187,13 +186,13 @@ def _failures(what: str) -> Iterator[None]:
 
 
 async def _check(response: httpx2.Response) -> None:
-    """Raises `Unavailable` for a refusal."""
+    """Raises `Unavailable` unless the status is 200."""
     if response.status_code != httpx2.codes.OK:
         text = _one_line((await response.aread()).decode(errors="replace"))
         raise Unavailable(f"HTTP {response.status_code}: {text}")
 
 
 def _one_line(text: object) -> str:
-    """What another server says, as it may go to a terminal."""
+    """A server's text, shortened and safe for a terminal."""
     line = " ".join(str(text).split())[:ERROR_CHARS_MAX]
     return "".join(character if character.isprintable() else "?" for character in line)

@@ -1,18 +1,18 @@
-"""`outrider bench device`, or `python -m benchmarks.device` where neither Ray nor gRPC is: how near
-a step at batch 1 comes to what the device's memory allows.
+"""`outrider bench device`: how close a step at batch 1 comes to the limit of the memory bandwidth.
+`python -m benchmarks.device` does the same without Ray and gRPC.
 
-| figure | ms, medians |
+| figure | times are medians |
 | --- | --- |
-| `weight_bytes` | that a step reads: all but an embedding that is not the head as well |
+| `weight_bytes` | read by a step: all weights, without an embedding that is not also the head |
 | `copy_gb_per_s` | bytes read and written by a copy of a large tensor, 10^9 a second |
 | `ideal_step_ms` | `weight_bytes` at that speed |
 | `decode_step_ms` | one token of one session, until its likeliest successor is known |
-| `decode_over_ideal` | that over `ideal_step_ms` (goal 1.25) |
+| `decode_over_ideal` | `decode_step_ms` over `ideal_step_ms` (goal 1.25) |
 | `verify_step_ms` | K + 1 tokens of one session |
 | `draft_steps_ms` | K draft tokens at temperature 1 |
 | `verdict_ms` | by rule, verdicts of 1, 16 and 64 sessions on 4 draft tokens each |
 
-Verdicts are at temperature 1 and top-p 0.95, of normal logits with deviation 3.
+Verdicts are at temperature 1 and top-p 0.95, of normal logits with standard deviation 3.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _OF_1B = {
 
 
 def run(options: DeviceOptions, progress: Progress) -> Report:
-    """Loads or makes the model, and measures. Raises `ConfigError`."""
+    """Loads the model and measures it. Raises `ConfigError`."""
     device = use_device(device=options.device)
     progress(f"loading {options.model} on {device}")
     if options.model in RANDOM_MODELS:
@@ -74,7 +74,10 @@ def run(options: DeviceOptions, progress: Progress) -> Report:
         module, info = load_model(path, name=options.model, dtype=options.dtype, device=str(device))
     room = info.max_model_len - options.num_draft_tokens - 1
     if options.context_tokens > room:
-        raise SettingError("context_tokens", f"model {info.name} has room for {room}")
+        raise SettingError(
+            "context_tokens",
+            f"{options.context_tokens} is wrong; model {info.name} takes at most {room}",
+        )
     return measure(module, info, options, find_backend(device, module.dtype), progress)
 
 
@@ -85,7 +88,7 @@ def measure(
     backend: DeviceBackend | None,
     progress: Progress,
 ) -> Report:
-    """Measures a model, which belongs to the bench from now on."""
+    """Measures a model, and replaces some of its modules."""
     device = module.device
     weight_bytes = _weight_bytes(module)
     progress("copying")
@@ -109,7 +112,7 @@ def measure(
 
 
 def copy_speed(device: torch.device, num_bytes: int) -> float:
-    """Bytes read and written a second by the quickest of some copies of so many bytes."""
+    """Bytes read and written a second by the fastest of several copies of `num_bytes`."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     seconds = []
@@ -130,8 +133,8 @@ def _wait(device: torch.device) -> None:
 def random_llama(
     device: torch.device, dtype: torch.dtype, name: str = "", **sizes: int
 ) -> tuple[Any, ModelInfo]:
-    """A Llama of random numbers, made on the device: `random-1b` has the shapes of Llama 3.2 1B,
-    `random-7b` those of Llama 2 7B; `sizes` change them."""
+    """A Llama with random weights, made on the device: `random-1b` has the shapes of Llama 3.2 1B,
+    `random-7b` those of Llama 2 7B; `sizes` override them."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     shapes = _OF_1B if name == RANDOM_MODELS[0] else {}
@@ -144,7 +147,7 @@ def random_llama(
 
 
 def verdict_times(device: torch.device, vocab_size: int, repetitions: int) -> dict[str, Any]:
-    """By rule and number of sessions, ms."""
+    """Times of verdicts by rule and number of sessions, ms."""
     generator = torch.Generator(device).manual_seed(7)
     shape = (max(VERDICT_SESSIONS), VERDICT_TOKENS + 1, vocab_size)
     rows = 3 * torch.randn(shape, generator=generator, device=device)
@@ -163,7 +166,7 @@ def _judge(questions: Sequence[Question], _: int) -> None:
 
 
 def _question(logits: torch.Tensor, rule: Rule, index: int) -> Question:
-    """The draft's distribution is the target's, a little flatter."""
+    """A verdict's input; the draft's distribution is the target's, a little flatter."""
     noise = RoundNoise(index, rule, 100 + index)
     places = range(VERDICT_TOKENS)
     drawn, _ = draw_from_logits(logits[:-1], _FLATTER, [noise] * len(places), places)
@@ -173,7 +176,7 @@ def _question(logits: torch.Tensor, rule: Rule, index: int) -> Question:
 
 
 def _weight_bytes(module: Any) -> int:
-    """Of an embedding a step reads a row or two; of one that is the head too, all."""
+    """Bytes that a step reads; of an embedding that is not the head it reads a few rows only."""
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     whole = sum(parameter.nbytes for parameter in module.parameters())
@@ -199,7 +202,7 @@ def _figures(
     )  # fmt: skip
 
     def step(token_ids: Sequence[int], _: int) -> None:
-        """Until the likeliest token after each is known, as what draws waits for that."""
+        """A step until its likeliest tokens are known, as sampling has to wait for them."""
         steps = [SequenceStep(_NAME, tuple(token_ids), len(token_ids))]
         engine.forward(steps)[0].argmax(dim=1).tolist()
 

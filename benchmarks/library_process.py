@@ -1,9 +1,8 @@
-"""Runs one inference library in one process, for `libraries.LibraryProcess`.
+"""The process of one inference library, for `libraries.LibraryProcess`.
 
-The interpreter is that of the library's own environment, so only the standard library and that
-library can be imported here; `Engine` and `Transformers` run in ours. The process reads JSON lines
-until its input ends: first what to load, answered when it is loaded, then batches of prompts. An
-answer is `{}`, `{"completions"}` or `{"error"}`.
+It runs in the library's own environment and imports only the standard library and that library;
+`Engine` and `Transformers` run in ours. It reads JSON lines until its input ends: first what to
+load, then batches of prompts. An answer is `{}`, `{"completions"}` or `{"error"}`.
 """
 
 from __future__ import annotations
@@ -22,29 +21,28 @@ CACHE_GIB = 1
 """Size of a library's key-value cache."""
 
 Emit = Callable[[int, list[int]], None]
-"""Takes the index of a prompt in its batch, and its next tokens, as soon as they are known."""
+"""Receives the index of a prompt in its batch and its next tokens, as soon as they are known."""
 
 
 class Decoder:
-    """A library with a model in it. Its methods raise what the library raises."""
+    """A library with a loaded model. Methods raise the library's own exceptions."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
-        """`setup` is that of `libraries.LibraryProcess`."""
+        """`setup` is the first line, from `libraries.LibraryProcess`."""
         self.setup = setup
         self.load(setup)
 
     def load(self, setup: dict[str, Any]) -> None:
-        """Loads the model."""
         raise NotImplementedError
 
     def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
-        """Decodes all prompts, `concurrency` of the request at a time. Temperature 0 is greedy;
-        above it nothing but the temperature shapes the distribution."""
+        """Decodes all prompts, `request["concurrency"]` at a time. Temperature 0 is greedy; no
+        other sampling parameter applies."""
         raise NotImplementedError
 
 
 class Vllm(Decoder):
-    """vLLM on CPUs, alone or with a plug-in."""
+    """vLLM on CPUs, alone or with the amd-pace plug-in."""
 
     def load(self, setup: dict[str, Any]) -> None:
         from vllm import LLM
@@ -60,7 +58,7 @@ class Vllm(Decoder):
         ).llm_engine
 
     def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
-        """A request joins the engine's batch as another one ends."""
+        """A request joins the engine's batch when another one ends."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -83,7 +81,7 @@ class Vllm(Decoder):
 
 
 class OpenVino(Decoder):
-    """OpenVINO GenAI's pipeline with continuous batching, from a GGUF file."""
+    """OpenVINO GenAI's continuous-batching pipeline, from a GGUF file."""
 
     def load(self, setup: dict[str, Any]) -> None:
         import openvino_genai as genai
@@ -105,7 +103,7 @@ class OpenVino(Decoder):
         )
 
     def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
-        """A request joins the pipeline's batch as another one ends."""
+        """A request joins the pipeline's batch when another one ends."""
         import numpy as np
         import openvino as ov
         import openvino_genai as genai
@@ -133,7 +131,7 @@ class OpenVino(Decoder):
 
 
 class LlamaCpp(Decoder):
-    """llama.cpp by xllamacpp: its server's engine, called in this process."""
+    """llama.cpp by xllamacpp: its server's engine in this process."""
 
     def load(self, setup: dict[str, Any]) -> None:
         import xllamacpp as llama
@@ -154,7 +152,7 @@ class LlamaCpp(Decoder):
         self._server = llama.Server(params)
 
     def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
-        """A thread for each request at a time."""
+        """One thread for each concurrent request."""
         with ThreadPoolExecutor(request["concurrency"]) as pool:
             running = [
                 pool.submit(self._complete, token_ids, request, partial(emit, index))
@@ -173,7 +171,7 @@ class LlamaCpp(Decoder):
             "samplers": ["temperature"],
             "cache_prompt": False,
             "stream": True,
-            "verbose": True,  # Chunks have token ids.
+            "verbose": True,  # Adds token ids to the chunks.
             "return_tokens": True,
         }
         failures: list[object] = []
@@ -192,7 +190,7 @@ class LlamaCpp(Decoder):
 
 
 class Streamer:
-    """Passes tokens on, as `generate` of transformers wants it."""
+    """Receives tokens from the library's `generate`, the prompt's first."""
 
     def __init__(self, emit: Callable[[list[int]], None]) -> None:
         self._emit = emit
@@ -208,7 +206,7 @@ class Streamer:
 
 
 class Transformers(Decoder):
-    """The library's own `generate`, one prompt after the other."""
+    """The `generate` of transformers, one prompt after the other."""
 
     def load(self, setup: dict[str, Any]) -> None:
         from outrider.models.loading import load_model
@@ -240,7 +238,7 @@ class Transformers(Decoder):
 
 
 class Engine(Decoder):
-    """Plain decoding as a target replica does it, without the replica."""
+    """The engine of a target replica, without the replica."""
 
     def load(self, setup: dict[str, Any]) -> None:
         from outrider.config import TargetConfig
@@ -272,7 +270,7 @@ DECODERS = {
 def main() -> None:
     """Answers lines until the input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # What a library prints is no answer.
+    os.dup2(2, 1)  # Keeps what a library prints out of the answers.
     library: Decoder | None = None
     for line in sys.stdin:
         request = json.loads(line)
@@ -289,8 +287,7 @@ def main() -> None:
 
 
 def _decode(library: Decoder, request: dict[str, Any]) -> list[dict[str, object]]:
-    """Of each prompt the tokens with the EOS, if there is one, and the seconds from the request to
-    the first and to the last of them."""
+    """For each prompt the tokens, including the EOS, and the seconds to the first and the last."""
     prompts, eos = request["prompts"], frozenset(library.setup["eos_token_ids"])
     found: list[list[int]] = [[] for _ in prompts]
     times: list[list[float]] = [[] for _ in prompts]

@@ -1,7 +1,7 @@
-"""The harness: decodes the same prompts on several sides in turn, and keeps what each took.
+"""The harness of all benchmarks that compare sides: decodes the same prompts on each side.
 
-Other work, clock rates and heat drift over minutes, so no side is measured in one piece: sides take
-turns prompt by prompt, forwards for one prompt and backwards for the next.
+Load, clock rates and heat drift over minutes. So sides take turns prompt by prompt, in one order
+for one prompt and in the opposite order for the next.
 """
 
 from __future__ import annotations
@@ -28,72 +28,70 @@ WARM_UP_TOKENS_MAX = 32
 WARM_UP_REPETITIONS = 5
 
 Progress = Callable[[str], None]
-"""Is told what happens, one line at a time."""
+"""Receives one line for each step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How a prompt is decoded; None = the server's default."""
+    """How to decode a prompt; None = the server's default."""
 
     max_tokens: int
     temperature: float
     rule: Rule | None = None
     seed: int | None = None
     num_draft_tokens: int | None = None
-    """Bound on draft tokens a round; 0 = plain decoding."""
+    """Most draft tokens a round; 0 = plain decoding."""
     ignore_eos: bool = False
 
     def for_prompt(self, index: int) -> Decoding:
-        """That of a later prompt, or of one before the first: each has a seed of its own."""
+        """The same with the seed of prompt `index`, which may be negative."""
         return replace(self, seed=((self.seed or 0) + index) & SEED_MAX)
 
 
 class Round(NamedTuple):
-    """One round, as its client saw it."""
+    """One round, as the client sees it."""
 
     report: RoundReport
-    """None where the request did not ask for it."""
+    """None if the request did not ask for reports."""
     tokens: Tokens
-    """Committed."""
     arrived_s: float
-    """From the request's sending."""
+    """Time since the request was sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What came out, and what it took."""
+    """One answer, and its times."""
 
     token_ids: tuple[int, ...]
-    """With the EOS, if there is one; empty where they are not known."""
+    """Including the EOS; empty if they are not known."""
     started_s: float
     """When the request was sent, on a clock that all completions of a side share."""
     seconds: float
-    """From there to the final event, prefill included."""
+    """From sending to the final event, including prefill."""
     num_rounds: int = 0
     num_draft_tokens: int = 0
-    """Proposed in all."""
+    """Proposed in all rounds together."""
     num_accepted_draft_tokens: int = 0
     chunk_s: Sequence[float] = ()
-    """Seconds from the request to each chunk with tokens, or at least to the first."""
+    """Seconds from sending to each chunk with tokens; some sides know the first only."""
     prompt_tokens: int = 0
     counted_tokens: int = 0
-    """Tokens of a completion whose ids are not known, as by HTTP."""
+    """Number of tokens if their ids are not known, as by HTTP."""
     rounds: Sequence[Round] = ()
-    """By gRPC; rounds that came together are one."""
+    """By gRPC only. Rounds that arrive in one message count as one."""
 
     @property
     def num_tokens(self) -> int:
-        """With the EOS, if there is one."""
+        """Including the EOS."""
         return len(self.token_ids) or self.counted_tokens
 
     @property
     def first_token_s(self) -> float | None:
-        """Seconds from the request to the first token; None where a side does not say."""
+        """Seconds from sending to the first token, if known."""
         return self.chunk_s[0] if self.chunk_s else None
 
     @property
     def tokens_per_second(self) -> float:
-        """Of this completion alone."""
         return self.num_tokens / self.seconds
 
 
@@ -102,7 +100,7 @@ Job = tuple[BenchPrompt, Decoding]
 
 @asynccontextmanager
 async def together() -> AsyncIterator[asyncio.TaskGroup]:
-    """Tasks of which the first to fail ends the others; what it raised is raised."""
+    """A task group that raises the first exception itself, not in an `ExceptionGroup`."""
     try:
         async with asyncio.TaskGroup() as group:
             yield group
@@ -111,15 +109,15 @@ async def together() -> AsyncIterator[asyncio.TaskGroup]:
 
 
 class BenchClient(ABC):
-    """One side, as the measurement calls it."""
+    """Decodes prompts on one side."""
 
     @abstractmethod
     async def generate(self, prompt: BenchPrompt, decoding: Decoding) -> Completion:
-        """Decodes one prompt to its end. Raises an `OutriderError` where that fails."""
+        """Decodes one prompt. Raises an `OutriderError` if that fails."""
 
     async def generate_all(self, jobs: Sequence[Job], concurrency: int) -> list[Completion]:
-        """Decodes prompts to their ends, `concurrency` at a time. Raises what `generate` does, once
-        the other requests are cancelled."""
+        """Decodes prompts, `concurrency` at a time. Raises as `generate`, and cancels the other
+        requests then."""
         places = asyncio.Semaphore(concurrency)
 
         async def one(job: Job) -> Completion:
@@ -133,7 +131,7 @@ class BenchClient(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """One side, and how it is called."""
+    """One side, and how to call it."""
 
     side: str
     client: BenchClient
@@ -143,7 +141,7 @@ class Contestant:
     """Requests at a time."""
 
     async def decode(self, prompts: Sequence[BenchPrompt], block: Sequence[int]) -> SideResult:
-        """What came of the prompts whose indices are in the block."""
+        """Decodes the prompts with these indices."""
         jobs = [(prompts[index], self.decoding.for_prompt(index)) for index in block]
         found = await self.client.generate_all(jobs, self.concurrency)
         end = max(one.started_s + one.seconds for one in found)
@@ -152,20 +150,18 @@ class Contestant:
 
 @dataclass(frozen=True, slots=True)
 class SideResult:
-    """What a side did: `completions` in the order of the prompts, [num_prompts]."""
+    """The completions of a side, in the order of the prompts."""
 
     completions: tuple[Completion, ...]
     seconds: float
-    """In which they were decoded; less than the sum of theirs where several ran at a time."""
+    """Wall time; less than the sum over the completions if several ran at a time."""
 
     @property
     def num_tokens(self) -> int:
-        """Of all completions."""
         return sum(completion.num_tokens for completion in self.completions)
 
     @property
     def tokens_per_second(self) -> float:
-        """All tokens over all wall time."""
         return self.num_tokens / self.seconds
 
 
@@ -176,9 +172,9 @@ async def measure(
     drops: Callable[[str, OutriderError], bool] = lambda side, error: False,
     rest_s: float = 0.0,
 ) -> dict[str, SideResult]:
-    """Warms every side up, then measures all of them, with a rest of so many seconds before each
-    turn of a side. Where a side raises an error, `drops` says whether to go on without that side;
-    otherwise raises the error, and cancels the requests that still run."""
+    """Warms up every side, then measures them in turns, with a pause of `rest_s` before each turn.
+    If a side raises an error, `drops` decides whether to continue without it; otherwise the error
+    is raised."""
     sides = {contestant.side: contestant for contestant in contestants}
     found: dict[str, dict[int, Completion]] = {side: {} for side in sides}
     seconds = dict.fromkeys(sides, 0.0)
@@ -208,7 +204,7 @@ async def measure(
 
 
 async def _warm_up(contestant: Contestant) -> None:
-    """With seeds that no prompt has: the second session of a seed may be drafted otherwise."""
+    """Uses seeds that no prompt has: a second session of a seed may be drafted differently."""
     short = min(WARM_UP_TOKENS_MAX, contestant.decoding.max_tokens)
     for index, prompt in enumerate(WARM_UP_PROMPTS, start=1):
         decoding = replace(contestant.decoding.for_prompt(-index), max_tokens=short)
@@ -216,10 +212,9 @@ async def _warm_up(contestant: Contestant) -> None:
 
 
 def _blocks(num_prompts: int, concurrency: int) -> list[range]:
-    """The prompts of each turn. With several at a time there are two turns, each of every second
-    prompt: so each side comes first once with all kinds of prompts, as what comes second finds the
-    beginnings of prompts cached; and the ends, where fewer than `concurrency` requests run, are
-    few."""
+    """The prompts of each turn. With several at a time there are two turns, each with every second
+    prompt: each side comes first once (the second finds the beginnings of prompts cached), and
+    there are only two ends in which fewer than `concurrency` requests run."""
     if concurrency == 1:
         return [range(index, index + 1) for index in range(num_prompts)]
     return [range(turn, num_prompts, 2) for turn in range(min(2, num_prompts))]
@@ -230,8 +225,8 @@ def medians_ms(
     repetitions: int,
     undo: Callable[[], object] = lambda: None,
 ) -> list[float]:
-    """The median time of each, ms. They take turns, are told which one it is, and what each has
-    done is undone."""
+    """The median time of each function, ms. They take turns and get the number of the repetition;
+    `undo` is called after each call."""
     times: list[list[float]] = [[] for _ in works]
     for index in range(-WARM_UP_REPETITIONS, repetitions):
         for work, own in zip(works, times, strict=True):

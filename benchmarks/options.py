@@ -1,4 +1,4 @@
-"""Options of a benchmark: a class of settings, whose fields are the options of its command."""
+"""Options of benchmarks: the fields of a settings class are the options of its command."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .prompts import PROMPTS_MAX, BenchPrompt, read_prompts, select_prompts
 
 Kind = TypeVar("Kind", bound=click.Option)
 RANDOM_MODELS = ("random-1b", "random-7b")
-"""For `bench device`: a Llama of 6.7 billion random parameters, made on the device."""
+"""Models of `bench device` with random weights, made on the device."""
 
 Concurrency = Annotated[int, between(1, SESSIONS_PER_COORDINATOR_MAX)]
 DraftTokens = Annotated[int, between(1, NUM_DRAFT_TOKENS_MAX)]
@@ -47,60 +47,57 @@ def _option(kind: Callable[..., Kind], setting: Setting) -> Kind:
 
 @checked()
 class Options:
-    """The base of all."""
+    """Base class of all options."""
 
     @classmethod
     def params(cls, kind: Callable[..., Kind]) -> list[Kind]:
-        """An option of a command for each field that is not internal."""
+        """A command-line option for each field that is not `Internal`."""
         return [_option(kind, setting) for setting in settings_of(cls).values()]
 
     @classmethod
     def from_arguments(cls, arguments: Any) -> Self:
-        """From what a command with these options was given, an attribute each."""
+        """From the parsed arguments of a command with these options."""
         given = vars(arguments)
         return cls(**{name: given[name] for name in cls.__dataclass_fields__ if name in given})
 
 
 @checked()
 class PromptOptions(Options):
-    """Prompts, and the lengths of their completions."""
+    """Prompts, and the length of their completions."""
 
     prompts: Path | None = None
-    """JSONL of `prompt` and, if wanted, `category`, `max_tokens` and `response_format`; unset =
+    """JSONL with `prompt` and optionally `category`, `max_tokens` and `response_format`; unset =
     the built-in prompts."""
     num_prompts: NumPrompts = None
-    """Number of prompts, divided evenly among the categories; with fewer than there are categories,
-    one prompt of each of the first N."""
+    """Number of prompts, taken evenly from the categories; unset = all."""
     max_tokens: MaxTokens = 256
-    """Tokens of a completion."""
+    """Most tokens of a completion."""
     raw: bool = False
     """Do not apply the model's chat template."""
     seed: Internal[int] = 0
-    """Of the first prompt; each one after it has the next."""
+    """Seed of the first prompt; it grows by one with each prompt."""
 
     def load_prompts(self) -> tuple[BenchPrompt, ...]:
-        """The prompts to measure with. Raises `SettingError` for a file that is wrong."""
+        """The prompts to measure. Raises `SettingError` for a wrong file."""
         prompts = read_prompts(self.prompts)
         return prompts if self.num_prompts is None else select_prompts(prompts, self.num_prompts)
 
 
 @checked()
 class DecodingOptions(PromptOptions):
-    """Prompts, and how they are decoded."""
+    """Prompts, and how to decode them."""
 
     rule: Literal["token", "block", "coupled"] = "block"
-    """How drafts are accepted at a temperature above 0; only token and coupled use trees."""
+    """Acceptance rule at temperatures above 0; block uses no trees."""
     num_draft_tokens: DraftTokens | None = None
-    """Draft tokens a round; unset = the deployment's own."""
+    """Draft tokens a round; unset = the deployment's default."""
 
     def drafted(self, num_draft_tokens: int, temperature: float) -> Decoding:
-        """How the first prompt is decoded with drafts, by a deployment that drafts so many tokens
-        where a request does not say. Raises `SettingError` where none would be drafted."""
+        """How to decode the first prompt with drafts; `num_draft_tokens` is the deployment's
+        default. Raises `SettingError` if that would be plain decoding."""
         bound = self.num_draft_tokens or num_draft_tokens
         if bound == 0:
-            raise SettingError(
-                "num_draft_tokens", "0 is plain decoding; there is nothing to compare"
-            )
+            raise SettingError("num_draft_tokens", "0 is plain decoding; nothing to compare with")
         return Decoding(
             max_tokens=self.max_tokens,
             temperature=temperature,
@@ -112,37 +109,37 @@ class DecodingOptions(PromptOptions):
 
 @checked()
 class AcceptanceOptions(PromptOptions):
-    """What `bench acceptance` is asked for."""
+    """Options of `bench acceptance`."""
 
     max_tokens: MaxTokens = 128
     hits: bool = False
-    """Play rounds besides: how often a draft model guesses what a round comes to."""
+    """Also report how often a draft model predicts the outcome of a round."""
     num_draft_tokens: DraftTokens = 4
-    """Draft tokens of a round, with `--hits`."""
+    """Draft tokens of a round, for `--hits`."""
 
 
 @checked()
 class EngineOptions(Options):
-    """What `bench engine` is asked for."""
+    """Options of `bench engine`."""
 
     repetitions: Annotated[int, between(1, 100)] = 3
-    """Rounds, of which medians are taken."""
+    """Repetitions; the medians are reported."""
     parts: tuple[Literal["sessions", "waits", "steps"], ...] = ("sessions", "waits", "steps")
     """What to measure."""
 
 
 @checked()
 class DeviceOptions(Options):
-    """What `bench device` is asked for."""
+    """Options of `bench device`."""
 
     model: str = RANDOM_MODELS[-1]
-    """A model, or `random-1b` or `random-7b`: random numbers of that size."""
+    """A model, or `random-1b` or `random-7b`, which have random weights."""
     device: str = "auto"
     """`auto`, `cpu` or `cuda[:N]`."""
     dtype: str = "bfloat16"
-    """Of weights and keys and values."""
+    """Data type of weights, keys and values."""
     context_tokens: Annotated[int, between(1, 1_000_000)] = 256
-    """Tokens before the steps."""
+    """Tokens in the cache before each step."""
     num_draft_tokens: DraftTokens = 8
-    """Tokens of a draft and a verification."""
+    """Draft tokens of a round."""
     repetitions: Internal[int] = 50

@@ -1,12 +1,12 @@
-"""`outrider bench overhead`: what rounds and requests cost beside the models.
+"""`outrider bench overhead`: what rounds and requests cost without the models.
 
-rounds      a round, from the `DraftRequest`'s sending to the store's acknowledgement, by its report
-capacity    how many rounds a second one coordinator plays for many sessions
-            client, coordinator, canned replicas and Redis are a process each
-transports  what gRPC and HTTP add to a request and to each of its chunks
-            clients and coordinator in this process, an emulated target in another one
+rounds      a round by its report, from sending the draft request to the store's acknowledgement
+capacity    rounds a second of one coordinator with many sessions; client, coordinator, canned
+            replicas and Redis are a process each
+transports  what gRPC and HTTP add to a request and to each of its chunks; clients and coordinator
+            are in this process, an emulated target in another one
 
-Canned replicas answer at once, or after a step's time, with well-formed answers that no model made.
+Canned replicas give well-formed answers without a model, at once or after the time of a step.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from .report import Report, percentile
 NUM_DRAFT_TOKENS = 8
 PROMPT_TOKENS = 64
 ACCEPT_PROBABILITY = 0.7
-"""Of every canned draft token: a round of 8 commits some 3 tokens."""
+"""Of every canned draft token: a round of 8 commits about 3 tokens."""
 Q_ENTRIES = 64
 CANNED = ReplicaDescription(
     model="canned", weights_fingerprint="canned", tokenizer_fingerprint="canned",
@@ -69,38 +69,38 @@ CANNED = ReplicaDescription(
 WARM_UP_ROUNDS = 200
 SESSION_TOKENS = 512
 VERIFY_S = 0.0183
-"""Of a target's step, for `capacity`; a 70B model's (`bench emulate`)."""
+"""A step of a 70B target (as in `bench emulate`), for `capacity`."""
 DRAFT_S = NUM_DRAFT_TOKENS * 0.0013
 CROWD_TOKENS = 2_048
 WARM_UP_S = 3.0
 WARM_UP_TURNS = 3
 TURNS = 60
-"""Requests through each transport."""
+"""Requests by each transport."""
 TURN_STEP_MS = 5.0
-"""Of the emulated target."""
+"""A step of the emulated target."""
 _PARTS_OF_A_ROUND = ("draft_ms", "wire_ms", "queue_ms", "verify_ms", "commit_ms")
 _WORDS = tuple("".join(letters) for letters in product(ascii_lowercase[:16], repeat=3))
-"""The vocabulary of the emulated target: three letters each, so that every token is text."""
+"""The vocabulary of the emulated target: every token is text."""
 DECODING = Decoding(32, temperature=0.0, num_draft_tokens=0, ignore_eos=True)
 PROMPT = BenchPrompt("".join(f" {word}" for word in _WORDS[:PROMPT_TOKENS]), "")
 
 
 @checked()
 class OverheadOptions(Options):
-    """What `bench overhead` is asked for."""
+    """Options of `bench overhead`."""
 
     parts: tuple[Literal["rounds", "capacity", "transports"], ...] = ("rounds",)
     """What to measure."""
     rounds: Annotated[int, between(1, 100_000)] = 2_000
-    """Rounds to measure."""
+    """Number of rounds, for `rounds`."""
     sessions: Concurrency = 500
-    """Capacity: sessions at a time."""
+    """Sessions at a time, for `capacity`."""
     seconds: Annotated[float, between(1, 600)] = 10.0
-    """Capacity: time of the measurement."""
+    """Length of the measurement, for `capacity`, s."""
 
 
 async def run(options: OverheadOptions, progress: Progress) -> Report:
-    """Measures. Raises `Unavailable` where a process breaks off."""
+    """Measures the chosen parts. Raises `Unavailable` if a process ends."""
     measures = {
         "rounds": measure_rounds, "capacity": measure_capacity, "transports": measure_transports,
     }  # fmt: skip
@@ -109,7 +109,7 @@ async def run(options: OverheadOptions, progress: Progress) -> Report:
 
 
 def canned_request(seed: int, max_tokens: int) -> GenerateRequest:
-    """A session of the full length, with K = `NUM_DRAFT_TOKENS` under token."""
+    """A session that always runs to `max_tokens`, with K = `NUM_DRAFT_TOKENS` and rule token."""
     return GenerateRequest(
         prompt=tuple(range(1, 1 + PROMPT_TOKENS)), sampling=SamplingParams(temperature=1.0),
         max_tokens=max_tokens, ignore_eos=True, seed=seed, rule=Rule.TOKEN,
@@ -121,7 +121,7 @@ def canned_request(seed: int, max_tokens: int) -> GenerateRequest:
 async def _canned_services(
     draft_s: float = 0.0, verify_s: float = 0.0
 ) -> AsyncIterator[tuple[Client, Process]]:
-    """A coordinator before a canned draft and target with steps of so many seconds."""
+    """A coordinator with a canned draft and target, whose steps take these seconds."""
     setup = {"draft_s": draft_s, "verify_s": verify_s}
     async with (
         embedded_redis() as redis_url,
@@ -135,8 +135,8 @@ async def _canned_services(
 
 
 async def measure_rounds(options: OverheadOptions, progress: Progress) -> dict[str, Any]:
-    """Medians, ms, of rounds that drafted K tokens, one session after the other, by the reports of
-    their coordinator."""
+    """Figures of rounds with K draft tokens, one session after the other, by the coordinator's
+    reports."""
     wanted, seed = WARM_UP_ROUNDS + options.rounds, 0
     reports: list[RoundReport] = []
     async with _canned_services() as (client, _):
@@ -152,7 +152,7 @@ async def measure_rounds(options: OverheadOptions, progress: Progress) -> dict[s
 
 
 def round_figures(reports: Sequence[RoundReport]) -> dict[str, Any]:
-    """By names in JSON."""
+    """The JSON object."""
     parts = {name: [getattr(one, name) for one in reports] for name in _PARTS_OF_A_ROUND}
     whole = [sum(times) for times in zip(*parts.values(), strict=True)]
     return {
@@ -164,8 +164,7 @@ def round_figures(reports: Sequence[RoundReport]) -> dict[str, Any]:
 
 
 async def measure_capacity(options: OverheadOptions, progress: Progress) -> dict[str, Any]:
-    """Rounds a second of sessions that never pause, and the computing of the coordinator's process
-    for one of them."""
+    """Rounds a second of sessions that never pause, and the coordinator's CPU time for a round."""
     progress("starting")
     num_tokens = 0
 
@@ -200,11 +199,12 @@ async def measure_capacity(options: OverheadOptions, progress: Progress) -> dict
 
 
 async def measure_transports(_: OverheadOptions, progress: Progress) -> dict[str, Any]:
-    """One coordinator in this process is asked in turn by gRPC and by HTTP, on its event loop: what
-    is added is all of the computing on both sides, and the kernel's loopback between them.
+    """Calls a coordinator in this process in turn by gRPC and HTTP, on one event loop: the added
+    time is the computing on both sides and the kernel's loopback.
 
-    `X_ttft_added_ms_p50` is the median of TTFT through X less what the coordinator took of it;
-    `X_chunk_added_ms` the median time from its having a chunk to X's client having read it."""
+    `X_ttft_added_ms_p50` is the median of TTFT by X minus the coordinator's part of it,
+    `X_chunk_added_ms` the median time from the coordinator having a chunk to the client reading
+    it."""
     progress("starting the target")
     added: dict[str, list[float]] = {}
     async with (
@@ -214,7 +214,7 @@ async def measure_transports(_: OverheadOptions, progress: Progress) -> dict[str
     ):
         clients: dict[str, BenchClient] = {"grpc": GrpcClient(client, raw=True), "http": http}
         gc.collect()
-        gc.freeze()  # What is always there is not looked through while times are taken.
+        gc.freeze()  # Long-lived objects are not scanned during the measurement.
         for turn in range(-WARM_UP_TURNS, TURNS):
             if turn % 10 == 0:
                 progress(f"turn {turn} of {TURNS}")
@@ -227,9 +227,9 @@ async def measure_transports(_: OverheadOptions, progress: Progress) -> dict[str
 
 
 async def added_ms(client: BenchClient, stamps: list[float]) -> tuple[float, list[float]]:
-    """What a transport adds to the first token of a request, and to each of its chunks. `stamps`
-    has when the coordinator had the newest request, and each of its chunks. Raises `Unavailable`
-    where a request fails."""
+    """What a transport adds to the first token of a request, and to each of its chunks. The
+    coordinator puts the times of the request and of each chunk into `stamps`. Raises
+    `Unavailable` if the request fails."""
     stamps.clear()
     done = await client.generate(PROMPT, DECODING)
     asked_s, *had_s = stamps
@@ -240,8 +240,8 @@ async def added_ms(client: BenchClient, stamps: list[float]) -> tuple[float, lis
 
 @asynccontextmanager
 async def _coordinator_here() -> AsyncIterator[tuple[list[float], str, str]]:
-    """A coordinator in this process before an emulated target: when it had its requests and their
-    tokens, and where it answers by gRPC and HTTP."""
+    """A coordinator in this process with an emulated target: the times of its requests and their
+    tokens, its gRPC address and its HTTP URL."""
     from coordinator.actor import CoordinatorActor
 
     stamps: list[float] = []
@@ -277,7 +277,7 @@ async def _coordinator_here() -> AsyncIterator[tuple[list[float], str, str]]:
 
 
 def _save_tokenizer(directory: str) -> None:
-    """One whose every token is a word, and whose text is cut as those of models are."""
+    """Saves a tokenizer whose tokens are words, with the byte-level decoder of real models."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -290,8 +290,7 @@ def _save_tokenizer(directory: str) -> None:
 
 
 class CannedReplica:
-    """A `ReplicaService` whose answer to an item is a function of it: at once, or after a stated
-    time that takes no computing."""
+    """A `ReplicaService` that answers an item with a function of it, after `step_s` of waiting."""
 
     def __init__(self, answer: Callable[[Any], Any], step_s: float = 0.0) -> None:
         self._answer = answer
@@ -314,25 +313,25 @@ class CannedReplica:
         return CANNED
 
     def release(self, session_id: str, epoch: int) -> None:
-        """See `ReplicaService.release`: nothing is kept."""
+        """See `ReplicaService.release`; keeps nothing."""
 
 
 @cache
 def canned_proposal(size: int) -> SealedProposal:
-    """Of the last tokens of the vocabulary, whose ids are as long as any."""
+    """A proposal of the vocabulary's last tokens, whose ids take the most bytes."""
     token_ids = tuple(range(CANNED.vocab_size - Q_ENTRIES, CANNED.vocab_size))
     q = DraftDistribution(token_ids, (COUNT_TOTAL // Q_ENTRIES,) * Q_ENTRIES)
     return SealedProposal.of(Proposal(token_ids[:size], (q,) * size))
 
 
 def propose(item: DraftItem) -> ProposalReply:
-    """A draft whose proposals are ready."""
+    """The canned draft."""
     length, size = item.head.committed_length, item.num_draft_tokens
     return ProposalReply(item.head.key, canned_proposal(size), length, length + size)
 
 
 def verify(item: VerifyItem) -> VerdictReply:
-    """A target whose verdicts are ready."""
+    """The canned target."""
     size = len(item.proposal)
     verdict = Verdict((ACCEPT_PROBABILITY,) * size, (CANNED.vocab_size - 1,) * (size + 1))
     return VerdictReply(item.head.key, verdict, item.head.committed_length + size)
@@ -340,7 +339,7 @@ def verify(item: VerifyItem) -> VerdictReply:
 
 @asynccontextmanager
 async def canned_role(setup: dict[str, Any]) -> AsyncIterator[Role]:
-    """A canned draft and a canned target."""
+    """The role of a process with a canned draft and target."""
     draft: Any = CannedReplica(propose, setup["draft_s"])
     target: Any = CannedReplica(verify, setup["verify_s"])
     services = [ReplicaServicer(draft, DRAFT).grpc_service]

@@ -1,5 +1,5 @@
-"""`outrider bench peers`: Outrider beside other inference systems, with the same weights, prompts
-and threads: plain and speculative, at each temperature and number of requests at a time."""
+"""`outrider bench peers`: Outrider and other inference systems with the same weights, prompts and
+threads, plain and speculative, at each temperature and concurrency."""
 
 from __future__ import annotations
 
@@ -36,48 +36,46 @@ Name = Literal["vllm", "vllm-pace", "openvino", "llama-cpp", "transformers"]
 OURS_PLAIN = "outrider plain"
 OURS_SPECULATIVE = "outrider speculative"
 REST_S = 0.5
-"""Between the turns of two sides: threads of Intel's OpenMP, which vLLM runs on, spin for 0.2 s
-when their work is done, and would take the cores from the side that follows."""
+"""Pause between two sides: the OpenMP threads of vLLM spin for 0.2 s after their work, and would
+take cores from the next side."""
 
 StartSubjects = Callable[[], AbstractAsyncContextManager[tuple[Subject, Subject]]]
-"""Starts a deployment to measure, or finds the one that runs: for plain and for speculative
-decoding, which share no cache where they can be kept apart."""
+"""Starts a deployment, or finds the running one: for plain and for speculative decoding, without a
+shared cache if possible."""
 Level = Mapping[str, Any]
-"""The figures at one temperature and number of requests at a time, by names in JSON."""
+"""The JSON object of one temperature and concurrency."""
 
 
 @checked()
 class PeersOptions(DecodingOptions):
-    """What `bench peers` is asked for."""
+    """Options of `bench peers`."""
 
     num_prompts: NumPrompts = 16
     max_tokens: MaxTokens = 96
     temperature: tuple[Temperature, ...] = (0.0, 1.0)
-    """0 = always the likeliest token."""
+    """0 = greedy."""
     concurrency: tuple[Concurrency, ...] = (1, 8)
     """Requests at a time."""
     peers: tuple[Name, ...] = get_args(Name)
-    """Which systems."""
+    """Systems to compare with."""
     environments: Path = Path(".venv/peers")
-    """Where `make peers` has installed them."""
+    """Folder where `make peers` has installed them."""
     sweep: bool = False
-    """Find each peer's fastest settings anew, though an earlier run has found them."""
+    """Search again for each peer's fastest settings, instead of using the stored ones."""
     servers: bool = False
-    """Measure servers, by one HTTP client: of Outrider, and of the peers that have one."""
+    """Measure the HTTP servers of Outrider and of the peers that have one, with one client."""
 
 
 async def run(options: PeersOptions, start_subjects: StartSubjects, progress: Progress) -> Report:
-    """Measures Outrider and its peers. Raises `SettingError` for options that are wrong, and what
-    Outrider refuses a request with.
-
-    Every level has a deployment of its own, so that no side finds a prompt or an answer cached."""
+    """Measures Outrider and its peers. Every level has a deployment of its own, so that no prompt
+    or answer is cached. Raises `SettingError` for wrong options, and Outrider's errors."""
     prompts = options.load_prompts()
     clients: dict[str, BenchClient] = {}
     missing: dict[str, str] = {}
     levels: list[Level] = []
 
     def drop(side: str, error: OutriderError) -> bool:
-        """Goes on without a peer's side that has failed."""
+        """Continues without a peer that failed."""
         if clients.pop(side, None) is None:
             return False
         missing[side] = f"it failed: {error.message}"
@@ -116,11 +114,10 @@ async def start_peers(
     options: PeersOptions, subject: Subject, prompts: Sequence[BenchPrompt], stack: AsyncExitStack,
     progress: Progress,
 ) -> tuple[dict[str, BenchClient], dict[str, str]]:  # fmt: skip
-    """Clients of those that are wanted and installed, with their fastest settings, by side; and why
-    others are missing. They run as long as the stack. Raises `SettingError` where the target's
-    files are not on this machine."""
+    """Starts the peers with their fastest settings. Returns clients by side, and why others are
+    missing. Raises `SettingError` if the target's files are not on this machine."""
     if subject.target is None:
-        raise SettingError("server", "the target's files are not known here; peers need them")
+        raise SettingError("server", "the target's files are not on this machine; peers need them")
     gguf = gguf_file(subject.model)
     inputs = TargetInputs.load(
         subject.target, prompts, options, batch=max(options.concurrency),
@@ -151,18 +148,18 @@ async def start_peers(
 
 
 def _http_client(subject: Subject, decoding: Decoding, raw: bool) -> HttpClient:
-    """Asks a deployment for as many draft tokens as `decoding` has."""
+    """A client that requests the draft tokens of `decoding`."""
     if not subject.http_url:
-        raise SettingError("servers", "the deployment that runs has no HTTP interface")
+        raise SettingError("servers", "the running deployment has no HTTP interface")
     extra = {"speculation": {"num_draft_tokens": decoding.num_draft_tokens}}
     return HttpClient(subject.http_url, raw=raw, api_key=subject.api_key, extra_body=extra)
 
 
 def level_of(temperature: float, concurrency: int, results: Mapping[str, SideResult]) -> Level:
-    """The figures of all sides, which decoded the same prompts. Of each side: all tokens over all
-    wall time, prefill included; the median time to the first token, one at a time; and on how many
-    prompts it wrote the tokens of our plain decoding: at temperature 0 all, but for near ties. None
-    above it, and where ids are not known."""
+    """The figures of sides that decoded the same prompts. Rates are all tokens over wall time
+    including prefill; the time to the first token is a median, only at one request at a time;
+    `same_tokens` counts answers equal to our plain decoding (at temperature 0, where ids are
+    known): all of them, except for near ties."""
     ours = results[OURS_PLAIN].completions
 
     def figures(found: SideResult) -> dict[str, Any]:
@@ -195,8 +192,7 @@ def level_of(temperature: float, concurrency: int, results: Mapping[str, SideRes
 
 
 def report(setup: Mapping[str, Any], levels: Sequence[Level], missing: Mapping[str, str]) -> Report:
-    """`setup` is what all sides share; `missing` says why a peer, or one of its modes, was not
-    measured."""
+    """`setup` is what all sides share; `missing` says why a peer or a mode was not measured."""
     shown: list[Any] = [
         "{model} with {draft_model}, K <= {num_draft_tokens}, {dtype}, rule {rule}, {num_prompts} "
         "prompts of at most {max_tokens} tokens, {threads} threads".format(**setup)

@@ -1,8 +1,8 @@
-"""Other processes of a benchmark: one way to start them, to ask them, and to play a role in one.
+"""Processes of a benchmark: how to start and call them, and the roles they play. The services of a
+deployment run like this too, without Ray.
 
-A process reads JSON lines until its input ends. The first one says what it is to be, and is
-answered when it is ready; each later one has one answer. An answer with an `error` is a refusal.
-The services of a deployment run so as well, without Ray.
+A process reads JSON lines until its input ends, and answers each with a line. The first line sets
+it up, and is answered when it is ready. An answer with `error` is a refusal.
 """
 
 from __future__ import annotations
@@ -39,14 +39,13 @@ if TYPE_CHECKING:
     from coordinator.service import CoordinatorService
 
 START_TIMEOUT_S = 900.0
-"""What a process may take until it is ready; a model may have to be loaded."""
+"""How long a process may take to be ready; it may load a model."""
 ANSWER_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
-"""What it may take to end when told to, before it is killed."""
+"""How long it may take to end before it is killed."""
 LINE_BYTES_MAX = 2**26
-"""Of one question or answer."""
 DRAFT_TIMEOUT_MS = 30_000
-"""A draft that stalls is to be measured, not done without."""
+"""Long, so that rounds wait for a slow draft instead of doing without it."""
 EXACT_TIMERS = "--exact-timers"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _GRACE_S = 1.0
@@ -63,8 +62,8 @@ class Process:
         setup: Mapping[str, object],
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """A text as `command` is a role, MODULE:FUNCTION, see `Opens`, and its options. `name` is
-        what errors call the process, `setup` its first line; `environment` as `spawn` has it."""
+        """A `command` that is a string is a role, MODULE:FUNCTION (see `Opens`), and its options.
+        `name` is for error messages, `setup` the first line, `environment` as for `spawn`."""
         if isinstance(command, str):
             command = (sys.executable, "-m", "benchmarks.processes", *command.split())
         self._command = command
@@ -74,11 +73,11 @@ class Process:
         self._process: Any = None
         self._stack = AsyncExitStack()
         self.ready: dict[str, Any] = {}
-        """Its answer to `setup`, once started."""
+        """The answer to `setup`."""
 
     @property
     def address(self) -> str:
-        """HOST:PORT of its server, where its role has one."""
+        """HOST:PORT of the role's server."""
         return str(self.ready["address"])
 
     async def __aenter__(self) -> Self:
@@ -95,8 +94,8 @@ class Process:
     async def ask(
         self, question: Mapping[str, object], timeout_s: float = ANSWER_TIMEOUT_S
     ) -> dict[str, Any]:
-        """Its answer; one question at a time. Raises `Unavailable` where it is gone or takes longer
-        than `timeout_s`, and `ConfigError` where it refuses."""
+        """The answer to a line; one call at a time. Raises `Unavailable` if the process is gone or
+        takes longer than `timeout_s`, and `ConfigError` if it refuses."""
         process = self._process
         try:
             async with asyncio.timeout(timeout_s):
@@ -109,7 +108,7 @@ class Process:
             raise Unavailable(f"{self._name} broke off: {error}") from error
         if not line.endswith(b"\n"):
             status = await process.wait()
-            raise Unavailable(f"{self._name} {ending(status)}; what it said is on standard error")
+            raise Unavailable(f"{self._name} {ending(status)}; see its output on standard error")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise ConfigError(f"{self._name}: {answer['error']}")
@@ -120,13 +119,12 @@ class Process:
 async def spawn(
     command: Sequence[str], environment: Mapping[str, str], pipe: int
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A process with such standard input and output. Leaving ends it, by the end of its input or by
-    a signal, and all that it has started. `environment` is added to this process's own, but for
-    what services set to bound their threads."""
+    """A process with `pipe` as standard input and output. Leaving the context ends it and all its
+    children. Its environment is this process's, without limits on threads, and `environment`."""
     own = {key: value for key, value in os.environ.items() if key not in _THREAD_VARIABLES}
     process = await asyncio.create_subprocess_exec(
         *command, stdin=pipe, stdout=pipe, limit=LINE_BYTES_MAX, env=own | dict(environment),
-        start_new_session=True,  # An interrupt is for the measurement; the input then ends.
+        start_new_session=True,  # Ctrl-C reaches this process only, which then closes the input.
     )  # fmt: skip
     try:
         yield process
@@ -143,32 +141,31 @@ async def spawn(
 
 
 def ending(status: int) -> str:
-    """How a process ended, by what waiting for it returned."""
+    """How a process ended, from its return code."""
     if status != -signal.SIGKILL:
         return f"ended with exit status {status}"
-    return "was killed, as the system does where memory runs out"
+    return "was killed, perhaps because memory ran out"
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a process is once it has been set up."""
+    """What a process does once it is set up."""
 
     ready: Mapping[str, object]
-    """Its answer to its first line."""
+    """The answer to the first line."""
     answer: Callable[[dict[str, Any]], Mapping[str, object]] = lambda question: {}
-    """Its answer to every later line."""
+    """Answers every later line."""
 
 
 Opens = Callable[[dict[str, Any]], AbstractAsyncContextManager[Role]]
-"""Opens a role from the first line."""
+"""Opens a role, given the first line."""
 
 
 def main(words: Sequence[str]) -> None:
     """Plays the role that the first word names, until the input ends. With `EXACT_TIMERS` the event
-    loop waits by `select`, whose timers are exact to microseconds; those of `epoll` are late by up
-    to a millisecond."""
+    loop uses `select`, whose timers are exact to microseconds; `epoll` is late by up to 1 ms."""
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # What libraries print is no answer.
+    os.dup2(2, 1)  # Keeps what libraries print out of the answers.
     module, _, name = words[0].partition(":")
     opens: Opens = getattr(importlib.import_module(module), name)
     selector = selectors.SelectSelector if EXACT_TIMERS in words else selectors.DefaultSelector
@@ -204,9 +201,9 @@ _ACTORS: dict[str, tuple[str, str, Any]] = {
 
 @asynccontextmanager
 async def service(setup: dict[str, Any]) -> AsyncIterator[Role]:
-    """A target, a draft or a coordinator by its actor; `setup` has its name as `service`, and as
-    `config` the fields of its configuration. Its answer is the CPU time of its process; a
-    coordinator's has its `wire_bytes`, too."""
+    """The role of a target, a draft or a coordinator: `setup` has its name as `service` and its
+    configuration as `config`. It answers the CPU time of its process, and a coordinator also its
+    `wire_bytes`."""
     module, kind, make = _ACTORS[setup["service"]]
     actor = getattr(importlib.import_module(module), kind)()
     config = TypeAdapter(make).validate_json(json.dumps(setup["config"]))
@@ -225,14 +222,14 @@ async def service(setup: dict[str, Any]) -> AsyncIterator[Role]:
 
 
 def wire_bytes(coordinator: CoordinatorService) -> dict[str, int]:
-    """What it has sent to replicas and received from them, by role."""
+    """Bytes sent to and received from replicas, by their role."""
     pools = (coordinator.targets, coordinator.drafts)
     return {pool.role: pool.num_bytes.sent + pool.num_bytes.received for pool in pools}
 
 
 def service_process(name: str, config: TargetConfig | DraftConfig | CoordinatorConfig) -> Process:
-    """A process of the service of this name, on a free port: a deployment with the same settings
-    may run here."""
+    """A process of a service, on a free port, as a deployment with the same settings may run
+    here."""
     if not isinstance(config, CoordinatorConfig):
         config = replace(without_security(config), port=0, telemetry="")
     setup = {"service": name, "config": asdict(config)}
@@ -241,7 +238,7 @@ def service_process(name: str, config: TargetConfig | DraftConfig | CoordinatorC
 
 @asynccontextmanager
 async def relay(setup: dict[str, Any]) -> AsyncIterator[Role]:
-    """Relays TCP connections to `setup`'s `address`, `delay_ms` later in each direction."""
+    """The role of a TCP relay to `address` that adds `delay_ms` in each direction."""
     loop, delay_s = asyncio.get_running_loop(), setup["delay_ms"] / 1e3
     host, _, port = setup["address"].rpartition(":")
 
@@ -270,7 +267,7 @@ async def relay(setup: dict[str, Any]) -> AsyncIterator[Role]:
 
 @asynccontextmanager
 async def embedded_redis() -> AsyncIterator[str]:
-    """The URL of a Redis that runs as long as this lasts."""
+    """The URL of a temporary Redis."""
     with (
         tempfile.TemporaryDirectory(prefix="outrider-") as directory,
         EmbeddedRedis(Path(directory)) as redis,
@@ -280,22 +277,22 @@ async def embedded_redis() -> AsyncIterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """A target, a draft and a store that run."""
+    """A running target, draft and Redis."""
 
     target_address: str
     draft_address: str
-    """Empty where the coordinators look drafts up."""
+    """Empty if no model drafts."""
     redis_url: str
     settings: CoordinatorConfig = field(default_factory=CoordinatorConfig)
-    """Of coordinators, as far as they are not said here."""
+    """Further settings of coordinators."""
 
     def coordinator_config(self, **changes: Any) -> CoordinatorConfig:
-        """Of a coordinator of theirs, on free ports."""
+        """The configuration of a coordinator that uses them, on free ports."""
         fixed: dict[str, Any] = {
             "grpc_port": 0, "port": 0, "http": False, "telemetry": "",
             "redis": RedisAddress(url=self.redis_url), "target_address": self.target_address,
             "draft_address": self.draft_address, "draft_timeout_ms": DRAFT_TIMEOUT_MS,
-            "length_control": False,  # Each K is measured by itself.
+            "length_control": False,  # Benchmarks measure each K by itself.
         }  # fmt: skip
         return replace(without_security(self.settings), **fixed | changes)
 
@@ -303,7 +300,7 @@ class Replicas:
     async def coordinator(
         self, look_ahead: int = 0, delay_ms: float = 0.0
     ) -> AsyncIterator[Client]:
-        """Calls that of `coordinator_process`."""
+        """A client of the coordinator of `coordinator_process`."""
         async with self.coordinator_process(look_ahead, delay_ms) as (client, _):
             yield client
 
@@ -311,9 +308,9 @@ class Replicas:
     async def coordinator_process(
         self, look_ahead: int = 0, delay_ms: float = 0.0
     ) -> AsyncIterator[tuple[Client, Process]]:
-        """Calls a coordinator that runs as long as this lasts, with `settings` but for
-        `look_ahead`; and its process. What it and the draft send each other takes `delay_ms` more
-        in each direction. Raises `Unavailable` where a process breaks off."""
+        """Starts a coordinator with `settings` and this `look_ahead`; returns a client and the
+        process. Messages to and from the draft take `delay_ms` longer. Raises `Unavailable` if a
+        process ends."""
         changes: dict[str, Any] = {"look_ahead": look_ahead}
         async with AsyncExitStack() as stack:
             if delay_ms > 0:
@@ -330,8 +327,8 @@ class Replicas:
 async def running_pair(
     target: TargetConfig, draft: DraftConfig | None, coordinator: CoordinatorConfig
 ) -> AsyncIterator[Replicas]:
-    """A target, a draft where a model drafts, and an embedded Redis, for coordinators with these
-    settings. Raises `Unavailable` where a process breaks off, and `ConfigError`."""
+    """A target, a draft if a model drafts, and an embedded Redis, for coordinators with these
+    settings. Raises `ConfigError`, and `Unavailable` if a process ends."""
     async with AsyncExitStack() as stack:
         redis_url = await stack.enter_async_context(embedded_redis())
         verifier = await stack.enter_async_context(service_process("target", target))

@@ -1,4 +1,4 @@
-"""How every benchmark reports: figures as one JSON object on one line, and tables."""
+"""Results of commands: one JSON object on one line, or tables."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SIGNIFICANT = 6
-"""Digits of a number in a JSON report."""
+"""Significant digits of a number in JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The result of one benchmark."""
+    """The result of a command."""
 
     values: Mapping[str, Any]
-    """The figures by their names in JSON; None = not measured."""
+    """The JSON object; None = not measured."""
     shown: Sequence[RenderableType]
-    """For people: tables and lines."""
+    """Tables and lines that are printed without `--json`."""
     warnings: Sequence[str] = ()
-    """What forbids to take the figures as they stand, a line each."""
+    """Reasons not to trust the figures, a line each."""
 
     @classmethod
     def of(cls, title: str, values: Mapping[str, Any]) -> Report:
-        """With one table of all figures that were measured."""
+        """Shows all values that are not None in one table."""
         rows = [{"figure": name, "value": value} for name, value in _flat(values)]
         return cls(values, [table(title, rows)])
 
@@ -49,21 +49,21 @@ def _shown(value: Any) -> str:
 
 
 def to_json(value: Mapping[str, object]) -> str:
-    """One JSON object on one line, of few digits. Raises `ValueError` for NaN and infinity."""
+    """JSON on one line, with rounded numbers. Raises `ValueError` for NaN and infinity."""
     text = json.dumps(value, allow_nan=False)
     return json.dumps(json.loads(text, parse_float=lambda x: float(f"{float(x):.{SIGNIFICANT}g}")))
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that `share` per cent of `values` do not exceed, interpolated."""
+    """The percentile `share`, 0 to 100, interpolated."""
     import numpy as np
 
     return float(np.percentile(np.asarray(values, dtype=np.float64), share))
 
 
 def table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A row for each, and a column for each of their names in JSON; the first one is of names, the
-    others of figures."""
+    """A table with a column for each key of the rows; the first one has names, the others
+    figures."""
     from rich.table import Table
 
     found = Table(title=title)

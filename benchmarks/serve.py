@@ -1,19 +1,18 @@
-"""`outrider bench serve`: what a server does under load, with the flags and figures of `vllm bench
-serve`.
+"""`outrider bench serve`: a server under load, with the options and figures of `vllm bench serve`.
 
-With a rate, requests come at their own times whether or not others are answered; one that finds no
-place under `max_concurrency` waits in this client, which is told apart from its latency. Without a
-rate all come at once, or, with `max_concurrency`, one whenever there is a place.
+With a request rate, requests arrive independently of the answers; one that exceeds
+`max_concurrency` waits in this client, which does not count as latency. Without a rate all are sent
+at once, or with `max_concurrency` whenever another one has ended.
 
 | figure | of each request that did not fail |
 | --- | --- |
 | TTFT | from sending to the first chunk with tokens |
 | E2EL | from sending to the last chunk |
-| TPOT | (E2EL - TTFT) / (output tokens - 1); requests of one token have none |
-| ITL | each gap between two chunks that follow each other, of all requests together |
+| TPOT | (E2EL - TTFT) / (output tokens - 1); none for requests of one token |
+| ITL | each gap between two successive chunks, of all requests together |
 
-A request is good where it meets every goal; its TPOT counts as 0 where it has none. Failed requests
-count in `failed` alone.
+A request counts for goodput if it meets every goal; without a TPOT it meets that goal. Failed
+requests count in `failed` only.
 """
 
 from __future__ import annotations
@@ -44,13 +43,12 @@ from .prompts import BenchPrompt
 from .report import Report, percentile
 
 GOALS = ("ttft", "tpot", "e2el")
-"""What `--goodput` may bound."""
+"""Metrics that `--goodput` may bound."""
 REQUESTS_MAX = 1_000_000
 LAG_PERIOD_S = 0.05
-"""How often this client looks whether its own event loop is late."""
+"""How often the lag of this client's event loop is sampled."""
 LAG_MS_MAX = 10.0
-"""Where this client is later than that once in a hundred times, its own times are told to be too
-long."""
+"""The report warns if the 99th percentile of the lag exceeds this."""
 ERRORS_SHOWN = 3
 STATISTICS: Mapping[str, Any] = {
     "mean": np.mean, "median": np.median, "std": np.std, "p99": lambda ms: np.percentile(ms, 99),
@@ -58,62 +56,64 @@ STATISTICS: Mapping[str, Any] = {
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>bench serve</title>
 <pre style="font-family: monospace; line-height: 1.2">{code}</pre>
 """
-"""As Rich fills it in; the plots follow."""
+"""The template for Rich's HTML export; the plots are appended."""
 
 
 def goal(text: str) -> tuple[str, float]:
-    """One of `--goodput`."""
+    """Parses one value of `--goodput`."""
     name, _, value = text.partition(":")
     with suppress(ValueError):
         if name in GOALS and float(value) >= 0:
             return name, float(value)
-    raise click.BadParameter(f"{text!r} is wrong; it must be NAME:MS, a name of {', '.join(GOALS)}")
+    raise click.BadParameter(
+        f"{text!r} is wrong; it must be NAME:MS, where NAME is one of {', '.join(GOALS)}"
+    )
 
 
 @checked()
 class ServeOptions(PromptOptions):
-    """What `bench serve` is asked for."""
+    """Options of `bench serve`."""
 
     base_url: str | None = None
-    """A server with OpenAI's interface, such as http://127.0.0.1:8000; unset = a deployment of
-    ours, by gRPC."""
+    """A server with OpenAI's API, such as http://127.0.0.1:8000; unset = an Outrider deployment, by
+    gRPC."""
     num_prompts: Annotated[int | None, between(1, REQUESTS_MAX)] = None
-    """Requests in all; prompts are repeated where there are fewer; unset = one for each prompt."""
+    """Number of requests; prompts are repeated if there are fewer; unset = one for each prompt."""
     request_rate: Annotated[float, Field(ge=1e-3)] = math.inf
     """Requests a second, at random times; inf = all at once."""
     burstiness: Annotated[float, Field(ge=1e-3)] = 1.0
-    """Of the gaps' Gamma law: 1 = Poisson, less = bursts, inf = even."""
+    """Shape of the gaps' Gamma distribution: 1 = Poisson, less = bursts, inf = equal gaps."""
     max_concurrency: Annotated[int | None, between(1, 4_096)] = None
-    """Requests at a time; more wait in this client; unset = no bound."""
+    """Most requests at a time; others wait in this client; unset = no limit."""
     duration: Annotated[float | None, between(1, 86_400)] = None
-    """Send requests for so many seconds, then wait for those that run."""
+    """Send requests for this time, then wait for the running ones, s."""
     max_tokens: MaxTokens = 128
-    """Tokens of an answer whose prompt does not say."""
+    """Most tokens of an answer, unless the prompt says otherwise."""
     temperature: Temperature = 0.0
-    """0 = always the likeliest token."""
+    """0 = greedy."""
     ignore_eos: bool = False
-    """Go on past the model's own end (not of OpenAI's)."""
+    """Do not stop at the EOS token (OpenAI itself refuses this)."""
     num_draft_tokens: Annotated[int | None, between(0, NUM_DRAFT_TOKENS_MAX)] = None
-    """By gRPC: draft tokens a round; 0 = plain decoding; unset = the deployment's own."""
+    """Draft tokens a round, by gRPC; 0 = plain decoding; unset = the deployment's default."""
     goodput: Internal[tuple[tuple[str, float], ...]] = ()
     report: Path | None = None
-    """Write one page with plots."""
+    """Write an HTML page with plots to this file."""
 
     @classmethod
     def params(cls, kind: Callable[..., Kind]) -> list[Kind]:
-        """With `--goodput`, which takes several words."""
+        """Adds `--goodput`, which takes several words."""
         goodput = kind(
             ["--goodput"], type=goal, several=True, metavar="NAME:MS",
-            help=f"what a good request keeps to: {', '.join(GOALS)}, such as ttft:200 tpot:50",
+            help=f"goals for goodput, of {', '.join(GOALS)}, such as ttft:200 tpot:50",
         )  # fmt: skip
         return [*super().params(kind), goodput]
 
     def __post_init__(self) -> None:
-        if self.report is not None and not self.report.parent.is_dir():  # Before all is measured.
-            raise SettingError("report", f"{self.report.parent} is no folder")
+        if self.report is not None and not self.report.parent.is_dir():  # Before measuring.
+            raise SettingError("report", f"{self.report.parent} is not a folder")
 
     def settings(self, backend: str, server: str, model: str) -> dict[str, object]:
-        """What was asked for, as a result says it. `server` is HOST:PORT."""
+        """The options as the JSON object shows them. `server` is HOST:PORT."""
         values = asdict(self) | {"goodput": dict(self.goodput)}
         named = {"backend": backend, "server": server, "model_id": model}
         return named | {
@@ -124,45 +124,44 @@ class ServeOptions(PromptOptions):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One request that is over. Times are seconds since the load began."""
+    """One finished request. Times are seconds since the load began."""
 
     due_s: float
-    """When it came."""
+    """When it arrived."""
     started_s: float
-    """When it was sent: later where `--max-concurrency` held it back, or this client was late."""
+    """When it was sent; later if it waited for `--max-concurrency` or this client was slow."""
     done: Completion | str
-    """Or why it failed."""
+    """Or the error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What was measured of the requests, in the order of their ends."""
+    """The measurements of all requests, in the order of their ends."""
 
     duration_s: float
     most_running: int
     records: Sequence[Record]
     lags_s: Sequence[float]
-    """How late this client's event loop was, each time it looked: what was read then was read so
-    much later than it came."""
+    """Samples of this client's lag: it reads chunks this much after they arrive."""
 
     @property
     def completed(self) -> list[tuple[Record, Completion]]:
-        """Those that did not fail."""
+        """The requests that did not fail."""
         return [(one, one.done) for one in self.records if isinstance(one.done, Completion)]
 
     @property
     def errors(self) -> Counter[str]:
-        """Why the others failed."""
+        """The errors of the others."""
         return Counter(one.done for one in self.records if isinstance(one.done, str))
 
 
 def arrival_times(rate: float, burstiness: float, seed: int) -> Iterator[float]:
-    """Seconds from the beginning at which requests come, without end, ascending.
+    """An endless sequence of arrival times in seconds.
 
-    Gaps are Gamma(shape `burstiness`, mean 1 / `rate`), as those of `vllm bench serve`: 1 is a
-    Poisson process, less comes in bursts, more is more even, infinity is a metronome. The first
-    request comes after a gap, too. An infinite rate: all at 0. Unlike vLLM's, the times are not
-    stretched so that the last of them falls on its mean."""
+    Gaps are Gamma(shape `burstiness`, mean 1 / `rate`), as in `vllm bench serve`: 1 is a Poisson
+    process, less is burstier, more is more regular, infinity has equal gaps. The first request also
+    comes after a gap. With an infinite rate all times are 0. Unlike vLLM's, the times are not
+    rescaled so that the last one equals its mean."""
     generator = random.Random(seed)  # noqa: S311 (times, not secrecy)
     is_even = math.inf in (rate, burstiness)
     now = 0.0
@@ -172,8 +171,8 @@ def arrival_times(rate: float, burstiness: float, seed: int) -> Iterator[float]:
 
 
 async def measure(options: ServeOptions, client: BenchClient, tell: Progress) -> Load:
-    """Sends all requests and waits for them; their failures are in their records. `tell` is told
-    how far it is, often."""
+    """Sends all requests and waits for them; failures are in their records. `tell` gets frequent
+    progress lines."""
     clock = asyncio.get_running_loop().time
     began_s = clock()
     records: list[Record] = []
@@ -207,7 +206,7 @@ async def measure(options: ServeOptions, client: BenchClient, tell: Progress) ->
             num_running -= 1
             places.release()
         records.append(Record(due_s, started_s, done))
-        tell(f"{len(records)} requests over, {num_running} running")
+        tell(f"{len(records)} requests done, {num_running} running")
 
     async def watch_lag() -> None:
         while True:
@@ -233,8 +232,8 @@ async def measure(options: ServeOptions, client: BenchClient, tell: Progress) ->
 
 
 def report(options: ServeOptions, settings: Mapping[str, object], load: Load) -> Report:
-    """By vLLM's names and with its units; None = not measured. Rates are over `duration`, and over
-    requests that did not fail. `settings` are those of `ServeOptions.settings`."""
+    """The figures with vLLM's names and units; None = not measured. Rates are over `duration`, of
+    requests that did not fail. `settings` are from `ServeOptions.settings`."""
     done = [one for _, one in load.completed]
     seconds = load.duration_s or math.inf
     inputs, outputs, steps, drafted, accepted = (
@@ -273,8 +272,8 @@ def report(options: ServeOptions, settings: Mapping[str, object], load: Load) ->
     warnings = []
     if lag_ms > LAG_MS_MAX:
         warnings.append(
-            f"warning: this client was up to {lag_ms:.0f} ms late itself (99 of 100 times); "
-            "latencies are too long by as much: give it a core of its own, or less load"
+            f"warning: this client was up to {lag_ms:.0f} ms late itself (99th percentile), so "
+            "latencies are too long by as much; give it a core of its own, or reduce the load"
         )
     if load.errors:
         reasons = "; ".join(f"{n}x {text}" for text, n in load.errors.most_common(ERRORS_SHOWN))
@@ -286,8 +285,8 @@ def report(options: ServeOptions, settings: Mapping[str, object], load: Load) ->
 
 
 def latencies(done: Completion) -> dict[str, float | None]:
-    """Of a request, ms. An answer of one token has no TPOT, and the TTFT of one without a chunk of
-    tokens is to its end."""
+    """The latencies of a request, ms. An answer of one token has no TPOT; without a chunk of tokens
+    TTFT is the time to its end."""
     first_s, rest = done.first_token_s or done.seconds, done.num_tokens - 1
     return {
         "ttft": 1e3 * first_s,
@@ -297,7 +296,7 @@ def latencies(done: Completion) -> dict[str, float | None]:
 
 
 def samples(load: Load) -> dict[str, list[float]]:
-    """By metric, ms."""
+    """All latencies by metric, ms."""
     each = [latencies(one) for _, one in load.completed]
     found = {name: [ms for one in each if (ms := one[name]) is not None] for name in GOALS}
     found["itl"] = [1e3 * (b - a) for _, one in load.completed for a, b in pairwise(one.chunk_s)]
@@ -306,14 +305,14 @@ def samples(load: Load) -> dict[str, list[float]]:
 
 
 def is_good(done: Completion, goals: Mapping[str, float]) -> bool:
-    """Whether a request meets every goal, by name, ms."""
+    """Whether a request meets every goal (ms by name)."""
     measured = latencies(done)
     return all((measured[name] or 0.0) <= bound for name, bound in goals.items())
 
 
 def tokens_by_second(load: Load) -> Any:
-    """Tokens that came in each second of the load: an answer's are shared out evenly over its
-    chunks. vLLM counts a chunk as one token here."""
+    """Tokens in each second of the load; an answer's tokens are spread evenly over its chunks.
+    (vLLM counts each chunk as one token.)"""
     pairs = [
         (record.started_s + at_s, done.num_tokens / len(done.chunk_s))
         for record, done in load.completed
@@ -324,7 +323,7 @@ def tokens_by_second(load: Load) -> Any:
 
 
 def page(found: Report, load: Load) -> str:
-    """One HTML file that loads nothing: settings, figures and plots. Raises `ConfigError` without
+    """A self-contained HTML page: settings, figures and plots. Raises `ConfigError` without
     matplotlib."""
     from rich.console import Console
 
@@ -336,7 +335,7 @@ def page(found: Report, load: Load) -> str:
     *places, over_time = figure.subplots(1, 6).flat
     for axes, (name, values) in zip(places, samples(load).items(), strict=True):
         axes.ecdf(values or [0.0])
-        axes.set(title=f"{name}: share that took at most", xlabel="ms")
+        axes.set(title=f"{name}: cumulative share", xlabel="ms")
     over_time.stairs(tokens_by_second(load))
     over_time.set(title="output tokens in each second", xlabel="s")
     drawn = StringIO()

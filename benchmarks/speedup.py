@@ -1,4 +1,4 @@
-"""`outrider bench speedup`: what drafting gains over plain decoding through the same services."""
+"""`outrider bench speedup`: decoding with drafts and without, through the same services."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ REFERENCES = (
     ("transformers generate", "transformers_generate_tokens_per_second", TRANSFORMERS),
 )
 PLAIN_SHARE_MIN = 0.9
-"""What plain decoding through the services must reach of each reference's tokens/s: a slow baseline
-is not a speed-up."""
+"""Share of each reference's tokens/s that plain decoding through the services must reach: a slow
+baseline would exaggerate the speed-up."""
 
 
 @checked()
 class SpeedupOptions(DecodingOptions):
-    """What `bench speedup` is asked for."""
+    """Options of `bench speedup`."""
 
     temperature: Temperature = 0.0
-    """0 = always the likeliest token."""
+    """0 = greedy."""
     concurrency: tuple[Concurrency, ...] = (1,)
-    """Requests at a time; above 1 the speed-up is the ratio of totals. Of several numbers each is
-    measured, on a deployment of its own where the command starts them."""
+    """Requests at a time; above 1 the speed-up is the ratio of total rates. Each of several numbers
+    is measured, on a new deployment if the command starts one."""
     no_reference: bool = False
-    """Do not measure the engine alone and transformers generate beside it."""
+    """Do not also measure the engine alone and `generate` of transformers."""
 
     def levels(self) -> tuple[SpeedupOptions, ...]:
-        """The same for each concurrency alone. References run one request at a time in any case,
-        so they are measured once."""
+        """The options of each concurrency. References always run one request at a time, so only the
+        first level has them."""
         return tuple(
             replace(self, concurrency=(number,), no_reference=self.no_reference or index > 0)
             for index, number in enumerate(self.concurrency)
@@ -51,7 +51,7 @@ class SpeedupOptions(DecodingOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """The deployment that is measured."""
+    """The deployment to measure."""
 
     client: BenchClient
     """Calls its coordinator."""
@@ -59,16 +59,16 @@ class Subject:
     draft_model: str
     dtype: str
     num_draft_tokens: int
-    """What it drafts where a request does not say."""
+    """The default of a request."""
     target: TargetConfig | None
-    """With its files, and as many threads as services have in all; None where the files are not on
-    this machine."""
+    """With its directory, and the threads of target and draft together; None if its files are not
+    on this machine."""
     http_url: str = ""
-    """Where it answers by HTTP; empty where it does not, or that is not known."""
+    """Empty if it has no HTTP interface, or none is known."""
     api_key: str = field(default="", repr=False)
 
     def setup(self, drafted: Decoding) -> dict[str, Any]:
-        """By names in JSON, where it decodes so."""
+        """What the JSON object says of it."""
         return {
             "model": self.model,
             "draft_model": self.draft_model,
@@ -80,12 +80,12 @@ class Subject:
 
 
 Level = Mapping[str, Any]
-"""The figures at one concurrency, by names in JSON."""
+"""The JSON object of one concurrency."""
 
 
 async def run(options: SpeedupOptions, subject: Subject, progress: Progress) -> Level:
-    """Measures `subject` at one concurrency. Raises `SettingError` for prompts that are wrong, and
-    what a side refuses a request with."""
+    """Measures `subject` at one concurrency. Raises `SettingError` for wrong prompts, and the
+    errors of a side."""
     (concurrency,) = options.concurrency
     prompts = options.load_prompts()
     drafted = options.drafted(subject.num_draft_tokens, options.temperature)
@@ -112,9 +112,8 @@ async def run(options: SpeedupOptions, subject: Subject, progress: Progress) -> 
 def compared(
     prompts: Sequence[BenchPrompt], results: Mapping[str, SideResult], several: bool
 ) -> dict[str, Any]:
-    """Of all prompts and of each category, with `several` requests at a time or one by one. With
-    several a category's wall time is the sum over its requests, since categories run side by
-    side."""
+    """The figures of all prompts and of each category. With `several` requests at a time categories
+    run side by side, so a category's time is the sum over its requests."""
     plain, fast = results[PLAIN], results[SPECULATIVE]
     found = _compare(plain, fast, several)
     found["categories"] = {
@@ -127,17 +126,17 @@ def compared(
 
 
 def _part(result: SideResult, prompts: Sequence[BenchPrompt], category: str) -> SideResult:
-    """What a side did of one category's prompts; its time is the sum over them."""
+    """A side's completions of one category; its time is the sum over them."""
     pairs = zip(prompts, result.completions, strict=True)
     done = tuple(one for prompt, one in pairs if prompt.category == category)
     return SideResult(done, sum(one.seconds for one in done))
 
 
 def _compare(plain: SideResult, fast: SideResult, several: bool) -> dict[str, Any]:
-    """Two sides that decoded the same prompts. `speedup` is the median over the prompts of the
-    ratios of tokens a second, or with several at a time the ratio of the totals; rates are all
-    tokens over all wall time, prefill included; `num_identical` counts the prompts on which both
-    wrote the same tokens, at temperature 0 all but for near ties."""
+    """Compares sides that decoded the same prompts. `speedup` is the median over the prompts of the
+    ratios of tokens/s, or with `several` at a time the ratio of total rates; rates are all tokens
+    over wall time including prefill; `num_identical` counts prompts with the same tokens on both
+    sides (at temperature 0 all, except for near ties)."""
     pairs = list(zip(plain.completions, fast.completions, strict=True))
     speedup = fast.tokens_per_second / plain.tokens_per_second
     if not several:
@@ -158,7 +157,7 @@ def _compare(plain: SideResult, fast: SideResult, several: bool) -> dict[str, An
 
 
 def report(levels: Sequence[Level]) -> Report:
-    """The values are the first level's; of several, with all under `by_concurrency` besides."""
+    """The JSON object is the first level's; of several it also has all in `by_concurrency`."""
     values = dict(levels[0])
     if len(levels) > 1:
         values["by_concurrency"] = {str(level["concurrency"]): level for level in levels}
@@ -183,8 +182,8 @@ def report(levels: Sequence[Level]) -> Report:
             shown.append(line)
             if share < PLAIN_SHARE_MIN:
                 warnings.append(
-                    f"warning: {line}; under {PLAIN_SHARE_MIN:.2f}x the speed-up is over a slow "
-                    "baseline"
+                    f"warning: {line}; under {PLAIN_SHARE_MIN:.2f}x the speed-up compares with a "
+                    "slow baseline"
                 )
         over = "over all" if level["concurrency"] > 1 else "the median over the prompts"
         shown.append(

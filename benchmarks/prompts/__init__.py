@@ -1,4 +1,4 @@
-"""Prompts to measure with: 8 of our own in each of 6 categories, or a file of the user's."""
+"""Prompts of benchmarks: 8 built-in ones in each of 6 categories, or a file of the user's."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ if TYPE_CHECKING:
     from outrider.tokenizer import TokenizerText
 
 CATEGORIES = ("chat", "code", "math", "rewrite", "summary", "extract")
-"""The built-in ones. A prompt of the last three holds the text that it is about."""
+"""Of the built-in prompts. Prompts of the last three contain a text to work on."""
 UNCATEGORISED = "other"
-"""Category of a prompt in a file that names none."""
+"""Category of a prompt that names none."""
 PROMPTS_MAX = 100_000
-"""That are decoded."""
+"""Most prompts of a benchmark."""
 _ALLOWED = (
-    'a line is a JSON object with "prompt", a text that is not empty, and if wanted "category", '
-    f'"max_tokens", from 1 to {MAX_TOKENS_DEFAULT}, and "response_format" as OpenAI has it'
+    'each line must be a JSON object with "prompt", a text that is not empty, and optionally '
+    f'"category", "max_tokens" (1 to {MAX_TOKENS_DEFAULT}) and "response_format" as OpenAI has it'
 )
 
 
 @dataclass(frozen=True, slots=True)
 class BenchPrompt:
-    """One prompt, before any chat template."""
+    """One prompt, without the chat template."""
 
     text: str
     category: str
     max_tokens: int | None = None
-    """Of its completion, for `bench serve`; None = what that is asked for."""
+    """Of its completion, for `bench serve`; None = the option's value."""
     constraint: Constraint | None = None
-    """What the completion must be, for `bench speedup`."""
+    """Constrains the completion, in gRPC requests."""
 
 
 WARM_UP_PROMPTS = (
     BenchPrompt("Name three things that one can see from a window in a large city.", "warm-up"),
     BenchPrompt("Write one sentence about a river, and then write it once more.", "warm-up"),
 )
-"""Decoded on every side before anything is measured, and never measured."""
+"""Decoded on every side before the measurement."""
 
 
 def built_in_prompts() -> tuple[BenchPrompt, ...]:
@@ -57,8 +57,8 @@ def built_in_prompts() -> tuple[BenchPrompt, ...]:
 
 
 def read_prompts(path: Path | None) -> tuple[BenchPrompt, ...]:
-    """The prompts of a JSONL file, or the built-in ones. Raises `SettingError` naming the file, and
-    the line if one is wrong."""
+    """The prompts of a JSONL file, or the built-in ones. Raises `SettingError` with the file, and
+    the line that is wrong."""
     if path is None:
         return built_in_prompts()
     try:
@@ -69,10 +69,10 @@ def read_prompts(path: Path | None) -> tuple[BenchPrompt, ...]:
 
 
 def parse_prompts(text: str, source: str) -> tuple[BenchPrompt, ...]:
-    """The prompts of JSONL text; empty lines and unknown keys are skipped. `source` names it in
-    the `SettingError` that a wrong line raises."""
+    """The prompts of a JSONL text, ignoring empty lines and unknown keys. Raises `SettingError` for
+    a wrong line; `source` names the text in its message."""
     prompts: list[BenchPrompt] = []
-    # Not splitlines: a JSON text may hold other line separators than the line feed as they are.
+    # Not splitlines: a JSON string may contain line separators other than the line feed.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -83,7 +83,7 @@ def parse_prompts(text: str, source: str) -> tuple[BenchPrompt, ...]:
 
 
 def select_prompts(prompts: Sequence[BenchPrompt], num_prompts: int) -> tuple[BenchPrompt, ...]:
-    """The first of each category, then the second of each, and so on; in the order given."""
+    """The first prompts of every category, evenly, in their original order."""
     seen: Counter[str] = Counter()
     ranks: list[int] = []
     for prompt in prompts:
@@ -94,7 +94,7 @@ def select_prompts(prompts: Sequence[BenchPrompt], num_prompts: int) -> tuple[Be
 
 
 def encoder(text: TokenizerText, raw: bool) -> Callable[[str], list[int]]:
-    """Makes a prompt's token ids, under the chat template unless it is to go in as it is."""
+    """A function that tokenizes prompts, with the chat template unless `raw`."""
     if raw:
         return text.encode
     return lambda prompt: text.encode_chat([{"role": "user", "content": prompt}])

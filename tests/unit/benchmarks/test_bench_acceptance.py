@@ -94,7 +94,7 @@ def test_one_prefill_gives_what_sums_over_the_vocabulary_give() -> None:
 def test_lookup_proposes_what_followed_before_or_nothing() -> None:
     q = LookupReader(NgramDrafter()).distributions((5, 6, 7, 5, 6, 7, 5, 9), 2)
     assert [entry and entry.token_ids for entry in q] == [None, None, (6,), (7,), (5,), (6,)]
-    with pytest.raises(SettingError, match="toy guesses no outcomes"):
+    with pytest.raises(SettingError, match="toy predicts no outcomes"):
         measured(LookupReader(NgramDrafter()), hits=True)
 
 
@@ -123,7 +123,7 @@ def test_answers_side_by_side_are_those_alone() -> None:
 
 def test_a_draft_that_reads_the_target_is_refused() -> None:
     config = load_config({"draft_model": "medusa:DIR"}, {})
-    with pytest.raises(SettingError, match="medusa:DIR is wrong; it must read nothing"):
+    with pytest.raises(SettingError, match="medusa:DIR is wrong; it must not read"):
         load_reading(config, [], 20, False, lambda line: None)
 
 

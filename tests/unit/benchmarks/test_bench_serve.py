@@ -200,9 +200,9 @@ def test_a_request_that_fails_is_counted_and_told(
     with serving(lambda body: reply) as server:
         found, err = measured(capsys, server, "--num-prompts", "1", code=1)
     assert (found["completed"], found["failed"]) == (0, 1)
-    assert "warning: 1 of 1 requests failed: 1x " in err
-    assert said in err
-    assert err.isprintable() or err.count("\n") == 1
+    [line] = [one for one in err.splitlines() if "warning: 1 of 1 requests failed: 1x " in one]
+    assert said in line
+    assert line.isprintable()
 
 
 def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,7 +239,7 @@ def test_the_report_is_one_page_with_the_same_numbers(
     [
         (("--request-rate", "fast"), "--request-rate: 'fast' is wrong; it must be a number, at "),
         (("--goodput", "itl:5"), "--goodput: 'itl:5' is wrong; it must be NAME:MS"),
-        (("--report", "/nowhere/x.html"), "--report: /nowhere is no folder"),
+        (("--report", "/nowhere/x.html"), "--report: /nowhere is not a folder"),
         (("--base-url", "http://[::1"), "--base-url: 'http://[::1' is wrong"),
         (("--base-url", "http://h", "--dtype", "auto"), "--dtype: is for an Outrider deployment"),
     ],
