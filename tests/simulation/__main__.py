@@ -10,11 +10,11 @@ from concurrent.futures import ProcessPoolExecutor
 from tests.simulation.scenario import Result, run_seeds
 
 SEEDS_AT_ONCE = 10
-"""Of a process, before it is told what comes next."""
+"""Seeds that a process runs before it gets more."""
 
 
 def run_side_by_side(seeds: range, num_jobs: int) -> Iterator[tuple[Result, list[str]]]:
-    """`run_seeds` of all of them, some at a time."""
+    """Runs `run_seeds` in several processes."""
     parts = [seeds[at : at + SEEDS_AT_ONCE] for at in range(0, len(seeds), SEEDS_AT_ONCE)]
     if num_jobs == 1 or len(parts) == 1:
         yield from map(run_seeds, parts)

@@ -1,29 +1,29 @@
-"""The greater faults: each hits somebody whom a session in flight has to do with, or is not done.
+"""The greater faults: each affects a process that serves a session in flight, or is skipped.
 
 | kind | what happens |
 | --- | --- |
 | `crash` | a target or a draft dies; the fleet starts another |
-| `death` | a coordinator dies, likewise |
-| `pause` | a target or a draft stands still, then goes on with what it had |
-| `stall` | a coordinator does; its clients' streams may break meanwhile |
+| `death` | a coordinator dies; the fleet starts another |
+| `pause` | a target or a draft is stopped for a while, and continues with its state |
+| `stall` | a coordinator is stopped for a while; its clients' streams may break meanwhile |
 | `hang_up` | all clients' streams of a coordinator break |
-| `oust` | the same, and what it sends to Redis comes just after another took a session over |
-| `break` | all streams of a coordinator to a replica do, and are opened anew |
-| `unheard_take_over` | one takes a session over without hearing so; its clients ask others |
-| `cut_replica` | nothing goes between a coordinator and a replica |
-| `cut_store` | nothing goes between a coordinator and Redis |
-| `cut_registry` | nothing goes between a replica and Redis |
+| `oust` | the same, and its next write reaches Redis just after another took over a session |
+| `break` | all streams of a coordinator to a replica break, and are reopened |
+| `oust` | the same, and its next write reaches Redis just after another took over |
+| `cut_replica` | no messages between a coordinator and a replica |
+| `cut_store` | no messages between a coordinator and Redis |
+| `cut_registry` | no messages between a replica and Redis |
 | `..._one_way` | the same in one direction |
-| `slow_link` | messages from one to the other, or to Redis, take their size over a bandwidth |
-| `loop_stall` | a process stands still; then it handles what has arrived before overdue timers |
+| `slow_link` | messages in one direction between two processes have a low bandwidth |
+| `loop_stall` | a process is stopped; then it handles arrivals before overdue timers |
 | `clock_jump` | the wall clock of a host jumps, that of Redis by seconds, others by minutes |
-| `redis_pause` | Redis stands still, then does what it was asked |
-| `restart` | Redis dies and comes back without the last tokens of a session |
+| `redis_pause` | Redis is stopped for a while, then handles what arrived |
+| `restart` | Redis dies and returns without the last tokens of a session |
 | `flush` | Redis loses everything |
-| `oom` | from some write on Redis refuses all that need memory, also within a script |
-| `two_primaries` | a copy without the newest writes takes Redis' place, while some use the other |
-| `lost_take_over` | Redis loses a take-over, and gives the epoch once more |
-| `abandon` | the fleet's process dies, and another one takes the replicas over |
+| `oom` | from some write on Redis refuses all commands that need memory, also inside a script |
+| `two_primaries` | a copy without the newest writes replaces Redis for some processes only |
+| `lost_take_over` | Redis loses a take-over, and gives its epoch again |
+| `abandon` | the fleet's process dies, and another one takes over the replicas |
 | `head_loss` | Ray's head is away, in half of the cases the fleet's process with it |
 | `scale` | another number of replicas is wanted |
 """
@@ -43,20 +43,22 @@ from tests.simulation.world import REPLICAS_MAX, World
 
 Harm = tuple[str, Callable[[], Awaitable[None]]]
 NUM_FAULTS = (3, 8)
-"""In a seed, at least and at most, as far as its sessions last."""
+"""Fewest and most faults in a seed, as far as its sessions last."""
 BREAKS_AFTER_S = 5.0
-"""Of a cut: then TCP gives a stream up, on which something was sent."""
+"""A longer cut breaks streams on which something was sent, as TCP gives up."""
 GAPS_S_MAX = (2.0, 0.1)
-"""Between two faults, if sessions make no progress; or of those that come at once."""
+"""Longest gap between two faults while sessions make no progress; the second value makes them
+almost simultaneous."""
 DEATHS_MAX = 3
-"""Of a role in a seed. A fourth in so short a time would count as a role that cannot be started."""
+"""Per role and seed. A fourth in so short a time would count as a role that cannot be started."""
 LOOKS_S_MAX = 60.0
-"""For so long somebody is looked for whom a fault would hit."""
+"""Longest search for a process that a fault would affect."""
 LOOK_S = 0.01
 BANDWIDTH_LOG = math.log(300.0), math.log(30_000.0)
-"""Bytes per second of a slow link: a message of a kilobyte takes seconds, or hardly any time."""
+"""Range of the bandwidth of a slow link, log of bytes per second: a message of a kilobyte takes
+seconds, or hardly any time."""
 REDIS_JUMP_S_MAX = 5.0
-"""Redis keeps the time by its wall clock, so that all that expires does so earlier or later."""
+"""Redis expires keys by its wall clock, so its jumps move expiry."""
 OUSTED_S_MAX = 8.0
 LIKELY = 0.9
 CUTS = ("cut_replica", "cut_store", "cut_registry")
@@ -83,10 +85,10 @@ class Faults:
         self._redis_goes = False
         """Whether Redis is about to die, or to be replaced."""
         self._ousts = False
-        """Whether a coordinator is being ousted: of two, none could take over."""
+        """Whether a coordinator is being ousted: with two at once, none could take over."""
 
     async def run(self) -> None:
-        """Does harm, and returns when all of it is over and nothing more will happen."""
+        """Injects faults, and returns when all are over and no more will come."""
         rng = self._rng
         num = rng.randint(*NUM_FAULTS)
         total = self._flights.num_planned
@@ -100,7 +102,7 @@ class Faults:
         self._adversary.odds = CALM
 
     async def _wait(self, mark: float, seconds: float) -> None:
-        """Until so many tokens have been shown, but not for longer than that."""
+        """Waits until this many tokens have been shown, but no longer than `seconds`."""
         until = asyncio.get_running_loop().time() + seconds
         while asyncio.get_running_loop().time() < until and self._flights.num_shown < mark:
             if self._flights.all_over:
@@ -118,7 +120,7 @@ class Faults:
                 _, harm = rng.choice([one for one in possible if one[0] == kind])
                 self._adversary.faults[kind] += 1
                 self._under_way.append(asyncio.create_task(harm()))  # type: ignore[arg-type]
-                await asyncio.sleep(0)  # Has it begin, so that the next one knows of it.
+                await asyncio.sleep(0)  # Lets it begin, so that the next one sees it.
                 return
             await asyncio.sleep(LOOK_S)
 
@@ -215,7 +217,7 @@ class Faults:
         process.go_on()
 
     async def _stall(self, node: Any) -> None:
-        """As long as it stands still its clients may have been told that it is gone."""
+        """While it is stopped, its clients may have been told that it is gone."""
         rng = self._rng
         pausing = asyncio.create_task(self._pause(node.process))
         if rng.random() < 0.7:
@@ -263,7 +265,7 @@ class Faults:
         network.speed_up(link)
 
     async def _head_loss(self) -> None:
-        """Whatever asks for it waits until it is back; replicas go on."""
+        """Requests to it wait until it is back; replicas continue."""
         rng, world = self._rng, self._world
         world.machines.head.clear()
         away_s = rng.uniform(0.5, 8.0)
@@ -274,7 +276,8 @@ class Faults:
         world.machines.head.set()
 
     async def _restart(self) -> None:
-        """What is stored from now on is lost, once a session in flight has stored something."""
+        """Restarts Redis without what is stored from now on, once a session in flight has stored
+        something."""
         redis = self._world.redis
         self._redis_goes = True
         snapshot = redis.primary.data.snapshot()
@@ -285,15 +288,15 @@ class Faults:
         self._redis_goes = False
 
     async def _progress(self) -> None:
-        """Until a token more has been shown, but not for long."""
+        """Waits until one more token has been shown, but not for long."""
         shown, loop = self._flights.num_shown, asyncio.get_running_loop()
         until = loop.time() + 1.0
         while loop.time() < until and self._flights.num_shown == shown:
             await asyncio.sleep(LOOK_S)
 
     async def _two_primaries(self) -> None:
-        """A copy that lacks the newest writes becomes the primary of some processes. Others, one
-        coordinator at least, write to the one before, until that is thrown away."""
+        """A copy without the newest writes becomes the primary of some processes. Others, at least
+        one coordinator, write to the former primary until it is discarded."""
         rng, world = self._rng, self._world
         self._redis_goes = True
         snapshot = world.redis.primary.data.snapshot()
@@ -313,10 +316,10 @@ class Faults:
         self._redis_goes = False
 
     async def _lost_take_over(self, node: Any) -> None:
-        """A coordinator takes a session over, and its client hears nothing of it. Redis dies, at
-        best when the last token is stored and the end is not, and comes back with what it had
-        before the take-over. Then the client finds another coordinator, to which Redis gives the
-        same epoch, while the first one stands still or before it can."""
+        """A coordinator takes over a session, and its client does not hear of it. Redis dies,
+        preferably when the last token is stored and the end is not, and returns as before the
+        take-over. Then the client finds another coordinator, to which Redis gives the same epoch,
+        while the first one is stopped or before it can act."""
         world = self._world
         self._redis_goes = self._ousts = True
         snapshot, taker = await self._moved(node)
@@ -329,7 +332,7 @@ class Faults:
             if stands_still:
                 taker.process.stand_still()
             world.redis.primary.die()
-            if self._rng.random() < LIKELY:  # With its machine, on which the target is, too.
+            if self._rng.random() < LIKELY:  # With its machine, which also runs the target.
                 for one in list(world.nodes("target")):
                     if taker.has_session_at(one.name):
                         await self._die(one)
@@ -342,7 +345,7 @@ class Faults:
         self._redis_goes = self._ousts = False
 
     async def _moved(self, node: Any) -> tuple[Snapshot | None, Any]:
-        """Keeps a coordinator from Redis until another one has a session of it: see
+        """Cuts a coordinator off from Redis until another one has a session of it: see
         `_until_taken_over`."""
         redis, network = self._world.redis.process, self._world.network
         cut = Cut([(node.process, redis), (redis, node.process)], loses=True)
@@ -352,7 +355,7 @@ class Faults:
         return found
 
     async def _until_finishing(self, owner: Any) -> None:
-        """Until a session of an owner has its last token stored, but is not finished."""
+        """Waits until a session of an owner has its last token stored, but is not finished."""
         loop, history = asyncio.get_running_loop(), self._world.redis.history
         ending = loop.create_future()
         history.on_last_token = lambda name: (
@@ -361,7 +364,7 @@ class Faults:
         try:
             async with asyncio.timeout(2.0):
                 await ending
-            await asyncio.sleep(1.5 * TRAVEL_S)  # It has heard that, and says that it has ended.
+            await asyncio.sleep(1.5 * TRAVEL_S)  # Its message about the end is under way.
         except TimeoutError:
             pass
         finally:
@@ -370,9 +373,9 @@ class Faults:
     async def _until_taken_over(
         self, node: Any, resists: bool = False
     ) -> tuple[Snapshot | None, Any]:
-        """Breaks its clients' streams, and new ones where it `resists`, and waits until another
-        coordinator takes a session of it over. Returns what was stored just before, and that one;
-        None where it does not happen."""
+        """Breaks its clients' streams, and new ones if it `resists`, and waits until another
+        coordinator takes over one of its sessions. Returns the state of the store just before, and
+        that coordinator; None if it does not happen."""
         world, loop = self._world, asyncio.get_running_loop()
         data, owned = world.redis.primary.data, world.redis.owned()
         mine = {session_id for session_id, (_, owner) in owned.items() if owner == node.name}
@@ -396,8 +399,8 @@ class Faults:
 
     async def _oust(self, node: Any) -> None:
         """Redis is slow to answer, so that the owner's next append has several tokens. It arrives
-        when another one has taken over and appended nothing yet: it would fit, were it not for
-        the epoch."""
+        after another coordinator has taken over and before that appends anything: only the epoch
+        refuses it."""
         network, redis = self._world.network, self._world.redis.process
         slow = Cut([(redis, node.process)], loses=False)
         cut = Cut([(node.process, redis)], loses=False)
@@ -412,8 +415,8 @@ class Faults:
         self._ousts = False
 
     async def _unheard_take_over(self, node: Any) -> None:
-        """Another coordinator takes a session over, and Redis answers with an error. Its clients
-        ask others from then on."""
+        """Another coordinator takes over a session, and Redis answers with an error. Its clients
+        then ask others."""
         world, server = self._world, self._world.redis.primary
         others = [one for one in world.nodes("coordinator") if one is not node]
         if not others:
@@ -434,8 +437,8 @@ class Faults:
         self._ousts = False
 
     async def _oom(self) -> None:
-        """The memory fills up, mostly in the midst of a script. Redis itself refuses no more than
-        the first write of a script; also a server that refuses each is borne."""
+        """Memory fills up, mostly in the middle of a script. Redis itself refuses only the first
+        write of a script; a server that refuses any write must be tolerated, too."""
         server = self._world.redis.primary
         server.data.num_writes_left = self._rng.randint(0, 8)
         server.data.spares_dirty = self._rng.random() < 0.25

@@ -1,10 +1,10 @@
-"""What lies between processes: messages travel, unless a direction is cut."""
+"""The network between processes: messages travel, unless a direction is cut."""
 
 from __future__ import annotations
 
 import asyncio
 import io
-import pickle  # noqa: TID251 (it only measures)
+import pickle  # noqa: TID251 (only for measuring)
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -25,12 +25,12 @@ T = TypeVar("T")
 Message = Callable[[], object]
 MESSAGE_BYTES = 60
 TRAVEL_S = 0.0002
-"""Of a message that nothing happens to."""
+"""Travel time of an undisturbed message."""
 
 
 @dataclass(frozen=True)
 class Odds:
-    """How often what happens: probabilities per message or call."""
+    """Probabilities of disturbances, per message or call."""
 
     drop: float = 0.0
     delay: float = 0.0
@@ -46,11 +46,11 @@ class Odds:
 
 CALM = Odds()
 NOISE = frozenset(("drop", "delay", "duplicate", "reorder", "store"))
-"""All kinds of what happens to one of them."""
+"""Kinds of disturbances of single messages."""
 
 
 class Adversary:
-    """Draws all harm. `faults` counts what was done."""
+    """Draws all disturbances. `faults` counts them."""
 
     def __init__(self, rng: random.Random, odds: Odds) -> None:
         self.rng = rng
@@ -58,7 +58,7 @@ class Adversary:
         self.faults: Counter[str] = Counter()
 
     def travels(self) -> list[float]:
-        """How long each copy of a message travels that is sent now: none where it is lost."""
+        """Travel times of the copies of a message that is sent now: none if it is lost."""
         rng, odds = self.rng, self.odds
         if odds is CALM:
             return [TRAVEL_S]
@@ -78,7 +78,7 @@ class Adversary:
         return [travel_s]
 
     def call_fails(self) -> bool:
-        """Whether this half of a call of the store, its question or its answer, is lost."""
+        """Whether this half of a call of the store, request or answer, is lost."""
         odds = self.odds
         failed = odds is not CALM and self.rng.random() < odds.store_failure / 2
         if failed:
@@ -88,8 +88,8 @@ class Adversary:
 
 @dataclass(eq=False)
 class Cut:
-    """Directions, (from, to), in which nothing goes. What is sent is lost, or arrives when it is
-    over, as by TCP, which sends it again."""
+    """Directions, (from, to), without messages. They are lost, or arrive when the cut is over, as
+    with TCP, which sends them again."""
 
     pairs: list[tuple[Process, Process]]
     loses: bool
@@ -97,14 +97,14 @@ class Cut:
 
 
 class _Sizer(pickle.Pickler):
-    """Writes what a message contains, without what its receiver adds to it."""
+    """Pickles the contents of a message, without what its receiver adds."""
 
     def reducer_override(self, value: Any) -> Any:
         return (str, ()) if isinstance(value, DraftDeadline) else NotImplemented
 
 
 class SlowLink:
-    """A direction in which messages take turns: each takes its size over the bandwidth."""
+    """A direction in which messages queue: each takes its size over the bandwidth."""
 
     def __init__(self, sender: Process, receiver: Process, bytes_per_s: float) -> None:
         self.ends = sender.name, receiver.name
@@ -112,7 +112,7 @@ class SlowLink:
         self._free_at = 0.0
 
     def wait_s(self, payload: object) -> float:
-        """How long a message with this content takes that is sent now."""
+        """Time that a message with this content takes if sent now."""
         now = asyncio.get_running_loop().time()
         file = io.BytesIO()
         _Sizer(file).dump(payload)
@@ -122,38 +122,38 @@ class SlowLink:
 
 
 class Network:
-    """Carries messages from the process that runs to others, and runs them there."""
+    """Carries messages from the running process to others, and runs them there."""
 
     def __init__(self, adversary: Adversary) -> None:
         self.adversary = adversary
         self._slow: dict[tuple[str, str], SlowLink] = {}
         self._cuts: dict[tuple[str, str], list[Cut]] = defaultdict(list)
-        """By the names of (from, to): who is started anew under one is as cut off."""
+        """By the names of (from, to): a restarted process is still cut off."""
         self.last_arrival_at = 0.0
-        """When the last of the messages under way arrives, on the loop's clock."""
+        """Arrival time of the last message under way, on the loop's clock."""
 
     def cut(self, cut: Cut) -> None:
         for sender, receiver in cut.pairs:
             self._cuts[sender.name, receiver.name].append(cut)
 
     def heal(self, cut: Cut) -> None:
-        """It is over; another cut may still be there."""
+        """Ends a cut; another one may remain."""
         for sender, receiver in cut.pairs:
             self._cuts[sender.name, receiver.name].remove(cut)
         for receiver, message in cut.held:
             self._arrive(receiver, message, TRAVEL_S)
 
     def slow_down(self, link: SlowLink) -> None:
-        """From now on, in place of another one between the same ends."""
+        """Slows a direction down, replacing another slow link there."""
         self._slow[link.ends] = link
 
     def speed_up(self, link: SlowLink) -> None:
-        """It is as fast as others again; what it has begun to carry still takes its time."""
+        """Ends it; messages under way still take their time."""
         if self._slow.get(link.ends) is link:
             del self._slow[link.ends]
 
     def post(self, receiver: Process, message: Message, payload: object = None) -> None:
-        """One message of a stream: it may be late, lost or doubled."""
+        """Sends one message of a stream: it may be late, lost or doubled."""
         for travel_s in self.adversary.travels():
             self.carry(receiver, message, travel_s, payload)
 
@@ -164,8 +164,8 @@ class Network:
         travel_s: float = TRAVEL_S,
         payload: object = None,
     ) -> None:
-        """One that only a cut keeps from arriving, or a death. `payload` is what it contains, of
-        which its size is taken."""
+        """Sends a message that only a cut or a death keeps from arriving. Its size is that of
+        `payload`."""
         sender = current()
         if sender is not None:
             if sender.is_dead:
@@ -181,8 +181,8 @@ class Network:
         self._arrive(receiver, message, travel_s)
 
     async def call(self, receiver: Process, act: Callable[[], T]) -> T:
-        """What `act`, which does not wait, returns or raises over there. May never return: the
-        caller has the time-out."""
+        """The result or error of `act`, run over there without waiting. May never return: the
+        caller has a timeout."""
         caller: Any = current()
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
@@ -205,7 +205,7 @@ class Network:
 
 
 class Wire(SeverableLink):
-    """A coordinator's link to whoever serves at an address."""
+    """A coordinator's link to the replica that serves at an address."""
 
     def __init__(self, network: Network, coordinator: Process, address: str) -> None:
         self.address = address
@@ -213,13 +213,13 @@ class Wire(SeverableLink):
         self.replica: Process | None = None
         self._network = network
         self._payload: object = None
-        """Content of the message that is being sent."""
-        nobody: Any = None
-        super().__init__(nobody, self._post)
-        self._unreachable = LinkLost("nobody is there")
+        """Content of the message being sent."""
+        no_service: Any = None
+        super().__init__(no_service, self._post)
+        self._unreachable = LinkLost("no replica is there")
 
     def lead(self, replica: Process, service: ReplicaService) -> None:
-        """This one serves there now, or can be reached again."""
+        """`replica` serves there now, or can be reached again."""
         if replica is self.replica:
             self.restore()
             return
@@ -236,7 +236,7 @@ class Wire(SeverableLink):
         self._payload = None
 
     def connect_to(self, replica: Process, connect: Any, send: Any) -> Any:
-        """A connection to a replica's service, of whose answers the sizes are known, too."""
+        """A connection to a replica's service that also tracks the sizes of answers."""
 
         def told(answers: Sequence[Any]) -> None:
             self._payload = answers
@@ -248,7 +248,7 @@ class Wire(SeverableLink):
         return SimpleNamespace(receive=inner.receive, close=close)
 
     def hang_up(self, reason: str, *, reachable: bool = False) -> None:
-        """The coordinator hears that the stream has broken, as soon as it runs."""
+        """The coordinator learns that the stream has broken, as soon as it runs."""
         loop = asyncio.get_running_loop()
         loop.call_soon(
             lambda: self.sever(LinkLost(reason), reachable=reachable),
@@ -259,7 +259,7 @@ class Wire(SeverableLink):
         await asyncio.sleep(0)
         replica, service = self.replica, self._service
         if self._unreachable is not None or self._closed or replica is None:
-            raise Unavailable(f"nobody answers at {self.address}")
+            raise Unavailable(f"nothing answers at {self.address}")
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._network.call(replica, service.describe)

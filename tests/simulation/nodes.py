@@ -1,5 +1,5 @@
-"""Replicas of the simulation: real services in processes, each with its lease; the clients' way to
-coordinators; and the cluster of which a fleet sees them as actors."""
+"""Simulated replicas: real services in processes, each with its lease; the clients' connections to
+coordinators; and the cluster, which shows them as actors to a fleet."""
 
 import asyncio
 import itertools
@@ -40,8 +40,7 @@ LOADING_S_MAX = 0.5
 
 
 class Node:
-    """What a replica's actor is around a service, without gRPC. `_serve` starts it, `stop` ends
-    it."""
+    """A replica's actor without gRPC. `_serve` starts its service, `stop` ends it."""
 
     def __init__(self, role: Role, name: str) -> None:
         self.role: Role = role
@@ -53,7 +52,7 @@ class Node:
         self._ended = asyncio.Event()
 
     async def start(self, config: Any, world: Any) -> str:
-        """Serves, and says so. Raises `Unavailable` where there is no target."""
+        """Serves, and announces it. Raises `Unavailable` without a target."""
         address = await self._serve(config, world)
         begun = Engagement(address=address, member=config.membership)
         world.serve(self, address)
@@ -90,7 +89,7 @@ class Node:
 
 
 class SimulatedActor(Actor):
-    """Has a node. Calls of it always arrive, while it lives."""
+    """An actor with a node. Calls of it always arrive while it lives."""
 
     def __init__(self, demand: Demand, node: Node, world: Any) -> None:
         super().__init__(demand.name, None)
@@ -157,14 +156,14 @@ class SimulatedActor(Actor):
 
 
 class Machines:
-    """Enough of them for all."""
+    """A cluster with room for all actors."""
 
     def __init__(self, world: Any, build: Callable[[str, str], Node]) -> None:
         self.actors: list[SimulatedActor] = []
         self._world = world
         self._build = build
         self.head = asyncio.Event()
-        """Set while Ray's head answers. Without it actors go on, but none is made, found or
+        """Set while Ray's head answers. Without it actors continue, but none is created, found or
         ended."""
         self.head.set()
 
@@ -193,8 +192,8 @@ class Machines:
 
 HEAD_STEP_S = 0.002
 NUM_SEQUENCES = 3
-"""In a step: fewer than sessions at times. Nor do the pages of `SPEC` suffice for all of them, so
-that some are preempted."""
+"""Sequences in a step; sometimes fewer than there are sessions. The pages of `SPEC` do not suffice
+for all of them either, so that some are preempted."""
 
 
 def target_service(kind: type[QuickEngine] = QuickEngine, drafter: Any = None) -> TargetService:
@@ -225,9 +224,9 @@ KINDS: tuple[Builders, ...] = (
     {"target": partial(target_service, ShallowEngine, exit_drafter), "draft": draft_service},
     {"target": partial(target_service, KeepingEngine), "draft": head_service},
 )
-"""Drafts beside a target that drafts itself are asked by nobody."""
+"""Drafts beside a target that drafts for itself are not used."""
 HASTY: Builders = {"target": target_service, "draft": partial(draft_service, UnevenEngine)}
-"""For coordinators that give a draft little time."""
+"""For coordinators with little time for a draft."""
 
 
 class ReplicaNode(Node):
@@ -245,7 +244,8 @@ class ReplicaNode(Node):
         return f"host:{config.port}" if config.port else f"{self.name}:1"
 
     def _watch_steps(self, world: Any) -> None:
-        """A step that crashes is answered with a refusal; of a draft nobody would notice."""
+        """Reports crashes of steps, which are answered with refusals and so would not be noticed of
+        a draft."""
         worker = self.service._worker
         step = worker.step
 
@@ -259,8 +259,8 @@ class ReplicaNode(Node):
         worker.step = watched
 
     def _watch_draws(self, world: Any) -> None:
-        """Every token that a model draws must be in its proposal, whatever the time is: one that
-        is dropped for being late biases the output."""
+        """Checks that every token that a model draws is in its proposal: dropping one for being
+        late would bias the output."""
         proposer = self.service._worker
         drafter, step = proposer._drafter, proposer.step
         if not isinstance(drafter, ModelDrafter):
@@ -327,7 +327,7 @@ PATIENT_SETTINGS = CoordinatorConfig(
     draft_retry_ms=200,
 )
 HASTY_SETTINGS = replace(PATIENT_SETTINGS, draft_timeout_ms=9, draft_retry_ms=1)
-"""Less than a draft takes for all that it is asked for."""
+"""Less time than a draft needs for all that is asked of it."""
 HYBRID = DraftConfig(model="hybrid:ngram,some/model", hybrid_min_score=0.5, hybrid_model_tokens=2)
 _numbers = itertools.count()
 
@@ -361,7 +361,7 @@ class CoordinatorNode(Node):
         )  # fmt: skip
 
     def has_session_at(self, replica: str) -> bool:
-        """Whether a session that runs here is with a replica."""
+        """Whether a session of this coordinator uses a replica."""
         if self.service is None:
             return False
         pools = (self.service.targets, self.service.drafts)
@@ -389,7 +389,7 @@ class CoordinatorNode(Node):
         self._ended.set()
 
     def check_work(self) -> None:
-        """Raises `InvariantError` where something has ended that goes on for ever."""
+        """Raises `InvariantError` if a task that must not end has ended."""
         check(not self.service.failed, f"{self.name} commits no more")
         is_over = any(task.done() for task in self.service._watching)
         check(not is_over, f"{self.name} follows no more")
@@ -403,7 +403,7 @@ class Call:
         """For the client: the events, then an error or None."""
         self.node = node
         self.number = next(_numbers)
-        """The order in which they were made."""
+        """Order of creation."""
         self.task: asyncio.Task[None] | None = None
         self._network = network
         self._client = client
@@ -425,14 +425,14 @@ class Call:
             self._tell(None)
         except OutriderError as error:
             self._tell(error)
-        except Exception as error:  # noqa: BLE001 - no client must wait for what has crashed
+        except Exception as error:  # noqa: BLE001 - the client must not wait after a crash
             self._tell(InvariantError(f"a call crashed: {error!r}"))
 
     def _tell(self, event: Event | OutriderError | None) -> None:
         self._network.carry(self._client, lambda: self.events.put_nowait(event), payload=event)
 
     def break_off(self) -> None:
-        """The client hears that the stream broke; the coordinator, as soon as it runs."""
+        """The client learns that the stream broke at once; the coordinator, as soon as it runs."""
         self.events.put_nowait(StreamBroken(f"{self.node.name} fell silent"))
         self.leave()
 
@@ -447,8 +447,8 @@ class Call:
 
 
 class PortTransport:
-    """A client's way to whichever coordinator serves at a port; of `Transport` what clients here
-    use."""
+    """A client's transport to the coordinator at an address; as much of `Transport` as is used
+    here."""
 
     def __init__(self, world: Any, address: str) -> None:
         self._world = world
@@ -463,7 +463,7 @@ class PortTransport:
         world = self._world
         node = world.coordinator_at(self.address)
         if node is None or world.is_barred(node):
-            raise StreamBroken(f"nobody answers at {self.address}")
+            raise StreamBroken(f"nothing answers at {self.address}")
         call = Call(world.network, world.clients, node)
         world.calls.add(call)
         try:

@@ -1,9 +1,8 @@
-"""Processes on one event loop: each may stand still, or die, with all that it does.
+"""Processes on one event loop: each can be stopped, or die, with all its tasks.
 
-A process is known by the context that its tasks and timers run in. While it stands still the loop
-keeps what would run, and runs it afterwards, in order: as after SIGSTOP and SIGCONT, the clock has
-gone on. Of a process that is dead nothing ever runs again.
-"""
+A process is identified by the context of its tasks and timers. While it is stopped, the loop keeps
+its callbacks, and runs them afterwards, in order: as after SIGSTOP and SIGCONT, the clock has
+advanced. A dead process never runs again."""
 
 from __future__ import annotations
 
@@ -26,18 +25,18 @@ def current() -> Process | None:
 
 
 EPOCH_S = 1.8e9
-"""What wall clocks show when a run begins, in seconds since 1970."""
+"""Wall clock at the start of a run, in seconds since 1970."""
 
 
 def wall_clock_s(process: Process | None = None) -> float:
-    """What the wall clock of a process's host shows; of the one that runs if none is given."""
+    """Wall clock of a process's host; of the running process by default."""
     process = process or current()
     return EPOCH_S + asyncio.get_running_loop().time() + (process.clock_jump_s if process else 0.0)
 
 
 @contextmanager
 def virtual_wall_clocks() -> Iterator[None]:
-    """`time.time` and `time.time_ns` show each process the clock of its own host."""
+    """Makes `time.time` and `time.time_ns` return the wall clock of the running process's host."""
     seconds, nanoseconds = time.time, time.time_ns
     time.time, time.time_ns = wall_clock_s, lambda: int(wall_clock_s() * 1e9)
     try:
@@ -47,15 +46,15 @@ def virtual_wall_clocks() -> Iterator[None]:
 
 
 class Process:
-    """What runs under one name, on a host of its own."""
+    """A named process on a host of its own."""
 
     def __init__(self, name: str) -> None:
-        """The name is its address in the network, too."""
+        """The name is also its address in the network."""
         self.name = name
         self.is_dead = False
         self.is_still = False
         self.clock_jump_s = 0.0
-        """How far the wall clock of its host is ahead of those of others."""
+        """Offset of its host's wall clock."""
         self.context = copy_context()
         self.context.run(_CURRENT.set, self)
         self._held: list[asyncio.Handle] = []
@@ -79,8 +78,8 @@ class Process:
             self._run_on()
 
     def go_on_with_arrivals(self) -> None:
-        """The same, as an event loop does that one callback has held up: after what was ready
-        before comes what has arrived at its sockets, and only then all timers that have run out."""
+        """The same, in the order of an event loop that one callback has blocked: first what was
+        ready before, then what has arrived at its sockets, and only then overdue timers."""
         self._held.sort(key=_order_after_a_stall)
         self.go_on()
 
@@ -88,7 +87,7 @@ class Process:
         self.is_still = self.is_dead = True
 
     def bury(self) -> None:
-        """Dies, and lets its tasks be cancelled: nothing they do matters any more."""
+        """Dies, but lets its tasks be cancelled, which no longer has effects."""
         self.is_dead = True
         self._run_on()
 
@@ -100,7 +99,7 @@ class Process:
 
 
 def deliver(message: Callable[[], object]) -> None:
-    """What the loop runs when a message arrives: by this it knows one from other timers."""
+    """Callback for arriving messages, which tells them from timers."""
     message()
 
 
@@ -111,13 +110,13 @@ def _order_after_a_stall(handle: asyncio.Handle) -> int:
 
 
 class ProcessLoop(VirtualClockLoop):
-    """An event loop on a virtual clock, of several processes. Of timers that are due at one time
-    the one that was set first runs first."""
+    """An event loop on a virtual clock for several processes. Timers for the same time run in the
+    order in which they were set."""
 
     def __init__(self) -> None:
         super().__init__()
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
-        """A heap, by when they are due and how many were set before."""
+        """A heap, by due time and number of earlier timers."""
         self._num_timers = 0
 
     def call_soon(
@@ -137,7 +136,7 @@ class ProcessLoop(VirtualClockLoop):
         return timer
 
     def _run_once(self) -> None:
-        """What asyncio's loop does, without sockets, other threads and its debugging: a seed is
+        """As asyncio's loop, without sockets, other threads and debugging, for speed: a seed takes
         thousands of turns."""
         ready, timers = self._ready, self._timers  # type: ignore[attr-defined]
         while timers and timers[0][2].cancelled():
@@ -147,7 +146,7 @@ class ProcessLoop(VirtualClockLoop):
         due = self.time() + self._clock_resolution
         while timers and timers[0][0] < due:
             ready.append(heapq.heappop(timers)[2])
-        for _ in range(len(ready)):  # What these add waits for the next turn.
+        for _ in range(len(ready)):  # Callbacks that these add wait for the next turn.
             handle = ready.popleft()
             if handle._cancelled:
                 continue
@@ -159,6 +158,6 @@ class ProcessLoop(VirtualClockLoop):
 
 
 def run_processes(main: Coroutine[Any, Any, T]) -> T:
-    """Runs `main`, which is of no process, on a virtual clock."""
+    """Runs `main`, which belongs to no process, on a virtual clock."""
     with virtual_wall_clocks(), asyncio.Runner(loop_factory=ProcessLoop) as runner:
         return runner.run(cancelling_others(main))

@@ -1,8 +1,7 @@
-"""The data, commands and Lua scripts of a Redis server in memory, on a clock of the caller's.
+"""Data, commands and Lua scripts of a Redis server in memory, on a clock of the caller's.
 
-Has the commands that the scripts and the stores use, with the answers of Redis 6.2 and 7;
-`test_redis_data.py` compares it with a real server. Scripts run in Lua 5.1, as in Redis.
-"""
+It has the commands that the scripts and the stores use, with the answers of Redis 6.2 and 7;
+`test_redis_data.py` compares it with a real server. Scripts run in Lua 5.1, as in Redis."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 from lupa.lua51 import LuaError, LuaRuntime, lua_type
 
 Reply = Any
-"""int, bytes, None, `Status`, `ReplyError` (inside of a list) or a list of replies."""
+"""int, bytes, None, `Status`, `ReplyError` (inside a list) or a list of replies."""
 Snapshot = tuple[dict[bytes, Any], dict[bytes, float]]
 """Values and expiry times (ms), by key."""
 
@@ -22,7 +21,7 @@ class Status(bytes):
 
 
 class ReplyError(Exception):
-    """An error as Redis words it, its code first."""
+    """An error in Redis' words, its code first."""
 
 
 OK = Status(b"OK")
@@ -47,25 +46,24 @@ end, __index = function(_, name)
   error("Script attempted to access nonexistent global variable '" .. tostring(name) .. "'")
 end})
 """
-"""Scripts have no globals of their own, no clock and no chance: as in Redis."""
+"""As in Redis, scripts have no globals of their own, no clock and no randomness."""
 
 
 class RedisData:
-    """Keys, their values (bytes, dict or set) and when they expire; and the scripts that are
-    known, by their SHA-1."""
+    """Keys with values (bytes, dict or set) and expiry times; and known scripts, by SHA-1."""
 
     def __init__(self, now_ms: Callable[[], float]) -> None:
         """`now_ms` is the server's wall clock, milliseconds since 1970."""
         self.now_ms = now_ms
         self.num_writes_left: int | None = None
-        """How many more commands that need memory are carried out before the memory is full; None
-        where it does not fill up."""
+        """Commands that need memory and still succeed before the memory is full; None = it does not
+        fill up."""
         self.is_dirty = False
-        """Whether the script that runs has written."""
+        """Whether the running script has written."""
         self.spares_dirty = True
-        """Whether such a script is refused no memory any more, as by Redis itself."""
+        """Whether such a script is never refused memory, as in Redis itself."""
         self.num_refused = 0
-        """Commands refused as the memory was full."""
+        """Commands refused for lack of memory."""
         self._values: dict[bytes, Any] = {}
         self._expires_ms: dict[bytes, float] = {}
         self._scripts: dict[bytes, bytes] = {}
@@ -74,8 +72,7 @@ class RedisData:
         }
 
     def run(self, arguments: Sequence[bytes]) -> Reply:
-        """The answer to one command. Raises `ReplyError`; what a script had changed until then
-        stays."""
+        """The answer to one command. Raises `ReplyError`; earlier changes of a script stay."""
         name = arguments[0].upper()
         command = self._commands.get(name)
         if command is None:
@@ -95,14 +92,14 @@ class RedisData:
             raise ReplyError("OOM command not allowed when used memory > 'maxmemory'.")
 
     def snapshot(self) -> Snapshot:
-        """All that is kept now; later commands do not change it."""
+        """A copy of all data and expiry times."""
         return _copied(self._values), dict(self._expires_ms)
 
     def restore(self, snapshot: Snapshot) -> None:
         self._values, self._expires_ms = _copied(snapshot[0]), dict(snapshot[1])
 
     def sorted_keys(self) -> list[bytes]:
-        """Of all values that have not expired, in order."""
+        """Keys of unexpired values, sorted."""
         return sorted(key for key in list(self._values) if self.get(key) is not None)
 
     def get(self, key: bytes) -> Any:
@@ -142,7 +139,7 @@ class RedisData:
         return 1
 
     def load_script(self, source: bytes) -> bytes:
-        """Knows a script from now on. Returns its SHA-1, as text."""
+        """Registers a script. Returns its SHA-1, as text."""
         sha = hashlib.sha1(source, usedforsecurity=False).hexdigest().encode()
         self._scripts[sha] = source
         return sha
@@ -287,7 +284,7 @@ class _Lua:
     def _call(self, *arguments: Any) -> Any:
         data, command = self._data, [_to_argument(argument) for argument in arguments]
         if len(command) > 1 and command[1] not in self._keys:
-            # Also a single server is asked for no more than one of a cluster would grant.
+            # As in a cluster, which refuses this.
             raise ReplyError("ERR Script attempted to access a key that it was not given")
         reply = data.run(command)
         data.is_dirty = data.is_dirty or command[0].upper() in WRITES
@@ -316,7 +313,7 @@ def _lua() -> _Lua:
 
 
 def _to_argument(argument: Any) -> bytes:
-    """Lua's strings and numbers, as Redis passes them to a command."""
+    """Converts Lua's strings and numbers to arguments, as Redis does."""
     return argument if isinstance(argument, bytes) else f"{argument:.17g}".encode()
 
 

@@ -1,9 +1,8 @@
-"""Redis in the simulation: servers in processes, and the connections that the real stores use.
+"""Redis in the simulation: servers in processes, and the connections of the real stores.
 
 The real `RedisStore` and `RedisRegistry` run on the real client and its pool. Only the connection
-is another: it carries commands through the simulated network to a server in memory, which runs the
-real scripts.
-"""
+is replaced: it carries commands through the simulated network to a server in memory, which runs the
+real scripts."""
 
 from __future__ import annotations
 
@@ -46,8 +45,8 @@ class RedisServer:
         self.data = RedisData(lambda: wall_clock_s(self.process) * 1e3)
         self.connections: list[SimulatedConnection] = []
         self.unheard: tuple[Process, Callable[[], None]] | None = None
-        """A process whose take-overs are carried out, but answered with an error, and what hears
-        of each."""
+        """A process whose take-overs are carried out but answered with an error, and a callback for
+        each."""
         self._history = history
         if snapshot is not None:
             self.data.restore(snapshot)
@@ -67,7 +66,7 @@ class RedisServer:
         return self.data.run(command)
 
     def execute_for(self, client: Process, commands: Sequence[Command]) -> list[Reply]:
-        """The answers to what a process has sent, errors included."""
+        """The answers to a process's commands, errors included."""
         replies: list[Reply] = []
         queued: list[Reply] | None = None
         for command in commands:
@@ -106,7 +105,7 @@ class RedisServer:
 
 
 class SimulatedConnection(AbstractConnection):
-    """A client's connection to whichever server its process is led to."""
+    """A client's connection to the server that its process is directed to."""
 
     def __init__(self, *, redis: Redis, network: Network, may_fail: bool, **options: Any) -> None:
         super().__init__(**options)
@@ -117,7 +116,7 @@ class SimulatedConnection(AbstractConnection):
         self._process: Process | None = None
         self._replies: deque[Reply] = deque()
         self._number = 0
-        """Of the connections that this one was, one after the other."""
+        """Number of the connection; increased with each close."""
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
 
@@ -153,7 +152,7 @@ class SimulatedConnection(AbstractConnection):
             self._number += 1
 
     def break_off(self) -> None:
-        """The server has gone, or its client is led to another."""
+        """The server has gone, or its client is directed to another."""
         process = self._process
         if process is None or process.is_dead or self._server is None:
             return
@@ -185,7 +184,7 @@ class SimulatedConnection(AbstractConnection):
             raise RedisConnectionError("connection reset by peer")
         if self._may_fail and self._network.adversary.call_fails():
             self._close()
-            raise RedisConnectionError("the question was lost")
+            raise RedisConnectionError("the request was lost")
 
         def arrive() -> None:
             replies = server.execute_for(process, command)
@@ -218,7 +217,7 @@ class SimulatedConnection(AbstractConnection):
             try:
                 await self._waiter
             except BaseException:
-                self._close()  # What comes late must not answer the next question.
+                self._close()  # A late answer must not be read as that of the next command.
                 raise
         reply = self._unpacked(self._replies.popleft())
         if isinstance(reply, Exception):
@@ -242,7 +241,7 @@ def packed(command: Iterable[Any]) -> Command:
 
 
 def unpacked(data: bytes) -> list[Command]:
-    """Commands as `ScriptRunner` writes them for Redis."""
+    """Parses commands of `ScriptRunner`."""
     commands, at = list[Command](), 0
     while at < len(data):
         end = data.index(b"\r\n", at)
@@ -263,18 +262,18 @@ def _encoded(argument: Any) -> bytes:
 
 
 class History:
-    """What servers ever held of sessions: what is lost later may have been shown."""
+    """What servers ever held of sessions: lost tokens may have been shown."""
 
     def __init__(self) -> None:
         self._ever: dict[bytes, list[bytes]] = {}
-        """By key: tokens of which none is a beginning of another."""
+        """By key: tokens, none a prefix of another."""
         self._finished: dict[bytes, int] = {}
-        """By key of the session: how many losses there had been when it was finished."""
+        """By key of the session: number of losses before it was finished."""
         self.num_losses = 0
         self.broken: InvariantError | None = None
-        """What must not have been stored, if it has been."""
+        """The first invalid stored state, if any."""
         self.on_last_token: Callable[[str], object] | None = None
-        """Hears of the owner of a session whose last token was stored, if set."""
+        """If set, called with the owner when a session's last token is stored."""
 
     def look(self, data: RedisData, keys: Iterable[bytes]) -> None:
         for key in keys:
@@ -314,7 +313,7 @@ class History:
         )
 
     def is_kept(self, session_id: str) -> bool:
-        """Whether a session has been finished, and nothing was lost since."""
+        """Whether a session was finished, and nothing was lost since."""
         return self._finished.get(session_key(session_id)) == self.num_losses
 
 
@@ -327,16 +326,16 @@ def session_key(session_id: str) -> bytes:
 
 
 class Redis:
-    """The host name that all connect to, and the servers behind it."""
+    """Redis' host name, and the servers behind it."""
 
     def __init__(self, network: Network) -> None:
         self.history = History()
         self.primary = RedisServer(self.history)
         self._network = network
         self._former: RedisServer | None = None
-        """One that was primary and does not know that it is no more ..."""
+        """A former primary that still believes to be it ..."""
         self._misled: frozenset[str] = frozenset()
-        """... and the names of processes that do not, either."""
+        """... and the names of processes that believe so, too."""
 
     @property
     def process(self) -> Process:
@@ -360,13 +359,13 @@ class Redis:
         self.primary.data.run((b"FLUSHALL",))
 
     def start_again(self, snapshot: Snapshot) -> None:
-        """As it was once. The server before has died."""
+        """Starts a server from a snapshot, after the former one died."""
         self.history.num_losses += 1
         self.primary = RedisServer(self.history, snapshot)
 
     def split(self, snapshot: Snapshot, misled: Iterable[str]) -> None:
-        """Another server becomes the primary, with what it had copied; processes with these names
-        stay with the one before, which goes on."""
+        """Another server becomes the primary, with its copy; processes with these names stay with
+        the former one, which continues."""
         self.history.num_losses += 1
         self._former, self._misled = self.primary, frozenset(misled)
         self.primary = RedisServer(self.history, snapshot)
@@ -391,7 +390,7 @@ class Redis:
         return found
 
     def load(self, session_id: str) -> SessionRecord:
-        """What is stored now. Raises `OutriderError`."""
+        """The stored session. Raises `OutriderError`."""
         key, data = session_key(session_id), self.primary.data
         keys = (key, key + b":tokens", key + b":logprobs")
         sha = data.load_script(_LOAD.source.encode())
@@ -416,7 +415,7 @@ class Redis:
         return registry
 
     def _connected(self, client: Any, may_fail: bool) -> Any:
-        """Leads a client here. `may_fail`: single calls fail without a reason."""
+        """Connects a client to these servers. `may_fail`: single calls fail at random."""
         pool = client.connection_pool
         pool.connection_class = SimulatedConnection
         kept = pool.connection_kwargs

@@ -1,12 +1,11 @@
-"""One seed: a few sessions under faults, and what must be true of every one of them.
+"""One seed: a few sessions under faults, and what must be true of each.
 
-At every event: what is shown was committed, in order, without gaps. At the end: every session has
+At every event: shown tokens were committed, in order, without gaps. At the end: every session has
 ended soon after the faults, the store holds exactly what was shown, and the tokens are the
-fault-free ones (coupled, greedy) or are distributed like the target's (token, block: counted over
-all seeds). A session that is in flight when Redis loses something may end with `DATA_LOSS` after a
-part of that, or with `ABORTED` where another coordinator was given it, too; then it is asked for
-again, and must come. The fleet is as it is wanted, and nothing is left over.
-"""
+fault-free ones (coupled, greedy) or distributed like the target's (token, block: counted over all
+seeds). A session in flight when Redis loses data may end early with `DATA_LOSS`, or with `ABORTED`
+if another coordinator was given it, too; then it is requested again, and must complete. The fleet
+is as wanted, and nothing is left over."""
 
 from __future__ import annotations
 
@@ -38,24 +37,24 @@ from tests.simulation.world import World
 STUCK_S = 60.0
 """Virtual seconds after the last fault after which a session counts as stuck."""
 IN_PARTS_SHARE = 0.3
-"""Of the seeds: there records are read, and lost tokens sent again, in several parts."""
+"""Share of the seeds in which records are read, and lost tokens sent again, in several parts."""
 PARTS = {
     "outrider.sessions.redis_store.RECORD_INLINE_BYTES": 64,
     "outrider.sessions.redis_store.RECORD_PART_BYTES": 32,
     "outrider.sessions.state.APPEND_TOKENS_MAX": 8,
 }
-"""The bounds that hold in these seeds."""
+"""Bounds in these seeds."""
 
 
 P_VALUE_MIN = 1e-6
-"""Of a chi-square, two in a run: the probability of a false alarm."""
+"""Threshold of each of the two chi-square tests of a run: the probability of a false alarm."""
 _NUMBERS = (
     "num_seeds", "num_failed", "num_tokens", "num_sessions", "num_moves", "num_lost",
 )  # fmt: skip
 
 
 Cell = tuple[str, int, int, int]
-"""(rule, how many ranks are possible, rank of the token before or -1, rank)."""
+"""(rule, number of possible ranks, rank of the token before or -1, rank)."""
 
 
 @dataclass
@@ -67,7 +66,7 @@ class Result:
     num_sessions: int = 0
     num_moves: int = 0
     num_lost: int = 0
-    """Sessions that ended with what Redis lost, and were asked for again."""
+    """Sessions that ended because Redis lost data, and were requested again."""
     ranks: Counter[Cell] = field(default_factory=Counter)
 
     def merge(self, other: Result) -> None:
@@ -77,7 +76,7 @@ class Result:
         self.ranks += other.ranks
 
     def count(self, request: GenerateRequest, shown: Sequence[int]) -> None:
-        """The tokens of one session. Raises `InvariantError` for one that is impossible."""
+        """Counts the tokens of one session. Raises `InvariantError` for an impossible one."""
         law = ranked_law(request.sampling)
         ranks = ranks_of(request, shown)
         check(all(rank < len(law) for rank in ranks), "an impossible token was shown")
@@ -86,7 +85,7 @@ class Result:
             self.ranks[rule, num, before, rank] += 1
 
     def p_values(self) -> dict[str, float]:
-        """By rule: the probability that a right one looks as wrong as this, or more so."""
+        """By rule: the probability that a correct one deviates at least this much."""
         found = {}
         for rule in sorted({cell[0] for cell in self.ranks}):
             statistic, freedom = 0.0, 0
@@ -104,7 +103,7 @@ class Result:
 
     @property
     def is_good(self) -> bool:
-        """Whether no seed failed, and the drawn tokens are the target's."""
+        """Whether no seed failed, and drawn tokens follow the target's distribution."""
         return not self.num_failed and min(self.p_values().values(), default=1.0) > P_VALUE_MIN
 
     def lines(self) -> list[str]:
@@ -125,7 +124,7 @@ class Plan:
     request: GenerateRequest
     start_s: float
     cancel_after: int | None
-    """Events after which the client goes away."""
+    """Events after which the client disconnects."""
 
 
 def draw_plan(rng: random.Random) -> Plan:
@@ -146,7 +145,7 @@ def draw_plan(rng: random.Random) -> Plan:
 def run_seed(
     seed: int, odds: Odds | None = None, kinds: Collection[str] = frozenset(GREATER)
 ) -> Result:
-    """Runs one seed, with greater faults of these kinds; raises what it finds wrong."""
+    """Runs one seed, with greater faults of these kinds; raises the first violation."""
     rng = random.Random(seed)
     drawn = odds or Odds.drawn(rng)
     plans = [draw_plan(rng) for _ in range(rng.randint(2, 4))]
@@ -166,14 +165,14 @@ def run_seed(
 
 
 class _Seed:
-    """The sessions of a seed, and what is known of them."""
+    """The sessions of a seed, and their state."""
 
     def __init__(self, plans: list[Plan], adversary: Adversary) -> None:
         self._plans = plans
         self._adversary = adversary
         self._num_over = 0
         self.running: set[int] = set()
-        """Sessions in flight, by their place among the plans."""
+        """Indices of the plans of sessions in flight."""
         self.num_shown = 0
         self.num_planned = sum(plan.cancel_after or plan.request.max_tokens or 0 for plan in plans)
         self._result = Result(num_seeds=1, num_sessions=len(plans))
@@ -181,7 +180,7 @@ class _Seed:
 
     @property
     def all_over(self) -> bool:
-        """Whether no session is in flight any more, nor will be."""
+        """Whether all sessions are over."""
         return self._num_over == len(self._plans)
 
     async def run(self, rng: random.Random, kinds: Collection[str]) -> Result:
@@ -274,12 +273,12 @@ class _Seed:
 
 
 class _NotOpened(Exception):
-    """Nobody opened the session: the client is to ask again."""
+    """The session was not opened: the client must ask again."""
 
 
 async def _or_not_opened(events: AsyncIterator[Event]) -> AsyncIterator[Event]:
-    """The same events; a store or a coordinator that fails before the first of them is
-    `_NotOpened`. Later neither must fail the stream."""
+    """The same events; a failure of the store or a coordinator before the first of them is
+    `_NotOpened`. Later none may fail the stream."""
     started = False
     try:
         async for event in events:
@@ -292,16 +291,15 @@ async def _or_not_opened(events: AsyncIterator[Event]) -> AsyncIterator[Event]:
 
 
 def _check_tokens(request: GenerateRequest, shown: list[int]) -> None:
-    """Under coupled and greedy: what the target alone says."""
+    """Under coupled and greedy: compares with the target's own tokens."""
     if shown and rule_of(request).absolute_noise:
         expected = fault_free(request, shown)
         check(expected == shown, f"{shown} were shown, fault-free they are {expected}")
 
 
 def run_seeds(seeds: range) -> tuple[Result, list[str]]:
-    """What they came to, and what is to be told of those that failed. Arrays are too small for
-    threads; what is there before is no garbage, nor is most of what seeds hold whenever it is
-    looked for."""
+    """Their results, and reports of failed seeds. One thread, as tensors are small; garbage
+    collection is rarer, because most objects live as long as their seed."""
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
@@ -310,7 +308,7 @@ def run_seeds(seeds: range) -> tuple[Result, list[str]]:
     for seed in seeds:
         try:
             total.merge(run_seed(seed))
-        except Exception:  # noqa: BLE001 - whatever a seed dies of is its result
+        except Exception:  # noqa: BLE001 - any error is the seed's result
             total.merge(Result(num_seeds=1, num_failed=1))
             replay = f"python -m tests.simulation --seed {seed}"
             told.append(f"seed {seed} failed; replay with: {replay}\n{traceback.format_exc()}")

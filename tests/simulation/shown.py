@@ -1,6 +1,5 @@
-"""Emulated targets that show what their logits or their first layers' are made of, or keep
-features, and what drafts from that: such a target itself, as one with heads or an early exit does,
-or a head in a draft."""
+"""Emulated targets that expose the contexts of their logits or first layers, or keep features, and
+drafters that use these: on the target, as heads or an early exit, or a head on a draft."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +25,7 @@ from tests.simulation.toy import QuickEngine
 
 
 class ShownEngine(QuickEngine):
-    """Shows, for each row of logits, the last tokens that it follows from."""
+    """Exposes, for each row of logits, the tokens that it follows from."""
 
     shows_features = True
 
@@ -44,7 +43,7 @@ class ShownEngine(QuickEngine):
 
 
 class ShownDrafter:
-    """Drafts what an emulated draft would, from such tokens."""
+    """Drafts as an emulated draft would, from such tokens."""
 
     reads_features = True
 
@@ -72,7 +71,7 @@ class ShownDrafter:
 
 
 class ShallowEngine(QuickEngine):
-    """Its first layers put out, for each row, the last tokens that it follows from."""
+    """Its first layers return, for each row, the tokens that it follows from."""
 
     def forward_shallow(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
         check_steps(steps, self.info, self._max_num_seqs, self.length)
@@ -81,7 +80,7 @@ class ShallowEngine(QuickEngine):
 
 
 class EmulatedExit(torch.nn.Module):
-    """Puts out what an emulated draft would, of such tokens."""
+    """Returns the logits of an emulated draft for such tokens."""
 
     def __init__(self, spec: EmulatedSpec) -> None:
         super().__init__()
@@ -98,7 +97,7 @@ def exit_drafter(spec: EmulatedSpec, engine: ShallowEngine) -> ExitDrafter:
 
 
 class KeepingEngine(QuickEngine):
-    """Keeps of each slot its token."""
+    """Keeps the token of each slot as its features."""
 
     feature_width = 2
 
@@ -112,7 +111,7 @@ class KeepingEngine(QuickEngine):
 
 
 class CheckedHead(FeatureDrafter):
-    """A random head. What it is sent of a place must be of its token."""
+    """A random head that checks that the features of a position are those of its token."""
 
     def __init__(self, spec: EmulatedSpec, max_num_seqs: int) -> None:
         width, token_ids = KeepingEngine.feature_width, tuple(range(spec.vocab_size - 1))
@@ -143,6 +142,6 @@ class CheckedHead(FeatureDrafter):
             rows = torch.frombuffer(bytearray(features.rows), dtype=torch.bfloat16)
             kept = rows.view(len(features), -1)[:, -1].long().tolist()
             known = request.token_ids[features.first : features.end]
-            # An `OutriderError` would be the session's refusal, which nothing hears of.
+            # Not an `OutriderError`, which would only refuse the session.
             assert kept[: len(known)] == list(known), f"{kept} sent as features of {known}"
         return super().begin(request)

@@ -1,4 +1,4 @@
-"""Planted bugs, to show that runs can fail: each is found within a few seeds."""
+"""Planted bugs, each found within a few seeds: runs can fail."""
 
 import itertools
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def refused_tokens_kept(patch: Patch) -> None:
 
 
 def running_stream_fails(patch: Patch) -> None:
-    """A client must not take a stream that dies half-way for one that was never opened."""
+    """Streams fail half-way with an error that clients take for one before the start."""
     read, reads = OutputQueue.read, itertools.count()
 
     async def sometimes(self: OutputQueue) -> Any:
@@ -65,7 +65,7 @@ def callers_length_trusted(patch: Patch) -> None:
 
 
 def epochs_disregarded(patch: Patch) -> None:
-    """The store takes tokens of a coordinator that was thought dead."""
+    """The store accepts tokens of a coordinator that was thought dead."""
 
     def of_any_epoch(stored: Fields, given: list[bytes]) -> None:
         given[EPOCH], given[OWNER] = stored[b"epoch"], stored[b"owner"]
@@ -74,8 +74,8 @@ def epochs_disregarded(patch: Patch) -> None:
 
 
 def take_over_not_released(patch: Patch) -> None:
-    """The lease of the coordinator that did not hear of it never lapses, and that one does not heed
-    that the session is wanted elsewhere."""
+    """The lease of a coordinator that did not hear of its take-over never ends, and it ignores that
+    the session is wanted elsewhere."""
 
     async def unreleased(self: OwnedSessions, seen: SessionRecord, **_: Any) -> SessionRecord:
         return await self._store.take_over(seen, self._owner)
@@ -88,7 +88,7 @@ def take_over_not_released(patch: Patch) -> None:
 
 
 def finish_by_any_owner(patch: Patch) -> None:
-    """Redis gives an epoch a second time, and the one that had it first ends the session."""
+    """Redis gives an epoch a second time, and its first owner ends the session."""
 
     def of_any_owner(stored: Fields, given: list[bytes]) -> None:
         if given[EPOCH] == stored[b"epoch"]:
@@ -98,7 +98,7 @@ def finish_by_any_owner(patch: Patch) -> None:
 
 
 def leases_absolute(patch: Patch) -> None:
-    """Their ends are times of the owner's wall clock, and others compare them with their own."""
+    """Lease ends are times of the owner's wall clock, which others compare with their own."""
     execute_for = RedisServer.execute_for
 
     def by_its_own_clock(self: RedisServer, client: Process, commands: Any) -> list[Any]:
@@ -116,7 +116,7 @@ def leases_absolute(patch: Patch) -> None:
 def change_arguments(
     patch: Patch, script: Script, change: Callable[[Fields, list[bytes]], None]
 ) -> None:
-    """Has a script run with other arguments, which depend on what is stored of the session."""
+    """Changes a script's arguments, depending on the stored session."""
     execute = RedisServer.execute
 
     def changed(self: RedisServer, command: Command) -> Any:
@@ -133,7 +133,7 @@ def change_arguments(
 
 
 def deadline_after_the_draw(patch: Patch) -> None:
-    """What was drawn too late is dropped, so the length of a proposal depends on its tokens."""
+    """Tokens drawn too late are dropped, so the length of a proposal depends on its tokens."""
     add = AutoregressiveDraft.add
 
     def in_time(self: AutoregressiveDraft, token_ids: tuple[int, ...], q: Any) -> None:
@@ -204,12 +204,12 @@ KINDS: dict[Callable[[Patch], None], tuple[str, ...]] = {
     late_answers_believed: (), lost_tail_forgotten: ("restart",), names_believed_for_ever: (),
     features_of_the_token_behind: (),
 }  # fmt: skip
-"""Greater faults under which each is looked for; empty for all."""
+"""Greater faults with which each is searched; empty for all."""
 
 
 @pytest.mark.parametrize("plant", KINDS)
 def test_a_planted_bug_is_found(plant: Callable[[Patch], None]) -> None:
-    """One of the first seeds fails, and does not without it."""
+    """One of the first seeds fails with the bug, and passes without it."""
     kinds = KINDS[plant] or GREATER
     for seed in range(NUM_SEEDS):
         with pytest.MonkeyPatch.context() as patch:

@@ -1,5 +1,5 @@
-"""Redis in memory beside a real server: the same commands, in scripts and alone, have the same
-answers, and leave the same keys. Times may differ by what a call takes."""
+"""Compares Redis in memory with a real server: the same commands, in scripts and alone, give the
+same answers and leave the same keys. Times may differ by the duration of a call."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,14 +17,14 @@ pytestmark = pytest.mark.xdist_group("redis")
 
 KEYS = ("k", "l")
 TOLERANCE_MS = 5_000.0
-"""A call takes less, also on a busy machine; times that are compared are longer."""
+"""A call takes less, also on a busy machine; compared times are longer."""
 SCRIPT = """local answer = redis.pcall(unpack(ARGV))
 if type(answer) == 'table' and answer.err then return answer end
 return {answer, type(answer), 1, 2.9, -2.9, 'text', true, false, nil, 'cut off'}"""
 
 
 class Both:
-    """A real server, and the one in memory, whose clock is set by the other's before each call."""
+    """A real server and the one in memory, whose clock is set to the other's before each call."""
 
     def __init__(self, client: redis.Redis) -> None:
         self.now_ms = 0.0
@@ -32,7 +32,7 @@ class Both:
         self.connection: Any = client.connection
 
     def real(self, *command: Any) -> Any:
-        """Its answer, as it comes; an error is one, too."""
+        """Its answer; an error is one, too."""
         self.connection.send_command(*command)
         try:
             return self.connection.read_response()
@@ -65,7 +65,7 @@ def flat(reply: Any) -> list[Any]:
 
 
 def same(expected: Any, found: Any) -> bool:
-    """Whether answers are the same, but for times and the words of errors."""
+    """Whether answers are equal, except for times and the words of errors."""
     if isinstance(expected, redis.ResponseError):
         each = ["WRONGTYPE" in str(error) for error in (expected, found)]
         return isinstance(found, redis.ResponseError) and each[0] == each[1]

@@ -14,8 +14,8 @@ NUM_SEEDS = 60
 
 
 def test_runs_under_faults_lose_and_duplicate_nothing() -> None:
-    """Seeds 0..59, of which `make test` runs 1,000 beside: every check of `scenario` holds, and
-    every kind of fault came up. False alarm of the statistical checks: 2e-6."""
+    """Seeds 0..59 (`make test` also runs 1,000): every check of `scenario` holds, and every kind of
+    fault occurs. False alarm of the statistical checks: 2e-6."""
     total = Result()
     for seed in range(NUM_SEEDS):
         result = run_seed(seed)
@@ -46,8 +46,8 @@ def test_without_faults_there_are_none() -> None:
 
 @pytest.mark.parametrize("share", [1.0, 0.9])
 def test_ranks_that_are_not_drawn_from_their_law_are_seen(share: float) -> None:
-    """Counts that are exactly those of the law, and such as have a tenth of the likeliest moved to
-    the next, as a draft's law might."""
+    """Counts exactly as expected, and with a tenth of the likeliest token moved to the next, as a
+    draft's distribution might."""
     law = ranked_law(SamplingParams(temperature=1.0))
     counts = {rank: 10_000 * p for rank, p in enumerate(law)}
     counts[1] += (1 - share) * counts[0]

@@ -1,7 +1,6 @@
-"""The toy pair of languages of all simulations, and what its target alone would say.
+"""The toy pair of languages of all simulations, and the output of its target alone.
 
-A token depends on the two before it, of which there are so few that all rows are worked out once.
-"""
+A token depends only on the two before it: so few contexts that all rows are computed once."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,19 +33,19 @@ SPEC = EmulatedSpec(
 )
 UNLIKELY_S = 0.003
 _NUM_SYMBOLS = SPEC.vocab_size + 1
-"""The last one stands for the places before the first token."""
+"""The last one stands for positions before the first token."""
 
 
 @cache
 def _rows(role: Any) -> torch.Tensor:
-    """Logits [symbols squared, V] behind any two symbols."""
+    """Logits [symbols squared, V] after any two symbols."""
     symbols = [*range(SPEC.vocab_size), _NO_TOKEN]
     contexts = [[first, second] for first in symbols for second in symbols]
     return EmulatedEngine(SPEC, role)._logits(np.array(contexts, dtype=np.uint64)).clone()
 
 
 class QuickEngine(EmulatedEngine):
-    """An emulated engine that looks its logits up."""
+    """An emulated engine with a table of logits."""
 
     def _logits(self, contexts: Any) -> torch.Tensor:
         symbols = np.minimum(contexts, SPEC.vocab_size).astype(np.int64)
@@ -56,8 +55,8 @@ class QuickEngine(EmulatedEngine):
 
 
 class UnevenEngine(QuickEngine):
-    """Takes long over a token that was not the likeliest: as under a grammar, how long a proposal
-    takes depends on what was drawn."""
+    """Takes longer for a token that was not the likeliest: as with a grammar, the time of a
+    proposal depends on what was drawn."""
 
     def _step_time(self, steps: Sequence[SequenceStep]) -> float:
         seconds = super()._step_time(steps)
@@ -79,7 +78,7 @@ def _law(sampling: SamplingParams) -> torch.Tensor:
 
 @cache
 def ranked_law(sampling: SamplingParams) -> tuple[float, ...]:
-    """How likely the likeliest token is, the second, ...; the same behind any prefix."""
+    """Probabilities of the likeliest token, the second, ...; the same after any prefix."""
     ranked = _law(sampling).sort(dim=1, descending=True).values
     check(bool(torch.allclose(ranked, ranked[:1].expand_as(ranked))), "ranks depend on the prefix")
     return tuple(p for p in ranked[0].tolist() if p > 0)
@@ -87,7 +86,7 @@ def ranked_law(sampling: SamplingParams) -> tuple[float, ...]:
 
 @cache
 def _ranks(sampling: SamplingParams) -> list[list[int]]:
-    """The rank of each token behind any two symbols; of an impossible one it is at the end."""
+    """Rank of each token after any two symbols; impossible ones are last."""
     order = _law(sampling).argsort(dim=1, descending=True, stable=True)
     ranks: list[list[int]] = order.argsort(dim=1).tolist()
     return ranks
@@ -99,7 +98,7 @@ def rule_of(request: GenerateRequest) -> Rule:
 
 
 def fault_free(request: GenerateRequest, shown: Sequence[int]) -> list[int]:
-    """What follows each prefix of the prompt and what was shown under coupled and greedy, where
+    """The token after each prefix of the prompt and what was shown, under coupled and greedy, where
     the target alone decides."""
     contexts = _contexts(request, shown)
     rule, num = rule_of(request), len(shown)
@@ -115,14 +114,14 @@ def fault_free(request: GenerateRequest, shown: Sequence[int]) -> list[int]:
 
 
 def ranks_of(request: GenerateRequest, shown: Sequence[int]) -> list[int]:
-    """Of each token that was shown, among those that might have followed there."""
+    """Rank of each shown token among those possible there."""
     ranks = _ranks(request.sampling)
     contexts = _contexts(request, shown).tolist()
     return [ranks[context][token_id] for context, token_id in zip(contexts, shown, strict=True)]
 
 
 def _contexts(request: GenerateRequest, shown: Sequence[int]) -> torch.Tensor:
-    """The row of what precedes each token that was shown."""
+    """Row of the context of each shown token."""
     none = SPEC.vocab_size
     tokens = [none, none, *(int(token) for token in request.prompt), *shown]  # type: ignore[arg-type]
     first = 2 + len(request.prompt)

@@ -1,5 +1,5 @@
-"""A whole deployment in one event loop on a virtual clock: a fleet, its replicas, a Redis, clients,
-and the network between them. Every process runs the real code."""
+"""A whole deployment in one event loop on a virtual clock: fleet, replicas, Redis, clients, and the
+network between them. Every process runs the real code."""
 
 import asyncio
 import random
@@ -35,22 +35,22 @@ from tests.simulation.processes import Process
 from tests.simulation.redis_host import Redis
 
 REPLICAS_MAX = 3
-"""Of a role that are ever wanted here."""
+"""Most replicas of a role that are ever wanted here."""
 HASTY_SHARE = 0.2
-"""Of the seeds: there drafts have too little time for all that they are asked for."""
+"""Share of the seeds in which drafts have too little time for all that is asked of them."""
 LOOK_UP_SHARE = 0.1
 FRONT_PORT = 50051
 STOP_S = 1.0
 CLOSING_S = COMMIT_GRACE_S + 0.1
-"""By then whatever has just ended is closed."""
+"""By then everything that has just ended is closed."""
 RESUME_TIMEOUT_S = 60.0
 WHOLE_S_MAX = 90.0
-"""Virtual seconds after the last fault in which the fleet is to be whole again."""
+"""Virtual seconds after the last fault in which the fleet must become whole again."""
 
 
 @cache
 def spec(num_coordinators: int, with_ports: bool) -> FleetSpec:
-    """Of two replicas a role, which take the ports of those before them or new ones."""
+    """Two replicas a role, which reuse the ports of those before them or take new ones."""
     settings = {
         "engine": "emulated:vocab_size=10", "draft_model": "emulated", "stop_timeout_s": STOP_S,
         "num_targets": 2, "num_drafts": 2, "num_coordinators": num_coordinators,
@@ -63,7 +63,7 @@ def spec(num_coordinators: int, with_ports: bool) -> FleetSpec:
 
 
 class CountedMoves(Observation, RequestObserver):
-    """Of all sessions to another replica."""
+    """Counts moves of sessions to other replicas."""
 
     def __init__(self) -> None:
         self.num_moves = 0
@@ -83,10 +83,10 @@ class World:
         self.moves = CountedMoves()
         self.clients = Process("clients")
         self.barred: set[str] = set()
-        """Names of coordinators that clients do not reach while another one serves."""
+        """Names of coordinators that clients cannot reach while another one serves."""
         self.calls: set[Call] = set()
         self.broken: OutriderError | None = None
-        """What must not happen in any process, if it has."""
+        """The first violation in any process, if any."""
         is_hasty = rng.random() < HASTY_SHARE
         self._services = nodes.HASTY if is_hasty else rng.choice(nodes.KINDS)
         look_ahead = rng.choice((0, 0, 3))
@@ -128,8 +128,8 @@ class World:
         self._fleet_task = self._server.start(self.fleet.run())
 
     async def restart_fleet(self, away_s: float) -> None:
-        """Its process dies with whatever it was doing; another one takes over. There is no second
-        one while it is away: Ray has one actor of a name."""
+        """Its process dies with whatever it was doing; another one takes over. Meanwhile there is
+        none: Ray has one actor of a name."""
         if not self.has_fleet:
             return
         self._server.die()
@@ -146,7 +146,7 @@ class World:
         self._fleet_task = self._server.start(run())
 
     async def want(self, counts: dict[Role, int]) -> None:
-        """As `outrider scale` does, until Redis has heard it."""
+        """As `outrider scale` does, until Redis has the number."""
         while True:
             with suppress(StoreUnavailable):
                 return await self._operator.start(self.redis.registry().want(counts))
@@ -160,7 +160,7 @@ class World:
                 loop.call_soon(self._lead, wire, context=wire.coordinator.context)
 
     def link(self, coordinator: Process, address: str) -> Wire:
-        """A coordinator's way to whoever serves at an address."""
+        """A coordinator's link to the replica at an address."""
         wire = Wire(self.network, coordinator, address)
         self._wires.append(wire)
         self._lead(wire)
@@ -195,7 +195,8 @@ class World:
                 call.break_off()
 
     def break_wires(self, a: Process, b: Process, *, reachable: bool = False) -> None:
-        """Streams between two processes break, as nothing goes there, or no more than these."""
+        """Streams between two processes break, because no messages pass, or only these streams
+        do."""
         for wire in self._between(a, b):
             wire.hang_up("nothing came back", reachable=reachable)
 
@@ -208,25 +209,25 @@ class World:
         return [wire for wire in self._wires if {wire.coordinator, wire.replica} == {a, b}]
 
     def bury(self, node: Node) -> None:
-        """A node has died, and others hear of it as TCP tells them."""
+        """A node has died, and others learn of it as with TCP."""
         self.hang_up(node, "the process has died")
         self._wires = [wire for wire in self._wires if wire.coordinator is not node.process]
         self.break_calls(node)
 
     def hear_failure(self, error: OutriderError) -> None:
-        """Something failed in a process. Of what must not fail the world is told."""
+        """Notes a failure in a process, if it must not occur."""
         if isinstance(error, InvariantError) and self.broken is None:
             self.broken = error
 
     def _hear_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Of what a message or a timer has set off. That a call which nobody waits for any more
-        has failed is no fault."""
+        """Notes exceptions of messages and timers. A failed call whose caller has gone is not a
+        fault."""
         if "handle" in context:
             found = f"{context['message']}: {context.get('exception')!r}"
             self.hear_failure(InvariantError(found))
 
     def check(self) -> None:
-        """Raises what must not have happened."""
+        """Raises the first violation."""
         if self._fleet_task is not None and self._fleet_task.done():
             self._fleet_task.result()
         if role := self.fleet.hopeless:
@@ -246,7 +247,7 @@ class World:
 
     @property
     def operators(self) -> tuple[Process, Process]:
-        """What the fleet runs in, and what says how many replicas are wanted."""
+        """The fleet's process, and the one that sets how many replicas are wanted."""
         return self._server, self._operator
 
     @property
@@ -257,8 +258,8 @@ class World:
         return (actor.node for actor in self.actors if actor.node.role in roles)
 
     async def whole(self) -> None:
-        """Returns once there are as many replicas as are wanted, and all coordinators know all of
-        them, and no others."""
+        """Returns once there are as many replicas as are wanted, and all coordinators know exactly
+        these."""
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + WHOLE_S_MAX
         while (lacking := self._lacking()) is not None:
@@ -278,7 +279,7 @@ class World:
         return None
 
     async def stop(self) -> None:
-        """Stops all, and looks whether anything is left over."""
+        """Stops all, and checks that nothing is left over."""
         await asyncio.sleep(CLOSING_S)
         for node in self.nodes("coordinator"):
             node.check_work()
@@ -290,7 +291,7 @@ class World:
             self._fleet_task = None
         await self._server.start(self.fleet.close())
         self.check()
-        # An announcement on a slow link may reach Redis after the withdrawal that followed it.
+        # An announcement on a slow link may reach Redis after its withdrawal.
         now = asyncio.get_running_loop().time()
         await asyncio.sleep(max(0.0, self.network.last_arrival_at - now) + LEASE_S)
         registry = self.redis.registry()
@@ -299,7 +300,7 @@ class World:
             check(not left, f"still announced: {left}")
 
     def clear_away(self) -> None:
-        """Lets whatever still runs be cancelled, in whatever state it is."""
+        """Cancels everything that still runs."""
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
         nodes = [actor.node for actor in self.machines.actors]
         others = (*self._servers, self._operator, *self.redis.processes)
