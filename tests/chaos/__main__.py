@@ -1,14 +1,13 @@
-"""`python -m tests.chaos`: a deployment on several Ray nodes of this machine under load, a proxy
-between all its processes, and everything that dies in it.
+"""`python -m tests.chaos`: a deployment on several Ray nodes of this machine under load, with a
+proxy between all its processes, while its processes are killed, stopped and cut off.
 
 A quarter of the requests comes by HTTP, through a gateway. Requests that fail during a pair of
-faults are counted and named apart.
+faults are counted and named separately.
 
-Writes one JSON object: every fault, what it touched, the gaps in streams by kind of fault, and
-requests that failed or whose tokens were not those of their fault-free streams; and prints all but
-the single faults. Exit code 1 where a request failed, was wrong or did not end, or a run of the
-full length with all faults missed an aim.
-"""
+Writes one JSON object: every fault, what it affected, the gaps in streams by kind of fault, and
+requests that failed or whose tokens differed from their fault-free streams; and prints all but the
+single faults. Exit code 1 if a request failed, was wrong or did not end, or a run of full length
+with all faults missed a goal."""
 
 import argparse
 import asyncio
@@ -30,13 +29,13 @@ EMULATED: Final = "emulated:vocab_size=1000,verify_ms=75,draft_ms=5"
 WORK: Final = Work(num_tokens=96, num_seeds=16, num_clients=8)
 REAL_WORK: Final = Work(num_tokens=32, num_seeds=8, num_clients=4)
 MOVES: Final = " moves: "
-"""What a coordinator logs of a session that goes on at another replica."""
+"""Log text of a session that moves to another replica."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos")
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--faults", type=int, default=1000, help="end after so many")
+    parser.add_argument("--faults", type=int, default=1000, help="end after this many")
     parser.add_argument(
         "--real", action="store_true", help="the demo model, in float32, and kills alone"
     )

@@ -1,19 +1,19 @@
-"""What is done to a deployment: one thing at a time, and what it touched.
+"""Faults in a deployment, one at a time, and what each affected.
 
 | kind | of | what happens |
 | --- | --- | --- |
 | kill | a replica, the reconciler, Redis' primary | SIGKILL; Sentinel promotes Redis' replica |
 | stop | a replica, Redis' primary | SIGSTOP for some seconds |
-| lose | a node | all its processes are killed; another node comes |
-| cut | a replica, Redis' primary | all connections to it break at once |
-| hold | a replica, Redis' primary | for some seconds nothing passes to or from it |
-| lose | Ray's head | its server (GCS) is killed, and comes back some seconds later |
+| lose | a node | all its processes are killed; another node joins |
+| cut | a replica, Redis' primary | all its connections break at once |
+| hold | a replica, Redis' primary | for some seconds no data passes to or from it |
+| lose | Ray's head | its server (GCS) is killed, and returns some seconds later |
 | pair | redis+coordinator | the primary and a coordinator are killed at once |
-| no | fault | nothing, for comparison: waits that have other causes |
+| no | fault | nothing, for comparison: waits with other causes |
 
-While Redis' primary stands still or is held, Sentinel promotes the replica. There are two primaries
-then, until the old one is killed and another replica started, as for one that was killed at once.
-"""
+While Redis' primary is stopped or held, Sentinel promotes the replica. Then there are two
+primaries, until the old one is killed and another replica started, as for one that was killed at
+once."""
 
 import asyncio
 import os
@@ -36,12 +36,12 @@ from tests.chaos.machines import Machines
 
 STOPPED_S: Final = 5.0
 TWO_PRIMARIES_S: Final = 2.0
-"""How long a primary of Redis lives on that stood still while another one was promoted."""
+"""How long a stopped primary of Redis lives on after another one was promoted."""
 SHOWN_S: Final = 1.0
-"""How long after that a wait may begin that is the fault's doing."""
+"""A wait may be the fault's effect if it begins within this time after it."""
 PAST_S: Final = 60.0
 WHOLE_S: Final = 90.0
-"""By when there must be as many replicas as are wanted."""
+"""Time in which all wanted replicas must serve again."""
 POLL_S: Final = 0.05
 REDIS, NODE, HEAD = "redis", "node", "head"
 KILLS: Final = (*(("kill", role) for role in (*ROLES, RECONCILER, REDIS)),)
@@ -52,33 +52,34 @@ OTHERS: Final = (
 )  # fmt: skip
 PAIR: Final = "pair"
 PAIRS: Final[dict[str, tuple[str, str]]] = {"redis+coordinator": (REDIS, "coordinator")}
-"""What is killed at the same moment, by name. Such requests may fail, and are counted apart."""
+"""Processes that are killed at the same moment, by name. Requests may fail then, and are counted
+separately."""
 ALL: Final = (*KILLS, *STOPS, *OTHERS, *((PAIR, name) for name in PAIRS))
 OTHERS_PER_ROUND: Final = 3
-"""Of these, with each round of all kills and stops."""
+"""Number of these with each round of all kills and stops."""
 NOTHING: Final = ("no", "fault")
 FULL_MINUTES: Final = 10.0
 """Shorter runs have too few requests for a 99th percentile."""
 KILLS_AND_STOPS_MIN: Final = 60
 ADDED_S_MAX: Final = {"kill draft": 0.3, "kill target": 3.0, "kill coordinator": 4.0}
-"""What each adds to the 99th percentile of the waits for tokens, where there is a spare."""
+"""Most that each may add to the 99th percentile of waits for tokens, with a spare replica."""
 
 
 @dataclass
 class Fault:
     kind: str
     role: str
-    """Of the replica, or `redis`, `reconciler`, `node`, `head` or a pair's name."""
+    """Role of the replica, or `redis`, `reconciler`, `node`, `head` or a pair's name."""
     at_s: float
     replica: str = ""
     num_touched: int = 0
-    """Requests that were in flight when it began, or came before it was over."""
+    """Requests in flight when it began, or that came before it was over."""
     longest_gap_s: float = 0.0
-    """Wait for tokens of any of these."""
+    """Longest wait for tokens of these."""
 
 
 class Adversary:
-    """Does faults, one after the other."""
+    """Injects faults, one after the other."""
 
     def __init__(self, machines: Machines, deployment: Deployment, load: Load, seed: int) -> None:
         self._machines = machines
@@ -91,13 +92,13 @@ class Adversary:
         self._others: list[tuple[str, str]] = []
         self.faults: list[Fault] = []
         self.gaps: dict[tuple[str, str], list[float]] = {}
-        """By kind and role: of each request that was touched, the longest."""
+        """By kind and role: the longest gap of each affected request."""
 
     async def run(
         self, number: int, until: float, only: Sequence[tuple[str, str]] | None = None
     ) -> None:
-        """Until there were so many, or the time is over; `only` these, where they are given. Raises
-        `TimeoutError` for a fleet that does not become whole again, or tokens that do not come."""
+        """Runs until this many faults or this time; `only` these, if given. Raises `TimeoutError`
+        for a fleet that does not become whole again, or missing tokens."""
         while self._num_done() < number and self._loop.time() < until:
             kind, role = await self._next(only)
             at = self._loop.time()
@@ -110,8 +111,8 @@ class Adversary:
         return sum((one.kind, one.role) != NOTHING for one in self.faults)
 
     async def _see(self, fault: Fault, begin: float, over: float) -> None:
-        """What requests had of it, once all that came before it was over go on. Raises
-        `TimeoutError` where they do not."""
+        """Collects effects on requests, once all that came before its end continue. Raises
+        `TimeoutError` if they do not."""
         await asyncio.sleep(over - self._loop.time())
         touched = [one for one in self._load.asked if one.overlaps(begin, over)]
         if fault.kind == PAIR:
@@ -125,9 +126,8 @@ class Adversary:
         self.faults.append(fault)
 
     async def _next(self, only: Sequence[tuple[str, str]] | None) -> tuple[str, str]:
-        """One that leaves a spare, once Redis has its replica again. Each kill and stop comes as
-        often as the others. Raises `TimeoutError` where the fleet or Redis does not become
-        whole."""
+        """The next fault, which leaves a spare, once Redis has its replica again. Kills and stops
+        are equally frequent. Raises `TimeoutError` if the fleet or Redis does not become whole."""
         await self._machines.redis.until_whole(WHOLE_S)
         async with asyncio.timeout(WHOLE_S):
             while True:
@@ -151,7 +151,8 @@ class Adversary:
         return found
 
     def _victims(self, role: str) -> Sequence[ReplicaView | int]:
-        """Replicas of the role, or nodes, of which one can be missing; for others anything."""
+        """Replicas of the role, or nodes, of which one may be missing; for other roles any
+        value."""
         overview = self._deployment.overview
         serving = [one for one in overview.replicas if one.address and not one.leaves]
         if role == NODE:
@@ -218,7 +219,7 @@ class Adversary:
             await redis.replace(address)
 
     async def _until_gone(self, pids: Set[int]) -> None:
-        """Until it is known that replicas which had these processes are lost: the next fault would
+        """Waits until the loss of replicas with these processes is noticed: the next fault would
         take the spare."""
         await _until(
             lambda: pids.isdisjoint(
@@ -227,7 +228,7 @@ class Adversary:
         )
 
     async def _reconciler_pid(self) -> int:
-        """Once it is back, where it was lost just before."""
+        """Waits for it, if it was just lost."""
         async with asyncio.timeout(WHOLE_S):
             while True:
                 found = await find_reconciler(f"outrider-{self._deployment.name}")
@@ -238,8 +239,8 @@ class Adversary:
                 await asyncio.sleep(POLL_S)
 
     def report(self) -> dict[str, Any]:
-        """By kind and role the gaps of requests that were touched, what they have more than those
-        where nothing was done, and every fault."""
+        """Gaps of affected requests by kind and role, their increase over those without a fault,
+        and every fault."""
         usual_s = percentile(self.gaps.get(NOTHING) or [0.0], 99)
         counts = dict.fromkeys(self.gaps, 0)
         for fault in self.faults:
@@ -267,7 +268,7 @@ class Adversary:
 
 
 def missed(report: Mapping[str, Any]) -> list[str]:
-    """The aims that were missed. One that was not measured is."""
+    """Missed goals; one that was not measured is missed."""
     found = [
         fault for fault, added_s_max in ADDED_S_MAX.items()
         if fault not in report["gaps"] or report["gaps"][fault]["added_p99_s"] > added_s_max
@@ -284,7 +285,6 @@ async def _until(condition: Callable[[], bool], limit_s: float = WHOLE_S) -> Non
 
 
 def is_whole(overview: Overview) -> bool:
-    """Whether as many serve as should."""
     return all(
         sum(bool(one.address) for one in overview.of(role)) >= count
         for role, count in overview.wanted.items()

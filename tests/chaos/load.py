@@ -1,4 +1,4 @@
-"""Requests at a steady rate, each compared with its fault-free stream, and when its tokens came."""
+"""Requests at a steady rate, compared with their fault-free streams, and when their tokens came."""
 
 import asyncio
 import random
@@ -20,14 +20,14 @@ from outrider.speculation.sampling_params import Rule
 
 PEAK_S: Final = 10.0
 HTTP_SHARE: Final = 0.25
-"""Of the requests are made by HTTP, through a gateway."""
+"""Share of the requests by HTTP, through a gateway."""
 END_S: Final = 60.0
-"""What runs in the end may take so long."""
+"""Time for the last requests to end."""
 REFUSED_FOR_NOW: Final = (429, 503)
 RETRY_S: Final = 1.0
-"""Until a request is made again that was refused for now ..."""
+"""Delay before a request that was refused for now is repeated ..."""
 RETRIES: Final = 15
-"""... at most so often: a deployment that refuses everybody for longer has failed."""
+"""... at most this often: a deployment that refuses all requests for longer has failed."""
 TIMEOUT_S: Final = 120.0
 
 
@@ -43,26 +43,26 @@ class Asked:
     began: float
     arrivals: list[float] = field(default_factory=list)
     ended: float | None = None
-    """None as long as nothing has come of it."""
+    """None until it ends."""
     error: str = ""
     is_wrong: bool = False
-    """Whether its tokens were not those of the fault-free stream."""
+    """Whether its tokens differ from the fault-free stream."""
     is_by_http: bool = False
-    """Whether it was sent to the gateway, and not by a client of gRPC."""
+    """Whether it was sent to the gateway, not by a gRPC client."""
     pair: str = ""
-    """The pair of faults that it was in flight during; empty for none."""
+    """The pair of faults during which it was in flight; empty for none."""
 
     def overlaps(self, begin: float, end: float) -> bool:
         """Whether it was in flight at any moment of this time."""
         return self.began < end and (self.ended is None or self.ended > begin)
 
     def is_past(self, at: float) -> bool:
-        """Whether it has ended, or tokens have come since."""
+        """Whether it has ended, or got tokens since."""
         return self.ended is not None or bool(self.arrivals and self.arrivals[-1] > at)
 
     def gap(self, begin: float, end: float) -> float:
-        """The longest wait for tokens that overlaps this time, as much of it as comes after its
-        beginning. The first tokens are waited for since the request began."""
+        """The longest wait for tokens that overlaps this time, counted from its beginning. The
+        first tokens are waited for since the request began."""
         times = [self.began, *self.arrivals]
         gaps = [
             after - max(before, begin)
@@ -73,7 +73,7 @@ class Asked:
 
 
 class Load:
-    """Clients of one deployment: most of the library, the others OpenAI's by HTTP."""
+    """Clients of one deployment: most use the library, others OpenAI's by HTTP."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Load:
         seed: int,
         gateway: str,
     ) -> None:
-        """`gateway` is where one answers."""
+        """`gateway` is a gateway's address."""
         self._addresses = addresses
         self._gateway = gateway
         self._work = work
@@ -92,7 +92,7 @@ class Load:
         self.asked: list[Asked] = []
 
     async def prepare(self) -> float:
-        """Takes down the fault-free streams; then requests a second of as many clients as
+        """Records the fault-free streams; then measures requests per second of enough clients to
         keep a deployment busy."""
         seeds = range(self._work.num_seeds)
         self._expected = [await self._stream(seed, Asked(0.0)) for seed in seeds]
@@ -110,7 +110,7 @@ class Load:
         return number / (loop.time() - began)
 
     async def run(self, requests_per_second: float) -> None:
-        """Asks at random times, at this rate, until it is cancelled."""
+        """Sends requests at random times, at this rate, until cancelled."""
         while True:
             task = asyncio.create_task(self._ask(self._random.randrange(self._work.num_seeds)))
             self._running.add(task)
@@ -122,8 +122,8 @@ class Load:
             await asyncio.wait(self._running, timeout=END_S)
 
     def report(self) -> dict[str, Any]:
-        """What became of the requests. Those that failed during a pair of faults have not failed;
-        tokens are wrong in any case."""
+        """Results of the requests. Failures during a pair of faults do not count; wrong tokens
+        always do."""
         paired = [one for one in self.asked if one.pair]
         errors = [one.error for one in self.asked if one.error and not one.pair]
         return {
@@ -145,7 +145,7 @@ class Load:
         ask = self._by_http if one.is_by_http else self._stream
         try:
             one.is_wrong = await ask(seed, one) != self._expected[seed]
-        except Exception as error:  # noqa: BLE001 (whatever it is, the request has failed)
+        except Exception as error:  # noqa: BLE001 (any error: the request has failed)
             one.error = f"{type(error).__name__}: {error}"
         one.ended = loop.time()
 
@@ -181,8 +181,8 @@ def _prompt(seed: int) -> tuple[int, ...]:
 async def streamed(
     address: str, prompt: tuple[int, ...], num_tokens: int, seed: int
 ) -> AsyncIterator[list[int]]:
-    """The tokens of a completion as they come. Raises what the client does, and
-    `APIConnectionError` for a stream that ends before its time."""
+    """The tokens of a completion as they come. Raises the client's errors, and `APIConnectionError`
+    for a stream that ends early."""
     base_url = f"http://{address}/v1"
     async with openai.AsyncOpenAI(
         base_url=base_url, api_key="none", max_retries=0, timeout=TIMEOUT_S
@@ -202,7 +202,7 @@ async def streamed(
 async def _begun(
     client: openai.AsyncOpenAI, prompt: tuple[int, ...], num_tokens: int, seed: int
 ) -> Any:
-    """A stream. What is refused for now is asked again; one that cannot be reached is not."""
+    """Opens a stream; retries what is refused for now, but not connection failures."""
     for left in reversed(range(RETRIES)):
         try:
             return await client.completions.create(
@@ -221,7 +221,7 @@ async def _begun(
 
 @asynccontextmanager
 async def gateway_of(deployment: Deployment) -> AsyncIterator[str]:
-    """Where it answers; it calls coordinators as they come and go."""
+    """Runs a gateway, which follows coordinators as they come and go; its address."""
 
     def find() -> str:
         addresses = deployment.overview.addresses("coordinator", http=True)

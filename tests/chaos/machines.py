@@ -1,4 +1,4 @@
-"""Several machines on this one: nodes of a Ray cluster, Redis, and the network between all."""
+"""Several machines on this one: nodes of a Ray cluster, Redis, and the network between them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
 
 NUM_NODES: Final = 2
-"""That replicas run on, beside the head, on which none does."""
+"""Nodes for replicas, beside the head, which has none."""
 NODE_CPUS: Final = 2
 PROXY: Final = "grpc_proxy"
 START_S: Final = 20.0
@@ -39,12 +39,12 @@ class Machines:
     def __init__(self, state: Path) -> None:
         self.proxy = FaultProxy()
         self.redis = RedisServers(state / "redis", forward=self.proxy.forward)
-        """Each server is known, to the others and to Sentinel, by an address of the proxy."""
+        """The other servers and Sentinel reach each server by an address of the proxy."""
         self._gcs: subprocess.Popen[bytes] | None = None
-        """A Redis of what Ray's head knows, so that it can be lost. Not behind the proxy: Ray
-        connects while it holds this interpreter's lock."""
+        """A Redis for the state of Ray's head, so that the head can be lost. Not behind the proxy:
+        Ray connects while it holds this interpreter's lock."""
         self._head: subprocess.Popen[bytes] | None = None
-        """The server of Ray's head, where that was started again."""
+        """The server of Ray's head after a restart."""
         self._token = state / "ray.token"
         self._cluster: Cluster | None = None
         self._nodes: list[Node] = []
@@ -110,7 +110,7 @@ class Machines:
         self._nodes.append(node)
 
     def num_logged(self, text: str) -> int:
-        """Lines with a text in the logs of all replicas that have been."""
+        """Log lines of all past and present replicas with this text."""
         assert self._cluster is not None
         logs = Path(self._cluster.head_node.get_logs_dir_path())
         return sum(
@@ -124,7 +124,7 @@ class Machines:
         return len(self._nodes)
 
     async def kill_head(self, away_s: float) -> None:
-        """The head's server dies, and is started again as it was, with what it had kept."""
+        """The head's server dies, and is restarted with its stored state."""
         assert self._cluster is not None
         server = self._head
         if server is None:
@@ -136,7 +136,7 @@ class Machines:
         return [*(one.pid for one in psutil.Process(raylet).children(recursive=True)), raylet]
 
     async def lose_node(self, index: int) -> None:
-        """Its processes die at once, as those of a machine without power; another node comes."""
+        """Its processes die at once, as in a power failure; another node joins."""
         pids, node = self.processes(index), self._nodes.pop(index)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
@@ -146,8 +146,8 @@ class Machines:
 
 
 def _started_again(server: Any, away_s: float) -> subprocess.Popen[bytes]:
-    """Kills a process and starts another by its words. Ray's own class would have this process
-    connect anew, too, and has crashed it."""
+    """Kills a process and restarts its command. Ray's own class would also reconnect this process,
+    and has crashed it."""
     words = Path(f"/proc/{server.pid}/cmdline").read_bytes().split(b"\0")[:-1]
     server.kill()
     server.wait()

@@ -1,10 +1,8 @@
-"""What stands between the processes of a deployment: connections go through it, and it can break
-them, or let nothing pass.
+"""A proxy for all connections between the processes of a deployment, which can break or hold them.
 
-gRPC takes the way through an HTTP proxy that its environment names (`grpc_proxy`; the CONNECT
-method, RFC 9110 section 9.3.6), so every link of every process comes by here without knowing it.
-Redis is reached by a port that leads to its socket.
-"""
+gRPC connects through an HTTP proxy named in the environment (`grpc_proxy`; the CONNECT method, RFC
+9110 section 9.3.6), so every link of every process passes here. Redis is reached by a port that
+leads to its socket."""
 
 import asyncio
 from asyncio import StreamReader, StreamWriter
@@ -17,13 +15,13 @@ _REFUSED: Final = b"HTTP/1.1 502 Bad Gateway\r\n\r\n"
 
 
 class FaultProxy:
-    """All connections by the address that they lead to."""
+    """All connections, by the address that they lead to."""
 
     def __init__(self) -> None:
         self._servers: list[asyncio.Server] = []
         self._ends: dict[str, set[StreamWriter]] = {}
         self._held: dict[str, asyncio.Event] = {}
-        """Set once what was held passes again."""
+        """Set when held data may pass again."""
         self._is_closed = False
 
     async def start(self) -> str:
@@ -41,12 +39,12 @@ class FaultProxy:
         return name
 
     def cut(self, address: str) -> None:
-        """Breaks all connections that lead there, as a machine does that is started anew."""
+        """Breaks all connections to an address, as a restart of that machine does."""
         for end in list(self._ends.get(address, ())):
             end.transport.abort()
 
     def hold(self, address: str) -> None:
-        """Nothing passes, either way, and nothing is broken; new connections wait."""
+        """No data passes in either direction, but connections stay; new ones wait."""
         self._held[address] = asyncio.Event()
 
     def release(self, address: str) -> None:
@@ -87,8 +85,8 @@ class FaultProxy:
     async def _join(
         self, name: str, place: str, reader: StreamReader, writer: StreamWriter, answer: bytes
     ) -> None:
-        """Connects the other side, once nothing is held, answers the caller, and passes on what
-        comes until either side ends."""
+        """Connects the other side, once nothing is held, answers the caller, and forwards data
+        until either side ends."""
         ends = self._ends.setdefault(name, set())
         ends.add(writer)
         try:
@@ -123,7 +121,7 @@ class FaultProxy:
                 await writer.drain()
         except OSError:
             pass
-        await self._passes(name)  # Nor is an end heard of while it is held.
+        await self._passes(name)  # An end is held, too.
 
     async def _passes(self, name: str) -> None:
         while name in self._held:

@@ -3,5 +3,5 @@
 import sys
 from pathlib import Path
 
-# Helpers of all tests lie in `tests/`, which pytest knows of and Python does not.
+# Helpers of all tests are in `tests/`, which only pytest adds to the path.
 sys.path.append(str(Path(__file__).parents[1]))

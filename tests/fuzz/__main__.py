@@ -1,9 +1,8 @@
 """`python -m tests.fuzz --seconds N [--seed S]`: hostile input for every HTTP route and gRPC method
-of a coordinator, a target and a draft in a process of their own, and beside it a caller whose
-answers must not change. Prints what failed, each with how to have it again, and one last line.
+of a coordinator, a target and a draft in another process, while a control caller's answers must not
+change. Prints the failures, each with how to repeat it, and a summary line.
 
-`--only KIND --batch B` feeds nothing but that batch and those behind it.
-"""
+`--only KIND --batch B` runs only that batch and those after it."""
 
 import argparse
 import math

@@ -1,4 +1,4 @@
-"""Calls of every gRPC method: with messages, with bytes that are none, in streams of any order."""
+"""Calls of every gRPC method: with messages, with invalid bytes, in streams of any order."""
 
 import itertools
 import threading
@@ -19,7 +19,7 @@ from tests.fuzz.started import Started
 from tests.fuzz.valid import STREAMS, VALID
 
 CALL_S: Final = 30.0
-"""In which every call ends by itself, or is ended by its caller."""
+"""Time in which every call ends by itself, or is ended by its caller."""
 _PATIENT: Final[list[tuple[str, int]]] = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
@@ -56,7 +56,7 @@ _METADATA: Final[tuple[tuple[tuple[str, Any], ...], ...]] = (
     (("x-bytes-bin", b"\xff\0\xfe"),),
 )
 _ENDLESS: Final = "Watch"
-"""A method that goes on until its caller goes."""
+"""A method that runs until its caller leaves."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,14 @@ class Call:
     key: str = "fuzzer"
     ending: Ending = "closed"
     num_replies: int = 20
-    """That are read before the caller goes."""
+    """Replies that are read before the caller leaves."""
     metadata: tuple[tuple[str, str], ...] = ()
     path: str = ""
 
 
 @st.composite
 def calls(draw: st.DrawFn, *, raw: bool) -> Call:
-    """Calls with messages; or, if `raw`, with bytes that need be none."""
+    """Calls with messages; if `raw`, with bytes that may be invalid."""
     method, place = draw(st.sampled_from(METHODS))
     name = method.input_type.name
     if method.client_streaming:
@@ -101,7 +101,7 @@ def calls(draw: st.DrawFn, *, raw: bool) -> Call:
 
 
 class GrpcFeed:
-    """Makes calls, and looks at how they end."""
+    """Makes calls and checks how they end."""
 
     def __init__(self, started: Started, ledger: Ledger) -> None:
         self._keys = started.keys
@@ -112,7 +112,7 @@ class GrpcFeed:
         }
 
     def feed(self, kind: str, again: str, call: Call) -> None:
-        """Makes the call, and counts it as of that kind."""
+        """Makes the call and counts it under this kind."""
         status, details = self._made(again, call)
         self._ledger.count(kind, status.name)
         if status in _WRONG:
@@ -147,7 +147,7 @@ class GrpcFeed:
         except grpc.RpcError as error:
             found: Any = error
             status, details = found.code(), found.details() or ""
-            # Unless the server has said so, because of the deadline in the request.
+            # Unless the server reports it, because of the deadline in the request.
             if status is grpc.StatusCode.DEADLINE_EXCEEDED and "deadline_ms" not in details:
                 self._ledger.fail(again, f"it did not end within {CALL_S} s", call)
             return status, details
@@ -155,12 +155,12 @@ class GrpcFeed:
             over.set()
 
     def _read(self, again: str, call: Call, replies: Any) -> None:
-        """Reads as many replies as the caller waits for; of those of replicas none may be a refusal
-        that is our own bug."""
+        """Reads as many replies as the caller waits for; none of a replica may be a refusal that is
+        a bug of ours."""
         waits = call.ending == "closed" or not call.method.client_streaming
         number = call.num_replies if waits else min(call.num_replies, len(call.frames))
         if call.ending != "closed" or call.method.name == _ENDLESS:
-            # Who leaves a stream open has no answer to wait for where an item is ill-formed.
+            # On an open stream an invalid item may get no answer.
             threading.Timer(0.05, replies.cancel).start()
         kind: Any = call.method.output_type._concrete_class
         for data in itertools.islice(replies, number):

@@ -1,5 +1,5 @@
-"""Requests to every route by HTTP, made from the server's own OpenAPI document, and looked at by
-it."""
+"""Requests to every HTTP route, generated from the server's OpenAPI document, which also checks the
+answers."""
 
 import itertools
 import json
@@ -40,7 +40,7 @@ _BASES: Final = {
     "TokenizeBody": {"prompt": "hi"},
     "DetokenizeBody": {"tokens": [1, 2, 3]},
 }
-"""Bodies that are in order, by their schema's name."""
+"""Valid bodies by schema name."""
 _TOOL: Final = {"type": "function", "function": {"name": "f"}}
 _TOOLS: Final = tuple(
     {"tools": [_TOOL], "tool_choice": choice} for choice in ("auto", "required", _TOOL)
@@ -87,18 +87,18 @@ class HttpCall:
     method: str
     path: str
     route: str = ""
-    """The document's name for the path; empty for none of it."""
+    """The document's name of the path; empty if it has none."""
     body: bytes | None = None
     headers: tuple[tuple[str, str], ...] = ()
     place: str = "locked_http"
     key: str = "fuzzer"
     num_lines: int = 10_000
-    """Of the answer that are read before the caller goes."""
+    """Lines of the answer that are read before the caller leaves."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """The OpenAPI document that a server gives."""
+    """A server's OpenAPI document."""
 
     whole: Json
 
@@ -118,7 +118,7 @@ class Document:
         return schema
 
     def values(self, schema: Json, depth: int = 0) -> st.SearchStrategy[Any]:
-        """Values that the schema has in mind, and others of its kind."""
+        """Values that match the schema, and others of its kind."""
         schema = self.resolved(schema)
         if depth > _DEPTH_MAX:
             return _ANYTHING
@@ -138,7 +138,7 @@ class Document:
         return _KINDS.get(schema.get("type", ""), _ANYTHING)
 
     def bodies(self, operation: Json) -> st.SearchStrategy[bytes | None]:
-        """Bodies for an operation: most of them in order but for a few fields."""
+        """Bodies for an operation: mostly valid except for a few fields."""
         if "requestBody" not in operation:
             return st.none() | st.sampled_from(_TEXT_BODIES)
         schema = operation["requestBody"]["content"]["application/json"]["schema"]
@@ -168,7 +168,7 @@ class Document:
         return nearly() | nearly() | whole | broken(nearly()) | st.sampled_from(_TEXT_BODIES)
 
     def complaint(self, call: HttpCall, response: httpx.Response) -> str:
-        """What is not as the document says; empty where nothing is."""
+        """A deviation from the document; empty if there is none."""
         kind = response.headers.get("content-type", "").partition(";")[0]
         status = response.status_code
         if status >= 400 and call.method != "HEAD":
@@ -201,7 +201,7 @@ def _encoded(body: Mapping[str, Any]) -> bytes:
 
 
 def requests(document: Document) -> st.SearchStrategy[HttpCall]:
-    """Requests to what the document has, and to its neighbours."""
+    """Requests to the document's paths, and similar ones."""
     operations = document.operations()
 
     @st.composite
@@ -232,7 +232,7 @@ def requests(document: Document) -> st.SearchStrategy[HttpCall]:
 
 
 class HttpFeed:
-    """Makes requests, and looks at the answers."""
+    """Makes requests and checks the answers."""
 
     def __init__(self, started: Started, ledger: Ledger) -> None:
         self._keys = started.keys
@@ -288,11 +288,11 @@ def _read(call: HttpCall, response: httpx.Response) -> str:
 
 
 def _may_wait(call: HttpCall, response: httpx.Response) -> bool:
-    """Whether another stream may have the session of a request that is made again."""
+    """Whether another stream may have the session of a repeated request."""
     repeats = call.path.endswith("/resume") or "idempotency-key" in dict(call.headers)
     return repeats and response.status_code == 503 and "retry-after" in response.headers
 
 
 def _is_late(response: httpx.Response) -> bool:
-    """Whether the request's own deadline has passed, as it says."""
+    """Whether the request's own deadline has passed, and the answer says so."""
     return response.status_code == 504 and response.json()["error"]["code"] == "deadline_exceeded"

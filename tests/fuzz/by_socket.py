@@ -1,4 +1,4 @@
-"""Bytes on the sockets of HTTP and gRPC that are no requests, or only nearly."""
+"""Bytes on the sockets of HTTP and gRPC that are not quite requests."""
 
 import re
 import socket
@@ -15,7 +15,7 @@ from tests.fuzz.ledger import Ledger
 from tests.fuzz.started import Started
 
 ANSWER_S: Final = 0.3
-"""How long somebody waits for an answer who may have sent half a request."""
+"""How long to wait for an answer after what may be half a request."""
 _STATUS: Final = re.compile(rb"HTTP/1\.[01] (\d{3})")
 _JSON: Final = b'{"prompt":[1,2,3],"max_tokens":3}'
 _LINES: Final = (
@@ -46,7 +46,7 @@ _PLACES: Final = ("open_http", "locked_http", "coordinator", "target", "draft")
 
 @dataclass(frozen=True)
 class Bytes:
-    """What is sent to one of the sockets, in so many pieces."""
+    """What is sent to a socket, in this many pieces."""
 
     place: str
     data: bytes
@@ -89,7 +89,7 @@ def byte_strings(draw: st.DrawFn) -> Bytes:
 
 
 class SocketFeed:
-    """Sends bytes, and looks at what comes back."""
+    """Sends bytes and checks the answer."""
 
     def __init__(self, started: Started, ledger: Ledger) -> None:
         self._addresses = {place: started.addresses[place] for place in _PLACES}

@@ -1,4 +1,4 @@
-"""A caller who asks for the same again and again, and must get the same."""
+"""A control caller that repeats its requests, and must get the same answers."""
 
 import time
 from typing import Any, Final
@@ -43,7 +43,7 @@ class Control:
         self.number = 0
 
     def run(self) -> None:
-        """Until the time is over, and once more: each answer is as the first was."""
+        """Until the time is over, and once more: each answer must equal the first."""
         is_last = False
         while not is_last:
             is_last = self._ledger.is_over
@@ -60,7 +60,7 @@ class Control:
         except Overloaded:
             self._ledger.count("control", "overloaded")
             return
-        except Exception as error:  # noqa: BLE001 (whatever it is, it must not be)
+        except Exception as error:  # noqa: BLE001 (any error is a failure)
             self._ledger.fail("control", f"failed: {error!r}", turn)
             return
         self.number += 1

@@ -1,5 +1,4 @@
-"""Values that somebody may send who means no good, and messages made of them by their
-descriptors."""
+"""Hostile values, and messages made of them from descriptors."""
 
 from typing import Any, Final
 
@@ -64,7 +63,7 @@ def scalars(field: FieldDescriptor) -> st.SearchStrategy[Any]:
 
 @st.composite
 def messages(draw: st.DrawFn, descriptor: Descriptor) -> Message:
-    """A message of which each field is there or not, with whatever it can hold."""
+    """A message with a random subset of its fields, each with any value that it can hold."""
     message = GetMessageClass(descriptor)()
     for field in descriptor.fields:
         if draw(st.booleans()):
@@ -98,7 +97,7 @@ def put(draw: st.DrawFn, message: Message, field: FieldDescriptor) -> None:
 
 @st.composite
 def mutated(draw: st.DrawFn, valid: st.SearchStrategy[Message]) -> Message:
-    """A valid message with up to three of its fields, at any depth, made hostile."""
+    """A valid message with up to three fields, at any depth, made hostile."""
     message = draw(valid)
     for _ in range(draw(st.integers(0, 3)) if message.DESCRIPTOR.fields else 0):
         place: Any = message
@@ -119,7 +118,7 @@ def mutated(draw: st.DrawFn, valid: st.SearchStrategy[Message]) -> Message:
 
 @st.composite
 def broken(draw: st.DrawFn, valid: st.SearchStrategy[bytes]) -> bytes:
-    """Bytes of a valid message, cut, lengthened, doubled or with some of them changed."""
+    """Bytes of a valid message, cut, extended, doubled or partly changed."""
     data = bytearray(draw(valid))
     for _ in range(draw(st.integers(1, 4))):
         place = draw(st.integers(0, len(data)))

@@ -1,4 +1,4 @@
-"""What was sent, and what came of it that must not."""
+"""Counts what was sent, and collects failures."""
 
 import itertools
 import threading
@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase
 from hypothesis.strategies import SearchStrategy
 
 EXAMPLES: Final = 20
-"""Inputs of a batch: as many as one seed makes."""
+"""Inputs of a batch, which has one seed."""
 FAILURES_MAX: Final = 20
 SHOWN_CHARS_MAX: Final = 4000
 
@@ -27,7 +27,7 @@ class Ledger:
     ends_at: float
     first_batch: int = 0
     least: int = 0
-    """Requests of each kind that are sent whatever the time."""
+    """Fewest requests of each kind, whatever the time."""
     counts: Counter[str] = field(default_factory=Counter)
     statuses: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
@@ -51,8 +51,8 @@ class Ledger:
     def run_batches(
         self, kind: str, inputs: SearchStrategy[T], feed: Callable[[str, T], Any]
     ) -> None:
-        """Feeds batches of inputs until the time is over. Each is made by a seed of its own; `feed`
-        is told how to have it again."""
+        """Feeds batches of inputs until the time is over. Each has a seed of its own; `feed` is
+        told how to repeat it."""
         batch_of = hypothesis.settings(
             max_examples=EXAMPLES, database=None, deadline=None, phases=(Phase.generate,),
             suppress_health_check=list(HealthCheck),
@@ -69,15 +69,15 @@ class Ledger:
 
             try:
                 feed_one()
-            except Exception as error:  # noqa: BLE001 (a batch that cannot be made is none)
+            except Exception as error:  # noqa: BLE001 (the batch could not be generated)
                 self.fail(again, f"no inputs: {error!r}", kind)
                 return
             if self.is_over:
                 return
 
     def feed_one(self, again: str, value: T, feed: Callable[[str, T], Any]) -> None:
-        """Feeds one input; a client that fails is a failure."""
+        """Feeds one input; an exception of the client is a failure."""
         try:
             feed(again, value)
-        except Exception as error:  # noqa: BLE001 (whatever it is, it must be looked at)
+        except Exception as error:  # noqa: BLE001 (any error is a failure)
             self.fail(again, f"the client failed: {error!r}", value)

@@ -1,4 +1,4 @@
-"""Inputs that have killed shared engines somewhere: each is fed once, before anything is drawn."""
+"""Inputs that have crashed other shared engines: each is fed once, before any random input."""
 
 import itertools
 import json
@@ -142,7 +142,7 @@ def by_grpc() -> Iterator[Call]:
 
 
 def _items() -> Iterator[target_pb2.VerifyItem]:
-    """Items that claim what is not so: hashes, lengths, epochs, tensors."""
+    """Items with false hashes, lengths, epochs and tensors."""
     for fields in (
         {}, {"base_length": 2**32 - 1}, {"base_length": 2**31 - 9}, {"epoch": 2**32 - 1},
         {"base_length": 5, "prefix_digest": 1},
@@ -167,7 +167,7 @@ def _items() -> Iterator[target_pb2.VerifyItem]:
 
 
 def _head(**fields: Any) -> types_pb2.RoundHead:
-    """Of a session of its own: after another's epoch or round it would be stale."""
+    """Head of a new session: after another's epoch or round it would be stale."""
     values: dict[str, Any] = {
         "session_id": f"{next(_sessions):032x}", "epoch": 1, "append": [1, 2, 3],
         "prompt_length": 3,

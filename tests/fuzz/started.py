@@ -1,4 +1,4 @@
-"""The process that is fuzzed, from outside."""
+"""Starts the process under test and observes it."""
 
 import json
 import re
@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Final
 
 IDLE_S: Final = 20.0
-"""In which what was left has ended."""
+"""Time in which leftovers must end."""
 STOP_S: Final = 60.0
 MORE: Final = {"tasks": 4, "files": 24, "memory_mib": 256, "sessions": 0, "admitted": 0}
-"""There may be so much more in the end: clients keep connections."""
+"""Allowed increases at the end: clients keep connections."""
 _BUG: Final = re.compile(
     r"Traceback \(most recent call last\)|was never retrieved|was never awaited|Task was destroyed"
 )
@@ -22,17 +22,17 @@ _CALLER_LEFT: Final = re.compile(
     r"grpc\._cython\.cygrpc\.ExecuteBatchError: .*\n",
     re.MULTILINE,
 )
-"""gRPC's own, by no code but its own: it refused a method to a caller who was gone already."""
+"""Not a bug of ours: gRPC refused a method to a caller that had left."""
 
 
 class Started:
-    """Starts it, asks it for figures, and ends it."""
+    """Starts it, reads its figures, and stops it."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
         with log.open("wb") as file:
             self._process = subprocess.Popen(
-                # Not as a module: processes that it starts would import it all once more.
+                # Not as a module: its own child processes would import everything again.
                 [sys.executable, "-c", "from tests.fuzz.system import run; run()"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file,
             )  # fmt: skip
@@ -53,7 +53,7 @@ class Started:
         return found
 
     def left_behind(self, before: dict[str, int]) -> list[str]:
-        """What there is more of than before, once nobody has called for a while."""
+        """Figures that are higher than before, after some time without calls."""
         for left in reversed(range(int(IDLE_S / 0.5))):
             now = self.figures()
             more = [name for name, bound in MORE.items() if now[name] > before[name] + bound]
@@ -63,7 +63,7 @@ class Started:
         return [f"{name}: {before[name]} before, {now[name]} now" for name in more]
 
     def stop(self) -> list[str]:
-        """Ends it; what was wrong, by its exit code and its log."""
+        """Stops it; returns problems shown by its exit code and log."""
         ended_before = self._process.poll() is not None
         try:
             self._process.communicate(timeout=STOP_S)
@@ -78,12 +78,12 @@ class Started:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the process says nothing:\n{self._log.read_text()[-4000:]}")
+            raise RuntimeError(f"the process prints nothing:\n{self._log.read_text()[-4000:]}")
         return json.loads(line)
 
 
 def bugs_in(log: str) -> list[str]:
-    """The first bug that a log tells of, with what stands around it."""
+    """The first bug in a log, with its context."""
     text = _CALLER_LEFT.sub("", log)
     found = _BUG.search(text)
     if found is None:

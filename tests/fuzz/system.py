@@ -1,6 +1,6 @@
-"""What is fuzzed, in a process of its own: a coordinator by gRPC and HTTP, with and without keys, a
-target and a draft. Prints one line of JSON with addresses and keys; answers each line on its
-standard input with one of figures; ends when that is closed, and checks itself."""
+"""The system under test, in a process of its own: a coordinator by gRPC and HTTP, with and without
+keys, a target and a draft. Prints a line of JSON with addresses and keys; answers each line on
+standard input with a line of figures; ends when that is closed, and checks itself."""
 
 import asyncio
 import gc
@@ -40,7 +40,7 @@ VOCAB_SIZE: Final = 320
 MAX_MODEL_LEN: Final = 1024
 SPEC: Final = EmulatedSpec(
     vocab_size=VOCAB_SIZE,
-    support=VOCAB_SIZE,  # So that every mask leaves some.
+    support=VOCAB_SIZE,  # So that every mask leaves some tokens.
     verify_ms=0.5,
     draft_ms=0.2,
     max_model_len=MAX_MODEL_LEN,
@@ -114,7 +114,7 @@ async def _serve(
 
 
 def _figures(coordinator: CoordinatorService) -> dict[str, int]:
-    gc.collect()  # So that errors that nobody has looked at are logged.
+    gc.collect()  # So that unretrieved errors are logged.
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return {
         "tasks": len(asyncio.all_tasks()),

@@ -14,7 +14,7 @@ LAST = re.compile(r"requests=(\d+) http=(\d+) grpc=(\d+) raw=(\d+) failed=(\d+) 
 
 
 def test_nothing_that_is_sent_does_any_harm() -> None:
-    """All seeds, and some seconds of what is drawn; the same in each run."""
+    """All seeds, and some seconds of random input; the same in each run."""
     found = subprocess.run(
         [sys.executable, "-m", "tests.fuzz", "--seconds", "6", "--least", "21", "--seed", "1"],
         cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,

@@ -1,4 +1,4 @@
-"""Messages that are in order, or nearly so: what hostile ones are made of."""
+"""Valid or nearly valid messages, from which hostile ones are made."""
 
 import json
 import struct
@@ -19,7 +19,7 @@ CONSTRAINTS: Final = (
     ("choice", '["brown","brown fox"]'), ("json_object", ""), ("json_schema", '{"enum":[1,"a"]}'),
     ("json_schema", '{"properties":{"a":{"type":"string","maxLength":3}}}'),
 )  # fmt: skip
-"""Kinds and texts; all of them can be compiled."""
+"""Kinds and texts; all can be compiled."""
 
 
 @st.composite
@@ -70,7 +70,7 @@ VALID: Final[dict[str, st.SearchStrategy[Message]]] = {
         types_pb2.ReleaseRequest, session_id=_session_ids, epoch=st.integers(0, 3)
     ),
 }
-"""By the name of what a method that is no stream takes."""
+"""By input message, of methods that are not streams."""
 
 
 def _head(draw: st.DrawFn, session_id: str, number: int, held: TokenSequence) -> Any:
@@ -102,7 +102,7 @@ def _head(draw: st.DrawFn, session_id: str, number: int, held: TokenSequence) ->
 
 @st.composite
 def proposals(draw: st.DrawFn) -> types_pb2.Proposal:
-    """Chains and trees, with a q that is in order or not."""
+    """Chains and trees, with a valid or invalid q."""
     ids = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=5))
     proposal = types_pb2.Proposal(token_ids=ids)
     others = [(token + 1) % VOCAB_SIZE for token in ids]
@@ -119,8 +119,8 @@ def proposals(draw: st.DrawFn) -> types_pb2.Proposal:
 
 @st.composite
 def rounds(draw: st.DrawFn, kind: type[Message]) -> list[Message]:
-    """Frames of a stream to a target or a draft: rounds of a session or two in order, of which some
-    are made hostile, left out, doubled or exchanged."""
+    """Frames of a stream to a target or a draft: rounds of one or two sessions in order, some made
+    hostile, left out, doubled or swapped."""
     verifies = kind is target_pb2.VerifyRequest
     held = {
         session_id: TokenSequence()
@@ -153,4 +153,4 @@ STREAMS: Final[dict[str, st.SearchStrategy[list[Message]]]] = {
     "VerifyRequest": rounds(target_pb2.VerifyRequest),
     "DraftRequest": rounds(draft_pb2.DraftRequest),
 }
-"""Frames, by the name of what a method with a stream of them takes."""
+"""Frames, by input message of the streaming method."""

@@ -1,4 +1,4 @@
-"""The client: what it makes of events, and how it reports what goes wrong."""
+"""The client: completions from events, and errors."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
@@ -41,14 +41,14 @@ REQUEST = GenerateRequest("hi")
 
 
 class ScriptedServicer:
-    """Answers with what a test puts into it: an event to send, an error to raise, or something
-    that it waits for."""
+    """Answers with the test's events: an event to send, an error to raise, or an `asyncio.Event` to
+    wait for."""
 
     def __init__(self, *events: Event | Exception | asyncio.Event) -> None:
         self.events: Sequence[Event | Exception | asyncio.Event] = events
         self.waits = asyncio.Event()
         self.left = asyncio.Event()
-        """Set when a call has ended, however it ended."""
+        """Set when a call has ended, in any way."""
         self.requests: list[pb.GenerateRequest] = []
         self.resumed: list[tuple[str, int]] = []
         self.cancelled: list[str] = []
@@ -132,7 +132,7 @@ async def test_a_completion_is_its_events(client: Client, coordinator: ScriptedS
 async def test_a_request_arrives_as_it_was_made(
     client: Client, coordinator: ScriptedServicer
 ) -> None:
-    """What is None stays unset, so that the coordinator's default holds."""
+    """None stays unset, so that the coordinator's default applies."""
     coordinator.events = (STARTED, FINISHED)
     full = GenerateRequest(
         prompt=(1, 2), model="m", sampling=SamplingParams(temperature=0.5, logit_bias=((3, 1.0),)),
@@ -147,7 +147,7 @@ async def test_a_request_arrives_as_it_was_made(
 async def test_an_error_arrives_as_it_was_raised(
     client: Client, coordinator: ScriptedServicer
 ) -> None:
-    """With its kind, its field and its time to try again; missing events are errors, too."""
+    """With its kind, field and retry delay; missing events are errors, too."""
     for error in (BadRequest("sampling.top_p", "0 is wrong"), Overloaded("full", 250)):
         coordinator.events = (STARTED, error)
         with pytest.raises(type(error)) as caught:
@@ -204,7 +204,7 @@ async def test_what_cannot_be_sent_is_named(
 
 
 async def test_a_closed_client_says_so(server: RpcServer, coordinator: ScriptedServicer) -> None:
-    """To a stream that runs, whose task is not cancelled, and to every later call."""
+    """To a running stream, whose task is not cancelled, and to every later call."""
     coordinator.events = (STARTED, asyncio.Event())
     client = Client(server.address)
     reading = asyncio.create_task(client.complete(REQUEST))
@@ -218,7 +218,7 @@ async def test_a_closed_client_says_so(server: RpcServer, coordinator: ScriptedS
 async def test_a_cancelled_reader_is_cancelled(
     client: Client, coordinator: ScriptedServicer
 ) -> None:
-    """It is not told of a lost server, and the server's side of the stream ends."""
+    """It gets no error of a lost server, and the server's side of the stream ends."""
     coordinator.events = (STARTED, asyncio.Event())
     reading = asyncio.create_task(client.complete(REQUEST))
     await coordinator.waits.wait()

@@ -41,7 +41,8 @@ WHOLE = (STARTED, FIRST, SECOND, FINISHED)
 
 
 class Scripted:
-    """A transport that answers each call with the next entry of a script; at its end it is gone."""
+    """A transport that answers each call with the next entry of a script; after the last one it
+    does not answer."""
 
     address = "scripted"
 
@@ -114,7 +115,7 @@ async def test_it_is_given_up_in_time(script: Any) -> None:
 
 
 async def test_without_time_to_resume_the_first_break_is_the_end() -> None:
-    """Also where the same coordinator would go on."""
+    """Even if the same coordinator would continue."""
     first, second = Scripted((STARTED, FIRST, BROKEN), (STARTED, SECOND, FINISHED)), Scripted()
     with pytest.raises(StreamBroken):
         await heard(first, second, resume_timeout_s=0.0)
@@ -149,7 +150,7 @@ async def test_what_a_coordinator_answers_stands(scripts: Any) -> None:
 
 
 async def test_a_request_is_sent_again_when_the_coordinator_says() -> None:
-    """To the next one, which may reach what that one does not; and not for ever."""
+    """To the next one, which may reach what this one does not; and not without limit."""
     away = Unavailable("no target", 1500)
     one, other = Scripted((away,), WHOLE), Scripted((away,))
     events, time_s = await heard(one, other)
@@ -173,7 +174,7 @@ async def test_calls_pass_over_a_coordinator_that_cannot_now() -> None:
 
 
 async def test_it_goes_round_until_one_has_the_session() -> None:
-    """Once the lease of the one that is gone is over, and not long after."""
+    """Once the dead coordinator's lease has run out, and not long after."""
     leased = Unavailable("another coordinator has it", 1700)
     gone = Scripted((STARTED, FIRST, BROKEN))
     other = Scripted((leased,), (STARTED, SECOND, FINISHED))
@@ -213,7 +214,7 @@ def test_an_address_that_is_none_is_refused(server: Any) -> None:
 
 
 class Names:
-    """A function that names coordinators: these texts one after the other; the last one stays."""
+    """A function that returns these texts one after the other, the last one repeatedly."""
 
     def __init__(self, *each: str | Exception) -> None:
         self.each = list(each)
@@ -226,13 +227,13 @@ class Names:
 
 
 def pool(names: Any, now: list[float], first: int | None = 0) -> Any:
-    """Of addresses in capitals in place of connections."""
+    """Endpoints are addresses in capitals instead of connections."""
     connect: Any = str.upper
     return EndpointPool(names, connect, lambda: now[0], first)
 
 
 def test_clients_that_wait_for_one_lease_do_not_wake_together() -> None:
-    """Nor early, whenever in its last two seconds they were told of it."""
+    """Nor early, whenever in its last two seconds they asked."""
     drawn, now, wakes = random.Random(3), [0.0], list[float]()
     for _ in range(500):
         left_ms = drawn.randint(1, 2000)
@@ -249,7 +250,8 @@ def test_clients_that_wait_for_one_lease_do_not_wake_together() -> None:
 
 
 def test_coordinators_are_known_once_they_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    """A function that fails or names none changes nothing; of those that are gone few stay."""
+    """A function that fails or returns an empty text changes nothing; few connections that are no
+    longer named are kept."""
     now, names = [0.0], Names("a,b", "b,c", OSError("no such file"), "", "c")
     found = pool(names, now)
     assert found.each == ["A", "B"]
@@ -269,7 +271,8 @@ def test_coordinators_are_known_once_they_are_named(caplog: pytest.LogCaptureFix
 
 
 def test_calls_begin_with_each_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But at one that did not answer, for a while, or as long as it says; unless none does."""
+    """But not at one that did not answer, for a while, or as long as it says; unless none
+    answers."""
     now = [0.0]
     turns = pool("a,b,c", now, first=2)
     assert [turns.begin() for _ in range(5)] == ["C", "A", "B", "C", "A"]
@@ -297,7 +300,7 @@ def test_calls_begin_with_each_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 async def test_a_request_goes_on_at_a_coordinator_that_came_later(named: Any, each: Any) -> None:
-    """1 s after the names were read. The only ones that were known are gone for good."""
+    """1 s after the names were read. The only known ones are gone for good."""
     begun = any(script for script in each.values())
     new = Scripted((STARTED, SECOND, FINISHED) if begun else WHOLE)
     found = {name: Scripted(*script) for name, script in each.items()} | {"new": new}
@@ -312,7 +315,7 @@ async def test_a_request_goes_on_at_a_coordinator_that_came_later(named: Any, ea
 
 @pytest.mark.parametrize("num_coordinators", [1, 8])
 async def test_waits_begin_short_however_many_coordinators_there_are(num_coordinators: int) -> None:
-    """Those that are called one after the other without a wait do not make it longer."""
+    """Calls of the next one without a wait do not make waits longer."""
     each = [Scripted((BROKEN,), (BROKEN,), WHOLE) for _ in range(num_coordinators)]
     connect: Any = lambda name: each[int(name)]  # noqa: E731
     clock = asyncio.get_running_loop().time
@@ -323,7 +326,7 @@ async def test_waits_begin_short_however_many_coordinators_there_are(num_coordin
 
 
 class Falling(ScriptedServicer):
-    """Its server ends behind its events."""
+    """Its server stops after its events."""
 
     server: RpcServer
 
@@ -355,7 +358,8 @@ async def test_a_blocking_stream_goes_on_where_the_other_server_is(
 async def test_calls_wait_while_no_coordinator_answers(
     first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The function names none yet, or one that has gone. Without retries the client says so."""
+    """The function names none yet, or one that has gone. Without retries the client fails at
+    once."""
     monkeypatch.setattr("outrider.client.failover.LOOK_S", 0.0)
     server = await serve(ScriptedServicer(*WHOLE))
 

@@ -25,7 +25,7 @@ def _file(tmp_path: Path, text: str) -> Path:
 
 
 def test_defaults_are_the_configurations_own(tmp_path: Path) -> None:
-    """A file of comments changes nothing, nor do variables that say where things lie."""
+    """A file of comments changes nothing, nor do variables with local paths."""
     environment = {"OUTRIDER_CACHE": "/a", "OUTRIDER_STATE_DIR": "/b"}
     assert load_config({}, environment, _file(tmp_path, "# nothing\n")) == DeploymentConfig()
 
@@ -71,14 +71,14 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, says: str) -> 
     ],
 )
 def test_a_bad_variable_is_refused_by_name(environment: dict[str, str], says: str) -> None:
-    """Also where a flag would override its value."""
+    """Also if a flag would override its value."""
     with pytest.raises(ConfigError) as caught:
         load_config({"max_num_seqs": "4", "insecure": True}, environment)
     assert says in caught.value.message
 
 
 def test_every_setting_is_documented() -> None:
-    """A sentence, with the unit where the name has one."""
+    """A sentence, with the unit if the name has one."""
     for setting in deployment_settings().values():
         assert setting.doc.endswith((".", ";", ")"))
         if setting.key.endswith("_ms"):
@@ -89,7 +89,8 @@ def test_every_setting_is_documented() -> None:
 
 @pytest.mark.parametrize("kind", [TargetConfig, DraftConfig, CoordinatorConfig])
 def test_only_loopback_without_insecure(kind: type[TargetConfig]) -> None:
-    """A server that nobody guards is reachable from this machine only, unless it is asked for."""
+    """A server without authentication is reachable from this machine only, unless requested
+    otherwise."""
     for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
         kind(host=host)
     for host in (EVERYWHERE, "::", "192.0.2.1", "example.org", ""):
@@ -111,9 +112,7 @@ def test_only_loopback_without_insecure(kind: type[TargetConfig]) -> None:
         ({"deterministic": True, "draft_siblings": 1}, "draft_siblings"),
     ],
 )
-def test_what_is_no_value_or_goes_with_no_other_is_refused(
-    settings: dict[str, object], key: str
-) -> None:
+def test_invalid_values_and_combinations_are_refused(settings: dict[str, object], key: str) -> None:
     with pytest.raises(ConfigError, match=f"^{key}: "):
         load_config(settings, {})
 
@@ -130,6 +129,6 @@ def test_prompt_lookup_that_could_match_nothing_is_refused(kind: type[DraftConfi
 
 
 def test_an_error_about_a_setting_keeps_its_key_between_processes() -> None:
-    """An actor raises it, and whoever started the actor says what set it."""
+    """An actor raises it, and the process that started the actor adds where it was set."""
     error = copy.copy(SettingError("device", "is wrong"))
     assert (error.key, error.reason, str(error)) == ("device", "is wrong", "device: is wrong")

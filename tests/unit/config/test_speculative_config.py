@@ -1,4 +1,4 @@
-"""`--speculative-config` of vLLM: what it sets, and what is refused by its key."""
+"""`--speculative-config` of vLLM: what it sets, and what is refused by key."""
 
 import json
 from pathlib import Path
@@ -67,7 +67,7 @@ def test_it_sets_what_it_stands_for(said: object, settings: dict[str, object]) -
     ],
 )
 def test_synthetic_acceptance_is_of_an_emulated_pair(said: dict[str, object], rates: str) -> None:
-    """Wherever its engine is set; a draft model is emulated, too, and a look-up stays one."""
+    """Wherever its engine is set; a draft model is emulated, too, but a look-up is not."""
     text = json.dumps(SYNTHETIC | said)
     config = load_config({"speculative_config": text}, {"OUTRIDER_ENGINE": "emulated:verify_ms=2"})
     assert config.target.engine == f"emulated:verify_ms=2,acceptance_rates={rates}"
@@ -129,7 +129,7 @@ def test_what_is_not_understood_is_refused_by_its_key(
 
 
 def test_a_stronger_layer_wins_and_one_layer_says_a_thing_once(tmp_path: Path) -> None:
-    """What a weaker layer's configuration set is forgotten where another one is given."""
+    """What a weaker layer's configuration set is dropped if another layer sets one."""
     file = tmp_path / "settings.yaml"
     file.write_text("speculative_config: {method: suffix, num_speculative_tokens: 4}\n")
     assert merge({"num_draft_tokens": "2"}, {}, file) == {

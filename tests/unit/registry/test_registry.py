@@ -1,4 +1,4 @@
-"""What a replica says of itself, and how long it is believed."""
+"""What a replica announces of itself, and for how long it is valid."""
 
 import asyncio
 import json
@@ -19,15 +19,15 @@ TARGET = ReplicaRecord(role="target", name="target-0", address="127.0.0.1:1", ho
 
 
 def test_of_other_versions_what_is_known_is_read() -> None:
-    """A later one says more, an earlier one less."""
+    """A later version adds fields, an earlier one has fewer."""
     assert ReplicaRecord.from_json(TARGET.to_json()) == TARGET
     assert ReplicaRecord.from_json(json.dumps(LEAST)) == TARGET
     assert ReplicaRecord.from_json(json.dumps(LEAST | {"mood": "good"})) == TARGET
 
 
 def test_what_is_no_record_is_refused_with_what_is_wrong() -> None:
-    """Values are taken as they are, a count that is text is none; and within bounds: a false record
-    would else lead the autoscaler by its numbers, and a coordinator by its length."""
+    """Types are strict, and values bounded: else an invalid record would mislead the autoscaler by
+    its numbers, and a coordinator by its length."""
     for changes in (
         {"pid": "7"}, {"role": "boss"}, {"load": -1}, {"load": 10**13}, {"pid": 10**400},
         {"address": "h" * 5000}, {"figures": {"busy": math.nan}},
@@ -42,7 +42,7 @@ def test_what_is_no_record_is_refused_with_what_is_wrong() -> None:
 
 
 class Replica(MemoryRegistry):
-    """One that is announced, and a registry that knows when it was told."""
+    """An announced replica, and a registry that records when."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Replica(MemoryRegistry):
         self.announcer = Lease(self, lambda: self.record)
         self.times: list[float] = []
         self.takes_s = 0.0
-        """How long an announcement takes."""
+        """Duration of an announcement."""
         self.is_closed = False
 
     async def announce(self, record: ReplicaRecord) -> None:
@@ -70,7 +70,7 @@ class Replica(MemoryRegistry):
 
 
 async def test_a_lease_is_renewed_before_it_ends_and_says_what_has_changed() -> None:
-    """With the next renewal, or at once where asked."""
+    """With the next renewal, or at once on request."""
     replica, leaving = Replica(), replace(TARGET, leaving=True)
     await replica.announcer.start()
     await asyncio.sleep(3 * LEASE_S + 0.5)
@@ -120,7 +120,7 @@ async def test_one_that_cannot_be_announced_at_first_is_not_announced_later() ->
 
 @pytest.mark.parametrize("is_away", [False, True])
 async def test_one_that_is_closed_while_it_is_announced_is_withdrawn(is_away: bool) -> None:
-    """Nothing of the announcement comes after it. Closing needs no registry."""
+    """No announcement comes after it. Closing needs no registry."""
     replica = Replica()
     await replica.announcer.start()
     replica.takes_s = 0.5

@@ -13,12 +13,12 @@ from outrider.replica.batching_delay import BatchingDelay
 
 
 def one_time(rows: int, sessions: int) -> float:
-    """Steps that take 75 ms, whatever they do."""
+    """Steps always take 75 ms."""
     return 0.075
 
 
 def known(gap_s: float, num: int = 2) -> BatchingDelay:
-    """Sessions 0, 1, ... of 5 rows each that come back so long after each answer. At time 0 all but
+    """Sessions 0, 1, ... of 5 rows each that return `gap_s` after each answer. At time 0 all but
     the first have just been answered."""
     batching_delay, now = BatchingDelay(one_time, 8), -100.0
     for _ in range(30):
@@ -32,20 +32,20 @@ def known(gap_s: float, num: int = 2) -> BatchingDelay:
 
 
 def until(batching_delay: BatchingDelay, now: float, waiting: list[int]) -> float:
-    """When a step begins for which nobody comes."""
+    """When a step begins if no session comes."""
     held_until = batching_delay.hold(now, waiting)
     return now if held_until is None else held_until
 
 
-def test_a_step_waits_for_who_comes_soon_and_not_for_who_comes_late() -> None:
+def test_a_step_waits_for_sessions_that_come_soon() -> None:
     """Together they have a round in 8 + 75 ms each, in turns in 150."""
     assert until(known(0.008), 0.0, [5]) == pytest.approx(0.008, abs=1e-3)
     assert until(known(0.055), 0.0, [5]) == pytest.approx(0.055, abs=1e-3)
     assert until(known(0.065), 0.0, [5]) == 0.0, "65 + 75 ms are hardly less than 150"
 
 
-def test_some_are_worth_it_and_others_not() -> None:
-    """Two come back at once, and one much later: it has a step of its own either way."""
+def test_a_step_waits_only_for_some_sessions() -> None:
+    """Two return at once, and one much later: it has a step of its own either way."""
     batching_delay, now = BatchingDelay(one_time, 8), -100.0
     gaps = {"a": 0.004, "b": 0.006, "c": 0.070}
     for _ in range(30):
@@ -55,13 +55,13 @@ def test_some_are_worth_it_and_others_not() -> None:
         now += 1
     for name in gaps:
         batching_delay.answered(name, 5, 0.0)
-    assert until(batching_delay, 0.0, [5]) == 0.0, "there are two steps, whoever is waited for"
+    assert until(batching_delay, 0.0, [5]) == 0.0, "there are two steps in any case"
     batching_delay.forget("c")
     assert until(batching_delay, 0.0, [5]) == pytest.approx(0.006, abs=1e-3)
 
 
-def test_waiting_in_vain_teaches_not_to_and_is_forgiven() -> None:
-    """Each time somebody does not come who has always come until then."""
+def test_waiting_in_vain_reduces_trust_for_a_while() -> None:
+    """Each time a session does not come that always came before."""
 
     def waits(num: int, comes: bool) -> list[bool]:
         found = []
@@ -80,7 +80,7 @@ def test_waiting_in_vain_teaches_not_to_and_is_forgiven() -> None:
     assert any(waits(40, comes=True))
 
 
-def test_who_comes_once_the_step_has_begun_was_waited_for_in_vain() -> None:
+def test_a_session_that_comes_after_the_step_began_was_awaited_in_vain() -> None:
     batching_delay = known(0.008, num=3)
     began_at = until(batching_delay, 0.0, [5])
     batching_delay.arrived("1", began_at)
@@ -88,17 +88,17 @@ def test_who_comes_once_the_step_has_begun_was_waited_for_in_vain() -> None:
     assert batching_delay.awaited == {"2"}
 
 
-def test_nobody_is_waited_for_without_room_or_reason() -> None:
+def test_a_step_does_not_wait_without_room_or_reason() -> None:
     assert until(known(0.008, num=9), 0.0, [5] * 8) == 0.0
     assert until(known(0.008, num=9), 0.0, []) == 0.0
     assert until(known(0.008, num=3), 0.5, [5]) == 0.5, "they are too late already"
     fresh = BatchingDelay(one_time, 8)
     fresh.answered("a", 5, 0.0)
-    assert until(fresh, 0.001, [5]) == 0.001, "nobody knows when it comes"
+    assert until(fresh, 0.001, [5]) == 0.001, "it is unknown when it comes"
 
 
 async def rounds_of_two(delays_batches: bool) -> tuple[int, set[int]]:
-    """Of two sessions that begin 20 ms apart and come back after 8 ms, within 10 s of steps of
+    """Rounds of two sessions that begin 20 ms apart and return after 8 ms, within 10 s of steps of
     75 ms; and how many shared a step in the end."""
     costs = StepCosts((1, 512), (0.075, 0.075))
     at = Replica("target", ToyEngine(), 0.075, costs=costs, delays_batches=delays_batches)
@@ -122,8 +122,8 @@ async def rounds_of_two(delays_batches: bool) -> tuple[int, set[int]]:
 
 
 @pytest.mark.virtual
-async def test_sessions_that_would_take_turns_for_ever_go_together() -> None:
-    """1.8 times as many rounds."""
+async def test_sessions_that_would_take_turns_share_steps() -> None:
+    """They have 1.8 times as many rounds."""
     num_in_turns, sizes = await rounds_of_two(delays_batches=False)
     assert sizes == {1}
     num_together, sizes = await rounds_of_two(delays_batches=True)

@@ -1,4 +1,4 @@
-"""What a process that hosts a service does before and beside it."""
+"""Set-up of a process that hosts a service."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ from outrider.replica.process_setup import (
 
 
 def test_an_address_for_all_is_not_advertised() -> None:
-    """Nobody can call 0.0.0.0."""
+    """0.0.0.0 cannot be called."""
     assert advertised("127.0.0.1", "127.0.0.1:5") == "127.0.0.1:5"
     everywhere = "0.0.0.0"  # noqa: S104
     host, port = advertised(everywhere, f"{everywhere}:5").split(":")
@@ -48,7 +48,7 @@ def test_an_address_for_all_is_not_advertised() -> None:
 
 def test_logs_go_where_they_should(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """To a file of the role's name, or to standard error; without a directory nowhere. Our own
-    lines have a level of their own: `debug` brings no library's."""
+    lines have a level of their own: `debug` adds none of libraries."""
     log_to(str(tmp_path), "target")
     for chosen in ("info", "debug", "warning"):
         log_at(chosen)
@@ -71,7 +71,7 @@ def test_logs_go_where_they_should(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_rounded_draft_is_near_its_target_and_not_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same files: logits differ, by little. Where no layer can be rounded, the setting is
+    """From the same files; logits differ slightly. If no layer can be rounded, the setting is
     named."""
     directory = str(save_tiny_model(tmp_path))
     step = SequenceStep("s", (1, 2, 3), 3)
@@ -103,7 +103,7 @@ def test_too_little_memory_names_the_setting_of_its_role(tmp_path: Path) -> None
 
 
 def test_grammars_are_those_of_the_targets_tokenizer(tmp_path: Path) -> None:
-    """Its ends of text are the files' own where nobody names others."""
+    """Its end-of-text tokens come from the files unless others are given."""
     spoken = save_tiny_model(
         tmp_path / "spoken", vocab_size=320, eos_token_id=5, tokenizer=byte_level_tokenizer()
     )
@@ -120,7 +120,8 @@ def test_grammars_are_those_of_the_targets_tokenizer(tmp_path: Path) -> None:
 
 
 def test_steps_of_a_replica_run_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread's kernels, streams and graphs are made on the first device unless it chose one."""
+    """Kernels, streams and graphs of a thread are made on the first device unless it chooses
+    one."""
     chosen = cuda_of(monkeypatch)
 
     class Host(ReplicaHost):
@@ -134,7 +135,7 @@ def test_steps_of_a_replica_run_on_its_device(monkeypatch: pytest.MonkeyPatch) -
 
 def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """With an index, which NCCL needs; where it meets the others, where it loads, and where it
-    follows. Leader and follower say what they have loaded: which model, and how many pages."""
+    follows. Leader and followers confirm what they have loaded: model and number of pages."""
     chosen = cuda_of(monkeypatch)
     found: list[str] = []
     said: list[bytes] = []
@@ -182,7 +183,7 @@ def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
 def test_ranks_on_vllm_meet_once_the_leader_has_loaded_its_head(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Meeting has a step's time at most."""
+    """Meeting takes at most a step's time."""
     loaded, met = threading.Event(), []
 
     def load(_config: TargetConfig, _module: None, ranks: ThreadRank) -> None:
@@ -210,8 +211,9 @@ def test_ranks_on_vllm_meet_once_the_leader_has_loaded_its_head(
 def test_a_quantised_checkpoint_that_the_library_loads_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its own layers, if its answers on pages are its own. What the library does not know, what
-    cannot run on this device, and ranks are refused by the method's name, with what may run it."""
+    """By its own layers, if its answers on pages are correct. Methods that the library does not
+    know, that cannot run on this device, and ranks are refused by the method's name, with an
+    alternative."""
     directory = save_tiny_model(tmp_path)
     config = TargetConfig(directory=str(directory), model="tiny", device="cpu")
     step = SequenceStep("s", (1, 2, 3), 3)
@@ -279,7 +281,7 @@ def test_vllm_is_chosen_on_cuda_where_it_is_installed(
     settings: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And has what is asked for."""
+    """And supports the settings."""
     monkeypatch.setattr(process_setup, "vllm_version", lambda: version)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
     assert runs_on_vllm(TargetConfig(**settings)) is expected

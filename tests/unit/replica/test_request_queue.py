@@ -1,4 +1,4 @@
-"""The queue before a replica's steps: order of arrival, whatever a step could not finish."""
+"""The queue before a replica's steps: order of arrival, also for unfinished requests."""
 
 from rounds import make_head
 
@@ -25,7 +25,7 @@ def filled(*works: StepRequest, max_batch: int = 2) -> Queue:
 
 
 def test_what_a_step_did_not_finish_keeps_its_place() -> None:
-    """Before what waited behind it, and before what came meanwhile."""
+    """Before requests that waited behind it, and those that came meanwhile."""
     queue = filled(work(1), work(2), work(3))
     first, second = queue.take(0.0)[0]
     queue.add(work(4))
@@ -36,7 +36,7 @@ def test_what_a_step_did_not_finish_keeps_its_place() -> None:
 
 
 def test_long_prompts_do_not_keep_rounds_out_of_a_step() -> None:
-    """As many as a step has sessions are begun; a round that comes now is among the next choice."""
+    """As many as a step has sessions are begun; a new round is among the next choice."""
     prompts = [work(session) for session in (1, 2, 3)]
     for each in prompts:
         each.unfinished = Unfinished.CONTINUES
@@ -55,7 +55,8 @@ def test_an_item_that_comes_again_waits_as_long_as_it_may_and_is_answered_once()
 
 
 def test_a_sessions_later_round_does_not_pass_its_earlier_one() -> None:
-    """The earlier one waits for pages and finds no room in the batch; the later is not taken."""
+    """The earlier one waits for pages and finds no room in the batch; the later one is not
+    taken."""
     waiting = [work(1), work(2), work(3)]
     for each in waiting:
         each.unfinished = Unfinished.WAITS

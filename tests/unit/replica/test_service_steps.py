@@ -1,5 +1,5 @@
-"""Steps of a service: batches of distinct sessions, duplicates, deadlines, lost listeners; and what
-it knows of its sessions and its load."""
+"""Steps of a service: batches of distinct sessions, duplicates, deadlines, closed connections; and
+its session and load tracking."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -51,8 +51,8 @@ class GatedExecutor:
 
 
 class Worker:
-    """Answers each item after as many steps as its session has left, unless it waits for pages; and
-    notes what it was given."""
+    """Answers each item after as many steps as its session has left, unless it waits for pages;
+    records its calls."""
 
     grammars = None
 
@@ -91,8 +91,7 @@ class Worker:
 
 
 class Desk:
-    """A service, and a connection that keeps what it hears. Steps wait for a gate, or take so
-    long."""
+    """A service, and a connection that records answers. Steps wait for a gate, or take `step_s`."""
 
     def __init__(self, max_batch: int = 8, step_s: float | None = None) -> None:
         self.gated, self.worker = GatedExecutor(), Worker()
@@ -125,7 +124,7 @@ class Desk:
 
 @pytest.fixture
 async def desk() -> AsyncIterator[Desk]:
-    """Steps of which wait for the gate."""
+    """A `Desk` whose steps wait for the gate."""
     made = Desk()
     yield made
     made.gated.gate.set()
@@ -147,8 +146,8 @@ async def test_a_step_takes_one_item_a_session_in_order_of_arrival() -> None:
 
 
 async def test_the_same_item_twice_is_computed_once_and_answered_to_both(desk: Desk) -> None:
-    """From two connections, with different time left; another prefix under the same key is not
-    the same item."""
+    """From two connections, with different time left; another prefix under the same key is another
+    item."""
     other = Desk()
     desk.submit(1, deadline_ms=50_000)
     desk.submit(1, deadline_ms=40_000, outlet=other.outlet)
@@ -235,7 +234,7 @@ async def test_an_item_whose_round_is_over_is_refused_without_a_step(desk: Desk)
 
 
 async def test_a_crash_is_answered_recovered_from_and_forgotten(desk: Desk) -> None:
-    """The batch is refused as INTERNAL, the worker recovers its sessions, the loop goes on."""
+    """The batch is refused as INTERNAL, the worker recovers its sessions, the loop continues."""
     desk.worker.crash = ZeroDivisionError("bug")
     desk.submit(1)
     desk.submit(2)
@@ -249,8 +248,8 @@ async def test_a_crash_is_answered_recovered_from_and_forgotten(desk: Desk) -> N
 
 
 async def test_a_lost_engine_ends_the_steps_and_all_that_waits() -> None:
-    """At once: the batch, what waits behind it, and what comes later are refused; nothing is run
-    any more, and nobody waits for it."""
+    """At once: the batch, what waits behind it, and later items are refused; no step runs any more,
+    and closing does not wait for one."""
     desk = Desk(max_batch=2)
     desk.worker.crash = EngineLost("rank 1 is gone")
     for session, round_index in ((1, 0), (1, 1), (2, 0), (3, 0), (4, 0)):
@@ -272,7 +271,7 @@ async def test_a_lost_engine_ends_the_steps_and_all_that_waits() -> None:
 
 @pytest.mark.virtual
 async def test_a_step_that_never_ends_is_a_lost_engine() -> None:
-    """As where a device hangs. Nobody waits for it, whoever closes included."""
+    """As when a device hangs. Closing does not wait for it."""
     desk = Desk()
     desk.submit(1)
     await asyncio.sleep(STEP_S_MAX - 1)
@@ -305,8 +304,8 @@ async def test_close_waits_for_the_step_and_takes_no_more() -> None:
 
 
 async def test_a_step_that_finds_no_pages_is_not_tried_again_at_once() -> None:
-    """Not before something has changed, here that a session is parked; and the wait is no
-    computing. Metrics count that it waits."""
+    """Only after something has changed, here that a session is parked; the wait does not count as
+    computing. Metrics count it."""
     desk = Desk(2, step_s=0.001)
     told: list[Any] = []
     observer: Any = SimpleNamespace(stepped=lambda works, answers, start, end: told.extend(answers))
@@ -352,8 +351,8 @@ def test_a_closed_connection_takes_along_those_heard_on_it_last() -> None:
 
 
 def test_rounds_and_epochs_only_grow() -> None:
-    """Equal ones are repetitions and pass; a release by an older epoch lifts nothing, and
-    after one nothing of the epoch passes, known or not."""
+    """Equal ones are repetitions and pass; a release by an older epoch has no effect, and after a
+    release nothing of the epoch passes, known or not."""
     rounds = StaleRoundFilter()
     assert rounds.admit(make_head((1,), epoch=1, round_index=5)) is None
     assert rounds.admit(make_head((1,), epoch=1, round_index=5)) is None
@@ -401,4 +400,4 @@ def test_steps_one_after_the_other_are_busy_and_items_wait_for_them() -> None:
     assert later.busy == pytest.approx(0.41, abs=0.01)
     assert (later.kv_usage, later.fill) == (None, pytest.approx(0.5))
     after = load.figures(now + 1.1 * WINDOW_S, StepFigures())
-    assert (after.fill, after.queue_steps) == (None, None), "what has ended is nobody's load"
+    assert (after.fill, after.queue_steps) == (None, None), "ended work is no load"

@@ -1,4 +1,4 @@
-"""How a step's tokens are shared: rounds first, long prefixes in parts, neither left out."""
+"""How a step's tokens are shared: rounds first, long prefixes in chunks, neither left out."""
 
 import pytest
 from hypothesis import example, given
@@ -43,8 +43,8 @@ def test_a_step_is_shared_out(
 def test_beside_rounds_a_part_is_as_long_as_the_step_may_grow(
     num_rounds: int, num_prefixes: int
 ) -> None:
-    """The step grows by STEP_GROWTH for each prefix that waits, and no shorter part than that is
-    taken: with a token more it would last longer."""
+    """The step grows by STEP_GROWTH for each waiting prefix; a chunk longer by a token would make
+    it longer than that."""
     budget = TokenBudget(512, 64, COSTS)
     grants = budget.share([*[ROUND] * num_rounds, *[prefix(4000)] * num_prefixes])
     part = grants[num_rounds]
@@ -58,7 +58,8 @@ def test_beside_rounds_a_part_is_as_long_as_the_step_may_grow(
 
 
 def test_the_last_of_many_prompts_is_read_as_fast_as_the_first() -> None:
-    """Once the others decode; later, when those rounds have gone on, it waits as any one does."""
+    """While the others decode already; later, when only their rounds go on, it waits as any single
+    prompt."""
     rounds = [ROUND] * 7
     after_seven, alone = TokenBudget(512, 64, COSTS), TokenBudget(512, 64, COSTS)
     first = after_seven.share([ROUND, *[prefix(4000)] * 7])[1]
@@ -69,8 +70,8 @@ def test_the_last_of_many_prompts_is_read_as_fast_as_the_first() -> None:
 
 
 def test_costs_that_were_wrong_are_corrected_by_the_steps_themselves() -> None:
-    """Contexts are cheaper than was measured, so that rounds last less than was foretold, and parts
-    that were made for them are too long at first. Soon a gap grows as little as it may."""
+    """Contexts are cheaper than measured, so rounds take less time than predicted, and chunks are
+    too long at first. Soon gaps grow only as allowed."""
     foretold = StepCosts((1, 512), (0.010, 0.260), slot_s=6e-6)
     true = StepCosts((1, 512), (0.010, 0.260), slot_s=2e-6)
     budget = TokenBudget(512, 64, foretold)
@@ -92,8 +93,8 @@ def test_costs_that_were_wrong_are_corrected_by_the_steps_themselves() -> None:
 
 @pytest.mark.parametrize("num_prefixes", [1, 4])
 def test_a_step_of_several_passes_grows_as_a_whole(num_prefixes: int) -> None:
-    """A draft's: the passes behind the first one run a token of each round. With a token more of
-    the prefix the whole step would last longer than it may."""
+    """As of a draft: the later passes run a token of each round. With a token more of the prefix
+    the whole step would be too long."""
     num_passes, num_rounds = 8, 4
     budget = TokenBudget(2048, 64, COSTS)
     rounds = [TokenDemand(num_tokens=2, num_last=1, context=300)] * num_rounds
@@ -116,7 +117,7 @@ def test_a_step_of_several_passes_grows_as_a_whole(num_prefixes: int) -> None:
 
 
 def test_passes_that_admit_nothing_are_no_steps() -> None:
-    """As those of a draft that looks ahead: rounds are still expected behind them, and their time
+    """As those of a draft that looks ahead: rounds are still expected after them, and their time
     corrects nothing."""
 
     def parts(num_between: int) -> list[int]:
@@ -148,7 +149,7 @@ WISHES = st.lists(
 def test_whatever_is_wished(
     demands: list[TokenDemand], max_tokens: int, max_steps: int, costs: StepCosts | None
 ) -> None:
-    """Bounds are kept, nothing is parted that may not be, and somebody always goes on."""
+    """Bounds are kept, indivisible parts stay whole, and at least one item always continues."""
     grants = TokenBudget(max_tokens, max_steps, costs).share(demands)
     assert 0 < sum(grants) <= max_tokens
     assert 0 < sum(grant > 0 for grant in grants) <= max_steps

@@ -1,4 +1,5 @@
-"""Who goes on where pages are short: the old before the young, and nobody loses pages in vain."""
+"""Which sessions continue when pages are short: the older ones first, and none loses pages in
+vain."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -31,12 +32,12 @@ class Setting:
         self.admissions = Admissions(self.engine, self.table, TokenBudget(max_tokens, 64))
 
     def demand(self, session: int, length: int, base: int = 0, extra: int = 0) -> SlotDemand:
-        """Of a session whose tokens differ from those of all others."""
+        """Demand of a session whose tokens differ from those of all others."""
         tokens = [session % 8, session // 8] * length
         return SlotDemand(make_head(tokens[:length], base, session=session), extra)
 
     def step(self, *demands: SlotDemand) -> list[Any]:
-        """Runs what is admitted; per ask its tokens run, or its answer."""
+        """Runs what is admitted; per demand its number of tokens run, or its answer."""
         admissions = self.admissions.admit(demands)
         steps = {
             index: SequenceStep(
@@ -60,8 +61,8 @@ class Setting:
 
 
 def test_the_youngest_gives_way_and_no_more_than_needed() -> None:
-    """Three sessions fill four pages; the oldest grows by one page: the youngest alone loses its
-    own, and waits, since the others go on."""
+    """Three sessions fill four pages; the oldest grows by one page: only the youngest loses its
+    own, and waits, since the others continue."""
     at = Setting(num_pages=4)
     assert at.step(at.demand(1, 8), at.demand(2, 4), at.demand(3, 4)) == [8, 4, 4]
     assert at.step(at.demand(3, 5, base=4), at.demand(1, 9, base=8)) == [WAITS, 1]
@@ -70,7 +71,7 @@ def test_the_youngest_gives_way_and_no_more_than_needed() -> None:
 
 
 def test_a_length_that_is_only_claimed_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits like any that no pages hold, and the others of its step go on."""
+    """It waits like any session without pages, and the others of its step continue."""
     at = Setting(num_pages=4)
     lengths = []
     can_hold = at.engine.can_hold
@@ -87,7 +88,7 @@ def test_a_length_that_is_only_claimed_costs_nothing(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("num_pages", "is_whole"), [(30, True), (25, True), (24, None)])
 def test_an_item_takes_what_it_can_run(num_pages: int, is_whole: bool | None) -> None:
-    """Of tokens, too; but nothing where no pages could hold all that it has."""
+    """Also of tokens; but nothing if no pages could hold all that it has."""
     at = Setting(num_pages, max_tokens=64)
     at.step(at.demand(1, 4), at.demand(2, 4))
     (found,) = at.admissions.admit([at.demand(1, 100, base=4)._replace(reach=6)])
@@ -97,8 +98,8 @@ def test_an_item_takes_what_it_can_run(num_pages: int, is_whole: bool | None) ->
 
 
 def test_a_lost_session_is_told_only_when_it_fits_again() -> None:
-    """And then whole, with what it will draft: session 2 of 4 + 4 tokens has lost its page to
-    session 1, which has three of the four pages; resynchronising it takes two."""
+    """And then whole, with its draft: session 2 of 4 + 4 tokens has lost its page to session 1,
+    which has three of the four pages; resynchronising it takes two."""
     at = Setting(num_pages=4)
     at.step(at.demand(1, 8), at.demand(2, 4), at.demand(3, 4))
     at.step(at.demand(1, 13, base=8))
@@ -113,8 +114,8 @@ def test_a_lost_session_is_told_only_when_it_fits_again() -> None:
 
 
 def test_a_prompt_is_looked_up_once_when_its_first_tokens_are_run() -> None:
-    """Two of the same 150 tokens, 64 a step: the second waits for its turn, and then begins on what
-    the first has written meanwhile."""
+    """Two with the same 150 tokens, 64 a step: the second waits for its turn, and then starts from
+    what the first has written meanwhile."""
     at = Setting(num_pages=128, max_tokens=64)
     at.engine.info = ToyEngine(max_model_len=200).info
     first = at.demand(1, 150)
@@ -157,8 +158,8 @@ def test_pages_that_would_come_free_are_counted_right(
     num_pages: int,
     shared: bool,
 ) -> None:
-    """`can_hold(steps, without, begun)` is what `can_hold(steps)` says once those are released and
-    these attached, to all that was found of them; and so is the number of pages behind it."""
+    """`can_hold(steps, without, begun)` equals `can_hold(steps)` after releasing those and
+    attaching these to their cached prefixes; and so does the number of missing pages."""
     pool = BlockPool(num_pages, PAGE_SIZE)
     for number, length in enumerate(lengths):
         tokens = [0 if shared else number] * length

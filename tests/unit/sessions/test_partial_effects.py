@@ -1,7 +1,7 @@
-"""Redis ends a script at some call, and does not undo what it has done: a whole session is left.
+"""Redis may abort a script at any write without undoing it: the session must stay consistent.
 
 Servers differ in which calls they refuse (memory, disk, replicas, rights), so each write of each
-script is refused here once, by the server in memory that the simulation has."""
+script is refused here once, by the simulation's server in memory."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ KEYS = (KEY, KEY + b":tokens", KEY + b":logprobs")
 
 
 class RefusingData(RedisData):
-    """Refuses the write that it is told."""
+    """Refuses the write with a given number."""
 
     num_writes = 0
-    """Since the last script began."""
+    """Writes since the last script began."""
     refused_at: int | None = None
 
     def run(self, arguments: Sequence[bytes]) -> Reply:
@@ -43,7 +43,7 @@ class RefusingData(RedisData):
 
 
 class Bench:
-    """A store whose scripts run in this process, in the place of a `ScriptRunner`; and its data."""
+    """A store whose scripts run in this process, instead of by a `ScriptRunner`; and its data."""
 
     def __init__(self) -> None:
         self.data = RefusingData(lambda: 1e12)
@@ -63,14 +63,14 @@ class Bench:
         return [await self.run(script, call) for call in calls]
 
     async def read(self) -> SessionRecord | None:
-        """Raises `DataLoss` for what cannot be continued."""
+        """Raises `DataLoss` for a session that cannot be continued."""
         try:
             return await self.store.load(IDS[0])
         except NotFound:
             return None
 
     async def is_refused(self, work: Work, at: int) -> bool:
-        """Whether there is a write number `at`, which is refused."""
+        """Refuses write number `at` of `work`; returns whether there is one."""
         self.data.refused_at = at
         try:
             await work(self.store)
@@ -112,8 +112,8 @@ async def appending(bench: Bench) -> Work:
 
 
 async def appending_more(bench: Bench) -> Work:
-    """Other tokens lie behind the end, as a script leaves them that was ended earlier. The time to
-    live is below its least."""
+    """With other tokens after the end, as an aborted script leaves them. The time to live is below
+    its least."""
     await (await appending(bench))(bench.store)
     session = Session(await bench.store.load(IDS[0]))
     written(session, 9)
@@ -126,7 +126,7 @@ async def appending_more(bench: Bench) -> Work:
 
 
 async def rewriting(bench: Bench) -> Work:
-    """The store has lost the take-over, and its tokens are the former owner's."""
+    """The store has lost the take-over, and has the former owner's tokens."""
     work = await appending(bench)
     session = Session(replace(await bench.store.load(IDS[0]), epoch=2, owner=OWNERS[1]))
     await work(bench.store)
@@ -155,7 +155,7 @@ async def releasing(bench: Bench) -> Work:
 
 
 async def taking_over(bench: Bench) -> Work:
-    """Of a session that a former owner has begun to claim back."""
+    """Takes over a session that a former owner has begun to reclaim."""
     assert await bench.is_refused(await rewriting(bench), at=1)
     bench.data.run((b"PEXPIRE", KEY, b"10000"))
     seen = await bench.store.load(IDS[0])
@@ -163,11 +163,11 @@ async def taking_over(bench: Bench) -> Work:
 
 
 ONCE = (releasing, taking_over)
-"""Done again, they are refused: the owner has changed."""
+"""Repeating these is refused: the owner has changed."""
 
 
 def seen(record: SessionRecord | None) -> Any:
-    """What a reader has of a record, but for whose it is."""
+    """What a reader sees of a record, without its owner."""
     if record is None:
         return None
     return record.token_ids, record.logprobs, record.counters, record.finish_reason
@@ -182,7 +182,8 @@ def seen(record: SessionRecord | None) -> Any:
 async def test_a_script_that_is_ended_at_any_write_leaves_a_whole_session(
     prepare: Callable[[Bench], Awaitable[Work]],
 ) -> None:
-    """What is read is as before or as after, for the next owner too; done again, it is done."""
+    """Reading gives the state before or after, for the next owner, too; repeating the operation
+    completes it."""
     bench = Bench()
     work = await prepare(bench)
     kept, before = bench.data.snapshot(), await bench.read()
@@ -237,7 +238,7 @@ async def test_an_append_of_a_higher_epoch_reopens_what_has_finished_a_release_d
 async def test_tokens_that_are_sent_again_in_parts_are_read_once_all_are_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One owner begins to, under a take-over that the store has lost; the next one does."""
+    """One owner begins to, under a take-over that the store has lost; the next one completes it."""
     bench = Bench()
     work = await appending(bench)
     opened = await bench.store.load(IDS[0])

@@ -1,4 +1,4 @@
-"""Addresses, passwords and failures of Redis, as a client meets them."""
+"""Addresses, passwords and failures of Redis, as seen by a client."""
 
 import asyncio
 import socket
@@ -94,7 +94,7 @@ def test_a_url_of_sentinels() -> None:
 
 
 def test_tls_reaches_servers_and_sentinels() -> None:
-    """With the same authority; the password in the URL wins, and is not the Sentinels'."""
+    """With the same authority; the password in the URL wins, and is not used for Sentinels."""
     url = "rediss+sentinel://:inner@a:1,b:2/name/3"
     passwords = {"password": "outer", "sentinel_password": "watch"}
     address = RedisAddress(url=url, ca_file="/ca", key_prefix="", **passwords)
@@ -150,7 +150,7 @@ def test_what_an_error_of_redis_means(error: Exception, becomes: type[Exception]
 
 
 class Idle:
-    """A client with connections that nobody uses now."""
+    """A client with idle connections."""
 
     def __init__(self) -> None:
         self.connection_pool: Any = self
@@ -181,9 +181,9 @@ STAYING = [
     ("error", "num_closed"), [(one, 1) for one in LEAVING] + [(one, 0) for one in STAYING]
 )
 async def test_a_server_that_may_be_replaced_is_left(error: RedisError, num_closed: int) -> None:
-    """Its connections are closed, so that the next call asks again where the primary is; not those
-    of one that is only full or asked something wrong. An error among the answers of a script's
-    calls counts as one that is raised."""
+    """Its connections are closed, so that the next call asks again where the primary is; but not
+    those of a server that is only full or got a wrong command. An error among a script's answers
+    counts as a raised one."""
     client: Any = Idle()
     with pytest.raises(type(error)):
         async with calling(client):
@@ -197,7 +197,7 @@ async def test_a_server_that_may_be_replaced_is_left(error: RedisError, num_clos
 
 
 async def test_a_pause_of_this_process_is_not_a_slow_server() -> None:
-    """What came while nothing ran here is looked at; what never comes is given up in time."""
+    """An answer that came during the pause is read; one that never comes times out."""
     loop = asyncio.get_running_loop()
     answer = loop.create_future()
     reading, writing = socket.socketpair()
@@ -258,7 +258,7 @@ def test_what_the_url_says_wins() -> None:
 
 
 def test_passwords_in_other_places_are_refused(tmp_path: Path) -> None:
-    """Rather than told to Ray."""
+    """Instead of passed to Ray."""
     with pytest.raises(SettingError, match=r"redis_url: has a password among its options"):
         without_password(address("redis://h:1?sentinel_password=x"))
     with pytest.raises(SettingError, match="redis_password_file: cannot go with"):
@@ -285,7 +285,7 @@ def test_the_password_is_read_from_its_file(
 
 
 def test_elsewhere_it_is_a_variable_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no variable is looked for where there is no password."""
+    """Without a password the variable is not read."""
     sealed, _ = without_password(address("redis://:x@h:1"))
     with pytest.raises(SettingError, match=f"passwords do not travel through Ray.*{VARIABLE}"):
         with_password(sealed)

@@ -134,7 +134,7 @@ def test_a_resumed_session_goes_on_from_what_is_stored() -> None:
 
 
 class OwnerMachine(RuleBasedStateMachine):
-    """Against a list and a stored length that may fall: all is stored in the end, in order, and
+    """Against a list and a stored length that may fall: in the end all is stored, in order, and
     what may be shown never shrinks and was stored at some time."""
 
     def __init__(self) -> None:
@@ -173,7 +173,7 @@ class OwnerMachine(RuleBasedStateMachine):
         assert self.session.showable_length <= self.longest
 
     def teardown(self) -> None:
-        """The store answers to the session's end with the length that it has."""
+        """The store answers the session's end with its length."""
         for _ in range(2):
             self.session.acknowledge(len(self.stored))
             append = self.session.next_append()
@@ -189,6 +189,6 @@ TestOwner.settings = settings(max_examples=80, stateful_step_count=30, deadline=
 
 
 def test_a_session_that_writes_nothing_does_not_expire_under_its_owner() -> None:
-    """Nothing renews its time to live while its target is away for its whole deadline, and its
-    client for as long as it may be waited for."""
+    """Nothing renews its time to live while its target is away for its whole deadline, and then its
+    client for the whole grace period."""
     assert SESSION_TTL_S > (DEADLINE_MS_MAX + WAIT_MS_MAX) / 1e3 + COMMIT_GRACE_S

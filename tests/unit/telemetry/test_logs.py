@@ -1,4 +1,4 @@
-"""Logs are bounded: each file, each directory, and that beside the store's data."""
+"""Logs are bounded: each file, each directory, and Redis' log."""
 
 import logging
 import os
@@ -26,7 +26,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_log_of_a_replica_is_bounded(tmp_path: Path) -> None:
-    """The newest lines are kept, for their user alone."""
+    """The newest lines are kept, readable by their user alone."""
     log_to(str(tmp_path), "target-0")
     for index in range(400):
         logging.getLogger("outrider").warning("line %d", index)
@@ -41,7 +41,7 @@ def test_the_log_of_a_replica_is_bounded(tmp_path: Path) -> None:
 def test_replicas_that_have_gone_leave_no_more_than_a_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rotated files go first, then the oldest; what is no log stays."""
+    """Rotated files go first, then the oldest; other files stay."""
     (tmp_path / "notes.txt").write_bytes(bytes(SMALL))
     for age in range(1, 10):
         path = tmp_path / f"draft-{age}.log{'.1' if age % 2 else ''}"
@@ -78,8 +78,8 @@ def test_the_log_of_a_running_replica_stays(
 
 
 def test_the_log_of_a_detached_process_is_bounded(tmp_path: Path) -> None:
-    """With what it writes to standard error itself, such as why it ends: the last of that stands in
-    the file that commands look at."""
+    """Including what it writes to standard error itself, such as its last error, which is in the
+    file that commands read."""
     code = (
         "import logging, os, sys; from pathlib import Path\n"
         "from outrider.telemetry import logs as log_files; from deploy.cli import serve\n"
@@ -101,7 +101,7 @@ def test_the_log_of_a_detached_process_is_bounded(tmp_path: Path) -> None:
 
 
 def test_redis_fills_no_disk(tmp_path: Path) -> None:
-    """Its log is put aside while it runs, over the one that was before; its data are bounded."""
+    """Its log is rotated while it runs, replacing the one before; its data are bounded."""
     with EmbeddedRedis(tmp_path) as server, redis.Redis.from_url(server.url) as client:
         assert client.config_get("maxmemory") == {"maxmemory": str(EMBEDDED_REDIS_BYTES_MAX)}
         assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}

@@ -1,4 +1,5 @@
-"""Telemetry without services: settings, trace context, log lines, and what one request records."""
+"""Telemetry without services: settings, trace context, log lines, and the spans and metrics of a
+request."""
 
 import json
 import logging
@@ -88,7 +89,7 @@ async def test_log_lines_carry_session_and_trace() -> None:
 
 
 class Recorded(Memory):
-    """One observed request, and what came of it."""
+    """One observed request, and its spans and metrics."""
 
     def __init__(self, request: GenerateRequest = REQUEST, **traced: Any) -> None:
         super().__init__("coordinator")
@@ -137,8 +138,8 @@ def test_unsampled_rounds_count_and_have_no_spans() -> None:
 
 
 def test_acceptance_is_counted_by_position_and_context_length() -> None:
-    """And once more under vLLM's names, without `context`, whatever format Prometheus prefers. In a
-    tree siblings share a position."""
+    """Also under vLLM's names, without `context`, whatever format Prometheus prefers. In a tree
+    siblings share a position."""
     exports = start_exports("prometheus=0", "coordinator", "127.0.0.1", vllm_model="m")
     assert exports is not None
     assert exports.scrape is not None
@@ -176,7 +177,7 @@ def test_acceptance_is_counted_by_position_and_context_length() -> None:
 def test_a_request_that_breaks_off_ends_all_its_spans_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """And what its decode loop still does then is no error."""
+    """And what its decode loop does after that is not an error."""
     recorded = Recorded(trace_first_rounds=10)
     _round(recorded.observer, 0)
     recorded.observer.round_began(1)

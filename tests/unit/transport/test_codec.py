@@ -1,4 +1,4 @@
-"""Messages survive the wire unchanged, and nothing that does not fit gets in."""
+"""Messages survive the wire unchanged, and invalid ones are refused."""
 
 import math
 from dataclasses import replace
@@ -177,7 +177,7 @@ def verdict_replies(draw: st.DrawFn) -> VerdictReply:
 
 @given(VERIFY_ITEMS)
 def test_verify_items_survive(item: VerifyItem) -> None:
-    """In full, and with the hash standing for the parameters, which are put in again then."""
+    """In full, and with hashes instead of parameters, which are restored then."""
     data = VERIFY.item_to_proto(item).SerializeToString()
     assert VERIFY.item_from_proto(target_pb2.VerifyItem.FromString(data)) == item
     short = VERIFY.item_to_proto(item, hashed=True)
@@ -186,7 +186,7 @@ def test_verify_items_survive(item: VerifyItem) -> None:
     assert VERIFY.item_from_proto(short, item.head) == item
     other = replace(item.head, sampling_hash=item.head.sampling_hash ^ 1)
     assert VERIFY.item_from_proto(short, other) == without
-    if item.head.constraint is not None:  # In full, beside hashes of a session without one.
+    if item.head.constraint is not None:  # In full, but the known session has none.
         short.head.constraint.kind, short.head.constraint.text = "regex", "a+"
         bare = replace(item.head, constraint=None, constraint_hash=b"")
         assert VERIFY.item_from_proto(short, bare).head.sampling is None
@@ -253,7 +253,7 @@ def test_descriptions_survive() -> None:
 
 
 def test_whole_numbers_hash_like_what_comes_out_of_the_wire() -> None:
-    """1 and 1.0 are one parameter; both ends must name it alike."""
+    """1 and 1.0 are the same parameter; both ends must hash it alike."""
     given_params = SamplingParams(temperature=1, min_p=0, logit_bias=((5, 2), (1, -1)))
     message = codec.sampling_to_proto(given_params)
     read = codec.sampling_from_proto(message)
@@ -261,7 +261,7 @@ def test_whole_numbers_hash_like_what_comes_out_of_the_wire() -> None:
 
 
 def change(message: Any, path: str, value: Any) -> None:
-    """Sets a field; appends to one that is repeated, and clears one where the value is None."""
+    """Sets a field; extends a repeated one, and clears one if the value is None."""
     *parents, name = path.split(".")
     for parent in parents:
         message = getattr(message, parent)
@@ -274,7 +274,7 @@ def change(message: Any, path: str, value: Any) -> None:
 
 
 def refused(codec: Any, message: Any) -> str | None:
-    """The field for which an item is refused; None where it is not."""
+    """The field for which an item is refused; None if it is accepted."""
     try:
         codec.item_from_proto(message)
     except BadRequest as error:
@@ -304,7 +304,7 @@ def refused(codec: Any, message: Any) -> str | None:
     ],
 )
 def test_item_limits_from_both_sides(field: str, bad: Any, good: Any) -> None:
-    """What is outside a limit is refused under its field's name; what is on it passes."""
+    """Values beyond a limit are refused by field name; values at it pass."""
     item = VerifyItem(make_head((1, 2), rule=Rule.TOKEN), SealedProposal((3,), b""))
     message = VERIFY.item_to_proto(item)
     if "constraint." in field:
@@ -420,5 +420,5 @@ def test_a_constraint_survives(constraint: Constraint | None) -> None:
     ],
 )
 def test_what_is_asked_arrives(request_: ResumeRequest) -> None:
-    """Also the digest of no tokens, which is 0 and not the same as none."""
+    """Also the digest of no tokens, which is 0, unlike no digest."""
     assert resume_from_proto(resume_to_proto(request_)) == request_

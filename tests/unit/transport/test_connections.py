@@ -1,4 +1,4 @@
-"""Connections that make no call, and links that are closed under their callers."""
+"""Connections without calls, and links that are closed during calls."""
 
 import asyncio
 import socket
@@ -14,14 +14,14 @@ from outrider.transport.grpc_link import target_link
 from outrider.transport.server import RpcServer, ServerOptions, Serving, is_taken
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""With an empty frame of settings."""
+"""With an empty SETTINGS frame."""
 
 
 @pytest.mark.parametrize("sent", [b"", PREFACE])
 async def test_a_connection_without_a_call_is_closed(
     monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
-    """Whether its preface has come or not. A channel connects again with its next call."""
+    """With or without its preface. A channel reconnects with its next call."""
     monkeypatch.setattr("outrider.transport.channel.GRPC_HANDSHAKE_MS", 1_000)
     monkeypatch.setattr("outrider.transport.channel.GRPC_IDLE_MS", 1_000)
     server = RpcServer([], ServerOptions())
@@ -46,7 +46,7 @@ async def test_a_connection_without_a_call_is_closed(
 
 
 async def test_calls_get_a_new_connection_now_and_then() -> None:
-    """None fails, and a stream goes on where it is."""
+    """No call fails, and a stream stays on its connection."""
     peers: list[str] = []
     options = ServerOptions(
         connection_age_ms=400, guard=lambda _, context: peers.append(context.peer())
@@ -71,8 +71,8 @@ async def test_calls_get_a_new_connection_now_and_then() -> None:
 
 
 async def test_a_port_that_another_process_holds_is_never_shared() -> None:
-    """Also where that listens on one address alone, and would let others in. A host that is not
-    this machine's is not called to find out."""
+    """Also if that listens on one address only and allows sharing. A foreign host is not contacted
+    for the check."""
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         other.bind(("127.0.0.2", 0))
@@ -90,7 +90,7 @@ async def test_a_port_that_another_process_holds_is_never_shared() -> None:
 
 
 async def test_a_caller_hears_that_the_link_is_closed() -> None:
-    """And is not cancelled, as closing a channel looks to its calls."""
+    """And is not cancelled, although closing a channel raises this in its calls."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.setblocking(False)
         link = target_link(f"127.0.0.1:{silent.getsockname()[1]}")

@@ -1,4 +1,4 @@
-"""The replica's end of a stream: when it ends, with a replica that answers when it is told to."""
+"""When the replica's end of a stream ends, with a replica that answers on demand."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -20,7 +20,7 @@ HELD = DraftItem(make_head((1, 2)), 4, 1, held=(3,))
 
 
 class Replica:
-    """A `ReplicaService` that keeps what it is asked."""
+    """A `ReplicaService` that records its items."""
 
     def __init__(self) -> None:
         self.items: list[Any] = []
@@ -41,11 +41,11 @@ class Replica:
 
 
 class Served:
-    """A stream whose caller sends these items and no more."""
+    """A stream whose caller sends only these items."""
 
     def __init__(self, codec: Any, *items: Any) -> None:
         self.replica = Replica()
-        # As much of a replica as a stream calls.
+        # Only what a stream calls.
         server: Any = ReplicaServicer(self.replica, codec)  # type: ignore[arg-type]
         self._codec = codec
         self.replies = server.stream(self._frames(items))
@@ -79,14 +79,14 @@ class Served:
     ],
     ids=["one", "the same twice", "a newer round", "an older one behind it", "two sessions"],
 )
-async def test_it_ends_with_the_last_answer_that_anybody_waits_for(
+async def test_it_ends_with_the_last_answer_that_is_waited_for(
     items: tuple[VerifyItem, ...], answers: tuple[VerifyItem, ...]
 ) -> None:
     """Of each session the newest round; a replica answers the same item once."""
     served = Served(codec.VERIFY, *items)
     await served.asked(len(items))
     for item in answers:
-        assert not served.reading.done(), "it ended before what was asked for had come"
+        assert not served.reading.done(), "it ended before all answers had come"
         served.replica.answer(item)
         for _ in range(10):
             await asyncio.sleep(0)
@@ -95,7 +95,7 @@ async def test_it_ends_with_the_last_answer_that_anybody_waits_for(
     assert served.seen == [(item.head.session_id, item.head.round) for item in answers]
 
 
-async def test_who_asks_for_guesses_alone_waits_for_nothing() -> None:
+async def test_a_caller_that_only_looks_ahead_waits_for_nothing() -> None:
     served = Served(codec.DRAFT, HELD)
     async with asyncio.timeout(5):
         await served.reading
@@ -103,7 +103,7 @@ async def test_who_asks_for_guesses_alone_waits_for_nothing() -> None:
 
 
 async def test_what_it_remembers_of_rounds_is_bounded() -> None:
-    """The oldest of too many sessions that are never answered are not waited for."""
+    """The oldest of too many unanswered sessions are not waited for."""
     number = SESSIONS_PER_COORDINATOR_MAX + 2
     items = [VerifyItem(make_head((1, 2), session=session)) for session in range(number)]
     served = Served(codec.VERIFY, *items)
@@ -119,7 +119,7 @@ def message(size: int) -> types_pb2.Refused:
     return types_pb2.Refused(message="x" * size)
 
 
-async def test_it_takes_so_many_in_frames_of_a_size() -> None:
+async def test_the_number_of_messages_and_the_size_of_frames_are_bounded() -> None:
     """Three items of 0.4 frames leave as two and one; an oversized one travels alone."""
     outbox = SendQueue()
     for size in (0.4, 0.4, 0.4, 1.5, 0.1):

@@ -1,4 +1,4 @@
-"""Certificates of services: what is made, refused, renewed, and how long it lasts."""
+"""Certificates of services: creation, refusal, renewal, validity."""
 
 import datetime
 import json
@@ -34,7 +34,7 @@ def first_certificate(path: Path) -> x509.Certificate:
 
 
 def test_every_role_has_a_certificate_of_its_own(tmp_path: Path) -> None:
-    """By the one authority, for a limited time and for nothing but TLS; keys are private."""
+    """By one authority, for a limited time and only for TLS; keys are private."""
     directory = tmp_path / "tls"
     assert main(["certs", str(directory)]) == 0
     assert {path.name for path in directory.iterdir()} == FILES
@@ -81,7 +81,7 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_files_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
-    """In words that name them."""
+    """The errors name them."""
     one, two = tmp_path / "one", tmp_path / "two"
     for directory in (one, two):
         directory.mkdir()
@@ -97,14 +97,14 @@ def test_files_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
         check_pair(files.certificate, one / "ca.pem")
     with pytest.raises(ConfigError, match=r"cannot read .*gone\.pem: No such file"):
         read_certificates(one / "gone.pem")
-    # Several authorities in one file: that of before and that of after a change.
+    # Several authorities in one file, as during a change.
     both = tmp_path / "both.pem"
     both.write_bytes((two / "ca.pem").read_bytes() + (one / "ca.pem").read_bytes())
     check_authority(both, files.certificate)
 
 
 def test_a_certificate_has_an_end(tmp_path: Path) -> None:
-    """One that is over is refused; none outlives its authority, nor is made by one that ends."""
+    """An expired one is refused; none outlives its authority, or is made by one that ends soon."""
     past = NOW - datetime.timedelta(days=3640)
     make_authority(tmp_path, past)
     make_role(tmp_path, "draft", past)
@@ -120,7 +120,7 @@ def test_a_certificate_has_an_end(tmp_path: Path) -> None:
 def test_a_certificate_that_ends_soon_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By both ends; one that lasts is not."""
+    """By both ends; a long-lived one is not."""
     make_authority(tmp_path, NOW)
     make_role(tmp_path, "coordinator", NOW)
     make_role(tmp_path, "target", NOW, days=20)
