@@ -1,4 +1,4 @@
-"""Commands that run in this process, and what they and their reports say."""
+"""Runs commands in this process, and reads their output."""
 
 import io
 import json
@@ -11,8 +11,8 @@ from deploy.cli.main import main
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one line that a command says where it refuses these words: with exit code 2, and nothing
-    on standard output."""
+    """The one line of error of a command that refuses these words, with exit code 2 and nothing on
+    standard output."""
     try:
         code: object = main(words)
     except SystemExit as stopped:
@@ -25,7 +25,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def reported(
     capsys: pytest.CaptureFixture[str], *words: str, code: int = 0
 ) -> tuple[dict[str, Any], str]:
-    """The one JSON object that a command prints with `--json`, and what it says beside that."""
+    """The JSON object that a command prints with `--json`, and its other output."""
     assert main([*words, "--json"]) == code
     out, err = capsys.readouterr()
     assert out.count("\n") == 1
@@ -33,7 +33,7 @@ def reported(
 
 
 def printed(*parts: RenderableType) -> str:
-    """What a wide terminal shows of the parts of a report."""
+    """Parts of a report as on a wide terminal."""
     text = io.StringIO()
     Console(file=text, width=400).print(*parts, sep="\n")
     return text.getvalue()

@@ -1,4 +1,4 @@
-"""What every test finds: its own state directory, no settings from the shell, one thread a step."""
+"""Set-up of all tests: an own state directory, no settings from the shell, one thread a step."""
 
 import asyncio
 import faulthandler
@@ -38,16 +38,16 @@ pytest.register_assert_rewrite(
 
 _KEPT = ("OUTRIDER_CACHE", "OUTRIDER_TEST_DATA")
 _CLEAN_UP_S: Final = 60.0
-"""Of a test beyond its timeout."""
+"""Grace for a test beyond its timeout."""
 _GROWTH_BYTES: Final = 2**29
 _STATM: Final = Path("/proc/self/statm")
 _resident_bytes = 0
-"""Behind the last collection of garbage."""
+"""Memory after the last garbage collection."""
 
 
 @pytest.fixture(autouse=True)
 def loggers() -> Iterator[None]:
-    """A service that a test starts in this process sets their handlers and levels."""
+    """Restores loggers: services started in this process change handlers and levels."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield
@@ -62,7 +62,7 @@ def loggers() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_state(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """No test sees the deployment or the settings of the person who runs it."""
+    """Hides the deployment and settings of the user who runs the tests."""
     for variable in list(os.environ):
         if variable.startswith("OUTRIDER_") and variable not in _KEPT:
             monkeypatch.delenv(variable)
@@ -72,8 +72,7 @@ def own_state(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """What is marked `virtual`, and not `virtual(False)`, runs on a clock that jumps to whatever is
-    awaited next."""
+    """Tests marked `virtual`, and not `virtual(False)`, run on a virtual clock."""
     marker = item.get_closest_marker("virtual")
     is_virtual = marker is not None and marker.args != (False,)
     return {"loop": VirtualClockLoop if is_virtual else asyncio.new_event_loop}
@@ -96,8 +95,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Ends this process where a test does not end after its timeout. That interrupts a test once,
-    and what cleans up behind it may hang again: the event loop, for one, waits for its threads."""
+    """Ends this process if a test does not end after its timeout. The timeout interrupts a test
+    once, but its clean-up may hang again: the event loop, for one, waits for its threads."""
     marker = item.get_closest_marker("timeout")
     timeout = float(marker.args[0] if marker else item.config.getini("timeout"))
     watchdog = threading.Timer(timeout + _CLEAN_UP_S, _end_process, [item])
@@ -111,7 +110,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def _free_memory() -> None:
-    """Collects garbage once this process has grown by much. Engines are parts of reference cycles,
+    """Collects garbage when this process has grown by much. Engines are parts of reference cycles,
     and Python collects those by the number of objects, of which a gigabyte of weights has few."""
     global _resident_bytes
     if _STATM.exists() and _resident() > _resident_bytes + _GROWTH_BYTES:
@@ -132,8 +131,8 @@ def _end_process(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Raises `UsageError` where tests of a group would run at the same time: they would share the
-    machine with deployments of each other, and take several times as long."""
+    """Raises `UsageError` if tests of a group would run at the same time: their deployments would
+    share the machine, and take several times as long."""
     if not getattr(config.option, "loadgroup", False):
         return
     for item in items:

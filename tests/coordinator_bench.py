@@ -35,7 +35,7 @@ REQUEST = GenerateRequest((1, 2, 3), max_tokens=20, num_draft_tokens=2, seed=1)
 
 
 class SlowText:
-    """A tokenizer that takes its time, on whatever thread it is called."""
+    """A slow tokenizer, on whatever thread it is called."""
 
     token_bytes_max = 4
 
@@ -60,7 +60,7 @@ B = TypeVar("B", bound="Bench")
 
 
 class Bench:
-    """A coordinator and what it talks to."""
+    """A coordinator with its store and replicas."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ def bench(**fields: Any) -> AbstractAsyncContextManager[Bench]:
 
 @asynccontextmanager
 async def running(made: B) -> AsyncIterator[B]:
-    """Starts the coordinator. In the end all are closed, and have nothing left over."""
+    """Starts the coordinator. At the end all are closed, and nothing may be left over."""
     await made.service.start()
     yield made
     await made.service.close()
@@ -111,7 +111,7 @@ async def running(made: B) -> AsyncIterator[B]:
 
 
 def failing(call: Any, until: float) -> Any:
-    """The same call of a store, which does not answer until a time."""
+    """The call of a store that does not answer until a time."""
 
     async def wrapped(*arguments: Any) -> Any:
         if asyncio.get_running_loop().time() < until:

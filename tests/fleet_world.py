@@ -22,7 +22,7 @@ SETTINGS = {"engine": "emulated:vocab_size=10", "draft_model": "emulated", "stop
 
 
 class Sitter(Actor):
-    """An actor that serves until it is told how it ends."""
+    """An actor that serves until the test ends it."""
 
     def __init__(self, demand: Demand, rank: int, cluster: Machines) -> None:
         super().__init__(demand.name, None, rank)
@@ -66,29 +66,29 @@ class Sitter(Actor):
 
 
 class Machines:
-    """What `Cluster` does for a fleet, and what it was asked."""
+    """A `Cluster` for a fleet, which records its requests."""
 
     def __init__(self) -> None:
         self.failures: dict[str, Exception] = {}
-        """By role: what its actors raise when they start."""
+        """By role: error of its actors' start."""
         self.room = 99
         """For actors."""
         self.actors: list[Sitter] = []
         self.removed: list[str] = []
         self.groups: set[str] = set()
-        """Names of the replicas whose places are taken."""
+        """Names of the placed replicas."""
         self.placing, self.loading = asyncio.Event(), asyncio.Event()
-        """Whether places are found, and models loaded."""
+        """Whether places are available, and models load."""
         self.placing.set()
         self.loading.set()
         self.starts: list[str] = []
-        """Roles whose actors were started behind the first ones."""
+        """Roles of actors started after the first ones."""
         self.text = ""
         """What a reconciler has saved."""
         self.trial_sums: Callable[[], TrialSums | None] = lambda: None
-        """What coordinators tell of a trial."""
+        """Coordinators' figures of a trial."""
         self.failure: OutriderError | None = None
-        """What that raises, while it is set."""
+        """Error of these, while set."""
 
     async def saved(self) -> str:
         if self.failure is not None:
@@ -119,7 +119,7 @@ class Machines:
         self.groups &= {*kept}
 
     def _there(self) -> list[Sitter]:
-        """Whose processes have not ended."""
+        """Actors whose processes run."""
         return [one for one in self.actors if one.name not in self.removed and not one.end.done()]
 
     async def replicas(self) -> dict[str, list[Actor]]:
@@ -145,7 +145,7 @@ class World:
         return plan_fleet(config, config, {"CPU": 64, "GPU": self.gpus}, "d", local=True)
 
     async def upgrade(self, **changes: Any) -> None:
-        """Another one takes over, with another plan."""
+        """A new fleet process takes over, with another plan."""
         await self.die()
         self.spec = self._plan(**changes)
         await self.come_back()
@@ -162,14 +162,14 @@ class World:
         self.machines.starts.clear()
 
     async def die(self) -> None:
-        """The process of the fleet ends, and with it whatever it was doing."""
+        """The fleet's process ends, with whatever it was doing."""
         running = asyncio.all_tasks() - {asyncio.current_task()} - self.others
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
 
     async def come_back(self) -> None:
-        """Another one takes over."""
+        """A new fleet process takes over."""
         self.fleet = self._fleet()
         await self.fleet.adopt()
         self.running = asyncio.create_task(self.fleet.run())

@@ -10,17 +10,16 @@ from tests.simulation.redis_data import RedisData
 
 
 class MemoryRegistry(RedisRegistry):
-    """A registry for replicas and coordinators of one process: its commands run in this process, on
-    the running loop's clock."""
+    """A registry whose commands run in this process, on the running loop's clock."""
 
     def __init__(self) -> None:
         super().__init__(RedisAddress(url="redis://nowhere"), "d")  # It never connects.
         self._data = RedisData(lambda: asyncio.get_running_loop().time() * 1e3)
         self.failure: OutriderError | None = None
-        """What each call raises, while it is set."""
+        """Error of each call, while set."""
 
     def forget(self) -> None:
-        """Loses everything, as a server does that is started anew without its data."""
+        """Loses everything, as a server restarted without its data."""
         self._data.restore(({}, {}))
 
     async def _run(self, *commands: tuple[str | int, ...]) -> list[Any]:

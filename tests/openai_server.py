@@ -1,5 +1,5 @@
-"""A server with OpenAI's streams that answers as a test says: cut short, with errors, several
-tokens a chunk, and so on. It runs on a thread of its own."""
+"""A server with OpenAI's streams and scripted answers: cut short, with errors, several tokens a
+chunk, and so on. It runs on a thread of its own."""
 
 import asyncio
 import json
@@ -15,17 +15,17 @@ import uvicorn
 
 @dataclass(frozen=True)
 class Reply:
-    """What one request gets."""
+    """The answer to one request."""
 
     num_tokens: int = 6
-    """That its usage tells; 0 = it tells none."""
+    """Tokens in its usage; 0 = none given."""
     status: int = 200
     error: str = ""
-    """Of an answer that is not 200, or in the stream behind the three chunks."""
+    """Error text of an answer other than 200, or in the stream after the three chunks."""
     breaks: bool = False
-    """Whether the connection is closed behind the chunks."""
+    """Whether the connection is closed after the chunks."""
     gap_s: float = 0.0
-    """Before each chunk."""
+    """Delay before each chunk."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -34,7 +34,7 @@ Script = Callable[[dict[str, Any]], Reply]
 
 
 class OpenAiServer:
-    """An ASGI application; `base_url` and what was asked are for the test."""
+    """An ASGI application; tests use `base_url` and its received requests."""
 
     def __init__(self, script: Script) -> None:
         self._script = script

@@ -14,15 +14,15 @@ from outrider.sessions.embedded import find_server
 
 SERVICE: Final = "outrider"
 DOWN_AFTER_MS: Final = 1_000
-"""Sentinel promotes the replica once the primary has been silent for so long."""
+"""Sentinel promotes the replica after the primary has been silent for this long."""
 START_S: Final = 20.0
 _POLL_S: Final = 0.05
 Forward = Callable[[str], Awaitable[str]]
-"""Gives an address that leads to a HOST:PORT."""
+"""Returns an address that leads to a HOST:PORT."""
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nothing listens at."""
+    """A free TCP port of this machine."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port: int = one.getsockname()[1]
@@ -49,7 +49,7 @@ class Server:
         return self._process.pid
 
     def kill(self) -> None:
-        """SIGKILL; does nothing to one that has ended."""
+        """SIGKILL; does nothing to an ended one."""
         self._process.kill()
         self._process.wait()
 
@@ -61,7 +61,7 @@ class Server:
             return client.execute_command(*words)
 
     def info(self, password: str | None = None) -> dict[str, Any]:
-        """What INFO says, or nothing where it does not answer."""
+        """The answer to INFO, or nothing if it does not answer."""
         try:
             found: dict[str, Any] = self.call("INFO", password=password)
         except RedisError:
@@ -70,21 +70,21 @@ class Server:
 
 
 class RedisServers:
-    """Use it as an async context manager. A server that is killed never returns; `replace` starts
-    another one as a replica."""
+    """An async context manager. A killed server never returns; `replace` starts another one as a
+    replica."""
 
     def __init__(
         self, directory: Path, *, forward: Forward | None = None,
         password: str = "", sentinel_password: str = "",
     ) -> None:  # fmt: skip
-        """`forward`: each server is known by the address that this gives for its own one."""
+        """With `forward` each server is reached by the address that this returns for its own."""
         self._directory = directory
         self._forward = forward
         self._password = password
         self._sentinel_password = sentinel_password
         self._num_started = 0
         self._known_by: dict[str, Server] = {}
-        """Running servers by the address that Sentinel names."""
+        """Running servers, by their address for Sentinel."""
         self.sentinel: Server
 
     async def __aenter__(self) -> Self:
@@ -111,18 +111,18 @@ class RedisServers:
 
     @property
     def url(self) -> str:
-        """What `--redis-url` takes."""
+        """URL for `--redis-url`."""
         password = f":{self._password}@" if self._password else ""
         return f"redis+sentinel://{password}{self.sentinel.address}/{SERVICE}/0"
 
     @property
     def primary(self) -> Server:
-        """That Sentinel names."""
+        """The primary that Sentinel names."""
         return self._known_by[self.primary_address]
 
     @property
     def primary_address(self) -> str:
-        """That clients are told: another one only once a failover is over."""
+        """Address that clients get; it changes only when a failover is over."""
         words = self._ask_sentinel("MASTER", SERVICE)
         state = dict(zip(words[::2], words[1::2], strict=True))
         return f"{state['ip']}:{state['port']}"
@@ -132,7 +132,7 @@ class RedisServers:
 
     @property
     def replicas(self) -> list[Server]:
-        """Those that Sentinel does not name."""
+        """Servers other than the primary."""
         primary = self.primary
         return [one for one in self._known_by.values() if one is not primary]
 
@@ -143,7 +143,7 @@ class RedisServers:
         await self.until_promoted(before)
 
     def is_whole(self) -> bool:
-        """Whether all replicas follow the primary that Sentinel names, and it knows of them."""
+        """Whether all replicas follow the primary that Sentinel names, and Sentinel knows them."""
         try:
             primary = self.primary
             known = self._ask_sentinel("REPLICAS", SERVICE)
@@ -170,29 +170,29 @@ class RedisServers:
                 await asyncio.sleep(_POLL_S)
 
     async def until_whole(self, within_s: float = START_S) -> None:
-        """Until each replica is ready to be promoted. Raises `TimeoutError`."""
+        """Waits until each replica is ready to be promoted. Raises `TimeoutError`."""
         async with asyncio.timeout(within_s):
             while not await asyncio.to_thread(self.is_whole):
                 await asyncio.sleep(_POLL_S)
 
     async def until_promoted(self, before: str) -> None:
-        """Until Sentinel names another primary than the one at this address. Raises
+        """Waits until Sentinel names another primary than the one at this address. Raises
         `TimeoutError`."""
         async with asyncio.timeout(START_S):
             while await asyncio.to_thread(lambda: self.primary_address) == before:
                 await asyncio.sleep(_POLL_S)
 
     async def replace(self, address: str) -> None:
-        """Kills the server that is known by an address, for good, and starts another as a replica
-        of the primary that Sentinel names then. Returns when it follows; Sentinel knows of it only
-        when it asks next, within 10 s."""
+        """Kills the server with this address, and starts another as a replica of the primary that
+        Sentinel then names. Returns when it follows; Sentinel learns of it with its next query,
+        within 10 s."""
         self._known_by[address].kill()
         await self.until_promoted(address)
         del self._known_by[address]
         primary = self.primary
         await self._start(primary)
         await self._until_followed(primary)
-        # Sentinel forgets servers that are gone only if it is told.
+        # Sentinel forgets servers only by command.
         await asyncio.to_thread(self._ask_sentinel, "RESET", SERVICE)
 
     async def _start(self, primary: Server | None) -> Server:

@@ -1,4 +1,4 @@
-"""Messages for tests of the services, and a coordinator of ten lines to play rounds with."""
+"""Messages for tests of the services, and a ten-line coordinator that runs rounds."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ RULES = [
 ]
 """Each rule, and parameters that count tokens."""
 PATIENCE_S = 20.0
-"""Long enough that only a lost answer takes it."""
+"""Only a lost answer takes this long."""
 
 
 def session_name(number: int) -> str:
@@ -78,7 +78,7 @@ def make_head(
 
 
 class SeverableLink(MemoryLink):
-    """A stream in one process that can be broken."""
+    """A breakable stream in one process."""
 
     def __init__(
         self, service: ReplicaService, deliver: Callable[[Callable[[], None]], None] = deliver_soon
@@ -90,9 +90,9 @@ class SeverableLink(MemoryLink):
         return super().trouble() or ("" if self._unreachable is None else str(self._unreachable))
 
     def sever(self, error: Exception, *, reachable: bool = True) -> None:
-        """Breaks the stream: what is on its way is lost, and `on_lost` hears of it with the event
-        loop's next turn, if a stream was open. Until `restore`, an unreachable replica makes
-        `send` raise."""
+        """Breaks the stream: messages under way are lost, and `on_lost` is called in the event
+        loop's next turn, if a stream was open. Until `restore`, an unreachable replica makes `send`
+        raise."""
         self._unreachable = None if reachable else error
         was_open = self._connection is not None
         self._disconnect()
@@ -100,7 +100,7 @@ class SeverableLink(MemoryLink):
             asyncio.get_running_loop().call_soon(self._tell_lost, error)
 
     def restore(self, service: Any = None) -> None:
-        """Makes the replica reachable again, as `service` where it has been restarted."""
+        """Makes the replica reachable again, as `service` if it was restarted."""
         if service is not None and service is not self._service:
             check(self._connection is None, "sever the stream to the old service first")
             self._service = service
@@ -112,7 +112,7 @@ class SeverableLink(MemoryLink):
 
 
 class Listener:
-    """Collects what a link hears, and waits for it."""
+    """Collects a link's answers and breaks, and waits for them."""
 
     def __init__(self, link: Link) -> None:
         self.answers: list[Any] = []
@@ -129,7 +129,7 @@ class Listener:
         self._news.set()
 
     async def wait(self, num_answers: int = 0, num_lost: int = 0) -> list[Any]:
-        """All answers so far, once there are so many answers and breaks."""
+        """All answers so far, once there are this many answers and breaks."""
         async with asyncio.timeout(PATIENCE_S):
             while len(self.answers) < num_answers or len(self.lost) < num_lost:
                 self._news.clear()
@@ -137,7 +137,7 @@ class Listener:
         return self.answers
 
     async def wait_for_either(self, num_answers: int, num_lost: int) -> None:
-        """Until there are so many answers, or so many breaks."""
+        """Waits for this many answers, or this many breaks."""
         async with asyncio.timeout(PATIENCE_S):
             while len(self.answers) < num_answers and len(self.lost) < num_lost:
                 self._news.clear()
@@ -171,22 +171,22 @@ class Replica:
         return await ask(self.link, self.listener, item)
 
     async def settle(self) -> list[Any]:
-        """All answers, once nothing waits, runs or is on its way."""
+        """All answers, once nothing waits, runs or is under way."""
         async with asyncio.timeout(PATIENCE_S):
-            for _ in range(5):  # What was sent, and an answer, is on its way for some turns.
+            for _ in range(5):  # Messages and answers are under way for some turns.
                 await asyncio.sleep(0)
                 await self.service.drain()
         return list(self.listener.answers)
 
     async def send(self, *items: Any) -> list[Any]:
-        """What is heard from then on, until nothing is left to do."""
+        """Answers from then on, until nothing is left to do."""
         before = len(self.listener.answers)
         for item in items:
             self.link.send(item)
         return (await self.settle())[before:]
 
     async def close(self) -> None:
-        """Checks that nobody has left anything behind."""
+        """Checks that nothing is left over."""
         self.service.check_integrity()
         check_pages(self.engine)
         await self.service.close()
@@ -202,14 +202,14 @@ class Replica:
 def outcome_of(
     reply: VerdictReply, proposal: SealedProposal, rule: Rule, seed: int, length: int
 ) -> Outcome:
-    """What a coordinator decides behind so many committed tokens."""
+    """The coordinator's decision after this many committed tokens."""
     uniforms = RoundNoise(seed, rule, length).accept_uniforms(len(proposal), proposal.parents)
     return decide(reply.verdict, proposal.token_ids, rule, uniforms, proposal.parents)
 
 
 @dataclass
 class Player:
-    """Plays the rounds of one session against a target and, perhaps, a draft."""
+    """Runs the rounds of one session against a target and, optionally, a draft."""
 
     prompt: tuple[int, ...]
     rule: Rule
@@ -245,7 +245,7 @@ class Player:
         )
 
     async def play(self, num_draft_tokens: int, siblings: tuple[int, ...] = ()) -> None:
-        """One round."""
+        """Runs one round."""
         proposal: SealedProposal = NOTHING_SEALED
         if self.draft is not None and num_draft_tokens > 0:
             item = DraftItem(self._head("draft"), num_draft_tokens, siblings=siblings)
@@ -275,7 +275,8 @@ class Pair:
         self.target, self.draft = target, draft
 
     def player(self, *known: Any, drafts: bool = True, **more: Any) -> Player:
-        """Of a session with a prompt, a rule and parameters; it drafts nothing without `drafts`."""
+        """A player of a session with a prompt, a rule and parameters; without `drafts` it drafts
+        nothing."""
         links = [(one.link, one.listener) for one in (self.target, self.draft)]
         return Player(*known, *links[: 1 + drafts], **more)
 

@@ -1,4 +1,4 @@
-"""What processes record: in memory, or on the pages that Prometheus reads."""
+"""Metrics and spans of processes: in memory, or on the pages that Prometheus reads."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Page:
 
     @property
     def names(self) -> set[str]:
-        """Of all samples; a histogram has three."""
+        """Names of all samples; a histogram has three."""
         return {name for name, _ in self.samples}
 
     def labels(self, name: str) -> set[str]:
@@ -64,7 +64,7 @@ class Page:
 
 @dataclass
 class Watched:
-    """Three services, and what each shows."""
+    """Three services, and their metrics and spans."""
 
     stack: Stack
     registry: MemoryRegistry
@@ -81,7 +81,7 @@ class Watched:
         return Page.parse(await asyncio.to_thread(read))
 
     async def until(self, name: str, expected: float, **labels: str) -> Page:
-        """The coordinator's page, as soon as the metric has this value; fails after 20 s."""
+        """The coordinator's page, once the metric has this value; fails after 20 s."""
         async with asyncio.timeout(20):
             while True:
                 page = await self.page("coordinator")
@@ -91,7 +91,7 @@ class Watched:
 
 
 class Memory:
-    """What processes of these roles record, in memory."""
+    """Metrics and spans of processes of these roles, in memory."""
 
     def __init__(self, *roles: Role) -> None:
         self.exporter = InMemorySpanExporter()
@@ -109,7 +109,7 @@ class Memory:
         return [span for span in self.spans if span.name == name]
 
     def points(self, role: Role) -> dict[str, list[Any]]:
-        """Those of every metric of a role by the metric's name."""
+        """Data points of every metric of a role, by name."""
         data = self.readers[role].get_metrics_data()
         assert data is not None
         (resource,) = data.resource_metrics
@@ -118,7 +118,7 @@ class Memory:
 
 
 def started_exports(telemetry: str) -> dict[Role, Exports]:
-    """Those of each role, as if it had a process of its own."""
+    """Exports of each role, as if it had a process of its own."""
     started = {role: start_exports(telemetry, role, "127.0.0.1") for role in ROLES}
     return {role: made for role, made in started.items() if made is not None}
 
@@ -126,7 +126,7 @@ def started_exports(telemetry: str) -> dict[Role, Exports]:
 def observers(
     exports: Mapping[Role, Exports], config: CoordinatorConfig
 ) -> dict[str, ObservedRequests | ObservedSteps]:
-    """Options of a stack that let each service tell what it does to the exports of its role."""
+    """Options of a stack whose services report to the exports of their role."""
     coordinator, target, draft = (exports[role] for role in ROLES)
     return {
         "observation": ObservedRequests(coordinator.tracer, coordinator.meter, config),
@@ -139,7 +139,7 @@ def observers(
 async def watched_stack(
     directory: Path, target_s: float = 0.0, **options: Any
 ) -> AsyncIterator[Watched]:
-    """Each service serves its metrics. A pass of the target takes `target_s`."""
+    """A stack whose services serve their metrics. A pass of the target takes `target_s`."""
     exports, registry = started_exports("prometheus=0"), MemoryRegistry()
     config = CoordinatorConfig(trace_first_rounds=1, trace_every_rounds=0)
     target = ToyEngine(VOCAB, salt=1, max_model_len=256, pass_s=target_s)

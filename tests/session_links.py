@@ -1,4 +1,4 @@
-"""Replicas that answer as a script says, and a session's clients of them."""
+"""Scripted replicas, and a session's clients of them."""
 
 import asyncio
 from collections.abc import Callable
@@ -29,13 +29,14 @@ CONFIG = CoordinatorConfig(
     draft_retry_ms=2_000,
 )
 ANSWER_S, GONE_S, RETRY_S = 0.5, 4.0, 2.0
-"""Of a draft and a target by these settings, and before a draft is asked again."""
+"""Timeouts of a draft and a target with these settings, and the delay before a draft is asked
+again."""
 PROMPT = (5, 6, 7, 8)
 TOY = ReplicaDescription("toy", "w", "", 99, "float32", 0, (), 8)
 
 
 class ScriptedLink:
-    """A link whose replica answers as a script says, one entry for each item sent."""
+    """A link whose replica answers each item with the next entry of a script."""
 
     def __init__(self, *script: Callable[[Any], Any] | Exception | None) -> None:
         self.script = list(script)
@@ -120,7 +121,7 @@ _watching: set[Any] = set()
 
 
 def pool_of(*links: ScriptedLink, role: Any = "target") -> ReplicaPool:
-    """Replicas named r0, r1 ..., that are looked for while they are away."""
+    """A pool of replicas r0, r1 ..., which are watched while they are away."""
     pool = ReplicaPool(role)
     for index, link in enumerate(links):
         pool.admit(f"r{index}", link, link.description)
@@ -132,7 +133,7 @@ def pool_of(*links: ScriptedLink, role: Any = "target") -> ReplicaPool:
 def target_of(
     *links: ScriptedLink, one: Session | None = None, pool: Any = None, **fields: Any
 ) -> TargetClient:
-    """A session's target: the first of these replicas; the others are there to go to."""
+    """A session's target: the first of these replicas; it may move to the others."""
     one = one or session()
     one.target = CacheState("r0", 0)
     return TargetClient(pool or pool_of(*links), context_of(one, **fields), CONFIG)
@@ -154,7 +155,7 @@ def draft_of(
 
 
 def asked(num_draft_tokens: int, siblings: tuple[int, ...] = (), **fields: Any) -> RoundLength:
-    """The length of a round."""
+    """A round's length."""
     return RoundLength(num_draft_tokens, 0, siblings, **fields)
 
 

@@ -30,6 +30,6 @@ def next_append(session: Session) -> Append:
 
 
 def end_of(session: Session, reason: FinishReason = FinishReason.STOP) -> Finish:
-    """Ends a session; returns what its owner sends then."""
+    """Finishes a session; returns its owner's message."""
     session.finish(reason)
     return session.ending()

@@ -1,4 +1,4 @@
-"""The three services with real gRPC between them and the embedded Redis, in one process."""
+"""The three services in one process, with real gRPC between them and the embedded Redis."""
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -55,12 +55,12 @@ HYBRID = DraftConfig(model="hybrid:ngram,some/model")
 _COORDINATOR: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
 NUM_SEQUENCES = 64
 RARE = NgramDrafter(16, 16)
-"""So that it is not this one whose tokens are accepted."""
+"""A fallback whose tokens are hardly ever accepted."""
 
 
 @dataclass
 class Stack:
-    """What runs, and how to call it."""
+    """Running services, and how to call them."""
 
     client: Client
     coordinator: CoordinatorService
@@ -88,14 +88,14 @@ def _draft_service(
 
 
 def coordinator_api(coordinator: CoordinatorService, access: AccessControl = OPEN) -> Service:
-    """What callers of a coordinator call by gRPC."""
+    """A coordinator's gRPC service."""
     return Service(_COORDINATOR, CoordinatorServicer(coordinator, access))
 
 
 async def serve(
     exits: AsyncExitStack, service: Service, options: ServerOptions | None = None
 ) -> RpcServer:
-    """A server that runs until `exits` do."""
+    """A server that runs until `exits` are closed."""
     server = RpcServer([service], options)
     await server.start()
     exits.push_async_callback(server.stop)
@@ -125,11 +125,11 @@ async def running_stack(
     grammars: Callable[[], Grammars] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Stack]:
-    """Target and draft on the given engines; a `lookup` goes before the draft's, or proposes alone
-    where that is None (by default n-grams); a `head` in place of the draft's engine. With a
-    `self_drafter` the draft is not asked, and the stand-in for either of these finds next to
-    nothing. Everything is checked and closed at the end. `directory` is for Redis, `settings` the
-    coordinator's. By `grammars` sessions are held to their constraints."""
+    """Target and draft on the given engines; a `lookup` goes before the draft, or drafts alone
+    without one (by default n-grams); a `head` replaces the draft's engine. With a `self_drafter`
+    the draft is not asked, and the fallback for either hardly finds anything. Everything is checked
+    and closed at the end. `directory` is for Redis, `settings` for the coordinator. `grammars` hold
+    sessions to their constraints."""
     async with AsyncExitStack() as stack:
         redis = stack.enter_context(EmbeddedRedis(directory))
         target = TargetService(
@@ -179,18 +179,18 @@ VOCAB = 320
 
 
 def toy_text() -> TokenizerText:
-    """A byte of text a token, or a few."""
+    """A tokenizer with one or a few bytes per token."""
     return TokenizerText(byte_level_tokenizer(VOCAB), "toy")
 
 
 def toy_stack(directory: Path, **options: Any) -> AbstractAsyncContextManager[Stack]:
-    """With text, and a draft that is its target's equal."""
+    """With text, and a draft equal to its target."""
     target, draft = (ToyEngine(VOCAB, salt=1, max_model_len=256) for _ in range(2))
     return running_stack(target, draft, directory, text=toy_text(), **options)
 
 
 def slow_stack(directory: Path, **options: Any) -> AbstractAsyncContextManager[Stack]:
-    """With a target that takes 20 ms a step, so that a request lasts as long as a test wants."""
+    """With a target that takes 20 ms a step, so that requests last."""
     spec = EmulatedSpec(
         vocab_size=VOCAB, support=8, max_model_len=8192, verify_ms=20.0, draft_ms=1.0
     )
@@ -200,7 +200,7 @@ def slow_stack(directory: Path, **options: Any) -> AbstractAsyncContextManager[S
 
 @asynccontextmanager
 async def http_front(stack: Stack, options: HttpOptions | None = None) -> AsyncIterator[str]:
-    """The URL that it answers at."""
+    """Serves HTTP; its URL."""
     server = http_server(stack.coordinator, options or HttpOptions())
     await server.start()
     try:

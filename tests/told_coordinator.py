@@ -1,4 +1,4 @@
-"""As much of a coordinator as its HTTP API calls, which says what it is told to; and slots in
+"""The part of a coordinator that its HTTP API calls, with answers set by the test; and slots in
 memory."""
 
 import asyncio
@@ -32,7 +32,7 @@ FINISHED = Finished(FinishReason.STOP, Usage(2, 1), Metrics(1, 0, 0, 1.0, 1.0, 1
 
 
 class ToldCoordinator:
-    """Each generation has these events, or raises them."""
+    """Each generation returns these events, or raises them."""
 
     text: TokenizerText | None = None
     defaults = RequestDefaults(num_draft_tokens=4, deadline_ms=1000)
@@ -76,7 +76,7 @@ class MemorySlots:
     def __init__(self, retry_after_ms: int = 1, takes_s: float = 0.0) -> None:
         self.taken: set[str] = set()
         self.depths: list[int] = []
-        """Of each request that has slots."""
+        """Slots by request."""
         self.away = False
         self._retry_after_ms, self._takes_s = retry_after_ms, takes_s
 

@@ -1,5 +1,5 @@
-"""An engine of a few tokens whose logits are a keyed hash of the prefix: instant, and exact to
-recompute. It keeps the promises of `Engine`, eviction included, and can be told to fail."""
+"""An engine of a few tokens whose logits are a keyed hash of the prefix: instant, and exactly
+reproducible. It fulfils the contract of `Engine`, eviction included, and can be made to fail."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,7 +20,7 @@ def toy_logits(salt: int, prefix: Sequence[int], vocab_size: int) -> torch.Tenso
 
 
 def prefixes(held: Sequence[int], step: SequenceStep) -> list[list[int]]:
-    """The tokens that each row of logits of a step follows, behind those that were held."""
+    """The tokens before each row of logits of a step, after those already held."""
     paths: list[list[int]] = []
     for index, token_id in enumerate(step.token_ids):
         parent = step.parents[index] if step.parents else index - 1
@@ -40,7 +40,7 @@ class ToyEngine:
         pass_s: float = 0.0,
         eos_token_ids: tuple[int, ...] = (),
     ) -> None:
-        """Each pass states that it took `pass_s`."""
+        """Each pass reports that it took `pass_s`."""
         self.info = ModelInfo(
             f"toy-{salt}", vocab_size, max_model_len, "float32", eos_token_ids,
             f"weights-{salt}", "toy",
@@ -95,7 +95,7 @@ class ToyEngine:
 
     @property
     def held(self) -> dict[str, list[int]]:
-        """The tokens of every sequence that holds some."""
+        """The tokens of every sequence that has some."""
         ids = {name: list(self._pool.token_ids(name)) for name in self._known}
         return {name: tokens for name, tokens in ids.items() if tokens}
 

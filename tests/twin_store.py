@@ -1,6 +1,6 @@
-"""Sessions kept in this process by all rules of `outrider.sessions.store`: what the Redis store is
-compared with, and what tests take in its place. It never fails to answer; what it has can be set
-back, as by a server that lost its last writes."""
+"""An in-memory `SessionStore` that follows all rules of `outrider.sessions.store`: the model for
+the Redis store, and its replacement in tests. It never fails, and can be set back to a snapshot,
+like a server that lost its last writes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,14 +21,14 @@ from outrider.sessions.store import (
 
 @dataclass(frozen=True, slots=True)
 class StoredSession:
-    """One session with what only the store knows of it."""
+    """One session with the store's own state."""
 
     record: SessionRecord
     expires_ms: float
     rewrite: bool = False
     """The tokens may be a former owner's and count as none: see `SessionStore`."""
     pending: tuple[int, ...] = ()
-    """The tokens that have been sent again, of which more follow ..."""
+    """Tokens that were sent again, with more to follow ..."""
     pending_logprobs: str = ""
     """... and their log-probabilities."""
 
@@ -48,17 +48,17 @@ class TwinStore(SessionStore):
         self._now_ms = now_ms
         self._sessions: dict[str, StoredSession] = {}
         self._leases: dict[str, tuple[float, dict[str, bool]]] = {}
-        """Of owners: when they end, and the sessions that others asked for since, or to cancel."""
+        """By owner: end, and sessions that others asked for since, and whether to cancel them."""
         self._keys: dict[str, tuple[float, str]] = {}
-        """When they expire, and what they have."""
+        """Expiry and value by key."""
 
     def snapshot(self) -> dict[str, StoredSession]:
-        """All sessions that are stored now; later calls do not change it."""
+        """A copy of all sessions."""
         return dict(self._sessions)
 
     def restore(self, snapshot: dict[str, StoredSession]) -> None:
-        """Goes back to a snapshot, as a server does that lost its last writes in a crash. Leases
-        have run out meanwhile."""
+        """Goes back to a snapshot, as a server that lost its last writes in a crash. Leases have
+        run out meanwhile."""
         self._sessions = dict(snapshot)
         self._leases.clear()
 
@@ -170,8 +170,8 @@ class TwinStore(SessionStore):
     def _admit(
         self, session_id: str, epoch: int, owner: str, reopens: bool = True
     ) -> StoredSession:
-        """The session as a write of (epoch, owner) finds it, not stored yet; a finished one runs
-        again under a higher epoch, if the write `reopens` it. Raises `StaleEpoch`, `DataLoss`."""
+        """The session for a write of (epoch, owner), not stored yet; a finished one runs again
+        under a higher epoch, if the write `reopens` it. Raises `StaleEpoch`, `DataLoss`."""
         kept = self._find(session_id)
         if kept is None:
             raise DataLoss(f"session {session_id} is not stored any more")

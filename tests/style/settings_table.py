@@ -1,4 +1,4 @@
-"""The table in `docs/settings.md`, made from `outrider.config`; run as a module, it is written."""
+"""The table in `docs/settings.md`, made from `outrider.config`; run as a module to write it."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ END = "<!-- end of settings -->\n"
 
 
 def table() -> str:
-    """A row per setting: its flag, its default, what it is and what it may be."""
+    """A row per setting: flag, default, description and allowed values."""
     rows = ["| flag | default | what it is |\n", "| --- | --- | --- |\n"]
     for setting in deployment_settings().values():
         default = "" if setting.default in (None, "") else f"`{str(setting.default).lower()}`"
@@ -26,11 +26,11 @@ def table() -> str:
 
 
 def with_table(text: str) -> str:
-    """The page with the table as it should be."""
+    """The page with the current table."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError("the README has no place for the table of settings")
+        raise ValueError("the page has no place for the table of settings")
     return f"{before}{BEGIN}\n{table()}\n{END}{after}"
 
 

@@ -1,4 +1,4 @@
-"""What the documents say is true."""
+"""The documents are correct."""
 
 import ast
 import re
@@ -23,7 +23,7 @@ def test_the_table_of_settings_is_what_the_configuration_says() -> None:
 
 @pytest.mark.parametrize("page", [README, ROOT / "docs" / "api.md"], ids=lambda page: page.name)
 def test_the_python_examples_compile(page: Path) -> None:
-    """And what they import from the client exists."""
+    """And their imports from the client exist."""
     import outrider.client
 
     source = re.search(r"```python\n(.*?)```", page.read_text("utf-8"), re.S)
@@ -36,8 +36,8 @@ def test_the_python_examples_compile(page: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_and_paths_lead_somewhere(document: Path) -> None:
-    """Every relative link exists, and every path in backticks that looks like one of ours; of a
-    Python file its end is enough."""
+    """Relative links exist, and so do paths in backticks that look like ours; for a Python file its
+    end suffices."""
     text = document.read_text("utf-8")
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         if "://" not in target:
@@ -49,7 +49,7 @@ def test_links_and_paths_lead_somewhere(document: Path) -> None:
 
 
 def test_tests_that_documents_name_are_there() -> None:
-    """Those in commands as well."""
+    """Also those in commands."""
     files = [*(ROOT / "tests").rglob("*.py")]
     there = set(re.findall(r"def (test_\w+)", "".join(path.read_text("utf-8") for path in files)))
     there |= {path.stem for path in files}

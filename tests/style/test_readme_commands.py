@@ -1,4 +1,4 @@
-"""The commands that the documents show can be typed: in this order, with flags that exist."""
+"""The commands in the documents work: in this order, with flags that exist."""
 
 import re
 import shlex
@@ -23,14 +23,14 @@ MADE_BY_READER = {"more.jsonl", "mine.jsonl"}
 
 
 def lines_of(document: Path) -> list[str]:
-    """The lines of its console blocks, those that are continued joined."""
+    """Lines of its console blocks, continued ones joined."""
     blocks = re.findall(r"^```console\n(.*?)^```", document.read_text("utf-8"), re.S | re.M)
     return [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
 
 
 def words_of(line: str) -> list[str] | None:
-    """Those behind `outrider`; None where the line runs another program. It may come behind
-    variables, or behind `--` of a program that runs it elsewhere."""
+    """Words after `outrider`; None if the line runs another program. It may follow variables, or
+    `--` of a program that runs it elsewhere."""
     words = shlex.split(line, comments=True) if "outrider " in line else []
     for place, word in enumerate(words):
         before = words[:place]
@@ -41,7 +41,7 @@ def words_of(line: str) -> list[str] | None:
 
 
 def commands_of(document: Path) -> list[tuple[str, Arguments]]:
-    """Each command line of ours with what the real parser makes of it."""
+    """Each `outrider` command line, parsed by the real parser."""
     found = []
     for line in lines_of(document):
         words = words_of(line)
@@ -52,7 +52,7 @@ def commands_of(document: Path) -> list[tuple[str, Arguments]]:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_commands_in_documents_have_flags_that_exist(document: Path) -> None:
-    """And values that a command takes: a wrong one raises here."""
+    """And values that a command accepts: a wrong one raises here."""
     for line, arguments in commands_of(document):
         name = arguments.run.__name__
         if name == "serve" and arguments.config is None:
@@ -70,8 +70,8 @@ def test_commands_in_documents_have_flags_that_exist(document: Path) -> None:
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.name)
 def test_the_commands_of_a_guide_work_in_their_order(guide: Path) -> None:
-    """A deployment runs where a command needs one, and none where one is started; what is served or
-    learned from has been made before, or is there."""
+    """A deployment runs when a command needs one, and none when one is started; files that it uses
+    were made before, or exist."""
     runs, made = False, {path.name for path in ROOT.iterdir()} | MADE_BY_READER
     for line, arguments in commands_of(guide):
         if "ray job submit" in line:  # On another machine.

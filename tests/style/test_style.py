@@ -1,4 +1,4 @@
-"""The style that can be measured (docs/contributing.md, "Rules"), held over every file of ours."""
+"""The measurable style (docs/contributing.md, "Rules"), checked in all our files."""
 
 import ast
 import functools
@@ -15,7 +15,7 @@ GLOSSARY = {
     "num_speculative_tokens": "num_draft_tokens", "draft_len": "num_draft_tokens",
     "n_tokens": "num_tokens", "rejected_token": "correction", "recovered_token": "correction",
 }  # fmt: skip
-"""Beginnings of identifiers, and what to say instead."""
+"""Prefixes of identifiers, and what to use instead."""
 
 # The paths, or path::function, that may break a limit, each with its reason.
 EXCEPTIONS: dict[str, str] = {
@@ -72,8 +72,8 @@ def test_functions_fit_a_screen() -> None:
 
 
 def test_files_and_folders_are_named_after_an_idea() -> None:
-    """No file or folder has a name that says nothing. pytest imports the modules of tests by their
-    file names alone, which differ therefore."""
+    """No file or folder has a meaningless name. Test modules have distinct names, because pytest
+    imports them by file name alone."""
     found = {}
     first: dict[str, Path] = {}
     for path in ALL_FILES:
@@ -92,7 +92,7 @@ def _parts(path: Path) -> tuple[str, ...]:
 
 
 def _shared_names() -> set[tuple[str, str]]:
-    """(module, name) of all that product code imports from a folder other than its own."""
+    """(module, name) of everything that product code imports from a folder other than its own."""
     shared = set()
     for path in PRODUCT_FILES:
         for node in ast.walk(_tree(path)):

@@ -1,4 +1,4 @@
-"""What is tested on every device that there is."""
+"""Runs tests on every available device."""
 
 import pytest
 import torch
@@ -8,5 +8,5 @@ _NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA dev
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=_NO_CUDA)])
 def device(request: pytest.FixtureRequest) -> str:
-    """Where tensors are put; what comes out must not depend on it."""
+    """Device of tensors; results must not depend on it."""
     return str(request.param)

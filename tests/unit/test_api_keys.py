@@ -1,4 +1,4 @@
-"""Keys: what is kept of them, the file that has it, and who is found by them."""
+"""API keys: their stored hashes, the key file, and finding a caller by key."""
 
 import errno
 import hashlib
@@ -43,7 +43,7 @@ CALLERS = st.builds(
 
 @given(CALLERS, st.booleans())
 def test_a_line_says_all_of_a_key(caller: Caller, made: bool) -> None:
-    """What is written is read again; and the key, with none of it written, finds its caller."""
+    """A written line is read again; and the key, which it does not contain, finds its caller."""
     key = new_key() if made else "a-key-of-somebody"
     line = entry_line(KeyHash.of(key), caller)
     assert key not in line
@@ -54,7 +54,7 @@ def test_a_line_says_all_of_a_key(caller: Caller, made: bool) -> None:
 
 @given(st.text(max_size=80))
 def test_nothing_else_finds_a_caller(text: str) -> None:
-    """No text but the key, also not one that is nearly it."""
+    """Only the exact key does."""
     key = new_key()
     ring = Keyring([KeyEntry(KeyHash.of(key), Caller("a")), *given_keys(GOOD)])
     if text != GOOD:
@@ -84,7 +84,7 @@ def test_a_key_may_be_kept_by_its_sum_alone() -> None:
     ],
 )
 def test_a_wrong_line_is_named(text: str, words: str) -> None:
-    """By its number, with what is allowed, and without a hash or what may be a key."""
+    """The error has its number and what is allowed, but no hash and nothing that may be a key."""
     with pytest.raises(ConfigError, match=words) as caught:
         read_entries(text)
     assert "secret" not in caught.value.message
@@ -100,7 +100,7 @@ def test_names_and_keys_are_there_once() -> None:
 
 
 def test_given_keys_have_tenants_of_their_own() -> None:
-    """The same in any order, and for a key as for its hash; an error repeats no key."""
+    """The same in any order, and for a key as for its hash; an error quotes no key."""
     first, second = given_keys(f"{GOOD}, another-key-12345")
     assert first.caller.tenant != second.caller.tenant
     assert given_keys(f"another-key-12345,{GOOD}") == (second, first)
@@ -115,7 +115,7 @@ def test_given_keys_have_tenants_of_their_own() -> None:
 
 
 def test_a_file_is_changed_by_commands_line_by_line(tmp_path: Path) -> None:
-    """For its owner only where it is new; what somebody else wrote into it stays."""
+    """A new one is for its owner only; lines written by hand stay."""
     path = tmp_path / "keys"
     key = add_key(path, Caller("alice", "team", 60, 4))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -138,20 +138,20 @@ def test_a_file_is_changed_by_commands_line_by_line(tmp_path: Path) -> None:
 def test_a_file_is_read_again_when_it_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within a second. One that is wrong, gone or cannot be read changes nothing."""
+    """Within a second. An invalid, missing or unreadable file changes nothing."""
     path, now = tmp_path / "keys", [0.0]
     key = add_key(path, Caller("alice", "alice"))
     keys = watch_keys(path, given_keys(GOOD), lambda: now[0])
 
     def is_found() -> bool:
         now[0] += 1.0
-        assert keys.current().find(GOOD) is not None  # Those that are given are always there.
+        assert keys.current().find(GOOD) is not None  # Keys of settings stay.
         return keys.current().find(key) is not None
 
     assert is_found()
     text = path.read_text()
     remove_key(path, "alice")
-    assert keys.current().find(key) is not None  # It has not been looked at again yet.
+    assert keys.current().find(key) is not None  # The file has not been checked again yet.
     assert not is_found()
     path.write_text(text)
     os.utime(path, ns=(0, 0))
@@ -160,7 +160,7 @@ def test_a_file_is_read_again_when_it_changes(
     assert is_found()
     path.unlink()
     assert is_found()
-    path.write_text("# nobody\n")
+    path.write_text("# none\n")
 
     def exhausted(*_: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -168,7 +168,7 @@ def test_a_file_is_read_again_when_it_changes(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", exhausted)
         assert is_found()
-    assert not is_found()  # Though it has not changed any more.
+    assert not is_found()  # Though it has not changed since.
 
 
 @pytest.mark.parametrize(

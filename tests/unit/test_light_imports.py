@@ -1,4 +1,4 @@
-"""What a process starts without: a package that it does not need costs seconds and memory."""
+"""Processes do not import packages that they do not need: these cost seconds and memory."""
 
 import subprocess
 import sys

@@ -15,7 +15,7 @@ from outrider.tokenizer import TokenizerText
 
 
 def unknown_tokenizer() -> PreTrainedTokenizerFast:
-    """Of a kind that nothing is known about (its decoder is hidden in a sequence of one)."""
+    """A tokenizer of an unknown kind (its decoder is hidden in a sequence of one)."""
     tokenizer = byte_level_tokenizer()
     tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteLevel()])
     return tokenizer
@@ -50,8 +50,8 @@ UNICODE = st.text(st.characters(exclude_categories=["Cs"]), max_size=40) | st.te
 @example(prompt="👩‍👩‍👧�🦊")
 @settings(max_examples=250, deadline=None)
 def test_deltas_make_up_the_text(kind: str, prompt: str) -> None:
-    """For any Unicode text, with a tokenizer that splits characters into bytes, with one that
-    drops the first space, and with any other: the deltas are the decoded text, whole characters."""
+    """For any Unicode text, with a tokenizer that splits characters into bytes, one that drops the
+    first space, and any other: the deltas are whole characters and make up the decoded text."""
     text = text_of(kind)
     if kind == "unknown":  # there, U+FFFD in the text cannot be told from a split character
         prompt = prompt.replace("\ufffd", "")
@@ -90,7 +90,7 @@ def test_special_tokens_are_not_shown_and_disturb_nothing(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_character_comes_when_its_last_byte_does(kind: str) -> None:
-    """U+1F98A is four tokens; a text that ends inside of one shows so."""
+    """U+1F98A is four tokens; a text that ends inside it ends with U+FFFD."""
     text = text_of(kind)
     ids = text.encode("🦊")[-4:]
     assert deltas(text, ids) == ["", "", "", "🦊", ""]
