@@ -1,4 +1,4 @@
-"""The ways to a coordinator give the same: by gRPC, in this process, and blocking."""
+"""All transports give the same results: gRPC, in this process, and blocking."""
 
 import asyncio
 import dataclasses
@@ -28,7 +28,7 @@ PROMPT = (1, 2, 3)
 
 @pytest.fixture
 async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
-    # What is ready of a proposal that was worked out ahead is a matter of time.
+    # With look-ahead, proposals depend on timing.
     async with toy_stack(tmp_path, look_ahead=0) as running:
         yield running
 
@@ -38,7 +38,7 @@ def in_process(stack: Stack) -> Client:
 
 
 def without_times(completion: Completion) -> Completion:
-    """What has to be the same each time."""
+    """The parts that must be equal each time."""
     metrics = dataclasses.replace(
         completion.metrics, time_to_first_token_ms=0.0, tokens_per_second=0.0
     )
@@ -56,7 +56,7 @@ ANSWERED: list[dict[str, Any]] = [
 
 async def test_every_way_gives_the_same_answer(stack: Stack) -> None:
     """Tokens, text, origins, log-probabilities and counts of seeded requests. The draft is the
-    target's twin, so rounds go the same way each time."""
+    target's twin, so rounds are the same each time."""
     for fields in ANSWERED:
         request = GenerateRequest(**({"prompt": PROMPT, "max_tokens": 12, "seed": 7} | fields))
         by_grpc = await stack.client.complete(request)
@@ -97,8 +97,8 @@ async def until(holds: Callable[[], Awaitable[bool]]) -> None:
 
 
 async def test_closing_the_client_ends_its_sessions_alone(slow: Stack) -> None:
-    """Those that wait for an event and those that are not read at present; another client's goes on
-    until it is left, and so does the coordinator."""
+    """Those that wait for an event and those that are not being read; another client's session
+    continues until it is left, and so does the coordinator."""
     closed, other = in_process(slow), in_process(slow)
     long = GenerateRequest(PROMPT, max_tokens=2000)
     idle, kept = closed.generate(long), other.generate(long)
@@ -128,7 +128,7 @@ async def test_closing_the_client_ends_its_sessions_alone(slow: Stack) -> None:
 
 
 class StuckCoordinator:
-    """Answers nothing."""
+    """Never answers."""
 
     model: Any = None
     num_running = 0
@@ -146,7 +146,7 @@ class StuckCoordinator:
 
 
 async def test_a_stuck_coordinator_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call has a deadline, also where there is no gRPC to keep it; closing ends it sooner."""
+    """Every call has a deadline, also without gRPC; closing ends it sooner."""
     client = Client(InProcessTransport(StuckCoordinator()))
     with monkeypatch.context() as patch:
         patch.setattr("outrider.client.client.GENERATE_SLACK_S", 0.01)

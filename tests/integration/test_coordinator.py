@@ -1,4 +1,4 @@
-"""The coordinator called by gRPC, with a target and a draft behind gRPC, and Redis."""
+"""The coordinator by gRPC, with a target and a draft behind gRPC, and Redis."""
 
 import asyncio
 from collections import Counter
@@ -48,7 +48,7 @@ async def test_what_cannot_be_decoded_or_is_missing_is_invalid(stack: Stack) -> 
 
 
 async def test_a_burst_of_requests_is_served_whole(tmp_path: Path) -> None:
-    """Slower, but nobody is turned away."""
+    """Slower, but no request is refused."""
 
     async def outcome(number: int) -> str:
         request = GenerateRequest((1, 2, 3), max_tokens=2, seed=number, num_draft_tokens=0)

@@ -50,7 +50,7 @@ def named(name: str) -> ReplicaRecord:
     return replace(TARGET, name=name)
 
 
-async def test_who_is_announced_is_listed_by_role_and_name(registries: Registries) -> None:
+async def test_announced_replicas_are_listed_by_role_and_name(registries: Registries) -> None:
     registry = registries.registry("d")
     draft = replace(named("target-1"), role="draft", leaving=True)
     assert await registry.records("target") == []
@@ -64,7 +64,7 @@ async def test_who_is_announced_is_listed_by_role_and_name(registries: Registrie
 
 
 async def test_deployments_do_not_see_each_other(registries: Registries) -> None:
-    """Nor does one see another whose name begins as its own."""
+    """Not even with a name that begins like its own."""
     first, second = registries.registry("d"), registries.registry("d2")
     await first.announce(TARGET)
     await first.want({"target": 2})
@@ -77,7 +77,7 @@ async def test_deployments_do_not_see_each_other(registries: Registries) -> None
 
 
 async def test_wanted_counts_are_kept_role_by_role(registries: Registries) -> None:
-    """And beside them how many replicas were started."""
+    """Also how many replicas were started."""
     registry = registries.registry("d")
     await registry.note_started(7)
     assert await registry.wanted() == {}
@@ -91,8 +91,8 @@ async def test_wanted_counts_are_kept_role_by_role(registries: Registries) -> No
 async def test_replicas_lie_in_redis_as_documented(
     registries: Registries, admin: redis.Redis
 ) -> None:
-    """Each record for the time of a lease from its last renewal; a name is off the list once its
-    lease is found over."""
+    """Each record lasts a lease's time from its last renewal; a name is removed once its lease is
+    found to be over."""
     registry = registries.registry("d")
     await registry.announce(TARGET)
     await registry.want({"draft": 3})
@@ -112,10 +112,10 @@ async def test_replicas_lie_in_redis_as_documented(
     assert left == {f"{registries.prefix}wanted:{{d}}"}
 
 
-async def test_a_server_that_takes_no_words_says_of_nobody_that_he_is_gone(
+async def test_a_server_that_refuses_writes_reports_no_replica_as_gone(
     registries: Registries, admin: redis.Redis
 ) -> None:
-    """Leases end there because nothing can be written: that is the server's silence, not theirs."""
+    """Leases end there because nothing can be written: this says nothing of the replicas."""
     registry = registries.registry("d")
     await registry.announce(TARGET)
     admin.delete(f"{registries.prefix}replica:{{d}}:target:target-1")  # As when its time is over.

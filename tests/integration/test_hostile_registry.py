@@ -1,4 +1,4 @@
-"""Who may write to Redis decides how many replicas there are, within bounds, and nothing else."""
+"""Write access to Redis decides how many replicas there are, within bounds, and nothing else."""
 
 import json
 import sys
@@ -47,7 +47,7 @@ def spec() -> FleetSpec:
 
 
 async def hear(fleet: Fleet) -> None:
-    """Looks at what is wanted, as a fleet does twice a second."""
+    """Reads what is wanted, as a fleet does twice a second."""
     await fleet._hear_wanted()
 
 
@@ -55,8 +55,8 @@ async def hear(fleet: Fleet) -> None:
 async def test_no_text_in_redis_changes_anything_but_counts_within_bounds(
     admin: redis.Redis, registry: RedisRegistry, value: bytes | str
 ) -> None:
-    """The text stands in every field that is read, in those that were once read as settings, and as
-    a replica's record under every role."""
+    """The text is in every field that is read, in those that were once settings, and a replica's
+    record under every role."""
     plan = spec()
     cluster: Any = None
     fleet = Fleet(cluster, plan, registry)

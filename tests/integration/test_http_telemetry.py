@@ -1,4 +1,4 @@
-"""What requests by HTTP leave: times by route and status, traces, and all that Prometheus sees."""
+"""Telemetry of HTTP requests: times by route and status, traces, and Prometheus' pages."""
 
 import json
 from dataclasses import replace
@@ -25,7 +25,7 @@ TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 async def test_requests_are_timed_by_route_and_status(tmp_path: Path) -> None:
-    """As a coordinator's actor serves them, with what its own port for Prometheus shows."""
+    """As a coordinator's actor serves them, with the same page on its port for Prometheus."""
     async with watched_stack(tmp_path) as watched:
         host = CoordinatorHost(CoordinatorConfig(port=0))
         host.exports = watched.exports["coordinator"]
@@ -36,7 +36,7 @@ async def test_requests_are_timed_by_route_and_status(tmp_path: Path) -> None:
                 async for _ in one.aiter_raw():
                     pass
             await http.post("/v1/completions", json={**BODY, "max_tokens": -1})
-            await http.get("/v1/models/of/somebody")
+            await http.get("/v1/models/of/another")
             await http.get("/v1/completions")
             await http.get("/nowhere/secret")
             twice = [("authorization", "Bearer a"), ("authorization", "Bearer b")]
@@ -57,7 +57,7 @@ async def test_requests_are_timed_by_route_and_status(tmp_path: Path) -> None:
         assert page.value(TIMES, http_route=route, url_scheme="http", **labels) == num, route
     assert page.value(TIMES, http_response_status_code="405") == 2
     assert page.value(TIMES, http_request_method="_OTHER") == 1
-    assert page.value(TIMES, http_response_status_code="401") == 1  # Refused at the door.
+    assert page.value(TIMES, http_response_status_code="401") == 1  # Refused before its route.
     assert page.value(TIMES) == 9
     assert "secret" not in json.dumps(sorted(map(str, page.samples))).lower()
     assert page.names == own.names
@@ -66,8 +66,8 @@ async def test_requests_are_timed_by_route_and_status(tmp_path: Path) -> None:
 
 
 async def test_metrics_are_there_without_being_asked_for(tmp_path: Path) -> None:
-    """By HTTP, where the models are; not without HTTP. No port is opened, and nothing audited.
-    vLLM's names are there only where they are asked for."""
+    """By HTTP, beside the models; not without HTTP. No port is opened, and nothing audited. vLLM's
+    names only if configured."""
     config = CoordinatorConfig(port=0, served_model_name="model", vllm_metric_names=True)
     host = CoordinatorHost(config)
     observation = host.observe()

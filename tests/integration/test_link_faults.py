@@ -1,4 +1,4 @@
-"""A link to replicas that misbehave, and a stream whose caller does."""
+"""A link to misbehaving replicas, and a stream with a misbehaving caller."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ GOOD = VerdictReply(KEY, Verdict((), (1,)), 1)
 
 
 class Impostor:
-    """A servicer that sends a prepared frame for each frame it gets, then ends as told."""
+    """A servicer that sends a prepared frame for each frame that it gets, and then ends if told
+    to."""
 
     def __init__(self, frame: target_pb2.VerifyReply, then: Exception | None = None) -> None:
         self._frame = frame
@@ -56,15 +57,15 @@ async def exits() -> AsyncIterator[AsyncExitStack]:
 
 
 async def linked(exits: AsyncExitStack, service: Service) -> tuple[GrpcLink, Listener]:
-    """A link to a server of it, and what the link hears."""
+    """A link to a server of the service, and its listener."""
     link = target_link((await serve(exits, service)).address)
     exits.push_async_callback(link.close)
     return link, Listener(link)
 
 
 async def test_an_answer_that_does_not_fit_breaks_the_link(exits: AsyncExitStack) -> None:
-    """A replica that cannot be believed is as good as gone: the good answer before is heard, then
-    the loss, with the field at fault."""
+    """A replica that sends invalid answers counts as lost: earlier answers are delivered, then the
+    loss, with the wrong field."""
     good = VERIFY.answer_to_proto(GOOD)
     bad = VERIFY.answer_to_proto(GOOD)
     bad.verdict.correction.append(1)
@@ -81,8 +82,8 @@ async def test_an_answer_that_does_not_fit_breaks_the_link(exits: AsyncExitStack
 async def test_the_rest_between_attempts_doubles_and_a_good_answer_ends_it(
     exits: AsyncExitStack,
 ) -> None:
-    """Three breaks without an answer: half to all of 50, 100, 200 ms. `send` names the rest that is
-    left."""
+    """Three breaks without an answer: half to all of 50, 100, 200 ms. `send` reports the remaining
+    delay."""
     impostor = Impostor(target_pb2.VerifyReply(), then=Unavailable("going down"))
     link, heard = await linked(exits, Service(VERIFY.service, impostor))
     for attempt in range(3):
@@ -100,8 +101,8 @@ async def test_the_rest_between_attempts_doubles_and_a_good_answer_ends_it(
 
 
 async def test_a_full_outbox_refuses_and_loses_nothing_it_took(exits: AsyncExitStack) -> None:
-    """Items queued in one turn of the loop, one more than may wait: the last is refused, all
-    others arrive."""
+    """One item more than may wait, in one turn of the loop: the last is refused, all others
+    arrive."""
     service = Silent()
     link, _ = await linked(exits, ReplicaServicer(service, VERIFY).grpc_service)
     for round_index in range(STREAM_QUEUE_ITEMS_MAX):
@@ -116,7 +117,7 @@ async def test_a_full_outbox_refuses_and_loses_nothing_it_took(exits: AsyncExitS
 
 
 class Silent:
-    """A service that takes items and answers when the test says so."""
+    """A service that takes items and answers on demand."""
 
     def __init__(self) -> None:
         self.rounds: list[int] = []
@@ -145,7 +146,7 @@ class Silent:
 
 async def test_more_answers_than_may_wait_end_the_stream(exits: AsyncExitStack) -> None:
     """RESOURCE_EXHAUSTED after what had been queued; the service learns that the connection is
-    gone."""
+    closed."""
     service = Silent()
     call = await ask_raw(exits, service)
     heard = 0
@@ -162,8 +163,8 @@ async def test_more_answers_than_may_wait_end_the_stream(exits: AsyncExitStack) 
 
 
 async def test_a_caller_that_never_reads_is_cut_off(exits: AsyncExitStack) -> None:
-    """Its window full of unread frames, a write hangs; when the outbox is full as well, the call is
-    cancelled rather than kept for ever."""
+    """With its window full of unread frames, a write hangs; when the queue is full as well, the
+    call is cancelled instead of kept forever."""
     service = Silent()
     call = await ask_raw(exits, service)
     bulky = Refused(KEY, 13, "x" * 1000)
@@ -177,7 +178,7 @@ async def test_a_caller_that_never_reads_is_cut_off(exits: AsyncExitStack) -> No
 
 
 async def ask_raw(exits: AsyncExitStack, service: Silent) -> Any:
-    """A stream to it with one item written and nothing read."""
+    """A stream with one item written and nothing read."""
     server = await serve(exits, ReplicaServicer(service, VERIFY).grpc_service)
     channel = await exits.enter_async_context(open_channel(server.address))
     call: Any = channel.stream_stream(VERIFY.path("Verify"))()

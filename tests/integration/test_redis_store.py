@@ -79,7 +79,7 @@ counts = st.builds(Counters, *[st.integers(0, 2**40)] * 3)
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Whatever is asked of it, in whatever order, Redis answers as the memory store does."""
+    """For any operations in any order, Redis answers as the in-memory twin."""
 
     server: ClassVar[EmbeddedRedis]
 
@@ -111,7 +111,7 @@ class StoreMachine(RuleBasedStateMachine):
             return type(error)
 
     def writer(self, data: st.DataObject, session_id: str) -> tuple[int, str]:
-        """Epoch and owner of a write, mostly such that it is let in."""
+        """Epoch and owner of a write, mostly admissible ones."""
         found = self.model.snapshot().get(session_id)
         kept = [] if found is None else [found.record] * 5
         epochs = [*(one.epoch for one in kept), 1, 2, 3]
@@ -175,7 +175,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(session_id=ids)
     def look(self, session_id: str) -> None:
-        """What is seen now may be taken over later."""
+        """Records that may be taken over later."""
         found = self.outcome(self.store.load(session_id))
         if isinstance(found, SessionRecord):
             self.seen.append(found)
@@ -196,7 +196,7 @@ class StoreMachine(RuleBasedStateMachine):
     def finish(
         self, session_id: str, data: st.DataObject, reason: FinishReason, counters: Counters
     ) -> None:
-        """Beside the model's, the rules that hold of every end that is recorded."""
+        """Also checks the rules for every recorded end."""
         epoch, owner = self.writer(data, session_id)
         stored = self.model.snapshot().get(session_id)
         lengths = [None, 1, 9] if stored is None else [None, stored.length, stored.length + 1]
@@ -259,7 +259,7 @@ def test_redis_answers_as_the_memory_store(server: EmbeddedRedis) -> None:
 
 
 async def test_sessions_expire(server: EmbeddedRedis, admin: redis.Redis) -> None:
-    """An orphan and a finished session are gone after their times; its owner hears of data loss."""
+    """An orphaned and a finished session are gone after their times; the owner gets data loss."""
     store = await connected(server.url, key_prefix="ttl:")
     store.lease_ms, store.session_ttl_ms, store.finished_ttl_ms = 1, 200, 100
     for session_id in IDS[:2]:
@@ -275,8 +275,8 @@ async def test_sessions_expire(server: EmbeddedRedis, admin: redis.Redis) -> Non
 
 
 async def test_redis_counts_a_lease_down(server: EmbeddedRedis, admin: redis.Redis) -> None:
-    """Renewed for longer than it lasts, then left alone until the store says that it is over. No
-    point in time is stored, of whatever clock."""
+    """Renewed for longer than it lasts, then left alone until the store reports its end. No point
+    in time is stored."""
     store = await connected(server.url, key_prefix="lease:")
     store.lease_ms = 300
     await store.hold_lease(OWNERS[0])
@@ -297,8 +297,8 @@ async def test_redis_counts_a_lease_down(server: EmbeddedRedis, admin: redis.Red
 
 
 async def test_a_full_server_renews_leases(store: RedisStore, admin: redis.Redis) -> None:
-    """Else others took the sessions of a coordinator over that runs them. It also says how long
-    they last, though it cannot tell the owner that another one asked."""
+    """Otherwise others would take over the sessions of a running coordinator. It also reports the
+    remaining time, though it cannot tell the owner that another one asked."""
     await store.hold_lease(OWNERS[0])
     await store.open(new_session())
     seen = await store.load(IDS[0])
@@ -315,7 +315,7 @@ async def test_a_full_server_renews_leases(store: RedisStore, admin: redis.Redis
 
 
 async def test_a_damaged_session_is_lost_alone(store: RedisStore, admin: redis.Redis) -> None:
-    """The sessions beside it are appended to in the same call."""
+    """Other sessions are appended to in the same call."""
     sessions = [Session(new_session(session_id)) for session_id in IDS]
     for session in sessions:
         await store.open(new_session(session.session_id))
@@ -331,7 +331,7 @@ async def test_a_damaged_session_is_lost_alone(store: RedisStore, admin: redis.R
 
 
 async def test_many_sessions_are_opened_at_once(store: RedisStore, admin: redis.Redis) -> None:
-    """They share round trips; one that is refused, and callers that gave up, do not matter."""
+    """They share round trips; a refused one, and cancelled callers, do not matter."""
     before = admin.info("stats")["total_connections_received"]
     ids = [f"{k:032x}" for k in range(20 * CALLS_PER_PIPELINE_MAX)]
     await store.open(new_session(ids[5], owner=OWNERS[1]))
@@ -353,9 +353,8 @@ LINES = [f"[-{number}.5, []]" for number in range(1, 1000)]
 async def test_a_long_record_is_read_in_parts(
     store: RedisStore, admin: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No answer of Redis is long; the record is the same, read or taken over. Where another owner
-    replaces it between two parts, what is handed out is of one owner alone, and a take-over is
-    refused."""
+    """No answer of Redis is long; the record is the same, read or taken over. If another owner
+    replaces it between two parts, the result is of one owner alone, and a take-over is refused."""
     monkeypatch.setattr("outrider.sessions.redis_store.RECORD_PART_BYTES", 100)
     await store.open(new_session())
     session = Session(new_session())
@@ -416,7 +415,7 @@ async def test_passwords(server: EmbeddedRedis, admin: redis.Redis) -> None:
 
 
 async def test_a_dead_server_is_noticed_and_comes_back_with_its_sessions(tmp_path: Path) -> None:
-    """SIGKILL: what was stored a while ago is there again after a restart."""
+    """After SIGKILL and a restart, earlier data are there again."""
     server = EmbeddedRedis(tmp_path)
     with server:
         store = await connected(server.url)
@@ -438,7 +437,7 @@ async def test_a_dead_server_is_noticed_and_comes_back_with_its_sessions(tmp_pat
 
 
 def test_a_server_starts_while_a_thread_sets_environment_variables(tmp_path: Path) -> None:
-    """As Ray does in the launcher: `environ` moves under an `execv`, which fails with EFAULT."""
+    """As Ray does in the launcher: `environ` moves during `execv`, which then fails with EFAULT."""
     server, stop = EmbeddedRedis(tmp_path), threading.Event()
 
     def set_variables() -> None:
@@ -459,8 +458,8 @@ def test_a_server_starts_while_a_thread_sets_environment_variables(tmp_path: Pat
 
 
 async def test_a_hanging_server_is_noticed_within_a_second(tmp_path: Path) -> None:
-    """A stopped process accepts connections but never answers. The bound is wider than a second
-    only because the machine may be busy."""
+    """A stopped process accepts connections but never answers. The bound is above a second only for
+    busy machines."""
     with EmbeddedRedis(tmp_path) as server:
         store = await connected(server.url)
         await store.open(new_session())
@@ -477,7 +476,7 @@ async def test_a_hanging_server_is_noticed_within_a_second(tmp_path: Path) -> No
 
 
 def test_a_directory_has_one_server_for_its_user_alone(tmp_path: Path) -> None:
-    """The socket of one with a long path is elsewhere."""
+    """With a long path its socket is elsewhere."""
     long = tmp_path / ("d" * SOCKET_PATH_BYTES_MAX)
     for directory in (tmp_path, long):
         with EmbeddedRedis(directory) as server:
@@ -505,7 +504,7 @@ def test_a_server_that_cannot_be_started_says_why(
 
 
 def test_the_server_dies_with_a_killed_parent(tmp_path: Path) -> None:
-    """Nothing of the parent runs when it is killed; the server still stops and frees its lock."""
+    """No code of the killed parent runs; the server still stops and frees its lock."""
     program = (
         "import sys, time; from outrider.sessions.embedded import EmbeddedRedis;"
         "r = EmbeddedRedis(sys.argv[1]); r.start(); print(r.pid, flush=True); time.sleep(600)"
@@ -539,7 +538,7 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
 async def test_tls_is_checked_against_the_given_authority(
     server: EmbeddedRedis, tmp_path: Path
 ) -> None:
-    """A TLS end before the real server: with its authority it works, without it is refused."""
+    """With a TLS proxy before the server: its authority is accepted, others are refused."""
     made = Made(tmp_path, "localhost", "localhost")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(made.file, made.key_file)

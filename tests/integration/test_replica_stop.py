@@ -1,4 +1,4 @@
-"""How a replica stops: what was asked is answered, within a grace, and no longer."""
+"""How a replica stops: queued items are answered, but only within a grace period."""
 
 import asyncio
 from collections.abc import Callable
@@ -32,7 +32,7 @@ class GatedExecutor:
         return step()
 
     def close(self, *, wait: bool = True) -> None:
-        """Nothing runs."""
+        """Nothing to close."""
 
 
 class Hosted:
@@ -53,16 +53,16 @@ class Hosted:
         self.link.send(VerifyItem(make_head((1, 2, 3), session=session)))
 
     async def received(self, num_items: int) -> None:
-        """Returns when so many items have come to the replica."""
+        """Waits until this many items have arrived."""
         async with asyncio.timeout(PATIENCE_S):
             while await self.host.traffic() < num_items:
                 await asyncio.sleep(0.001)
 
 
 async def test_what_waits_is_answered_and_then_the_stream_ends() -> None:
-    """Three steps wait. All are answered before the stream ends; an item that comes after the stop
-    is not worked on; and the stop takes as long as the steps, far less than its grace, though the
-    coordinator would keep its stream."""
+    """Three steps wait. All are answered before the stream ends; an item after the stop is not run;
+    and the stop takes as long as the steps, far less than its grace, though the coordinator would
+    keep its stream."""
     hosted = Hosted()
     await hosted.start()
     for session in (1, 2, 3):
@@ -88,8 +88,8 @@ async def test_what_waits_is_answered_and_then_the_stream_ends() -> None:
 
 
 async def test_a_replica_whose_engine_is_lost_ends_by_itself() -> None:
-    """It serves no more from then on, answers what was asked, ends its streams, and then says why
-    it has ended. To stop it once more does no harm."""
+    """It reports NOT_SERVING, refuses the queued items, ends its streams, and then raises the
+    reason. Stopping it again does no harm."""
     hosted = Hosted()
     await hosted.start()
     hosted.engine.crash = EngineLost("rank 1 is gone")
@@ -114,7 +114,7 @@ async def test_a_replica_whose_engine_is_lost_ends_by_itself() -> None:
 
 
 async def test_steps_that_take_longer_than_the_grace_are_not_waited_for() -> None:
-    """The streams are cut; the step that runs ends, and what waits behind it is dropped."""
+    """The streams are cut; the running step ends, and the rest is dropped."""
     hosted = Hosted()
     await hosted.start()
     hosted.send(1)

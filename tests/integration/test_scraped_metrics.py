@@ -1,5 +1,4 @@
-"""Numbers on a live deployment's pages move with what happens. That all that operators are promised
-is there is tested with the dashboard."""
+"""Metrics of a live deployment change as expected. Completeness is tested with the dashboard."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -55,7 +54,7 @@ async def test_numbers_move_with_what_happens(tmp_path: Path) -> None:
     assert grown("outrider_request_success_total", finished_reason="length") == 2
     assert grown("outrider_request_success_total", finished_reason="deadline") == 0
     assert after.value("outrider_request_failure_total", error_type="BadRequest") == 1
-    # Requests that get no answer would make answers look short.
+    # Failed requests would make latencies look short.
     assert grown("outrider_e2e_request_latency_seconds_count") == 2
     num_rounds = sum(answer.metrics.num_rounds for answer in answers)
     counted = {
@@ -73,7 +72,7 @@ async def test_numbers_move_with_what_happens(tmp_path: Path) -> None:
         assert grown(f"outrider_{name}_total") == count, name
     accepted = grown("outrider_spec_decode_num_accepted_tokens_total")
     assert accepted == counted["spec_decode_num_accepted_tokens_per_pos"]
-    # The draft looks ahead of every round with a proposal and is in time for some.
+    # The draft looks ahead in every round with a proposal, and is in time for some.
     hits, misses = (grown(f"outrider_look_ahead_{name}_total") for name in ("hits", "misses"))
     assert hits == sum(report.look_ahead_hit for report in reports) > 0
     assert hits + misses == grown("outrider_spec_decode_num_drafts_total") > 0
@@ -95,7 +94,7 @@ async def test_numbers_move_with_what_happens(tmp_path: Path) -> None:
 
 
 async def test_an_audit_is_counted(tmp_path: Path) -> None:
-    """Over gRPC, with what another one of the same seed comes to."""
+    """Over gRPC; a second session with the same seed counts as repeated."""
     async with watched_stack(tmp_path, audit_share=1.0) as watched:
         for num in (1, 2):
             await watched.stack.client.complete(REQUEST)
@@ -124,6 +123,6 @@ async def test_rounds_without_their_draft_are_counted(tmp_path: Path) -> None:
         await watched.stack.draft_server.stop(0)
         answer = await watched.stack.client.complete(REQUEST)
         page = await watched.page("coordinator")
-    # The first round and one that is to bring a single token have no proposal.
+    # The first round, and one for a single token, have no proposal.
     assert page.value("outrider_fallback_rounds_total") == answer.metrics.num_rounds - 2
     assert page.value("outrider_look_ahead_misses_total") == 0

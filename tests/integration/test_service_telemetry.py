@@ -27,7 +27,7 @@ from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1.coordinator_pb2_grpc import CoordinatorStub
 
 DETAIL = CoordinatorConfig(trace_first_rounds=2, trace_every_rounds=4)
-PROMPT = "a secret that nobody may record"
+PROMPT = "a secret that must not be recorded"
 REQUEST = GenerateRequest(
     PROMPT, sampling=SamplingParams(temperature=0.0), max_tokens=24, num_draft_tokens=3
 )
@@ -37,7 +37,7 @@ GENAI_ATTRIBUTES = {"gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.req
 def observed_stack(
     exports: Mapping[Role, Exports], directory: Path
 ) -> AbstractAsyncContextManager[Stack]:
-    # Without look-ahead every proposal is asked for, and has its spans.
+    # Without look-ahead every proposal is requested, and has its spans.
     return toy_stack(directory, look_ahead=0, **observers(exports, DETAIL))
 
 
@@ -119,7 +119,7 @@ async def test_the_request_span_says_what_the_conventions_and_we_promise(
             1,
             {key: found[key] for key in found if key in GENAI_ATTRIBUTES},
         )
-    # All rounds count here, those without spans too.
+    # All rounds count here, also those without spans.
     verify_ms = sum(s.attributes["outrider.compute_ms"] for s in _target_wires(memory))
     assert found["outrider.verify_ms"] > verify_ms > 0
     for phase in ("draft", "wire", "queue", "verify", "commit"):
@@ -166,7 +166,7 @@ async def test_a_client_that_goes_is_a_cancel(memory: Memory, tmp_path: Path) ->
 
 
 class Collector(trace_grpc.TraceServiceServicer, metrics_grpc.MetricsServiceServicer):
-    """Takes OTLP over gRPC and keeps it."""
+    """Receives OTLP over gRPC and keeps it."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[str, Any]] = []

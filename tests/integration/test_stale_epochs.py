@@ -1,4 +1,4 @@
-"""A session has a new owner: whatever the ones before it still send is refused, however much."""
+"""A session has a new owner: everything that former owners still send is refused."""
 
 import random
 from typing import Any
@@ -14,13 +14,13 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 
 NUM_STALE, PER_ROUND = 10_000, 500
 EPOCH = 5
-"""Of the rightful owner; all before it are over."""
+"""Epoch of the current owner; all before it are over."""
 VOCAB = 8
 PROMPT = (1, 2, 3)
 
 
 class Pair:
-    """A target and a draft, and a player of the rightful owner's rounds."""
+    """A target and a draft, and a player of the current owner's rounds."""
 
     def __init__(self) -> None:
         self.target = Replica("target", ToyEngine(VOCAB, 1, max_model_len=256))
@@ -29,7 +29,7 @@ class Pair:
         self.player = Player(PROMPT, Rule.COUPLED, SamplingParams(), *links, epoch=EPOCH)
 
     def held(self) -> list[Any]:
-        """What either has of the sessions."""
+        """Both replicas' state of the sessions."""
         return [
             (one.service._filter._asked[session_name(1)][0], one.engine.held,
              one.engine.page_counts().num_free, one.engine.page_counts().num_evictable)
@@ -44,7 +44,7 @@ class Pair:
 def stale_items(
     tokens: list[int], drawn: random.Random, number: int
 ) -> tuple[list[VerifyItem], list[DraftItem]]:
-    """Of coordinators that have had the session: as far as they knew it, or on another way."""
+    """Items of former owners, with the prefix as they knew it, or another."""
     verifies, drafts = [], []
     for _ in range(number):
         committed = [*tokens[: drawn.randint(3, len(tokens))], drawn.randrange(VOCAB)]
@@ -64,7 +64,7 @@ def stale_items(
 
 
 def test_items_of_older_epochs_change_nothing() -> None:
-    """Target and draft refuse them all; the owner's rounds come out as if nobody had sent any."""
+    """Target and draft refuse them all; the owner's rounds come out as without them."""
     run_virtually(main())
 
 

@@ -1,5 +1,5 @@
-"""Draft and target behind real gRPC servers on loopback: many sessions on one stream, broken
-links, bulky items, and callers who send nonsense."""
+"""Draft and target behind real gRPC servers on loopback: many sessions on one stream, broken links,
+bulky items, and invalid messages."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -74,9 +74,9 @@ async def pair() -> AsyncIterator[Pair]:
 
 
 async def test_a_link_breaks_and_is_opened_anew(pair: Pair) -> None:
-    """The server goes away: the listener hears it once, `send` fails fast while nobody is there,
-    and after a restart a send reopens the stream with full sampling parameters; the new target
-    holds nothing and says so."""
+    """The server stops: the listener is told once, `send` fails fast while there is no server, and
+    after a restart a send reopens the stream with full sampling parameters; the new target answers
+    that it holds nothing."""
     link = target_link(pair.target_server.address)
     heard = Listener(link)
     port = pair.target_port
@@ -111,8 +111,8 @@ async def test_a_link_breaks_and_is_opened_anew(pair: Pair) -> None:
 
 
 async def test_sampling_parameters_travel_once(pair: Pair) -> None:
-    """After the first item only their hash is sent; a hash that the server does not know is
-    answered by a resync from nothing, and the link then sends them in full again."""
+    """After the first item only their hash is sent; if the server does not know it, it answers with
+    a resync from nothing, and the link sends them in full again."""
     link = target_link(pair.target_server.address)
     heard = Listener(link)
     sampling = SamplingParams(temperature=1, top_k=3, logit_bias=((5, 2), (1, -1)))
@@ -135,14 +135,14 @@ async def test_sampling_parameters_travel_once(pair: Pair) -> None:
 
 
 async def test_a_constraint_travels_once(pair: Pair) -> None:
-    """After the first item of a session on a stream only its hash is sent, and the replica has it
-    all the same; a large one goes by the other stream, and is sent in full on that once, too."""
+    """After the first item of a session on a stream only its hash is sent, and the replica still
+    has it; a large one uses the other stream, and is sent in full there once, too."""
     heard_heads = []
     take = pair.target.take
 
     def noting(item: Any, outlet: Any) -> None:
         heard_heads.append(item.head)
-        outlet.send([Refused(item.head.key, 9, "only to be looked at")])
+        outlet.send([Refused(item.head.key, 9, "only for inspection")])
 
     pair.target.take = noting  # type: ignore[method-assign]
     link = target_link(pair.target_server.address)
@@ -172,7 +172,7 @@ async def test_a_constraint_travels_once(pair: Pair) -> None:
 async def test_many_features_come_by_the_stream_of_bulky_items(
     pair: Pair, first: int | None, name: str
 ) -> None:
-    """So that they do not stand before the verdicts of other sessions."""
+    """So that they do not delay verdicts of other sessions."""
     link = target_link(pair.target_server.address)
     text = [index % 7 for index in range(100)]
     await ask(link, Listener(link), VerifyItem(make_head(text), features_from=first))
@@ -182,7 +182,7 @@ async def test_many_features_come_by_the_stream_of_bulky_items(
 
 
 async def send_raw(address: str, frames: list[bytes]) -> tuple[list[Any], grpc.StatusCode, str]:
-    """What a stream answers to raw bytes, and how it ends."""
+    """A stream's answers to raw bytes, and how it ends."""
     channel: Any = open_channel(address)
     call = channel.stream_stream(VERIFY_PATH)(iter(frames))
     replies = []
@@ -197,8 +197,8 @@ async def send_raw(address: str, frames: list[bytes]) -> tuple[list[Any], grpc.S
 
 
 async def test_what_cannot_be_decoded_is_the_callers_fault(pair: Pair) -> None:
-    """INVALID_ARGUMENT, not INTERNAL. Of a frame with a good item, one with a bad id and one
-    without parameters each gets its own answer. A message over the limit is not read."""
+    """INVALID_ARGUMENT, not INTERNAL. In a frame with a good item, one with a bad id and one
+    without parameters, each gets its own answer. A message over the limit is not read."""
     address = pair.target_server.address
     _, code, details = await send_raw(address, [b"\xff\xff\xff"])
     assert code is grpc.StatusCode.INVALID_ARGUMENT
@@ -234,5 +234,5 @@ async def test_health_overall_and_per_service(pair: Pair) -> None:
                 reply = await stub.Check(health_pb2.HealthCheckRequest(service=service))
                 assert reply.status == status
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.Check(health_pb2.HealthCheckRequest(service="nobody"))
+                await stub.Check(health_pb2.HealthCheckRequest(service="unknown"))
             assert caught.value.code() is grpc.StatusCode.NOT_FOUND
