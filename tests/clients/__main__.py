@@ -1,6 +1,6 @@
 """`python -m tests.clients`: starts the demo, runs each load generator against each endpoint of its
-HTTP port, and checks the reports against what was asked; then lm-eval, against the library, and an
-agent that calls a tool. Exit code 1 where one is not right."""
+HTTP port, and checks the reports against the requests; then lm-eval, against the library, and an
+agent that calls a tool. Exit code 1 if one is wrong."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ SERVE_S: Final = 600.0
 HARNESS: Final = "lm-eval"
 AGENT: Final = "openai-agents"
 RUN_S: Final = 300.0
-"""The longest that one tool may take for one endpoint."""
+"""Timeout of a tool for one endpoint."""
 
 
 def main() -> int:
@@ -69,7 +69,7 @@ def _served(state: Path) -> Iterator[dict[str, Any]]:
 def _is_right(
     tool: str, asked: Asked, arguments: argparse.Namespace, record: Mapping[str, Any], root: Path
 ) -> bool:
-    """One run, and a line or more of what came of it."""
+    """Runs one tool, and prints its outcome."""
     out = root / tool / asked.endpoint
     out.mkdir(parents=True)
     program = (arguments.environments / tool / "bin" / tool).absolute()
@@ -128,7 +128,7 @@ def _agent_is_right(arguments: argparse.Namespace, record: Mapping[str, Any], ro
 def _run(
     words: list[str], environment: Mapping[str, str], directory: Path, limit_s: float
 ) -> tuple[int, str]:
-    """Exit code, and all that was printed. Ends it, and what it started, in the end."""
+    """Exit code and output. Ends it, and its child processes, at the end."""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as printed:
         process = subprocess.Popen(
             words, cwd=directory, env=environment, stdin=subprocess.DEVNULL, stdout=printed,

@@ -1,5 +1,5 @@
 """`python agent.py URL MODEL`, in an environment with openai-agents: an agent that must call a tool
-runs to its end, whole and as a stream. Exit code 1 where it does not."""
+runs to its end, whole and as a stream. Exit code 1 if it does not."""
 
 import asyncio
 import sys

@@ -9,13 +9,13 @@ from typing import Any, Final
 TASKS: Final = Path(__file__).parent / "lm_eval_tasks"
 LIKELIHOOD_NATS: Final = 0.1
 LIKELIHOOD_SHARE: Final = 0.03
-"""How far a log-likelihood may be from the library's in float32: one computed in bfloat16 was up to
-0.17 off, and 1.7 % where it was far from 0."""
+"""Largest difference of a log-likelihood from the library's in float32: one computed in bfloat16
+was up to 0.17 off, and 1.7 % where it was far from 0."""
 PERPLEXITY_SHARE: Final = 0.01
 
 
 def commands(record: Mapping[str, Any], out: Path) -> dict[str, list[str]]:
-    """What is run for the demo of a record, and what for the library, with a report below `out`."""
+    """The commands for a demo's record and for the library, with a report below `out`."""
     tokenizer = record["tokenizer_directory"]
     url = f"http://{record['http_address']}/v1/completions"
     served = f"base_url={url},model={record['served_model_name']},tokenizer={tokenizer}"
@@ -35,7 +35,7 @@ def commands(record: Mapping[str, Any], out: Path) -> dict[str, list[str]]:
 
 
 def compared(out: Path) -> tuple[list[str], str]:
-    """What is wrong, a line each; and the figures. Raises `ValueError` where a report is none."""
+    """Faults, one a line, and the figures. Raises `ValueError` for an invalid report."""
     served, library = ({**_likelihoods(out / name)} for name in ("served", "library"))
     wrong = [
         f"{place} is {given} by HTTP, {expected} by the library"

@@ -1,5 +1,5 @@
-"""The load generators: how each is told what to do, what its report says, and whether a right
-server can have brought that about."""
+"""The load generators: their commands, their reports, and whether a correct server could have
+caused these."""
 
 import json
 import os
@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Final
 
 RETOKENIZED_SHARE: Final = 0.5
-"""Of what was asked for: so many tokens a tool must find at least in the text that it got, on
-average. A text is split anew as its tokens were not, and special tokens are not in it."""
+"""Least share of the requested tokens that a tool must find in the text, on average. It tokenizes
+the text anew, and special tokens are not in it."""
 STREAMS: Final = 2
 PROXIES: Final = frozenset({"http_proxy", "https_proxy", "all_proxy"})
-"""Names of variables, in small letters: nobody is asked beyond this machine."""
+"""Names of variables, in lower case, that keep tools offline."""
 OFFLINE: Final = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
@@ -22,14 +22,14 @@ class Asked:
     endpoint: str
     requests: int
     input_tokens: int = 48
-    """Of the made-up prompt, without what a chat template adds."""
+    """Of the generated prompt, without the chat template."""
     output_tokens: int = 16
-    """Of each answer, exactly: every run says `ignore_eos`."""
+    """Of each answer, exactly: every run sets `ignore_eos`."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """As the tool's report has it; each sequence has a value for each completed request."""
+    """From the tool's report; each sequence has a value for each completed request."""
 
     completed: int
     failed: int
@@ -38,13 +38,13 @@ class Outcome:
     chunks: Sequence[float]
     ttft_ms: Sequence[float]
     text_tokens: Sequence[float] = ()
-    """Of each answer's text by the tool's own tokenizer, where it counts them."""
+    """Of each answer's text by the tool's own tokenizer, if it counts them."""
     accepted: float | None = None
-    """Tokens a round, where the tool reads what a server says of its speculation."""
+    """Tokens a round, if the tool reads the server's figures of speculation."""
 
 
 def faults(asked: Asked, found: Outcome) -> list[str]:
-    """What is wrong, a line each; empty if nothing is."""
+    """Faults, one a line; empty if none."""
     num, most = asked.requests, asked.output_tokens
     mean = sum(found.text_tokens) / len(found.text_tokens) if found.text_tokens else most
     checks = {
@@ -94,15 +94,15 @@ def command_of(tool: str, asked: Asked, record: Mapping[str, Any], out: Path) ->
 
 
 def environment_of(tool: str, home: Path) -> dict[str, str]:
-    """Its variables: nothing of a model hub's account or cache, but `home`. Told to be offline
-    aiperf takes a tokenizer from its cache alone, not from a directory."""
+    """Its variables: nothing of a model hub's account or cache, but `home`. In offline mode aiperf
+    would take a tokenizer only from its cache, not from a directory."""
     left_out = PROXIES | {name.lower() for name in OFFLINE}
     kept = {name: value for name, value in os.environ.items() if name.lower() not in left_out}
     return kept | {"HF_HOME": str(home)} | ({} if tool == "aiperf" else OFFLINE)
 
 
 def from_guidellm(out: Path) -> Outcome:
-    """Raises `LookupError` or `TypeError` where its report is none."""
+    """Raises `LookupError` or `TypeError` for an invalid report."""
     (benchmark,) = json.loads((out / "report.json").read_text("utf-8"))["benchmarks"]
     totals = benchmark["metrics"]["request_totals"]
     requests = benchmark["requests"]["successful"]

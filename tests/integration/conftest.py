@@ -1,4 +1,4 @@
-"""Services that run here, and a Redis server with a client that looks into it."""
+"""Services in this process, and a Redis server with a client to inspect it."""
 
 import uuid
 from collections.abc import AsyncIterator, Iterator

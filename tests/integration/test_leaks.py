@@ -1,4 +1,4 @@
-"""Sessions of which many are cancelled or lose their connection leave nothing behind."""
+"""Sessions, many of them cancelled or disconnected, leave nothing behind."""
 
 import asyncio
 import gc
@@ -37,15 +37,15 @@ WARM_UP = 60
 AT_A_TIME = 40
 NUM_TOKENS = (8, 60)
 LONGER = 4
-"""Times as many tokens where a cancellation shall come before the end."""
+"""Factor of the number of tokens if a cancellation must come before the end."""
 GRACE_S = 0.3
-"""How long a session may be resumed whose client is gone."""
+"""How long a disconnected client may resume its session."""
 FINISHED_MS = 3_000
 """How long a finished session stays readable here."""
 SETTLED_S = 60.0
-"""By when whatever has ended has given everything back, on a busy machine."""
+"""Time in which ended sessions must have released everything, on a busy machine."""
 ENDS = ("whole", "whole", "cancelled", "left", "closed", "cut")
-"""A third ends by itself, a third is cancelled by its client, a third loses its connection."""
+"""A third ends by itself, a third is cancelled by its client, a third disconnects."""
 EVERYTHING = {
     SessionRun,
     Session,
@@ -55,7 +55,7 @@ EVERYTHING = {
     DraftClient,
     StepRequest,
 }
-"""Of these there is none but for sessions that run."""
+"""Objects that exist only for running sessions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,9 @@ class Plan:
     request: GenerateRequest
     end: str
     after: int
-    """Tokens that it hears before that; -1 = it does not wait for any answer ..."""
+    """Tokens that it waits for before that; -1 = none ..."""
     pause_s: float
-    """... but so long."""
+    """... but only this time."""
 
 
 def plans(number: int, drawn: random.Random) -> list[Plan]:
@@ -89,14 +89,14 @@ def plans(number: int, drawn: random.Random) -> list[Plan]:
 
 
 class Clients:
-    """Play plans, and count how they came out."""
+    """Run plans, and count their outcomes."""
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
         self.outcomes: Counter[str] = Counter()
 
     async def play(self, all_plans: list[Plan]) -> None:
-        """All, some at a time."""
+        """Runs all, several at a time."""
         left = iter(all_plans)
 
         async def one_after_the_other() -> None:
@@ -120,7 +120,7 @@ class Clients:
                 proxy.close()
 
     async def _hear(self, client: Client, plan: Plan, proxy: FaultProxy | None) -> str:
-        """Listens up to the moment of the plan, does what it says, and listens on."""
+        """Listens until the plan's moment, acts, and listens on."""
         session_id, num_tokens, acted = "", 0, plan.end == "whole"
         async with aclosing(client.generate(plan.request)) as events:
             if not acted and plan.after < 0:
@@ -164,7 +164,7 @@ class Clients:
 
 
 def descriptors(stack: Stack) -> int:
-    """Open ones of this process, but for the bounded pool of connections to Redis."""
+    """Open descriptors of this process, except for the bounded pool of connections to Redis."""
     store: Any = stack.coordinator._store
     pool = store._client.connection_pool
     pooled = [*pool._available_connections, *pool._in_use_connections]
@@ -172,7 +172,7 @@ def descriptors(stack: Stack) -> int:
 
 
 def in_use(stack: Stack) -> dict[str, int]:
-    """How much of everything that a session takes is taken now."""
+    """Current use of everything that a session takes."""
     gc.collect()
     found = {
         "tasks": len(asyncio.all_tasks()),
@@ -210,7 +210,7 @@ def in_use(stack: Stack) -> dict[str, int]:
 
 
 async def grown(stack: Stack, before: dict[str, int]) -> dict[str, int]:
-    """What is still in use beyond what was before, once nothing has changed that for a while."""
+    """What is still in use beyond `before`, once it no longer changes."""
     loop, last, changed_at = asyncio.get_running_loop(), None, 0.0
     while True:
         now = in_use(stack)
@@ -223,8 +223,8 @@ async def grown(stack: Stack, before: dict[str, int]) -> dict[str, int]:
 
 
 async def stored(stack: Stack) -> list[str]:
-    """Keys that Redis still has when all that have finished must be over, beside the lease of the
-    coordinator, which lives; with what is known of them."""
+    """Keys and their details still in Redis when all finished sessions must have expired, except
+    the live coordinator's lease."""
     with redis.Redis.from_url(stack.redis.url, protocol=2) as admin:
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + SETTLED_S
@@ -240,8 +240,8 @@ async def stored(stack: Stack) -> list[str]:
 async def test_nothing_is_left_of_sessions_however_they_end(
     tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages, sequences, tasks, file descriptors, keys, and whatever refers to a session. Releases
-    are given time: a replica keeps a session whose release is late until it wants its pages."""
+    """No pages, sequences, tasks, file descriptors, keys or references to a session remain.
+    Releases get time: a replica keeps a session with a late release until it needs its pages."""
     monkeypatch.setattr("outrider.transport.grpc_link.RELEASE_TIMEOUT_S", SETTLED_S)
     drawn = random.Random(number)
     async with running_stack(
@@ -252,7 +252,7 @@ async def test_nothing_is_left_of_sessions_however_they_end(
         length_control=True,
         lifetimes={"finished_ttl_ms": FINISHED_MS},
     ) as stack:
-        idle = in_use(stack)  # What other tests of this process have left is not ours.
+        idle = in_use(stack)  # Leftovers of earlier tests do not count.
         clients = Clients(stack)
         await clients.play(plans(WARM_UP, drawn))
         clients.outcomes.clear()

@@ -33,18 +33,18 @@ from tests.chaos.proxy import FaultProxy
 pytestmark = pytest.mark.xdist_group("redis")
 
 BACK_S = 10.0
-"""Commits go on by then: `DOWN_AFTER_MS`, a second or two for Sentinel's election and promotion,
-a time-out and a wait of the committer, and what a busy machine takes."""
+"""Time until commits continue: `DOWN_AFTER_MS`, a second or two for Sentinel's election and
+promotion, a timeout and a wait of the committer, and a reserve for busy machines."""
 FOLLOWED_S = 30.0
-"""By then also where a replica is waited for: Sentinel makes one of a primary that comes back, but
-looks on for about 10 s before."""
+"""The same where a replica is waited for: Sentinel demotes a returning primary only after about 10
+s."""
 LOAD_S = 1.0
 NUM_SESSIONS = 24
 NO_COUNTS = Counters()
 
 
 async def until_it_works(call: Callable[[], Awaitable[object]], within_s: float = BACK_S) -> int:
-    """How often it raised `StoreUnavailable` before it did not."""
+    """Repeats a call; how often it raised `StoreUnavailable`."""
     failed = 0
     async with asyncio.timeout(within_s):
         while True:
@@ -64,7 +64,7 @@ async def servers(tmp_path: Path) -> AsyncIterator[RedisServers]:
 
 
 def decided(session_id: str, position: int) -> int:
-    """The token of a session at a place, whoever decides it."""
+    """The token of a session at a position, the same for every owner."""
     return random.Random(f"{session_id} {position}").randrange(1_000)
 
 
@@ -79,11 +79,11 @@ class Load:
         self.ending = asyncio.Event()
         self._last_shown = asyncio.get_running_loop().time()
         self.longest_gap_s = 0.0
-        """In which no tokens of any session were shown."""
+        """Longest time in which no session's tokens were shown."""
         self.shown: dict[str, int] = {}
         """Length by session."""
         self.lost: set[str] = set()
-        """Sessions that a new primary knew nothing of."""
+        """Sessions that a new primary did not know."""
         self.ended: set[str] = set()
 
     async def __aenter__(self) -> Load:
@@ -97,20 +97,20 @@ class Load:
         await asyncio.gather(*self._tasks, self._running, return_exceptions=True)
 
     async def finish(self, within_s: float) -> None:
-        """Ends all sessions. Raises what became of one, or `TimeoutError` where one is stuck."""
+        """Ends all sessions. Raises their errors, or `TimeoutError` if one is stuck."""
         self.ending.set()
         async with asyncio.timeout(within_s):
             await asyncio.gather(*self._tasks)
 
     async def until_shown(self, within_s: float) -> None:
-        """Until tokens are shown that are not yet. Raises `TimeoutError`."""
+        """Waits until new tokens are shown. Raises `TimeoutError`."""
         before = self.shown.copy()
         async with asyncio.timeout(within_s):
             while self.shown == before:
                 await asyncio.sleep(0.01)
 
     async def _sessions(self, number: int) -> None:
-        """Opens sessions one after the other, of 60 tokens."""
+        """Opens sessions of 60 tokens one after the other."""
         count = 0
         while not self.ending.is_set():
             session_id = f"{number:016x}{count:016x}"
@@ -142,7 +142,7 @@ class Load:
             self._committer.remove(session)
 
     async def check(self, store: RedisStore, but: set[str]) -> None:
-        """What was shown is stored, and is what was decided, but for these sessions."""
+        """Checks that shown tokens are stored, and as decided, except for these sessions."""
         assert len(self.shown) >= NUM_SESSIONS
         assert not self.shown.keys() <= but
         for session_id, length in self.shown.items():
@@ -155,12 +155,12 @@ class Load:
 
 
 async def kill(servers: RedisServers) -> None:
-    """For good; another replica is started."""
+    """Kills it for good; another replica is started."""
     await servers.replace(servers.primary_address)
 
 
 async def pause(servers: RedisServers) -> None:
-    """It comes back as a primary, until Sentinel tells it otherwise."""
+    """Stops it for a while; it returns as a primary, until Sentinel demotes it."""
     pid, before = servers.primary.pid, servers.primary_address
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -170,7 +170,7 @@ async def pause(servers: RedisServers) -> None:
 
 
 async def demote(servers: RedisServers) -> None:
-    """As an operator does: all servers stay up."""
+    """Demotes it as an operator would: all servers stay up."""
     await servers.demote()
 
 
@@ -182,9 +182,9 @@ async def test_commits_go_on_at_the_promoted_replica(
     wait_replicas: int,
     within_s: float,
 ) -> None:
-    """Under load: no session is stuck, and what was shown stays. Its owner sends again what the new
-    primary lacks. Unless the replica is waited for, a session that this knows nothing of ends as
-    lost, and one that had ended may lack its last tokens."""
+    """Under load: no session is stuck, and what was shown stays. Owners send again what the new
+    primary lacks. Unless a replica is waited for, a session unknown to the new primary ends as
+    lost, and a finished one may lack its last tokens."""
     address = RedisAddress(url=servers.url, key_prefix="outrider:")
     store = await RedisStore.connect(address, wait_replicas=wait_replicas)
     async with Load(store, OWNERS[0]) as load:
@@ -203,8 +203,8 @@ async def test_commits_go_on_at_the_promoted_replica(
 
 
 async def test_a_primary_that_is_cut_off_acknowledges_nothing(tmp_path: Path) -> None:
-    """Only a coordinator reaches it. It takes writes until it hears of the other one, and these are
-    lost; where its replica is waited for, nobody is told that they are stored."""
+    """Only a coordinator reaches it. It accepts writes until it learns of the other one, and these
+    are lost; where its replica is waited for, they are not acknowledged."""
     proxy = FaultProxy()
     async with RedisServers(tmp_path / "servers", forward=proxy.forward) as servers:
         before = servers.primary_address
@@ -231,9 +231,10 @@ async def test_a_primary_that_is_cut_off_acknowledges_nothing(tmp_path: Path) ->
 
 
 async def test_what_replicas_lack_does_not_count(servers: RedisServers) -> None:
-    """While the replica stands still nothing is opened, appended, taken over, ended or read, within
-    a bounded time; and asking again by another connection, when the primary has everything already
-    and no script writes, is no acknowledgement. When the replica goes on it all is there once."""
+    """While the replica is stopped nothing is opened, appended, taken over, ended or read, within a
+    bounded time; repeating the call on another connection, when the primary has everything already
+    and no script writes, is no acknowledgement either. When the replica continues, everything is
+    there once."""
     address = RedisAddress(url=servers.url, key_prefix="outrider:")
     store = await RedisStore.connect(address, wait_replicas=1)
     new = new_session("1" * 32)
@@ -270,7 +271,7 @@ async def test_what_replicas_lack_does_not_count(servers: RedisServers) -> None:
 
 
 async def test_all_that_take_a_redis_url_take_sentinels(servers: RedisServers) -> None:
-    """The registry and the slots of keys, beside the store."""
+    """The registry and the slots of keys, as well as the store."""
     address = RedisAddress(url=servers.url, key_prefix="outrider:")
     registry, slots = RedisRegistry(address, "d"), RedisSlots(address)
     record = ReplicaRecord(role="draft", name="d1", address="h:1", host="h", pid=1)

@@ -1,4 +1,4 @@
-"""Targets and drafts that answer coordinators alone, by their certificates."""
+"""Targets and drafts that answer only coordinators, by certificate."""
 
 import datetime
 from collections.abc import AsyncIterator
@@ -28,7 +28,7 @@ from target_service.service import TargetService
 
 NOW = datetime.datetime.now(datetime.UTC)
 NO_CONNECTION = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-"""The other one is how a stream of requests ends that finds none."""
+"""The second is how an empty stream of requests ends."""
 
 
 def make_all(directory: Path) -> Path:
@@ -46,13 +46,13 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of another authority, with the same names."""
+    """Certificates of another authority, with the same names."""
     return make_all(tmp_path_factory.mktemp("tls") / "theirs")
 
 
 @asynccontextmanager
 async def hosted(role: Role, directory: Path) -> AsyncIterator[str]:
-    """The address of a replica as its actor serves it."""
+    """The address of a replica served as by its actor."""
     host: ReplicaHost = ReplicaHost()
     tls = str(directory)
     if role == "target":
@@ -73,7 +73,7 @@ async def hosted(role: Role, directory: Path) -> AsyncIterator[str]:
 async def code_of(
     address: str, trust: Trust, path: str, metadata: tuple[tuple[str, str], ...] = ()
 ) -> grpc.StatusCode:
-    """The status that a call of one empty message ends with; OK where it goes on."""
+    """Final status of a call with one empty message; OK if it continues."""
     async with open_channel(address, trust) as channel:
         call: Any = channel.unary_stream(path)(b"", timeout=10, metadata=metadata)
         try:
@@ -88,7 +88,7 @@ async def code_of(
 @pytest.mark.parametrize("role", ["target", "draft"])
 async def test_only_a_coordinator_is_answered(role: Role, ours: Path, theirs: Path) -> None:
     """Without a certificate, in plain text, and with one of another authority no method answers,
-    health neither; with that of another role it is PERMISSION_DENIED; a coordinator's is let in.
+    not even health; with that of another role it is PERMISSION_DENIED; a coordinator's is accepted.
     There is no reflection."""
     codec = VERIFY if role == "target" else DRAFT
     methods = [codec.path(method.name) for method in codec.service.methods]
@@ -120,8 +120,8 @@ async def test_only_a_coordinator_is_answered(role: Role, ours: Path, theirs: Pa
 
 
 async def test_a_coordinator_talks_to_no_one_else(ours: Path, theirs: Path) -> None:
-    """A draft that stands where a target should be, and a target of another authority, hear
-    nothing: the name and the authority are checked before anything is said."""
+    """A draft in place of a target, and a target of another authority, receive nothing: name and
+    authority are checked before anything is sent."""
     trust = internal_trust(ours, "coordinator", "target")
     for role, directory in (("draft", ours), ("target", theirs)):
         async with hosted(role, directory) as address:  # type: ignore[arg-type]
@@ -143,7 +143,7 @@ async def test_a_coordinator_talks_to_no_one_else(ours: Path, theirs: Path) -> N
 
 
 async def test_a_replica_with_wrong_files_does_not_start(ours: Path, tmp_path: Path) -> None:
-    """It says which setting, and which file."""
+    """The error names setting and file."""
     wrong = make_all(tmp_path / "wrong")
     (wrong / "target-key.pem").write_bytes((ours / "target-key.pem").read_bytes())
     for directory, words in (
@@ -159,8 +159,8 @@ async def test_a_replica_with_wrong_files_does_not_start(ours: Path, tmp_path: P
 async def test_a_server_shows_a_new_certificate_without_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files that change are read again: with another authority's, who trusts that is let in from
-    then on. Files that are half written change nothing."""
+    """Changed files are read again: callers with the new authority's certificates are accepted from
+    then on. Half-written files change nothing."""
     monkeypatch.setattr("outrider.files.KEY_FILE_LOOK_MS", 0)
     directory, other = make_all(tmp_path / "tls"), make_all(tmp_path / "other")
     before, after = (internal_trust(one, "coordinator", "target") for one in (directory, other))

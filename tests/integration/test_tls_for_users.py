@@ -1,4 +1,5 @@
-"""Users reach a coordinator by TLS: who checks whom, and what the clients of this package need."""
+"""Users reach a coordinator by TLS: which side checks which, and what the clients of this package
+need."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -36,7 +37,7 @@ async def serving(credentials: Any, gate: AccessControl) -> AsyncIterator[str]:
 
 
 async def answers(address: str, trust: Trust, key: str) -> bool:
-    """Both kinds of client agree."""
+    """Checks with both kinds of client."""
 
     def blocking() -> str:
         with SyncClient(address, api_key=key, trust=trust) as client:
@@ -54,8 +55,8 @@ async def answers(address: str, trust: Trust, key: str) -> bool:
 
 
 async def test_a_server_is_known_by_its_authority_and_its_host(tmp_path: Path) -> None:
-    """With the key inside TLS; who trusts another authority, or calls in plain text, says
-    nothing. Commands of the server's machine take just its certificate, whatever host it names."""
+    """The key is sent inside TLS; a client that trusts another authority, or uses plain text, sends
+    nothing. Commands on the server's machine trust just its certificate, whatever host it names."""
     authority, stranger = Made(tmp_path, "authority"), Made(tmp_path, "stranger", "127.0.0.1")
     good = Made(tmp_path, "good", "127.0.0.1", by=authority)
     elsewhere = Made(tmp_path, "elsewhere", "*.example.org", "10.0.0.1", by=authority)
@@ -80,7 +81,7 @@ async def test_a_server_is_known_by_its_authority_and_its_host(tmp_path: Path) -
 
 
 async def test_a_server_may_ask_for_certificates_too(tmp_path: Path) -> None:
-    """By an authority for callers, which need not be the server's own."""
+    """Signed by an authority for callers, which may differ from the server's."""
     own = Made(tmp_path, "own", "127.0.0.1")
     callers = Made(tmp_path, "callers")
     alice = Made(tmp_path, "alice", by=callers)
@@ -95,7 +96,7 @@ async def test_a_server_may_ask_for_certificates_too(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
-    """Before anything is called or served."""
+    """Before any call."""
     one, two = Made(tmp_path, "one", "a"), Made(tmp_path, "two")
     with pytest.raises(ConfigError, match=r"two-key\.pem: is not the key of"):
         server_credentials(one.file, two.key_file)

@@ -1,1 +1,1 @@
-"""Mutants of the product: which of them the tests catch."""
+"""Mutants of the product: which the tests catch."""

@@ -1,11 +1,10 @@
 """`python -m tests.mutants FILE`: which of the mutants in a file the tests catch.
+`tests.mutants.picking` makes the file, or it is an earlier output. Each mutant is applied to a copy
+of the tree, in which the tests of its area run until one fails. Prints a line of JSON for each: the
+mutant, and `caught`, `survived` or `missing` (its lines are in no file of its area).
 
-`tests.mutants.picking` makes the file, or it is an earlier output. Each mutant is put into a copy
-of the tree, in which the tests of its area run until one fails. A line of JSON for each: the
-mutant, and `caught`, `survived` or `missing` (its lines are in no file of its area). `--against
-FILE` names an earlier output: the exit code is 1 where more than 2 % of what was caught then
-survives now. `baseline.jsonl` is such an output.
-"""
+`--against FILE` names an earlier output: the exit code is 1 if more than 2 % of the mutants caught
+then survive now. `baseline.jsonl` is such an output."""
 
 import argparse
 import json
@@ -24,7 +23,7 @@ from typing import Any, Final
 from tests.mutants.areas import AREAS, Mutant
 
 TIMEOUT_S: Final = 600.0
-"""Of the tests of an area; a mutant that makes them hang is caught."""
+"""Timeout of an area's tests; a mutant that makes them hang is caught."""
 LOST_MAX: Final = 0.02
 _COPIED: Final = (
     "outrider", "coordinator", "draft_service", "target_service", "deploy", "benchmarks", "tests",
@@ -33,7 +32,7 @@ _COPIED: Final = (
 
 
 def main() -> int:
-    """Prints what became of each mutant, and the sums to standard error."""
+    """Prints the outcome of each mutant, and sums to standard error."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("mutants", type=Path)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
@@ -55,7 +54,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 def run(
     mutants: Sequence[Mutant], root: Path, directory: Path, workers: int
 ) -> list[dict[str, Any]]:
-    """What became of each mutant of the tree at `root`, in copies below `directory`."""
+    """Outcome of each mutant of the tree at `root`, in copies below `directory`."""
     of_thread = threading.local()
 
     def begin() -> None:
@@ -101,8 +100,8 @@ def _outcome(mutant: Mutant, root: Path, copy: Path) -> str:
 
 
 def _changed(mutant: Mutant, root: Path) -> tuple[str, str | None]:
-    """The file that has the mutant's lines, and its source with the change. That is the mutant's
-    own file, or the only one of its area that has them now; else None in place of the source."""
+    """The file with the mutant's lines, and its changed source. That is the mutant's own file, or
+    the only one of its area that has them now; else None instead of the source."""
     found = {}
     for file in {mutant.file, *AREAS[mutant.area].files(root)}:
         original = root / file
@@ -114,7 +113,7 @@ def _changed(mutant: Mutant, root: Path) -> tuple[str, str | None]:
 
 
 def _passes(tests: Sequence[str], copy: Path) -> bool:
-    """Whether all tests pass. The copy is imported, as it comes first on the path."""
+    """Whether all tests pass. The copy comes first on the path."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     # A mutant may have the size and the second of the file it replaces: no bytecode is kept.
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""What is mutated, by which tests each part is covered, and a mutant as a value."""
+"""The mutated areas, their tests, and a mutant as a value."""
 
 import difflib
 from dataclasses import asdict, dataclass
@@ -60,7 +60,7 @@ class Mutant:
     file: str
     operator: str
     line: int
-    """Of the first line that it changes, from 1."""
+    """Number of the first line that it changes, from 1."""
     before: tuple[str, ...]
     after: tuple[str, ...]
 
@@ -84,8 +84,8 @@ class Mutant:
         return asdict(self)
 
     def applied(self, source: str) -> str | None:
-        """The source with the change; None where its lines are not there, or more than once and
-        not where they were."""
+        """The changed source; None if its lines are missing, or occur more than once and not at
+        their place."""
         lines, size = source.splitlines(), len(self.before)
         places = [
             place

@@ -40,11 +40,11 @@ OPERATORS: Final = (
 )
 _NUMBERS: Final = "core/NumberReplacer"
 _NUMBERS_ONE_IN: Final = 4
-"""Half of all places are numbers, many of them bounds of times: of these so many are left out."""
+"""Half of all places are numbers, many of them timeouts: this share of them is left out."""
 
 
 def pick(root: Path, seed: int, per_area: int) -> list[Mutant]:
-    """So many mutants of each area, or all where it has fewer: the same for the same seed and
+    """This many mutants of each area, or all if it has fewer; the same for the same seed and
     source."""
     found: list[Mutant] = []
     for area, covered in AREAS.items():
@@ -58,7 +58,7 @@ def pick(root: Path, seed: int, per_area: int) -> list[Mutant]:
 
 
 def _places(path: Path) -> Iterator[tuple[Path, str, int]]:
-    """Operators, and which of their occurrences in the file."""
+    """Operators, and their occurrences in the file."""
     tree = parso.parse(path.read_text())
     nodes = list(ast_nodes(tree))
     for name in OPERATORS:
@@ -73,7 +73,7 @@ def _places(path: Path) -> Iterator[tuple[Path, str, int]]:
 
 
 def _is_in_annotation(node: Any) -> bool:
-    """Annotations are not evaluated, so no test could tell a mutant of one."""
+    """Annotations are not evaluated, so no test could detect their mutants."""
     child, parent = node, node.parent
     while parent is not None:
         if parent.type == "tfpdef":  # A parameter's.

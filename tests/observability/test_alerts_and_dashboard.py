@@ -1,5 +1,5 @@
-"""Alerts and dashboard: their PromQL is right, what they name is on a live deployment's pages, and
-each alert has its paragraph."""
+"""Alerts and dashboard: their PromQL is valid, their metrics are on a live deployment's pages, and
+each alert is documented."""
 
 import json
 import re
@@ -35,9 +35,9 @@ DOCUMENTED = {
     for text in (OPERATIONS, (ROOT / "docs" / "exactness.md").read_text("utf-8"))
     for name in re.findall(r"`(outrider_\w+|http_server_\w+)`", text)
 } - {"outrider_coordinator", "outrider_draft", "outrider_target"}  # These are resources of Ray.
-"""Metrics that the documents name; a histogram by its base name."""
+"""Metrics in the documents; a histogram by its base name."""
 BY_SCRAPES = {"namespace", "job", "instance", "le"}
-"""Labels that are put there by whoever scrapes, or by histograms."""
+"""Labels that are added by the scraper, or by histograms."""
 PROMTOOL = shutil.which("promtool")
 
 needs_promtool = pytest.mark.skipif(
@@ -52,13 +52,13 @@ _NAME = re.compile(r"(?<![\w.$])[a-zA-Z_:][\w:]*(?!\s*\(|[\w:])")
 
 
 def metric_names(expression: str) -> set[str]:
-    """Every identifier that is no function, keyword, label, string or duration."""
+    """Every identifier except functions, keywords, labels, strings and durations."""
     text = _LABELS.sub(" ", _TEXT_OR_TIME.sub("", expression))
     return {*_NAME.findall(text)} - _KEYWORDS
 
 
 def label_names(expression: str) -> set[str]:
-    """Labels that it groups by or looks at."""
+    """Labels that it groups by or filters."""
     listed = _LABELS.findall(_TEXT_OR_TIME.sub("", expression))
     return {*_NAME.findall(" ".join(listed))}
 
@@ -88,7 +88,7 @@ def test_alerts_fire_when_they_should_and_only_then() -> None:
 
 @needs_promtool
 def test_promtool_parses_every_expression_of_the_dashboard(tmp_path: Path) -> None:
-    """As rules; what Grafana fills in is filled in."""
+    """As rules, with Grafana's variables filled in."""
     found = [target["expr"] for panel in PANELS for target in panel["targets"]]
     rules = [
         {"record": f"dashboard:x{'x' * index}", "expr": expr.replace("$__rate_interval", "5m")}
@@ -100,7 +100,7 @@ def test_promtool_parses_every_expression_of_the_dashboard(tmp_path: Path) -> No
 
 
 def test_alerts_say_what_they_mean_and_lead_to_their_paragraph() -> None:
-    """And each paragraph has its alert."""
+    """Each paragraph has its alert, too."""
     behind = OPERATIONS.split("\n## Alerts\n")[1]
     headings = re.findall(r"^### (\w+)$", behind.split("\n## ")[0], re.M)
     assert sorted(headings) == sorted(alert["alert"] for alert in ALERTS)
@@ -123,7 +123,7 @@ def test_the_dashboard_can_be_imported() -> None:
 
 
 async def test_what_they_name_is_on_a_live_deployment_s_pages(tmp_path: Path) -> None:
-    """Names and labels; the coordinator's as its own HTTP server shows them."""
+    """Names and labels; the coordinator's as on its own HTTP server."""
     request = GenerateRequest(
         (3, 4, 5), sampling=SamplingParams(temperature=1.0), max_tokens=40, seed=1
     )
