@@ -1,18 +1,18 @@
 -- Prepended to the scripts of an owner's writes (append.lua, finish.lua, release.lua).
 
 -- Whether a write under (epoch, owner) comes from a former owner of the session. Two owners may have
--- been given the same epoch where Redis lost a take-over: then only the stored one may write.
+-- the same epoch if Redis lost a take-over: then only the stored one may write.
 local function is_stale(epoch, owner, stored_epoch, stored_owner)
   return epoch < stored_epoch or (epoch == stored_epoch and owner ~= stored_owner)
 end
 
--- Returns the session's state, whether its tokens are to be rewritten, and where they lie; or nil and
--- what the script returns: {'missing', 0} or {'stale', stored epoch}.
--- An epoch above the stored one means that a take-over was lost with the store's tail. The session
--- runs again under this owner. What is stored may be of an older one, so it counts as no tokens
--- (rewrite). It stays readable until this owner has sent all tokens again; till then what it has sent
--- lies behind, where the pending fields say, and is what counts. A session that has finished
--- is left as it is where `keeps_end`.
+-- Returns the session's state, whether its tokens are to be rewritten, and their places; or nil and
+-- the script's result: {'missing', 0} or {'stale', stored epoch}.
+-- An epoch above the stored one means that Redis lost a take-over. The session runs again under this
+-- owner. The stored tokens may be a former owner's, so they count as none (rewrite). They stay
+-- readable until this owner has sent all tokens again. Those sent so far are stored after them, at
+-- the places in the pending fields, and only they count. With `keeps_end` a finished session is
+-- unchanged.
 local function admit(key, epoch, owner, keeps_end)
   local stored = redis.call('HMGET', key, 'epoch', 'owner', 'state', 'rewrite', 'tokens_start',
     'tokens_end', 'logprobs_start', 'logprobs_end', 'pending_tokens_start', 'pending_tokens_end',

@@ -1,9 +1,9 @@
 -- Compare-and-append under an epoch. Begins with layout.lua and admit.lua.
 -- KEYS: session, tokens, logprobs
--- ARGV: epoch, owner, ttl_ms, expected_length, token bytes, logprobs, '1' where more follow,
+-- ARGV: epoch, owner, ttl_ms, expected_length, token bytes, logprobs, '1' if more follow,
 --       then field, value, field, value ... to set if the tokens are appended
 -- Returns the stored length in tokens, or {'missing', 0}, or {'stale', stored epoch}.
--- Ended at any call, it has at most raised the epoch (admit.lua): what is read, is read as before.
+-- If aborted at any call, it has at most raised the epoch (admit.lua): readers see no change.
 local session, refusal = admit(KEYS[1], ARGV[1], ARGV[2])
 if not session then return refusal end
 
@@ -12,7 +12,7 @@ local tokens, logprobs = ARGV[5], ARGV[6]
 if length == tonumber(ARGV[4]) and #tokens > 0 then
   local ttl_ms = redis.call('PTTL', KEYS[1])
   if ttl_ms < 1 then ttl_ms = ARGV[3] end
-  -- While all tokens are sent again, the old ones are read until the last part commits.
+  -- While all tokens are sent again, readers see the old ones until the last part commits.
   local is_part = session.rewrite and ARGV[7] == '1'
   local prefix = is_part and 'pending_' or ''
   local counted = session
@@ -24,7 +24,7 @@ if length == tonumber(ARGV[4]) and #tokens > 0 then
     if counted then
       start, stop = extent(KEYS[1 + i], counted[name .. '_start'], counted[name .. '_end'])
     else
-      start = redis.call('STRLEN', KEYS[1 + i])  -- Behind all that is there.
+      start = redis.call('STRLEN', KEYS[1 + i])  -- After all stored bytes.
       stop = start
     end
     if #bytes > 0 then put(KEYS[1 + i], stop, bytes, ttl_ms) end

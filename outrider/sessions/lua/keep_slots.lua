@@ -1,5 +1,5 @@
 -- Renews the leases of a caller's slots, and frees others.
--- KEYS: its slots; ARGV: lease_ms, how many are free, their names, then the names of those to renew
+-- KEYS: its slots; ARGV: lease_ms, number of slots to free, their names, names of slots to renew
 local time = redis.call('TIME')
 local until_ms = string.format('%.0f', time[1] * 1000 + time[2] / 1000 + ARGV[1])
 local num_free = tonumber(ARGV[2])

@@ -1,9 +1,9 @@
--- Creates a session at epoch 1, or finds that its owner has created it already. Begins with layout.lua.
+-- Creates a session at epoch 1, unless its owner has created it already. Begins with layout.lua.
 -- KEYS: session, tokens, logprobs
 -- ARGV: ttl_ms, token bytes, then field, value, field, value ... of the new session
 -- Returns 1, or 0 if another session has the id.
--- Ended before the hash is set, there is no session, and tokens that nothing names expire. Ended after
--- it, the hash lacks its time to live until the next write of the session, or until it is opened again.
+-- If aborted before the hash is set, there is no session, and its tokens expire. If aborted after it,
+-- the hash lacks its time to live until the next write of the session, or until it is opened again.
 if redis.call('EXISTS', KEYS[1]) == 1 then
   for _, name in ipairs({'owner', 'opened'}) do
     local given

@@ -1,10 +1,10 @@
--- Returns how long an owner's lease still lasts, ms; negative where it has none. An owner that has one
--- is told what another one asks for.
--- KEYS: the lease, what others asked this owner for
--- ARGV: the session (`cancel:` before it = to end it), lease_ms
+-- Returns the remaining time of an owner's lease, ms; negative if it has none. An owner with a lease
+-- gets the request of another one.
+-- KEYS: the lease, requests of others to this owner
+-- ARGV: the session (with the prefix `cancel:` to end it), lease_ms
 local left_ms = redis.call('PTTL', KEYS[1])
 if left_ms >= 0 then
-  -- A server that takes no writes, its memory full or too few replicas with it, still tells the time.
+  -- A server that refuses writes (memory full, too few replicas) still reports the time.
   redis.pcall('SADD', KEYS[2], ARGV[1])
   redis.pcall('PEXPIRE', KEYS[2], ARGV[2])
 end

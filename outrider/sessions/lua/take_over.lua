@@ -1,15 +1,15 @@
--- Makes `owner` the owner under the next epoch, if the session is still as it was read: then its
--- owner's lease was found gone. Begins with layout.lua.
+-- Makes `owner` the owner under the next epoch, if the session is still as it was read when its
+-- owner's lease had run out. Begins with layout.lua.
 -- KEYS: session, tokens, logprobs
 -- ARGV: epoch and owner that were read, owner, ttl_ms
--- Returns what `read` does, or {'missing', 0}, or {'changed', epoch}.
--- One call changes the owner; ended after it, the session is taken over and its time to live shorter.
+-- Returns the result of `read`, or {'missing', 0}, or {'changed', epoch}.
+-- One call changes the owner; if aborted after it, the session's time to live is shorter.
 local stored = redis.call('HMGET', KEYS[1], 'epoch', 'owner', 'state')
 if not stored[1] then return {'missing', 0} end
 
 if stored[3] == 'running' then
   if stored[1] ~= ARGV[1] or stored[2] ~= ARGV[2] then return {'changed', tonumber(stored[1])} end
-  -- The new owner goes on from what is stored, whichever owner wrote it.
+  -- The new owner continues from the stored tokens, whichever owner wrote them.
   redis.call('HSET', KEYS[1], 'epoch', string.format('%.0f', stored[1] + 1), 'owner', ARGV[3],
     'rewrite', '0')
   prolong(ARGV[4])

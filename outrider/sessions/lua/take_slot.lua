@@ -1,7 +1,7 @@
--- Counts a request of a caller, and takes all slots that it needs, or does neither.
+-- Counts a request of a caller and takes all slots that it needs, or does neither.
 -- KEYS: the caller's bucket (when it will be full again, ms), its slots (name to end of its lease)
--- ARGV: requests_per_minute, buckets that may be empty, concurrency, lease_ms, then the slots;
---   0 = no limit. A slot that is taken stays so.
+-- ARGV: requests_per_minute, depth of the bucket in minutes, concurrency, lease_ms, then the slots;
+--   0 = no limit. Slots that are taken already stay taken.
 -- Returns {'taken', 0}, {'rate', ms until the next one} or {'slots', 0}.
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + time[2] / 1000
@@ -21,7 +21,7 @@ end
 if rate > 0 then
   local full_at = math.max(tonumber(redis.call('GET', KEYS[1]) or 0) or 0, now_ms) + 60000 / rate
   local over_ms = full_at - now_ms - 60000 * depth
-  -- Times are kept in thousandths: what they lose by that is no request's.
+  -- Times are stored in thousandths; the tolerance covers their rounding.
   if over_ms > 0.5 then return {'rate', math.ceil(over_ms)} end
   redis.call('SET', KEYS[1], string.format('%.3f', full_at), 'PX',
     string.format('%.0f', math.ceil(full_at - now_ms) + 1))
