@@ -120,7 +120,7 @@ def test_the_documentation_has_what_the_command_says() -> None:
     number = r"\| *([\d,]+) "
     row = re.compile(rf"^\| (8B|70B) {number * 7}\((\d)\) \|$", re.MULTILINE)
     found = row.findall(PERFORMANCE.read_text(encoding="utf-8"))
-    assert len(found) == 8
+    assert len(found) == 12
     for model, *figures, targets in found:
         sessions, context, *rates = (int(figure.replace(",", "")) for figure in figures)
         preset = {"8B": "h200-8b", "70B": "h200-70b-fp8"}[model]
