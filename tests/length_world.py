@@ -1,6 +1,6 @@
-"""Made-up drafters and made-up costs on a made-up clock, for sessions that choose lengths.
+"""Simulated drafters, costs and clock, to test length control.
 
-Every world draws from a seed, so each run is the same.
+Every world has a seed, so each run is the same.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ def controls(
 
 @dataclass
 class World:
-    """What a session meets. Times in seconds."""
+    """The conditions of a session. Times in seconds."""
 
     acceptance: float = 0.7
-    """Of each draft token, given those before it."""
+    """Chance of each draft token, given those before it."""
     draft_s: float = 0.002
-    """A draft token."""
+    """Time per draft token."""
     verify_s: float = 0.016
     """A step of the target over one row ..."""
     row_s: float = 0.0008
-    """... and over each further one."""
+    """... and each further row."""
     wire_s: float = 0.001
-    """Messages to either side and back, which plain decoding does not wait for."""
+    """Messages to either side and back. Plain decoding does not wait for them."""
     noise: float = 0.1
-    """Standard deviation of a time, as a share of it."""
+    """Standard deviation of a time, relative to it."""
     length: Callable[[random.Random], int] | None = None
-    """How long a proposal would be; None = as long as is asked for."""
+    """Length of a proposal; None = as asked for."""
     tables: bool = True
-    """Whether the engines say what their steps cost."""
+    """Whether the engines have tables of step costs."""
     prompt_length: int = 100
     drafts_itself: bool = False
-    """Whether the target drafts, beside the verdict before."""
+    """Whether the target drafts, with the verdict before."""
     delays: bool = False
     """Whether the target waits while the draft works."""
     stall: Callable[[random.Random], float] = lambda _: 0.0
-    """What is added to a proposal's time."""
+    """Added to a proposal's time."""
     now: float = 0.0
     num_beside: int = 0
     """Tokens that came with the newest verdict."""
@@ -73,7 +73,7 @@ class World:
         return self.verify_s + self.row_s * (num_rows - 1)
 
     def rate(self, num_asked: int) -> float:
-        """Tokens a second with this K in every round, for drafters of any length."""
+        """Tokens per second with this K in every round, if proposals have the length asked for."""
         if num_asked == 0:
             return 1 / self.verify_s
         tokens = sum(self.acceptance**n for n in range(num_asked + 1))
@@ -82,7 +82,7 @@ class World:
 
     @property
     def best(self) -> int:
-        """The quickest K."""
+        """The fastest K."""
         return max(range(BOUND + 1), key=self.rate)
 
     def open(self, seed: int = 1, bound: int = BOUND) -> LengthControl:
@@ -140,7 +140,7 @@ class World:
 
 @dataclass(frozen=True)
 class Run:
-    """Rounds as they were played."""
+    """Rounds that were played."""
 
     lengths: list[RoundLength]
     num_tokens: list[int]

@@ -1,7 +1,8 @@
-"""How long proposals are, and how much of them is accepted. Pure: told of verified rounds only.
+"""Averages of how long proposals are and how much of them is accepted. Pure: learns from verified
+rounds only.
 
-A sibling costs the target a row and the draft next to nothing. It may be accepted where the token
-beside it is refused; the token behind it is the target's own.
+A sibling costs the target one more row and the draft almost nothing. It may be accepted when the
+draft token at its place is refused; the token after it then comes from the target.
 """
 
 from __future__ import annotations
@@ -19,47 +20,48 @@ if TYPE_CHECKING:
     from .round_cost import Forecast
 
 FIRST_ACCEPTED = 0.7
-"""Chance that a first draft token is accepted where nothing is known: high enough that drafting is
-tried, as only rounds with a draft teach anything."""
+"""Assumed chance that a first draft token is accepted while nothing is known. It is high enough
+that drafting is tried, as only rounds with a draft show anything."""
 FIRST_TAKEN = 0.25
-"""Chance that a sibling is accepted where nothing is known and all before it are refused; of the
-n-th one an n-th of that: high enough that some are tried where rows cost little."""
+"""Assumed chance that a first sibling is accepted if the token before it was refused; for the n-th
+sibling, 1/n of that. It is high enough that some are tried where rows cost little."""
 SIBLINGS_OF_A_ROUND_MAX = 16
-"""Siblings of one proposal, together."""
+"""Siblings in one proposal, over all places."""
 Array = npt.NDArray[np.float64]
 
 
 class Prospects(NamedTuple):
-    """What to expect of a proposal, for depth 1, 2, ... of as many tokens as are asked for."""
+    """What to expect of a proposal, by depth 1, 2, ..., K. [K] each."""
 
     committed: Array
-    """Chance that a token of this depth is proposed, and it and all before it are accepted ..."""
+    """Chance that a token of this depth is proposed, and it and all before it are accepted."""
     proposed: Array
-    """... and that it is proposed at all."""
+    """Chance that a token of this depth is proposed."""
     refused: Array
-    """Chance that it is proposed and refused where all before it are accepted."""
+    """Chance that it is proposed and refused, and all before it are accepted."""
 
 
 class SiblingChances(NamedTuple):
-    """What a round says of the n-th siblings of all its places, n = 1, 2, ...: sums over the places
-    that had a draft token, each times the chance that the sibling had to be tried."""
+    """What a round shows about first, second, ... siblings: sums over its places with a draft
+    token, each weighted by the chance that the sibling had to be tried."""
 
     asked: tuple[float, ...]
-    """Places for which one was asked ..."""
+    """Places where a sibling was asked for."""
     offered: tuple[float, ...]
-    """... those that had one ..."""
+    """Places that had one."""
     taken: tuple[float, ...]
-    """... and those in which it was accepted."""
+    """Places where it was accepted."""
 
 
 NO_SIBLINGS = SiblingChances((), (), ())
 
 
 def observed(num_asked: int, survival: Sequence[float]) -> Array:
-    """What a round says that asked for `num_asked` tokens and was proposed `len(survival)`. By
-    depth: asked for, times the chance that all before it was accepted; proposed, times the same;
-    the chance that it was accepted, too; asked for with all before it proposed; and proposed.
-    `survival` is as `outrider.speculation.accept_reject.survival` tells it."""
+    """What a round shows that asked for `num_asked` tokens and got `len(survival)`. [5, K], one
+    column for each depth, with `reached` the chance that all tokens before it were accepted:
+    asked for, times `reached`; proposed, times `reached`; the chance that it was accepted too;
+    asked for, and all before it proposed; proposed. `survival` is from
+    `outrider.speculation.accept_reject.survival`."""
     counts, num_proposed = np.zeros((5, num_asked)), min(num_asked, len(survival))
     reached = (1.0, *survival)[:num_asked]
     counts[0, : len(reached)] = reached
@@ -75,8 +77,8 @@ class _Averages:
     shape: tuple[int, int]
 
     def __init__(self, memory_rounds: float, prior_rounds: float, prior: Any = None) -> None:
-        """A round weighs 1 / e after `memory_rounds` others; the prior, the averages over more
-        sessions, as much as `prior_rounds` new ones."""
+        """The weight of a round falls to 1/e over `memory_rounds` others. `prior`, the averages
+        over more sessions, weighs as much as `prior_rounds` new rounds."""
         self._keep = 1.0 - 1.0 / memory_rounds
         self._pull = prior_rounds
         self._prior = prior
@@ -85,24 +87,24 @@ class _Averages:
 
 
 class DepthAverages(_Averages):
-    """Of acceptance and of proposals' lengths, by depth: sums of what was `observed`. What few
-    rounds have reached is drawn towards what the prior says of it; without a prior a depth is drawn
-    towards the one before it. Acceptance is that of tokens that were proposed."""
+    """Acceptance and lengths of proposals by depth, as sums of what was `observed`. Depths that few
+    rounds have reached are drawn towards the prior, or without one towards the depth before.
+    Acceptance is that of proposed tokens."""
 
     shape = (5, NUM_DRAFT_TOKENS_MAX)
 
     def fade(self) -> None:
-        """A round without a draft."""
+        """Counts a round without a draft."""
         self._sums *= self._keep
 
     def note(self, counts: Array) -> None:
-        """A round with a draft, as it was `observed`."""
+        """Counts a round with a draft, from `observed`."""
         self.fade()
         self.num_rounds += 1
         self._sums[:, : counts.shape[1]] += counts
 
     def prospects(self, num_asked: int) -> Prospects:
-        """What to expect of a proposal for which so many tokens are asked."""
+        """What to expect of a proposal of up to `num_asked` tokens."""
         rates = np.array(self._rates(num_asked)).reshape(num_asked, 3)
         goes_on, accepted, proposed = rates.T
         committed = np.cumprod(goes_on * accepted)
@@ -110,8 +112,9 @@ class DepthAverages(_Averages):
         return Prospects(committed, np.cumprod(proposed), offered - committed)
 
     def _rates(self, num_depths: int) -> list[tuple[float, float, float]]:
-        """Of each depth, given the depth before, the chance that a proposal goes on where all
-        before was accepted, that its next token is accepted then, and that it goes on at all."""
+        """Chances at each depth, given the depth before: that a proposal whose tokens were all
+        accepted so far goes on, that its next token is accepted then, and that any proposal goes
+        on."""
         pull, rate, before = self._pull, FIRST_ACCEPTED, 0.0
         prior = None if self._prior is None else self._prior._rates(num_depths)
         rates = []
@@ -120,7 +123,7 @@ class DepthAverages(_Averages):
             goes_on = goes_on_at_all = 1.0
             if prior is not None:
                 goes_on, likely, goes_on_at_all = prior[depth]
-                # As much higher or lower as the session's own is at the depth before.
+                # The prior, scaled by how this session compares with it at the depth before.
                 rate = min(1.0, rate * likely / before) if before > 0 else likely
                 before = likely
             rate = (accepted + pull * rate) / (offered + pull)
@@ -132,19 +135,19 @@ class DepthAverages(_Averages):
 
 
 class SiblingAverages(_Averages):
-    """Of the acceptance of siblings, by rank; as `DepthAverages`."""
+    """Acceptance of siblings by rank, like `DepthAverages`."""
 
     shape = (3, SIBLINGS_MAX)
 
     def note(self, found: SiblingChances) -> None:
-        """A round with a draft."""
+        """Counts a round with a draft."""
         self._sums *= self._keep
         for sums, values in zip(self._sums, found, strict=True):
             sums[: len(values)] += values
 
     def rates(self) -> Array:
-        """[2, `SIBLINGS_MAX`]: how likely the first, second, ... sibling is offered where it is
-        asked for, and accepted where it is offered and all before it are refused."""
+        """[2, `SIBLINGS_MAX`]: chances that the first, second, ... sibling is offered if it is
+        asked for, and that it is accepted if it is offered and all before it are refused."""
         ranks = np.arange(1, SIBLINGS_MAX + 1)
         prior = np.array([np.ones(SIBLINGS_MAX), FIRST_TAKEN / ranks])
         if self._prior is not None:
@@ -156,7 +159,7 @@ class SiblingAverages(_Averages):
 def sibling_chances(
     tree: DraftTree, accept_probability: Sequence[float], asked: Sequence[int]
 ) -> SiblingChances:
-    """Of a verdict on a proposal for which `asked` siblings were asked, place by place."""
+    """What a verdict shows about siblings; `asked` says how many were asked for at each place."""
     sums = [[0.0] * max(asked, default=0) for _ in range(3)]
     reached = 1.0
     for token, num_asked in zip(tree.spine, asked, strict=False):
@@ -174,7 +177,7 @@ def sibling_chances(
 
 
 def fitting(siblings: tuple[int, ...], room: int) -> tuple[int, ...]:
-    """As many of them, from the first place on, as there is room for."""
+    """`siblings` by place, cut from the end to at most `room` in all."""
     kept: list[int] = []
     for num in siblings:
         kept.append(max(0, min(num, room)))
@@ -189,9 +192,9 @@ def shaped(
     forecast: Forecast,
     siblings_max: int,
 ) -> Iterator[tuple[tuple[int, ...], float, float]]:
-    """Siblings, place by place, for proposals of 1, 2, ... tokens that bring the `promised` tokens
-    in a time, as long as they make rounds bring more a second; and tokens and time with them.
-    `siblings_max` bounds those beside one token."""
+    """Adds siblings to proposals of 1, 2, ... tokens while they raise the tokens per second.
+    `promised` has the expected tokens and seconds without them. Yields for each length the siblings
+    by place, at most `siblings_max` at one place, and the tokens and seconds with them."""
     if siblings_max == 0:
         yield from (((), *one) for one in promised)
         return

@@ -1,31 +1,33 @@
-"""How many draft tokens each round asks for. Pure: told of rounds, and asked for the next.
+"""Length control: how many draft tokens (K) each round asks for. Pure: it learns from finished
+rounds and chooses the length of the next one.
 
-The length of a round is settled when the round before it begins. At that moment nothing of the
-round has been drawn, neither here nor by a target or a draft that works ahead, so the choice is
-independent of the round's noise and exact under every rule. Sessions that share a seed get fixed
+The length of a round is fixed when the previous round begins. At that moment no token of the round
+has been drawn, neither here nor by a target or draft that works ahead. So the choice is independent
+of the round's random numbers, and exact under every rule. Sessions that share a seed get fixed
 lengths (`LengthControls.open`). docs/exactness.md has the proof.
 
-| phase of a session | K | it ends |
+| phase of a session | K | ends when |
 | --- | --- | --- |
-| drafting | the best by expected tokens and expected time | when plain decoding is better |
-| plain | 0; the target runs ahead of the coordinator | when drafting is better |
+| drafting | the best by expected tokens and expected time | plain decoding is better |
+| plain | 0; the target runs ahead of the coordinator | drafting is better |
 
-What is expected may be wrong. Three trials find out, each for a few rounds:
+Expectations may be wrong, so three kinds of trial test them, each for a few rounds:
 
-| trial | of |
+| trial | when |
 | --- | --- |
-| in a plain phase, or instead of one when a session begins | drafting |
-| in a round, of the largest K, which shows what all others would bring | more tokens |
-| while next to nothing is known of its time | plain decoding |
+| drafting | in a plain phase, or in its place when a session begins |
+| the largest K, which shows what every smaller K would have brought | in one round |
+| plain decoding | while almost nothing is known about how long it takes |
 
-Each is made once its expected loss, in tokens, can be paid from a small share of the tokens that
-all sessions commit; so what seems hopeless is tried seldom, and what is uncertain soon.
+A trial runs once a budget covers its expected loss in tokens. The budget grows by a small share of
+the tokens that all sessions commit. So hopeless choices are tried rarely, and uncertain ones soon.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect
+from copy import copy
 from dataclasses import dataclass, replace
 
 from coordinator.draft_length.acceptance import (
@@ -41,103 +43,94 @@ from outrider.limits import DRAFTED_SEEDS_MAX
 from outrider.messages import ReplicaDescription
 from outrider.speculation.sampling_params import Rule
 
+MEMORY_ROUNDS = 48.0
+"""After this many more rounds of its session, a round's weight has fallen to 1/e."""
+SHARED_MEMORY_ROUNDS = 512.0
+"""The same for the averages over all sessions."""
+PRIOR_ROUNDS = 12.0
+"""The averages over all sessions weigh as much as this many rounds of a session."""
+SHARED_PRIOR_ROUNDS = 12.0
+"""The initial assumptions weigh as much as this many rounds of all sessions."""
+CHOICE_ROUNDS = 4
+"""Rounds with a draft from one choice of K to the next."""
+YOUNG_ROUNDS = 64
+"""Until all sessions together have had this many rounds, K is chosen anew in every round."""
+FIRST_LOOKS = 4
+"""The first rounds of all sessions, which ask for the largest K whatever it costs."""
+SWITCH_GAIN = 0.02
+"""K changes only if the new K is faster by this share."""
+PLAIN_GAIN = 0.03
+"""A drafting session begins a plain phase only if plain decoding is faster by this share."""
+PLAIN_ROUNDS = 16
+"""Length of a session's first plain phase. Each further one is twice as long ..."""
+PLAIN_ROUNDS_MAX = 128
+"""... up to this length."""
 GAIN_ROUNDS = 32
-"""Rounds in which drafting that is quicker must bring what beginning it costs."""
+"""Drafting that is faster must make up for the cost of starting it within this many rounds."""
+TRIAL_SHARE = 0.01
+"""Share of all committed tokens that trials may cost."""
+CREDIT_TOKENS = 8.0
+"""Trial budget of a new coordinator, in tokens ..."""
 CREDIT_TOKENS_MAX = 16.0
-"""A coordinator keeps so many that trials may cost."""
+"""... and the most that it can save up."""
 PLAIN_BEGINNINGS = 7
-"""One in so many sessions that drafting promises nothing drafts at its beginning anyway ..."""
+"""Where drafting promises nothing, one in this many sessions begins with a draft anyway ..."""
 BEGINNING_TOKENS = 4.0
-"""... where that costs so few tokens; one in twice as many where it costs twice as many."""
+"""... if that costs at most this many tokens; if it costs n times as many, one in n times as many
+sessions."""
 PROMPT_SIZES = (128, 512, 2048)
-"""Tokens from which on a prompt is one of the next size."""
+"""Bounds between classes of prompt lengths, in tokens."""
 PLAIN_TRIED_BELOW = 1.5
-"""Plain decoding is tried where drafting is expected to be less than so many times as fast ..."""
+"""Plain decoding is tried if drafting is expected to be less than this many times as fast ..."""
 PLAIN_TRIED_ROUNDS = 6
-"""... for so many rounds, of which the first is not timed."""
+"""... for this many rounds, the first of which is not timed."""
 PLAIN_KNOWN_ROUNDS = 2.0
-"""What it takes is known while rounds of it weigh so much."""
+"""The time of a plain round counts as known while the measured ones have this much weight."""
 DRAFT_BUDGET_MIN_S = 0.02
-"""A proposal is drawn for so long at least: processes that share cores are not always on time."""
+"""Least time to draw a proposal: processes that share cores are not always scheduled on time."""
 TIMES_KNOWN_ROUNDS = 16
-"""Where look-ups are compared in plain rounds, so many with a draft tell how long one takes ..."""
+"""With look-ups compared in plain rounds, the time of a round with a draft counts as known after
+this many ..."""
 TIMES_RARITY = 4.0
-"""... after which a trial is charged so many times what it may lose, or the whole account."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """How quickly lengths follow what is measured."""
-
-    memory_rounds: float = 48.0
-    """A session's round weighs 1 / e after so many more."""
-    shared_memory_rounds: float = 512.0
-    """The same for the averages over all sessions."""
-    prior_rounds: float = 12.0
-    """Rounds of a session that weigh as much as those averages ..."""
-    shared_prior_rounds: float = 12.0
-    """... and rounds of all sessions as what is assumed where nothing is known."""
-    choice_rounds: int = 4
-    """Rounds of a session, with a draft, between two choices of K."""
-    plain_rounds: int = 16
-    """Rounds after which a session's plain phase may end; then twice as many each time ..."""
-    plain_rounds_max: int = 128
-    """... up to this."""
-    first_looks: int = 4
-    """Rounds of all sessions that ask for all they may: one shows what every K would bring."""
-    young_rounds: int = 64
-    """Rounds of all sessions up to which K is chosen anew in each."""
-    switch_gain: float = 0.02
-    """K changes only for a choice that is better by this share ..."""
-    plain_gain: float = 0.03
-    """... and a session that drafts decodes plainly only where that is by this one."""
-    trial_share: float = 0.01
-    """Trials may cost so many of all tokens that are committed ..."""
-    credit_tokens: float = 8.0
-    """... beside these, with which a coordinator begins ..."""
-
-
-TUNING = Tuning()
+"""... and a trial then costs this many times its expected loss, or the whole budget."""
 
 
 class Experience:
-    """What sessions of one rule have shown. A long prompt often has what its answer copies, so
-    acceptance is averaged by the prompt's size, too."""
+    """What the sessions of one rule have shown. Answers to long prompts often copy from them, so
+    acceptance is also averaged by prompt length."""
 
-    def __init__(self, tuning: Tuning) -> None:
-        memory = tuning.shared_memory_rounds
-        self.averages = DepthAverages(memory, tuning.shared_prior_rounds)
+    def __init__(self) -> None:
+        self.averages = DepthAverages(SHARED_MEMORY_ROUNDS, SHARED_PRIOR_ROUNDS)
         self.by_size = [
-            DepthAverages(memory, tuning.prior_rounds, self.averages)
+            DepthAverages(SHARED_MEMORY_ROUNDS, PRIOR_ROUNDS, self.averages)
             for _ in range(len(PROMPT_SIZES) + 1)
         ]
-        self.siblings = SiblingAverages(memory, tuning.prior_rounds)
-        self._tuning = tuning
-        self._left = tuning.credit_tokens
-        """What trials may still lose, in tokens: a share of all that are committed."""
+        self.siblings = SiblingAverages(SHARED_MEMORY_ROUNDS, PRIOR_ROUNDS)
+        self._left = CREDIT_TOKENS
+        """Trial budget: tokens that trials may still lose."""
         self._looks = 0
         self._begun_plain = 0
         """Sessions since the last one that began with a draft."""
 
     def first_look(self) -> bool:
-        """Whether a round is one of the first, which ask for all they may at whatever cost."""
+        """Whether this round is one of the first, which ask for the largest K at any cost."""
         self._looks += 1
-        return self._looks <= self._tuning.first_looks
+        return self._looks <= FIRST_LOOKS
 
     def earn(self, num_tokens: float) -> None:
-        self._left = min(self._left + self._tuning.trial_share * num_tokens, CREDIT_TOKENS_MAX)
+        self._left = min(self._left + TRIAL_SHARE * num_tokens, CREDIT_TOKENS_MAX)
 
     def pays(self, num_tokens: float) -> bool:
-        """Spends what a trial is expected to lose, if that is there."""
+        """Spends the expected loss of a trial, if the budget covers it."""
         if num_tokens > self._left:
             return False
         self._left -= max(0.0, num_tokens)
         return True
 
     def begins(self, num_tokens: float) -> bool:
-        """The same for a session's beginning, but that one in so many is tried in any case: it may
-        be about another thing than those before it; one in more, where it is expected to lose more
-        than little."""
+        """The same for a trial at the start of a session. Some sessions draft whatever the budget
+        says, as their texts may differ from all before: one in `PLAIN_BEGINNINGS`, fewer if it
+        loses more than `BEGINNING_TOKENS`."""
         self._begun_plain += 1
         rarity = max(1.0, num_tokens / BEGINNING_TOKENS)
         is_due = self._begun_plain >= rarity * PLAIN_BEGINNINGS
@@ -147,21 +140,21 @@ class Experience:
 
 
 class Learned:
-    """What sessions share: round costs for all, acceptance by rule and prompt size.
+    """What sessions share: round costs for all, acceptance by rule and prompt length.
 
-    All of it depends on how many draft tokens were accepted: tokens a round, rows a step and times
-    do, too, since contexts and batches grow with the tokens. Under rules whose noise is keyed by
-    the round, a session with a known seed has the numbers of an earlier one. It must choose no
-    length by what those numbers did there, so it reads none of this and adds nothing.
+    All of it depends on how many draft tokens were accepted. So do tokens per round, rows per step
+    and times, since contexts and batches grow with the tokens. Under rules whose random numbers are
+    keyed by the round, a session with a repeated seed has the numbers of an earlier session. What
+    those numbers did there must not influence its lengths, so it neither reads this nor adds to it.
     docs/exactness.md has the proof."""
 
-    def __init__(self, costs: RoundCosts, tuning: Tuning) -> None:
+    def __init__(self, costs: RoundCosts) -> None:
         self.costs = costs
-        self.by_rule = {rule: Experience(tuning) for rule in Rule}
+        self.by_rule = {rule: Experience() for rule in Rule}
 
 
 class _KnownSeeds:
-    """Those that sessions had under rules whose noise is keyed by the round, whatever draft."""
+    """Seeds of sessions under rules whose random numbers are keyed by the round, for all drafts."""
 
     def __init__(self) -> None:
         self.running: dict[int, LengthControl] = {}
@@ -173,7 +166,7 @@ class _KnownSeeds:
         return seed in self._seeds
 
     def make_room(self) -> None:
-        """Forgets those whose sessions have ended, where there are too many for one more."""
+        """Forgets the seeds of ended sessions if there is no room for one more."""
         if len(self._seeds) >= max(DRAFTED_SEEDS_MAX, len(self.running) + 1):
             self._seeds = set(self.running)
             self.times_forgotten += 1
@@ -184,37 +177,36 @@ class _KnownSeeds:
 
 
 class LengthControls:
-    """The length controls of one coordinator's sessions, or of those with a draft on trial."""
+    """Creates the length controls of one coordinator's sessions, or of those with a draft on
+    trial."""
 
     def __init__(
         self,
         target: ReplicaDescription,
         draft: ReplicaDescription | None,
         run_ahead_rounds: int,
-        tuning: Tuning = TUNING,
         *,
         delays: bool = False,
         watches: bool = False,
     ) -> None:
-        """`run_ahead_rounds` bounds how far the target may be ahead. It shares its cores with the
-        draft and the coordinator if that `delays` it. If it `watches`, its sessions are told of
-        look-ups in their plain rounds (`note_watched`): rounds with a draft are tried for their
-        times alone."""
+        """`run_ahead_rounds` bounds how far the target may run ahead. With `delays`, the work of
+        draft and coordinator delays the target, as they share its cores. With `watches`, sessions
+        learn from look-ups in their plain rounds (`note_watched`), so rounds with a draft are tried
+        only to measure their times."""
         self._target = target
         self._draft = draft
         self._delays = delays
         self.watches = watches
         self.run_ahead_rounds = run_ahead_rounds
-        self.tuning = tuning
         self.load = Load()
         self._seeds = _KnownSeeds()
         self._learned: tuple[int, Learned] | None = None
-        """Since how many times of forgetting, and what."""
+        """What was learned, and the value of `times_forgotten` since which."""
 
     @property
     def learned(self) -> Learned:
-        """What new sessions read and add to. A session with a forgotten seed is a first one again,
-        so what its earlier one told goes with the seed."""
+        """What new sessions read and add to. It is dropped when seeds are forgotten: a session that
+        repeats such a seed counts as its first, and must not read what the earlier one showed."""
         num_times = self._seeds.times_forgotten
         if self._learned is None or self._learned[0] != num_times:
             self._learned = num_times, self._nothing_learned(self.load)
@@ -225,19 +217,16 @@ class LengthControls:
         return self.learned.costs
 
     def of_another(self, draft: ReplicaDescription) -> LengthControls:
-        """For sessions of another draft, which learn apart and share the load and the seeds."""
-        found = LengthControls(
-            self._target, draft, self.run_ahead_rounds, self.tuning, delays=self._delays,
-            watches=self.watches,
-        )  # fmt: skip
-        found.load, found._seeds = self.load, self._seeds
+        """For sessions with another draft: they share load and seeds, but learn separately."""
+        found = copy(self)
+        found._draft, found._learned = draft, None
         return found
 
     def hear_load(
         self, num_targets: int, num_elsewhere: int, draft: ReplicaDescription | None
     ) -> None:
-        """How many targets there are now, how many sessions other coordinators run with them, and
-        the first draft, once there is one. Of another one the times are learned anew."""
+        """Updates the number of targets, the number of sessions that other coordinators run on
+        them, and the draft. The times of a draft with other weights are learned from scratch."""
         self.load.num_targets = max(1, num_targets)
         self.load.num_elsewhere = num_elsewhere
         known = self._draft
@@ -254,8 +243,8 @@ class LengthControls:
         siblings_max: int = 0,
     ) -> LengthControl:
         """Begins a session that asks for at most `num_draft_tokens` a round, with at most
-        `siblings_max` siblings beside each. Under rules whose noise is keyed by the round, a
-        repeated seed fixes the lengths of this session and of the one that runs with that seed."""
+        `siblings_max` siblings for each. Under rules whose random numbers are keyed by the round, a
+        repeated seed fixes the lengths of this session and of the one that runs with the seed."""
         self.load.num_sessions += 1
         bounds = (num_draft_tokens, prompt_length, siblings_max)
         if rule.absolute_noise:
@@ -273,7 +262,7 @@ class LengthControls:
         return first
 
     def close(self, seed: int | None) -> None:
-        """Ends a session, the first of `seed` unless that is None."""
+        """Ends a session; `seed` is None unless it was the first session of that seed."""
         self.load.num_sessions -= 1
         if seed is not None:
             self._seeds.running.pop(seed, None)
@@ -284,19 +273,18 @@ class LengthControls:
             target.step_costs, draft, target.max_num_seqs, load,
             drafting_delays=self._delays or target.drafts_itself, messages_delay=self._delays,
         )  # fmt: skip
-        return Learned(costs, self.tuning)
+        return Learned(costs)
 
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """What a length promises."""
+    """A possible length of a round, and what to expect of it."""
 
     num_draft_tokens: int
     num_tokens: float = 1.0
-    """Expected, less those that other sessions lose."""
+    """Tokens committed, minus those that other sessions lose."""
     seconds: float = 0.0
     siblings: tuple[int, ...] = ()
-    """That it has beside its tokens."""
     draft_budget_s: float = math.inf
 
     @property
@@ -305,13 +293,13 @@ class _Option:
 
 
 _PLAIN = _Option(0)
-"""A round of a plain phase ..."""
+"""A round of a plain phase."""
 _FIRST = _Option(0)
-"""... and one without a draft for which it would have to wait."""
+"""The first round of a session that drafts: it does not wait for a proposal."""
 
 
 class LengthControl(LengthPolicy):
-    """Chooses the lengths of one session's rounds by what they are expected to bring."""
+    """Chooses the lengths of one session's rounds by their expected tokens and time."""
 
     def __init__(
         self,
@@ -323,46 +311,44 @@ class LengthControl(LengthPolicy):
         siblings_max: int,
         seed: int | None = None,
     ) -> None:
-        """Reads and adds to `learned`. Gives `seed` back to `controls` in the end."""
-        tuning, experience = controls.tuning, learned.by_rule[rule]
-        own = tuning.memory_rounds, tuning.prior_rounds
+        """Reads and adds to `learned`. `close` gives `seed` back to `controls`."""
+        experience = learned.by_rule[rule]
         of_size = experience.by_size[bisect(PROMPT_SIZES, prompt_length)]
         self._controls = controls
-        self._tuning = tuning
         self._costs = learned.costs
         self._experience = experience
-        self._averages = DepthAverages(*own, of_size)
+        self._averages = DepthAverages(MEMORY_ROUNDS, PRIOR_ROUNDS, of_size)
         self._shared_averages = (of_size, experience.averages)
-        self._siblings = SiblingAverages(*own, experience.siblings)
+        self._siblings = SiblingAverages(MEMORY_ROUNDS, PRIOR_ROUNDS, experience.siblings)
         self._siblings_max = siblings_max
         self._bound = num_draft_tokens
         self._seed = seed
         self._choice: _Option | None = None
-        """What rounds with a draft ask for; None = not chosen yet."""
+        """Length of rounds with a draft; None = not chosen yet."""
         self._look: _Option | None = None
-        """What the next round asks for instead, if that is all it may."""
+        """Length of the next round if it tries the largest K, else None."""
         self._until_choice = 0
         """Rounds with a draft until the next choice."""
         self._num_drafted = self._num_paid = 0
-        """Rounds with a draft since the last plain phase, and as many as a trial paid for."""
+        """Rounds with a draft since the last plain phase, and how many of them a trial covers."""
         self._num_missed = 0
-        """Tokens that the draft would have to read before it can propose any."""
-        self._phase = tuning.plain_rounds
+        """Tokens that the draft has to read before it can propose any."""
+        self._phase = PLAIN_ROUNDS
         """Rounds of the next plain phase."""
         self._plain_left = 0
-        """Rounds of the plain phase that are sure to come."""
+        """Rounds of the plain phase that are certain to come."""
         self._plain_ends = False
-        """Whether it ends with them."""
+        """Whether the plain phase ends with them."""
         self._fixed: _Option | None = None
-        """What all rounds ask for that are planned from now on; None = it is chosen."""
+        """Length of all rounds planned from now on; None = it is chosen."""
         self._current: _Option | None = None
-        """The round that was chosen last ..."""
+        """The round that was chosen last."""
         self._num_asked = 0
-        """... its K, which is smaller near the end of a completion ..."""
+        """Its K, which is smaller near the end of a completion."""
         self._follows_plain = False
-        """... whether the target did not wait for it ..."""
+        """Whether the round before it was plain too, so that the target did not wait for it."""
         self._next: tuple[_Option, int] | None = None
-        """... and the one that follows it, with the plain ones that are sure to follow that."""
+        """The round after it, and how many plain rounds are certain to follow that one."""
         self._context = prompt_length
         self._ended_at: float | None = None
         if self._bound > 0:
@@ -371,7 +357,7 @@ class LengthControl(LengthPolicy):
             drafted, plain = self._options()
             if not self._drafting_is_due(_best(drafted), plain, begins=True):
                 self._begin_plain()
-        # Where it drafts, the draft reads the prompt beside the target, and may need longer.
+        # If it drafts, the draft reads the prompt while the target does, and may take longer.
         self._num_missed = prompt_length
 
     @property
@@ -379,19 +365,18 @@ class LengthControl(LengthPolicy):
         return self._plans_plain
 
     def fix(self) -> None:
-        """From the next round that is planned on, asks for the K that promises most by now, behind
-        the rounds that are sure to be plain. `note` makes no difference any more: neither what this
-        session's rounds show nor how long they take is learned. From the next round that begins on,
-        no time bounds the drafting."""
+        """Fixes K at the best value so far, for all rounds that are not planned yet and do not
+        belong to the certain part of a plain phase. From now on `note` changes nothing, so neither
+        acceptance nor times of this session are learned, and no time limit bounds the drafting of
+        rounds that begin later."""
         if self._fixed is None:
             drafted, plain = self._options()
-            best = _best([plain, *drafted])
-            self._fixed = _Option(best.num_draft_tokens)
+            self._fixed = _Option(_best([plain, *drafted]).num_draft_tokens)
             if self._current is None:
-                self._plain_left = 0  # Nothing was promised to the target yet.
+                self._plain_left = 0  # The target was not told to run ahead yet.
 
     def choose(self, index: int, num_left: int) -> RoundLength:
-        """The first round has no draft, for which it would wait."""
+        """See `LengthPolicy`. The first round has no proposal: it would have to wait for one."""
         length, run_ahead = self._next or self._settled(_FIRST)
         self._follows_plain = self._current is _PLAIN
         self._current = length
@@ -409,15 +394,14 @@ class LengthControl(LengthPolicy):
         )
 
     def note(self, played: PlayedRound) -> None:
-        """What it changes is seen by rounds that are planned from now on: the next one already
-        is."""
+        """Takes effect from the round after the next one, which is planned already."""
         current = self._current
         if current is None or self._fixed is not None:
             return
         before, self._ended_at = self._ended_at, played.ended_at
         self._context = played.context
         if before is None:
-            return  # The first round runs the prompt.
+            return  # The first round includes the prompt.
         costs = self._costs
         round_s = max(0.0, played.ended_at - before - played.next_draft_s)
         costs.note_load(played, round_s)
@@ -438,7 +422,7 @@ class LengthControl(LengthPolicy):
             costs.note_late(self._num_asked, played.draft_s)
         if current is not _PLAIN and (played.num_asked > 0 or played.draft_s > 0):
             self._num_drafted += 1
-            self._num_missed = 0  # No excuse for a late one.
+            self._num_missed = 0  # From here on a late proposal counts as slow drafting.
 
     def note_watched(self, num_asked: int, survival: tuple[float, ...]) -> None:
         if self._fixed is None:
@@ -450,10 +434,10 @@ class LengthControl(LengthPolicy):
         self._controls.close(self._seed)
 
     def _plan(self) -> tuple[_Option, int]:
-        """Settles the next round."""
+        """Plans the next round."""
         if self._bound > 0 and self._fixed is None:
             self._look = None
-            is_young = self._experience.averages.num_rounds < self._tuning.young_rounds
+            is_young = self._experience.averages.num_rounds < YOUNG_ROUNDS
             if self._plain_left > 0:
                 self._plan_plain()
             elif self._until_choice > 0 and not is_young:
@@ -467,8 +451,8 @@ class LengthControl(LengthPolicy):
         return self._bound == 0 or self._plain_left > 0 or self._fixed == _PLAIN
 
     def _settled(self, drafted: _Option) -> tuple[_Option, int]:
-        """The next round, `drafted` unless it is of a plain phase, and how many plain ones are sure
-        to follow."""
+        """The next round, which is `drafted` unless it belongs to a plain phase, and how many plain
+        rounds are certain to follow."""
         if not self._plans_plain:
             return drafted, 0
         run_ahead = self._controls.run_ahead_rounds
@@ -478,7 +462,7 @@ class LengthControl(LengthPolicy):
         return _PLAIN, run_ahead
 
     def _plan_plain(self) -> None:
-        """Whether a plain phase goes on is settled before the target has to wait to hear of it."""
+        """Decides whether the plain phase goes on, early enough for the target to run ahead."""
         if self._plain_ends or self._plain_left > self._controls.run_ahead_rounds:
             return
         drafted, plain = self._options()
@@ -487,34 +471,34 @@ class LengthControl(LengthPolicy):
             self._begin_plain()
 
     def _drafting_is_due(self, drafted: _Option, plain: _Option, begins: bool = False) -> bool:
-        """Whether to draft: because that is quicker by enough for what the draft has to read, or to
-        find out whether it is by now. `begins`: the session does."""
-        costs, tuning, experience = self._costs, self._tuning, self._experience
+        """Whether to draft: either it is faster by enough to make up for what the draft has to read
+        first, or a trial is due. `begins`: this is the start of the session."""
+        costs, experience = self._costs, self._experience
         each = drafted.seconds * plain.rate - drafted.num_tokens
-        num_rounds = tuning.choice_rounds if each > 0 else GAIN_ROUNDS
+        num_rounds = CHOICE_ROUNDS if each > 0 else GAIN_ROUNDS
         lost = num_rounds * each + costs.reading_lost(plain.seconds, self._num_missed)
         self._num_drafted = self._num_paid = 0
         if lost < 0:
             return True
-        self._num_paid = tuning.choice_rounds
+        self._num_paid = CHOICE_ROUNDS
         if self._controls.watches and costs.num_drafted >= TIMES_KNOWN_ROUNDS:
             return experience.pays(max(lost, min(TIMES_RARITY * lost, CREDIT_TOKENS_MAX)))
         return experience.begins(lost) if begins else experience.pays(lost)
 
     def _choose_again(self) -> None:
-        """K of the rounds from the next one on, or the beginning of a plain phase."""
+        """Chooses K from the next round on, or begins a plain phase."""
         drafted, plain = self._options()
         best, largest = _best(drafted), drafted[-1]
         current, is_first = best, self._choice is None
         if self._choice is not None:
             current = drafted[self._choice.num_draft_tokens - 1]
-            if best.rate > current.rate * (1.0 + self._tuning.switch_gain):
+            if best.rate > current.rate * (1.0 + SWITCH_GAIN):
                 current = best
-        self._choice, self._until_choice = current, self._tuning.choice_rounds - 1
-        # One round with a draft is on its way.
+        self._choice, self._until_choice = current, CHOICE_ROUNDS - 1
+        # + 1: the current round, which is not counted yet.
         if is_first or self._num_drafted + 1 < self._num_paid:
             self._look = largest if self._experience.first_look() else None
-        elif plain.rate > (1.0 + self._tuning.plain_gain) * current.rate:
+        elif plain.rate > (1.0 + PLAIN_GAIN) * current.rate:
             self._begin_plain()
         elif self._tries_plain(current, plain):
             self._plain_left, self._plain_ends = PLAIN_TRIED_ROUNDS, True
@@ -525,25 +509,24 @@ class LengthControl(LengthPolicy):
             self._look = largest if looks else None
 
     def _tries_plain(self, drafted: _Option, plain: _Option) -> bool:
-        """Whether to decode plainly for a while, so that what that takes is known."""
+        """Whether to decode plainly for a few rounds to measure how long that takes."""
         if self._costs.plain.weight >= PLAIN_KNOWN_ROUNDS:
             return False
         lost = PLAIN_TRIED_ROUNDS * (plain.seconds * drafted.rate - plain.num_tokens)
         return drafted.rate < PLAIN_TRIED_BELOW * plain.rate and self._experience.pays(lost)
 
     def _begin_plain(self) -> None:
-        """A plain phase begins, or the next one behind it."""
+        """Begins a plain phase, or extends the current one."""
         self._plain_left += self._phase
         self._plain_ends = False
-        self._phase = min(2 * self._phase, self._tuning.plain_rounds_max)
+        self._phase = min(2 * self._phase, PLAIN_ROUNDS_MAX)
         self._choice, self._until_choice = None, 0
 
     def _options(self) -> tuple[list[_Option], _Option]:
-        """What K = 1, 2, ... promise, and what plain decoding does.
+        """The options K = 1, 2, ..., and plain decoding.
 
-        A proposal is drawn until as much time has been lost, beyond what it takes as a rule, as its
-        tokens would take without it. So a draft that has become slow costs no more than twice what
-        it brings, whenever that is."""
+        The time limit of a proposal is its usual time plus what its accepted tokens would take in
+        plain decoding. So a draft that becomes slow costs at most twice what it saves."""
         costs = self._costs
         num_siblings = SIBLINGS_OF_A_ROUND_MAX if self._siblings_max else 0
         forecast = costs.forecast(self._bound, self._context, num_siblings)

@@ -1,4 +1,4 @@
-"""Lengths of rounds as values, and who chooses them. Pure."""
+"""The length of a round, what a round showed, and the interface that chooses lengths. Pure."""
 
 from __future__ import annotations
 
@@ -13,106 +13,106 @@ from .acceptance import NO_SIBLINGS, SiblingChances
 
 @value(frozen=True, slots=True)
 class RoundLength:
-    """What a round is to be."""
+    """What a round asks for."""
 
     num_draft_tokens: int
-    """K: how many draft tokens are asked for."""
+    """K, the number of draft tokens to ask for."""
     run_ahead: int
-    """Rounds after this one that are sure to have no proposal: the target need not wait."""
+    """Rounds after this one that certainly have no proposal, so the target need not wait."""
     siblings: tuple[int, ...] = ()
-    """Candidates that are asked for beside the first, second, ... draft token."""
+    """Siblings to ask for at the place of the first, second, ... draft token."""
     next_max: int = 0
-    """Draft tokens that the next round asks for, or fewer where the completion ends: a target which
-    drafts itself is to have them by then. 0 where that round is sure to have none: then a draft
-    that reads features is sent none either."""
+    """K of the next round, or less near the end of the completion. A target that drafts for itself
+    draws that many with this verdict. 0 if the next round certainly has no proposal: then hidden
+    states are not sent to a draft either."""
     draft_budget_s: float = math.inf
-    """How long its proposal is worth drawing for, beside what bounds every wait."""
+    """How long drawing the proposal is worth waiting for, on top of the limit for every wait."""
     next_siblings: tuple[int, ...] = ()
-    """Candidates that the next round asks for beside its draft tokens."""
+    """Siblings that the next round asks for."""
     is_timed: bool = True
-    """Whether times may bound the drafting for this round, or for the next one where the target
-    drafts that with this one's verdict: not where they may tell of the round's own numbers."""
+    """Whether a time limit may cut short the drafting for this round, or for the next one if the
+    target drafts it with this verdict. False where times may depend on the round's own random
+    numbers."""
 
 
 class DraftedBeside(NamedTuple):
-    """Drafting that a target did in one step with a verdict."""
+    """Drafting that a target did in the same step as a verdict."""
 
     num_tokens: int
-    """Drafted, of which a round may leave some out."""
+    """Tokens drafted, of which a round may use fewer."""
     seconds: float
     work_s: float
-    """This session's part of them."""
+    """The part of `seconds` that was for this session."""
 
 
 @value(frozen=True, slots=True)
 class PlayedRound:
-    """A round with a verdict."""
+    """What a finished round showed."""
 
     num_asked: int
-    """K that its proposal was drafted for, or the tokens that there was time for; 0 = none was, or
-    a look-up filled in, of which nothing is learned but how long a first token was waited for in
-    vain."""
+    """K that the proposal was drafted for, or the tokens there was time for. 0 if nothing was
+    drafted or a look-up filled in: then nothing is learned but how long the wait was in vain."""
     survival: tuple[float, ...]
     """Of the proposed tokens, see `outrider.speculation.accept_reject.survival`."""
     num_tokens: int
-    """Committed."""
+    """Tokens committed."""
     context: int
-    """Tokens that the session had when it began."""
+    """Length of the session when the round began, in tokens."""
     draft_s: float
     """Wait for the proposal."""
     target_s: float
     """The target's queue and step."""
     ended_at: float
-    """Time of a clock that all rounds share, s."""
+    """When it ended, s, on a clock that all rounds share."""
     queue_s: float = 0.0
-    """What of `target_s` it waited for a step to begin."""
+    """The part of `target_s` spent in the queue."""
     num_siblings: int = 0
-    """Tokens beside those of `survival` that were proposed."""
+    """Siblings proposed, besides the tokens of `survival`."""
     siblings: SiblingChances = NO_SIBLINGS
-    """What came of them."""
+    """What became of the siblings."""
     beside: DraftedBeside | None = None
-    """Where its proposal came with the verdict before: what it took there ..."""
+    """The drafting of its proposal, if that came with the verdict before."""
     next_draft_s: float = 0.0
-    """... and what the next round's took beside this one's, which is not of `target_s`."""
+    """Time that the target drafted for the next round, not part of `target_s`."""
     work_s: float = 0.0
-    """What a draft did for this proposal alone, where it did not come with the verdict."""
+    """What a draft replica computed for this proposal alone."""
 
 
 class LengthPolicy:
     """Chooses the lengths of one session's rounds."""
 
     listens = True
-    """Whether it is told of rounds."""
+    """Whether it learns from rounds."""
 
     @property
     def begins_plain(self) -> bool:
-        """Whether no draft is wanted for a while from the first round on."""
+        """Whether the session begins with several rounds without a draft."""
         raise NotImplementedError
 
     def choose(self, index: int, num_left: int) -> RoundLength:
-        """The next round: its place in the session, and how many tokens may still follow, one of
-        which is the target's. What was noted of the round before has no say beyond `num_left`:
-        a target or a draft that works ahead may have drawn tokens of this round by then."""
+        """The length of round `index`; `num_left` more tokens fit the completion, the target's own
+        one included. Does not depend on what `note` was told about the round before: a target or
+        draft that works ahead may have drawn tokens of this round by then."""
         raise NotImplementedError
 
     def note(self, played: PlayedRound) -> None:
-        """The round that was chosen last has been played."""
+        """The round that was chosen last is finished."""
 
     def note_watched(self, num_asked: int, survival: tuple[float, ...]) -> None:
-        """Where nothing was drafted, so many tokens would have been asked for; `survival` is as of
-        a `PlayedRound`."""
+        """In a round without a draft, `num_asked` tokens were looked up for comparison; `survival`
+        as in `PlayedRound`."""
 
     def close(self) -> None:
         """The session ends."""
 
 
 class FixedLength(LengthPolicy):
-    """Asks for the same number of tokens in every round; listens to nothing."""
+    """Asks for the same number of tokens in every round, and learns nothing."""
 
     listens = False
 
     def __init__(self, num_draft_tokens: int, run_ahead_rounds: int, siblings: int = 0) -> None:
-        """So many `siblings` are asked for beside each of them, as far as a tree may be large."""
+        """Asks for up to `siblings` for each draft token, within the limit on trees."""
         self._num_draft_tokens = num_draft_tokens
         siblings = min(siblings, TREE_TOKENS_MAX // max(1, num_draft_tokens) - 1)
         self._beside = (siblings,) if siblings else ()

@@ -1,14 +1,14 @@
-"""What rounds cost: tables of the engines, put right by the times of rounds that were played.
-Pure: told of times, and of nothing else.
+"""What rounds cost: the engines' tables, corrected by the times of finished rounds. Pure: learns
+from times only.
 
 | part of a round | known from |
 | --- | --- |
-| wait for a proposal | the draft's table, then measured: not every drafter takes a step a token |
-| the target's step | its table, for what all sessions have in a step, then measured |
-| wait for that step | measured, as a share of a step, while others are at the target |
-| all else: messages, and the coordinator's work | measured: a round's time less those three |
-| what others at the target lose to the draft and to messages, where they share cores | measured |
-| a round of plain decoding | measured as a whole, once there are any; else the target's part |
+| wait for a proposal | the draft's table, then measured: not every drafter takes a step per token |
+| the target's step | its table, for all rows that sessions have in a step, then measured |
+| wait for that step | measured, as a share of a step, while other sessions use the target |
+| the rest: messages, and the coordinator's work | measured: a round's time minus those three |
+| what other sessions lose to drafting and messages on shared cores | measured |
+| a plain round | measured as a whole, once there are any; before that the target's part |
 """
 
 from __future__ import annotations
@@ -23,51 +23,52 @@ from outrider.engine.step_costs import StepCosts
 from .policy import PlayedRound
 
 MEMORY_ROUNDS = 64.0
-"""A time weighs 1 / e after so many others of its kind."""
+"""The weight of a time falls to 1/e over this many others of its kind."""
 LOAD_MEMORY_ROUNDS = 256.0
+"""The same for the load of the target."""
 OUTLIER = 8.0
-"""A time counts as at most so many mean rounds: one stall says little of the next."""
+"""A time counts as at most this many mean rounds: one stall says little about the next round."""
 NOISE = 0.15
-"""Standard deviation of a time, as a share of it."""
+"""Standard deviation of a time, relative to it."""
 TABLE_SPREAD = 0.5
-"""How far from 1 what a token adds to a draft's time may stand to the table's, as a standard
-deviation ..."""
+"""Prior for the measured time per draft token, relative to the draft's table: 1 with this standard
+deviation."""
 STEP_SPREAD = 0.2
-"""... and what a row adds to a target's, to the mean measured time over the table's: how many rows
-others had in its step is known on average alone, which makes the measured line too flat."""
+"""The same for the time per row of the target, relative to its mean time over its table's. Smaller,
+as only the mean number of other sessions' rows is known, which makes measured lines too flat."""
 ROW_SHARE = 0.3
-"""Of its even share in a target's step that a token is taken to cost where no table says it ..."""
+"""Without a table, a row of the target is assumed to cost this share of the step's mean time per
+row ..."""
 TOKEN_SHARE = 1.0
-"""... and of that in a draft's ..."""
+"""... and a token of the draft this share of its mean time per token ..."""
 SHARE_SPREAD = 1.0
-"""... and how far off these may be, as a standard deviation."""
+"""... with this standard deviation."""
 MESSAGES_WORK = 4.0
-"""Time that others lose to the messages of a round, over what the round itself waits for them: both
-ends work for it, and a step waits for whichever of its threads has lost its core. On two cores, 3
-to 4 was measured at 8 sessions."""
+"""Time that other sessions lose to a round's messages, relative to how long the round waits for
+them: both ends work on them, and a step waits for any thread that lost its core. On two cores with
+8 sessions, 3 to 4 was measured."""
 PLAIN_PRIOR_ROUNDS = 1.0
-"""Rounds of plain decoding that weigh as much as the guess from the rounds with a draft."""
+"""The guess from rounds with a draft weighs as much as this many measured plain rounds."""
 SECONDS_MIN = 1e-9
-"""Nothing is expected to take less."""
+"""Lower bound of an expected time."""
 FORGOTTEN = 1.0 - 1.0 / 512.0
-"""What plain decoding weighs after a round with a draft, in which it was not seen; and the other
-way."""
+"""Times of plain rounds lose this weight with each round that has a draft, and the other way
+round."""
 Array = npt.NDArray[np.float64]
 
 
 class CostLine:
-    """Seconds over a quantity: an exponentially weighted line by least squares, whose slope is
-    drawn towards a stated one until enough different quantities were seen. It never falls, and is
-    nowhere negative."""
+    """Seconds as a linear function of a quantity: exponentially weighted least squares. The slope
+    is drawn towards a given one until enough different quantities were seen. The line never falls
+    and is never negative."""
 
     def __init__(
         self, slope: float, spread: float, *, relative: bool = False, unit: float = 1.0
     ) -> None:
-        """`spread` is the standard deviation of what the slope may turn out to be. Both are
-        multiples of `unit`, or where they are `relative`, of the mean time over the mean quantity
-        once there are any."""
+        """`slope` is the expected slope, with standard deviation `spread`. Both are in multiples of
+        `unit`, or if `relative` of the mean time over the mean quantity once these are known."""
         self.weight = 0.0
-        """Of what was noted: at most `MEMORY_ROUNDS`."""
+        """Total weight of the measurements, at most `MEMORY_ROUNDS`."""
         self._slope, self._spread = slope, spread
         self._relative, self._unit = relative, unit
         self._x = self._y = self._xx = self._xy = 0.0
@@ -115,36 +116,36 @@ class _Mean:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What the next round of a session costs. Others lose tokens as it makes their steps longer, or
-    the draft and messages keep the cores from them."""
+    """What the next round of a session costs: seconds, and tokens that other sessions lose because
+    it makes their steps longer or because drafting and messages take their cores."""
 
     plain_s: float
-    """A round of plain decoding."""
+    """A plain round."""
     round_s: float
-    """A round for which tokens were asked and none was proposed ..."""
+    """A round that asks for draft tokens and gets none ..."""
     round_lost: float
     """... and the tokens that other sessions lose to it."""
     token_s: Array
-    """[K]: what the first proposed token adds, the second, ..., its row included."""
+    """[K]: what the first, second, ... proposed token adds, its row included."""
     token_lost: Array
     row_s: Array
-    """[K + siblings]: what each further row of a verification adds; siblings cost the draft
+    """[K + siblings]: what each further row of a verification adds. Siblings cost the draft
     nothing."""
     row_lost: Array
     draft_s: Array
-    """[K]: the wait for a proposal of one token, two, ..."""
+    """[K]: the wait for a proposal of one, two, ... tokens."""
 
 
 class Load:
-    """Sessions at the targets of one coordinator, as they are now."""
+    """Current sessions on the targets of one coordinator."""
 
     def __init__(self, num_sessions: int = 0) -> None:
         self.num_sessions = num_sessions
-        """Sessions that run here ..."""
+        """Sessions of this coordinator."""
         self.num_elsewhere = 0
-        """... and at other coordinators of the same targets ..."""
+        """Sessions of other coordinators on the same targets."""
         self.num_targets = 1
-        """... which share them all."""
+        """Targets that share all of them."""
 
 
 class RoundCosts:
@@ -160,37 +161,38 @@ class RoundCosts:
         drafting_delays: bool,
         messages_delay: bool,
     ) -> None:
-        """The engines' tables, as far as they are known. At most `max_num_seqs` sessions share a
-        step of the target. That waits while the draft works, if `drafting_delays`: because both
-        share cores or a device, or because the target drafts. Messages delay it, if
-        `messages_delay`: because the coordinator or the draft shares its cores."""
+        """`target` and `draft` are the engines' tables; None = not known. At most `max_num_seqs`
+        sessions share a step of the target. `drafting_delays`: the target waits while the draft
+        works, because they share cores or a device or the target drafts itself. `messages_delay`:
+        messages delay the target, because the coordinator or the draft shares its cores."""
         self.load = load
         self.drafting_delays = drafting_delays
         self.num_drafted = 0
-        """Rounds with a draft that were timed."""
+        """Timed rounds with a draft."""
         self._table = target
         self._max_others = max_num_seqs - 1.0
         self._messages_work = MESSAGES_WORK * messages_delay
         self._target, self.plain = (_line(target, ROW_SHARE, STEP_SPREAD, True) for _ in range(2))
         self.meet_draft(draft)
         self._wait, self._rest = _Mean(), _Mean()
-        """The wait for a step to begin is in steps, where others are at the target: one at most."""
+        """`_wait`, for a step to begin while other sessions use the target, is in steps, at most
+        one."""
         self._round, self._at_target, self._rows, self._tokens, self._context = (
             _Mean(LOAD_MEMORY_ROUNDS) for _ in range(5)
         )
 
     def meet_draft(self, costs: StepCosts | None) -> None:
-        """A draft with this table is there, of which nothing was measured yet."""
+        """Starts from a draft's table; what was measured before is dropped."""
         self._draft_table = costs
         self._draft_token = 1.0 if costs is None else costs.step_seconds(1)
-        """A token's share of the draft's work: s by its table, or without one just that."""
+        """Work of the draft per token: seconds by its table, or 1 without one."""
         self._draft, self._draft_work = (
             _line(costs, TOKEN_SHARE, TABLE_SPREAD, False) for _ in range(2)
         )
 
     def note_load(self, played: PlayedRound, round_s: float) -> None:
-        """A round, `round_s` from the end of the one before. Of rounds whose verdicts come
-        together, the first has the time of all."""
+        """Counts any round; `round_s` is the time since the round before ended. If several verdicts
+        arrive together, the first round has the time of all."""
         self._round.note(self._bounded(round_s))
         self._at_target.note(self._bounded(played.target_s))
         self._rows.note(1 + len(played.survival) + played.num_siblings)
@@ -198,14 +200,14 @@ class RoundCosts:
         self._tokens.note(played.num_tokens)
 
     def note_plain(self, round_s: float, context: int) -> None:
-        """A round of plain decoding behind another one, of a session with so many tokens."""
+        """Counts a plain round that follows another one, of a session of `context` tokens."""
         self.plain.note(self._load(0, context, self._others()), self._bounded(round_s))
         self._draft.fade(FORGOTTEN)
         self._target.fade(FORGOTTEN)
 
     def note_drafted(self, played: PlayedRound, round_s: float, is_typical: bool = True) -> None:
-        """A round for which tokens were asked, whose proposal was waited for as rounds do, if it
-        `is_typical`."""
+        """Counts a round that asked for draft tokens. Its wait for the proposal counts only if it
+        `is_typical`: the draft had nothing else to read first."""
         self.num_drafted += 1
         num_proposed = len(played.survival)
         num_drafted, draft_s, work_s = played.beside or (
@@ -225,12 +227,12 @@ class RoundCosts:
         self.plain.fade(FORGOTTEN)
 
     def note_late(self, num_asked: int, waited_s: float) -> None:
-        """A proposal of so many tokens was waited for in vain: it takes so long at least."""
+        """Counts a proposal of `num_asked` tokens that did not come within `waited_s`."""
         self._draft.note(num_asked * self._draft_token, self._bounded(waited_s))
 
     def forecast(self, num_draft_tokens: int, context: int, num_siblings: int = 0) -> Forecast:
-        """The costs of up to so many draft tokens, and siblings beside them, of a session with so
-        many tokens."""
+        """The costs of up to `num_draft_tokens`, and `num_siblings` besides, for a session of
+        `context` tokens."""
         num_rows = num_draft_tokens + num_siblings
         others, pace = self._others(), self._pace()
         loads = np.array([self._load(num, context, others) for num in range(num_rows + 1)])
@@ -241,8 +243,8 @@ class RoundCosts:
         draft_s = self._draft.at(works)
         draft_lost = np.zeros(len(works))
         if self.drafting_delays:
-            # All at the target wait for a session's work, but for what waiting costs it anyway.
-            # Where all draft in one step, whose work is the wait of each, that is nothing.
+            # All sessions on the target wait for this draft's work; the session's own wait is
+            # counted already. If all draft in one step, each one's wait is the work of all.
             work_s = (1.0 + others) * self._draft_work.at(works)
             draft_lost = pace * np.maximum(0.0, work_s - draft_s)
         wait_s = self._wait.value * min(1.0, others) * verify_s
@@ -251,7 +253,7 @@ class RoundCosts:
         return Forecast(
             plain_s=(plain_s + PLAIN_PRIOR_ROUNDS * verify_s) / (known + PLAIN_PRIOR_ROUNDS),
             round_s=float(draft_s[0]) + wait_s + verify_s + self._rest.value,
-            # Where the target runs ahead, others pay for messages once for several rounds.
+            # Plain rounds are free of this: the target runs ahead, with few messages.
             round_lost=float(draft_lost[0])
             + others * pace * self._messages_work * self._rest.value,
             token_s=np.diff(draft_s) + row_s[:num_draft_tokens],
@@ -266,8 +268,8 @@ class RoundCosts:
         return self._round.value > 0
 
     def reading_lost(self, plain_s: float, num_missed: int) -> float:
-        """Tokens that are lost while the draft of a session that decodes plainly reads so many
-        tokens that it missed, by its table."""
+        """Tokens lost while the draft of a plain session reads the `num_missed` tokens that it
+        lacks, by its table."""
         if self._draft_table is None or num_missed == 0:
             return 0.0
         reading_s = self._draft_table.step_seconds(num_missed)
@@ -279,8 +281,8 @@ class RoundCosts:
         return min(seconds, OUTLIER * mean) if mean > 0 else seconds
 
     def _load(self, num_proposed: int, context: int, others: float) -> float:
-        """The target's share of a round, s by its table, with all that others have in the step;
-        without a table, all rows."""
+        """The target's step with the rows of all sessions: seconds by its table, or without one the
+        number of rows."""
         rows = 1 + num_proposed + others * self._rows.value
         if self._table is None:
             return rows
@@ -289,7 +291,7 @@ class RoundCosts:
         return self._table.step_seconds(max(1, round(rows)), sessions, slots)
 
     def _others(self) -> float:
-        """Sessions that share a step, mean."""
+        """Mean number of other sessions in a step."""
         if not self.are_known:
             return 0.0
         share = min(1.0, self._at_target.value / self._round.value)
@@ -298,7 +300,7 @@ class RoundCosts:
         return min(self._max_others, others * share)
 
     def _pace(self) -> float:
-        """Tokens a second of a session."""
+        """Tokens per second of one session."""
         return self._tokens.value / self._round.value if self.are_known else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Acceptance and length by depth: what averages learn, and what they say where nothing is known."""
+"""Averages of acceptance and length by depth: what they learn, and what they assume before."""
 
 from math import prod
 from types import SimpleNamespace
@@ -39,15 +39,15 @@ def survival_of(chances: list[float]) -> tuple[float, ...]:
     return tuple(prod(chances[: n + 1]) for n in range(len(chances)))
 
 
-def test_what_nobody_knows_is_taken_to_go_on_as_it_begins() -> None:
+def test_without_data_every_depth_has_the_assumed_acceptance() -> None:
     found = averages().prospects(DEPTHS)
     assert found.committed == pytest.approx([FIRST_ACCEPTED ** (n + 1) for n in range(DEPTHS)])
     assert found.proposed.tolist() == [1.0] * DEPTHS
 
 
 def test_a_proposal_that_ends_early_says_nothing_of_acceptance() -> None:
-    """Half of the proposals are empty, and what is proposed is always accepted: the chance of
-    eight tokens is a half, not (1/2)^8, and those of proposals and of commits are the same."""
+    """Half of the proposals are empty, and proposed tokens are always accepted: the chance of eight
+    tokens is 1/2, not (1/2)^8, for proposals as for commits."""
     one = averages()
     for index in range(4000):
         one.note(observed(8, (1.0,) * 8 if index % 2 else ()))
@@ -57,8 +57,8 @@ def test_a_proposal_that_ends_early_says_nothing_of_acceptance() -> None:
 
 
 def test_long_proposals_may_be_the_good_ones() -> None:
-    """Proposals of one token are never accepted, those of four always: depths behind the first are
-    judged among the rounds that got there."""
+    """Proposals of one token are never accepted, those of four always: later depths count only
+    rounds that reached them."""
     one = averages()
     for index in range(4000):
         one.note(observed(4, (1.0,) * 4 if index % 2 else (0.0,)))
@@ -68,8 +68,8 @@ def test_long_proposals_may_be_the_good_ones() -> None:
 
 
 def test_a_depth_that_a_session_has_not_tried_follows_the_one_before() -> None:
-    """All accept 0.8 and then half of that; a session whose first token does better is expected to
-    do better behind it in proportion, too."""
+    """Over all sessions, acceptance is 0.5 and then 0.4. A session with more acceptance at the
+    first depth is expected to have more at the second, in proportion."""
     shared = averages()
     for _ in range(2000):
         shared.note(observed(2, survival_of([0.5, 0.4])))
@@ -88,8 +88,7 @@ def test_a_depth_that_a_session_has_not_tried_follows_the_one_before() -> None:
     st.integers(1, DEPTHS),
 )
 def test_chances_are_chances(rounds: list[tuple[int, list[float]]], num_asked: int) -> None:
-    """After any rounds: between 0 and 1, never rising with depth, and what is committed was
-    proposed in what these averages expect of the average round."""
+    """After any rounds they are between 0 and 1, and do not rise with depth."""
     shared = averages()
     own = averages(shared)
     for asked, chances in rounds:
@@ -101,8 +100,8 @@ def test_chances_are_chances(rounds: list[tuple[int, list[float]]], num_asked: i
             assert all(0.0 <= b <= a <= 1.0 for a, b in zip((1.0, *values), values, strict=False))
 
 
-def test_a_verdict_says_what_siblings_were_worth() -> None:
-    """Two places: the first with two siblings of three asked, the second with one of one."""
+def test_a_verdict_shows_what_siblings_were_worth() -> None:
+    """Two places: two siblings of three asked for, and one of one."""
     tree = draft_tree(caterpillar_tree((2, 1)), 5)
     accept = (0.5, 0.4, 0.25, 0.2, 0.1)
     found = sibling_chances(tree, accept, (3, 1))
@@ -113,7 +112,8 @@ def test_a_verdict_says_what_siblings_were_worth() -> None:
 
 
 def test_rates_follow_what_is_seen() -> None:
-    """From the assumption to what many rounds have shown; a session begins with what all know."""
+    """They move from the assumption to what many rounds show. A session starts from the averages of
+    all sessions."""
     shared = SiblingAverages(100.0, 10.0)
     assert shared.rates()[0].tolist() == [1.0] * SIBLINGS_MAX
     assert shared.rates()[1, :2] == pytest.approx((FIRST_TAKEN, FIRST_TAKEN / 2))
@@ -157,7 +157,7 @@ def shape(
 
 
 def test_siblings_are_added_while_they_pay() -> None:
-    """Rows that cost nothing get all; dear ones none; between them the first place gets more."""
+    """All if rows cost nothing, none if they are expensive; in between, more at the first place."""
     siblings, num_tokens, seconds = shape(0.0)
     assert siblings == (3, 3)
     kept = 1 - 0.7 * 0.8 * 0.9
@@ -172,7 +172,7 @@ def test_siblings_are_added_while_they_pay() -> None:
 
 
 def test_a_tree_is_bounded() -> None:
-    """By what is known of rows, by the room for siblings, and by what is left of the context."""
+    """By the rows whose costs are known, the limit on siblings, and the room in the context."""
     assert sum(shape(0.0, num_rows=5)[0]) == 3
     halves = prospects((0.5,) * 8, (1.0,) * 8, (0.5,) * 8)
     rates: Any = SimpleNamespace(rates=lambda: np.array([[1.0] * 8, [0.5] * 8]))
@@ -195,7 +195,7 @@ def test_a_fixed_length_asks_for_the_same_tree_each_time(num_draft_tokens: int) 
     assert FixedLength(num_draft_tokens, 0).choose(1, 99).siblings == ()
 
 
-def test_a_length_that_is_fixed_is_what_was_asked_for() -> None:
+def test_a_fixed_length_is_what_the_request_asks_for() -> None:
     fixed = FixedLength(3, 8)
     asked = [fixed.choose(index, left) for index, left in ((0, 99), (1, 99), (2, 3), (3, 1))]
     assert asked == [

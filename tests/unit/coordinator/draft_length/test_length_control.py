@@ -1,7 +1,7 @@
-"""Lengths over made-up drafters and made-up costs, on a made-up clock: no test here waits.
+"""Length control with simulated drafters, costs and clock: no test here waits.
 
-Every world draws from a seed, so each run is the same. Where a rate is compared with the best that
-a constant K could have, that one is computed from the world's own chances and costs.
+Every world has a seed, so each run is the same. If a rate is compared with that of the best
+constant K, that one is computed from the world's own chances and costs.
 """
 
 from dataclasses import replace
@@ -18,7 +18,6 @@ from coordinator.draft_length.controller import (
     PLAIN_BEGINNINGS,
     Experience,
     LengthControls,
-    Tuning,
 )
 from coordinator.draft_length.policy import PlayedRound
 from outrider.engine.step_costs import StepCosts
@@ -30,8 +29,8 @@ from outrider.speculation.sampling_params import Rule
 @pytest.mark.parametrize("draft_s", [0.001, 0.004])
 @pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.9])
 def test_the_best_length_is_found(acceptance: float, draft_s: float, tables: bool) -> None:
-    """What a settled session asks for in most of its rounds is within 5 % of the best constant K,
-    by that K's own rate; its whole run, looks and trials and all, within 8 %."""
+    """After some rounds, the most frequent K has a rate within 5 % of the best constant K's; the
+    whole run, with all trials, is within 8 %."""
     world = World(acceptance, draft_s, tables=tables)
     control = world.open()
     world.play(control, 400)
@@ -43,8 +42,8 @@ def test_the_best_length_is_found(acceptance: float, draft_s: float, tables: boo
 
 
 def test_drafting_that_does_not_pay_ends() -> None:
-    """One in ten accepted, a draft token 0.3 of a verification: plain decoding but for trials,
-    whose share falls as time goes on."""
+    """One in ten draft tokens is accepted, and each takes 0.3 of a verification: plain decoding
+    except for trials, which get rarer."""
     world = World(acceptance=0.1, draft_s=0.3 * 0.016)
     assert world.best == 0
     control = world.open()
@@ -57,8 +56,8 @@ def test_drafting_that_does_not_pay_ends() -> None:
     assert last.rate > 0.98 * world.rate(0)
 
 
-def test_drafting_comes_back_when_the_draft_gets_quicker() -> None:
-    """Nothing but a trial can tell."""
+def test_drafting_comes_back_when_the_draft_gets_faster() -> None:
+    """Only a trial can show that."""
     world = World(acceptance=0.8, draft_s=0.03, tables=False)
     control = world.open()
     world.play(control, 600)
@@ -70,8 +69,9 @@ def test_drafting_comes_back_when_the_draft_gets_quicker() -> None:
 
 @pytest.mark.parametrize("acceptance", [0.2, 0.5, 0.8])
 @pytest.mark.parametrize("draft_s", [0.0003, 0.004])
-def test_what_a_targets_own_drafts_cost_is_known(draft_s: float, acceptance: float) -> None:
-    """Whether they cost next to nothing, as heads, or a quarter of a step each, as first layers."""
+def test_the_cost_of_a_targets_own_drafts_is_learned(draft_s: float, acceptance: float) -> None:
+    """Whether they cost almost nothing, like heads, or a quarter of a step each, like the target's
+    first layers."""
     world = World(acceptance, draft_s, row_s=0.0015, drafts_itself=True)
     control = world.open()
     world.play(control, 400)
@@ -91,8 +91,8 @@ def test_siblings_are_asked_for_where_rows_cost_little(row_s: float, is_tree: bo
     assert all(len(length.siblings) <= length.num_draft_tokens for length in drafted)
 
 
-def test_plain_decoding_and_drafting_do_not_take_turns() -> None:
-    """A draft that is worth just what it costs: phases are long, and nothing is lost by either."""
+def test_plain_decoding_and_drafting_do_not_alternate() -> None:
+    """With a draft that is worth just its cost, phases are long, and nothing is lost by either."""
     world = World(acceptance=0.40, draft_s=0.0036)
     assert world.rate(1) == pytest.approx(world.rate(0), rel=0.03)
     control = world.open()
@@ -102,8 +102,8 @@ def test_plain_decoding_and_drafting_do_not_take_turns() -> None:
     assert run.rate > 0.97 * world.rate(0)
 
 
-def test_a_lookup_that_seldom_finds_anything_is_kept_where_that_pays() -> None:
-    """One proposal in five has eight tokens, the others none; nine in ten are accepted."""
+def test_a_lookup_that_rarely_finds_anything_is_kept_if_that_pays() -> None:
+    """One proposal in five has eight tokens, the others none; nine tokens in ten are accepted."""
     world = World(0.9, 0.0, length=lambda rng: 8 if rng.random() < 0.2 else 0)
     run = world.play(world.open(), 2000)
     assert run.plain_share < 0.2
@@ -111,9 +111,9 @@ def test_a_lookup_that_seldom_finds_anything_is_kept_where_that_pays() -> None:
     assert run.asked.count(BOUND) > 0.9 * len(run.asked)
 
 
-def test_plain_decoding_is_tried_where_only_a_table_speaks_of_it() -> None:
-    """The target's table says a step takes twice what it does in plain decoding: drafting seems to
-    pay until plain decoding has been seen."""
+def test_plain_decoding_is_tried_if_only_a_table_says_its_time() -> None:
+    """The table says a step takes 1.5 times as long as it does in plain decoding. So drafting seems
+    to pay until plain decoding was measured."""
     world = World(acceptance=0.45, draft_s=0.004)
     table = StepCosts((1, 33), (0.024, 0.0496))
     world.controls = controls(table, StepCosts((1,), (0.004,)))
@@ -123,7 +123,7 @@ def test_plain_decoding_is_tried_where_only_a_table_speaks_of_it() -> None:
     for index in range(600):
         length = control.choose(index, ENDLESS)
         asked.append(length.num_draft_tokens)
-        # With a draft the step is as slow as its table says.
+        # With a draft, a step is as slow as the table says.
         world.verify_s = verify_s if length.num_draft_tokens == 0 else 0.024
         world._round(control, length, is_first=False)
     assert asked.index(0, 1) < 40
@@ -145,8 +145,8 @@ def test_a_plain_phase_lets_the_target_run_ahead_to_its_end_and_no_further() -> 
     assert phases >= 3
 
 
-def test_a_draft_that_comes_later_is_known_by_its_table() -> None:
-    """What it costs is not taken from before, nor put back when more is heard of the same one."""
+def test_the_costs_of_a_draft_that_joins_later_start_from_its_table() -> None:
+    """Not from earlier measurements; and they are kept as long as the draft is the same."""
     table = StepCosts((1, 65), (0.01, 0.02))
     late = LengthControls(description(StepCosts((1, 33), (0.016, 0.02))), None, RUN_AHEAD)
     before = late.costs.forecast(1, 10).token_s[0]
@@ -165,7 +165,7 @@ def test_a_draft_that_comes_later_is_known_by_its_table() -> None:
 
 
 def beginnings(world: World, num_sessions: int, first_seed: int = 1) -> list[bool]:
-    """Whether sessions of 60 rounds, one after the other, begin with a draft."""
+    """For sessions of 60 rounds, one after the other, whether each begins with a draft."""
     found = []
     for seed in range(first_seed, first_seed + num_sessions):
         control = world.open(seed)
@@ -175,9 +175,8 @@ def beginnings(world: World, num_sessions: int, first_seed: int = 1) -> list[boo
     return found
 
 
-def test_fewer_and_fewer_sessions_begin_with_a_draft_while_that_fails() -> None:
-    """Each tries at first, as it may be about another thing than those before it; and does so again
-    once that is so."""
+def test_fewer_sessions_begin_with_a_draft_while_that_fails() -> None:
+    """All do again once drafting pays."""
     world = World(acceptance=0.1, draft_s=0.3 * 0.016)
     found = beginnings(world, 100)
     assert all(found[:2])
@@ -188,15 +187,18 @@ def test_fewer_and_fewer_sessions_begin_with_a_draft_while_that_fails() -> None:
 
 
 @pytest.mark.parametrize("rarity", [1, 2])
-def test_a_beginning_that_loses_more_is_tried_less_often(rarity: int) -> None:
-    experience, one_in = Experience(Tuning(credit_tokens=0.0)), rarity * PLAIN_BEGINNINGS
+def test_a_beginning_that_loses_more_is_tried_less_often(
+    rarity: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.draft_length.controller.CREDIT_TOKENS", 0.0)
+    experience, one_in = Experience(), rarity * PLAIN_BEGINNINGS
     begun = [experience.begins(rarity * BEGINNING_TOKENS) for _ in range(2 * one_in)]
     assert begun == ([False] * (one_in - 1) + [True]) * 2
 
 
-def test_sessions_that_accept_more_than_all_others_are_found() -> None:
-    """One in four is about a text to copy, and the others make it look hopeless: yet once such a
-    one was found, most of them draft from their first rounds on."""
+def test_sessions_with_more_acceptance_than_others_are_found() -> None:
+    """One session in four copies a text, but the others make drafting look hopeless. Still, after
+    some sessions most of these draft from their first rounds on."""
     world = World(draft_s=0.2 * 0.016)
     shares = []
     for seed in range(1, 80):
@@ -207,9 +209,9 @@ def test_sessions_that_accept_more_than_all_others_are_found() -> None:
     assert sum(shares[5:]) / len(shares[5:]) < 0.4
 
 
-def test_long_prompts_and_short_ones_are_told_apart() -> None:
-    """Answers to long prompts copy from them. They are drafted from their first rounds on, and
-    those to short ones, which come as often, are not."""
+def test_acceptance_is_learned_by_prompt_length() -> None:
+    """Answers to long prompts copy from them. They are drafted from their first rounds on; those to
+    short prompts, which are as frequent, are not."""
     world = World(draft_s=0.2 * 0.016)
     shares: dict[int, list[float]] = {50: [], 900: []}
     for seed in range(1, 81):
@@ -232,9 +234,9 @@ TIMES = st.sampled_from((0.0, 1e-9, 0.001, 0.02, 5.0, 1e6))
 def test_bounds_hold_for_any_history(
     bound: int, max_tokens: int, tables: bool, data: st.DataObject
 ) -> None:
-    """Whatever proposals, verdicts and times: 0 <= K <= the request's bound and no more than the
-    completion takes, and so what the next round is drafted for; the target runs ahead of no round
-    with a proposal, nor beyond the end."""
+    """For any proposals, verdicts and times: K is at least 0, and at most the request's bound and
+    what the completion has room for. The same holds for what the target drafts for the next round.
+    The target does not run ahead over rounds with a proposal, nor beyond the end."""
     table = StepCosts((1, 2), (0.0, 0.01)) if tables else None
     control = controls(table, table).open(Rule.BLOCK, 1, bound, 10)
     left, index, now, sure = max_tokens, 0, 0.0, 0
@@ -258,8 +260,8 @@ def test_bounds_hold_for_any_history(
     control.close()
 
 
-def test_a_proposal_is_waited_for_as_long_as_its_tokens_are_worth() -> None:
-    """Beside what it takes: the time of as many rounds of plain decoding as are accepted of K."""
+def test_the_wait_for_a_proposal_is_limited_by_what_its_tokens_are_worth() -> None:
+    """The limit is its usual time, plus that of a plain round for each token accepted of K."""
     world = World(0.7, 0.002, noise=0.0)
     control = world.open()
     world.play(control, 400)
@@ -270,8 +272,8 @@ def test_a_proposal_is_waited_for_as_long_as_its_tokens_are_worth() -> None:
     assert length.draft_budget_s == pytest.approx(expected_s, rel=0.25)
 
 
-def test_of_one_that_is_always_late_it_is_learned() -> None:
-    """It is soon asked no more, but for trials."""
+def test_a_draft_that_is_always_late_is_dropped() -> None:
+    """Except for trials."""
     world = World(0.8)
     control = world.open()
     world.play(control, 400)
@@ -283,9 +285,9 @@ def test_of_one_that_is_always_late_it_is_learned() -> None:
 
 
 @pytest.mark.parametrize(("delays", "num_sessions"), [(True, 1), (True, 16), (False, 16)])
-def test_a_draft_that_delays_many_others_is_not_asked(delays: bool, num_sessions: int) -> None:
-    """Drafting is half as quick again as plain decoding for one that drafts alone. Where the
-    target's steps wait for it, it costs fifteen others more than that brings."""
+def test_a_draft_that_delays_many_others_is_not_used(delays: bool, num_sessions: int) -> None:
+    """For a single session, drafting is half as fast again as plain decoding. If the target's steps
+    wait for the draft, fifteen other sessions lose more than that."""
     world = World(acceptance=0.7, draft_s=0.15 * 0.016, row_s=0.0, delays=delays)
     world.controls.load.num_sessions = num_sessions - 1
     run = world.play(world.open(), 1000)
@@ -296,8 +298,10 @@ def test_a_draft_that_delays_many_others_is_not_asked(delays: bool, num_sessions
 
 
 @pytest.mark.parametrize(("prompt_length", "begins"), [(3000, True), (60_000, False)])
-def test_a_prompt_is_read_for_what_drafting_will_bring(prompt_length: int, begins: bool) -> None:
-    """Where the target waits meanwhile; what it brings is known from other sessions."""
+def test_a_draft_reads_a_prompt_only_if_drafting_will_pay_for_it(
+    prompt_length: int, begins: bool
+) -> None:
+    """If the target waits meanwhile. What drafting brings is known from other sessions."""
     world = World(acceptance=0.7, draft_s=0.1 * 0.016, delays=True, prompt_length=3000)
     for seed in range(1, 4):
         control = world.open(seed)

@@ -1,7 +1,7 @@
 """What the length of a round may depend on, and what it must not.
 
-Each test plays the same session twice or more with different histories of what must not matter, and
-compares every length. `docs/exactness.md` says why this makes the choice exact.
+Each test plays the same session several times, with differences that must not matter, and compares
+all lengths. `docs/exactness.md` says why this makes the choice exact.
 """
 
 import random
@@ -12,24 +12,31 @@ import numpy as np
 import pytest
 from length_world import BOUND, ENDLESS, RUN_AHEAD, World, controls, description
 
-from coordinator.draft_length.controller import LengthControl, LengthControls, Tuning
+from coordinator.draft_length import controller
+from coordinator.draft_length.controller import LengthControl, LengthControls
 from coordinator.draft_length.policy import PlayedRound, RoundLength
 from outrider.engine.step_costs import StepCosts
 from outrider.speculation.sampling_params import Rule
 
 TARGET = StepCosts((1, 33), (0.02, 0.034))
 DRAFT = StepCosts((1, 65), (0.002, 0.004))
-EAGER = Tuning(
-    memory_rounds=2.0, shared_memory_rounds=4.0, prior_rounds=0.5, shared_prior_rounds=0.5,
-    choice_rounds=1, plain_rounds=2, plain_rounds_max=4,
-)  # fmt: skip
-"""Forgets within a few rounds, so that whatever is read changes a length soon."""
+EAGER = {
+    "MEMORY_ROUNDS": 2.0, "SHARED_MEMORY_ROUNDS": 4.0, "PRIOR_ROUNDS": 0.5,
+    "SHARED_PRIOR_ROUNDS": 0.5, "CHOICE_ROUNDS": 1, "PLAIN_ROUNDS": 2, "PLAIN_ROUNDS_MAX": 4,
+}  # fmt: skip
+"""With these, lengths change within a few rounds, so an influence that must not exist is seen."""
 SHARED_NOISE = [Rule.TOKEN, Rule.BLOCK]
 Notes = Callable[[int, RoundLength], PlayedRound]
 
 
-def made(tuning: Tuning = EAGER, **options: bool) -> LengthControls:
-    return LengthControls(description(TARGET), description(DRAFT), RUN_AHEAD, tuning, **options)
+@pytest.fixture(autouse=True)
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in EAGER.items():
+        monkeypatch.setattr(controller, name, value)
+
+
+def made() -> LengthControls:
+    return LengthControls(description(TARGET), description(DRAFT), RUN_AHEAD)
 
 
 def at_random(seed: int) -> Notes:
@@ -66,8 +73,8 @@ def play(control: LengthControl, notes: Notes, num_rounds: int, first: int = 0) 
 @pytest.mark.parametrize("rule", SHARED_NOISE)
 @pytest.mark.parametrize("has_ended", [True, False])
 def test_a_repeated_seed_has_lengths_that_no_session_changes(rule: Rule, has_ended: bool) -> None:
-    """Neither the first session's rounds, nor those of others, nor its own: accepted counts, rows
-    and times of all of them follow from numbers that this session has, too."""
+    """Neither the first session's rounds, nor those of others, nor its own: the accepted counts,
+    rows and times of all of them follow from random numbers that this session has too."""
     found = set()
     for history in range(12):
         one = made()
@@ -86,8 +93,8 @@ def test_a_repeated_seed_has_lengths_that_no_session_changes(rule: Rule, has_end
 def test_a_seed_is_known_to_the_sessions_of_a_draft_on_trial(
     trial_is_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And theirs to the others, until it is forgotten with what both have learned."""
-    monkeypatch.setattr("coordinator.draft_length.controller.DRAFTED_SEEDS_MAX", 2)
+    """And the other way round, until it is forgotten, with everything that both have learned."""
+    monkeypatch.setattr(controller, "DRAFTED_SEEDS_MAX", 2)
     one = made()
     arms = [one, one.of_another(description(StepCosts((1,), (0.001,))))]
     first, second = [
@@ -104,9 +111,9 @@ def test_a_seed_is_known_to_the_sessions_of_a_draft_on_trial(
 
 
 @pytest.mark.parametrize("rule", SHARED_NOISE)
-def test_no_time_bounds_the_drafts_of_sessions_with_one_seed(rule: Rule) -> None:
-    """How long a step lasts follows from the tokens of all sessions. The first session's drafts
-    have a bound until the second one begins."""
+def test_drafts_of_sessions_with_the_same_seed_have_no_time_limit(rule: Rule) -> None:
+    """How long a step takes follows from the tokens of all sessions. The first session's drafts
+    have a limit until the second session begins."""
     one = made()
     first = one.open(rule, 7, BOUND, 10)
     assert all(first.choose(index, ENDLESS).is_timed for index in range(8))
@@ -118,7 +125,7 @@ def test_no_time_bounds_the_drafts_of_sessions_with_one_seed(rule: Rule) -> None
 
 @pytest.mark.parametrize("rule", SHARED_NOISE)
 def test_other_seeds_do_change_lengths(rule: Rule) -> None:
-    """The histories of the test above matter to a session that may learn from them."""
+    """The test above is not vacuous: its histories change a session that may learn from them."""
     found = set()
     for history in range(12):
         one = made()
@@ -129,8 +136,8 @@ def test_other_seeds_do_change_lengths(rule: Rule) -> None:
 
 @pytest.mark.parametrize("rule", SHARED_NOISE)
 def test_the_first_session_of_a_seed_is_fixed_once_a_second_one_begins(rule: Rule) -> None:
-    """The second may overtake it. Of its lengths only the next one, which is settled by then, may
-    differ from the fixed one; and what the second shows changes none."""
+    """The second may overtake the first. Of the first's lengths, only the next one, which is
+    planned already, may differ from the fixed one. What the second shows changes nothing."""
     lengths = set()
     for before in range(4):
         found = set()
@@ -149,8 +156,11 @@ def test_the_first_session_of_a_seed_is_fixed_once_a_second_one_begins(rule: Rul
     assert len(lengths) > 1
 
 
-def test_a_session_that_is_fixed_while_it_decodes_plainly_keeps_its_word() -> None:
-    """The target runs ahead over rounds that were said to be plain."""
+def test_a_session_that_is_fixed_in_a_plain_phase_keeps_its_certain_rounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The target runs ahead over them."""
+    monkeypatch.undo()  # Plain phases of the usual length.
     world = World(acceptance=0.1, draft_s=0.3 * 0.016)
     control = world.open(seed=7)
     for index in range(400):
@@ -166,7 +176,7 @@ def test_a_session_that_is_fixed_while_it_decodes_plainly_keeps_its_word() -> No
 
 
 @pytest.mark.parametrize(("draft_s", "drafts"), [(0.001, True), (0.05, False)])
-def test_a_repeated_seed_drafts_where_the_tables_say_that_it_pays(
+def test_a_repeated_seed_drafts_if_the_tables_say_that_it_pays(
     draft_s: float, drafts: bool
 ) -> None:
     one = controls(TARGET, StepCosts((1,), (draft_s,)))
@@ -179,7 +189,7 @@ def test_a_repeated_seed_drafts_where_the_tables_say_that_it_pays(
 
 
 @pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.GREEDY])
-def test_a_repeated_seed_learns_where_no_length_has_a_say(rule: Rule) -> None:
+def test_a_repeated_seed_learns_under_rules_whose_tokens_do_not_depend_on_k(rule: Rule) -> None:
     one = made()
     one.open(rule, 7, BOUND, 10)
     again = one.open(rule, 7, BOUND, 10)
@@ -194,9 +204,11 @@ def test_a_session_without_drafts_counts_as_one_with_its_seed() -> None:
     assert len(set(play(again, at_random(3), 60)[1:])) == 1
 
 
-def test_forgotten_seeds_take_the_round_costs_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A session that runs goes on with the costs it had, and adds to those."""
-    monkeypatch.setattr("coordinator.draft_length.controller.DRAFTED_SEEDS_MAX", 2)
+def test_with_forgotten_seeds_the_round_costs_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A running session keeps the costs it had, and adds to those."""
+    monkeypatch.setattr(controller, "DRAFTED_SEEDS_MAX", 2)
     one = made()
     running = one.open(Rule.TOKEN, 1, BOUND, 10)
     play(running, at_random(1), 20)
@@ -213,11 +225,10 @@ def test_forgotten_seeds_take_the_round_costs_along(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("rule", Rule)
-def test_a_length_is_settled_before_the_round_before_it_is_played(rule: Rule) -> None:
-    """By then a target that drafts itself, or a draft that looks ahead, may have drawn its tokens.
-    So the length of round r is the same whatever is told of round r - 1: acceptance, times, and the
-    time that drafting for round r took. And it is told with round r - 1 how long that proposal is
-    to be."""
+def test_a_length_is_planned_before_the_round_before_it_is_played(rule: Rule) -> None:
+    """A target that drafts for itself, or a draft that looks ahead, may draw its tokens during that
+    round. So the length of round r does not depend on what round r - 1 shows: acceptance, times,
+    and the time of drafting for round r. It is part of the length of round r - 1."""
     for history in range(6):
         asked = set()
         for last in range(8):

@@ -1,8 +1,8 @@
-"""Length control over recorded rounds of the demo pair (`hybrid:suffix,demo-drafter`), in its speed
-on two slow cores. `recorded_rounds.json` has, by rule, sessions with prompts of Spec-Bench: their
-category, tokens of the prompt, tokens committed, and rounds with the longest proposals. Each of
-these has the number of steps that the draft's model took and, in hundredths, the chance that as
-many tokens and more are accepted."""
+"""Length control over recorded rounds of the demo pair (`hybrid:suffix,demo-drafter`), with its
+times on two slow cores. `recorded_rounds.json` has, by rule, sessions with prompts of Spec-Bench:
+category, prompt length, committed tokens, and rounds with the longest proposals. Each round has the
+steps of the draft's model and then, in percent, the chances that the first, the first two, ...
+tokens are accepted."""
 
 import json
 import random
@@ -28,7 +28,7 @@ TABLES = {
     "the draft looks slow": (TARGET, StepCosts((1, 16, 256), (0.04, 0.05, 0.18))),
     "rows look dear": (StepCosts((1, 3, 9, 80), (0.0448, 0.068, 0.13, 0.8)), DRAFT),
 }
-"""What the engines say of themselves, which may have been measured at a bad time."""
+"""The engines' tables, which may have been measured at a bad time."""
 SHUFFLES = 16
 
 Policies = Callable[[int], LengthPolicy]
@@ -46,8 +46,7 @@ def controlled(rule: Rule, tables: str = "true") -> Policies:
 
 
 def speed(sessions: list[Any], policies: Callable[[], Policies]) -> float:
-    """Tokens a second, in several orders in which a deployment that has just begun might meet these
-    sessions."""
+    """Tokens per second of a new deployment, over several orders of these sessions."""
     num_tokens = seconds = 0.0
     for seed in range(SHUFFLES):
         rng, opened = random.Random(seed), policies()
@@ -60,8 +59,8 @@ def speed(sessions: list[Any], policies: Callable[[], Policies]) -> float:
 def play(
     policy: LengthPolicy, prompt_length: int, num_max: int, rounds: Any, rng: random.Random
 ) -> float:
-    """The seconds that a session takes. Where a round begins, the next recorded one says what is
-    proposed."""
+    """How long a session takes, in seconds. For each round, the next recorded one at its position
+    says what is proposed."""
     starts = [0, *accumulate(1 + round(sum(percent) / 100) for _, *percent in rounds)]
     unread = prompt_length if policy.begins_plain else 0
     now, position, index, sure_until = 0.0, 0, 0, -1
@@ -96,7 +95,7 @@ def recorded(rule: str) -> list[Any]:
 
 
 def halved() -> list[Any]:
-    """Sessions that begin as one of those recorded and go on as another one."""
+    """Sessions that begin like one of those recorded and continue like another one."""
     sessions = recorded("greedy")
     others = sessions[len(sessions) // 2 :] + sessions[: len(sessions) // 2]
     return [
@@ -106,7 +105,7 @@ def halved() -> list[Any]:
 
 
 def spoiled() -> list[Any]:
-    """A draft that hits six times in ten where it did, and never twice in a row."""
+    """A worse draft: only its first tokens are accepted, in six of ten cases."""
     rng = random.Random(1)
 
     def once(num_drawn: int, *percent: int) -> list[int]:
@@ -128,11 +127,11 @@ def spoiled() -> list[Any]:
         ("spoiled", "true", 0.965, 1.0),
     ],
 )
-def test_a_new_deployment_finds_what_is_quicker(
+def test_a_new_deployment_finds_what_is_faster(
     name: str, tables: str, of_plain: float, of_drafted: float
 ) -> None:
-    """Than plain decoding and K = 8, or nearly: whether drafting pays, just does not, or never
-    does; whatever tables say."""
+    """It is at least about as fast as plain decoding and K = 8, whether drafting pays, almost pays,
+    or never pays, and whatever the tables say."""
     sessions = {"halved": halved, "spoiled": spoiled}.get(name, lambda: recorded(name))()
     rule = Rule.TOKEN if name == "token" else Rule.GREEDY
     found = speed(sessions, lambda: controlled(rule, tables))

@@ -1,5 +1,5 @@
-"""Length control in the whole of a coordinator: its rounds with replicas that state their times, on
-a virtual clock, with 2 ms of wire in each direction."""
+"""Length control in a whole coordinator, with replicas that report their step times, on a virtual
+clock with 2 ms of latency in each direction."""
 
 import asyncio
 from dataclasses import replace
@@ -33,7 +33,7 @@ CONFIG = CoordinatorConfig(served_model_name="toy", target_gone_ms=2_000, target
 
 
 class Played(RequestObserver, Observation):
-    """What is seen of one request."""
+    """Observations of one request."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -55,7 +55,8 @@ class Played(RequestObserver, Observation):
 
 
 class Overheard(MemoryLink):
-    """Messages take a while; `on_send` hears of those to a replica, `on_answer` of its answers."""
+    """A link with latency. Calls `on_send` for each message to the replica, and `on_answer` with
+    its answers."""
 
     def __init__(self, service: Any, on_send: Any, on_answer: Any = None) -> None:
         super().__init__(service, lambda message: _loop().call_later(WIRE_S, message))
@@ -82,7 +83,8 @@ def generate(
     drafting_delays: bool = False,
     lookup: SuffixDrafter | None = None,
 ) -> Played:
-    """One request; the draft is the target itself if its salt is 1, or a look-up."""
+    """Runs one request. The draft is the same model as the target if its salt is 1; with `lookup`
+    there is none."""
     found = Played()
 
     def on_message() -> None:
@@ -137,9 +139,9 @@ def generate(
 
 
 def test_rounds_without_a_draft_run_ahead_and_nearly_all_their_verdicts_are_used() -> None:
-    """A draft that guesses badly and takes its time: plain phases and trials take turns. The
-    target makes one step a round and none besides, hears of a plain round in eight or so, and
-    finds every prefix, though it was ahead when the trials began."""
+    """With a bad and slow draft, plain phases and trials alternate. The target makes exactly one
+    step per round, gets a message for about one plain round in eight, and needs no resync, although
+    it was ahead when the trials began."""
     found = generate(Rule.COUPLED, 4, STEP_S / 4, draft_salt=2)
     plain = generate(Rule.COUPLED, 0, STEP_S / 4, draft_salt=2)
     asked = found.asked_for
@@ -163,8 +165,8 @@ class CountedLookups(SuffixDrafter):
         return super().guess(request)
 
 
-def test_rounds_without_a_draft_are_looked_up_and_spare_trials() -> None:
-    """In a text that does not repeat itself: few, and next to no round drafts."""
+def test_look_ups_in_plain_rounds_save_trials() -> None:
+    """In a text without repetition there are few look-ups, and almost no round drafts."""
     lookup = CountedLookups()
     found = generate(Rule.COUPLED, 4, 0.0, draft_salt=2, lookup=lookup)
     num_drafted = sum(num > 0 for num in found.asked_for)
@@ -173,7 +175,7 @@ def test_rounds_without_a_draft_are_looked_up_and_spare_trials() -> None:
 
 
 @pytest.mark.parametrize("delays", [False, True])
-def test_a_draft_on_the_targets_cores_reads_the_prompt_behind_it(delays: bool) -> None:
+def test_a_draft_on_the_targets_cores_reads_the_prompt_after_it(delays: bool) -> None:
     found = generate(Rule.GREEDY, 4, 0.0005, draft_salt=1, drafting_delays=delays)
     assert found.reads_beside is not delays
     assert max(found.asked_for) == 4

@@ -1,4 +1,4 @@
-"""Costs of rounds: tables where nothing was measured, and measurements against a wrong table."""
+"""Costs of rounds: tables until something is measured, and measurements that correct a table."""
 
 import random
 
@@ -47,7 +47,7 @@ def play(
     note_drafted(one, num_proposed, draft_s, target_s, rest_s)
 
 
-def test_tables_are_believed_until_something_is_measured() -> None:
+def test_tables_are_used_until_something_is_measured() -> None:
     found = costs().forecast(3, context=0)
     assert found.plain_s == pytest.approx(0.016)
     assert found.round_s == pytest.approx(0.016)
@@ -55,8 +55,8 @@ def test_tables_are_believed_until_something_is_measured() -> None:
     assert found.row_lost.tolist() == [0.0] * 3
 
 
-def test_measured_times_put_a_table_right() -> None:
-    """Both sides take half as long again as their tables say, and messages 2 ms."""
+def test_measured_times_correct_a_table() -> None:
+    """Both sides take 1.5 times as long as their tables say, and messages 2 ms."""
     one = costs()
     rng = random.Random(3)
     for _ in range(400):
@@ -67,7 +67,7 @@ def test_measured_times_put_a_table_right() -> None:
     assert found.token_s == pytest.approx([1.5 * 0.004] * 8, rel=0.05)
 
 
-def test_a_table_gives_the_shape_where_only_one_length_was_seen() -> None:
+def test_a_table_gives_the_slope_while_only_one_length_was_seen() -> None:
     one = costs()
     for _ in range(200):
         play(one, 4, 0.012 + 0.001, TARGET.step_seconds(5) + 0.005)
@@ -78,7 +78,8 @@ def test_a_table_gives_the_shape_where_only_one_length_was_seen() -> None:
 
 
 def test_lookups_take_as_long_however_much_they_find() -> None:
-    """No table; proposals of any length take 1.5 ms, so a longer one costs the target's rows."""
+    """There is no table, and proposals of any length take 1.5 ms. So a longer one costs only rows
+    of the target."""
     one = costs(draft=None)
     rng = random.Random(4)
     for _ in range(200):
@@ -89,9 +90,9 @@ def test_lookups_take_as_long_however_much_they_find() -> None:
     assert found.round_s == pytest.approx(0.016 + 0.0015 + 0.002, rel=0.02)
 
 
-def test_many_sessions_are_told_what_their_tokens_cost_the_others() -> None:
-    """Nine sessions that are at the target half of their time: four others share the step, and each
-    millisecond that a row makes it longer costs them four times what a session gets in it."""
+def test_rows_cost_other_sessions_tokens() -> None:
+    """Nine sessions spend half of their time at the target, so four others share a step. Each
+    millisecond that a row adds costs each of them the tokens of a millisecond."""
     one = costs()
     one.load.num_sessions = 9
     for _ in range(2000):
@@ -101,8 +102,8 @@ def test_many_sessions_are_told_what_their_tokens_cost_the_others() -> None:
     assert found.row_lost == pytest.approx([4 * 0.001 * 2 / 0.040] * 2, rel=0.01)
 
 
-def test_the_contexts_of_others_are_theirs() -> None:
-    """Eight others with 1,000 tokens each, whatever the session has itself."""
+def test_the_contexts_of_others_count_by_their_own_lengths() -> None:
+    """Eight others with 1,000 tokens each, whatever this session has."""
     one = costs(StepCosts((1, 9), (0.016, 0.024), slot_s=1e-6))
     one.load.num_sessions = 9
     for _ in range(2000):
@@ -111,8 +112,8 @@ def test_the_contexts_of_others_are_theirs() -> None:
     assert one.forecast(1, context=500).plain_s == pytest.approx(0.024 + 0.0085)
 
 
-def test_a_step_that_others_are_in_is_waited_for() -> None:
-    """Half a step while others are at the target, and nothing once a session is alone."""
+def test_a_round_waits_for_the_steps_of_others() -> None:
+    """Half a step while others use the target, and not at all once a session is alone."""
     one = costs(draft=None)
     one.load.num_sessions = 9
     step_s = TARGET.step_seconds(9)
@@ -126,7 +127,7 @@ def test_a_step_that_others_are_in_is_waited_for() -> None:
 
 @pytest.mark.parametrize("delays", [False, True])
 def test_others_lose_what_messages_take_of_shared_cores(delays: bool) -> None:
-    """Eight others with a token each 40 ms; a round's messages take 2 ms."""
+    """Eight others with a token per 40 ms; a round's messages take 2 ms."""
     one = costs(draft=None, num_sessions=9, messages_delay=delays)
     for _ in range(2000):
         note_load(one, 1, 1, 0.040, 0.040, 0)
@@ -138,8 +139,8 @@ def test_others_lose_what_messages_take_of_shared_cores(delays: bool) -> None:
 
 
 @pytest.mark.parametrize("delays", [False, True])
-def test_a_detour_costs_those_that_wait_while_the_draft_reads(delays: bool) -> None:
-    """Eight others are at the target, with a token each 40 ms."""
+def test_reading_missed_tokens_costs_sessions_that_wait_for_the_draft(delays: bool) -> None:
+    """Eight others use the target, with a token per 40 ms."""
     one = costs(num_sessions=9, drafting_delays=delays)
     for _ in range(2000):
         note_load(one, 1, 1, 0.040, 0.040, 0)
@@ -152,16 +153,16 @@ def test_a_detour_costs_those_that_wait_while_the_draft_reads(delays: bool) -> N
     ("delays", "draft_s", "work_s", "lost"),
     [
         (False, 0.004, 0.004, 0.0),
-        (True, 0.004, 0.004, 8 * 0.1),  # alone: it waits for its work, and so do eight others
-        (True, 0.036, 0.004, 0.0),  # all draft in one step: each waits for the work of nine
-        (True, 0.0, 0.004, 9 * 0.1),  # ahead: nobody waits for the proposal
+        (True, 0.004, 0.004, 8 * 0.1),  # Alone: it waits for its work, and so do eight others.
+        (True, 0.036, 0.004, 0.0),  # All draft in one step: each waits for the work of nine.
+        (True, 0.0, 0.004, 9 * 0.1),  # Drafted ahead: its own round does not wait.
         (True, 0.0, 0.0, 0.0),
     ],
 )
-def test_what_a_draft_takes_from_those_at_the_target_is_lost(
+def test_drafting_costs_other_sessions_tokens(
     delays: bool, draft_s: float, work_s: float, lost: float
 ) -> None:
-    """Eight others are at the target, with a token each 40 ms; as forecasts tell."""
+    """Eight others use the target, with a token per 40 ms."""
     one = costs(draft=None, num_sessions=9, drafting_delays=delays)
     for num_drafted in (1, 2, 3) * 700:
         note_load(one, 1, 1, 0.040, 0.040, 0)
