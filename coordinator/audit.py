@@ -1,12 +1,12 @@
-"""Holds committed tokens against the target's law, while the coordinator serves.
+"""Audits: checks committed tokens against the target's distribution, while the coordinator serves.
 
-A share of the sessions is scored once more when they are over: a session's tokens go to a target as
-proposals of a session of its own, a few each round, and each verdict says how they look
-(`speculation/audit.py`). Sessions are chosen when they begin, and counted however they end: were
-those that end at a good moment preferred, short answers would be, and with them surprising ends.
-The audit's session has a salt of its own, so that nothing is taken from pages that others have
-written: keys and values are audited too. It does the work of reading prompt and answer once, as a
-prompt, one session at a time, and waits while the targets' seats are taken.
+A share of the sessions is scored again once they have ended: their tokens go to a target as
+proposals in a separate session, a few per round, and each verdict has the result
+(`speculation/audit.py`). Sessions are chosen when they begin, and count however they end; choosing
+by their end would prefer short answers, and so surprising ends. The separate session has a tenant
+of its own, so no cached pages of other sessions are used, and keys and values are audited too. The
+cost is that of reading prompt and answer once, as a prompt. Audits run one at a time, and wait
+while the targets are full.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from typing import Any
 
 from coordinator.decoding.sessions import OwnedSessions
 from coordinator.requests.validation import GenerationParameters
-from coordinator.routing.replica_pool import SessionContext
-from coordinator.routing.target_client import TargetClient
 from outrider.config import CoordinatorConfig
 from outrider.errors import OutriderError, Unavailable
 from outrider.limits import AUDITED_SEEDS_MAX, AUDITS_CHOSEN_MAX
@@ -29,11 +27,11 @@ from outrider.telemetry.observer import AuditOutcome, Observation
 _log = logging.getLogger(__name__)
 
 AUDIT_TIMEOUT_S = 60.0
-"""An audit that takes longer is given up; what it has found counts."""
+"""An audit that takes longer is given up; its results so far count."""
 SEATS_LOOKS = 600
-"""One that finds all seats taken so many times is not begun."""
+"""An audit is dropped after this many checks found the targets full."""
 SEATS_PERIOD_S = 0.1
-"""Between two of those looks."""
+"""Time between two of these checks."""
 
 
 class Auditor:
@@ -43,20 +41,17 @@ class Auditor:
         self, config: CoordinatorConfig, sessions: OwnedSessions, observation: Observation
     ) -> None:
         self._share = config.audit_share if config.telemetry and observation.listens else 0.0
-        self._config = config
         self._sessions = sessions
         self._observation = observation
         self._seeds: Newest[int, None] = Newest(AUDITED_SEEDS_MAX)
-        """Of sessions that were chosen: others of the same seed have the same noise."""
+        """Seeds of chosen sessions. Others with the same seed have the same random numbers."""
         self._num_chosen = 0
-        """Sessions that run, wait to be audited, or are being audited."""
+        """Chosen sessions that run, wait for their audit, or are being audited."""
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.session_ids = set[str]()
-        """Of the audit that runs."""
 
     def choose(self, session: Session, parameters: GenerationParameters) -> bool:
-        """Whether a session that begins is to be audited; `take` must then hear of its end."""
+        """Whether a session that begins is to be audited. If so, call `take` when it ends."""
         if self._share <= 0.0 or self._sessions.random() >= self._share:
             return False
         greedy = parameters.sampling.greedy
@@ -72,13 +67,13 @@ class Auditor:
         return False
 
     def take(self, session: Session, parameters: GenerationParameters) -> None:
-        """A chosen session is over here, however it was ended. Waits for nothing."""
+        """A chosen session has ended, however it did. Does not wait."""
         if self._share <= 0.0 or session.length == session.prompt_length:
             self._num_chosen -= 1
             return
         task = self._sessions.in_background(self._run(session, parameters))
         self._tasks.add(task)
-        # Not at the end of `_run`, which a task that is cancelled at once never begins.
+        # Not in `_run`, which a task that is cancelled at once never enters.
         task.add_done_callback(self._ended)
 
     def close(self) -> None:
@@ -111,19 +106,13 @@ class Auditor:
         return "audited"
 
     async def _audit(self, session: Session, parameters: GenerationParameters) -> None:
-        """All tokens behind the prompt. What is found is told at once: also of an audit that is
-        given up, tokens are counted whatever they are."""
+        """Audits all tokens after the prompt. Results are reported at once, so that those of an
+        audit that is given up count too, whatever they are."""
         prompt = session.tokens.since(0, session.prompt_length)
-        again = self._sessions.unstored(f"audit {session.session_id}", parameters, prompt)
-        self.session_ids.add(again.session_id)
+        tenant = f"audit {session.session_id}"
         deadline = asyncio.get_running_loop().time() + AUDIT_TIMEOUT_S
-        context = SessionContext(again, parameters, deadline)
-        target = TargetClient(self._sessions.targets, context, self._config, audits=True)
-        try:
+        with self._sessions.scoring(tenant, parameters, prompt, deadline, audits=True) as target:
             async for reply in target.judge(session.tokens.since(session.prompt_length)):
                 if reply.audit is None:
                     raise Unavailable("the target does not audit")
                 self._observation.audited(session.record.rule.value, reply.audit)
-        finally:
-            target.close()
-            self.session_ids.clear()

@@ -1,4 +1,4 @@
-"""The coordinator: admits requests, runs their sessions, and keeps them in the store."""
+"""The coordinator: admits requests and runs their sessions."""
 
 from __future__ import annotations
 
@@ -64,26 +64,27 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 LOOK_PERIOD_S = 1.0
-"""Between two looks at whether target and store answer, and at the fleet."""
+"""Time between two checks of target, store and fleet for the metrics."""
 HEALTH_TIMEOUT_S = 2.0
-"""How long a target may take to describe itself."""
+"""Time for a target to describe itself."""
 TROUBLE_S = 3.0
-"""Trouble that passes sooner is none: while a replica is loaded on cores that others share, a
-target or the store may be silent for some seconds, and running requests outlast that."""
+"""Shorter trouble is not reported. While a replica is being loaded on shared cores, a target or the
+store may be silent for some seconds; running requests survive that."""
 TROUBLE_RETRY_S = 0.2
-"""Between two questions within that time."""
+"""Time between two checks meanwhile."""
 CANCEL_ELSEWHERE_S = 2 * SESSION_LEASE_MS / 1e3
-"""By then a coordinator that has a session has been told to end it, and has, or is gone."""
+"""Within this time, another coordinator that owns a session has ended it, or is gone."""
 CANCEL_LOOK_S = SESSION_LEASE_RENEWAL_MS / 2e3
-"""Between two looks at whether it has."""
+"""Time between two checks of that."""
 KEY_TRIES = 3
-"""Of a request with a key: its session has expired, and another request with it is quicker."""
+"""Attempts to serve a request with an idempotency key. One fails if the key's session has expired,
+or another request with the key was faster."""
 NO_SESSION = "0" * 32
-"""An id that no session has; asking for it shows whether the store answers."""
+"""Session id that does not exist, to check whether the store answers."""
 
 
 class CoordinatorService:
-    """Serves requests with the target and draft replicas that it knows; knows nothing of gRPC or
+    """Serves requests with the target and draft replicas that it knows. Knows nothing about gRPC or
     Ray."""
 
     def __init__(
@@ -102,12 +103,11 @@ class CoordinatorService:
         registry: RedisRegistry | None = None,
         link: Callable[[Role, str], Link] | None = None,
     ) -> None:
-        """`owner` is its name in the session store: of this process alone, also of those before it.
-        `targets` and `drafts` are there from the start, by name. With `link(role, address)` the
-        replicas that the `registry` has are followed instead; it also tells observers how large the
-        fleet is. `fallback` drafts while no
-        draft replica answers, or alone. `random_bits(n)` gives n fresh random bits, for session
-        ids; `random_seed()` the seed of a request that names none."""
+        """`owner` is its name in the session store, unique to this process. `targets` and `drafts`
+        are links by name, known from the start. With `registry` and `link(role, address)` it
+        follows the registry's replicas instead; metrics also have the size of the fleet then.
+        `fallback` drafts while no draft replica answers, or alone. `random_bits(n)` gives n random
+        bits, for session ids; `random_seed()` gives the seed of a request without one."""
         self._config = config
         self._looks_up = config.lookup is not None and config.lookup.drafter.is_lookup
         has_trees = config.draft_siblings > 0 and not (config.look_ahead or self._looks_up)
@@ -122,8 +122,8 @@ class CoordinatorService:
         self.fleet = Discovery(name, self.targets, self.drafts, registry, link)
         self._fallback = fallback
         self.text = text
-        """The target's tokenizer; None where requests give token ids and get no text."""
-        # Of a chain block verification accepts no fewer tokens; it has no trees.
+        """The target's tokenizer; None if requests have token ids and get no text."""
+        # For chains, block verification accepts at least as many tokens; it has no trees.
         best = Rule.TOKEN if has_trees else Rule.BLOCK
         self.defaults = RequestDefaults(
             config.num_draft_tokens,
@@ -132,9 +132,7 @@ class CoordinatorService:
         )
         self._prompts = PromptEncoder(text)
         self._random_seed = random_seed
-        self._sessions = OwnedSessions(
-            store, owner, self.targets, random_bits, config.resume_grace_ms / 1e3
-        )
+        self._sessions = OwnedSessions(store, owner, self.targets, random_bits, config)
         self._committer = Committer(store, owner, self._sessions.random, self._heed)
         self._commit_task: asyncio.Task[None] | None = None
         self._num_admitted = 0
@@ -142,22 +140,20 @@ class CoordinatorService:
         self._served: ReplicaDescription | None = None
         self._lengths: LengthControls | None = None
         self._trial_lengths: tuple[str, LengthControls] | None = None
-        """Of the draft that is on trial, by the name of its replica."""
+        """Name and length controls of the draft on trial."""
         self._meter = RoundMeter()
         self._load = ProcessLoad()
         self._trial = TrialMeter()
         self._observation = observation
         self._registry = registry
         self._known: dict[str, Mapping[Any, float]] = {}
-        """What was found out of targets, store and fleet."""
+        """Metrics of targets, store and fleet from the last checks."""
         observation.watch(self._readings)
         self._auditor = Auditor(config, self._sessions, observation)
-        self._scored_ids = set[str]()
-        """Sessions that prompts are scored as."""
 
     async def start(self) -> None:
-        """Learns what the replicas run, and starts committing. Raises `Unavailable` where no target
-        answers, or no draft and none may join later, `Incompatible` where none fits."""
+        """Gets the descriptions of the replicas, and starts committing. Raises `Unavailable` if no
+        target answers, or no draft and none can join later, and `Incompatible` if none fits."""
         config = self._config
         if self._follows:
             await self.fleet.begin()
@@ -187,8 +183,8 @@ class CoordinatorService:
 
     @property
     def served(self) -> ReplicaDescription:
-        """The first target, under the name that its model is served by, and as long as the newest
-        target takes it. Raises `Unavailable` before `start`."""
+        """Description of the first target, with the name that its model is served under and the
+        maximum length of the newest target. Raises `Unavailable` before `start`."""
         if self._served is None:
             raise Unavailable("the coordinator is starting")
         newest = self.targets.newest() or self._served
@@ -205,7 +201,7 @@ class CoordinatorService:
 
     @property
     def trial_sums(self) -> TrialSums:
-        """Of the newest trial of a drafter."""
+        """Results of the newest trial of a drafter."""
         return self._trial.sums
 
     async def generate(
@@ -218,11 +214,11 @@ class CoordinatorService:
         key: RequestKey | None = None,
     ) -> AsyncGenerator[Event]:
         """Runs a request from its check to its last event. Closing the iterator early cancels the
-        session, at once unless it is `resumable`: then its client may come back. With a `key` it
-        may also after an error (`KeyTaken`: another session runs for it). Raises
-        `BadRequest`, `NotFound` (another model), `Overloaded`, `DeadlineExceeded` (before the first
-        token), `Unavailable`, and what the session's store ended it with (`StaleEpoch`,
-        `DataLoss`). `traceparent` is the caller's, if it has one."""
+        session: at once, or if it is `resumable` after the time in which its client may come back.
+        With a `key` the client may also come back after an error; `KeyTaken` means that another
+        session runs for the key. Raises `BadRequest`, `NotFound` (unknown model), `Overloaded`,
+        `DeadlineExceeded` (before the first token), `Unavailable`, and the store's error that ended
+        the session (`StaleEpoch`, `DataLoss`). `traceparent` is the caller's, if it has one."""
         arrived = asyncio.get_running_loop().time()
         served = "" if self._served is None else self._served.model
         observer = self._observation.begin(request, served, traceparent)
@@ -240,7 +236,7 @@ class CoordinatorService:
     async def tokenize(
         self, request: GenerateRequest, add_special_tokens: bool = True
     ) -> tuple[int, ...]:
-        """The tokens of a request's prompt, whether or not they fit the model. Raises `BadRequest`,
+        """The tokens of a request's prompt, even if they do not fit the model. Raises `BadRequest`,
         `NotFound` and `Overloaded`."""
         with self._admitted():
             self._check(request)
@@ -251,7 +247,7 @@ class CoordinatorService:
         return token_ids
 
     async def detokenize(self, token_ids: Sequence[int], model: str = "") -> str:
-        """The text of these tokens, special ones by their names. Raises as `tokenize`."""
+        """The text of these tokens, with the names of special tokens. Raises like `tokenize`."""
         with self._admitted():
             self._check(GenerateRequest("", model))
             if self.text is None:
@@ -262,9 +258,9 @@ class CoordinatorService:
     async def _prompt_tokens(
         self, asked: GenerationParameters, tenant: str, deadline: float
     ) -> AsyncGenerator[PromptTokens]:
-        """The prompt in parts with its log-probabilities, where they are asked for. They are those
-        of a session of its own, which the prompt's tokens follow; its run goes on meanwhile.
-        Raises `DeadlineExceeded`, and what a target refuses with."""
+        """The prompt in parts with its log-probabilities, if the request wants them. A session of
+        its own scores the prompt's tokens as proposals, while the request's session runs. Raises
+        `DeadlineExceeded`, and the target's refusal."""
         if asked.prompt_logprobs is None:
             return
         greedy = SamplingParams(temperature=0.0)
@@ -273,32 +269,26 @@ class CoordinatorService:
             constraint=None,
         )  # fmt: skip
         first, rest = asked.prompt[:1], asked.prompt[1:]
-        session = self._sessions.unstored(tenant, parameters, first)
-        target = TargetClient(
-            self.targets, SessionContext(session, parameters, deadline), self._config
-        )
-        self._scored_ids.add(session.session_id)
         try:
-            yield PromptTokens(first, (None,))
-            async with aclosing(target.judge(rest)) as verdicts:
-                while True:
-                    async with asyncio.timeout_at(deadline):
-                        reply = await anext(verdicts, None)
-                    if reply is None:
-                        return
-                    num = len(reply.verdict.accept_probability)
-                    token_ids = asked.prompt[session.length : session.length + num]
-                    yield PromptTokens(token_ids, reply.logprobs[:num])
+            with self._sessions.scoring(tenant, parameters, first, deadline) as target:
+                yield PromptTokens(first, (None,))
+                async with aclosing(target.judge(rest)) as verdicts:
+                    while True:
+                        async with asyncio.timeout_at(deadline):
+                            reply = await anext(verdicts, None)
+                        if reply is None:
+                            return
+                        num = len(reply.verdict.accept_probability)
+                        start = target.context.session.length
+                        token_ids = asked.prompt[start : start + num]
+                        yield PromptTokens(token_ids, reply.logprobs[:num])
         except TimeoutError:
             reason = f"deadline_ms: {asked.deadline_ms} ms passed before the prompt was scored"
             raise DeadlineExceeded(reason) from None
-        finally:
-            target.close()
-            self._scored_ids.discard(session.session_id)
 
     async def known(self, key: RequestKey) -> RequestKey:
-        """With the session that the request has, if it was made before. Raises `BadRequest` where
-        that was another request."""
+        """The key with its session, if the request was made before. Raises `BadRequest` if the key
+        was used for a different request."""
         return key.found(await self._store.claim_key(key.name))
 
     async def generate_once(
@@ -309,9 +299,9 @@ class CoordinatorService:
         tenant: str = "",
         traceparent: str = "",
     ) -> AsyncGenerator[Event]:
-        """As `generate` for a request that was not made before, else as `resume`, which says what
-        the client has, with the session of its `known` key. A request whose session has expired
-        begins anew unless the client has tokens of it: then it is not found."""
+        """Like `generate` for a new request. Otherwise like `resume`, with the session of the
+        `known` key; `resume` says what the client has. If that session has expired, the request
+        runs again; if the client has tokens of it, it is not found."""
         is_gone = False
         for _ in range(KEY_TRIES):
             try:
@@ -319,7 +309,7 @@ class CoordinatorService:
                     asked = replace(resume, session_id=key.session_id)
                     running = self.resume(asked, tenant, traceparent, outlasts_errors=True)
                 elif resume.num_tokens:
-                    raise SessionNotFound("there is no request with this key any more")
+                    raise SessionNotFound("the request with this key is not stored any more")
                 else:
                     running = self.generate(request, tenant, traceparent, key=key)
                 async with aclosing(running) as events:
@@ -346,9 +336,9 @@ class CoordinatorService:
     def _serving(
         self, run: SessionRun, resumable: bool = True, *, outlasts_errors: bool = False
     ) -> Iterator[None]:
-        """Ends the session with its stream; one that is `resumable` and whose client goes waits
-        for it, and one that `outlasts_errors` also where it ended with one. While this coordinator
-        is about to close each is left to others."""
+        """Ends the session when its stream ends. If it is `resumable`, it waits for a client that
+        went away; if it `outlasts_errors`, also after an error. While this coordinator is about to
+        close, every session waits, so that other coordinators may take it over."""
         chosen = self._auditor.choose(run.session, run.parameters)
         try:
             yield
@@ -401,13 +391,12 @@ class CoordinatorService:
         *,
         outlasts_errors: bool = False,
     ) -> AsyncGenerator[Event]:
-        """Goes on with a session whose stream has broken, whichever coordinator ran it: `Started`,
-        what the client lacks of the tokens that are stored, then as `generate`. A stream of the
-        session that still runs ends with `StaleEpoch`. One that `outlasts_errors` may be resumed
-        again where it ends with one. Raises `SessionNotFound`, `Overloaded`, `DataLoss`
-        (the store lacks tokens that the client has), `Incompatible` (no target here has its
-        weights), and `Unavailable` while another coordinator may have it, or this one takes too
-        many over."""
+        """Continues a session whose stream broke, at this or another coordinator: `Started`, the
+        stored tokens that the client lacks, then like `generate`. An older stream of the session
+        that still runs ends with `StaleEpoch`. With `outlasts_errors` the session may be resumed
+        again after an error. Raises `SessionNotFound`, `Overloaded`, `DataLoss` (the store lacks
+        tokens that the client has), `Incompatible` (no target here has its weights), and
+        `Unavailable` while another coordinator may own it, or too many take-overs run here."""
         arrived = asyncio.get_running_loop().time()
         with self._admitted(), ExitStack() as taking_over:
             self._check_open()
@@ -422,7 +411,7 @@ class CoordinatorService:
                 replayed = await self._sessions.replay(
                     record, lambda: replay(record, parameters, completion, request)
                 )
-                taking_over.close()  # A client may read as slowly as it likes.
+                taking_over.close()  # A client that reads slowly must not block other take-overs.
                 for event in told_again(record, self.served.model, replayed):
                     yield event
                     if request.cuts and isinstance(event, Started):
@@ -453,10 +442,10 @@ class CoordinatorService:
                             yield event
 
     async def cancel(self, session_id: str, tenant: str | None = "") -> None:
-        """Ends a session as cancelled, wherever it runs; a finished one is left as it is. Another
-        coordinator that has it is told so with its lease; once that has run out, the session is
-        ended here. `tenant` as for `session`. Raises `NotFound`, and `Unavailable` where the
-        session has not ended within `CANCEL_ELSEWHERE_S`."""
+        """Ends a session as cancelled, wherever it runs; does nothing if it is finished. If another
+        coordinator owns it, that one is told when it renews its lease; if its lease has run out,
+        the session is ended here. `tenant` as for `session`. Raises `NotFound`, and `Unavailable`
+        if the session has not ended within `CANCEL_ELSEWHERE_S`."""
         loop = asyncio.get_running_loop()
         until = loop.time() + CANCEL_ELSEWHERE_S
         while True:
@@ -475,29 +464,29 @@ class CoordinatorService:
             await asyncio.sleep(CANCEL_LOOK_S)
 
     async def stored_parameters(self, session_id: str, tenant: str) -> GenerationParameters:
-        """What a session was opened with. Counts as a take-over, of which there
-        are only so many at a time; raises as `session` does."""
+        """The parameters of a stored session. Counts as a take-over, whose number is limited.
+        Raises like `session`."""
         with self._sessions.taking_over(session_id):
             record = await self.session(session_id, tenant)
         prompt = record.token_ids[: record.prompt_length]
         return GenerationParameters.from_json(record.parameters, prompt)
 
     async def session(self, session_id: str, tenant: str | None = "") -> SessionRecord:
-        """What is stored of a session. Raises `NotFound`, for another tenant's session too; None
-        stands for every tenant."""
+        """The stored record of a session. Raises `NotFound`, also for another tenant's session;
+        None = any tenant."""
         record = await self._store.load(session_id)
         if tenant not in (record.tenant, None):
-            raise not_found(session_id)  # In the same words as one that nobody has.
+            raise not_found(session_id)  # The same words as for one that does not exist.
         return record
 
     def hand_over(self) -> None:
-        """This coordinator is about to close. Its sessions go on, but a client that asks another
-        one for its session gets it there at once."""
+        """Lets other coordinators take any session over at once, as this one is about to close.
+        Until then its sessions go on."""
         self._committer.hand_over()
 
     async def close(self) -> None:
-        """Cancels what runs, commits what was decided, closes the links and the store: all of
-        that, also where one of it raises."""
+        """Cancels what runs, commits the rest, and closes the links and the store. Does all of
+        these, even if one of them raises."""
         self._sessions.close()
         self._auditor.close()
         async with AsyncExitStack() as ending:  # The last one first.
@@ -508,7 +497,7 @@ class CoordinatorService:
                 ending.push_async_callback(close)
 
     def _heed(self, wanted: Mapping[str, bool]) -> None:
-        """Others want these sessions, or to cancel them."""
+        """Other coordinators want these sessions, or (if true) want them cancelled."""
         for session_id, cancels in wanted.items():
             run = self._sessions.running.get(session_id)
             if cancels and run is not None:
@@ -525,9 +514,8 @@ class CoordinatorService:
         await asyncio.gather(*self._watching, return_exceptions=True)
 
     async def trouble(self) -> str:
-        """Why a request that comes now cannot make progress; empty where commits go on, and the
-        store and a target answer within `TROUBLE_S`. The draft is not asked, because requests do
-        without it."""
+        """Why requests cannot make progress now; empty if commits go on, and the store and a target
+        answer within `TROUBLE_S`. Drafts are not checked, as requests do without them."""
         if self._commit_task is None:
             return "the coordinator is starting"
         loop = asyncio.get_running_loop()
@@ -541,7 +529,7 @@ class CoordinatorService:
             await asyncio.sleep(TROUBLE_RETRY_S)
 
     async def _look(self) -> str:
-        """What is wrong now with store or targets."""
+        """What is wrong now with the store or the targets, if anything."""
         has_target, store_trouble = await asyncio.gather(
             self.targets.healthy(HEALTH_TIMEOUT_S), self._store_trouble()
         )
@@ -578,7 +566,7 @@ class CoordinatorService:
             }
 
     def _readings(self) -> dict[str, Mapping[str, float]]:
-        """By metric and the value of its label what is known now. May be called by any thread."""
+        """Current metrics, by name and by the value of their label. May be called on any thread."""
         pools = (self.targets, self.drafts)
         return self._known | {
             "wire_bytes_sent": {pool.role: pool.num_bytes.sent for pool in pools},
@@ -591,15 +579,15 @@ class CoordinatorService:
 
     @property
     def failed(self) -> bool:
-        """Whether a bug has ended the commits: nothing is served any more."""
+        """Whether a bug has ended the commits. Then nothing is served any more."""
         return self._commit_task is not None and self._commit_task.done()
 
     def check_integrity(self) -> None:
-        """Raises `InvariantError` unless every running session, and no other, has a mailbox on
-        the target's side, none but those on the draft's, and commits agree. For an idle
-        coordinator: a session that has just ended is still being closed."""
+        """Raises `InvariantError` unless exactly the running sessions have a route to a target, no
+        others have one to a draft, and the committer's state is consistent. For an idle
+        coordinator: a session that has just ended may still be closing."""
         sessions = set(self._sessions.running)
-        self.targets.check_integrity(sessions | self._auditor.session_ids | self._scored_ids)
+        self.targets.check_integrity(sessions | self._sessions.scored_ids)
         self.drafts.check_integrity(sessions, every=False)
         self._committer.check_integrity()
 
@@ -610,7 +598,7 @@ class CoordinatorService:
                 f"model {request.model!r} does not exist; this server serves {self.served.model!r}"
             )
         if request.stop and self.text is None:
-            raise BadRequest("stop", "the model has no tokenizer, so there is no text to stop at")
+            raise BadRequest("stop", "the model has no tokenizer, so there is no text to search")
         check_fields(request, self.served)
 
     def _check_open(self) -> None:
@@ -627,7 +615,7 @@ class CoordinatorService:
         if request.constraint is not None:
             ends = self.served.eos_token_ids
             await self._prompts.check_constraint(request.constraint, ends, tenant)
-        # Of a session that begins without a target nobody could say with whose weights it goes on.
+        # A session keeps the weights of its first target, so it cannot begin without one.
         target = await self.targets.wait_for_one(self._config.target_gone_ms / 1e3)
         parameters = resolve(
             request, field, prompt_ids, self.served, self.defaults, self._random_seed()
@@ -674,7 +662,7 @@ class CoordinatorService:
         )
 
     def _session_trial(self, draft: Drafts | None) -> SessionTrial | None:
-        """Hears of a session with a draft replica while one is on trial."""
+        """Measures a session with a draft replica, while a replica is on trial."""
         replica = self.drafts.on_trial
         if replica is None or draft is None or draft.on_trial is None:
             return None

@@ -1,9 +1,9 @@
-"""Commits: decided tokens go to the store in batches, and only then may be shown.
+"""Commits decided tokens to the store in batches. Clients may see tokens only after that.
 
-While one call of the store is under way, the outcomes of all sessions gather for the next, so the
-number of calls does not grow with the number of sessions. A store that does not answer stops
-only sessions that have reached the bound of uncommitted tokens: it is tried again and again,
-and what it missed is sent in one append per session.
+While one call to the store runs, the outcomes of all sessions are collected for the next call, so
+the number of calls does not grow with the number of sessions. If the store does not answer, the
+call is repeated, and what it missed is sent in one append per session. Until then only sessions
+that reach the limit on uncommitted tokens have to wait.
 
 Time comes from the running event loop alone.
 """
@@ -36,9 +36,10 @@ class _Entry:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.waiters: list[asyncio.Future[None]] = []
-        """For a change of what the store has of the session."""
+        """They wait for any change of what the store has of the session."""
         self.behind_since: float | None = None
-        """When the store last took tokens, or these were decided; None while it lacks none."""
+        """When the store last took tokens, or the oldest ones it lacks were decided; None while it
+        lacks none."""
         self.stirred = False
 
     def wake(self) -> None:
@@ -49,7 +50,7 @@ class _Entry:
 
 
 class Committer:
-    """Commits the sessions of one coordinator. For one event loop, where `run` is running."""
+    """Commits the sessions of one coordinator, on one event loop, while `run` runs."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class Committer:
         on_wanted: Callable[[Mapping[str, bool]], None] = lambda _: None,
     ) -> None:
         """`owner` is this coordinator's name in the store; `random` gives numbers in [0, 1);
-        `on_wanted` is told of sessions as `SessionStore.hold_lease` returns them."""
+        `on_wanted` is called with the sessions that `SessionStore.hold_lease` returns."""
         self._loop = asyncio.get_running_loop()
         self._store = store
         self._owner = owner
@@ -67,19 +68,19 @@ class Committer:
         self._on_wanted = on_wanted
         self._entries: dict[str, _Entry] = {}
         self._dirty: dict[str, None] = {}
-        """Ids of sessions with something to append, the longest waiting first."""
+        """Ids of sessions with something to append, those that wait longest first."""
         self._work = asyncio.Event()
         self._leaving = asyncio.Event()
-        """The lease is to end."""
+        """Set when the lease is to end."""
         self._closing = asyncio.Event()
 
     @property
     def closing(self) -> bool:
-        """Whether no more sessions are taken: after `close`, and after a bug has ended `run`."""
+        """Whether no more sessions are accepted: after `close`, or after a bug ended `run`."""
         return self._closing.is_set()
 
     def add(self, session: Session) -> None:
-        """From now on the session's tokens are committed."""
+        """Starts committing the tokens of a session."""
         if self.closing:
             raise Unavailable("this coordinator is shutting down")
         check(session.session_id not in self._entries, f"{session.session_id} was added twice")
@@ -92,13 +93,12 @@ class Committer:
         return self._leaving.is_set()
 
     def notify(self, session: Session) -> None:
-        """The session has decided tokens. Costs O(1); does nothing after `close`."""
+        """The session has decided tokens. O(1); does nothing after `close`."""
         if not self.closing:
             self._want(self._entry(session))
 
     def remove(self, session: Session) -> None:
-        """Forgets the session; who waits for it gets `Unavailable`. Removing it again changes
-        nothing."""
+        """Forgets the session. Calls that wait for it raise `Unavailable`. Idempotent."""
         entry = self._entries.get(session.session_id)
         if entry is not None and entry.session is session:
             del self._entries[session.session_id]
@@ -106,8 +106,8 @@ class Committer:
             entry.wake()
 
     async def shown(self, session: Session, length: int) -> int:
-        """Waits until the first `length` tokens may be shown, or until `stir`; returns how many may
-        be. Raises the session's error if it is lost before."""
+        """Waits until the first `length` tokens may be shown, or until `stir`. Returns how many may
+        be shown. Raises the session's error if it is lost before that."""
         entry = self._entry(session)
         while session.showable_length < length and not entry.stirred:
             await self._change(entry)
@@ -115,18 +115,17 @@ class Committer:
         return session.showable_length
 
     def stir(self, session: Session) -> None:
-        """Ends the wait for what may be shown, or the next one: something else is there to tell.
-        Does nothing for a session that was removed."""
+        """Makes the current call of `shown`, or the next one, return at once. Does nothing for a
+        removed session."""
         entry = self._entries.get(session.session_id)
         if entry is not None and entry.session is session:
             entry.stirred = True
             entry.wake()
 
     async def room(self, session: Session, num_tokens: int = 1) -> None:
-        """Waits until `num_tokens` more may be decided: until with them at most
-        `UNCOMMITTED_TOKENS_MAX` are uncommitted, and the store has not stood still for longer than
-        `UNCOMMITTED_MS_MAX`. There is always room if all tokens are committed. Raises the session's
-        error if it is lost."""
+        """Waits until `num_tokens` more may be decided: with them at most `UNCOMMITTED_TOKENS_MAX`
+        are uncommitted, and the store has taken tokens within `UNCOMMITTED_MS_MAX`. Returns at once
+        if all tokens are committed. Raises the session's error if it is lost."""
         entry = self._entry(session)
         self._check_served(entry)
         while entry.behind_since is not None and (
@@ -137,9 +136,9 @@ class Committer:
             self._check_served(entry)
 
     async def finish(self, session: Session, reason: FinishReason) -> None:
-        """Decides no more tokens, and returns when the store has all of them and the reason.
-        Raises the session's error if it is lost before. May be cancelled and called again; the
-        first reason stands."""
+        """Ends the session: returns when the store has all of its tokens and the reason. Raises the
+        session's error if it is lost before that. May be cancelled and called again; the first
+        reason stands."""
         entry, attempt = self._entry(session), 0
         if session.finish_reason is None and session.error is None:
             session.finish(reason)
@@ -166,9 +165,9 @@ class Committer:
                 return
 
     async def run(self) -> None:
-        """Commits, and holds the owner's lease, until `close`; then tries once more to commit what
-        is uncommitted. Whoever still waits for a session gets `Unavailable`; the sessions stay in
-        the store for another owner. Raises, as a group, only what is a bug."""
+        """Commits and renews the owner's lease until `close`, then tries once more to commit the
+        rest. Calls that still wait for a session raise `Unavailable`; the sessions stay in the
+        store for another owner. Raises only bugs, as an exception group."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 work = [
@@ -187,8 +186,8 @@ class Committer:
                 self.remove(entry.session)
 
     def hand_over(self) -> None:
-        """This coordinator is about to close. Its sessions go on, but a client that asks another
-        one for its session gets it there at once."""
+        """Ends the lease, as this coordinator is about to close. Its sessions go on, but another
+        coordinator may take any of them over at once."""
         self._leaving.set()
 
     def close(self) -> None:
@@ -196,8 +195,8 @@ class Committer:
         self._closing.set()
 
     def check_integrity(self) -> None:
-        """Raises `InvariantError` unless whatever the store lacks is waiting to be sent. To be
-        called while no call of the store is under way."""
+        """Raises `InvariantError` unless everything that the store lacks is queued. Call it only
+        while no call to the store is running."""
         for session_id, entry in self._entries.items():
             entry.session.check_integrity()
             check(entry.session.has_news == (session_id in self._dirty), f"{session_id} forgotten")
@@ -227,7 +226,7 @@ class Committer:
         await waiter
 
     def _want(self, entry: _Entry) -> None:
-        """Has the session in one of the next calls, if the store lacks anything of it."""
+        """Queues the session for one of the next calls, if the store lacks anything of it."""
         if entry.session.has_news:
             if entry.behind_since is None:
                 entry.behind_since = self._loop.time()
@@ -248,7 +247,7 @@ class Committer:
         attempt = 0
         while True:
             await self._work.wait()
-            # A round that has been decided asks for the next one first: the target waits for that.
+            # Lets the decode loop ask for its next round first: the target waits for that.
             await asyncio.sleep(0)
             if await self._append_some():
                 attempt = 0
@@ -257,7 +256,7 @@ class Committer:
                 attempt += 1
 
     async def _append_some(self) -> bool:
-        """One call of the store; returns whether it was of any use."""
+        """Makes one call to the store. Returns whether it made progress."""
         batch = list(self._take_batch())
         if not batch:
             return True
@@ -290,7 +289,7 @@ class Committer:
             self._work.clear()
 
     def _apply(self, entry: _Entry, answer: int | OutriderError) -> bool:
-        """What the store said of one append; returns whether it was of any use."""
+        """Handles the store's answer to one append. Returns whether it made progress."""
         session, before = entry.session, entry.session.acknowledged_length
         try:
             if isinstance(answer, OutriderError):
@@ -307,9 +306,9 @@ class Committer:
         return is_progress
 
     async def _hold_lease(self) -> None:
-        """One call per period, however many sessions there are, until the sessions are handed
-        over. A store that does not answer is asked again with the next one: what others take
-        under a lease that has lapsed meanwhile is fenced by its epoch."""
+        """Renews the lease of all sessions once per period, until they are handed over. If the
+        store does not answer, the next call is made when due: should the lease lapse meanwhile,
+        epochs fence the sessions that others take over."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         while not self._leaving.is_set():

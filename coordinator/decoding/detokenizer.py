@@ -1,4 +1,4 @@
-"""Turns decided tokens into text, and says where a completion ends."""
+"""Turns decided tokens into text, and finds the end of a completion."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class TextStream(Protocol):
     """Incremental detokenization."""
 
     def push(self, token_id: int) -> str:
-        """Adds a token; returns the text that became certain: whole characters only."""
+        """Adds a token. Returns the text that is certain now, in whole characters."""
         ...
 
     def finish(self) -> str: ...
@@ -21,8 +21,8 @@ class TextStream(Protocol):
 
 @value(frozen=True, slots=True)
 class Piece:
-    """What came of pushing some tokens: how many of them belong to the completion, their text
-    as far as it may be shown, and why the completion ends with them, if it does."""
+    """The result of pushing tokens: how many of them belong to the completion, the text that may be
+    shown, and the finish reason if the completion ends with them."""
 
     num_tokens: int
     text: str
@@ -30,11 +30,11 @@ class Piece:
 
 
 class Completion:
-    """The growing answer of one session: finds EOS, stop strings and `max_tokens`.
+    """The growing answer of one session: finds EOS, stop tokens, stop strings and `max_tokens`.
 
-    Text that may yet turn out to begin a stop string is held back. The EOS, a stop token, and the
-    token that completes a stop string, belong to the tokens but not to the text. Up to `min_tokens`
-    tokens nothing but `max_tokens` ends it, and a stop string that is complete by then is text."""
+    Text that may be the start of a stop string is held back. EOS, a stop token and the token that
+    completes a stop string count as tokens, but not as text. Within the first `min_tokens` tokens
+    only `max_tokens` ends the answer, and a stop string that is complete by then is text."""
 
     def __init__(
         self,
@@ -55,17 +55,17 @@ class Completion:
         self._held = ""
         self.num_tokens = 0
         self.stop_string: str | None = None
-        """The one that has ended the text."""
+        """The stop string that ended the answer."""
         self.stop_token_id: int | None = None
-        """The stop token that has, unless it is an EOS."""
+        """The stop token that ended the answer, unless it is an EOS."""
 
     @property
     def remaining(self) -> int:
         return self._max_tokens - self.num_tokens
 
     def push(self, token_ids: Sequence[int]) -> Piece:
-        """Adds the tokens of a round, up to the one that ends the completion; one that may have
-        none has ended."""
+        """Adds the tokens of a round, up to the one that ends the completion. With `max_tokens` 0
+        it has ended already."""
         shown: list[str] = []
         reason = None if self._max_tokens else FinishReason.LENGTH
         before = self.num_tokens
@@ -89,7 +89,7 @@ class Completion:
         return Piece(self.num_tokens - before, "".join(shown), reason)
 
     def finish(self) -> str:
-        """The text that was held back, when the completion ends for another reason."""
+        """The text that was held back, for a completion that ends for another reason."""
         return self._end()[0]
 
     def _end(self) -> tuple[str, bool]:
@@ -98,7 +98,7 @@ class Completion:
         return tail + held, stopped
 
     def _add(self, text: str) -> tuple[str, bool]:
-        """Adds text; returns what may be shown, and whether a stop string was completed."""
+        """Adds text. Returns what may be shown, and whether a stop string is complete."""
         if not text:
             return "", False
         num_before, text = len(self._held), self._held + text

@@ -1,5 +1,5 @@
-"""The decode loop: proposal, verdict, outcome, commit, again; and the queue of what is told of it,
-once it is committed."""
+"""The decode loop: proposal, verdict, outcome, commit, and again; and the queue that passes its
+tokens on to the client once they are committed."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _NOT_DRAFTED = Drafted(NOTHING_SEALED, "fallback", seconds=0.0, num_asked=0)
 
 
 COMMIT_GRACE_S = 2.0
-"""How long tokens that were decided before the deadline may take to be committed after it."""
+"""After the deadline, tokens decided before it have this long to be committed."""
 
 
 class SessionRun:
-    """One session from its opening to its last event: decoding on one side, its client on the
-    other. The commit of a round and the next round overlap."""
+    """Runs one session from its opening to its last event: a task decodes, and the client reads
+    the events. The commit of a round overlaps the next round."""
 
     def __init__(
         self,
@@ -60,11 +60,11 @@ class SessionRun:
         reads_beside: bool = True,
         trial: SessionTrial | None = None,
     ) -> None:
-        """Starts decoding a session that the committer knows, behind what is `replayed` of it.
-        `length_max` is the target's: of committed tokens and a proposal's together. It `arrived`
-        at a time of the event loop's clock. The draft reads the prompt while the target does, if it
-        `reads_beside`; else with the first round that has a draft. A `trial` is told of its rounds,
-        by whether the draft is on trial."""
+        """Starts decoding after what was `replayed`; the committer must know the session already.
+        `length_max` is the target's limit for committed and proposed tokens together. The request
+        `arrived` at this time of the event loop's clock. With `reads_beside` the draft reads the
+        prompt while the target does, else with the first round that has a draft. `trial` collects
+        the rounds while a drafter is on trial."""
         self.context = context
         self._clock = asyncio.get_running_loop().time
         self.session = context.session
@@ -74,9 +74,9 @@ class SessionRun:
         self._observer = context.observer
         self._completion = replayed.completion
         self._ended = replayed.finish_reason
-        """Why there is nothing to decode, for a completion that was whole when it was resumed."""
+        """Finish reason of a resumed completion that was complete already."""
         self._num_known = replayed.completion.num_tokens
-        """Tokens that another stream may have told."""
+        """Tokens that an earlier stream may have sent."""
         self._committer = committer
         until = self._deadline + COMMIT_GRACE_S
         self._output = OutputQueue(self.session, committer, until, self._observer)
@@ -97,26 +97,29 @@ class SessionRun:
         self._cancelled = False
         self._first_token_at: float | None = None
         self._is_recorded = False
-        """Whether the store has been told of the end."""
+        """Whether the store has the end of the session."""
         self._is_told = False
+        """Whether the last event was returned."""
         self._handed_over = False
         self._held_back: Tokens | None = None
-        """Text without a token: if the session could still go on, it might come again."""
+        """Text that came without a token, sent with the last event: before that, a resumed session
+        might send it again."""
         self._task = asyncio.create_task(self._decode())
 
     @property
     def is_unrecorded(self) -> bool:
-        """Whether the store may still have the session as running here: it has not been told of
-        the end, and the session is not another owner's."""
+        """Whether the store may still list the session as running here: it does not have the end,
+        and no other owner took the session over."""
         return not self._is_recorded and self.session.error is None
 
     @property
     def record(self) -> SessionRecord:
-        """What is needed to give the session up: without its tokens."""
+        """The record, with current counters but without new tokens: enough to give the session
+        up."""
         return replace(self.session.record, counters=self.session.counters)
 
     def cancel(self) -> None:
-        """Ends the session as cancelled; what is decided is still committed and shown."""
+        """Ends the session as cancelled. Tokens decided so far are still committed and sent."""
         self._cancelled = True
         if self._timeout is not None and not self._timeout.expired():
             self._timeout.reschedule(self._clock())
@@ -127,9 +130,9 @@ class SessionRun:
         return Started(self.session_id, model, record.seed, record.rule, record.prompt_length)
 
     async def next_events(self) -> Sequence[Event]:
-        """Waits for the next events after `Started`; none behind the last one. Raises
-        `DeadlineExceeded` where the deadline passes before the first token, what the target refuses
-        with, and what made the session lose its store."""
+        """Waits for the next events after `Started`; empty after the last one. Raises
+        `DeadlineExceeded` if the deadline passes before the first token, the target's refusal, and
+        the error that cost the session its store."""
         while not self._is_told:
             try:
                 found = await self._output.read()
@@ -176,18 +179,18 @@ class SessionRun:
         return (finished,) if self._held_back is None else (self._held_back, finished)
 
     def _check_here(self) -> None:
-        """Raises `StaleEpoch` where the session was handed over."""
+        """Raises `StaleEpoch` if the session was handed over."""
         if self._handed_over:
             raise StaleEpoch(f"session {self.session_id} was resumed by another stream")
 
     async def hand_over(self) -> bool:
-        """As `close`, but leaves the record to the next owner, unless the end is decided."""
+        """Like `close`, but leaves the record to the next owner unless the session has ended."""
         self._handed_over = self.session.finish_reason is None
         return await self.close()
 
     async def close(self) -> bool:
-        """Stops decoding and frees what the session holds everywhere. A session that has not
-        ended is recorded as cancelled. Returns whether it had ended."""
+        """Stops decoding and frees everything that the session holds. A session that has not ended
+        is recorded as cancelled. Returns whether its end was recorded before."""
         had_ended = self._is_recorded
         identify(self.session_id, self._observer.trace_id)
         self._task.cancel()
@@ -227,7 +230,7 @@ class SessionRun:
         self._is_recorded = True
 
     async def _decode(self) -> FinishReason:
-        """Until the completion ends, is cancelled, or the deadline passes."""
+        """Decodes until the completion ends, is cancelled, or reaches the deadline."""
         identify(self.session_id, self._observer.trace_id)
         try:
             async with asyncio.timeout_at(self._deadline) as self._timeout:
@@ -262,7 +265,7 @@ class SessionRun:
         return reason
 
     async def _round(self, index: int) -> FinishReason | None:
-        """One round; returns why the completion ends with it, if it does."""
+        """Plays one round. Returns the finish reason if the completion ends with it."""
         self._observer.round_began(index)
         record, start_length = self.session.record, self.session.length
         began_at = self._clock()
@@ -284,7 +287,7 @@ class SessionRun:
                 self._target.found_broken_draft = False
                 self._draft.reject()
         if self.session.error is not None:
-            raise self.session.error  # It was lost meanwhile.
+            raise self.session.error  # The session was lost while the target worked.
         proposal = self._target.verified
         outcome = decide(
             reply.verdict,
@@ -394,7 +397,7 @@ class SessionRun:
         return piece.finish_reason
 
     def _interrupted(self, reason: FinishReason) -> FinishReason:
-        """Shows the text that was held back when nothing more will come."""
+        """Writes the text that was held back, as no more tokens will come."""
         text = self._completion.finish()
         if text:
             self._write(Tokens(self._completion.num_tokens, (), text, (), ()))
@@ -408,23 +411,23 @@ class SessionRun:
 
 
 ENTRIES_UNREAD_MAX = 256
-"""Rounds that a session may be ahead of a client that does not read."""
+"""Rounds that decoding may be ahead of a client that does not read."""
 
 
 @value(frozen=True, slots=True)
 class Entry:
-    """What one round adds: shown when the session's first `end_length` tokens are committed."""
+    """What one round adds. It may be read once the first `end_length` tokens are committed."""
 
     end_length: int
     tokens: Tokens
     report: RoundReport | None
     decided_at: float
     round_index: int | None = None
-    """None for what no round has added."""
+    """None for a replay, and for text held back to the end."""
 
 
 class OutputQueue:
-    """Written by the decode loop, read by the stream of the client."""
+    """Committed output of one session: written by the decode loop, read by the client's stream."""
 
     def __init__(
         self,
@@ -433,7 +436,7 @@ class OutputQueue:
         until: float,
         observer: RequestObserver = SILENT,
     ) -> None:
-        """It is waited for until a time of the event loop's clock."""
+        """Reads fail after the time `until` of the event loop's clock."""
         loop = asyncio.get_running_loop()
         self._clock = loop.time
         self._observer = observer
@@ -451,22 +454,23 @@ class OutputQueue:
             await self._taken.wait()
 
     def write(self, entry: Entry) -> None:
-        """Its reader is woken by the commit of its tokens; of an entry without any, by `close`."""
+        """Adds an entry. The commit of its tokens wakes the reader; if it has none, `close`
+        does."""
         self._entries.append(entry)
 
     def close(self) -> None:
-        """Nothing more is written."""
+        """No more entries will be written."""
         self._closed = True
         self._committer.stir(self._session)
 
     def end(self) -> None:
-        """Nothing more is read."""
+        """No more entries will be read."""
         self._timer.cancel()
 
     async def read(self) -> tuple[Tokens, RoundReport | None] | None:
-        """Waits for the next round to be committed, and adds the committed ones behind it where no
-        reports are wanted; None when there is none any more. Events of a replay stay as they are.
-        Raises what made the session lose its store, and `TimeoutError`."""
+        """Waits until the next round is committed. Without reports, later rounds that are committed
+        too are joined to it; events of a replay are not. None after the last one. Raises the error
+        that cost the session its store, and `TimeoutError`."""
         session, num_shown = self._session, self._session.showable_length
         while not self._entries or self._entries[0].end_length > num_shown:
             if self._closed and not self._entries:
@@ -495,7 +499,7 @@ class OutputQueue:
         self._committer.stir(self._session)
 
     def _told(self, entry: Entry) -> float:
-        """Tells the observer of an entry; returns how many seconds ago it was decided."""
+        """Reports an entry to the observer. Returns how many seconds ago it was decided."""
         seconds = self._clock() - entry.decided_at
         if entry.round_index is not None:
             self._observer.shown(entry.round_index, len(entry.tokens.token_ids), seconds)
@@ -515,19 +519,19 @@ def _joined(parts: list[Tokens]) -> Tokens:
 
 
 WAITED = 1.0
-"""A proposal waited for its turn if it did longer than computing it took: longer than for a step
-that had begun when it was asked for."""
+"""A proposal counts as having waited if it queued longer than it took to compute: that is longer
+than for the step that was running when it was asked for."""
 
 
 class RoundMeter:
-    """Hears of every round."""
+    """Means over the rounds of all sessions."""
 
     def __init__(self) -> None:
         self._clock = asyncio.get_running_loop().time
         self._sums = DecayedSums(WINDOW_S, self._clock())
 
     def decided(self, drafted: Drafted, num_accepted: int, num_tokens: int) -> None:
-        """A round has brought so many tokens, of which so many had been drafted."""
+        """Counts a round that committed `num_tokens`, of which `num_accepted` were drafted."""
         counts = drafted.source != "fallback"
         by_replica = drafted.source == "replica"
         waited = drafted.queue_ms > WAITED * drafted.compute_ms and not drafted.ahead

@@ -1,4 +1,4 @@
-"""A session that goes on after its stream broke: what its client lacks is told again."""
+"""Resumes a session whose stream broke: checks what its client has, and replays what it lacks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from itertools import pairwise
 from pydantic import ConfigDict, TypeAdapter
 
 from coordinator.requests.validation import GenerationParameters
-from coordinator.routing.replica_pool import ReplicaPool
-from outrider.errors import DataLoss, Incompatible, OtherTokens, Unavailable, check
+from outrider.errors import DataLoss, OtherTokens, check
 from outrider.messages import PositionLogprobs
 from outrider.request import Event, Finished, Metrics, ResumeRequest, Started, Tokens, Usage
 from outrider.sessions.store import FinishReason, SessionRecord
@@ -20,9 +19,10 @@ from outrider.tokens import TokenSequence
 from .detokenizer import Completion
 
 TOKENS_PER_EVENT = 512
-"""In one event of a replay: a long answer with log-probabilities would fill no message ..."""
+"""Most tokens in one event of a replay: a message has a size limit ..."""
 ENTRIES_PER_EVENT = 1024
-"""... nor may it take long to encode: log-probabilities in one event, unless of one token."""
+"""... and must not take long to encode. Most log-probabilities in one event, except for those of a
+single token."""
 
 
 _LOGPROBS = TypeAdapter(
@@ -31,12 +31,12 @@ _LOGPROBS = TypeAdapter(
 
 
 def write_logprobs(logprobs: PositionLogprobs) -> str:
-    """A line of JSON for the store; of an impossible token with `-Infinity`."""
+    """One line of JSON for the store; an impossible token has `-Infinity`."""
     return _LOGPROBS.dump_json((logprobs.logprob, logprobs.top)).decode()
 
 
 def read_logprobs(line: str) -> PositionLogprobs:
-    """What `write_logprobs` wrote. Raises `DataLoss` for anything else."""
+    """Reads what `write_logprobs` wrote. Raises `DataLoss` for anything else."""
     try:
         return PositionLogprobs(*_LOGPROBS.validate_json(line))
     except ValueError as error:
@@ -45,32 +45,21 @@ def read_logprobs(line: str) -> PositionLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """A completion as far as it is stored."""
+    """The stored part of a completion."""
 
     completion: Completion
-    """With all stored tokens."""
+    """Contains all stored tokens."""
     events: tuple[Tokens, ...] = ()
-    """What the client lacks of it."""
+    """The part that the client lacks."""
     finish_reason: FinishReason | None = None
-    """Why the completion ends with them, if it does: its end may not be stored."""
-
-
-def check_weights(session_id: str, weights: str, targets: ReplicaPool) -> None:
-    """Raises `Unavailable` or `Incompatible` where no target has the weights of a session."""
-    if targets.newest(weights) is None:
-        if not targets.replicas:
-            raise Unavailable("no target is known")
-        raise Incompatible(
-            f"session_id: {session_id} was decoded by a target with other weights "
-            f"({weights}) than any here"
-        )
+    """Set if the stored tokens end the completion, even if the store does not have its end."""
 
 
 def check_known(record: SessionRecord, request: ResumeRequest) -> GenerationParameters:
-    """What the session was opened with. Raises `DataLoss` where that cannot be read, and
-    `OtherTokens` where the client has tokens that the store lacks, or others than the store,
-    whatever the rule: in bfloat16 no rule is sure to decode the same ones again. A store that lost
-    a take-over may hold what an older owner decided in place of what the client was shown."""
+    """The session's parameters. Raises `DataLoss` if they cannot be read, and `OtherTokens` if the
+    client has more tokens than the store, or different ones: a store that lost a take-over may hold
+    what an older owner decided. This holds for every rule, as in bfloat16 none of them is certain
+    to decode the same tokens again."""
     prompt_ids = record.token_ids[: record.prompt_length]
     parameters = GenerationParameters.from_json(record.parameters, prompt_ids)
     num_stored = len(record.token_ids) - record.prompt_length
@@ -82,8 +71,8 @@ def check_known(record: SessionRecord, request: ResumeRequest) -> GenerationPara
     stored = record.token_ids[record.prompt_length :][: request.num_tokens]
     if request.tokens_digest not in (None, TokenSequence(stored).digest()):
         raise OtherTokens(
-            f"tokens_digest: the client's {request.num_tokens} tokens are others than those that "
-            f"are stored; the session can be resumed from 0 on"
+            f"tokens_digest: the client's {request.num_tokens} tokens differ from those stored; "
+            f"the session can be resumed from 0 on"
         )
     return parameters
 
@@ -94,9 +83,9 @@ def replay(
     completion: Completion,
     request: ResumeRequest,
 ) -> Replayed:
-    """Pushes the stored tokens into an empty `completion`. Its text depends on its tokens alone,
-    however they came, so what follows the client's goes on from its text; of a session that has
-    ended, what was held back is told too, if the client says that it lacks it."""
+    """Pushes the stored tokens into an empty `completion`, and returns what the client lacks. The
+    text depends on the tokens alone, not on how they were split into rounds, so it continues the
+    client's text. For an ended session it includes the text held back, if the client lacks that."""
     token_ids = record.token_ids[record.prompt_length :]
     first = 0 if request.cuts else request.num_tokens
     num_entries = 1 if parameters.logprobs is None else 1 + parameters.logprobs
@@ -124,7 +113,7 @@ def replay(
 
 
 def told_again(record: SessionRecord, model: str, replayed: Replayed) -> Iterator[Event]:
-    """The events of a finished session, for a client that lacks the last of them."""
+    """The events of a finished session from `replayed` on; none for a session that still runs."""
     if record.finish_reason is None:
         return
     yield Started(record.session_id, model, record.seed, record.rule, record.prompt_length)

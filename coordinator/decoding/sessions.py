@@ -1,5 +1,5 @@
-"""Sessions from their opening to their end: created in a store that may not answer, run, given up,
-and taken over from other coordinators."""
+"""A coordinator's sessions from opening to end: created in the store, run, released or given up,
+and taken over from other coordinators, although the store may not answer at any of these points."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from coordinator.decoding.loop import COMMIT_GRACE_S, SessionRun
-from coordinator.decoding.recovery import check_known, check_weights
+from coordinator.decoding.recovery import check_known
 from coordinator.requests.validation import GenerationParameters
-from coordinator.routing.replica_pool import ReplicaPool
+from coordinator.routing.replica_pool import ReplicaPool, SessionContext
+from coordinator.routing.target_client import TargetClient
 from outrider.backoff import backoff
+from outrider.config import CoordinatorConfig
 from outrider.errors import (
     BadRequest,
+    Incompatible,
     NotFound,
     OutriderError,
     StaleEpoch,
@@ -49,44 +52,45 @@ from outrider.sessions.store import (
 _log = logging.getLogger(__name__)
 
 LOGPROBS_BYTES = 32
-"""Of one stored log-probability, about; it takes as long to read as a token."""
+"""About the size of a stored log-probability, which takes as long to read as a token."""
 
 T = TypeVar("T")
 Told = asyncio.Task[OutriderError | None]
-"""Ends once the store has answered: with its refusal, or why it was given up; with None where the
-call has succeeded."""
+"""A call to the store that is repeated until it is answered. Returns None if it succeeded, else the
+refusal, or the error with which it was given up."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestKey:
-    """By which a request that is made again is known, of one of the texts that it asks for."""
+    """Idempotency key of a request, for one of the texts that it asks for."""
 
     name: str
-    """In the store."""
+    """Its name in the store."""
     digest: str
-    """Of the request."""
+    """Digest of the request."""
     session_id: str = ""
-    """The session that the request has; empty = none yet."""
+    """The session of the request; empty = none yet."""
 
     @property
     def value(self) -> str:
-        """What the store keeps under the name."""
+        """What the store keeps under `name`."""
         return self.session_id and f"{self.session_id} {self.digest}"
 
     def found(self, value: str) -> RequestKey:
-        """With what the store has. Raises `BadRequest` where that is of another request."""
+        """The key with the session that the store has. Raises `BadRequest` if the store has it for
+        a different request."""
         session_id, _, digest = value.partition(" ")
         if value and digest != self.digest:
             raise BadRequest(
                 "Idempotency-Key",
-                "has been given with another request; repeat that one, byte by byte, or give "
-                "another key",
+                "was used with a different request; repeat that one, byte by byte, or use another "
+                "key",
             )
         return replace(self, session_id=session_id)
 
 
 class KeyTaken(OutriderError):
-    """A key has another session than the one that was opened for it."""
+    """Another session was stored under the key before the one just opened."""
 
     def __init__(self, key: RequestKey) -> None:
         super().__init__(f"the request has session {key.session_id}")
@@ -94,10 +98,10 @@ class KeyTaken(OutriderError):
 
 
 class OwnedSessions:
-    """The sessions of one coordinator. They are opened, and run: each once, and none begins before
-    the one before it is closed. Others are taken over, a bounded number at a time: when a
-    coordinator dies, all of its clients ask the others at once, and each of their sessions is read
-    and replayed. The store is told of those that run no more."""
+    """The sessions of one coordinator. A session runs here at most once at a time. The number of
+    concurrent take-overs is bounded: when a coordinator dies, all of its clients turn to the others
+    at once, and each of their sessions is read and replayed. The store is told of every session
+    that stops running here."""
 
     def __init__(
         self,
@@ -105,33 +109,34 @@ class OwnedSessions:
         owner: str,
         targets: ReplicaPool,
         random_bits: Callable[[int], int],
-        resume_grace_s: float,
+        config: CoordinatorConfig,
     ) -> None:
-        """`owner` is the coordinator's name in the store, `random_bits(n)` gives n fresh random
-        bits. A session whose client is gone may be resumed for so many seconds before it counts as
-        cancelled."""
+        """`owner` is the coordinator's name in the store; `random_bits(n)` gives n fresh random
+        bits."""
         self._replays = ThreadPoolExecutor(1, "replay")
         self._store = store
         self.owner = owner
         self.targets = targets
         self.random_bits = random_bits
-        self._resume_grace_s = resume_grace_s
+        self._config = config
         self._background: set[asyncio.Task[Any]] = set()
         self.running: dict[str, SessionRun] = {}
-        """Each was opened just now, or there was room for it (`vacate`)."""
+        """Before a session is added, an earlier run of it must have ended (`vacate`)."""
         self._ending: dict[str, asyncio.Task[bool]] = {}
-        """What closes runs that are not among them any more."""
+        """Runs that are being closed."""
         self._telling: dict[str, Told] = {}
-        """By session the newest call that tells the store of its release or end."""
+        """By session, the newest call that tells the store of its release or end."""
         self._taking: list[str] = []
-        """Sessions that are being taken over; one may be twice, for two clients."""
+        """Sessions that are being taken over; twice in here if two clients ask for one."""
         self._unsettled: set[str] = set()
-        """Sessions of which the store is asked for a take-over."""
+        """Sessions with a take-over call to the store under way."""
+        self.scored_ids: set[str] = set()
+        """Ids of the sessions of `scoring`."""
         self._closing = asyncio.Event()
         self._lease_ends = False
 
     def in_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Begins work that nothing waits for before `end_background`."""
+        """Starts a task; `end_background` waits for it."""
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -140,14 +145,11 @@ class OwnedSessions:
     async def open(
         self, tenant: str, parameters: GenerationParameters, key: RequestKey | None = None
     ) -> Session:
-        """A session that the store has, also under the `key`: raises `KeyTaken` where that has
-        another one by now than it says. Each try opens another one: whether a store that did not
-        answer has opened the one before is not known."""
+        """Creates a session in the store, and stores it under the `key`. Raises `KeyTaken` if the
+        key has got another session meanwhile. Each try uses a new session id, as a store that did
+        not answer may have created the session of the try before."""
         for tries_left in reversed(range(OPEN_TRIES_MAX)):
-            new = SessionRecord.new(
-                f"{self.random_bits(128):032x}", tenant, self.owner, parameters.seed,
-                parameters.rule, parameters.to_json(), parameters.prompt,
-            )  # fmt: skip
+            new = self._record(tenant, parameters, parameters.to_json(), parameters.prompt)
             opening = asyncio.create_task(self._store.open(new))
             try:
                 await asyncio.shield(opening)
@@ -171,37 +173,51 @@ class OwnedSessions:
                 raise KeyTaken(key.found(found))
         return Session(new)
 
-    def unstored(
-        self, tenant: str, parameters: GenerationParameters, token_ids: tuple[int, ...]
-    ) -> Session:
-        """A session of these tokens, which a target scores more of, and the store never has."""
-        return Session(
-            SessionRecord.new(
-                f"{self.random_bits(128):032x}", tenant, self.owner, parameters.seed,
-                parameters.rule, "", token_ids,
-            )
+    @contextmanager
+    def scoring(
+        self, tenant: str, parameters: GenerationParameters, token_ids: tuple[int, ...],
+        deadline: float, audits: bool = False,
+    ) -> Iterator[TargetClient]:  # fmt: skip
+        """A target that scores more tokens (`TargetClient.judge`) after `token_ids`, in a session
+        of its own that is never stored."""
+        session = Session(self._record(tenant, parameters, "", token_ids))
+        context = SessionContext(session, parameters, deadline)
+        target = TargetClient(self.targets, context, self._config, audits)
+        self.scored_ids.add(session.session_id)
+        try:
+            yield target
+        finally:
+            target.close()
+            self.scored_ids.discard(session.session_id)
+
+    def _record(
+        self, tenant: str, parameters: GenerationParameters, stored: str, token_ids: tuple[int, ...]
+    ) -> SessionRecord:
+        return SessionRecord.new(
+            f"{self.random_bits(128):032x}", tenant, self.owner, parameters.seed, parameters.rule,
+            stored, token_ids,
         )  # fmt: skip
 
     def end(self, run: SessionRun, is_gone: bool = False) -> None:
-        """The client has its last event, or an error, or is gone: frees what the session holds,
-        unless it was handed over."""
+        """Frees what the session holds, unless it was handed over. `is_gone`: the client went away
+        and may come back."""
         if self.running.get(run.session_id) is not run:
             return
-        if is_gone and self._resume_grace_s > 0:
+        if is_gone and self._config.resume_grace_ms > 0:
             self.wait_for_client(run.record, self._free(run, run.hand_over()))
         else:
             self._free(run, self._close(run))
 
     async def _close(self, run: SessionRun) -> bool:
-        """A run whose end the store did not take is given up as one whose client is gone."""
+        """If the store did not take the end of the run, it is given up later."""
         had_ended = await run.close()
         if run.is_unrecorded and not self._closing.is_set():
             self.wait_for_client(run.record)
         return had_ended
 
     async def vacate(self, record: SessionRecord) -> None:
-        """Ends what runs here of a session that was taken over under a newer epoch. Raises
-        `StaleEpoch` where another stream has done that meanwhile."""
+        """Ends this coordinator's own run of a session that was taken over under a newer epoch.
+        Raises `StaleEpoch` if another stream has resumed the session meanwhile."""
         session_id = record.session_id
         while True:
             run = self.running.get(session_id)
@@ -224,9 +240,9 @@ class OwnedSessions:
     def wait_for_client(
         self, record: SessionRecord, ending: asyncio.Task[bool] | None = None
     ) -> None:
-        """Nothing is decoded for a client that is gone. It may come back, to any coordinator: the
-        session is released from this one's lease. Else it counts as cancelled. Where this
-        coordinator closes, that is left to others."""
+        """Releases a session whose client is gone, so that it may be resumed at any coordinator,
+        and records it as cancelled after the grace period. Nothing is decoded meanwhile. If this
+        coordinator closes first, the record is left to the others."""
         self.in_background(self._wait(record, ending))
 
     async def _wait(self, record: SessionRecord, ending: asyncio.Task[bool] | None) -> None:
@@ -234,18 +250,17 @@ class OwnedSessions:
             return
         await self._release(record)
         try:
-            async with asyncio.timeout(self._resume_grace_s):
+            async with asyncio.timeout(self._config.resume_grace_ms / 1e3):
                 await self._closing.wait()
         except TimeoutError:
             await self.give_up(record, released(self.owner))
 
     @contextmanager
     def taking_over(self, session_id: str) -> Iterator[None]:
-        """This session is being taken over, until it runs here or will not. Raises `Unavailable`
-        where too many are."""
+        """Counts a session as being taken over. Raises `Unavailable` if too many are."""
         if len(self._taking) >= TAKE_OVERS_MAX:
             raise Unavailable(
-                f"this coordinator takes {TAKE_OVERS_MAX} sessions over already; try again",
+                f"this coordinator is taking over {TAKE_OVERS_MAX} sessions already; try again",
                 retry_after_ms=TAKE_OVER_RETRY_MS,
             )
         self._taking.append(session_id)
@@ -257,15 +272,20 @@ class OwnedSessions:
     async def claim(
         self, record: SessionRecord, request: ResumeRequest
     ) -> tuple[SessionRecord, GenerationParameters]:
-        """A session that this coordinator may go on with under a new epoch, or one that has
-        finished. Raises what keeps it from being resumed (`check_known`, `check_weights`) before
-        anything changes, or afterwards where its tokens have changed since `record` was read, and
-        as `SessionStore.take_over`. A session that was, or may have been, taken over by then is
-        released."""
+        """Takes a session over, unless it is finished. Returns the record under its new epoch, and
+        the parameters. Raises like `SessionStore.take_over` and `check_known`, and `Incompatible`
+        if no target has its weights. The checks come first; if the tokens changed since `record`
+        was read, `check_known` runs again, and the session is released if that fails."""
         parameters = await self.replay(record, lambda: check_known(record, request))
         if record.finish_reason is not None:
             return record, parameters
-        check_weights(record.session_id, parameters.weights, self.targets)
+        if self.targets.newest(parameters.weights) is None:
+            if not self.targets.replicas:
+                raise Unavailable("no target is known")
+            raise Incompatible(
+                f"session_id: {record.session_id} was decoded by a target with other weights "
+                f"({parameters.weights}) than any here"
+            )
         found = await self._take_over(record)
         if (found.prefix_digest, len(found.token_ids)) != (
             record.prefix_digest,
@@ -279,18 +299,18 @@ class OwnedSessions:
         return found, parameters
 
     async def replay(self, record: SessionRecord, call: Callable[[], T]) -> T:
-        """What the call returns or raises, which reads a session's tokens. Of a long session it is
-        made on a thread; one at a time, as they would only compete with the event loop."""
+        """Makes a call that reads all tokens of a session: for a long session on a thread, one at a
+        time, as more would only compete with the event loop."""
         size = len(record.token_ids) + len(record.logprobs) // LOGPROBS_BYTES
         if size <= REPLAY_TOKENS_INLINE:
             return call()
         return await asyncio.get_running_loop().run_in_executor(self._replays, call)
 
     async def cancel(self, record: SessionRecord) -> None:
-        """Ends a session as cancelled that runs nowhere; a finished one is left as it is. Raises
-        `Unavailable` for one that another coordinator has, which is told to end it, and where the
-        store does not answer for `CANCEL_WAIT_S`: then, and where the caller is cancelled, it is
-        still asked to record it."""
+        """Records a session that does not run anywhere as cancelled; does nothing if it is
+        finished. Raises `Unavailable` if another coordinator owns it, which is told to end it, and
+        if the store does not answer within `CANCEL_WAIT_S`. Then, or if the caller is cancelled,
+        the store is still asked until it answers."""
         if record.finish_reason is not None:
             return
         found = await self._take_over(record, cancels=True)
@@ -309,10 +329,10 @@ class OwnedSessions:
             raise contended(found.session_id) if is_stale else error
 
     async def release_wanted(self, session_id: str) -> None:
-        """Releases a session that another coordinator was asked for, if the store counts it as
-        this one's and it does not run here: a failover has lost its release, and the lease keeps it
-        from others. Where the store does not answer nothing is done: a session that is still wanted
-        is named again."""
+        """Releases a session that another coordinator wants, if the store lists it as this
+        coordinator's but it does not run here: then a failover of the store lost its release. If
+        the store does not answer, nothing is done; a session that is still wanted is reported
+        again."""
         if self._is_here(session_id) or self._closing.is_set():
             return
         try:
@@ -324,15 +344,15 @@ class OwnedSessions:
             self.wait_for_client(record)
 
     def close(self) -> None:
-        """Cancels what runs. A replay on its thread is not waited for."""
+        """Cancels all runs. Does not wait for a replay on its thread."""
         self._replays.shutdown(wait=False, cancel_futures=True)
         self._closing.set()
         for run in self.running.values():
             run.cancel()
 
     async def end_background(self) -> None:
-        """Waits for what was begun, for `COMMIT_GRACE_S`; then no call of the store is repeated any
-        more: the coordinator's lease is about to end."""
+        """Waits up to `COMMIT_GRACE_S` for the background tasks. After that no call to the store is
+        repeated, as the coordinator's lease is about to end."""
         if self._background:
             _, late = await asyncio.wait(self._background, timeout=COMMIT_GRACE_S)
             for task in late:
@@ -340,11 +360,10 @@ class OwnedSessions:
         self._lease_ends = True
 
     async def _take_over(self, seen: SessionRecord, *, cancels: bool = False) -> SessionRecord:
-        """See `SessionStore.take_over`. Where it is not known whether the session was taken over,
-        it is released: else it would belong to this coordinator, which does not run it, for as long
-        as that holds its lease. A take-over waits for the release, or end, that is on its way: it
-        may be given the same epoch, and the release would end it. Raises `Unavailable`
-        meanwhile."""
+        """See `SessionStore.take_over`. If the outcome is not known, the session is released: else
+        it would belong to this coordinator, without running here, as long as its lease is renewed.
+        Raises `Unavailable` while a release or end of the session is under way: it may carry the
+        epoch that the take-over would get, and would end the new run."""
         session_id = seen.session_id
         if self._is_unsettled(session_id):
             raise contended(session_id)
@@ -363,8 +382,8 @@ class OwnedSessions:
             self._unsettled.discard(session_id)
 
     def _is_here(self, session_id: str) -> bool:
-        """Whether the session runs here, or soon will, or is being closed, or the store is told of
-        its end."""
+        """Whether the session runs here, is about to, is being closed, or has a call to the store
+        under way."""
         places = (self.running, self._ending, self._taking)
         return self._is_unsettled(session_id) or any(session_id in place for place in places)
 
@@ -372,20 +391,19 @@ class OwnedSessions:
         return session_id in self._unsettled or session_id in self._telling
 
     async def told(self, session_id: str) -> None:
-        """Waits until the store has been told of the session's release or end, but no longer than
-        `TAKE_OVER_RETRY_MS`. Under an epoch that the store has lost, and gives once more, that
-        would hit the session that runs then."""
+        """Waits, at most `TAKE_OVER_RETRY_MS`, until the store knows the session's release or end.
+        Otherwise these could hit a new run, if the store lost their epoch and gives it again."""
         if session_id in self._telling:
             await asyncio.wait([self._telling[session_id]], timeout=TAKE_OVER_RETRY_MS / 1e3)
 
     def _release(self, record: SessionRecord) -> Told:
-        """Lets any coordinator take a session over that runs nowhere now."""
+        """Lets any coordinator take the session over; it must not run here."""
         session_id, epoch = record.session_id, record.epoch
         return self._tell(session_id, lambda: self._store.release(session_id, epoch, self.owner))
 
     def give_up(self, record: SessionRecord, owner: str = "") -> Told:
-        """Records a session that runs nowhere as cancelled, unless another stream goes on with
-        it. `owner` is whom the store has it under, by default this coordinator."""
+        """Records a session that does not run as cancelled, unless it was taken over. `owner` is
+        the owner that the store lists, by default this coordinator."""
         end = Finish(
             record.session_id, record.epoch, owner or self.owner, None, FinishReason.CANCELLED,
             record.counters,
@@ -393,12 +411,12 @@ class OwnedSessions:
         return self._tell(record.session_id, lambda: self._store.finish(end))
 
     async def _abandon(self, opening: asyncio.Task[None], new: SessionRecord) -> None:
-        """Records a session as cancelled that nobody wants, once its opening has ended."""
+        """Waits for a session to be opened, and records it as cancelled."""
         await asyncio.wait([opening])
         await self.give_up(new)
 
     def _tell(self, session_id: str, call: Callable[[], Awaitable[object]]) -> Told:
-        """Calls the store behind what it is being told of the session already."""
+        """Calls the store, after earlier calls about the session have ended."""
         before = self._telling.get(session_id)
         task = self._telling[session_id] = self.in_background(
             self._insist(session_id, call, before)
@@ -417,9 +435,9 @@ class OwnedSessions:
         call: Callable[[], Awaitable[object]],
         before: asyncio.Task[Any] | None,
     ) -> OutriderError | None:
-        """Calls the store until it has answered, for as long as this coordinator lives: a session
-        that it owned but does not run would be kept from others by its lease. Gives up after
-        `ABANDON_TRIES_MAX` calls where it insists for more than `UNTOLD_SESSIONS_MAX` sessions."""
+        """Repeats a call to the store until it answers, as long as this coordinator lives: else its
+        lease would keep others from a session that it does not run. Gives up after
+        `ABANDON_TRIES_MAX` calls if more than `UNTOLD_SESSIONS_MAX` sessions wait for this."""
         if before is not None:
             await asyncio.wait([before])
         attempt = 0

@@ -1,34 +1,33 @@
-"""What sessions do with the drafter that is on trial, and with the others, at one coordinator."""
+"""Compares a drafter on trial with the others, by the sessions of one coordinator."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterSums:
-    """Over the sessions that a drafter had. A session counts once it has ended; its rounds but the
-    first, which reads the prompt."""
+    """Sums over the ended sessions of a drafter. The first round of each, which reads the prompt,
+    does not count."""
 
     num_sessions: int = 0
     num_rounds: int = 0
     num_accepted: int = 0
     num_tokens: int = 0
     seconds: float = 0.0
-    """Of decoding: from the beginning of each round to its decision."""
+    """Decoding time: from the start of each round to its decision."""
     square_tokens: float = 0.0
     square_seconds: float = 0.0
     products: float = 0.0
-    """The sums of tokens², seconds² and tokens x seconds of a session."""
+    """Sums over sessions of tokens², seconds² and tokens × seconds."""
 
     def __add__(self, other: DrafterSums) -> DrafterSums:
         return DrafterSums(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     @property
     def as_session(self) -> DrafterSums:
-        """The same rounds, counted as those of one session."""
+        """The same rounds, counted as one session."""
         if not self.num_rounds:
             return self
         return replace(
@@ -46,9 +45,9 @@ class DrafterSums:
 
     @property
     def relative_error(self) -> float:
-        """The standard error of `tokens_per_second`, as a share of that. A ratio of two sums over
-        sessions, which are independent: by the residuals tokens - rate x seconds of each (Cochran,
-        Sampling Techniques, 6.4)."""
+        """Relative standard error of `tokens_per_second`, a ratio of two sums over independent
+        sessions, from their residuals tokens - rate × seconds (Cochran, Sampling Techniques,
+        6.4)."""
         if self.num_sessions < 2 or not self.num_tokens:
             return math.inf
         rate = self.tokens_per_second
@@ -59,44 +58,45 @@ class DrafterSums:
 
 @dataclass(frozen=True, slots=True)
 class TrialSums:
-    """Of the sessions that began since a replica came that is on trial."""
+    """Sums over the sessions that began since the newest trial."""
 
     replica: str = ""
-    """Its name; empty where none has come."""
+    """Name of the replica on trial; empty before the first trial."""
     old: DrafterSums = DrafterSums()
     new: DrafterSums = DrafterSums()
 
 
 class TrialMeter:
-    """Hears of sessions that end. Keeps the sums of the newest trial."""
+    """Keeps the sums of the newest trial."""
 
     def __init__(self) -> None:
         self.sums = TrialSums()
 
     def begin(self, replica: str) -> SessionTrial:
-        """A session begins while this replica is on trial."""
+        """For a session that begins while this replica is on trial."""
         if replica != self.sums.replica:
             self.sums = TrialSums(replica)
-        return SessionTrial(lambda old, new: self._end(replica, old, new))
-
-    def _end(self, replica: str, old: DrafterSums, new: DrafterSums) -> None:
-        if replica == self.sums.replica:
-            self.sums = TrialSums(replica, self.sums.old + old, self.sums.new + new)
+        return SessionTrial(self, replica)
 
 
 class SessionTrial:
-    """One session's rounds. It may move from one drafter to the other, where one is lost."""
+    """The rounds of one session, by drafter: it may move from one to the other if one is lost."""
 
-    def __init__(self, on_end: Callable[[DrafterSums, DrafterSums], None]) -> None:
-        self._on_end = on_end
-        self._rounds = {False: DrafterSums(), True: DrafterSums()}
+    def __init__(self, meter: TrialMeter, replica: str) -> None:
+        self._meter = meter
+        self._replica = replica
+        self._rounds = [DrafterSums(), DrafterSums()]
+        """Of the other drafters, and of the one on trial."""
 
     def note(self, is_new: bool, num_accepted: int, num_tokens: int, seconds: float) -> None:
-        """A round has been decided, whose drafter is the new one or another."""
+        """Counts a round; `is_new`: its drafter is the one on trial."""
         self._rounds[is_new] += DrafterSums(
             num_rounds=1, num_accepted=num_accepted, num_tokens=num_tokens, seconds=seconds
         )
 
     def end(self) -> None:
-        """The session has ended."""
-        self._on_end(self._rounds[False].as_session, self._rounds[True].as_session)
+        """Adds the session to the sums of its trial, unless that is over."""
+        sums = self._meter.sums
+        if sums.replica == self._replica:
+            old, new = (rounds.as_session for rounds in self._rounds)
+            self._meter.sums = TrialSums(self._replica, sums.old + old, sums.new + new)

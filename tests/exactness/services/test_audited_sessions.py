@@ -195,7 +195,7 @@ async def test_a_target_whose_seats_are_taken_is_left_alone() -> None:
         await bench.events(replace(REQUEST, max_tokens=2))
         for _ in range(20):
             await asyncio.sleep(0.001)
-            assert bench.service._auditor.session_ids == set()
+            assert bench.service._sessions.scored_ids == set()
         assert heard.outcomes == []
         await asyncio.gather(*others)
         await asyncio.sleep(30)
@@ -238,9 +238,9 @@ async def test_a_target_that_fails_ends_an_audit_of_which_counts_what_it_has_fou
         ended = asyncio.create_task(bench.audit(REQUEST))
         while not heard.sums:
             await asyncio.sleep(0.0001)
-        bench.engine.poisoned |= bench.service._auditor.session_ids
+        bench.engine.poisoned |= bench.service._sessions.scored_ids
         await ended
-        assert bench.service._auditor.session_ids == set()
+        assert bench.service._sessions.scored_ids == set()
     assert heard.outcomes == ["failed"]
     assert heard.sums["coupled"].num_tokens == NUM_DRAFT_TOKENS_MAX
 
@@ -250,7 +250,7 @@ async def test_a_coordinator_that_closes_gives_its_audits_up() -> None:
     heard = Heard()
     async with running(AuditedBench(heard)) as bench:
         await asyncio.gather(*(bench.events(request) for request in together(8)))
-        while not bench.service._auditor.session_ids:
+        while not bench.service._sessions.scored_ids:
             await asyncio.sleep(0.0001)
     assert bench.service._auditor._num_chosen == 0
     assert len(heard.outcomes) < 8

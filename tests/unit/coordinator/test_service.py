@@ -1,4 +1,4 @@
-"""The coordinator with everything else in one process: what ends a session, and how."""
+"""The coordinator with its replicas and store in one process: how sessions end."""
 
 import asyncio
 from dataclasses import replace
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.virtual
 
 
 class BrokenDraft(MemoryLink):
-    """Its proposals hold q of other tokens."""
+    """The q of its proposals are for other tokens."""
 
     num_proposals = 0
 
@@ -60,7 +60,7 @@ class BrokenDraft(MemoryLink):
         super().listen(tampered, on_lost)
 
 
-async def test_a_session_leaves_a_draft_whose_q_does_not_hold_what_it_drew() -> None:
+async def test_a_session_leaves_a_draft_whose_q_is_not_for_its_tokens() -> None:
     loop = asyncio.get_running_loop()
     link = BrokenDraft(DraftService.with_model(
         ToyEngine(salt=2), InlineExecutor(lambda: STEP_S), max_num_seqs=8
@@ -76,13 +76,13 @@ async def test_a_session_leaves_a_draft_whose_q_does_not_hold_what_it_drew() -> 
 async def test_no_request_is_taken_while_the_event_loop_is_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It was late several times in a row: one pause is no reason, however long. How much of a core
-    the process computes on is said, too."""
+    """For several measurements in a row: a single pause is no reason, however long. CPU time is
+    measured too."""
     loop: Any = asyncio.get_running_loop()
 
     def stall() -> None:
         nonlocal timer
-        loop.wait(1.0)  # Something else is done for so long.
+        loop.wait(1.0)  # Something blocks the event loop.
         timer = loop.call_later(0.001, stall)
 
     monkeypatch.setattr("coordinator.process_load.time.process_time", lambda: 0.4 * loop.time())
@@ -91,7 +91,7 @@ async def test_no_request_is_taken_while_the_event_loop_is_late(
         await asyncio.sleep(2)
         assert isinstance((await b.events(REQUEST))[-1], Finished)
         await asyncio.sleep(4)
-        with pytest.raises(Overloaded, match=r"waits for \d{3} ms"):
+        with pytest.raises(Overloaded, match=r"is \d{3} ms late"):
             await b.events(REQUEST)
         assert (b.service.figures.loop_lag_ms or 0) > 300
         timer.cancel()
@@ -101,10 +101,10 @@ async def test_no_request_is_taken_while_the_event_loop_is_late(
 
 
 @pytest.mark.parametrize(("num_shown", "error"), [(1, StoreUnavailable), (0, DeadlineExceeded)])
-async def test_tokens_that_the_store_does_not_take_are_waited_for_beyond_the_deadline(
+async def test_commits_may_take_a_grace_beyond_the_deadline(
     num_shown: int, error: type[Exception]
 ) -> None:
-    """But no longer than for `COMMIT_GRACE_S`, after which nothing waits for that time any more."""
+    """`COMMIT_GRACE_S`, and no longer."""
     loop: Any = asyncio.get_running_loop()
     async with bench() as b:
         until = loop.time() + 1 + COMMIT_GRACE_S
@@ -118,7 +118,7 @@ async def test_tokens_that_the_store_does_not_take_are_waited_for_beyond_the_dea
         assert loop.time() == pytest.approx(until, abs=0.01)
 
 
-async def test_the_deadline_of_a_session_that_has_ended_is_not_waited_for() -> None:
+async def test_no_timer_is_left_once_a_session_has_ended() -> None:
     loop: Any = asyncio.get_running_loop()
     async with bench() as b:
         await b.events(replace(REQUEST, deadline_ms=500_000))
@@ -130,7 +130,7 @@ async def test_the_deadline_of_a_session_that_has_ended_is_not_waited_for() -> N
 @pytest.mark.parametrize(("silent_s", "is_healthy"), [(2.5, True), (60.0, False)])
 @pytest.mark.parametrize("what", ["store", "target"])
 async def test_a_short_silence_is_no_trouble(what: str, silent_s: float, is_healthy: bool) -> None:
-    """As of a target or a store whose cores a replica that is loaded takes. Trouble is named."""
+    """As while a replica that is being loaded takes the cores of the target or the store."""
     async with bench() as b:
         loop = asyncio.get_running_loop()
         if what == "store":
@@ -146,8 +146,8 @@ async def test_a_short_silence_is_no_trouble(what: str, silent_s: float, is_heal
     assert "shutting down" in await b.service.trouble()
 
 
-async def test_a_store_that_is_away_when_a_session_ends_is_a_pause() -> None:
-    """One that stays away ends the request after its deadline."""
+async def test_a_session_whose_store_is_away_at_its_end_waits() -> None:
+    """If the store stays away, the request ends after its deadline."""
     async with bench() as b:
         loop, finish = asyncio.get_running_loop(), b.store.finish
         b.store.finish = failing(finish, until=5.0)  # type: ignore[method-assign]
@@ -161,7 +161,7 @@ async def test_a_store_that_is_away_when_a_session_ends_is_a_pause() -> None:
 
 
 async def test_a_client_that_goes_while_its_session_is_opened_leaves_no_running_record() -> None:
-    """The store has the record before its answer comes back; nobody waits for it then."""
+    """The store creates the record, but its answer comes after the client has gone."""
     async with bench() as b:
         opened: list[str] = []
         open_at_once = b.store.open
@@ -184,8 +184,8 @@ async def test_a_client_that_goes_while_its_session_is_opened_leaves_no_running_
             assert record.finish_reason is FinishReason.CANCELLED
 
 
-async def test_a_store_that_does_not_answer_once_opens_the_session_at_the_next_try() -> None:
-    """The first try has opened one all the same, which is recorded as cancelled."""
+async def test_a_session_is_opened_at_the_second_try() -> None:
+    """The first try created one although the store did not answer; it is recorded as cancelled."""
     async with bench() as b:
         opened: list[str] = []
         open_at_once = b.store.open
@@ -249,8 +249,8 @@ def test_tokenizing_counts_for_the_deadline_and_for_admission() -> None:
     asyncio.run(main())
 
 
-async def test_a_session_that_is_lost_during_a_round_ends_with_what_lost_it() -> None:
-    """Not with the verdict that comes for it afterwards, though all its tokens were shown."""
+async def test_a_session_that_is_lost_during_a_round_ends_with_that_error() -> None:
+    """Not with the verdict that comes afterwards, although all its tokens were shown."""
     target = TargetService(ToyEngine(), InlineExecutor(lambda: 2.0), max_num_seqs=8)
     async with bench(target=target) as made:
         events = made.service.generate(REQUEST)
@@ -277,7 +277,7 @@ async def test_a_failed_renewal_of_the_lease_ends_nothing() -> None:
         assert isinstance((await b.events(request))[-1], Finished)
 
 
-async def test_a_bug_in_the_commits_is_seen_from_outside_and_leaves_no_orphans() -> None:
+async def test_a_bug_in_the_commits_is_reported_and_leaves_no_open_sessions() -> None:
     b = Bench()
     await b.service.start()
 
@@ -298,7 +298,7 @@ async def test_a_bug_in_the_commits_is_seen_from_outside_and_leaves_no_orphans()
 
 
 async def test_a_client_that_cannot_come_back_is_not_waited_for() -> None:
-    """What its session was asked for ends as cancelled at once; another one's may be resumed."""
+    """Its session is cancelled at once; that of another client may be resumed."""
     async with bench(resume_grace_ms=60_000) as b:
         for resumable in (True, False):
             stream = b.service.generate(replace(REQUEST, max_tokens=40), resumable=resumable)
@@ -310,7 +310,7 @@ async def test_a_client_that_cannot_come_back_is_not_waited_for() -> None:
             assert (found.finish_reason is FinishReason.CANCELLED) is not resumable
 
 
-async def test_the_stop_string_that_ended_an_answer_is_said() -> None:
+async def test_the_last_event_has_the_stop_string() -> None:
     async with bench(text=toy_text()) as b:
         whole = await b.events(REQUEST)
         said = "".join(event.text_delta for event in whole if isinstance(event, Tokens))
@@ -324,8 +324,8 @@ SCORED = tuple(i * 3 % 7 for i in range(40))
 
 @pytest.mark.parametrize("max_tokens", [0, 5])
 async def test_a_prompts_log_probabilities_come_before_its_answer(max_tokens: int) -> None:
-    """Those of the target's own rows, though it has read the prompt before; the answer is the
-    same as without, or none."""
+    """They are computed anew, although the target has cached the prompt. The answer, if one is
+    asked for, is the same as without them."""
     async with bench() as b:
         plain = await b.events(replace(REQUEST, prompt=SCORED, max_tokens=5))
         request = replace(REQUEST, prompt=SCORED, max_tokens=max_tokens, prompt_logprobs=2)
@@ -368,8 +368,8 @@ LATE = SamplingParams(min_tokens=9, stop_token_ids=(5, 6))
 async def test_nothing_ends_an_answer_before_min_tokens(
     rule: Rule, temperature: float, look_ahead: int
 ) -> None:
-    """And what comes then is what comes without drafts. The draft proposes no end by then either;
-    the first token behind may be one."""
+    """The text is the same as without drafts. The draft does not propose an end before that either;
+    the first token after it may be one."""
     executor = InlineExecutor(lambda: STEP_S)
     target = TargetService(ToyEngine(salt=1, eos_token_ids=ENDS), executor, max_num_seqs=8)
     draft = DraftService.with_model(ToyEngine(salt=1, eos_token_ids=ENDS), executor, max_num_seqs=8)
@@ -401,11 +401,11 @@ async def test_nothing_ends_an_answer_before_min_tokens(
     assert FinishReason.STOP in reasons
 
 
-async def test_sessions_of_a_draft_on_trial_learn_apart_but_know_all_seeds() -> None:
+async def test_sessions_of_a_draft_on_trial_learn_separately_but_know_all_seeds() -> None:
     async with bench(length_control=True) as b:
 
         async def drafted(seed: int) -> list[int]:
-            """Rounds that those without a trial have learned from, and those in it."""
+            """Rounds with a draft that sessions without the trial, and in it, have learned from."""
             await b.events(replace(REQUEST, seed=seed, rule=Rule.TOKEN, sampling=SamplingParams()))
             found = [b.service._lengths, *(b.service._trial_lengths or ())[1:]]
             return [lengths.costs.num_drafted for lengths in found if lengths is not None]
@@ -421,7 +421,7 @@ async def test_sessions_of_a_draft_on_trial_learn_apart_but_know_all_seeds() -> 
         await b.service.drafts.join("other", SeverableLink(b.draft), trial_share=1.0)
         assert await drafted(seed=2) == both
 
-        # A coordinator may meet the draft on trial first.
+        # The draft on trial may be the first that a coordinator knows.
         lengths = b.service._lengths
         assert lengths is not None
         lengths._draft = None

@@ -1,4 +1,4 @@
-"""The committer on a virtual clock: what is shown, what is stored, who waits."""
+"""The committer on a virtual clock: what is shown, what is stored, which calls wait."""
 
 import asyncio
 import random
@@ -37,13 +37,14 @@ LATENCY_S = 0.01
 
 
 class UnreliableStore(TwinStore):
-    """Answers after `LATENCY_S`, and not at all while `down` or when `fails` says so."""
+    """Answers after `LATENCY_S`; not at all while `down` or if `fails` says so."""
 
     def __init__(self) -> None:
         super().__init__(lambda: asyncio.get_running_loop().time() * 1000)
         self.down = False
         self.fails: Callable[[], str] = lambda: ""
-        """Of appends and ends: 'request' = not carried out, 'answer' = carried out unheard."""
+        """How appends and ends fail: 'request' = not carried out, 'answer' = carried out, but the
+        answer is lost."""
         self.appends: list[Sequence[Append]] = []
         self.append_times: list[float] = []
         self.num_renewals = 0
@@ -124,8 +125,8 @@ async def is_waiting(task: asyncio.Task[Any], seconds: float) -> bool:
     return not task.done()
 
 
-async def test_sessions_gather_while_a_call_is_under_way() -> None:
-    """The first session's append leaves at once; all others' and its own next share the second."""
+async def test_sessions_are_batched_while_a_call_runs() -> None:
+    """The first session's append is sent at once; all later ones share the second call."""
     async with bench() as b:
         sessions = [await b.session(k) for k in range(50)]
         b.decide(sessions[0])
@@ -139,7 +140,7 @@ async def test_sessions_gather_while_a_call_is_under_way() -> None:
         b.committer.check_integrity()
 
 
-async def test_a_call_has_a_bound() -> None:
+async def test_the_appends_of_a_call_are_bounded() -> None:
     async with bench() as b:
         sessions = [await b.session(k) for k in range(APPENDS_PER_CALL_MAX + 1)]
         for session in sessions:
@@ -149,7 +150,8 @@ async def test_a_call_has_a_bound() -> None:
 
 
 async def test_unseen_tokens_stay_unseen_while_the_store_is_down() -> None:
-    """An outage of a minute: nothing is shown, tries grow rarer, and then all is stored at once."""
+    """An outage of a minute: nothing is shown, retries get less frequent, and then everything is
+    stored with one call."""
     async with bench() as b:
         session = await b.session()
         b.store.down = True
@@ -230,7 +232,7 @@ async def test_a_take_over_stops_one_session_alone() -> None:
 
 @pytest.mark.parametrize("idle", [False, True])
 async def test_a_record_that_is_gone_is_data_loss(idle: bool) -> None:
-    """Also for a session that appends nothing: its end finds it."""
+    """Also for a session that appends nothing: then its end fails."""
     async with bench() as b:
         session = await b.session()
         b.store.restore({})
@@ -276,8 +278,8 @@ async def test_finish_is_repeated_until_it_is_answered(failure: str) -> None:
 
 
 async def test_a_lost_take_over_is_sent_again_before_its_end() -> None:
-    """All tokens are stored when the store loses the take-over, and the end is the first that the
-    owner sends then. No answer is recorded as finished before it is whole."""
+    """The store loses the take-over after all tokens were stored, and the owner sends the end
+    next. No session is recorded as finished before all of its tokens are there."""
     async with bench() as b:
         await b.store.open(new_session(owner="bert"))
         before = b.store.snapshot()
@@ -299,7 +301,7 @@ async def test_a_lost_take_over_is_sent_again_before_its_end() -> None:
         assert record.finish_reason is FinishReason.LENGTH
 
 
-async def test_who_waits_for_a_removed_session_hears_of_it() -> None:
+async def test_waiting_for_a_removed_session_fails() -> None:
     async with bench() as b:
         session = await b.session()
         b.store.down = True
@@ -314,8 +316,8 @@ async def test_who_waits_for_a_removed_session_hears_of_it() -> None:
             b.committer.notify(session)
 
 
-async def test_close_stores_what_it_can_and_lets_nobody_wait() -> None:
-    """The session stays in the store as it was, for another owner."""
+async def test_close_stores_what_it_can_and_ends_all_waits() -> None:
+    """The session stays in the store, unfinished, for another owner."""
     b = Bench()
     session, other, sent = [await b.session(k) for k in range(3)]
     b.decide(session)
@@ -343,8 +345,8 @@ async def test_close_stores_what_it_can_and_lets_nobody_wait() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 async def test_whatever_fails_all_is_stored_once_and_nothing_is_shown_early(seed: int) -> None:
-    """Requests and answers are lost, the store restarts without its tail; sessions decide, wait
-    and finish. At every moment, what may be shown has been stored at some time."""
+    """Requests and answers are lost, and the store loses its last writes, while sessions decide,
+    wait and finish. At every moment, everything that may be shown was stored before."""
     dice = random.Random(seed)
     async with bench() as b:
         sessions = [await b.session(k) for k in range(4)]
@@ -387,7 +389,7 @@ async def test_whatever_fails_all_is_stored_once_and_nothing_is_shown_early(seed
 
 
 async def test_a_lease_is_renewed_by_one_call_per_period() -> None:
-    """However many sessions there are; no other coordinator gets one of them meanwhile."""
+    """For any number of sessions; no other coordinator can take one of them over meanwhile."""
     async with bench() as b:
         sessions = [await b.session(k) for k in range(50)]
         start, before = now(), b.store.num_renewals
@@ -400,7 +402,7 @@ async def test_a_lease_is_renewed_by_one_call_per_period() -> None:
         assert not b.store.appends
 
 
-async def test_a_lease_outlives_calls_that_fail_and_not_a_store_that_is_down_for_long() -> None:
+async def test_a_lease_survives_short_outages_of_the_store_only() -> None:
     async with bench() as b:
         session = await b.session()
         seen = await b.store.load(session.session_id)
@@ -420,7 +422,7 @@ async def test_a_lease_outlives_calls_that_fail_and_not_a_store_that_is_down_for
 
 
 async def test_sessions_are_handed_over_at_once() -> None:
-    """What runs goes on until another one takes it over; the lease does not come back."""
+    """Running sessions go on until they are taken over; the lease is not renewed any more."""
     async with bench() as b:
         taken, kept = await b.session(0), await b.session(1)
         await asyncio.sleep(1)

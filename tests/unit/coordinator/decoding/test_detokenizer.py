@@ -12,7 +12,7 @@ EOS = 99
 
 
 class Letters:
-    """A detokenizer whose token t is the t-th letter; `lag` letters are held back."""
+    """A detokenizer whose token t is the t-th letter. It holds `lag` letters back."""
 
     def __init__(self, lag: int = 0) -> None:
         self._lag = lag
@@ -41,7 +41,7 @@ def completion(
     )
 
 
-def test_eos_belongs_to_the_tokens_and_not_to_the_text() -> None:
+def test_eos_counts_as_a_token_but_not_as_text() -> None:
     piece = completion(lag=2).push([*ids("abc"), EOS, *ids("zz")])
     assert (piece.num_tokens, piece.text) == (4, "abc")
     assert piece.finish_reason is FinishReason.STOP
@@ -59,17 +59,17 @@ def test_a_stop_token_ends_the_text_as_eos_does_and_is_named(end: int, told: int
 @pytest.mark.parametrize(
     ("text", "stop", "shown"),
     [
-        ("abcabcd", ("bc",), "abca"),  # Complete by then: it is text.
-        ("aabcd", ("abc",), "a"),  # Begun by then, and complete behind it.
+        ("abcabcd", ("bc",), "abca"),  # Complete by then, so it is text.
+        ("aabcd", ("abc",), "a"),  # Begun by then, and complete after it.
         ("abcd", ("bc", "cbd"), "abcd"),
-        ("cabda", ("ab", "cabz"), "cabda"),  # Inside of what is held back for another one.
+        ("cabda", ("ab", "cabz"), "cabda"),  # Within text that is held back for another one.
         ("ab", ("b",), "ab"),
     ],
 )
-def test_stop_strings_count_that_are_complete_behind_min_tokens(
+def test_only_stop_strings_that_are_completed_after_min_tokens_count(
     text: str, stop: tuple[str, ...], shown: str, cut: int
 ) -> None:
-    """Whatever rounds the tokens come in."""
+    """However the tokens are split into rounds."""
     answer, found, reason = completion(stop=stop, min_tokens=3), "", None
     for at in range(0, len(text), cut):
         if reason is None:
@@ -116,8 +116,8 @@ def test_without_a_tokenizer_there_is_no_text_but_eos_and_length_still_end_it() 
 def test_text_is_what_precedes_the_first_stop_string_however_it_arrives(
     text: str, stop: list[str], cuts: list[int], lag: int
 ) -> None:
-    """Property: however tokens are cut into rounds, the text shown is the text before the stop
-    string that is completed first, or all of it."""
+    """Property: however tokens are split into rounds, the text shown is the text before the stop
+    string that is completed first, or all text."""
     answer = completion(stop=tuple(stop), lag=lag)
     shown, ended = "", False
     tokens, rounds = iter(ids(text)), iter(cuts)
@@ -131,7 +131,7 @@ def test_text_is_what_precedes_the_first_stop_string_however_it_arrives(
 
 
 def _expected(text: str, stop: list[str], lag: int) -> str:
-    """Letters become text one by one, the last `lag` of them together."""
+    """The text to show. Letters become text one by one, the last `lag` of them together."""
     for end in [*range(max(0, len(text) - lag) + 1), len(text)]:
         starts = [at for s in stop if (at := text[:end].find(s)) >= 0]
         if starts:

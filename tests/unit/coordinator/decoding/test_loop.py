@@ -1,4 +1,5 @@
-"""What a client is told of rounds: only what is committed, consecutive rounds as one event."""
+"""The events that a client gets: only committed tokens, consecutive rounds as one event; and means
+over rounds."""
 
 import asyncio
 from typing import Any, cast
@@ -16,7 +17,7 @@ from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 
 
 class _Committed:
-    """A session, and a committer whose store has `showable_length` tokens of it."""
+    """A session and its committer, with `showable_length` committed tokens."""
 
     def __init__(self, showable_length: int) -> None:
         self.showable_length = showable_length
@@ -25,7 +26,7 @@ class _Committed:
         pass
 
 
-def _journal(committed: _Committed) -> OutputQueue:
+def _queue(committed: _Committed) -> OutputQueue:
     session, committer = cast("Session", committed), cast("Committer", committed)
     return OutputQueue(session, committer, until=1e9)
 
@@ -37,35 +38,35 @@ def _entry(index: int, text: str, report: RoundReport | None = None, num_tokens:
     return Entry(index + num_tokens, tokens, report, 0.0, index)
 
 
-async def test_committed_rounds_are_told_as_one_event() -> None:
+async def test_committed_rounds_are_joined_to_one_event() -> None:
     committed = _Committed(2)
-    journal = _journal(committed)
+    queue = _queue(committed)
     for index, text in enumerate("abc"):
-        journal.write(_entry(index, text))
-    assert await journal.read() == (
+        queue.write(_entry(index, text))
+    assert await queue.read() == (
         Tokens(0, (0, 1), "ab", (Origin.CORRECTION,) * 2, ()), None
     )  # fmt: skip
     committed.showable_length = 3
-    assert await journal.read() == (Tokens(2, (2,), "c", (Origin.CORRECTION,), ()), None)
+    assert await queue.read() == (Tokens(2, (2,), "c", (Origin.CORRECTION,), ()), None)
 
 
-async def test_rounds_with_reports_are_told_one_by_one() -> None:
-    journal = _journal(_Committed(9))
+async def test_rounds_with_reports_are_separate_events() -> None:
+    queue = _queue(_Committed(9))
     report = RoundReport(0, (), 0, 0.0, 0.0, 0.0, 0.0, 0.0)
     for index in range(2):
-        journal.write(_entry(index, "a", report))
+        queue.write(_entry(index, "a", report))
     for index in range(2):
-        told = cast("tuple[Tokens, Any]", await journal.read())
+        told = cast("tuple[Tokens, Any]", await queue.read())
         assert told[0].token_ids == (index,)
         assert told[1] is not None
 
 
-async def test_text_without_a_token_stays_an_event_of_its_own() -> None:
-    """It is told last, and only if the session cannot go on."""
-    journal = _journal(_Committed(9))
-    journal.write(_entry(0, "a"))
-    journal.write(_entry(1, "held back", num_tokens=0))
-    first, second = await journal.read(), await journal.read()
+async def test_text_without_a_token_is_a_separate_event() -> None:
+    """It is sent last, and only if the session cannot go on."""
+    queue = _queue(_Committed(9))
+    queue.write(_entry(0, "a"))
+    queue.write(_entry(1, "held back", num_tokens=0))
+    first, second = await queue.read(), await queue.read()
     assert first is not None
     assert second is not None
     assert (first[0].text_delta, second[0].text_delta) == ("a", "held back")
@@ -79,8 +80,8 @@ def drafted(queue_ms: float, compute_ms: float, *, ahead: bool = False) -> Draft
 
 
 @pytest.mark.virtual
-async def test_shares_of_the_rounds_that_a_draft_took_part_in() -> None:
-    """Of four proposals one was there before, and one waited for its turn."""
+async def test_figures_of_rounds_with_a_draft() -> None:
+    """Of four proposals, one was drafted ahead and one waited for its turn."""
     meter = RoundMeter()
     assert meter.figures == Figures(tokens_per_second=0.0)
     for _ in range(500):
@@ -100,8 +101,8 @@ async def test_shares_of_the_rounds_that_a_draft_took_part_in() -> None:
     assert meter.figures.draft_waits is None
 
 
-async def test_no_replica_is_waited_for_where_look_ups_propose() -> None:
-    """Their acceptance counts; of waits and look-ahead, they say nothing."""
+async def test_look_ups_count_for_acceptance_only() -> None:
+    """Not for waits or look-ahead."""
     meter = RoundMeter()
     meter.decided(Drafted(TOKENS, "local", 0.001, 4), num_accepted=2, num_tokens=3)
     found = meter.figures

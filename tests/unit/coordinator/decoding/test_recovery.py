@@ -1,4 +1,4 @@
-"""Sessions that go on after their stream broke."""
+"""Sessions that are resumed after their stream broke, cancelled, and taken over."""
 
 import asyncio
 import json
@@ -75,7 +75,7 @@ class Broken:
         return ResumeRequest(self.session_id, len(tokens_of(self.heard)))
 
     async def goes_on(self, at: Bench) -> list[Event]:
-        """It is resumed there, and whole then."""
+        """Resumes it at a coordinator; it is complete then."""
         rest = [event async for event in at.service.resume(self.request)]
         assert len(tokens_of(self.heard) + tokens_of(rest)) == 30
         return rest
@@ -88,7 +88,7 @@ class Broken:
 
 
 async def taken(events: Any, num_tokens: int = 3) -> Broken:
-    """Events until so many tokens have come."""
+    """Reads events until `num_tokens` have come."""
     heard: list[Event] = []
     async for event in events:
         heard.append(event)
@@ -98,7 +98,7 @@ async def taken(events: Any, num_tokens: int = 3) -> Broken:
 
 
 async def left(made: Bench, num_tokens: int = 3, **fields: Any) -> Broken:
-    """A session whose client has gone, and which is released."""
+    """A session whose client has gone away, once it is released."""
     async with aclosing(made.service.generate(SEEDED, **fields)) as events:
         found = await taken(events, num_tokens)
     await asyncio.sleep(0.5)
@@ -115,7 +115,7 @@ def opened(**settings: Any) -> Any:
 
 @asynccontextmanager
 async def two(**settings: Any) -> AsyncIterator[tuple[Bench, Bench]]:
-    """Coordinators of one store, which are called c and d, and of one target."""
+    """Two coordinators, called c and d, with the same store and target."""
     async with opened(**settings) as made:
         settings = {"resume_grace_ms": int(GRACE_S * 1e3), **settings}
         other = Bench(store=made.store, name="d", target=made.target, **settings)
@@ -125,22 +125,22 @@ async def two(**settings: Any) -> AsyncIterator[tuple[Bench, Bench]]:
 
 
 def planted(made: Bench, **calls: Any) -> None:
-    """Its store answers these calls otherwise."""
+    """Replaces calls of its store."""
     for name, call in calls.items():
         setattr(made.store, name, call)
 
 
-async def nobody(owner: str) -> dict[str, bool]:
-    """Its lease runs out."""
+async def not_renewed(owner: str) -> dict[str, bool]:
+    """In place of `hold_lease`: the lease runs out."""
     return {}
 
 
-async def unheard(appends: Any) -> list[Any]:
+async def not_stored(appends: Any) -> list[Any]:
     raise StoreUnavailable("the coordinator is dead")
 
 
-async def test_a_stream_that_broke_goes_on_where_it_was() -> None:
-    """The whole is what an unbroken stream gives: noise is keyed by place. So is its text."""
+async def test_a_broken_stream_continues_where_it_was() -> None:
+    """Tokens and text are the same as in an unbroken stream: random numbers are keyed by place."""
     async with opened(text=SlowText()) as made:
         whole = tokens_of(await made.events(SEEDED))
         broken = await left(made, 10)
@@ -159,12 +159,12 @@ async def test_a_stream_that_broke_goes_on_where_it_was() -> None:
         assert isinstance(again[-1], Finished)
 
 
-async def test_after_its_coordinator_died_a_session_needs_little_of_its_target() -> None:
-    """The record says what the target holds, and nobody told it to forget that."""
+async def test_after_its_coordinator_died_a_session_uses_what_the_target_holds() -> None:
+    """The record says what that is, and the session was not released."""
     async with two() as (made, other):
         events = made.service.generate(SEEDED)
         broken = await taken(events, 10)
-        planted(made, hold_lease=nobody, append=unheard)
+        planted(made, hold_lease=not_renewed, append=not_stored)
         await asyncio.sleep(2.5)
         del made.store.append
         sent: list[Any] = []
@@ -175,9 +175,8 @@ async def test_after_its_coordinator_died_a_session_needs_little_of_its_target()
         await events.aclose()
 
 
-async def test_it_goes_on_with_the_same_weights_alone() -> None:
-    """And where no target is known another coordinator may have one, or itself once a target has
-    said its name again."""
+async def test_a_session_is_resumed_with_the_same_weights_only() -> None:
+    """Without any target the client may try again, as one may join here or elsewhere."""
     async with opened() as made:
         broken = await left(made)
         replica = made.service.targets.replicas["t"]
@@ -190,8 +189,8 @@ async def test_it_goes_on_with_the_same_weights_alone() -> None:
         assert (await broken.record(made)).epoch == 1
 
 
-async def test_a_session_begins_once_there_is_a_target_and_stays_with_its_weights() -> None:
-    """So it can be resumed, also where none was known when it was asked for."""
+async def test_a_session_waits_for_a_target_and_keeps_its_weights() -> None:
+    """So it can be resumed, even if no target was known when the request came."""
     async with opened() as made:
         targets = made.service.targets
         replica = targets.replicas.pop("t")
@@ -211,7 +210,7 @@ async def test_a_session_begins_once_there_is_a_target_and_stays_with_its_weight
 
 
 @pytest.mark.parametrize("turns", [0, 2, 5])
-async def test_of_two_resumes_at_once_one_goes_on(turns: int) -> None:
+async def test_of_two_concurrent_resumes_one_succeeds(turns: int) -> None:
     async with opened() as made:
         old = made.service.generate(SEEDED)
         broken = await taken(old)
@@ -221,7 +220,7 @@ async def test_of_two_resumes_at_once_one_goes_on(turns: int) -> None:
             await asyncio.sleep(0)
         second = asyncio.create_task(broken.goes_on(made))
         results = await asyncio.gather(first, second, return_exceptions=True)
-        # The other one was superseded, or saw an owner that has changed since.
+        # The other one was superseded, or saw an owner that changed meanwhile.
         assert {True, False} == {isinstance(one, StaleEpoch | Unavailable) for one in results}
         assert sum(isinstance(one, list) for one in results) == 1
         with pytest.raises(StaleEpoch):
@@ -235,8 +234,8 @@ async def test_of_two_resumes_at_once_one_goes_on(turns: int) -> None:
 async def test_a_resume_that_is_given_up_leaves_nothing_behind(
     turns: int, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The session may be resumed here or at another coordinator, and there is room for it; the
-    integrity of this one is checked at the end."""
+    """The session may be resumed here or at another coordinator, and does not count as a take-over
+    any more. The end of `two` checks integrity."""
     monkeypatch.setattr("coordinator.decoding.sessions.TAKE_OVERS_MAX", 1)
     async with two(resume_grace_ms=60_000) as (made, other):
         old = made.service.generate(SEEDED)
@@ -263,7 +262,7 @@ async def test_a_resume_that_is_given_up_leaves_nothing_behind(
             await broken.goes_on(at)
 
 
-async def test_a_request_that_cannot_be_met_harms_no_stream() -> None:
+async def test_a_refused_resume_harms_no_stream() -> None:
     async with opened() as made:
         events = made.service.generate(SEEDED, tenant="a")
         broken = await taken(events)
@@ -278,7 +277,7 @@ async def test_a_request_that_cannot_be_met_harms_no_stream() -> None:
 
 
 async def test_a_coordinator_that_closes_leaves_its_sessions_to_others() -> None:
-    """At once, and those that run as soon as it knows that it will close."""
+    """At once; those that run, from the moment it knows that it will close."""
     async with two() as (made, other):
         running = made.service.generate(SEEDED)
         kept = await taken(running)
@@ -292,7 +291,7 @@ async def test_a_coordinator_that_closes_leaves_its_sessions_to_others() -> None
         await broken.goes_on(other)
 
 
-async def test_what_is_left_of_the_deadline_counts() -> None:
+async def test_a_resume_may_have_a_shorter_deadline() -> None:
     async with opened() as made:
         broken = await left(made)
         request = replace(broken.request, deadline_ms=60)
@@ -302,7 +301,7 @@ async def test_what_is_left_of_the_deadline_counts() -> None:
 
 
 class Tailed(SlowText):
-    """Holds a mark back until the end."""
+    """Holds a character back until the end."""
 
     def stream(self, _: object = ()) -> Any:
         return Tailed()
@@ -311,8 +310,8 @@ class Tailed(SlowText):
         return "!"
 
 
-async def test_text_that_was_held_back_comes_once_the_end_is_stored() -> None:
-    """Before, a session that is resumed might tell it again."""
+async def test_held_back_text_is_sent_once_the_end_is_stored() -> None:
+    """Before that, a resumed session might send it again."""
     async with opened(text=Tailed()) as made:
         finishes, finish, told = [], made.store.finish, []
 
@@ -330,7 +329,7 @@ async def test_text_that_was_held_back_comes_once_the_end_is_stored() -> None:
         assert told.index("!") == len(told) - 1
 
 
-async def test_resumes_are_admitted_as_requests_are() -> None:
+async def test_resumes_count_for_max_sessions() -> None:
     async with opened(max_sessions=2) as made:
         each = [await left(made) for _ in range(3)]
         results = await asyncio.gather(*(one.goes_on(made) for one in each), return_exceptions=True)
@@ -338,8 +337,9 @@ async def test_resumes_are_admitted_as_requests_are() -> None:
         assert sum(isinstance(result, list) for result in results) == 2
 
 
-async def test_only_so_many_sessions_are_taken_over_at_a_time() -> None:
-    """A coordinator died with more: those beyond the bound are told when to ask again."""
+async def test_concurrent_take_overs_are_limited() -> None:
+    """A coordinator died with more sessions: clients beyond the limit are told when to try
+    again."""
     async with two(resume_grace_ms=60_000, max_sessions=1_000) as (made, other):
         each = [await left(made) for _ in range(TAKE_OVERS_MAX + 5)]
         take_over = made.store.take_over
@@ -360,7 +360,7 @@ async def test_only_so_many_sessions_are_taken_over_at_a_time() -> None:
                 await one.goes_on(other)
 
 
-async def test_clients_that_do_not_read_finished_sessions_keep_no_others_out() -> None:
+async def test_slow_readers_of_finished_sessions_do_not_count_as_take_overs() -> None:
     async with opened(max_sessions=1_000) as made:
         done = Broken(await made.events(SEEDED))
         broken = await left(made)
@@ -372,9 +372,9 @@ async def test_clients_that_do_not_read_finished_sessions_keep_no_others_out() -
             await one.aclose()
 
 
-async def test_a_session_without_a_client_is_anyones_and_then_cancelled() -> None:
-    """Its coordinator lives and holds its lease, but does not hold this session. Nothing is decoded
-    for nobody; its client may still cancel it, or hear its end."""
+async def test_a_session_without_a_client_is_released_and_later_cancelled() -> None:
+    """Its coordinator keeps its lease, but not this session. Nothing is decoded meanwhile. The
+    client may still cancel it, or read its end."""
     async with opened() as made:
         first, second, third = [await left(made) for _ in range(3)]
         taken_over = await made.store.take_over(await first.record(made), "other")
@@ -390,8 +390,8 @@ async def test_a_session_without_a_client_is_anyones_and_then_cancelled() -> Non
         assert last.finish_reason is CANCELLED
 
 
-async def test_another_coordinators_session_is_waited_for() -> None:
-    """While it runs there: it may still decide tokens. When its client is gone, it is released."""
+async def test_another_coordinators_session_is_not_taken_over_while_it_runs() -> None:
+    """It may still decide tokens. When its client is gone, it is released."""
     async with two() as (made, other):
         async with aclosing(made.service.generate(SEEDED)) as events:
             broken = await taken(events)
@@ -406,15 +406,15 @@ async def test_another_coordinators_session_is_waited_for() -> None:
 async def test_a_session_is_cancelled_by_any_coordinator(
     dies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its stream gets its last event. One whose coordinator dies does not go on. Another tenant's
-    is not found."""
+    """Its stream gets its last event. If its coordinator has died, it does not go on. Another
+    tenant's session is not found."""
     monkeypatch.setattr("coordinator_bench.STEP_S", 0.1)
     async with two() as (made, other), aclosing(made.service.generate(SEEDED, "a")) as events:
         broken = await taken(events)
         with pytest.raises(NotFound):
             await other.service.cancel(broken.session_id, "b")
         if dies:
-            planted(made, hold_lease=nobody, append=unheard)
+            planted(made, hold_lease=not_renewed, append=not_stored)
         reading = None if dies else asyncio.create_task(told(events))
         began = asyncio.get_running_loop().time()
         await other.service.cancel(broken.session_id, "a")
@@ -427,8 +427,8 @@ async def test_a_session_is_cancelled_by_any_coordinator(
             assert last.finish_reason is CANCELLED
 
 
-async def test_a_session_that_cannot_be_cancelled_elsewhere_is_said_to_have_an_owner() -> None:
-    """Its coordinator holds its lease, and does nothing."""
+async def test_a_cancellation_that_the_owner_ignores_fails() -> None:
+    """The owner renews its lease, but does nothing else."""
     async with two() as (made, other), aclosing(made.service.generate(SEEDED)) as events:
         broken = await taken(events)
         made.service._committer._on_wanted = lambda wanted: None
@@ -437,7 +437,7 @@ async def test_a_session_that_cannot_be_cancelled_elsewhere_is_said_to_have_an_o
 
 
 async def lose_release(made: Bench, broken: Broken) -> None:
-    """The store forgets the release of a session, as one does that fails over."""
+    """The store loses the release of a session, as in a failover."""
     kept = made.store.snapshot()
     one = kept[broken.session_id]
     assert one.record.owner == released("c")
@@ -451,7 +451,7 @@ async def want(made: Bench, broken: Broken) -> None:
 
 
 async def test_a_session_whose_release_was_lost_is_released_when_it_is_wanted() -> None:
-    """The coordinator that lives and is stored as its owner learns it with its lease."""
+    """Its stored owner, which is alive, learns this when it renews its lease."""
     async with two(resume_grace_ms=60_000) as (made, other):
         broken = await left(made)
         await lose_release(made, broken)
@@ -462,14 +462,14 @@ async def test_a_session_whose_release_was_lost_is_released_when_it_is_wanted() 
         await broken.goes_on(other)
 
 
-async def test_a_session_that_runs_stays_however_it_is_wanted() -> None:
-    """The store is not even asked. So does one that is resumed before the store answers: its stream
-    would end with `StaleEpoch`."""
+async def test_a_running_session_is_not_released_when_it_is_wanted() -> None:
+    """The store is not even asked. Nor is a session that is resumed before the store answers: its
+    stream would end with `StaleEpoch`."""
     async with opened(resume_grace_ms=60_000) as made:
         events = made.service.generate(SEEDED)
         broken = await taken(events)
         load, rest = made.store.load, made.service.resume(broken.request)
-        planted(made, load=nobody)
+        planted(made, load=not_renewed)
         await want(made, broken)
         planted(made, load=load)
         await events.aclose()
@@ -487,8 +487,8 @@ async def test_a_session_that_runs_stays_however_it_is_wanted() -> None:
         assert len(tokens_of(broken.heard) + tokens_of(resumed)) == 30
 
 
-async def test_a_cancellation_that_is_not_recorded_is_no_success() -> None:
-    """It is recorded later, once the store answers, though the session is wanted meanwhile."""
+async def test_a_cancellation_that_is_not_recorded_fails() -> None:
+    """It is recorded later, once the store answers, even if the session is wanted meanwhile."""
     async with opened(resume_grace_ms=600_000) as made:
         broken = await left(made)
         until = asyncio.get_running_loop().time() + 60.0
@@ -500,9 +500,8 @@ async def test_a_cancellation_that_is_not_recorded_is_no_success() -> None:
         assert await broken.end(made) is CANCELLED
 
 
-async def test_a_session_is_not_resumed_while_its_release_is_on_its_way() -> None:
-    """Its epoch may be given once more by a store that has lost it, and the release would end what
-    runs under it."""
+async def test_a_session_is_not_resumed_while_its_release_is_under_way() -> None:
+    """A store that lost its epoch may give it again, and the release would end the new run."""
     async with opened(resume_grace_ms=600_000) as made:
         broken = await left(made)
         before = made.store.snapshot()
@@ -519,7 +518,7 @@ async def test_a_session_is_not_resumed_while_its_release_is_on_its_way() -> Non
 
 
 async def test_a_take_over_waits_for_the_release_of_the_one_before() -> None:
-    """The store has not carried out the first one, so the second is given the same epoch: the
+    """The store did not carry out the first take-over, so the second gets the same epoch, and the
     release would end it."""
     async with opened(resume_grace_ms=60_000) as made:
         broken = await left(made)
@@ -543,7 +542,7 @@ async def test_a_take_over_waits_for_the_release_of_the_one_before() -> None:
         await broken.goes_on(made)
 
 
-async def test_a_session_whose_end_was_not_recorded_is_given_up_later() -> None:
+async def test_an_end_that_was_not_recorded_is_recorded_later() -> None:
     async with opened(resume_grace_ms=1_000) as made:
         until = asyncio.get_running_loop().time() + 60.0
         planted(made, finish=failing(made.store.finish, until))
@@ -628,8 +627,8 @@ def asked(known: int, characters: int | None = None) -> ResumeRequest:
 
 
 @pytest.mark.parametrize("known", [0, 1, 2, 3])
-def test_what_the_client_lacks_is_told_with_the_text_that_follows_its_own(known: int) -> None:
-    """ "c" may begin the stop string, and is held back, by whoever tells it."""
+def test_a_replay_has_what_the_client_lacks_and_continues_its_text(known: int) -> None:
+    """ "c" may begin the stop string and is held back, as in the stream that broke."""
     found = replay(RECORD, PARAMETERS, completion(), asked(known))
     assert found.completion.num_tokens == 3
     assert found.finish_reason is None
@@ -645,14 +644,14 @@ def test_what_the_client_lacks_is_told_with_the_text_that_follows_its_own(known:
     assert found.completion.push((13,)).finish_reason is FinishReason.STOP
 
 
-def test_text_follows_what_the_client_says_that_it_has() -> None:
+def test_text_continues_from_the_characters_that_the_client_has() -> None:
     [tokens] = replay(RECORD, PARAMETERS, completion(), asked(2, 1)).events
     assert (tokens.token_ids, tokens.text_delta) == ((12,), "b")
     [tokens] = replay(RECORD, PARAMETERS, completion(), asked(1, 2)).events
     assert (tokens.token_ids, tokens.text_delta) == ((11, 12), "")
 
 
-def test_a_long_answer_is_told_in_parts() -> None:
+def test_a_long_replay_has_several_events() -> None:
     num = 2 * TOKENS_PER_EVENT + 7
     quiet = replace(PARAMETERS, logprobs=None, max_tokens=9999, stop=())
     long = Completion(max_tokens=9999, stop=(), eos_token_ids=(), text_stream=Letters())
@@ -663,26 +662,26 @@ def test_a_long_answer_is_told_in_parts() -> None:
     assert "".join(event.text_delta for event in events) == "a" * (num - 3)
 
 
-def test_a_completion_that_was_whole_ends_without_another_round() -> None:
+def test_a_complete_completion_ends_without_another_round() -> None:
     for known in (1, 3):
         found = replay(RECORD, PARAMETERS, completion(eos=(12,)), asked(known))
         assert found.finish_reason is FinishReason.STOP
 
 
-def test_more_than_is_stored_cannot_be_known() -> None:
+def test_a_client_with_more_tokens_than_the_store_is_refused() -> None:
     check_known(RECORD, asked(3))
     with pytest.raises(DataLoss, match="the client has 4 tokens, the store 3"):
         check_known(RECORD, asked(4))
 
 
-def test_other_tokens_than_are_stored_cannot_be_known() -> None:
-    """Nor any behind the end; without a digest their number is all that counts."""
+def test_a_client_with_other_tokens_than_the_store_is_refused() -> None:
+    """By their digest; without one, only their number counts."""
     known = TokenSequence(RECORD.token_ids[RECORD.prompt_length :][:2])
     check_known(RECORD, replace(asked(2), tokens_digest=known.digest()))
     check_known(RECORD, replace(asked(0), tokens_digest=EMPTY_DIGEST))
-    with pytest.raises(DataLoss, match="the client's 2 tokens are others than those"):
+    with pytest.raises(DataLoss, match="the client's 2 tokens differ from those"):
         check_known(RECORD, replace(asked(2), tokens_digest=known.digest() ^ 1))
-    with pytest.raises(DataLoss, match="the client's 1 tokens are others than those"):
+    with pytest.raises(DataLoss, match="the client's 1 tokens differ from those"):
         check_known(RECORD, replace(asked(1), tokens_digest=known.digest()))
 
 
@@ -690,8 +689,8 @@ ENDED = replace(RECORD, finish_reason=FinishReason.DEADLINE, logprobs="")
 QUIET = replace(PARAMETERS, logprobs=None)
 
 
-def test_a_finished_session_is_told_again() -> None:
-    """What was held back is told where it is not known to have come."""
+def test_a_finished_session_is_replayed_to_its_end() -> None:
+    """With the text held back, unless the client has it."""
     events = told_again(ENDED, "toy", replay(ENDED, QUIET, completion(), asked(1)))
     started, tokens, tail, finished = events
     assert isinstance(started, Started)
@@ -716,7 +715,7 @@ def test_a_finished_session_is_told_again() -> None:
 
 
 @pytest.mark.parametrize(("characters", "told"), [(2, ["c"]), (3, []), (None, ["c"])])
-def test_held_back_text_is_told_once(characters: int | None, told: list[str]) -> None:
+def test_held_back_text_is_sent_once(characters: int | None, told: list[str]) -> None:
     events = replay(ENDED, QUIET, completion(), asked(3, characters)).events
     assert [event.text_delta for event in events] == told
 
@@ -732,7 +731,7 @@ def test_log_probabilities_survive_the_store() -> None:
 @pytest.mark.virtual(False)
 @pytest.mark.parametrize("is_long", [False, True])
 async def test_a_long_replay_leaves_the_event_loop(is_long: bool) -> None:
-    """Others are served while many tokens are pushed and hashed."""
+    """Other sessions are served while many tokens are pushed and hashed."""
     size = REPLAY_TOKENS_INLINE + is_long
     record = replace(RECORD, token_ids=(1,) * size, logprobs="")
     sessions: Any = OwnedSessions(*[None] * 5)  # type: ignore[arg-type]
@@ -742,8 +741,8 @@ async def test_a_long_replay_leaves_the_event_loop(is_long: bool) -> None:
 
 @pytest.mark.virtual(False)
 async def test_clients_that_leave_long_replays_keep_one_thread_busy() -> None:
-    """A call on a thread goes on when nobody waits for it any more; others wait behind it, and are
-    dropped where the coordinator closes."""
+    """A call on a thread goes on after its waiter was cancelled. Others wait for the thread, and
+    are dropped when the coordinator closes."""
     record = replace(RECORD, token_ids=(1,) * (REPLAY_TOKENS_INLINE + 1), logprobs="")
     sessions: Any = OwnedSessions(*[None] * 5)  # type: ignore[arg-type]
     begun, goes_on = threading.Event(), threading.Event()
