@@ -17,24 +17,23 @@ if TYPE_CHECKING:
 
 
 GARBAGE_OBJECTS = 50_000
-"""More of them, some MB, and garbage in cycles is looked for. Rounds leave next to none; at the
-number that Python begins with all that 200 sessions had under way was looked through every 100
-rounds, for 6 % of the time."""
+"""New objects, some MB, before Python collects cyclic garbage. Rounds leave almost none; with
+Python's default, the objects of 200 sessions were scanned every 100 rounds, for 6 % of the time."""
 
 
 class CoordinatorActor(PlacedActor):
-    """A coordinator in a process of its own. Everything heavy is imported by `start`, so that
-    finding a place for the actor is quick."""
+    """A coordinator in a process of its own. `start` does all heavy imports, so that placing the
+    actor is fast."""
 
     def __init__(self) -> None:
         self.host: CoordinatorHost | None = None
 
     async def engagement(self) -> Engagement:
-        """What it has come to."""
+        """What the host serves now."""
         return Engagement() if self.host is None else self.host.engagement
 
     async def start(self, config: CoordinatorConfig, log_directory: str) -> str:
-        """Serves; the address that clients call. Raises as `CoordinatorHost`."""
+        """Serves. Returns the address for gRPC clients. Raises like `CoordinatorHost`."""
         use_threads(1)
         gc.set_threshold(GARBAGE_OBJECTS)
         log_to(log_directory, config.log_name, config.log_level)
@@ -45,12 +44,12 @@ class CoordinatorActor(PlacedActor):
         return await self.host.start()
 
     async def trial_sums(self) -> TrialSums | None:
-        """Of the newest trial of a drafter; None while it does not serve."""
+        """Results of the newest trial of a drafter; None while it does not serve."""
         service = None if self.host is None else self.host.service
         return None if service is None else service.trial_sums
 
     async def wait(self) -> None:
-        """Returns when the server has stopped."""
+        """Waits until the server has stopped."""
         if self.host is not None:
             await self.host.wait()
 

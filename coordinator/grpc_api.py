@@ -1,4 +1,4 @@
-"""The coordinator on gRPC: messages in, values inside, messages out."""
+"""The coordinator's gRPC interface: translates messages to values and back."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from .service import CoordinatorService
 
 
 class CoordinatorServicer:
-    """The methods of `outrider.v1.Coordinator`. Whose sessions a call is about says the caller's
-    key alone (`AccessControl.check_call`)."""
+    """The methods of `outrider.v1.Coordinator`. The tenant of a call depends only on the caller's
+    key (`AccessControl.check_call`)."""
 
     def __init__(self, service: CoordinatorService, access: AccessControl = OPEN) -> None:
         self._service = service
         self._access = access
         self._num_reads: Counter[str] = Counter()
-        """Calls that read stored sessions now, by their caller's name."""
+        """Calls that are reading stored sessions, by their caller's name."""
 
     def generate(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateEvent]:
-        """Streams a generation; a client that goes away cancels it."""
+        """Streams a generation. A client that goes away cancels it."""
         caller = current_caller()
         asked, trace = request_from_proto(request), _traceparent(context)
         return self._events(self._service.generate(asked, caller.tenant, trace))
@@ -46,7 +46,7 @@ class CoordinatorServicer:
     def resume(
         self, request: pb.ResumeRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateEvent]:
-        """Streams the rest of a generation; a client that goes away cancels it."""
+        """Streams the rest of a generation. A client that goes away cancels it."""
         caller, asked = current_caller(), resume_from_proto(request)
         running = self._service.resume(asked, caller.tenant, _traceparent(context))
         return self._events(running, [asked.session_id])
@@ -63,7 +63,7 @@ class CoordinatorServicer:
                 yield event_to_proto(event)
 
     async def cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelReply:
-        """Ends a session as cancelled; its stream still gets its last event."""
+        """Ends a session as cancelled. Its stream still gets its last event."""
         caller = current_caller()
         session_id = session_id_from_wire(request.session_id)
         with self._reading(caller):
@@ -71,8 +71,8 @@ class CoordinatorServicer:
         return pb.CancelReply()
 
     async def get_session(self, request: pb.GetSessionRequest, context: Context) -> pb.Session:
-        """Reads a session from the store. Counts as a request of its caller's, but not as a
-        generation: it may be asked for while as many run as the caller may run."""
+        """Reads a session from the store. Counts as a request of its caller, but not as a
+        generation, so it works while all of the caller's generations run."""
         caller = current_caller()
         session_id = session_id_from_wire(request.session_id)
         self._access.check_rate(caller)
@@ -83,12 +83,12 @@ class CoordinatorServicer:
 
     @contextmanager
     def _reading(self, caller: Caller) -> Iterator[None]:
-        """Raises `Overloaded` for more reads of one caller at a time than `RECORD_READS_MAX`:
+        """Raises `Overloaded` if a caller has more than `RECORD_READS_MAX` reads at a time, as
         records are long."""
         if self._num_reads[caller.name] >= RECORD_READS_MAX:
             raise Overloaded(
-                f"{RECORD_READS_MAX} calls of this caller read stored sessions already; try again "
-                "later",
+                f"this caller may read {RECORD_READS_MAX} stored sessions at a time, and does so; "
+                "try again later",
                 retry_after_ms=SLOT_RETRY_MS,
             )
         self._num_reads[caller.name] += 1
@@ -96,12 +96,12 @@ class CoordinatorServicer:
             yield
         finally:
             self._num_reads[caller.name] -= 1
-            self._num_reads += Counter()  # Forgets callers without reads.
+            self._num_reads += Counter()  # Removes callers without reads.
 
     async def describe(
         self, request: types_pb2.DescribeRequest, context: Context
     ) -> pb.CoordinatorDescription:
-        """What is served, and how busy the coordinator is."""
+        """The served model, and the number of running sessions."""
         served = self._service.served
         return pb.CoordinatorDescription(
             model=served.model,
@@ -112,7 +112,7 @@ class CoordinatorServicer:
 
 
 def _traceparent(context: Context) -> str:
-    """The trace that the caller is part of, as W3C Trace Context has it; empty if it names none."""
+    """The caller's trace (W3C Trace Context); empty if there is none."""
     for key, value in context.invocation_metadata() or ():
         if key == "traceparent" and isinstance(value, str) and len(value) <= TRACEPARENT_CHARS_MAX:
             return value

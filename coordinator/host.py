@@ -1,4 +1,4 @@
-"""What a coordinator's process hosts: its links, its store, its gRPC and HTTP servers."""
+"""Builds a coordinator's process from its configuration: links, store, gRPC and HTTP servers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 HEALTH_PERIOD_S = 1.0
-"""Between two looks at whether requests can be served."""
+"""Time between two health checks."""
 _SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
 
 
@@ -65,8 +65,8 @@ class CoordinatorHost:
         self._stopping: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Connects to the store, the targets and the drafts, and serves; the address that clients
-        call."""
+        """Connects to the store and the replicas, and serves. Returns the address for gRPC
+        clients."""
         config, member = self._config, self._config.membership
         link, drafts = _links_by(config), {}
         if config.draft_address:
@@ -125,7 +125,7 @@ class CoordinatorHost:
         return address
 
     async def serve_http(self, service: CoordinatorService, access: AccessControl) -> str:
-        """Where it answers by HTTP."""
+        """Starts the HTTP server. Returns its address."""
         config, scrape, times = self._config, None, None
         if self.exports is not None:
             from outrider.telemetry.metrics import HttpTimes
@@ -153,7 +153,7 @@ class CoordinatorHost:
         config = self._config
         if not config.telemetry and not config.http:
             return UNOBSERVED
-        # OpenTelemetry and torch are imported only where they are needed.
+        # OpenTelemetry and torch are imported only if they are needed.
         from outrider.telemetry.request_spans import ObservedRequests
         from outrider.telemetry.setup import start_exports
 
@@ -170,13 +170,13 @@ class CoordinatorHost:
         return ObservedRequests(self.exports.tracer, self.exports.meter, config)
 
     async def wait(self) -> None:
-        """Returns when the server has stopped."""
+        """Waits until the server has stopped."""
         if self.server is not None:
             await self.server.wait()
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no more requests, lets running ones end within `grace_s` seconds, commits what was
-        decided, and closes. Idempotent: concurrent callers await the same end."""
+        """Accepts no more requests, waits up to `grace_s` seconds for those that run, commits the
+        rest, and closes. Idempotent: concurrent callers await the same shutdown."""
         if self._stopping is None:
             self.engagement = replace(self.engagement, leaving=True)
             self._stopping = asyncio.create_task(self._stop(grace_s))
@@ -187,7 +187,8 @@ class CoordinatorHost:
             self.service.hand_over()
         if self._health is not None:
             self._health.cancel()
-        async with AsyncExitStack() as ending:  # The last one first; all, also where one raises.
+        # The last one first, and all of them, even if one raises.
+        async with AsyncExitStack() as ending:
             for part in (self.exports, self.access, self.announcer, self.service):
                 if part is not None:
                     ending.push_async_callback(part.close)
@@ -205,7 +206,7 @@ class CoordinatorHost:
 async def report_health(
     service: CoordinatorService, server: RpcServer, http: HttpServer | None
 ) -> None:
-    """Keeps the server's health true; stops both once nothing can be served any more."""
+    """Updates the server's health status. Stops both servers once commits have failed for good."""
     serving = True
     while not service.failed:
         healthy = not (await service.trouble() or (http is not None and http.failed))
@@ -221,8 +222,8 @@ async def report_health(
 
 
 def owner_name(config: CoordinatorConfig) -> str:
-    """What it is called in the session store. No process before or after it has the name: the lease
-    of the one that took its place would keep the sessions of a dead one from others."""
+    """The coordinator's name in the session store, different for every process: else the lease of a
+    replacement would keep others from the sessions of the dead one."""
     member = config.membership
     name = "coordinator" if member is None else f"{member.deployment}/{member.name}"
     return f"{name}-{uuid.uuid4().hex}"
@@ -242,7 +243,7 @@ def _record(service: CoordinatorService, name: str, address: str) -> ReplicaReco
 
 
 def _links_by(config: CoordinatorConfig) -> Callable[[Role, str], Link]:
-    """What leads to a target or a draft at an address."""
+    """A function that makes a link to a target or a draft at an address."""
     links: dict[Role, Any] = {"target": target_link, "draft": draft_link}
     if config.internal_tls_dir:
         from outrider.transport.tls import internal_trust
@@ -257,7 +258,7 @@ def _links_by(config: CoordinatorConfig) -> Callable[[Role, str], Link]:
 
 
 def _tls_files(config: CoordinatorConfig) -> TlsFiles | None:
-    """Of the certificate that users see; None = plain text."""
+    """Files of the certificate for clients; None = plain text."""
     if not config.ssl_certfile:
         return None
     authority = Path(config.ssl_ca_certs) if config.ssl_ca_certs else None
@@ -285,8 +286,8 @@ def _load_text(config: CoordinatorConfig) -> TokenizerText | None:
 
 
 def _random_seeds(seed: int | None) -> Callable[[], int]:
-    """Seeds come from one stream where the configuration names one, so that a repeated series of
-    requests repeats its answers."""
+    """A source of seeds. With a configured seed, a repeated series of requests gets the same seeds,
+    and so the same answers."""
     if seed is None:
         return lambda: secrets.randbits(SEED_BITS)
     seeds = random.Random(seed)  # noqa: S311 (sampling, not secrecy)

@@ -1,4 +1,4 @@
-"""How busy a coordinator's process is: how late its event loop is, and its share of a core."""
+"""Measures how busy a coordinator's process is: the delay of its event loop, and its CPU time."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from outrider.registry.registry import WINDOW_S
 
 _LOOK_PERIOD_S = 0.25
 _LAG_S_MAX = 1.0
-"""What one look counts as at most in the mean: a process may have stood still for once."""
+"""Most that one measurement adds to the mean, as a process may have been stopped for once."""
 
 
 class ProcessLoad:
-    """Looks at it now and then, while `watch` runs on the event loop that is meant."""
+    """Measures the event loop on which `watch` runs."""
 
     def __init__(self) -> None:
         self._clock = asyncio.get_running_loop().time
         self._sums = DecayedSums(WINDOW_S, self._clock())
         self._num_late = 0
-        """Looks in a row that were later than `LOOP_LAG_MS_MAX`."""
+        """Measurements in a row above `LOOP_LAG_MS_MAX`."""
 
     async def watch(self) -> None:
-        """Until it is cancelled."""
+        """Measures until it is cancelled."""
         while True:
             due, cpu_s = self._clock() + _LOOK_PERIOD_S, time.process_time()
             await asyncio.sleep(_LOOK_PERIOD_S)
@@ -36,17 +36,18 @@ class ProcessLoad:
 
     @property
     def lag_ms(self) -> float:
-        """How late what is due on the event loop begins, mean."""
+        """Mean delay of the event loop."""
         return 1e3 * (self._sums.mean(self._clock(), "lag_s", "looks") or 0.0)
 
     @property
     def busy(self) -> float:
-        """Cores that the process computes on, mean."""
+        """Mean number of cores in use."""
         return self._sums.rate(self._clock(), "cpu_s")
 
     def check(self) -> None:
-        """Raises `Overloaded` where the event loop has been late for long."""
+        """Raises `Overloaded` if the event loop has been late for several measurements."""
         if self._num_late >= LOOP_LAG_LOOKS:
             raise Overloaded(
-                f"what this coordinator has to do waits for {self.lag_ms:.0f} ms; try again later"
+                f"this coordinator is overloaded: its event loop is {self.lag_ms:.0f} ms late; try "
+                "again later"
             )

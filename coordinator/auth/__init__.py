@@ -1,1 +1,1 @@
-"""Who may call the coordinator, and how much: API keys, rate limits, admission."""
+"""Access control: API keys and rate limits."""

@@ -1,21 +1,21 @@
-"""What stands before everything that a coordinator serves, by gRPC and by HTTP: one object asks
-for keys, and counts what each caller runs, for all coordinators together.
+"""Access control for everything that a coordinator serves, by gRPC and by HTTP: checks API keys,
+and limits what each caller runs, over all coordinators together.
 
     caller = access.identify(shown)           # raises Unauthenticated
     async with access.admit(caller) as grant: # raises Overloaded
-        ...                                   # one generation, of which `grant.note` hears
+        ...                                   # a generation, whose events go to `grant.note`
 
-Requests of a minute are a bucket that holds `requests_per_minute`, and fills evenly. Generations
-that run, of which a request may have several, have a slot each, under a lease that its coordinator
-renews, so that what a dead one ran is free again after `SLOT_LEASE_MS`. A slot is called after its
-session as soon as there is one: who resumes that, at whichever coordinator, goes on in the same
-slot. A resumption counts among the requests of a minute, and is refused only where twice as many
-have come: a coordinator's end must not cost its callers their answers.
+The limit on requests is a token bucket of `requests_per_minute`, which refills evenly. The limit on
+concurrent generations, of which a request may have several, is a number of slots. A slot has a
+lease that its coordinator renews; if the coordinator dies, the slot is free after `SLOT_LEASE_MS`.
+A slot gets the name of its session, so a session that is resumed at any coordinator keeps its slot.
+A resumption counts as a request, but is refused only after twice as many: the end of a coordinator
+must not cost its callers their answers.
 
     <prefix>limit:{<name>}:bucket    string: when it is full again, ms of Redis' clock
     <prefix>limit:{<name>}:slots     sorted set: slot to the end of its lease, ms
 
-The braces are literal. Both have a time to live.
+The braces are literal. Both keys have a time to live.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
 
 
 def current_caller() -> Caller:
-    """Who has made the gRPC call that is being answered; `ANYBODY` where no key is asked for."""
+    """The caller of the current gRPC call; `ANYBODY` if no keys are required."""
     return _CALLER.get()
 
 
@@ -67,45 +67,45 @@ def watch_keys(
     given: tuple[KeyEntry, ...] = (),
     clock: Callable[[], float] = time.monotonic,
 ) -> FileWatch[Keyring]:
-    """The keys of a file and those that are given, as they are now. `clock` counts seconds. Raises
-    `ConfigError` for a file that cannot be read, or is wrong."""
+    """The current keys, from a file and those `given`. `clock` counts seconds. Raises `ConfigError`
+    for a file that cannot be read or has errors."""
 
     def read() -> Keyring:
         return Keyring([*(read_key_file(path) if path else ()), *given])
 
     watch = FileWatch([path], read, clock)
     if path is not None and path.stat().st_mode & _OTHERS_MAY_WRITE:
-        _log.warning("%s: others may write it, and so add keys", path)
+        _log.warning("%s: other users may write this file, and so add API keys", path)
     return watch
 
 
 RESUME_DEPTH = 2
-"""As many buckets may be empty for a resumption."""
+"""A resumption may use this many times the requests of a bucket."""
 
 
 class RateExceeded(Overloaded):
-    """The bucket of a caller is empty, surely until it is to try again."""
+    """The bucket of a caller is empty until it is to try again."""
 
 
 def rate_exceeded(caller: Caller, left_ms: int) -> RateExceeded:
-    """What a caller is told whose bucket has a request again after so long."""
+    """The error for a caller whose bucket has room for a request after `left_ms`."""
     return RateExceeded(
-        f"the key {caller.name!r} may make {caller.requests_per_minute} requests a minute, and has "
-        "made them",
+        f"the key {caller.name!r} may make {caller.requests_per_minute} requests a minute; try "
+        "again later",
         retry_after_ms=left_ms,
     )
 
 
 class Grant:
-    """One request that runs, and the slots of its generations; without limits it has none."""
+    """One running request, and the slots of its generations. Without limits it has no slots."""
 
     def __init__(self, access: AccessControl, caller: Caller, names: Sequence[str]) -> None:
         self._access, self._caller, self._held = access, caller, list(names)
         self._num_running = len(names)
 
     async def note(self, event: Event, index: int = 0) -> None:
-        """One of the request's generations has this event. All slots are free before the last one
-        of the last generation is told, so that a client that has it may ask again."""
+        """Call with each event of generation `index`, before it is sent. Frees all slots before the
+        last event of the last generation, so that its client may make another request then."""
         if isinstance(event, Finished):
             self._num_running -= 1
             if self._num_running <= 0:
@@ -116,7 +116,7 @@ class Grant:
                 self._access.exchange(self._caller, [old], [event.session_id])
 
     async def release(self) -> None:
-        """It does not run any more. A second time it does nothing."""
+        """Frees the slots of the request. Idempotent."""
         if freed := self.drop():
             await freed
 
@@ -127,8 +127,8 @@ class Grant:
 
 
 class AccessControl:
-    """Lets callers in, on one event loop. Without keys everybody is one caller, `ANYBODY`. Where
-    the store of slots does not answer their leases run out."""
+    """Identifies and limits callers, on one event loop. Without keys all callers are `ANYBODY`. If
+    the store of slots does not answer, leases run out."""
 
     def __init__(
         self, keys: FileWatch[Keyring] | None = None, slots: RedisSlots | None = None
@@ -137,9 +137,10 @@ class AccessControl:
         self._keys = keys
         self._store = slots
         self._held: dict[str, Counter[str]] = defaultdict(Counter)
-        """Slots by caller's name; one twice where a session is resumed beside its old stream."""
+        """Slots by caller's name. A slot counts twice if a session is resumed beside its old
+        stream."""
         self._empty_until: dict[Caller, float] = {}
-        """Buckets that the store has called empty, by the event loop's clock."""
+        """When buckets that the store found empty have room again, by the event loop's clock."""
         self._work: set[asyncio.Task[None]] = set()
         self._renewing: asyncio.Task[None] | None = None
 
@@ -148,33 +149,33 @@ class AccessControl:
         return self._keys is not None
 
     def identify(self, shown: Sequence[str]) -> Caller:
-        """Who shows `Bearer KEY`, once, as the header of HTTP or metadata of gRPC that is named
-        `authorization`. Raises `Unauthenticated`."""
+        """The caller with these values of the `authorization` header (HTTP) or metadata (gRPC): one
+        `Bearer KEY`. Raises `Unauthenticated`."""
         if len(shown) > 1:
-            raise Unauthenticated("authorization: there are several; send one")
+            raise Unauthenticated(f"authorization: got {len(shown)} values; send one")
         if self._keys is None:
             return ANYBODY
         if not shown:
-            raise Unauthenticated("authorization: there is none; send `Bearer` and an API key")
+            raise Unauthenticated("authorization: is missing; send `Bearer` and an API key")
         scheme, _, key = shown[0].strip().partition(" ")
         if scheme.lower() != _SCHEME:
-            raise Unauthenticated("authorization: is of another kind; send `Bearer` and an API key")
+            raise Unauthenticated("authorization: has another scheme; send `Bearer` and an API key")
         key = key.strip()
         found = self._keys.current().find(key) if 0 < len(key) <= API_KEY_CHARS_MAX else None
         if found is None:
-            raise Unauthenticated("authorization: there is no such API key")
+            raise Unauthenticated("authorization: this API key does not exist")
         return found
 
     def check_call(self, method: str, context: Context) -> None:
-        """The guard of a gRPC server, see `identify`. Health is answered to everybody who can
-        connect: probes and balancers have no key."""
+        """Guard of a gRPC server: calls `identify`, except for health checks, as probes and load
+        balancers have no key."""
         if not method.startswith(HEALTH_PATH):
             metadata = context.invocation_metadata() or ()
             _CALLER.set(self.identify([str(value) for key, value in metadata if key == _HEADER]))
 
     def check_rate(self, caller: Caller) -> None:
-        """Raises `Overloaded` where it is known, without asking anybody, that the caller has made
-        all requests that it may for now; then its next one need not be read."""
+        """Raises `Overloaded` if the caller is known, without asking the store, to have made all
+        its requests for now. Then its next request need not be read."""
         left_s = self._empty_until.get(caller, 0.0) - asyncio.get_running_loop().time()
         if left_s > 0:
             raise rate_exceeded(caller, math.ceil(left_s * 1e3))
@@ -184,9 +185,9 @@ class AccessControl:
     async def admit(
         self, caller: Caller, resumes: Sequence[str] = (), num_generations: int = 1
     ) -> AsyncIterator[Grant]:
-        """Counts one request of the caller, which runs so many generations while the context lasts,
-        all of them or none; `resumes` are the sessions that it goes on with, if it does. Raises
-        `Overloaded`, with the time to try again, and `StoreUnavailable` where nobody can count."""
+        """Counts one request of the caller, and takes a slot for each of its generations while the
+        context lasts, or for none. `resumes` are the sessions that it resumes, if any. Raises
+        `Overloaded`, with the time to try again, and `StoreUnavailable`."""
         names: list[str] = []
         if caller.concurrency and self._store is not None:
             names = [*resumes] or [secrets.token_hex(16) for _ in range(num_generations)]
@@ -208,7 +209,7 @@ class AccessControl:
             if isinstance(error, RateExceeded) and not resumes:
                 self._empty_until[caller] = asked + error.retry_after_ms / 1e3
             elif not isinstance(error, Overloaded) and not resumes:
-                # Perhaps they are taken, and nobody else knows them.
+                # The slots may have been taken; their new names are known only here.
                 self._in_background(caller, names)
             raise
         self._hold(caller, names)
@@ -216,7 +217,7 @@ class AccessControl:
     def exchange(
         self, caller: Caller, old: Collection[str], new: Collection[str] = ()
     ) -> asyncio.Task[None]:
-        """Frees slots, and holds others in their place, as soon as the store has heard of it."""
+        """Frees slots and holds others in their place, in the background."""
         held = self._held[caller.name]
         held.subtract(old)
         freed = [name for name in old if held[name] <= 0]
@@ -228,7 +229,7 @@ class AccessControl:
         return self._in_background(caller, freed)
 
     async def close(self) -> None:
-        """Frees what is held, as far as the store answers, and closes it."""
+        """Frees all slots, as far as the store answers, and closes it."""
         if self._renewing is not None:
             self._renewing.cancel()
             await asyncio.gather(self._renewing, return_exceptions=True)
@@ -258,8 +259,7 @@ class AccessControl:
             await self._tell(dict.fromkeys(self._held, ()))
 
     async def _tell(self, freed: Mapping[str, Collection[str]]) -> None:
-        """Renews the slots of these callers, and frees some that were theirs, unless they are held
-        again by now."""
+        """Renews the slots of these callers, and frees those given, unless they are held again."""
         told = {}
         for name, slots in freed.items():
             held = [*self._held.get(name, ())]
@@ -269,7 +269,7 @@ class AccessControl:
         try:
             await self._store.keep(told)
         except OutriderError as error:  # Leases run out by themselves.
-            _log.info("slots are not renewed: %s", error)
+            _log.info("the slots of callers were not renewed: %s", error)
 
 
 _TAKE = Script("take_slot")
@@ -285,9 +285,9 @@ class RedisSlots:
         self._prefix = address.key_prefix
 
     async def take(self, caller: Caller, slots: Sequence[str], depth: int) -> None:
-        """Counts a request, and takes its slots under a lease; one that is taken stays so. Raises
-        `Overloaded` where there are too few, or where `depth` buckets are empty; then nothing is
-        counted, and no slot taken."""
+        """Counts a request, and takes its slots, each under a lease; a slot with a known name is
+        kept. Raises `Overloaded` if there are too few slots, or if the requests of `depth` buckets
+        are used up; then nothing is counted, and no slot taken."""
         keys = (self._key(caller.name, "bucket"), self._key(caller.name, "slots"))
         arguments: list[str | int] = [
             caller.requests_per_minute, depth, caller.concurrency, SLOT_LEASE_MS, *slots
@@ -298,15 +298,14 @@ class RedisSlots:
             case [b"rate", int(left_ms)]:
                 raise rate_exceeded(caller, left_ms)
             case _:
-                more = "does" if len(slots) == 1 else f"has no room for {len(slots)} more"
                 raise Overloaded(
-                    f"the key {caller.name!r} may run {caller.concurrency} generations at a time, "
-                    f"and {more}",
+                    f"the key {caller.name!r} may run {caller.concurrency} generations at a time; "
+                    f"there is no room for {len(slots)} more now",
                     retry_after_ms=SLOT_RETRY_MS,
                 )
 
     async def keep(self, slots: Mapping[str, tuple[Collection[str], Collection[str]]]) -> None:
-        """By caller's name, slots whose leases are renewed, and such as are free."""
+        """By caller's name, the slots whose leases to renew, and those to free."""
         calls: list[Call] = []
         for name, (held, free) in slots.items():
             keys = (self._key(name, "slots"),)
@@ -328,12 +327,12 @@ class RedisSlots:
 
 
 OPEN = AccessControl()
-"""Asks for nothing."""
+"""Admits everything."""
 
 
 def access_control_of(
     api_keys: str, api_key_file: str, slots: RedisSlots | None = None
 ) -> AccessControl:
-    """The access that these settings ask for. Raises `ConfigError`."""
+    """The access control for these settings. Raises `ConfigError`."""
     path = Path(api_key_file) if api_key_file else None
     return AccessControl(watch_keys(path, given_keys(api_keys)), slots)

@@ -1,4 +1,4 @@
-"""The chat template that a coordinator is given in the place of its model's."""
+"""Reads the chat template that replaces a model's own."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _TRAINED = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
 
 
 def read_chat_template(name: str) -> str:
-    """The template that a setting names: a file, or `HERMES`, which ships; empty for an empty name.
-    Raises `SettingError`."""
+    """The template that the setting names: a file, or `HERMES`, which comes with the package. Empty
+    for an empty name. Raises `SettingError`."""
     if not name:
         return ""
     if name == HERMES:
@@ -27,10 +27,11 @@ def read_chat_template(name: str) -> str:
         reason = f"{name} cannot be read: {error}; allowed: a file, or {HERMES}"
         raise SettingError("chat_template", reason) from error
     if not text.strip() or len(text) > FILE_BYTES_MAX:
-        raise SettingError("chat_template", f"{name} is empty, or larger than {FILE_BYTES_MAX}")
+        reason = f"{name} is empty, or larger than {FILE_BYTES_MAX} bytes"
+        raise SettingError("chat_template", reason)
     from jinja2 import Environment, TemplateSyntaxError
 
-    try:  # transformers has one kind of block more, for training.
+    try:  # transformers adds one kind of block, for training.
         Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_TRAINED.sub("", text))  # noqa: S701
     except TemplateSyntaxError as error:
         reason = f"{name}, line {error.lineno}: {error.message}"

@@ -1,7 +1,7 @@
-"""Whether constraints can be compiled, asked of processes that can be killed.
+"""Checks in child processes whether constraints can be compiled.
 
-A coordinator needs no compiled constraint; replicas compile their own. It refuses what cannot be
-compiled, or not in time, before a session is opened and a replica sees it. Tenants take turns.
+A coordinator does not need compiled constraints; replicas compile their own. It refuses what cannot
+be compiled, or not in time, before a session is opened and a replica sees it. Tenants take turns.
 """
 
 from __future__ import annotations
@@ -42,22 +42,21 @@ _PROGRAM = (
     "from coordinator.requests.grammar_process import main; main()"
 )
 _Key = tuple[str, bytes]
-"""A tenant, and the digest of a constraint."""
+"""Tenant and digest of a constraint."""
 
 
 class FairQueue:
-    """Places for `COMPILE_THREADS` constraints at a time, on an event loop. Tenants that wait take
-    turns; within a tenant the first comes first."""
+    """Admits `COMPILE_THREADS` constraints at a time. Waiting tenants take turns; within a tenant,
+    it is first come, first served."""
 
     def __init__(self) -> None:
         self._places = asyncio.Semaphore(COMPILE_THREADS)
-        """First come, first served: of each tenant one waits here, the others for their turn."""
+        """First come, first served, but at most one constraint of each tenant waits here."""
         self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._num_waiting: Counter[str] = Counter()
 
     async def take(self, tenant: str) -> None:
-        """Waits for a place, which the tenant holds until it is given back. Raises `Overloaded`
-        where too many wait already."""
+        """Waits for a place; `give_back` returns it. Raises `Overloaded` if too many wait."""
         if self._num_waiting[tenant] >= COMPILATIONS_PER_TENANT_MAX:
             most = f"{COMPILATIONS_PER_TENANT_MAX} constraints of yours"
             raise Overloaded(f"{most} wait already; try again later")
@@ -73,18 +72,18 @@ class FairQueue:
                 del self._num_waiting[tenant], self._turns[tenant]
 
     def give_back(self) -> None:
-        """The place goes to the next that waits for one."""
+        """Passes the place on to the next in the queue."""
         self._places.release()
 
 
 class ConstraintChecks:
-    """Checks the constraints of one coordinator's requests. Tenants take turns, and share no
-    verdicts, so that none learns by times or refusals what others ask."""
+    """Checks the constraints of one coordinator's requests. Results are kept per tenant, so that no
+    tenant learns from times or refusals what others use."""
 
     def __init__(self, load: Callable[[], tuple[str, tuple[int, ...]]]) -> None:
-        """`load`, which may block, gives the tokenizer, as the JSON of Hugging Face's tokenizers,
-        and the tokens that end a text; it is called with the first constraint. Where it raises
-        `ConfigError` every constraint is refused."""
+        """`load` returns the tokenizer, as JSON of Hugging Face's tokenizers, and the EOS tokens.
+        It may block, and is called with the first constraint. If it raises `ConfigError`, every
+        constraint is refused."""
 
         @cache
         def first_line() -> bytes:
@@ -94,13 +93,13 @@ class ConstraintChecks:
         self._compilers = [_Compiler(first_line) for _ in range(COMPILE_THREADS)]
         self._idle = list(self._compilers)
         self._errors: Newest[_Key, OutriderError | None] = Newest(CHECKED_CONSTRAINTS_MAX)
-        """Of constraints that were compiled; None = it can be."""
+        """Results; None = it can be compiled."""
         self._running: SharedCalls[_Key, None] = SharedCalls()
         self._turns = FairQueue()
 
     async def check(self, constraint: Constraint, tenant: str) -> None:
         """Raises `BadRequest`, with the kind as its field, for a constraint that cannot be compiled
-        or takes more than `COMPILE_S_MAX`, and `Overloaded` where too many wait."""
+        or takes longer than `COMPILE_S_MAX`, and `Overloaded` if too many wait."""
         key = tenant, constraint.digest()
         if key not in self._errors:
             try:
@@ -109,19 +108,19 @@ class ConstraintChecks:
                         key, lambda: asyncio.create_task(self._compile(key, constraint))
                     )
             except TimeoutError:
-                raise Overloaded("other constraints are being compiled; try later") from None
+                raise Overloaded("other constraints are being compiled; try again later") from None
         self._errors.move_to_end(key)
         if error := self._errors[key]:
             raise error
 
     async def close(self) -> None:
-        """Ends the processes, and what they compile. Raises nothing."""
+        """Kills the processes. Raises nothing."""
         for compiler in self._compilers:
             await compiler.close()
 
     async def _compile(self, key: _Key, constraint: Constraint) -> None:
         await self._turns.take(key[0])
-        # It goes on where nobody waits for it any more: its place and its verdict are kept.
+        # Goes on if no request waits for it any more, so that its result is kept.
         judging = asyncio.create_task(self._judge(key, constraint))
         judging.add_done_callback(lambda _: self._turns.give_back())
         await asyncio.shield(judging)
@@ -134,13 +133,13 @@ class ConstraintChecks:
             self._idle.append(compiler)
         error = BadRequest(constraint.kind, reason) if reason else None
         self._errors[key] = error
-        if reason in (_TOO_SLOW, _TOO_LARGE):  # Perhaps by chance.
+        if reason in (_TOO_SLOW, _TOO_LARGE):  # It may pass at another time.
             asyncio.get_running_loop().call_later(TOO_SLOW_S, self._errors.pop, key, None)
 
 
 class _Compiler:
-    """`coordinator.requests.grammar_process`, started with the first constraint, and again as soon
-    as it has been ended. It compiles one at a time."""
+    """A process of `coordinator.requests.grammar_process`. It is started with the first constraint,
+    and restarted when it dies. It compiles one constraint at a time."""
 
     def __init__(self, first_line: Callable[[], bytes]) -> None:
         self._first_line = first_line
@@ -148,8 +147,8 @@ class _Compiler:
         self._is_closed = False
 
     async def compile(self, constraint: Constraint) -> str:
-        """Why the constraint is refused, if it is. Raises `Overloaded` where the process has been
-        killed, or does not answer, and `InvariantError` for a fault of ours."""
+        """The reason for a refusal, else empty. Raises `Overloaded` if the process was killed or
+        does not answer, and `InvariantError` for a bug of ours."""
         try:
             process = self.process
             if process is None or process.returncode is not None:
@@ -159,7 +158,7 @@ class _Compiler:
         process.stdin.write(_line({"kind": constraint.kind, "text": constraint.text}))
         line = b""
         try:
-            async with asyncio.timeout(2 * COMPILE_WAIT_S_MAX):  # It gives up before that itself.
+            async with asyncio.timeout(2 * COMPILE_WAIT_S_MAX):  # Its own limit is shorter.
                 line = await process.stdout.readline()
         except TimeoutError:
             _log.warning("the process that compiles constraints does not answer; it is killed")
@@ -167,16 +166,16 @@ class _Compiler:
         if line:
             return str(json.loads(line))
         status = -await process.wait()
-        with suppress(OSError, OutriderError):  # The next constraint need not wait for it.
+        with suppress(OSError, OutriderError):  # Now, so that the next constraint need not wait.
             await self._start()
         match status:
             case signal.SIGPROF | signal.SIGALRM:
                 return _TOO_SLOW
-            case signal.SIGABRT | signal.SIGSEGV:  # The compiler cannot go on without memory.
+            case signal.SIGABRT | signal.SIGSEGV:  # The compiler is out of memory.
                 return _TOO_LARGE
             case signal.SIGKILL | signal.SIGTERM:
                 raise _unavailable()
-        raise InvariantError(f"{constraint.kind}: could not be compiled, by a fault of ours")
+        raise InvariantError(f"{constraint.kind}: could not be compiled, because of a bug of ours")
 
     async def _start(self) -> Any:
         first = await asyncio.to_thread(self._first_line)
@@ -192,7 +191,7 @@ class _Compiler:
         return self.process
 
     async def close(self) -> None:
-        """Ends the process, and what it compiles, and starts no other. Raises nothing."""
+        """Kills the process, and starts no other. Raises nothing."""
         self._is_closed = True
         if (process := self.process) is not None:
             with suppress(ProcessLookupError):
@@ -205,5 +204,5 @@ def _line(message: dict[str, Any]) -> bytes:
 
 
 def _unavailable() -> Overloaded:
-    message = "constraints cannot be compiled now; try later"
+    message = "constraints cannot be compiled now; try again later"
     return Overloaded(message, retry_after_ms=_RETRY_MS)

@@ -1,5 +1,5 @@
-"""What a user asks for, checked against every limit before anything is done; and prompts as token
-ids."""
+"""Checks requests against all limits before anything is done, fills in defaults, and tokenizes
+prompts."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _NOT_STORED = {"prompt", "model", "default_max_tokens", "tools", "template_varia
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationParameters(GenerateRequest):
-    """A checked request with every default filled in: all that is needed to run it, or to go on
-    with it after a failure."""
+    """A checked request with every default filled in: all that is needed to run it, or to resume it
+    after a failure."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -43,7 +43,7 @@ class GenerationParameters(GenerateRequest):
     num_draft_tokens: int
     deadline_ms: int
     weights: str = ""
-    """Of the target that it is decoded by (`ReplicaDescription.weights`), wherever it goes on."""
+    """Weights of the target that decodes it (`ReplicaDescription.weights`), also after a move."""
 
     def to_json(self) -> str:
         """These parameters without the prompt, for the session store."""
@@ -51,7 +51,7 @@ class GenerationParameters(GenerateRequest):
 
     @classmethod
     def from_json(cls, text: str, prompt_ids: tuple[int, ...]) -> GenerationParameters:
-        """What `to_json` wrote. Raises `DataLoss` for anything else."""
+        """Reads what `to_json` wrote. Raises `DataLoss` for anything else."""
         try:
             values = json.loads(text) | {"prompt": ()}
             return replace(_adapter().validate_python(values), prompt=prompt_ids)
@@ -66,17 +66,17 @@ def _adapter() -> TypeAdapter[GenerationParameters]:
 
 @dataclass(frozen=True, slots=True)
 class RequestDefaults:
-    """What a coordinator fills in where a request is silent."""
+    """Defaults of a coordinator."""
 
     num_draft_tokens: int
     deadline_ms: int
     unseeded_rule: Rule = Rule.TOKEN
-    """Of a request at a temperature that names neither rule nor seed."""
+    """Rule of a request with a temperature above 0 and neither a rule nor a seed."""
 
 
 def check_fields(request: GenerateRequest, model: ReplicaDescription) -> None:
     """Checks every field that can be checked without tokenizing the prompt. Raises `BadRequest`
-    for the first one that is out of its limits (`outrider.limits`)."""
+    for the first one outside its limits (`outrider.limits`)."""
     check_sampling(request.sampling, vocab_size=model.vocab_size)
     _check_min_tokens(request, model)
     check_roles(request.prompt)
@@ -103,10 +103,10 @@ def _check_min_tokens(request: GenerateRequest, model: ReplicaDescription) -> No
         return
     if request.constraint is not None:
         kind = request.constraint.kind.value
-        reason = f"is given beside {kind}, which says itself where the answer ends; leave one out"
+        reason = f"cannot be combined with {kind}, which decides where the answer ends"
         raise BadRequest("sampling.min_tokens", reason)
     if len({*model.eos_token_ids, *sampling.stop_token_ids}) >= model.vocab_size:
-        reason = "leave no token that may come before min_tokens; give fewer, or no min_tokens"
+        reason = "leave no token to use before min_tokens; give fewer, or no min_tokens"
         raise BadRequest("sampling.stop_token_ids", reason)
 
 
@@ -118,8 +118,8 @@ def resolve(
     defaults: RequestDefaults,
     random_seed: int,
 ) -> GenerationParameters:
-    """Fills in the defaults of a request whose fields have been checked. Raises `BadRequest` where
-    the prompt, or the prompt and `max_tokens`, do not fit the model."""
+    """Fills in the defaults of a request whose fields were checked. Raises `BadRequest` if the
+    prompt, or the prompt with `max_tokens`, does not fit the model."""
     check_prompt_ids(prompt_ids, prompt_field, model)
     room = model.max_model_len - len(prompt_ids)
     known: dict[str, Any] = {
@@ -135,7 +135,7 @@ def resolve(
         raise BadRequest(
             "max_tokens",
             f"the prompt's {len(prompt_ids)} tokens and {known['max_tokens']} more exceed the "
-            f"model's length of {model.max_model_len}; at most {room} are left",
+            f"model's length of {model.max_model_len}; allowed: up to {room}",
         )
     if (least := request.sampling.min_tokens) > known["max_tokens"]:
         reason = f"{least} is more than the {known['max_tokens']} of max_tokens"
@@ -146,13 +146,14 @@ def resolve(
     }  # fmt: skip
     if request.sampling.greedy:
         known["rule"] = Rule.GREEDY
-    elif request.rule is None:  # With a seed, tokens shall not depend on the drafter.
+    elif request.rule is None:  # With a seed, tokens must not depend on the drafter.
         known["rule"] = defaults.unseeded_rule if request.seed is None else Rule.COUPLED
     return GenerationParameters(**known)
 
 
 def check_prompt_ids(prompt_ids: tuple[int, ...], field: str, model: ReplicaDescription) -> None:
-    """Raises `BadRequest` for an empty or overlong prompt, or an id outside the vocabulary."""
+    """Raises `BadRequest` for a prompt that is empty or too long, or an id outside the
+    vocabulary."""
     if not prompt_ids:
         raise BadRequest(field, "the prompt is empty; at least one token is needed")
     if len(prompt_ids) >= model.max_model_len:
@@ -178,8 +179,8 @@ def _is_chat(prompt: Prompt) -> bool:
 
 
 def check_roles(prompt: Prompt) -> None:
-    """Raises `BadRequest` for a turn of a conversation whose role is no name: a chat template
-    writes it between the marks of the turn."""
+    """Raises `BadRequest` for a chat message whose role is not a plain name: chat templates write
+    the role between special tokens."""
     for index, turn in enumerate(prompt if _is_chat(prompt) else ()):
         if isinstance(turn, ChatMessage) and not _ROLE.fullmatch(turn.role):
             raise BadRequest(
@@ -190,9 +191,10 @@ def check_roles(prompt: Prompt) -> None:
 
 
 def check_stop(stop: tuple[str, ...]) -> None:
-    """Raises `BadRequest` for too many stop strings, an empty or an overlong one."""
+    """Raises `BadRequest` for too many stop strings, and for one that is empty or too long."""
     if len(stop) > limits.STOP_STRINGS_MAX:
-        raise BadRequest("stop", f"got {len(stop)} strings; at most {limits.STOP_STRINGS_MAX}")
+        most = limits.STOP_STRINGS_MAX
+        raise BadRequest("stop", f"got {len(stop)} strings; allowed: up to {most}")
     for index, text in enumerate(stop):
         size = len(text.encode())
         if not 1 <= size <= limits.STOP_STRING_BYTES_MAX:
@@ -202,19 +204,19 @@ def check_stop(stop: tuple[str, ...]) -> None:
 
 
 TOKENIZER_THREADS = 2
-"""Prompts that are tokenized at the same time; others wait their turn, up to their deadline."""
+"""Prompts that are tokenized at the same time. Others wait, up to their deadline."""
 
 
 class PromptEncoder:
     """Tokenizes the prompts of one coordinator, and checks constraints with the tokenizer."""
 
     def __init__(self, text: TokenizerText | None) -> None:
-        """`text` is None for a model without a tokenizer: it takes token ids alone."""
+        """`text` is None for a model without a tokenizer, which takes only token ids."""
         self._text = text
         self._calls: SharedCalls[tuple[int, bool], tuple[int, ...]]
         self._calls = SharedCalls(TOKENIZER_THREADS, "tokenizer")
-        """By the prompt's identity, which the generations of one request have in common; as long as
-        one of them waits, nothing else has it."""
+        """By the `id` of the prompt, an object that the generations of one request share. The id
+        stays valid as long as one of them waits."""
         self._checks: ConstraintChecks | None = None
 
     async def encode(
@@ -225,11 +227,10 @@ class PromptEncoder:
         variables: Mapping[str, Any] = MappingProxyType({}),
         add_special_tokens: bool = True,
     ) -> tuple[str, tuple[int, ...]]:
-        """The name of the field that the prompt came in, and its token ids; a conversation's
-        template is told of `tools` and other `variables`, and a text has the special tokens before
-        it or not. The same object is tokenized once for all who wait for it. Raises `BadRequest`
-        for a text that cannot be tokenized, or that `tokens_max` tokens can never hold: that one
-        is not even looked at."""
+        """The name of the prompt's field, and its token ids. The chat template gets `tools` and
+        other `variables`; `add_special_tokens` is for plain text. The same object is tokenized once
+        for all calls that wait for it. Raises `BadRequest` for a text that cannot be tokenized, and
+        without trying for one that is too long for `tokens_max` tokens."""
         text, given = self._text, cast(Any, prompt)
         if not isinstance(prompt, str) and not _is_chat(prompt):
             return "token_ids", given
@@ -246,8 +247,8 @@ class PromptEncoder:
         if size > bytes_max:
             raise BadRequest(
                 field,
-                f"has {size} bytes; {tokens_max} tokens, the model's length, hold at most "
-                f"{bytes_max}",
+                f"has {size} bytes; allowed: up to {bytes_max}, the most that fit the model's "
+                f"{tokens_max} tokens",
             )
 
         def tokenize() -> tuple[int, ...]:
@@ -260,19 +261,19 @@ class PromptEncoder:
     async def check_constraint(
         self, constraint: Constraint, eos_token_ids: tuple[int, ...], tenant: str
     ) -> None:
-        """Raises `BadRequest`, with the kind as its field, for a tenant's constraint that cannot be
-        compiled with the model's tokenizer, whose texts these tokens end; `Overloaded`."""
+        """Raises `BadRequest`, with the kind as its field, for a constraint that cannot be compiled
+        with the model's tokenizer, and `Overloaded`."""
         text = self._text
         if text is None:
             raise BadRequest(
-                constraint.kind, "the model has no tokenizer, so no completion can be held to it"
+                constraint.kind, "the model has no tokenizer, so constraints cannot be used"
             )
         if self._checks is None:
             self._checks = ConstraintChecks(lambda: (text.backend_json(), eos_token_ids))
         await self._checks.check(constraint, tenant)
 
     async def close(self) -> None:
-        """Takes no more prompts; one that is being tokenized is not waited for."""
+        """Accepts no more prompts. Does not wait for one that is being tokenized."""
         self._calls.close()
         if self._checks is not None:
             await self._checks.close()

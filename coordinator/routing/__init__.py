@@ -1,1 +1,1 @@
-"""The replicas of a deployment, and each session's way to its draft and its target."""
+"""The replicas of a deployment, and each session's route to its draft and its target."""

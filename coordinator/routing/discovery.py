@@ -1,11 +1,13 @@
-"""Keeps the pools in step with the registry, and shows the fleet.
+"""Follows the registry: updates the pools of replicas, and lists the fleet.
 
-A replica joins once it says itself what it runs, and that fits. It is left when it says that it
-leaves, and taken out when the registry has not had it for as long as a lease, in which one that
-lives says its name again even to a registry that has lost everything, and it does not answer
-either, or another one answers at its address. While the registry is away nothing changes. One that
-leaves already joins, to be left, where no other with its weights is known: sessions that began with
-them have nowhere else to go.
+- A replica joins once it has described itself and fits.
+- It is left when its record says that it leaves.
+- It is removed when the registry has not listed it for the length of a lease, and it does not
+  answer either or another replica has its address. Within a lease, a live replica announces itself
+  again even to a registry that lost all its data.
+- While the registry is away, nothing changes.
+- A replica that is leaving already joins only if no other one with its weights is known: sessions
+  that began with these weights have nowhere else to go.
 """
 
 from __future__ import annotations
@@ -26,38 +28,36 @@ from outrider.transport.link import Link
 _log = logging.getLogger(__name__)
 
 READ_PERIOD_S = 0.5
-"""Between two looks at the registry."""
+"""Time between two reads of the registry."""
 REFUSED_S = 10.0
-"""A replica that could not join is asked again after so long."""
+"""A replica that could not join is tried again after this time."""
 
 State = Literal["serving", "away", "leaving", "joining"]
-"""`away`: it could not be reached; `leaving`: it ends soon; `joining`: it is announced, and has not
-said yet what it runs, or does not fit."""
+"""away: it could not be reached. leaving: it ends soon. joining: it is announced, but has not
+described itself yet or does not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenReplica:
-    """One replica, as this coordinator sees it."""
+    """A replica as this coordinator sees it."""
 
     role: Role
     name: str
     model: str
     node: str
-    """Machine that it runs on; empty where that is not known."""
+    """Its machine; empty = not known."""
     device: str
     load: int
-    """Sessions: of a coordinator all that it runs, of others those that this coordinator has
-    there."""
+    """Sessions: all of a coordinator's, and those of this coordinator on a target or draft."""
     state: State
     here: bool = False
-    """Whether it is the coordinator that says this."""
+    """Whether it is this coordinator."""
     figures: Figures = NO_FIGURES
 
 
 class Discovery:
-    """Follows the registry, keeps the pools in step with it, and puts together what it had when it
-    was last read, and what this coordinator has found out by itself: nothing is asked of anybody,
-    however many look."""
+    """Updates the pools from the registry, and lists the fleet from the last read of the registry
+    and this coordinator's own knowledge, without asking any other process."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class Discovery:
         registry: RedisRegistry | None = None,
         link: Callable[[Role, str], Link] | None = None,
     ) -> None:
-        """`own_name` is what the coordinator is called in the registry. `link(role, address)` leads
-        to a replica; nothing is sent before it is asked something."""
+        """`own_name` is the coordinator's name in the registry. `link(role, address)` makes a link
+        to a replica, without sending anything."""
         self._own_name = own_name
         self._pools: dict[Role, ReplicaPool] = {"target": targets, "draft": drafts}
         self._registry: Any = registry
@@ -76,33 +76,36 @@ class Discovery:
         self._records: dict[Role, dict[str, ReplicaRecord]] = {role: {} for role in ROLES}
         self._heard_at: float | None = None
         self._heard: dict[str, tuple[float, str]] = {}
-        """Of each that is in a pool, when the registry had it, s of the loop's clock, and where it
-        was then."""
+        """By name, when the registry last listed a replica (event loop's clock, s), and its address
+        then."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        """Replicas that are being asked whether they join, or whether they are there."""
+        """By name, the task that adds or checks a replica."""
         self._not_before: dict[str, float] = {}
+        """By name, when a replica that could not join is tried again."""
         self._refused: dict[str, OutriderError] = {}
-        """By role, why the last one that could not join could not."""
+        """By role, the last error of a replica that could not join."""
         self._away = False
+        """Whether the last read of the registry failed."""
 
     async def begin(self) -> None:
-        """Returns once replicas that are announced have been asked whether they join, the drafts
-        behind the targets. Waits for a target up to a lease, in which one that lives says its name
-        again even to a registry that has lost everything. Raises `Incompatible` where none of a
-        role fits."""
+        """Adds the announced targets, and then the drafts. Waits for a target up to the length of a
+        lease, within which a live one announces itself even to a registry that lost all its data.
+        Raises `Incompatible` if replicas of a role were refused and none joined."""
         loop = asyncio.get_running_loop()
         until = loop.time() + LEASE_S
         while not self._pools["target"].replicas and loop.time() < until:
-            await self.look()
-            await asyncio.gather(*self._tasks.values())
+            await self._look_and_add()
             if not self._pools["target"].replicas:
                 await asyncio.sleep(READ_PERIOD_S)
-        await self.look()
-        await asyncio.gather(*self._tasks.values())
+        await self._look_and_add()
         for role, pool in self._pools.items():
             error = self._refused.get(role)
             if isinstance(error, Incompatible) and not pool.replicas:
                 raise error
+
+    async def _look_and_add(self) -> None:
+        await self.look()
+        await asyncio.gather(*self._tasks.values())
 
     async def run(self) -> None:
         """Follows the registry until it is cancelled."""
@@ -120,16 +123,16 @@ class Discovery:
             found = {role: await self._registry.records(role) for role in ROLES}
         except OutriderError as error:
             if not self._away:
-                _log.warning("replicas may come and go unseen: %s", error)
+                _log.warning("the registry cannot be read; replicas are not updated: %s", error)
             self._away = True
         else:
             self.hear(found)
 
     def hear(self, found: Mapping[Role, Sequence[ReplicaRecord]]) -> None:
-        """What the registry has of these roles now."""
+        """Handles the current records of these roles."""
         self._heard_at = now = asyncio.get_running_loop().time()
         if self._away:
-            # None of them could say its name meanwhile.
+            # Replicas could not announce themselves meanwhile.
             self._heard = {name: (now, address) for name, (_, address) in self._heard.items()}
         self._away = False
         for role, records in found.items():
@@ -152,7 +155,7 @@ class Discovery:
                 not is_known
                 and now >= self._not_before.get(record.name, now)
                 and pool.may_join
-                and not (record.leaving and pool.first is None)  # The others must go with it.
+                and not (record.leaving and pool.first is None)  # All others would have to fit it.
             ):
                 self._begin(record.name, self._join(pool, record))
         taken = {record.address for record in records}
@@ -169,22 +172,22 @@ class Discovery:
         self._tasks[name].add_done_callback(lambda _: self._tasks.pop(name))
 
     async def _doubt(self, pool: ReplicaPool, name: str, is_replaced: bool) -> None:
-        """Takes out a replica that is announced no more, unless it answers: it may be the one that
-        does not reach the registry. Who answers at the address of another one is that one."""
+        """Removes a replica that is not announced any more, unless it answers: maybe it cannot
+        reach the registry. `is_replaced`: another one has its address, and would answer for it."""
         replica = pool.replicas.get(name)
         if replica is None:
             return
         if not (is_replaced or replica.away) and await replica.answers(PROBE_TIMEOUT_S):
             self._heard[name] = asyncio.get_running_loop().time(), self._heard[name][1]
         else:
-            _log.warning("the %s %s is announced no more: it is taken out", pool.role, name)
+            _log.warning("the %s %s is not announced any more and is removed", pool.role, name)
             await pool.leave(name)
 
     async def _join(self, pool: ReplicaPool, record: ReplicaRecord) -> None:
         try:
             link = self._link(pool.role, record.address)
             await pool.join(record.name, link, record.trial_share)
-            if record.leaving:  # Its sessions may have nowhere else to go.
+            if record.leaving:
                 pool.retire(record.name)
             _log.info("the %s %s has joined", pool.role, record.name)
         except OutriderError as error:
@@ -194,20 +197,20 @@ class Discovery:
 
     @property
     def heard_ms_ago(self) -> float | None:
-        """How long ago the registry was read; None where there is none."""
+        """How long ago the registry was read; None if it never was."""
         if self._heard_at is None:
             return None
         return (asyncio.get_running_loop().time() - self._heard_at) * 1e3
 
     @property
     def peers(self) -> list[ReplicaRecord]:
-        """The other coordinators, which share the replicas, and so their time."""
+        """Records of the other coordinators, which share the replicas."""
         known = self._records["coordinator"]
         return [record for name, record in known.items() if name != self._own_name]
 
     def replicas(self, model: str, load: int, figures: Figures) -> list[SeenReplica]:
-        """All of them: coordinators, targets, drafts, each role by name. This coordinator serves
-        `model`, runs `load` sessions, and says these `figures` of itself."""
+        """The whole fleet: coordinators, targets and drafts, each role by name. `model`, `load` and
+        `figures` are those of this coordinator."""
         own = SeenReplica(
             role="coordinator", name=self._own_name, model=model, node=socket.gethostname(),
             device="", load=load, state="serving", here=True, figures=figures,

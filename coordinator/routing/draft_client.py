@@ -1,6 +1,5 @@
-"""One session's draft: a replica, behind whichever stream the session has, or the target itself.
-
-This side always ends in a proposal, because a request must not suffer from a draft.
+"""A session's proposals from a model: a draft replica, or the target itself. If the model does not
+deliver, a look-up proposes, so a failing draft does not harm a request.
 """
 
 from __future__ import annotations
@@ -45,23 +44,24 @@ from outrider.tokens import TokenSequence
 _log = logging.getLogger(__name__)
 
 _VAIN_FEEDS_MAX = 2
-"""Feeds in a row after which a draft holds no more than before, and is left alone for a while."""
+"""After this many feeds in a row that did not extend what the draft holds, feeding pauses."""
 
 
 class PushedProposals:
-    """Of one session, for its next round; those of earlier rounds are forgotten.
+    """Proposals that a draft worked out ahead for possible outcomes of the current round. Only
+    those for the next round are kept.
 
-    Which one is picked depends on what was committed, and on whether it came in time: on nothing
-    that another one holds."""
+    Which one is used depends only on the committed tokens and on whether it came in time, not on
+    the contents of the others."""
 
     def __init__(self) -> None:
         self._round = 0
         self._bytes = 0
         self._kept: dict[tuple[int, tuple[int, ...]], ProposalReply] = {}
-        """By length of the committed prefix, and what is assumed behind it."""
+        """By length of the committed prefix, and the tokens assumed to follow it."""
 
     def put(self, reply: ProposalReply) -> None:
-        """Keeps a proposal for the round behind the current one, while there is room."""
+        """Keeps a proposal for the next round, while there is room."""
         place = (reply.base_length, reply.assumed)
         if reply.key.round != self._round + 1 or place in self._kept:
             return
@@ -70,12 +70,12 @@ class PushedProposals:
             self._kept[place], self._bytes = reply, num_bytes
 
     def expects(self, number: int) -> bool:
-        """Whether proposals for a round that begins were kept: it follows the one before."""
+        """Whether proposals for this round were kept: it must follow the previous one."""
         return number == self._round + 1
 
     def begin(self, number: int, tokens: TokenSequence) -> ProposalReply | None:
-        """A round begins after these committed tokens: the proposal that assumed them, if it is
-        there. All others are forgotten."""
+        """Begins a round after these committed tokens. Returns the proposal that assumed them, if
+        it is here, and drops all others."""
         found = None
         if self.expects(number):
             for base_length in {length for length, _ in self._kept}:
@@ -85,15 +85,15 @@ class PushedProposals:
 
 
 def budget_us(seconds: float) -> int:
-    """Time that is left to draft, as a message says it: 0 for infinity, else at least 1."""
+    """Time left to draft, as in messages: 0 for infinity, else at least 1."""
     if seconds == math.inf:
         return 0
     return max(1, min(round(seconds * 1e6), DRAFT_DEADLINE_MS_MAX * 1000))
 
 
 class _ModelDrafts(Drafts):
-    """A model drafts. In a hybrid the look-up goes first where it is confident, which depends on
-    the committed tokens and its history alone."""
+    """A model drafts. In a hybrid, a look-up that is confident goes first. Confidence depends only
+    on the committed tokens and the look-up's history."""
 
     is_lookup = False
 
@@ -104,13 +104,13 @@ class _ModelDrafts(Drafts):
         self._session = context.session
         hybrid = config.lookup
         self._confident = math.inf if hybrid is None else hybrid.hybrid_min_score
-        """Tokens that the look-up must expect to be accepted to go first."""
+        """The look-up goes first if it expects at least this many accepted tokens."""
         self._model_tokens = NUM_DRAFT_TOKENS_MAX if hybrid is None else hybrid.hybrid_model_tokens
-        """Draft tokens of a round that the model is asked for at most where the look-up was not
-        confident: each takes a step, while those of a look-up cost next to nothing."""
+        """Most draft tokens that a round asks of the model. In a hybrid they are fewer than those
+        of a look-up, as each one takes a step."""
         of_request_ms = context.parameters.draft_deadline_ms or config.draft_timeout_ms
         self._draft_s = min(of_request_ms, config.draft_timeout_ms) / 1e3
-        """A draft has so long to draw; it then answers with what it has."""
+        """Time that a draft has to draw. It then answers with what it has."""
 
     @property
     def _is_hybrid(self) -> bool:
@@ -118,7 +118,7 @@ class _ModelDrafts(Drafts):
 
 
 class DraftClient(_ModelDrafts):
-    """A draft replica; the look-up fills in while it does not answer."""
+    """Proposals from a draft replica. A look-up fills in while it does not answer."""
 
     def __init__(
         self,
@@ -135,27 +135,28 @@ class DraftClient(_ModelDrafts):
         self._retry_s = config.draft_retry_ms / 1e3
         self._reads_features = pool.first is not None and pool.first.reads_features
         self._brought: Features | None = None
-        """What the newest verdict has brought, until the draft has it ..."""
+        """Hidden states of the newest verdict, until they are sent to the draft ..."""
         self._brought_of = ""
-        """... and which head it is of."""
+        """... and the head that they are for."""
         self._held_before = 0
-        """Tokens that the draft was thought to hold before the newest feed."""
+        """Tokens that the draft held before the newest feed, as far as known."""
         self._num_vain = 0
-        """Feeds in a row that did not raise that."""
+        """Feeds in a row that did not raise that number."""
         self._is_behind = False
-        """Whether the round was not asked for, since the draft cannot run all committed tokens."""
+        """Whether this round has no proposal because the draft lacks hidden states."""
         self._look_ahead = 0
-        """Outcomes of each round that are to be worked out before they are known."""
+        """Outcomes of a round for which the draft is to draft ahead."""
         if not (self._reads_features or context.parameters.constraint):
             self._look_ahead = config.look_ahead or 0
         self._pushed = PushedProposals()
         self._asked: tuple[int, int] | None = None
-        """The round whose proposal is waited for, and its K."""
+        """Number and K of the round that waits for its proposal."""
         self._is_late = False
-        """Whether the round's proposal did not come in time."""
+        """Whether this round's proposal did not come in time."""
         self._held: ProposalReply | None = None
+        """The reply with this round's proposal."""
         self._looked_for = 0
-        """K of the newest item: of what is drafted ahead for the next round."""
+        """K of the newest message, for which the draft looks ahead."""
         self._ask_again_at = 0.0
 
     @property
@@ -167,14 +168,12 @@ class DraftClient(_ModelDrafts):
         return self._route.on_trial
 
     def prefill(self, num_draft_tokens: int) -> None:
-        """Lets the draft read the prompt while the target does, and look ahead of a round without
-        a proposal, for so many tokens. A draft that reads features has none of the prompt yet."""
         if self._reads_features:
-            return
+            return  # It needs the prompt's hidden states, which come with verdicts.
         number = self._route.begin(0)
         self._looked_for = min(num_draft_tokens, self._model_tokens)
         self._try_send(number, self._looked_for if self._look_ahead else 0, ())
-        # Messages of a session are worked off in order; where this one is lost, a resync follows.
+        # The draft handles a session's messages in order. If this one is lost, a resync follows.
         self._route.cached_length = self._session.length
 
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
@@ -198,24 +197,23 @@ class DraftClient(_ModelDrafts):
             length = replace(length, num_draft_tokens=num_drawn, siblings=siblings)
         drafted = await self._by_replica(round_index, length, start)
         if drafted is None:
-            # An empty guess is one, too: it is not looked up again.
             filled_in = self.lookup.propose(num_wanted, noise) if guess is None else guess
-            if self._is_behind:  # Nothing is learned.
+            if self._is_behind:
                 return Drafted(filled_in, "fallback", 0.0, 0)
             num_asked = 0 if self._is_late else num_wanted
             return Drafted(filled_in, "fallback", self._clock() - start, num_asked)
         if num_drawn < num_wanted and drafted.num_asked == num_drawn:
-            # Tokens beyond the model's count as asked for and not proposed.
+            # Tokens beyond the model's limit count as asked for and not proposed.
             return replace(drafted, num_asked=num_wanted)
         return drafted
 
     async def _by_replica(
         self, round_index: int, length: RoundLength, start: float
     ) -> Drafted | None:
-        """None where the replica is away or silent, refuses, lacks features, or had no time for a
-        first token. It is told how much time there is and decides itself, before each draw, whether
-        to make it: a proposal that has been drawn is never given up for being late, as how late it
-        is may depend on its tokens."""
+        """The replica's proposal. None if the replica is away or silent, refuses, lacks hidden
+        states, or had no time for a first token. The replica knows how much time is left and
+        decides before each draw whether to make it. Tokens once drawn are never dropped for being
+        late, as how late they are may depend on them."""
         num_wanted = length.num_draft_tokens
         self._is_late = False
         if self._route.is_left:
@@ -243,8 +241,8 @@ class DraftClient(_ModelDrafts):
             self._tell_soon(number, num_wanted, proposal)
         else:
             seconds = self._clock() - start
-        # One of just what was looked ahead for may have been cut short by that, in an answer, too,
-        # where it was still being drafted when it was asked for.
+        # A proposal of exactly the length that was looked ahead for may have been cut short by
+        # that. So may an answer, if it was being drafted ahead when it was asked for.
         is_cut = self._look_ahead > 0 and len(proposal) == looked_for < num_wanted
         num_asked = looked_for if is_cut else num_wanted
         if reply.out_of_time and not is_ahead:
@@ -255,8 +253,8 @@ class DraftClient(_ModelDrafts):
         )  # fmt: skip
 
     async def _ask(self, number: int, length: RoundLength, start: float) -> ProposalReply | None:
-        """What the replica answers. A round that is not timed waits until its replica is lost, or a
-        step of that must have hung."""
+        """The replica's answer. A round that is not timed waits until the replica is lost, or so
+        long that a step of it must hang."""
         self._is_behind = self._lacks_features
         if not self._route.heard:
             self._probe(number, length)
@@ -279,13 +277,15 @@ class DraftClient(_ModelDrafts):
                 if self._is_behind:
                     self._feed(number)
                     return None
-                self._route.awaited = None  # What it is asked now tells as much.
+                self._route.awaited = None  # The answer to this message says as much.
                 budget = budget_us(draw_until - self._clock())
                 self._send(number, num_wanted, siblings=length.siblings, budget=budget)
                 answer = await self._route.take(give_up_at - self._clock())
             check_wanted(answer.proposal, num_wanted, length.siblings)
             if answer.base_length != (committed := self._session.length):
-                raise InvariantError(f"it extends {answer.base_length}, not {committed} tokens")
+                raise InvariantError(
+                    f"the proposal extends {answer.base_length} tokens, not {committed}"
+                )
             require_q(answer.proposal, self._session.record.rule)
         except (TimeoutError, OutriderError) as error:
             self._is_late = isinstance(error, TimeoutError | DeadlineExceeded)
@@ -298,11 +298,11 @@ class DraftClient(_ModelDrafts):
         return answer
 
     def next_wanted(self, length: RoundLength, room: int) -> NextWanted:
-        """Features from the first one on that the draft lacks, if it may be asked next."""
+        """Hidden states from the first token on that the draft lacks."""
         if not self._reads_features or not self._route.heard or length.next_max == 0:
             return NOTHING_WANTED
         if self._features is not None and self._route.awaited is not None:
-            return NOTHING_WANTED  # These go first.
+            return NOTHING_WANTED  # Those that are here are sent first.
         held = self._route.cached_length if self._held is None else self._held.cached_length
         return NextWanted(features_from=max(0, held - 1))
 
@@ -317,7 +317,7 @@ class DraftClient(_ModelDrafts):
             self._held = None
 
     def reject(self) -> None:
-        """Another replica goes on, or the look-up until there is one."""
+        """Moves to another replica; the look-up proposes until there is one."""
         self._held = None
         self._pushed = PushedProposals()
         self._route.reject()
@@ -328,8 +328,8 @@ class DraftClient(_ModelDrafts):
         self._route.close()
 
     def _take_pushed(self, reply: ProposalReply) -> None:
-        """A proposal that assumes something has come: for the next round, or for the one that
-        waits for just this."""
+        """Takes a proposal that was drafted ahead: for the next round, or for the round that waits
+        for its proposal."""
         if self._asked is None or reply.key.round != self._asked[0]:
             self._pushed.put(reply)
             return
@@ -346,13 +346,13 @@ class DraftClient(_ModelDrafts):
             check(not pushed.proposal.parents, "it is a tree")
             require_q(pushed.proposal, self._session.record.rule)
         except OutriderError as error:
-            _log.warning("a pushed proposal is of no use: %s", error)
+            _log.warning("a proposal drafted ahead cannot be used: %s", error)
             return False
         return True
 
     def _tell_soon(self, number: int, num_draft_tokens: int, proposal: SealedProposal) -> None:
-        """Says which proposal the round has. The verification leaves first, in the loop's next
-        turn: nobody waits for what the draft is told."""
+        """Tells the draft which proposal the round has, after the message to the target was sent
+        in the event loop's next turn: nothing waits for this message."""
 
         def tell() -> None:
             if self._route.heard:
@@ -362,7 +362,7 @@ class DraftClient(_ModelDrafts):
         loop.call_soon(loop.call_soon, tell)
 
     def _try_send(self, number: int, num_draft_tokens: int, held: tuple[int, ...]) -> bool:
-        """Whether it is on its way; where it is not, the draft may be another one now."""
+        """Sends a message. Returns whether it was sent; if not, the session may have moved."""
         try:
             self._send(number, num_draft_tokens, held)
         except (LinkLost, Overloaded) as error:
@@ -387,16 +387,16 @@ class DraftClient(_ModelDrafts):
 
     @property
     def _features(self) -> Features | None:
-        """What is here for the draft. Not what a target has sent that was another one then: a
-        replica that starts anew in its place may have another head, and no error would tell. Pages
-        that were made of such rows would be shared, and what is drafted from them accepted less.
-        (A proposal of the head before harms nothing: it comes with its own q.)"""
+        """Hidden states to send to the draft, unless they are for another head: a replica that was
+        restarted may have another one. No error would show that, but pages made from such rows
+        would be shared, and fewer of the tokens drafted from them accepted. (A proposal of the
+        earlier head is harmless, as it comes with its own q.)"""
         return self._brought if self._brought_of == self._route.features_read else None
 
     @property
     def _reach(self) -> int:
-        """Committed tokens that the draft can hold once it has the features that are here: it needs
-        that of a token to run the next one."""
+        """Committed tokens that the draft can run once it has `_features`: to run a token, it needs
+        the hidden state of the one before."""
         held, features = self._route.cached_length, self._features
         if features is None or features.first >= max(1, held):
             return held
@@ -408,8 +408,8 @@ class DraftClient(_ModelDrafts):
         return self._reads_features and self._reach < self._session.length
 
     def _feed(self, number: int) -> None:
-        """Lets the draft run what it can, and waits for nothing. What it says of that is heard
-        before it is fed again, unless it says nothing for long."""
+        """Sends hidden states, so that the draft runs what it can. Does not wait: the answer is
+        read before the next feed, unless it takes longer than the retry time."""
         held, reach, now = self._route.cached_length, self._reach, self._clock()
         is_waiting = self._route.awaited is not None and now < self._ask_again_at
         if not self._route.heard or is_waiting or reach <= held:
@@ -419,8 +419,8 @@ class DraftClient(_ModelDrafts):
             self._held_before, self._route.cached_length, self._brought = held, reach, None
 
     def _hear_feed(self) -> None:
-        """Learns what the draft holds behind the newest feed, once it has said so: more than it was
-        fed where others have left pages of the same tokens, and less where it has no pages."""
+        """Reads the answer to the newest feed, if it is here. The draft may hold more than it was
+        fed, if others left pages of the same tokens, or less, if it is short of pages."""
         answer = self._route.take_awaited()
         if answer is None:
             return
@@ -446,52 +446,51 @@ class DraftClient(_ModelDrafts):
             self._move()
         self._ask_again_at = self._clock() + self._retry_s
 
-    def _move(self) -> bool:
-        if not self._route.move():
-            return False
-        self._route.heard = True
-        return True
+    def _move(self) -> None:
+        if self._route.move():
+            self._route.heard = True
 
     def _probe(self, number: int, length: RoundLength) -> None:
-        """Asks an absent draft now and then without waiting; an answer makes it present."""
+        """Asks a draft that did not answer, at intervals and without waiting. Once it answers, it
+        is used again."""
         now = self._clock()
         if now < self._ask_again_at:
             return
         self._ask_again_at = now + self._retry_s
-        with suppress(LinkLost, Overloaded):  # Still away; it is asked again later.
+        with suppress(LinkLost, Overloaded):
             budget = budget_us(self._draft_s if length.is_timed else math.inf)
             self._send(number, length.num_draft_tokens, budget=budget)
 
 
 class SelfDraftClient(_ModelDrafts):
-    """The target drafts. It is asked for a round's proposal with the round before, for as many
-    tokens as that round will ask for; where the completion ends sooner, it is cut. Where nothing
-    has come, as behind rounds that the target ran ahead, the look-up proposes."""
+    """Proposals from the target, which come with the verdict of the round before. They have the K
+    of their round, and are cut if the completion ends sooner. If there is none, as after rounds
+    that the target ran ahead, the look-up proposes."""
 
     def __init__(
         self, context: SessionContext, lookup: SessionLookup, config: CoordinatorConfig
     ) -> None:
         super().__init__(context, lookup, config)
         self._wanted = NOTHING_WANTED
-        """Of the newest verdict's proposal ..."""
+        """What the target was asked for with the newest verdict."""
         self._next_max = 0
-        """... and the K of its round, which may be longer."""
+        """The K of that proposal's round, which may be larger."""
         self._is_rejected = False
         self._reply: VerdictReply | None = None
         """The newest verdict, if its proposal can be used."""
 
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
-        """It waits for nothing. Whose proposal it is depends on what the look-up may look at, and
-        not on what the target has proposed."""
+        """Does not wait. Whether the look-up or the target proposes does not depend on the tokens
+        that the target drew."""
         num_wanted = length.num_draft_tokens
         reply, self._reply = self._reply, None
         if reply is not None and reply.next_base_length != self._session.length:
-            reply = None  # It extends something else.
+            reply = None
         if reply is None or self._is_hybrid:
             proposal, score = self.lookup.guess(num_wanted, noise)
             is_sure = score >= self._confident
             if reply is None or is_sure:
-                # Of a guess that only fills in nothing is learned.
+                # Nothing is learned from a look-up that only fills in.
                 is_fallback = not is_sure and self._wanted.num_draft_tokens > 0
                 num_asked = num_wanted if is_sure else 0
                 return Drafted(proposal, "fallback" if is_fallback else "local", 0.0, num_asked)
@@ -516,7 +515,7 @@ class SelfDraftClient(_ModelDrafts):
         return self._wanted
 
     def hear(self, reply: VerdictReply) -> None:
-        """What cannot be used is left out."""
+        """Takes the proposal that came with a verdict, if it can be used."""
         self._reply = None
         proposal = reply.next_proposal
         if not proposal or self._is_rejected:
@@ -525,12 +524,12 @@ class SelfDraftClient(_ModelDrafts):
             check_wanted(proposal, self._wanted.num_draft_tokens, self._wanted.siblings)
             require_q(proposal, self._session.record.rule)
         except OutriderError as error:
-            _log.warning("a target's own proposal is of no use: %s", error)
+            _log.warning("a target's own proposal cannot be used: %s", error)
             return
         self._reply = reply
 
     def reject(self) -> None:
-        """The look-up goes on."""
+        """Only the look-up proposes from now on."""
         self._is_rejected, self._reply, self._wanted = True, None, NOTHING_WANTED
 
 
@@ -541,14 +540,18 @@ def check_wanted(
     tree = proposal.tree
     if tree.num_depths > num_draft_tokens or len(proposal) > num_draft_tokens + sum(siblings):
         raise InvariantError(
-            f"{len(proposal)} tokens in {tree.num_depths} places, "
-            f"{num_draft_tokens} and siblings {siblings} asked"
+            f"the proposal has {len(proposal)} tokens at {tree.num_depths} places; "
+            f"{num_draft_tokens} places with siblings {siblings} were asked for"
         )
     for group in tree.groups if proposal.parents else ():
         depth, others = tree.depths[group[0]], len(group) - 1
         allowed = siblings[depth] if depth < len(siblings) else 0
         different = len({proposal.token_ids[index] for index in group}) == len(group)
-        check(others <= allowed and different, f"{others} siblings at {depth}, {allowed} asked")
+        check(
+            others <= allowed and different,
+            f"the proposal has {others} siblings at place {depth}; up to {allowed} different ones "
+            "were asked for",
+        )
 
 
 def open_drafts(
@@ -559,7 +562,7 @@ def open_drafts(
     *,
     target_drafts: bool,
 ) -> Drafts | None:
-    """Where the proposals of a session come from; None for one without."""
+    """The source of a session's proposals; None for a session without drafts."""
     parameters = context.parameters
     if parameters.num_draft_tokens == 0:
         return None

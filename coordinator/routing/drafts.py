@@ -1,5 +1,5 @@
-"""Where a session's proposals come from: what the decode loop asks, answered here by a look-up in
-this process; `draft_client.py` asks replicas."""
+"""A session's source of proposals, as the decode loop uses it: the interface, and look-ups in this
+process. `draft_client.py` has draft replicas, and targets that draft for themselves."""
 
 from __future__ import annotations
 
@@ -18,51 +18,51 @@ from outrider.speculation.sampling_params import SamplingParams
 from outrider.values import value
 
 Source = Literal["replica", "local", "fallback"]
-"""Of a proposal: a draft replica; a look-up that is meant to draft, or the target itself; or a
-look-up in place of a draft that does not answer."""
+"""Where a proposal is from. replica: a draft replica. local: the target itself, or a look-up that
+is configured to draft. fallback: a look-up in place of a draft that does not answer."""
 
 
 @value(frozen=True, slots=True)
 class Drafted:
-    """A proposal and where it came from."""
+    """A proposal and where it is from."""
 
     proposal: SealedProposal
     source: Source
     seconds: float
+    """How long the round waited for it."""
     num_asked: int
-    """K that it was drafted for, if that was settled before the round's own: the lesser of both;
-    the tokens that there was time for, where that ran out; 0 where it says nothing of the draft."""
+    """The K that it was drafted for, at most the round's; the tokens there was time for, if time
+    ran out; 0 if it says nothing about the draft."""
     queue_ms: float = 0.0
     compute_ms: float = 0.0
-    """The replica's own times ..."""
+    """The replica's own times."""
     work_ms: float = 0.0
-    """... and of the latter what was done for this session: others may share a step."""
+    """The part of `compute_ms` that was for this session: others may share a step."""
     ahead: bool = False
-    """Whether it was there before the round began."""
+    """Whether it was here before the round began."""
     siblings: tuple[int, ...] = ()
-    """Candidates that were asked for beside its tokens."""
+    """Siblings that were asked for, by place."""
     beside: DraftedBeside | None = None
-    """Where it came with the verdict before: what it took there."""
+    """How it was drafted, if it came with the verdict before."""
 
 
 @value(frozen=True, slots=True)
 class NextWanted:
-    """What a target is to send with its verdict, for the next round."""
+    """What the target is to send with its verdict for the next round."""
 
     num_draft_tokens: int = 0
     siblings: tuple[int, ...] = ()
     features_from: int | None = None
     """See `VerifyItem.features_from`."""
     budget_us: int = 0
-    """Time to draft, see `VerifyItem.next_budget_us`."""
+    """See `VerifyItem.next_budget_us`."""
 
 
 NOTHING_WANTED = NextWanted()
 
 
 class SessionLookup:
-    """The look-up that proposes for one session: alone, where it is confident, or where no replica
-    answers."""
+    """The look-up of one session."""
 
     def __init__(self, lookup: LookupDrafter, session: Session, sampling: SamplingParams) -> None:
         self._lookup = lookup
@@ -70,11 +70,11 @@ class SessionLookup:
         self._sampling = sampling
 
     def propose(self, num_draft_tokens: int, noise: RoundNoise) -> SealedProposal:
-        """A chain of at most so many tokens behind the committed ones."""
+        """A chain of at most `num_draft_tokens` that follow the committed tokens."""
         return self.guess(num_draft_tokens, noise)[0]
 
     def guess(self, num_draft_tokens: int, noise: RoundNoise) -> tuple[SealedProposal, float]:
-        """The same, and how many of its tokens are expected to be accepted."""
+        """The same, and how many of the tokens are expected to be accepted."""
         session = self._session
         request = DraftRequest(
             session_id=session.session_id,
@@ -96,52 +96,51 @@ class SessionLookup:
 
 
 class Drafts:
-    """One session's proposals; of this class by a look-up alone. A round always gets one, and
-    nothing here raises: a request must not suffer from a draft."""
+    """One session's proposals. This class looks them up; subclasses ask a model. Every round gets a
+    proposal, and nothing here raises: a failing draft must not harm a request."""
 
     is_lookup: ClassVar[bool] = True
-    """Whether all proposals are look-ups."""
+    """Whether all proposals are looked up."""
 
     def __init__(self, lookup: SessionLookup) -> None:
         self.lookup = lookup
 
     @property
     def cache_state(self) -> CacheState | None:
-        """What the store is told of the draft's side; None where no replica drafts."""
+        """What the draft replica holds, for the session's record; None without a replica."""
         return None
 
     @property
     def on_trial(self) -> bool | None:
-        """Whether the replica that drafts is on trial; None where none drafts."""
+        """Whether the draft replica is on trial; None without a replica."""
         return None
 
     def prefill(self, num_draft_tokens: int) -> None:
-        """The prompt is being read, for a first round without a proposal; the next one may want up
-        to so many tokens. Waits for nothing."""
+        """Starts reading the prompt during the first round, which has no proposal. The next round
+        may want up to `num_draft_tokens`. Does not wait."""
 
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
-        """A proposal of at most the tokens, and the siblings beside each, of a round's length,
-        drawn within its time. A look-up waits for nothing; it indexes the prompt when it is first
-        asked, at about 1 us a token."""
+        """A proposal with at most the tokens and siblings of `length`, drawn within its time. A
+        look-up does not wait; its first call indexes the prompt, at about 1 us per token."""
         loop = asyncio.get_running_loop()
         start = loop.time()
         proposal = self.lookup.propose(length.num_draft_tokens, noise)
         return Drafted(proposal, "local", loop.time() - start, length.num_draft_tokens)
 
     def next_wanted(self, length: RoundLength, room: int) -> NextWanted:
-        """What the target is to propose for the next round with its verdict on one of this length;
-        `room` is left in the target's context then."""
+        """What the target is to send for the next round with its verdict on a round of this
+        `length`. The target's context has room for `room` more tokens then."""
         return NOTHING_WANTED
 
     def hear(self, reply: VerdictReply) -> None:
-        """A verdict has come, with what was wanted."""
+        """Takes from a verdict what was wanted."""
 
     def settle(self, common_length: int) -> None:
-        """Notes an outcome: the first `common_length` tokens of what was drafted are committed."""
+        """Notes an outcome: of the session with the drafted tokens, the first `common_length`
+        tokens are committed."""
 
     def reject(self) -> None:
-        """What drafts sends distributions that cannot be read: this session takes no more proposals
-        from it. A look-up sends none."""
+        """The drafter sent distributions that cannot be read: takes no more proposals from it."""
 
     def close(self) -> None:
         """The session ends."""
@@ -149,32 +148,32 @@ class Drafts:
 
 
 WATCH_ROUNDS_MIN = 8
-"""Rounds from one look-up to the next at least: each takes up to 0.1 ms of the coordinator ..."""
+"""Fewest rounds from one look-up to the next: each takes up to 0.1 ms of the coordinator."""
 WATCH_ROUNDS_MAX = 64
-"""... and at most: the number doubles with each look-up of which no token followed."""
+"""Most rounds: the number doubles with each look-up whose first token was wrong."""
 
 
 class LookupProbe:
-    """Look-ups in rounds without a draft, of which only the length control is told."""
+    """Looks up proposals in plain rounds, to tell length control how many tokens would have been
+    accepted."""
 
     def __init__(self, lookup: SessionLookup, lengths: LengthPolicy, num_draft_tokens: int) -> None:
-        """Looks up at most `num_draft_tokens` tokens at a time, and tells `lengths` of them."""
+        """Looks up at most `num_draft_tokens` tokens at a time."""
         self._lookup = lookup
         self._lengths = lengths
         self._num_draft_tokens = num_draft_tokens
         self._guess: tuple[int, ...] | None = None
-        """None = nothing was looked up for the tokens to come."""
+        """The look-up that is compared with the tokens to come, if there is one."""
         self._num_followed = 0
-        """Tokens of it that were committed since."""
+        """Its tokens that were committed since."""
         self._rounds_left = 0
-        """Until the next look-up ..."""
+        """Rounds until the next look-up."""
         self._interval = WATCH_ROUNDS_MIN
-        """... which comes so many rounds after the last one."""
+        """Rounds from one look-up to the next."""
 
     def note(self, num_asked: int, noise: RoundNoise, token_id: int) -> None:
-        """A round brought tokens of which this is the first, and which the session does not have
-        yet; `noise` is the round's. What was looked up before a round with a draft says nothing
-        more."""
+        """Call after each round, before the session has its tokens, with the round's `noise` and
+        the first of its tokens. A round with a draft (`num_asked`) ends the comparison."""
         if num_asked > 0:
             self._guess = None
             return

@@ -1,13 +1,13 @@
-"""The replicas of one role that a coordinator knows, and each session's way to one of them.
+"""The replicas of one role that a coordinator knows, and each session's route to one of them.
 
     ReplicaConnection  one replica's link, and the routes of its sessions
-    ReplicaPool        the replicas: they join, leave, are away and are back
+    ReplicaPool        the replicas, which join, leave, go away and come back
     SessionContext     a session as messages describe it
-    SessionRoute       the replica of a session, and its answers; the replica changes when it is
-                       away or is to be left
+    SessionRoute       a session's replica and its answers; it moves to another replica if this one
+                       is away or is to be left
 
-A session that moves takes nothing along: its new replica is sent the committed tokens, and begins
-with the pages that it has of them.
+A session that moves takes nothing along: its new replica gets the committed tokens, and uses the
+pages that it already has of them.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from outrider.transport.link import Link, LinkBytes
 _log = logging.getLogger(__name__)
 
 DESCRIBE_TIMEOUT_S = 10.0
-"""How long a replica that is new may take to say what it runs ..."""
+"""Time for a new replica to describe itself."""
 PROBE_TIMEOUT_S = 2.0
-"""... and one that was away, to be there again."""
+"""Time for a replica that was away to describe itself."""
 PROBE_PERIOD_S = 0.1
-"""Between two looks at the replicas that are away."""
+"""Time between two probes of the replicas that are away."""
 
 LOAD_SLACK = 0.25
-"""A replica is given a quarter more sessions than all have on average, at most, or one more where
-these cannot be shared out evenly; but not for it more than share a step."""
+"""A replica gets at most this share more sessions than the mean, or the mean rounded up. For the
+slack alone it gets no more sessions than fit a step."""
 _KEY_PAGES = 2
-"""Pages that sessions on one replica share at least, where their prompts are as long as that."""
+"""Sessions with the same affinity have at least this many pages of their prompts in common."""
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer", bound=VerdictReply | ProposalReply | Resync | Refused)
@@ -66,6 +66,7 @@ class ReplicaConnection:
         link: Link,
         name: str,
         description: ReplicaDescription,
+        trial_share: float,
     ) -> None:
         self._pool = pool
         self.link = link
@@ -73,15 +74,14 @@ class ReplicaConnection:
         """The replica's name in the session store."""
         self.description = description
         self.leaving = False
-        """Whether its sessions are to go elsewhere."""
-        self.trial_share = 0.0
-        """Share of the new sessions that go to it, and to no other, while it is on trial; 0 = it is
-        not."""
+        """Whether its sessions are to move to other replicas."""
+        self.trial_share = trial_share
+        """Share of the new sessions that it gets while it is on trial; 0 = it is not on trial."""
         self.away = False
-        """Whether it could not be reached when it was last tried, and has not said since what it
-        runs."""
+        """Whether the last attempt to reach it failed. It counts as back once it has described
+        itself."""
         self.routes: dict[str, SessionRoute[Any, Any]] = {}
-        """Of its sessions."""
+        """Routes of its sessions, by session id."""
         link.listen(self._deliver, self.lose)
 
     @property
@@ -89,7 +89,7 @@ class ReplicaConnection:
         return not (self.leaving or self.away)
 
     async def answers(self, timeout_s: float) -> bool:
-        """Whether it says in time what it runs."""
+        """Whether it describes itself in time."""
         try:
             await self.link.describe(timeout_s)
         except OutriderError:
@@ -102,7 +102,7 @@ class ReplicaConnection:
         self._pool.lost.set()
 
     def lose(self, error: Exception) -> None:
-        """Its stream has broken."""
+        """Its stream broke."""
         self.miss()
         for route in self.routes.values():
             route.lose(error)
@@ -110,48 +110,48 @@ class ReplicaConnection:
     def _deliver(self, answer: Any) -> None:
         route = self.routes.get(answer.key.session_id)
         is_kept = route is not None and route.put(answer)
-        # What was pushed for an outcome mostly does not come true, and an empty proposal answers a
-        # prompt that was read.
+        # Not stale: proposals drafted ahead for an outcome that did not happen, and the empty
+        # proposal that answers a prompt.
         if isinstance(answer, ProposalReply):
             is_kept |= not answer.proposal or bool(answer.assumed)
         self._pool.num_stale += not is_kept and isinstance(answer, ProposalReply | VerdictReply)
 
 
 class ReplicaPool:
-    """The replicas of one role. Those of other weights may be among them, as while new ones come
-    in: a session may have to stay with the weights that it began with."""
+    """The replicas of one role. Their weights may differ, as during an upgrade: a session stays
+    with the weights that it began with."""
 
     def __init__(self, role: Side, targets: ReplicaPool | None = None) -> None:
         """Drafts must fit the first of the `targets`."""
         self.role = role
         self.first: ReplicaDescription | None = None
-        """What the replica ran that joined first of all: the others must go with it."""
+        """Description of the first replica that ever joined: all others must fit it."""
         self._targets = targets
         self.replicas: dict[str, ReplicaConnection] = {}
-        """Those that are known, by name, in the order in which they joined."""
+        """The known replicas, by name, in the order in which they joined."""
         self._left = LinkBytes()
-        """Of replicas that are known no more."""
+        """Bytes of replicas that are not known any more."""
         self.num_stale = 0
-        """Proposals and verdicts that came when their round or session was over; may be read on any
-        thread."""
+        """Proposals and verdicts that came after their round or session was over. May be read on
+        any thread."""
         self.lost = asyncio.Event()
         """Set when a replica cannot be reached."""
         self._found = asyncio.Event()
-        """Set, and made anew, when one is there that was not."""
+        """Set, and then replaced, when a replica joins or is back."""
 
     @property
     def may_join(self) -> bool:
-        """Whether it is known already what a replica must fit."""
+        """Whether it is known what a replica must fit."""
         return self._targets is None or self._targets.first is not None
 
     @property
     def num_present(self) -> int:
-        """Replicas that can be reached, as far as is known, and are not to be left."""
+        """Replicas that are neither away nor to be left."""
         return sum(replica.is_open for replica in self.replicas.values())
 
     @property
     def is_full(self) -> bool:
-        """Whether all that are present have as many sessions as share a step of theirs."""
+        """Whether all present replicas have as many sessions as fit a step."""
         return all(
             len(replica.routes) >= replica.description.max_num_seqs
             for replica in self.replicas.values()
@@ -160,13 +160,13 @@ class ReplicaPool:
 
     @property
     def num_bytes(self) -> LinkBytes:
-        """To and from all replicas so far; may be read on any thread."""
+        """Bytes to and from all replicas so far. May be read on any thread."""
         found = [replica.link.num_bytes for replica in list(self.replicas.values())] + [self._left]
         return LinkBytes(sum(one.sent for one in found), sum(one.received for one in found))
 
     def newest(self, weights: str = "") -> ReplicaDescription | None:
-        """What the replica runs that joined last of those that are present, or else of all; None
-        where none is known. Only of those with these `weights` (`ReplicaDescription.weights`);
+        """Description of the present replica that joined last, or if none is present of any; None
+        if there is none. Only replicas with these `weights` (`ReplicaDescription.weights`) count;
         empty = any."""
         replicas = [
             replica for replica in self.replicas.values()
@@ -177,21 +177,20 @@ class ReplicaPool:
 
     @property
     def on_trial(self) -> ReplicaConnection | None:
-        """The newest replica on trial that is present, if there is one."""
+        """The newest present replica on trial, if there is one."""
         found = [one for one in self.replicas.values() if one.trial_share and one.is_open]
         return found[-1] if found else None
 
     @property
     def first_kept(self) -> ReplicaDescription | None:
-        """What the oldest replica runs that is not on trial, if there is one."""
+        """Description of the oldest replica that is not on trial, if there is one."""
         found = (one.description for one in self.replicas.values() if not one.trial_share)
         return next(found, None)
 
     async def join(self, name: str, link: Link, trial_share: float = 0.0) -> None:
-        """Takes a replica in, whose link is the pool's from now on, perhaps for a trial on a share
-        of the sessions. Raises `Unavailable` where it
-        does not say what it runs, `Incompatible` where that does not fit; then it is not taken
-        in."""
+        """Adds a replica, whose link the pool then owns; with `trial_share` for a trial. Raises
+        `Unavailable` if it does not describe itself and `Incompatible` if it does not fit; then it
+        is not added."""
         check(name not in self.replicas, f"{name} has joined already")
         try:
             description = await link.describe(DESCRIBE_TIMEOUT_S)
@@ -202,8 +201,7 @@ class ReplicaPool:
         self.admit(name, link, description, trial_share)
 
     async def join_all(self, links: Mapping[str, Link]) -> None:
-        """Takes replicas in, of which some may be gone or not fit. Raises what `join` raises where
-        none of them can be taken in."""
+        """Adds the replicas that answer and fit. Raises like `join` if the pool is empty then."""
         found = await asyncio.gather(
             *(self.join(name, link) for name, link in links.items()), return_exceptions=True
         )
@@ -216,20 +214,19 @@ class ReplicaPool:
     def admit(
         self, name: str, link: Link, description: ReplicaDescription, trial_share: float = 0.0
     ) -> None:
-        """As `join`, for a replica of which it is known what it runs, and that it fits."""
+        """Adds a replica whose description is known to fit."""
         self.first = self.first or description
-        self.replicas[name] = ReplicaConnection(self, link, name, description)
-        self.replicas[name].trial_share = trial_share
+        self.replicas[name] = ReplicaConnection(self, link, name, description, trial_share)
         self._tell_found()
 
     def retire(self, name: str) -> None:
-        """A replica is to be left: it gets no more sessions, and those that it has move at the
-        beginning of their next round, where there is another."""
+        """Marks a replica as leaving: it gets no more sessions, and its sessions move with their
+        next round if there is another replica."""
         if name in self.replicas:
             self.replicas[name].leaving = True
 
     async def leave(self, name: str) -> None:
-        """A replica is gone: its sessions hear that it is lost, and move."""
+        """Removes a replica that is gone. Its sessions move."""
         replica = self.replicas.pop(name, None)
         if replica is not None:
             left, one = self._left, replica.link.num_bytes
@@ -246,14 +243,16 @@ class ReplicaPool:
         numerics: str = "",
         session_id: str = "",
     ) -> ReplicaConnection | None:
-        """Where a session may go that shares pages with those of the same `affinity`, by
-        `choose`; to `preferred` before all others, and to none of `without`. One that is
-        away only where none is left behind for it. `weights` are those that it needs; empty =
-        any. Replicas with these `numerics` come before others, whatever their load: there its
-        text goes on as it would have, to the last token. One on trial has its share of the
-        sessions, by their id, and others only where there is no other. Only one that `can_read`
-        what there is of the session. A draft that is to be left gets none at all, as a look-up
-        fills in: it ends the sooner."""
+        """The replica for a session, by `choose`: sessions of the same `affinity` share pages.
+
+        - It has these `weights` (empty = any), is none of `without`, and `can_read` the session.
+        - It is not away, unless all are and the session leaves none (`without` is empty).
+        - `preferred` comes before all others.
+        - One on trial takes its share of the sessions by their id, and others only if there is no
+          other replica.
+        - Replicas with the same `numerics` come before others, whatever their load: there the
+          session's text is the same to the last token.
+        - A draft that is to be left gets none, so that it ends soon: a look-up fills in."""
         fitting = [
             replica
             for replica in self.replicas.values()
@@ -281,20 +280,21 @@ class ReplicaPool:
         return None if name is None else self.replicas[name]
 
     def can_read(self, replica: ReplicaDescription, session_id: str) -> bool:
-        """Whether it reads no features, or just those of the target that the session has now: while
-        an upgrade replaces both there are those of two heads."""
+        """Whether a draft works with the session's current target: it either reads no hidden
+        states, or reads those of the head that this target has. During an upgrade there may be two
+        heads."""
         is_free = self._targets is None or not replica.reads_features
         return is_free or self.features_shown(session_id) == replica.features
 
     def features_shown(self, session_id: str) -> str | None:
-        """Which features the target shows that the session has now; None where it has none."""
+        """The head whose hidden states the session's current target sends; None without one."""
         targets = () if self._targets is None else self._targets.replicas.values()
         found = (one.description.features for one in targets if session_id in one.routes)
         return next(found, None)
 
     async def watch(self) -> None:
-        """Looks for replicas that are away, at once and then now and then, until it is cancelled;
-        one that comes and goes is looked for no more often."""
+        """Probes replicas that are away, at once and then every `PROBE_PERIOD_S`, until it is
+        cancelled. One that keeps coming and going is not probed more often."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         while True:
@@ -308,14 +308,14 @@ class ReplicaPool:
                 self.lost.set()
 
     async def change(self, timeout_s: float) -> None:
-        """Waits until there is a replica that was not, but no longer than that."""
+        """Waits until a replica joins or is back, at most `timeout_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._found.wait()
 
     async def wait_for_one(self, timeout_s: float) -> ReplicaDescription:
-        """What the newest replica runs, once one is known. Raises `Unavailable` where none is by
-        then."""
+        """Description of the newest replica, once one is known. Raises `Unavailable` if none is
+        within `timeout_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self.newest() is None:
@@ -326,8 +326,8 @@ class ReplicaPool:
         return found
 
     async def healthy(self, timeout_s: float) -> bool:
-        """Whether a replica answers, after no more than twice `timeout_s`: one that should is asked
-        first, and where it does not all others at once."""
+        """Whether any replica answers. Asks one that should be there first and then all others at
+        once, so it takes at most twice `timeout_s`."""
         replicas = sorted(self.replicas.values(), key=lambda replica: not replica.is_open)
         for some in (replicas[:1], replicas[1:]):
             if any(await asyncio.gather(*(replica.answers(timeout_s) for replica in some))):
@@ -339,8 +339,8 @@ class ReplicaPool:
         await asyncio.gather(*(replica.link.close() for replica in self.replicas.values()))
 
     def check_integrity(self, sessions: set[str], *, every: bool = True) -> None:
-        """Raises `InvariantError` unless these sessions, `every` one or some, and no others have a
-        route, and to one replica."""
+        """Raises `InvariantError` unless only these sessions have a route, each to one replica;
+        with `every`, all of them must have one."""
         routed = [name for replica in self.replicas.values() for name in replica.routes]
         check(len(routed) == len(set(routed)), "a session with two routes")
         check(set(routed) <= sessions, "a route without a session")
@@ -351,25 +351,26 @@ class ReplicaPool:
         self._found = asyncio.Event()
 
     async def _probe(self, replica: ReplicaConnection) -> None:
-        """One that answers is there again, perhaps as another: it was started anew."""
+        """Marks a replica as back if it answers. Its description may have changed, if it was
+        restarted."""
         with suppress(OutriderError):
             description = await replica.link.describe(PROBE_TIMEOUT_S)
             self._check(description)
-            _log.info("the %s %s is there again", self.role, replica.name)
+            _log.info("the %s %s is back", self.role, replica.name)
             replica.description, replica.away = description, False
             self._tell_found()
 
     def _check(self, found: ReplicaDescription) -> None:
-        """Raises `Incompatible` for a target whose tokens mean something else than the first one's;
-        and for a draft that does not go with the targets, or goes on from something else than the
-        first one. Targets may draft in different ways, as while an upgrade replaces them."""
+        """Raises `Incompatible` for a target with other tokens than the first one, for a draft that
+        does not fit the targets, and for a draft that reads hidden states if the first one does
+        not, or the other way round. Targets may differ in how they draft, as during an upgrade."""
         if self.role == "draft":
             if self._targets is not None and self._targets.first is not None:
                 _check_pair(self._targets.first, found)
             if self.first is not None and found.reads_features != self.first.reads_features:
                 raise Incompatible(
-                    f"of the drafts {found.model!r} and {self.first.model!r} only one goes on from "
-                    "features that its target sends"
+                    f"of the drafts {found.model!r} and {self.first.model!r} only one reads hidden "
+                    "states that its target sends; either all drafts or none must do so"
                 )
         elif self.first is not None and _tokens(found) != _tokens(self.first):
             raise Incompatible(
@@ -378,24 +379,24 @@ class ReplicaPool:
             )
 
 
-# Which replica a session begins on, by rendezvous hashing (Thaler and Ravishankar 1998) of what its
-# prompt begins with: sessions that begin alike find the pages that others have left, coordinators
-# agree without talking, and where a replica comes or goes only its own sessions move. A bound on
-# loads (Mirrokni, Thorup and Zadimoghaddam 2018) sends on what would be too much for one; each
-# coordinator keeps it for its own sessions, so it is kept for those of all.
+# A session's first replica is chosen by rendezvous hashing (Thaler and Ravishankar 1998) of the
+# start of its prompt. So sessions with the same start find the pages that others left, coordinators
+# agree without communicating, and only its own sessions move when a replica comes or goes. A bound
+# on loads (Mirrokni, Thorup and Zadimoghaddam 2018) sends sessions on if one replica would get too
+# many. Each coordinator keeps the bound for its own sessions, so it holds for all of them together.
 
 
 def affinity(tenant: str, prompt_ids: Sequence[int]) -> bytes:
-    """What sessions that may share pages have in common: whose they are, and their first pages."""
+    """Key of sessions that may share pages: the same tenant, and the same first pages."""
     first = prompt_ids[: _KEY_PAGES * PAGE_SIZE]
     ids = b"".join(token_id.to_bytes(4, "little") for token_id in first)
     return blake2b(ids, key=blake2b(tenant.encode(), digest_size=16).digest()).digest()
 
 
 def choose(key: bytes, loads: Mapping[str, int], seats: int) -> str | None:
-    """The one that a key prefers among those with room for a session more, by how many sessions
-    each has, of which `seats` share a step; None where there is none at all. Beyond the seats all
-    have the same: there whoever has more keeps its sessions waiting."""
+    """The name that `key` prefers among those with room for one more session; None if there are no
+    names. `loads` has the number of sessions by name, of which `seats` fit a step. Beyond these,
+    loads are kept equal, as the sessions of a replica with more than others would wait."""
     if not loads:
         return None
     mean = (sum(loads.values()) + 1) / len(loads)
@@ -406,7 +407,7 @@ def choose(key: bytes, loads: Mapping[str, int], seats: int) -> str | None:
 
 
 def _place(session_id: str) -> float:
-    """Of a session among all, in [0, 1): the same at every coordinator."""
+    """Hash of a session id in [0, 1), the same at every coordinator."""
     return int.from_bytes(blake2b(session_id.encode(), digest_size=4).digest()) / 2**32
 
 
@@ -415,7 +416,8 @@ def _tokens(target: ReplicaDescription) -> tuple[int, str]:
 
 
 def _check_pair(target: ReplicaDescription, draft: ReplicaDescription) -> None:
-    """The draft's tokens must mean what the target's mean, and it must be shown what it reads."""
+    """Raises `Incompatible` unless the draft has the target's tokens, and the target sends the
+    hidden states that it reads, if any."""
     known = draft.tokenizer_fingerprint and target.tokenizer_fingerprint
     if known and draft.tokenizer_fingerprint != target.tokenizer_fingerprint:
         raise Incompatible(
@@ -424,7 +426,7 @@ def _check_pair(target: ReplicaDescription, draft: ReplicaDescription) -> None:
         )
     if draft.reads_features and not target.shows_features:
         raise Incompatible(
-            f"the draft {draft.model!r} goes on from features that its target sends, which "
+            f"the draft {draft.model!r} reads hidden states that its target sends, which "
             f"{target.model!r} does not show"
         )
 
@@ -436,7 +438,7 @@ class SessionContext:
     session: Session
     parameters: GenerationParameters
     deadline: float
-    """Of the event loop's clock."""
+    """In time of the event loop's clock."""
     observer: RequestObserver = SILENT
 
     @cached_property
@@ -445,13 +447,14 @@ class SessionContext:
 
     @cached_property
     def _hashes(self) -> tuple[int, bytes]:
-        """Of parameters and constraint."""
+        """Hashes of the sampling parameters and the constraint."""
         constraint = self.parameters.constraint
         digest = b"" if constraint is None else constraint.digest()
         return self.parameters.sampling.hash(), digest
 
     def head(self, side: Side, round_index: int, cached_length: int) -> RoundHead:
-        """The head of a message to a replica that is thought to hold so many committed tokens."""
+        """The head of a message to a replica that is assumed to hold `cached_length` committed
+        tokens."""
         session = self.session
         base_length = min(cached_length, session.length - 1)
         left = self.deadline - self._clock()
@@ -476,49 +479,50 @@ class SessionContext:
 
 
 class SessionRoute(Generic[Item, Answer]):
-    """One session's replica, or, while none is known, nothing; and the answers from there. Stale
-    and repeated answers are dropped here: the first verdict or proposal of a round wins. The
-    session may come back to a replica that it left, so no replica is told that it has left: what a
-    release has ended does not begin again."""
+    """One session's replica, if there is one, and its answers. Stale and repeated answers are
+    dropped here: the first verdict or proposal of a round wins. A move sends no Release: a released
+    session is refused from then on, and this one may return."""
 
     def __init__(self, pool: ReplicaPool, context: SessionContext) -> None:
-        """Begins with the replica that holds the most of the session where that is there. Only
-        targets with the weights of the session will do."""
+        """Begins with the replica that the session's record names, if it is present. Only targets
+        with the session's weights are used."""
         session = context.session
         is_target = pool.role == "target"
         held = session.target if is_target else session.draft
         self.context = context
         self.heard = True
-        """Set to False where the replica does not answer; True again once anything comes."""
+        """The owner sets this to False if the replica does not answer; any answer sets it to True
+        again."""
         self.was_lost = False
-        """Whether the stream broke before the current round, since somebody waited here last:
-        whatever was asked for must then be asked for again."""
+        """Whether the stream broke between the last wait and the current round: then everything
+        must be asked for again."""
         self.on_pushed: Callable[[ProposalReply], None] | None = None
-        """Hears of proposals that assume something; without it they are dropped."""
+        """Called with proposals that were drafted ahead; if None, they are dropped."""
         self._pool = pool
         self._affinity = affinity(
             session.record.tenant, session.tokens.ids[: session.prompt_length]
         )
         self._weights = context.parameters.weights if is_target else ""
         self._numerics = ""
-        """Those of the replica that it began with."""
+        """Numerics of the replica that it began with."""
         self._replica: ReplicaConnection | None = None
         self._left: dict[str, ReplicaConnection] = {}
-        """Where it was before, by name."""
+        """Replicas that it has left, by name."""
         self._rejected: list[ReplicaConnection] = []
-        """Where it does not go again."""
+        """Replicas that it does not return to."""
         self._num_moves = 0
         self._round = 0
         self._answers: dict[int, Answer] = {}
         self.awaited: int | None = None
         """An earlier round whose answer is kept for `take_awaited`."""
         self._pushed_round = -1
-        """The last round that a push has answered while its question was on the way."""
+        """The last round answered by a proposal drafted ahead, while its question was on the
+        way."""
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
         self._due = 0.0
-        """When that has waited for long enough: one timer serves all waits of the session, and goes
-        off when the first of them would have been due."""
+        """When the current wait times out. One timer serves all waits: it may fire early, and is
+        then set again."""
         self._timer: asyncio.TimerHandle | None = None
         self._lost: Exception | None = None
         found = pool.find(
@@ -526,32 +530,32 @@ class SessionRoute(Generic[Item, Answer]):
         )
         self._enter(found)
         self.cached_length = held.cached_length if held.replica == self.replica else 0
-        """Committed tokens that the replica is thought to hold."""
+        """Committed tokens that the replica holds, as far as known."""
 
     @property
     def replica(self) -> str:
-        """The replica's name in the session store; empty where there is none."""
+        """The replica's name in the session store; empty without a replica."""
         return "" if self._replica is None else self._replica.name
 
     @property
     def on_trial(self) -> bool | None:
-        """Whether the replica is on trial; None where there is none."""
+        """Whether the replica is on trial; None without a replica."""
         return None if self._replica is None else self._replica.trial_share > 0
 
     @property
     def drafts_itself(self) -> bool:
-        """Whether the replica, or where there is none the first of its role, drafts for itself."""
+        """Whether the replica drafts for itself; without one, whether the first of its role did."""
         found = self._pool.first if self._replica is None else self._replica.description
         return found is not None and found.drafts_itself
 
     @property
     def features_shown(self) -> str:
-        """Which features the session's target shows now ..."""
+        """The head whose hidden states the session's target sends."""
         return self._pool.features_shown(self.context.session.session_id) or ""
 
     @property
     def features_read(self) -> str:
-        """... and which ones its draft, the replica, goes on from."""
+        """The head whose hidden states this replica, a draft, reads."""
         return "" if self._replica is None else self._replica.description.features
 
     @property
@@ -560,26 +564,26 @@ class SessionRoute(Generic[Item, Answer]):
 
     @property
     def is_left(self) -> bool:
-        """Whether it should move as soon as there is somewhere to go."""
+        """Whether the session should move as soon as there is another replica."""
         return self._replica is None or not self._replica.is_open
 
     def begin(self, round_index: int) -> int:
-        """Begins a round, or goes on with it elsewhere: forgets answers to earlier ones. Returns
-        what the round is called where the session is now: a greater number than any that was asked
-        for, or run ahead of, where it was before. So what is late from there answers nothing when
-        it comes back."""
+        """Begins a round, or continues it on another replica; drops answers to earlier rounds.
+        Returns the round's number in messages to this replica. After a move it is larger than that
+        of any round asked for, or run ahead, on the replicas before. So late answers from there are
+        not taken for new ones if the session returns."""
         self._round = round_index + self._num_moves * (RUN_AHEAD_ROUNDS_MAX + 1)
         self._answers = {r: a for r, a in self._answers.items() if self._is_wanted(r)}
         self.was_lost, self._lost = self._lost is not None, None
         return self._round
 
     def head(self, number: int) -> RoundHead:
-        """Of a message of a round, as `begin` calls it."""
+        """The head of a message for the round with this `number`, from `begin`."""
         return self.context.head(self._pool.role, number, self.cached_length)
 
     def send(self, item: Item) -> None:
-        """See `Link.send`. One that was away is sent nothing before it has said what it runs: it
-        may have been started anew, as another."""
+        """See `Link.send`. Raises `LinkLost` also for a replica that was away and has not described
+        itself since: it may have been restarted with other weights."""
         replica = self._replica
         if replica is None:
             raise LinkLost(f"no {self._pool.role} is known")
@@ -588,7 +592,7 @@ class SessionRoute(Generic[Item, Answer]):
         if self._weights not in ("", replica.description.weights):
             raise LinkLost(f"the {self._pool.role} {replica.name} has other weights now")
         if not self._pool.can_read(replica.description, self.context.session.session_id):
-            raise LinkLost(f"the draft {replica.name} does not read what the target shows now")
+            raise LinkLost(f"the draft {replica.name} is not for the head that the target has now")
         try:
             replica.link.send(item)
         except LinkLost:
@@ -596,8 +600,8 @@ class SessionRoute(Generic[Item, Answer]):
             raise
 
     async def take(self, timeout_s: float) -> Answer:
-        """Waits for the answer to the current round. Raises `LinkLost` when the stream breaks
-        meanwhile, `TimeoutError` when it takes longer. One waiter at a time."""
+        """Waits for the answer to the current round. Raises `LinkLost` if the stream breaks
+        meanwhile, `TimeoutError` after `timeout_s`. One waiter at a time."""
         check(self._waiter is None, "two waiters on one route")
         if self._round not in self._answers:
             self._due = self._loop.time() + timeout_s
@@ -627,8 +631,8 @@ class SessionRoute(Generic[Item, Answer]):
         self._wake()
 
     def put(self, answer: Answer) -> bool:
-        """Keeps an answer to the current or a later round. Returns False for one that comes when
-        its round is over, or is another's."""
+        """Takes an answer to the current or a later round. Returns False if its round is over, or
+        it is not for this epoch."""
         key = answer.key
         if key.epoch != self.context.session.epoch:
             return False
@@ -645,7 +649,7 @@ class SessionRoute(Generic[Item, Answer]):
         known = self._answers.get(key.round)
         if known is None:
             if len(self._answers) >= MAILBOX_REPLIES_MAX:
-                return False  # An answer without a question; what is needed is asked again.
+                return False  # Nothing is lost: what is needed is asked for again.
         elif isinstance(known, VerdictReply | ProposalReply):
             return False
         self._answers[key.round] = answer
@@ -653,7 +657,7 @@ class SessionRoute(Generic[Item, Answer]):
         return True
 
     def take_awaited(self) -> Answer | None:
-        """The answer that is `awaited`, once it is there; then none is awaited any more."""
+        """The `awaited` answer if it is here; then nothing is awaited any more."""
         number = self.awaited
         if number is None or number not in self._answers:
             return None
@@ -661,38 +665,38 @@ class SessionRoute(Generic[Item, Answer]):
         return self._answers.pop(number)
 
     def put_pushed(self, answer: Answer) -> None:
-        """A proposal that was pushed has met the question for it on the way. The replica answers
-        the question with the same proposal, which is not stale when it comes."""
+        """A proposal drafted ahead crossed the question for it. The replica's answer, which is the
+        same proposal, will not count as stale."""
         if self.put(answer):
             self._pushed_round = answer.key.round
 
     def lose(self, error: Exception) -> None:
-        """The stream to the replica has broken."""
+        """The stream to the replica broke."""
         self._lost, self.awaited = error, None
         self._wake()
 
     def resync(self, answer: Resync) -> None:
-        """The replica lacks the prefix that was stated; the next message states what it holds."""
+        """The replica lacks the prefix of a message: the next one starts from what it holds."""
         tokens = self.context.session.tokens
         known = tokens.holds(answer.cached_length, answer.prefix_digest)
         self.cached_length = answer.cached_length if known else 0
         self.context.observer.count("resyncs", self._pool.role)
 
     def give_up(self) -> None:
-        """The replica says that it cannot go on: it counts as away until it says what it runs."""
+        """The replica cannot go on: it counts as away until it describes itself."""
         if self._replica is not None:
             self._replica.miss()
 
     def reject(self) -> None:
-        """What the replica answers is wrong: it is left, and the session does not come back."""
+        """Leaves the replica for good, as its answers are wrong."""
         if self._replica is not None:
             self._rejected.append(self._replica)
             self._leave()
 
     def move(self) -> bool:
-        """Goes to another replica with the same weights that can be reached, and that was not
-        rejected. Returns whether there is one. Nothing that was asked for is answered then, and
-        the new one is thought to hold nothing. A draft that is to be left is left in any case."""
+        """Moves to another replica, with the same weights and not rejected. Returns whether there
+        is one. What was asked for is not answered then, and the new replica is assumed to hold
+        nothing. A draft that is to be left is left in any case."""
         before = self._replica
         without = self._rejected if before is None else [*self._rejected, before]
         session_id = self.context.session.session_id
@@ -712,8 +716,7 @@ class SessionRoute(Generic[Item, Answer]):
         return True
 
     def close(self) -> None:
-        """The session ends: all replicas that it has been with may forget it, and hear no more of
-        this epoch."""
+        """Ends the session: releases it on all replicas that it was on."""
         session = self.context.session
         self._stop_timer()
         self._leave()

@@ -1,6 +1,5 @@
-"""One session's target, behind the stream of whichever replica it has: it ends in a verdict or an
-error. What the replica lacks of the session is sent, what it does not answer is asked again, and
-where it is away the session goes to another one."""
+"""Asks one session's target for verdicts. Sends what the replica lacks of the session, asks again
+if there is no answer, and moves the session to another replica if the target is away."""
 
 from __future__ import annotations
 
@@ -35,12 +34,11 @@ from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 _log = logging.getLogger(__name__)
 
 ANSWER_WAIT_GROWTH_MAX = 8
-"""How much longer than the first wait for a verdict the later ones get."""
+"""The wait for a verdict doubles up to this many times the first one."""
 Q_REFUSALS_MAX = 2
-"""How often a target may refuse the q of a proposal that can be read here before nothing of the
-proposal is verified."""
+"""If the target refuses a q that is readable here this often, the proposal is dropped."""
 RETRY_S_MAX = 1.0
-"""Longest rest between two tries to reach a target: one that comes back is soon found."""
+"""Longest rest between two attempts to reach a target."""
 
 
 class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
@@ -53,7 +51,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         config: CoordinatorConfig,
         audits: bool = False,
     ) -> None:
-        """If it `audits`, each verdict says how its proposal looks: see `VerifyItem.audit`."""
+        """With `audits`, each verdict has the audit of its proposal (`VerifyItem.audit`)."""
         super().__init__(pool, context)
         self._audits = audits
         self._answer_s = config.target_timeout_ms / 1e3
@@ -61,12 +59,12 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         self._retry_s = config.target_retry_ms / 1e3
         self._random = Random(context.session.session_id).random  # noqa: S311 (for waits)
         self._asked_until = -1
-        """The last round that the target will answer without being asked again."""
+        """The last round that the target answers without being asked again."""
         self.verified = NOTHING_SEALED
-        """What the newest verdict is on: the proposal, as far as its q could be read."""
+        """The proposal of the newest verdict, as far as its q could be read."""
         self.found_broken_draft = False
-        """Whether q of a proposal could not be read for a reason that may depend on a token drawn
-        from it: what is cut off then may bias the output."""
+        """Whether the q of a proposal could not be read for a reason that may depend on a token
+        drawn from it: cutting off such tokens could bias the output."""
 
     async def verify(
         self,
@@ -75,14 +73,14 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         run_ahead: int = 0,
         wanted: NextWanted = NOTHING_WANTED,
     ) -> VerdictReply:
-        """The verdict of a round, and what is `wanted` of the next one where the target
-        drafts itself. Asks again until there is one, elsewhere where the target cannot be reached,
-        was asked twice in vain, or is to be left; raises what it refuses with, and `Unavailable`
-        once none can be reached for `target_gone_ms`.
+        """The verdict of a round, and what is `wanted` for the next one. Asks until there is an
+        answer, and moves to another target if this one cannot be reached, did not answer twice, or
+        is to be left. Raises the target's refusal, and `Unavailable` if no target can be reached
+        for `target_gone_ms`.
 
-        Where the target cannot read the draft's q, the proposal is verified as far as it can, or,
-        where only the target cannot read it, not at all (`verified`). `found_broken_draft` says
-        whether that may bias the tokens."""
+        If the target cannot read the draft's q, only the readable part of the proposal is verified
+        (`verified`); none of it if the q is readable here. `found_broken_draft` says whether that
+        could bias the tokens."""
         if self.is_left:
             self.move()
         num_refusals, num_retries, num_silences = 0, 0, 0
@@ -95,7 +93,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
                     self._ask(number, proposal, run_ahead, wanted)
                 answer = await self.take(wait_s)
             except TimeoutError:
-                gone_at = math.inf  # The stream has stood all the while.
+                gone_at = math.inf  # The stream did not break.
                 num_silences += 1
                 if num_silences > 1 and self.move():
                     num_silences = 0
@@ -116,10 +114,11 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
                     self.resync(answer)
                 elif _is_about_q(refused := error_from_code(answer.code, answer.message)):
                     readable = self._readable(proposal)
-                    ask = proposal != readable  # Else the answer is about what was sent before ...
+                    # If all of it is readable here, the refusal is about an earlier message,
+                    # or only the target cannot read it.
+                    ask = proposal != readable
                     num_refusals = 0 if ask else num_refusals + 1
                     if num_refusals >= Q_REFUSALS_MAX and len(proposal) > 0:
-                        # ... or the target cannot read what can be read here.
                         readable, ask, self.found_broken_draft = NOTHING_SEALED, True, True
                     if len(readable) < len(proposal):
                         _log.warning(
@@ -134,8 +133,8 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
             number, ask = self.begin(round_index), True
 
     async def judge(self, token_ids: Sequence[int]) -> AsyncGenerator[VerdictReply]:
-        """Verdicts on tokens that are to follow the session's, a few each round; all of them do,
-        whatever the verdicts say. Every row is computed, whatever pages others have left."""
+        """Verdicts on `token_ids`, a few per round. All of them are appended to the session,
+        whatever the verdicts say. Every row is computed, also of tokens that are in the cache."""
         session = self.context.session
         for index, start in enumerate(range(0, len(token_ids), NUM_DRAFT_TOKENS_MAX)):
             part = tuple(token_ids[start : start + NUM_DRAFT_TOKENS_MAX])
@@ -145,7 +144,8 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
             self.settle(reply, session.length)
 
     def settle(self, reply: VerdictReply, common_length: int) -> None:
-        """Notes an outcome: the first `common_length` tokens of what was verified are committed."""
+        """Notes an outcome: of the session with the verified tokens, the first `common_length`
+        tokens are committed."""
         self.cached_length = min(reply.cached_length, common_length)
 
     def move(self) -> bool:
@@ -155,8 +155,8 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         return is_moved
 
     def _must_ask(self, number: int, run_ahead: int) -> bool:
-        """Whether the target has to hear of a round without a proposal: not while it decodes
-        ahead on its own and more than half of what it may do is left."""
+        """Whether to send a message for a round without a proposal. Not while the target runs
+        ahead and may go on for more than half of `run_ahead`."""
         left = self._asked_until - number
         return left < 0 or left < run_ahead // 2
 
@@ -173,9 +173,9 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         self._asked_until = number + run_ahead
 
     def _readable(self, proposal: SealedProposal) -> SealedProposal:
-        """What can be verified of a proposal whose q the target could not read."""
+        """The part of a proposal that can be verified, if the target could not read its q."""
         if not self.context.session.record.rule.needs_q:
-            return replace(proposal, q=b"")  # The rule does not look at it.
+            return replace(proposal, q=b"")
         readable, is_broken = proposal.readable()
         self.found_broken_draft |= is_broken
         return readable
@@ -188,7 +188,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
             self.give_up()
             if self.move():
                 return
-        # A deadline that has passed over there is about to pass here.
+        # A deadline that has passed there is about to pass here too.
         elif not isinstance(error, Overloaded | DeadlineExceeded):
             raise error
         await asyncio.sleep(self._rest_s(num_retries))
@@ -196,11 +196,11 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
 
 def _refusal(answer: Refused, error: OutriderError) -> OutriderError:
     if answer.code == CANCELLED_CODE:
-        # Nobody ends a round that is asked for, but a store that has lost that an epoch was
-        # given gives it a second time.
+        # The session was released under this epoch before. So the store has lost the epoch, and
+        # has given it a second time.
         return DataLoss(f"the target has seen the session's epoch end: {answer.message}")
     if isinstance(error, BadRequest):
-        # The user's fields were checked before: what is wrong with a message is our doing.
+        # The user's fields were checked before, so a bad message is our fault.
         return InvariantError(f"the target refuses a message: {error.message}")
     return error
 
@@ -213,6 +213,6 @@ def _checked(reply: VerdictReply, proposal: SealedProposal) -> VerdictReply:
     num_verified, num_draft_tokens = len(reply.verdict.accept_probability), len(proposal)
     if num_verified != num_draft_tokens or len(reply.verdict.correction) != num_draft_tokens + 1:
         raise InvariantError(
-            f"a verdict for {num_verified} draft tokens, {num_draft_tokens} were proposed"
+            f"the verdict has {num_verified} draft tokens; {num_draft_tokens} were proposed"
         )
     return reply

@@ -1,4 +1,5 @@
-"""A coordinator that begins: what it is called in the store, and what it does without a draft."""
+"""A coordinator's start and end: its name in the store, drafts that are missing, the order of
+shutdown."""
 
 import asyncio
 import math
@@ -21,9 +22,8 @@ from outrider.registry.registry import Membership
 from outrider.sessions.redis_address import RedisAddress
 
 
-def test_no_two_coordinators_of_one_store_are_called_the_same() -> None:
-    """Nor one that is started anew: else its lease would keep the sessions of the one before from
-    all others."""
+def test_every_coordinator_has_a_different_name_in_the_store() -> None:
+    """Also after a restart: else its lease would keep others from the sessions of the dead one."""
     redis = RedisAddress(url="unix:///none", key_prefix="outrider:")
     members = [Membership(redis=redis, deployment=one, name="coordinator-0") for one in "ab"]
     configs = [CoordinatorConfig(membership=one) for one in (*members, None)]
@@ -46,7 +46,7 @@ async def started(
     await service.close()
 
 
-async def test_a_draft_that_is_away_stops_nobody_who_hears_of_others() -> None:
+async def test_a_start_does_not_need_a_draft_if_others_may_join() -> None:
     away = ScriptedLink()
     away.away_until = math.inf
     async with started(follows=True, draft=away) as service:
@@ -66,7 +66,7 @@ async def test_without_a_draft_only_a_target_that_drafts_counts_as_delayed(
 
 
 class Part:
-    """Says when it is ended."""
+    """Records when it is ended."""
 
     def __init__(self, name: str, heard: list[str]) -> None:
         self._name = name
@@ -83,9 +83,9 @@ class Part:
         return end
 
 
-async def test_the_service_ends_once_nothing_runs() -> None:
-    """It follows the replicas: a target that is replaced meanwhile is found by what still runs. The
-    lease of its sessions ends before any stream does."""
+async def test_the_service_is_closed_after_the_servers() -> None:
+    """It follows the registry until then, so running requests find a target that replaced theirs.
+    The lease of the sessions ends before any stream does."""
     heard: list[str] = []
 
     host = CoordinatorHost(CoordinatorConfig())

@@ -1,4 +1,4 @@
-"""Access control: what callers show, and how a generation holds its slot."""
+"""Access control: API keys, and how a generation holds its slot."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -21,7 +21,7 @@ SESSION = "5" * 32
 async def generation(
     access: AccessControl, caller: Caller = LIMITED, resumes: str = "", session_id: str = SESSION
 ) -> AsyncGenerator[Event]:
-    """As the gRPC API counts it."""
+    """A generation that is counted as by the gRPC API."""
     async with access.admit(caller, [resumes] if resumes else []) as grant:
         for event in (Started(session_id, "model", 1, Rule.TOKEN), TOKENS, FINISHED):
             await grant.note(event)
@@ -35,23 +35,24 @@ async def generation(
      [f"Bearer {KEY}", f"Bearer {KEY}"]],
 )  # fmt: skip
 def test_a_call_without_a_key_is_refused(shown: list[str]) -> None:
-    """In words that say what to send, and do not repeat what was sent."""
+    """With an error that does not repeat the key."""
     with pytest.raises(Unauthenticated, match=r"^authorization: ") as caught:
         access_control_of(KEY, "").identify(shown)
     assert KEY not in caught.value.message
 
 
 def test_a_caller_is_known_by_its_key() -> None:
-    """However the scheme is written. Without keys everybody is anybody."""
+    """In any spelling of the scheme. If no keys are configured, all callers are the same."""
     for shown in (f"Bearer {KEY}", f"bearer  {KEY} ", f"BEARER {KEY}"):
         assert access_control_of(KEY, "").identify([shown]).tenant.startswith("key-")
     assert OPEN.identify([f"Bearer {KEY}"]) is OPEN.identify([]) is ANYBODY
-    with pytest.raises(Unauthenticated, match="there are several"):
+    with pytest.raises(Unauthenticated, match="got 2 values"):
         OPEN.identify(["Bearer a", "Bearer b"])
 
 
 async def test_a_generation_has_a_slot_until_its_last_event() -> None:
-    """Named after its session; free when the last event is there, or its stream is left."""
+    """The slot gets the name of its session. It is free before the last event, or when the stream
+    is closed."""
     slots = MemorySlots()
     access = AccessControl(None, slots)
     async with aclosing(generation(access)) as running:
@@ -69,8 +70,8 @@ async def test_a_generation_has_a_slot_until_its_last_event() -> None:
     assert slots.taken == set()
 
 
-async def test_a_resumption_goes_on_in_the_slot_of_its_session() -> None:
-    """Beside the stream that has broken and is not closed yet; the slot is free when both are."""
+async def test_a_resumption_uses_the_slot_of_its_session() -> None:
+    """Together with the broken stream, which is not closed yet. The slot is free when both are."""
     slots = MemorySlots()
     access = AccessControl(None, slots)
     old, new = (generation(access, resumes=SESSION) for _ in range(2))
@@ -81,13 +82,13 @@ async def test_a_resumption_goes_on_in_the_slot_of_its_session() -> None:
     await old.aclose()
     slots.taken.clear()
     await access._tell({"alice": ()})
-    assert slots.taken == {SESSION}  # Said again: it is held.
+    assert slots.taken == {SESSION}  # The lease was renewed.
     await new.aclose()
     await access.close()
     assert slots.taken == set()
 
 
-async def test_a_store_that_is_away_at_the_end_takes_no_answer_away() -> None:
+async def test_a_store_that_is_away_at_the_end_costs_no_events() -> None:
     slots = MemorySlots()
     access = AccessControl(None, slots)
     seen = []
@@ -99,7 +100,7 @@ async def test_a_store_that_is_away_at_the_end_takes_no_answer_away() -> None:
 
 
 class LateSlots(MemorySlots):
-    """Takes slots, and says so late or never."""
+    """Takes slots, but fails or never answers."""
 
     def __init__(self, error: Exception | None) -> None:
         super().__init__()
@@ -113,8 +114,8 @@ class LateSlots(MemorySlots):
 
 
 @pytest.mark.parametrize("error", [None, StoreUnavailable("no answer came")])
-async def test_a_slot_whose_grant_was_lost_is_given_back(error: Exception | None) -> None:
-    """But not that of a session that is resumed, which may be another stream's."""
+async def test_a_slot_whose_grant_was_lost_is_freed(error: Exception | None) -> None:
+    """But not the slot of a resumed session, which another stream may hold."""
     slots = LateSlots(error)
     access = AccessControl(None, slots)
     for resumes in ([], [SESSION]):

@@ -1,4 +1,4 @@
-"""A coordinator compiles a request's constraint before it opens a session."""
+"""Constraints are checked in child processes before a session is opened."""
 
 import asyncio
 import signal
@@ -18,7 +18,7 @@ from outrider.tokenizer import TokenizerText
 
 EOS = (0,)
 ENDLESS = Constraint.of_schema({"type": "integer", "multipleOf": 9_999_991})
-"""Small, valid, and more than minutes of work for the compiler."""
+"""Small and valid, but it takes the compiler minutes."""
 
 
 @asynccontextmanager
@@ -45,7 +45,7 @@ async def compiling(prompts: PromptEncoder) -> asyncio.Task[None]:
     return endless
 
 
-async def test_what_can_be_compiled_passes_and_what_cannot_is_told_by_its_field() -> None:
+async def test_a_constraint_that_cannot_be_compiled_is_refused_by_its_field() -> None:
     async with encoder() as prompts:
         await prompts.check_constraint(Constraint.of_schema({"type": "object"}), EOS, "a")
         await prompts.check_constraint(Constraint.of_choices(["a", "b"]), EOS, "a")
@@ -58,7 +58,7 @@ async def test_what_can_be_compiled_passes_and_what_cannot_is_told_by_its_field(
 async def test_a_constraint_is_compiled_once_for_each_tenant(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """However many ask for it at a time."""
+    """Even if several requests have it at the same time."""
     compiled: list[Constraint] = []
     compile_one = _Compiler.compile
 
@@ -77,7 +77,7 @@ async def test_a_constraint_is_compiled_once_for_each_tenant(
 
 
 async def test_a_compilation_that_takes_too_long_is_ended() -> None:
-    """Its request hears which field it was; another tenant's constraints are checked meanwhile."""
+    """The error names the field. Another tenant's constraints are checked meanwhile."""
     async with encoder() as prompts:
         endless = await compiling(prompts)
         [busy] = compilers(prompts)
@@ -87,7 +87,7 @@ async def test_a_compilation_that_takes_too_long_is_ended() -> None:
         with pytest.raises(BadRequest, match=r"^json_schema: takes more than 2 s to compile"):
             await endless
         assert busy.returncode is not None
-        with pytest.raises(BadRequest, match="takes more than 2 s"):  # Known, for a minute.
+        with pytest.raises(BadRequest, match="takes more than 2 s"):  # Remembered for a minute.
             async with asyncio.timeout(0.5):
                 await prompts.check_constraint(ENDLESS, EOS, "a")
         await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
@@ -96,7 +96,7 @@ async def test_a_compilation_that_takes_too_long_is_ended() -> None:
 async def test_a_compilation_that_takes_too_much_memory_is_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What one leaves counts for the next, or the process would grow for ever."""
+    """Memory that constraints leave counts for the next one, or the process would grow for ever."""
     keep = "kept = []; p.GrammarTokenizer.compile = lambda *_: kept.append(bytearray(3 << 28))"
     alter(monkeypatch, keep)
     async with encoder() as prompts:
@@ -108,8 +108,8 @@ async def test_a_compilation_that_takes_too_much_memory_is_ended(
 async def test_a_compiler_that_dies_or_gives_no_answer_is_started_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At once; what it was compiling is refused, to be tried again. One that died while it had
-    nothing to do fails no constraint. The tokenizer is written as JSON once."""
+    """At once. The constraint that it was compiling is refused and may be tried again. No
+    constraint fails if it dies while idle. The tokenizer is written as JSON only once."""
     written: list[TokenizerText] = []
     write = TokenizerText.backend_json
     monkeypatch.setattr(
@@ -137,24 +137,24 @@ async def test_a_compiler_that_dies_or_gives_no_answer_is_started_again(
 
 
 def alter(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
-    """Of the compiler's process, in which `p` is its module."""
+    """Changes the compiler's process; `p` is its module there."""
     change = f"import coordinator.requests.grammar_process as p; {change}; from coordinator"
     program = grammar_check._PROGRAM.replace("from coordinator", change)
     monkeypatch.setattr(grammar_check, "_PROGRAM", program)
 
 
 async def test_a_line_that_a_library_prints_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither by Python's `print` nor by C's."""
+    """Neither from Python nor from C."""
     printing = "print('junk', flush=True), p.os.write(1, b'junk\\n')"
     alter(monkeypatch, f"before = p.limit; p.limit = lambda *_: ({printing}, before(*_))")
     async with encoder() as prompts:
         await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
 
 
-async def test_a_bug_in_a_compilation_leaves_its_trace(
+async def test_a_bug_in_a_compilation_leaves_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """And its request is answered."""
+    """And the request gets an error."""
     alter(monkeypatch, "p.limit = lambda *_: {}['a bug']")
     async with encoder() as prompts:
         with pytest.raises(InvariantError, match="regex: could not be compiled"):
@@ -188,7 +188,7 @@ async def settle() -> None:
 
 
 def take(queue: FairQueue, begun: list[str], name: str) -> asyncio.Task[None]:
-    """Notes when it has a place. Its tenant is the first letter."""
+    """Waits for a place and notes it in `begun`. The tenant is the first letter of the name."""
 
     async def wait() -> None:
         await queue.take(name[0])
@@ -197,8 +197,8 @@ def take(queue: FairQueue, begun: list[str], name: str) -> asyncio.Task[None]:
     return asyncio.create_task(wait())
 
 
-async def test_a_tenant_with_much_work_holds_up_no_other() -> None:
-    """All places are one's as long as it is alone; then others go first."""
+async def test_a_tenant_with_many_constraints_holds_up_no_other() -> None:
+    """It has all places while it is alone; then tenants take turns."""
     queue, begun = FairQueue(), list[str]()
     tasks = [take(queue, begun, f"a{index}") for index in range(6)]
     await settle()
@@ -211,8 +211,8 @@ async def test_a_tenant_with_much_work_holds_up_no_other() -> None:
     assert begun == ["a0", "a1", "a2", "b0", "c0", "a3", "b1", "a4", "a5"]
 
 
-async def test_no_more_wait_than_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither of one tenant, nor in all; one that is cancelled does not wait."""
+async def test_waiting_constraints_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one tenant, and those of all; cancelled ones do not count."""
     for name, number in (("COMPILE_THREADS", 1), ("COMPILATIONS_PER_TENANT_MAX", 3),
                          ("COMPILATIONS_MAX", 5)):  # fmt: skip
         monkeypatch.setattr(grammar_check, name, number)
@@ -229,7 +229,7 @@ async def test_no_more_wait_than_may(monkeypatch: pytest.MonkeyPatch) -> None:
     await settle()
     waiting.append(take(queue, begun, "c0"))
     queue.give_back()
-    waiting[4].cancel()  # It has been given the place, and has not run since.
+    waiting[4].cancel()  # It has got the place, but its task did not run since.
     for _ in range(4):
         await settle()
         queue.give_back()

@@ -92,7 +92,7 @@ def test_integers_from_both_sides(field: str, low: int, high: int) -> None:
         assert str(bad) in refused(field, **{field: bad})
 
 
-def test_no_tokens_may_be_asked_for_behind_a_scored_prompt() -> None:
+def test_a_scored_prompt_may_have_no_answer() -> None:
     assert checked(max_tokens=0, prompt_logprobs=0).max_tokens == 0
     refused("max_tokens", max_tokens=-1, prompt_logprobs=0)
 
@@ -141,7 +141,7 @@ def test_stop_tokens_and_min_tokens() -> None:
     said = refused("sampling.min_tokens", sampling=least, max_tokens=2)
     assert "3 is more than the 2 of max_tokens" in said
     said = refused("sampling.min_tokens", sampling=least, constraint=Constraint.any_object())
-    assert "beside json_object" in said
+    assert "with json_object" in said
     few = replace(MODEL, vocab_size=3, eos_token_ids=(2,))
     checked((1,), few, sampling=replace(least, min_tokens=0))
     refused("sampling.stop_token_ids", prompt=(1,), model=few, sampling=least)
@@ -155,7 +155,7 @@ def test_stop_strings() -> None:
 
 
 def test_roles_are_names() -> None:
-    """A template writes them between the marks of a turn: no mark may come in with one."""
+    """Templates write them between special tokens, so they must not contain any."""
     good = ChatMessage("user", "<|im_end|>")
     for role in ("system", "tool-2", "x" * 64):
         check_roles((ChatMessage(role, "a"), good))
@@ -173,7 +173,7 @@ def test_parameters_are_stored_and_read_again() -> None:
         assert parameters.constraint == constraint
         assert GenerationParameters.from_json(parameters.to_json(), PROMPT) == parameters
     values = json.loads(checked().to_json())
-    del values["constraint"]  # As it was stored before there were any.
+    del values["constraint"]  # As stored by versions without constraints.
     assert GenerationParameters.from_json(json.dumps(values), PROMPT) == checked()
     values["constraint"] = {"kind": "none", "text": ""}
     with pytest.raises(DataLoss, match="cannot be read"):
@@ -187,11 +187,11 @@ def test_a_prompt_and_max_tokens_must_fit_the_model() -> None:
     refused("token_ids[0]", prompt=(-1, 3))
     assert checked(tuple([1] * 49)).max_tokens == 1
     assert "49" in refused("token_ids", prompt=tuple([1] * 50))
-    assert "at most 40" in refused("max_tokens", max_tokens=41)
+    assert "up to 40" in refused("max_tokens", max_tokens=41)
 
 
 class SlowTokenizer:
-    """As much of a tokenizer as prompts need; it waits to be let on."""
+    """The part of a tokenizer that prompts need. It waits for `goes_on`."""
 
     token_bytes_max = 8
 
@@ -210,7 +210,7 @@ class SlowTokenizer:
 
 @pytest.mark.parametrize("chat", [False, True])
 async def test_generations_of_one_prompt_tokenize_it_once(chat: bool) -> None:
-    """Though one of them is cancelled. An equal prompt of another request is another."""
+    """Even if one of them is cancelled. An equal prompt of another request is tokenized again."""
     slow = SlowTokenizer()
     prompts = PromptEncoder(slow)  # type: ignore[arg-type]
     made: list[Any] = [" ".join(["some", "words"]) for _ in range(2)]
@@ -223,6 +223,6 @@ async def test_generations_of_one_prompt_tokenize_it_once(chat: bool) -> None:
     slow.goes_on.set()
     assert await asyncio.gather(*tasks[1:]) == [("chat" if chat else "text", (10,))] * 9
     assert len(slow.seen) == 2
-    with pytest.raises(BadRequest, match="has 10 bytes; 1 tokens"):
+    with pytest.raises(BadRequest, match="has 10 bytes; allowed: up to 8"):
         await prompts.encode(first, 1)
     await prompts.close()

@@ -1,5 +1,5 @@
-"""Who is in a pool while replicas come to the registry, leave it and are forgotten by it. On a
-virtual clock."""
+"""Which replicas are in a pool while they announce themselves, leave, and disappear from the
+registry. On a virtual clock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from outrider.registry.registry import LEASE_S, RENEWAL_S, Figures, ReplicaRecor
 pytestmark = pytest.mark.virtual
 
 SOON_S = READ_PERIOD_S + 0.1
-"""By then the roster has looked once more."""
+"""By then the registry was read once more."""
 
 
 def record(name: str, role: Role = "target", **fields: Any) -> ReplicaRecord:
@@ -29,7 +29,7 @@ def record(name: str, role: Role = "target", **fields: Any) -> ReplicaRecord:
 
 
 class World:
-    """A registry, and a pool of targets that is kept in step with it."""
+    """A registry, and a pool of targets that follows it."""
 
     def __init__(self) -> None:
         self.registry = MemoryRegistry()
@@ -39,12 +39,12 @@ class World:
         self.fleet = Discovery("a", self.pool, self.drafts, self.registry, self._link)
         self.following = asyncio.create_task(self.fleet.run())
         self.prepared: dict[str, ScriptedLink] = {}
-        """By address: links other than such as answer at once."""
+        """By address, links to use in place of ones that answer at once."""
         self.links: list[tuple[str, ScriptedLink]] = []
-        """Those that were made, with their addresses."""
+        """All links that were made, with their addresses."""
         self._renewing: dict[str, asyncio.Task[None]] = {}
         self.says: dict[str, ReplicaRecord] = {}
-        """What those say that say something else than `record`."""
+        """By name, records that differ from `record`."""
 
     def _link(self, role: str, address: str) -> ScriptedLink:
         link = self.prepared.get(address) or ScriptedLink()
@@ -56,19 +56,19 @@ class World:
         return [address for address, _ in self.links]
 
     def live(self, *names: str) -> None:
-        """These say their names from now on, as announcers do."""
+        """Starts to announce these replicas, and to renew their records."""
         for name in names:
             self._renewing[name] = asyncio.create_task(self._renew(name))
 
     def die(self, name: str) -> None:
-        """It says nothing any more, to anybody."""
+        """Ends a replica: it neither renews its record nor answers."""
         self.fall_silent(name)
         for address, link in self.links:
             if address == f"{name}:1":
                 link.away_until = math.inf
 
     def fall_silent(self, name: str) -> None:
-        """It says its name no more."""
+        """Stops renewing a replica's record."""
         self._renewing.pop(name).cancel()
 
     async def _renew(self, name: str) -> None:
@@ -106,7 +106,7 @@ async def test_what_other_coordinators_run_is_known(world: World) -> None:
     assert load() == 0
 
 
-async def test_who_is_announced_joins_at_its_address_and_stays(world: World) -> None:
+async def test_an_announced_replica_joins_and_stays(world: World) -> None:
     world.live("a")
     await asyncio.sleep(SOON_S)
     assert list(world.pool.replicas) == ["a"]
@@ -118,8 +118,8 @@ async def test_who_is_announced_joins_at_its_address_and_stays(world: World) -> 
     assert world.addresses == ["a:1", "b:1"]
 
 
-async def test_one_that_says_that_it_leaves_gets_no_more_sessions(world: World) -> None:
-    """It stays for those that it has, until it is announced no more."""
+async def test_a_leaving_replica_gets_no_more_sessions(world: World) -> None:
+    """It stays for its own sessions, until it is not announced any more."""
     await world.registry.announce(record("a"))
     await asyncio.sleep(SOON_S)
     assert world.pool.num_present == 1
@@ -133,9 +133,9 @@ async def test_one_that_says_that_it_leaves_gets_no_more_sessions(world: World) 
     assert list(world.pool.replicas) == []
 
 
-async def test_one_that_leaves_and_has_weights_of_its_own_joins_to_be_left(world: World) -> None:
-    """A coordinator that comes in the middle of an upgrade is asked for sessions of both.
-    Such as leave and have weights that others have do not join."""
+async def test_a_leaving_replica_joins_if_no_other_has_its_weights(world: World) -> None:
+    """A coordinator that starts during an upgrade may be asked to resume sessions of both weights.
+    A leaving replica does not join if another one has its weights."""
     world.prepared["b:1"] = ScriptedLink()
     world.prepared["b:1"].description = replace(TOY, weights_fingerprint="new")
     world.live("b")
@@ -153,11 +153,11 @@ async def test_one_that_leaves_and_has_weights_of_its_own_joins_to_be_left(world
     assert found.name == "a"
 
 
-async def test_silence_as_long_as_a_lease_takes_a_replica_out(world: World) -> None:
-    """Counted from when the registry last had it, which is up to a lease behind its last word."""
+async def test_silence_as_long_as_a_lease_removes_a_replica(world: World) -> None:
+    """Counted from when the registry last listed it: up to a lease after its last renewal."""
     world.live("a", "b")
     await asyncio.sleep(10 + SOON_S)
-    world.die("a")  # Its last word was at 10, the registry's of it at 12.5.
+    world.die("a")  # Last renewed at 10, last listed at 12.5.
     await asyncio.sleep(LEASE_S + 1.5)
     assert list(world.pool.replicas) == ["a", "b"]
     await asyncio.sleep(1.5)
@@ -165,8 +165,8 @@ async def test_silence_as_long_as_a_lease_takes_a_replica_out(world: World) -> N
     assert [link.is_closed for _, link in world.links] == [True, False]
 
 
-async def test_one_that_only_the_registry_does_not_hear_stays(world: World) -> None:
-    """For as long as it answers when it is asked, once a lease."""
+async def test_a_replica_that_cannot_reach_the_registry_stays(world: World) -> None:
+    """As long as it answers when asked, once per lease."""
     world.live("a")
     await asyncio.sleep(SOON_S)
     world.fall_silent("a")
@@ -177,11 +177,8 @@ async def test_one_that_only_the_registry_does_not_hear_stays(world: World) -> N
     assert list(world.pool.replicas) == []
 
 
-async def test_one_whose_address_another_one_has_is_gone_though_that_one_answers(
-    world: World,
-) -> None:
-    """As where replicas of one machine take the ports of those that died: the old name does not
-    stay beside the new one."""
+async def test_a_replica_whose_address_has_a_new_owner_is_removed(world: World) -> None:
+    """Although the new one answers there, as when a replica takes the port of one that died."""
     await world.registry.announce(record("a"))
     await asyncio.sleep(SOON_S)
     world.live("b")
@@ -192,8 +189,8 @@ async def test_one_whose_address_another_one_has_is_gone_though_that_one_answers
     assert list(world.pool.replicas) == ["b"]
 
 
-async def test_one_that_was_there_from_the_beginning_is_followed_too(world: World) -> None:
-    """It is not joined anew, and taken out where the registry does not have it."""
+async def test_a_replica_known_from_the_start_is_followed_too(world: World) -> None:
+    """It does not join again, and is removed if the registry does not list it."""
     gone = ScriptedLink()
     await world.pool.join_all({"a": ScriptedLink(), "b": gone})
     gone.away_until = math.inf
@@ -205,7 +202,7 @@ async def test_one_that_was_there_from_the_beginning_is_followed_too(world: Worl
     assert world.links == []
 
 
-async def test_one_that_cannot_join_is_asked_again_after_a_while(world: World) -> None:
+async def test_a_replica_that_cannot_join_is_tried_again(world: World) -> None:
     link = world.prepared["a:1"] = described(replace(TOY, vocab_size=7))
     world.live("a")
     await asyncio.sleep(SOON_S)
@@ -231,8 +228,9 @@ async def test_while_the_registry_is_away_nothing_changes(world: World) -> None:
         assert world.pool.num_present == 2
 
 
-async def test_a_registry_that_comes_back_empty_takes_nobody_out_at_once(world: World) -> None:
-    """Who lives has a lease's time to say its name again; who does not is out then."""
+async def test_a_registry_that_comes_back_empty_removes_no_replica_at_once(world: World) -> None:
+    """Live replicas have the length of a lease to announce themselves again; others are removed
+    then."""
     world.live("a", "b")
     await asyncio.sleep(SOON_S)
     world.registry.failure = StoreUnavailable("no answer")
@@ -247,8 +245,8 @@ async def test_a_registry_that_comes_back_empty_takes_nobody_out_at_once(world: 
     assert list(world.pool.replicas) == ["b"]
 
 
-async def test_a_coordinator_begins_once_a_target_can_have_said_its_name(world: World) -> None:
-    """As after a registry has lost everything."""
+async def test_a_start_waits_for_a_target_to_announce_itself(world: World) -> None:
+    """At most for a lease, as after the registry lost its data."""
     loop = asyncio.get_running_loop()
     world.following.cancel()
     await asyncio.sleep(0)
@@ -260,9 +258,9 @@ async def test_a_coordinator_begins_once_a_target_can_have_said_its_name(world: 
     assert list(world.pool.replicas) == ["a"]
 
 
-async def test_what_leaves_is_no_measure_for_what_comes(world: World) -> None:
-    """A coordinator that begins in the middle of an upgrade: the target that leaves would answer
-    first, and the new one not go with it."""
+async def test_a_leaving_target_is_not_the_one_that_others_must_fit(world: World) -> None:
+    """When a coordinator starts during an upgrade, the leaving target may answer first, and the new
+    one need not fit it."""
     world.following.cancel()
     await asyncio.sleep(0)
     world.pool.first = None
@@ -274,9 +272,7 @@ async def test_what_leaves_is_no_measure_for_what_comes(world: World) -> None:
     assert (list(world.pool.replicas), world.pool.first) == (["b"], new)
 
 
-async def test_a_coordinator_does_not_begin_without_a_draft_because_none_fits(
-    world: World,
-) -> None:
+async def test_a_start_fails_if_there_are_drafts_and_none_fits(world: World) -> None:
     world.following.cancel()
     await asyncio.sleep(0)
     await world.registry.announce(record("a"))
@@ -292,9 +288,9 @@ async def test_a_coordinator_does_not_begin_without_a_draft_because_none_fits(
         await world.fleet.begin()
 
 
-async def test_the_fleet_is_shown_as_the_registry_and_the_pools_know_it(world: World) -> None:
-    """Away and leaving is what the pool has found; one that is no member yet is joining. Of itself
-    a coordinator knows better than its last announcement."""
+async def test_the_fleet_is_listed_from_the_registry_and_the_pools(world: World) -> None:
+    """Pools say which replicas are away or leaving; one outside of them is joining. About itself
+    a coordinator knows more than its last record."""
     await world.pool.join("t2", ScriptedLink())
     world.prepared["t9:1"] = described(away_until=math.inf)
     for one in (

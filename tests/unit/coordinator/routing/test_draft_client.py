@@ -1,4 +1,4 @@
-"""What a session asks its draft, what it believes of the answers, and what it does without them."""
+"""What a session sends to its draft, which answers it accepts, and what it does without them."""
 
 from __future__ import annotations
 
@@ -66,8 +66,9 @@ async def test_a_draft_reads_the_prompt_once() -> None:
 
 
 async def test_a_draft_that_reads_features_is_sent_what_it_lacks() -> None:
-    """It is asked once it can run all tokens, and the look-up drafts until then: while the prompt
-    comes with several verdicts, and again where it has forgotten the session, or was away."""
+    """It is asked for proposals once it can run all tokens; until then the look-up drafts. That is
+    so while the prompt's rows come with several verdicts, and after the draft has lost the session
+    or was away."""
 
     def answer(item: Any) -> ProposalReply | Resync:
         nonlocal held
@@ -121,7 +122,7 @@ async def test_a_draft_that_reads_features_is_sent_what_it_lacks() -> None:
 
 
 def holding(*held: int | None) -> list[Any]:
-    """Answers to feeds: what a draft holds then; None for a session that is not known."""
+    """Answers to feeds, by what the draft holds then; None = it does not know the session."""
 
     def answer(number: int | None) -> Any:
         def reply(item: Any) -> ProposalReply | Resync:
@@ -135,7 +136,7 @@ def holding(*held: int | None) -> list[Any]:
 
 
 def reading_draft(*links: ScriptedLink) -> tuple[DraftClient, Session]:
-    """A draft that reads features, of a session that is longer than a few verdicts bring."""
+    """A draft that reads features, of a session too long for the rows of a few verdicts."""
     for link in links:
         link.description = replace(TOY, reads_features=True)
     one = session(tuple(range(40)))
@@ -143,7 +144,7 @@ def reading_draft(*links: ScriptedLink) -> tuple[DraftClient, Session]:
 
 
 async def feed(draft: DraftClient, one: Session, index: int) -> int | None:
-    """Plays a round whose verdict brings three rows; where they begin."""
+    """Plays a round whose verdict brings three rows. Returns where they begin."""
     assert (await draft.propose(index, asked(1), NOISE)).num_asked == 0
     first = draft.next_wanted(RoundLength(1, 0, next_max=1), 9).features_from
     features = None if first is None else Features(first, 1, bytes(6))
@@ -159,12 +160,12 @@ async def feed(draft: DraftClient, one: Session, index: int) -> int | None:
     ("held", "wanted"),
     [
         ((4, 7, 10, 13), [0, 3, 6, 9, 12]),
-        ((36, 39), [0, 3, 35, 38]),  # On pages that others have left.
+        ((36, 39), [0, 3, 35, 38]),  # It found pages that other sessions left.
         ((4, None, 4, 7), [0, 3, 6, 0, 3]),
-        ((0, 0), [0, 3, 0, 3, None, None]),  # It can hold nothing, and is left alone for a while.
+        ((0, 0), [0, 3, 0, 3, None, None]),  # It can hold nothing, so feeding pauses.
     ],
 )
-async def test_what_a_draft_holds_behind_a_feed_is_what_it_says(
+async def test_a_draft_says_what_it_holds_after_a_feed(
     held: tuple[int | None, ...], wanted: list[int | None]
 ) -> None:
     link = ScriptedLink(*holding(*held))
@@ -172,8 +173,8 @@ async def test_what_a_draft_holds_behind_a_feed_is_what_it_says(
     assert [await feed(draft, one, index) for index in range(len(wanted))] == wanted
 
 
-async def test_a_draft_is_fed_again_when_it_has_said_what_it_holds() -> None:
-    """Later than a round takes, too; what is here for it is not asked for again meanwhile."""
+async def test_a_draft_is_fed_again_once_it_has_answered() -> None:
+    """The answer may take longer than a round. Meanwhile no more rows are asked for."""
     link = ScriptedLink()
     draft, one = reading_draft(link)
     assert [await feed(draft, one, index) for index in range(4)] == [0, 3, None, None]
@@ -181,7 +182,7 @@ async def test_a_draft_is_fed_again_when_it_has_said_what_it_holds() -> None:
     link.on_answer(holding(4)[0](link.sent[0]))
     assert await feed(draft, one, 4) == 6
     assert [item.features.first for item in link.sent] == [0, 3]
-    # One that says nothing is asked again after a while.
+    # Without an answer, it is fed again after a while.
     await feed(draft, one, 5)
     await asyncio.sleep(RETRY_S)
     await feed(draft, one, 6)
@@ -195,9 +196,9 @@ async def test_a_feed_that_is_not_sent_says_nothing_of_the_next_draft() -> None:
     assert [item.features.first for item in second.sent] == [0]
 
 
-async def test_rows_of_a_head_before_are_not_sent_to_the_one_that_came_in_its_place() -> None:
-    """Both replicas start anew between a verdict, which brings all that the draft lacks, and the
-    next question."""
+async def test_rows_of_one_head_are_not_sent_to_the_head_that_replaced_it() -> None:
+    """Both replicas are restarted between a verdict, which brings all rows that the draft lacks,
+    and the next message to the draft."""
     before, behind = (
         replace(TOY, shows_features=True, reads_features=True, features=name) for name in "ab"
     )
@@ -221,7 +222,7 @@ async def test_rows_of_a_head_before_are_not_sent_to_the_one_that_came_in_its_pl
 
 
 async def test_a_draft_that_was_asked_and_lost_counts_as_asked() -> None:
-    """Also where the one that follows lacks features."""
+    """Also if the next one lacks features."""
     first, second = ScriptedLink(*holding(4)), ScriptedLink()
     draft, one = reading_draft(first, second)
     await feed(draft, one, 0)
@@ -236,8 +237,8 @@ async def test_a_draft_that_was_asked_and_lost_counts_as_asked() -> None:
 
 
 async def test_a_silent_draft_costs_one_wait_and_is_used_again_when_it_answers() -> None:
-    """It is waited for beyond the time that it has, as a healthy one would have answered by then.
-    Of what somebody else proposes nothing is learned."""
+    """The wait is longer than the draft's own limit, after which a healthy draft would answer.
+    Nothing is learned from the look-up's proposals."""
     link = ScriptedLink()
     draft = draft_of(link)
     loop = asyncio.get_running_loop()
@@ -247,7 +248,7 @@ async def test_a_silent_draft_costs_one_wait_and_is_used_again_when_it_answers()
     for index in (2, 3):
         assert (await draft.propose(index, asked(3), NOISE)).proposal.token_ids == (1,)
     assert loop.time() == drafted.seconds
-    link.on_answer(proposal(link.sent[0]))  # Late, and of no use but as a sign of life.
+    link.on_answer(proposal(link.sent[0]))  # Too late to be used, but a sign of life.
     link.script = [proposal]
     assert (await draft.propose(4, asked(3), NOISE)).source != "fallback"
 
@@ -269,7 +270,7 @@ async def test_an_absent_draft_is_probed_without_waiting() -> None:
 
 
 @pytest.mark.parametrize("error", [NotFound("who?"), BadRequest("x", "y")])
-async def test_a_draft_that_refuses_harms_nobody(error: Any) -> None:
+async def test_a_draft_that_refuses_is_replaced_by_the_look_up(error: Any) -> None:
     draft = draft_of(ScriptedLink(refuse(error)))
     assert (await draft.propose(1, asked(3), NOISE)).source == "fallback"
 
@@ -281,8 +282,7 @@ def out_of_time(item: Any, num_tokens: int = 0) -> ProposalReply:
 
 
 async def test_a_draft_is_told_the_time_that_is_left() -> None:
-    """Less what a resync has taken; the least of what a request, the settings and the length
-    control allow."""
+    """The least that request, settings and length control allow, minus the time of a resync."""
 
     link = ScriptedLink(lambda item: Resync(item.head.key, 0, 0), proposal, proposal)
     on_sent = link.send
@@ -303,8 +303,8 @@ async def test_a_draft_is_told_the_time_that_is_left() -> None:
         assert other.sent[0].budget_us == expected_us
 
 
-async def test_a_proposal_that_comes_behind_its_time_is_used() -> None:
-    """How long a step lasts may depend on the tokens that are drawn in it, of others, too."""
+async def test_a_late_proposal_is_used() -> None:
+    """How long a step takes may depend on the tokens drawn in it, also in other sessions."""
     link = ScriptedLink()
     draft = draft_of(link)
     loop = asyncio.get_running_loop()
@@ -313,9 +313,9 @@ async def test_a_proposal_that_comes_behind_its_time_is_used() -> None:
     assert (drafted.source != "fallback", drafted.proposal.token_ids) == (True, (0, 1))
 
 
-async def test_a_round_that_is_not_timed_has_all_its_tokens_however_late() -> None:
-    """What it waits for may depend on its own numbers. It goes on without a replica that is lost
-    alone."""
+async def test_a_round_that_is_not_timed_waits_for_all_its_tokens() -> None:
+    """Their time may depend on its own random numbers. Only if the replica is lost, it goes on
+    without."""
     link = ScriptedLink()
     draft = draft_of(link)
     loop = asyncio.get_running_loop()
@@ -331,8 +331,8 @@ async def test_a_round_that_is_not_timed_has_all_its_tokens_however_late() -> No
 
 
 async def test_a_proposal_whose_time_ran_out_is_used_as_far_as_it_goes() -> None:
-    """Drawn tokens are never dropped. Of one without any a look-up fills in, and the draft is asked
-    for the next round."""
+    """Drawn tokens are never dropped. If there are none, a look-up fills in, and the draft is asked
+    again in the next round."""
     draft = draft_of(ScriptedLink(lambda item: out_of_time(item, 2), out_of_time, proposal))
     short = await draft.propose(1, asked(3), NOISE)
     assert (short.source, short.proposal.token_ids, short.num_asked) == ("replica", (0, 1), 2)
@@ -341,10 +341,8 @@ async def test_a_proposal_whose_time_ran_out_is_used_as_far_as_it_goes() -> None
     assert (await draft.propose(3, asked(3), NOISE)).source != "fallback"
 
 
-async def test_a_draft_without_time_for_a_first_token_is_waited_for_again_when_it_is_ready() -> (
-    None
-):
-    """It says so at once, and answers once more when it has read what it lacked."""
+async def test_a_draft_without_time_for_a_first_token_is_asked_again_once_it_is_ready() -> None:
+    """It says so at once, and answers again when it has read what it lacked."""
     link = ScriptedLink(refuse(DeadlineExceeded("its time ran out")))
     draft = draft_of(link)
     loop = asyncio.get_running_loop()
@@ -369,11 +367,11 @@ async def test_a_draft_without_time_for_a_first_token_is_waited_for_again_when_i
         ((1, 2, 3), (-1, -1, 0), (1, 1), True),
     ],
 )
-async def test_what_was_not_asked_for_is_not_believed(
+async def test_tokens_that_were_not_asked_for_are_not_used(
     token_ids: tuple[int, ...], parents: tuple[int, ...], siblings: tuple[int, ...],
     is_believed: bool,
 ) -> None:  # fmt: skip
-    """The target would refuse it, and the request would end."""
+    """The target would refuse them, and the request would end."""
 
     def tree(item: Any) -> ProposalReply:
         length = item.head.committed_length
@@ -386,8 +384,8 @@ async def test_what_was_not_asked_for_is_not_believed(
         assert (drafted.proposal.parents, drafted.siblings) == (parents, siblings)
 
 
-async def test_a_proposal_without_its_q_is_not_passed_on() -> None:
-    """Under the token rule the target would refuse it, and the user would be blamed."""
+async def test_a_proposal_without_q_is_not_used() -> None:
+    """Under the token rule the target would refuse it, with an error for the user."""
     link = ScriptedLink(proposal)
     draft = draft_of(link, one=session(rule=Rule.TOKEN))
     drafted = await draft.propose(1, asked(3), RoundNoise(3, Rule.TOKEN, len(PROMPT)))
@@ -407,7 +405,7 @@ def pushed(
     )
 
 
-def test_the_one_that_comes_true_is_picked() -> None:
+def test_the_proposal_for_the_real_outcome_is_picked() -> None:
     kept = PushedProposals()
     for assumed in ((9,), (8, 9), (8, 7)):
         kept.put(pushed(1, 4, assumed))
@@ -421,14 +419,14 @@ def test_the_one_that_comes_true_is_picked() -> None:
 
 
 @pytest.mark.parametrize("late", [0, 1, 3])
-def test_of_other_rounds_nothing_is_kept(late: int) -> None:
+def test_proposals_for_other_rounds_are_not_kept(late: int) -> None:
     kept = PushedProposals()
     kept.begin(1, TokenSequence(PROMPT))
     kept.put(pushed(late, 4, (9,)))
     assert len(kept._kept) == 0
 
 
-def test_what_is_kept_is_bounded_and_the_first_of_equals_stays(
+def test_kept_proposals_are_bounded_and_the_first_for_an_outcome_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("coordinator.routing.draft_client.LOOK_AHEAD_BYTES_MAX", 100)
@@ -442,7 +440,7 @@ def test_what_is_kept_is_bounded_and_the_first_of_equals_stays(
     assert found.proposal.token_ids == (1, 2, 3)
 
 
-async def test_a_hit_waits_for_nothing_and_tells_the_draft_afterwards() -> None:
+async def test_after_a_hit_the_draft_is_told_without_a_wait() -> None:
     link = ScriptedLink()
     one = session()
     draft = draft_of(link, one=one, config=replace(CONFIG, look_ahead=6))
@@ -453,7 +451,7 @@ async def test_a_hit_waits_for_nothing_and_tells_the_draft_afterwards() -> None:
     assert (drafted.proposal.token_ids, drafted.ahead, drafted.source != "fallback") == (
         (1, 2), True, True,
     )  # fmt: skip
-    await asyncio.sleep(0)  # Whoever writes the verification to its stream has this turn.
+    await asyncio.sleep(0)  # In this turn the message to the target is written.
     assert len(link.sent) == 1
     await asyncio.sleep(0)
     assert len(link.sent) == 2
@@ -465,14 +463,14 @@ async def test_a_hit_waits_for_nothing_and_tells_the_draft_afterwards() -> None:
     await asyncio.sleep(0)
     prefill, first, second = link.sent
     assert (prefill.held, prefill.num_draft_tokens, prefill.look_ahead) == ((), 3, 6)
-    # It has the prompt, and was told of what it proposed as far as that was cut.
+    # It has the prompt, and was told its proposal as it was cut.
     assert (first.held, first.head.base_length, first.head.append) == ((1, 2), 4, (9,))
     assert (second.held, second.head.base_length, second.head.append) == ((1, 2, 3), 6, (7,))
 
 
-async def test_a_push_that_crosses_the_question_answers_it() -> None:
-    """The answer that follows is the same, and is dropped; so is a push of another outcome. It is
-    not stale, also when its round is over; a third one would be."""
+async def test_a_proposal_drafted_ahead_that_crosses_the_question_answers_it() -> None:
+    """The answer that follows is the same, and is dropped, as is a proposal for another outcome. It
+    does not count as stale, even after its round; a third one would."""
     link = ScriptedLink()
     one = session()
     draft = draft_of(link, one=one, config=replace(CONFIG, look_ahead=6))
@@ -506,8 +504,8 @@ async def test_a_push_that_crosses_the_question_answers_it() -> None:
     ("look_ahead", "wanted", "pushes", "answered", "drafted_for"),
     [
         (6, 1, True, (), 1),
-        (6, 5, True, (), 2),  # A hit says nothing of tokens that it was not to have.
-        (6, 5, False, (1, 2), 2),  # As long as what was looked ahead for: it may be just that.
+        (6, 5, True, (), 2),  # A hit says nothing about tokens that it was not to have.
+        (6, 5, False, (1, 2), 2),  # The length looked ahead for: it may be just that.
         (6, 5, False, (1, 2, 3), 5),
         (6, 5, False, (), 5),
         (0, 5, False, (1, 2), 5),
@@ -516,7 +514,7 @@ async def test_a_push_that_crosses_the_question_answers_it() -> None:
 async def test_rounds_learn_from_the_k_that_a_proposal_was_drafted_for(
     look_ahead: int, wanted: int, pushes: bool, answered: tuple[int, ...], drafted_for: int
 ) -> None:
-    """Behind a round of K = 2, for which the draft looked ahead."""
+    """After a round of K = 2, for which the draft looked ahead."""
 
     def answer(item: Any) -> ProposalReply:
         length = item.head.committed_length
@@ -542,7 +540,7 @@ MODEL_TOKENS = 2
 def hybrid_of(
     prompt: tuple[int, ...], *links: ScriptedLink, seed: int = 1, look_ahead: int = 0
 ) -> tuple[DraftClient, Session, Counted]:
-    """A draft behind a look-up that goes first where it is confident."""
+    """A hybrid: a look-up that goes first if it is confident, and a draft."""
     hybrid = DraftConfig(
         model="hybrid:ngram,some/model", hybrid_min_score=0.7, hybrid_model_tokens=MODEL_TOKENS
     )
@@ -553,7 +551,7 @@ def hybrid_of(
 
 
 class Counted(NgramDrafter):
-    """Counts what it is asked."""
+    """Counts its guesses."""
 
     num_guesses = 0
 
@@ -562,10 +560,10 @@ class Counted(NgramDrafter):
         return super().guess(request)
 
 
-async def test_a_confident_look_up_spares_the_model_which_reads_what_it_missed_later() -> None:
-    """A repetition is continued without a message, as long as is asked for. The next round reads
-    what was committed meanwhile, and draws as much as the model may; it counts as asked for the
-    whole."""
+async def test_a_confident_look_up_replaces_the_model_which_reads_its_tokens_later() -> None:
+    """A repetition is continued without a message, as far as asked for. In the next round the model
+    reads what was committed meanwhile, and draws up to its limit, but the whole K counts as asked
+    for."""
     link = ScriptedLink(proposal)
     draft, one, _ = hybrid_of(REPEATS, link)
     copied = await draft.propose(1, asked(5), NOISE)
@@ -585,9 +583,9 @@ async def test_whether_a_look_up_goes_first_does_not_depend_on_the_noise() -> No
             assert (await draft.propose(1, asked(4), noise)).source == source
 
 
-async def test_the_replica_looks_ahead_of_a_round_that_was_looked_up() -> None:
-    """It is told what was looked up. What it has pushed is there when the next round begins, unless
-    the look-up is confident again."""
+async def test_the_replica_drafts_ahead_while_a_look_up_is_verified() -> None:
+    """It is told what was looked up. Its proposal is used in the next round, unless the look-up is
+    confident again."""
     for assumed, source in (((7, 1), "replica"), ((7, 8), "local")):
         link = ScriptedLink()
         draft, one, _ = hybrid_of(REPEATS, link, look_ahead=16)
@@ -601,8 +599,8 @@ async def test_the_replica_looks_ahead_of_a_round_that_was_looked_up() -> None:
 
 
 @pytest.mark.parametrize("prompt", [(1, 2, 3, 1), NEW])
-async def test_a_guess_goes_in_the_place_of_a_lost_replica(prompt: tuple[int, ...]) -> None:
-    """As it is, whole or empty: it is made once, and the bound of the model does not apply."""
+async def test_a_look_up_replaces_the_proposal_of_a_lost_replica(prompt: tuple[int, ...]) -> None:
+    """As it is, even if empty: it is made once, and the model's limit does not apply."""
     draft, _, counted = hybrid_of(prompt, ScriptedLink(LinkLost("gone")))
     draft._confident = 99.0
     drafted = await draft.propose(1, asked(5), NOISE)

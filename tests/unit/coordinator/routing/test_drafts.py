@@ -1,4 +1,4 @@
-"""Proposals that a coordinator looks up itself."""
+"""Proposals that a coordinator looks up."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def proposed(drafts: Drafts, one: Session, num_tokens: int) -> tuple[int, 
 
 
 async def test_a_proposal_goes_on_from_the_committed_tokens() -> None:
-    """With no more tokens than were asked for; the target is asked for none."""
+    """With at most the tokens that were asked for; the target is asked for none."""
     one = opened("0", 1)
     drafts = Drafts(SessionLookup(SuffixDrafter(), one, SamplingParams()))
     assert await proposed(drafts, one, 4) == (2, 3, 1, 2)
@@ -76,7 +76,7 @@ class Told:
 
 
 def watched(prompt: tuple[int, ...], token_ids: tuple[int, ...], num_draft_tokens: int = 4) -> Told:
-    """What is told of a session that decodes these tokens plainly."""
+    """What length control is told about a session that decodes these tokens without drafts."""
     session, told = opened("0", 1, prompt), Told()
     lookup = SessionLookup(SuffixDrafter(), session, SamplingParams())
     watch = LookupProbe(lookup, told, num_draft_tokens)  # type: ignore[arg-type]
@@ -90,15 +90,15 @@ def commit(watch: LookupProbe, session: Session, token_id: int) -> None:
     session.decide((token_id,), Counters(1, 0, 0))
 
 
-def test_as_many_survive_as_were_written() -> None:
+def test_looked_up_tokens_survive_if_the_session_decodes_them() -> None:
     assert watched(PROMPT, (2, 3, 1, 2)).watched == [(4, (1.0, 1.0, 1.0, 1.0))]
     assert watched(PROMPT, (2, 3, 9)).watched == [(4, (1.0, 1.0, 0.0, 0.0))]
     assert watched(PROMPT, (9,)).watched == [(4, (0.0, 0.0, 0.0, 0.0))]
     assert watched((1, 2, 3), (4,)).watched == [(4, ())]
 
 
-def test_hopeless_texts_are_looked_at_seldom() -> None:
-    """Tokens that never came before; later, a text that repeats itself is looked at again."""
+def test_look_ups_get_rare_while_they_fail() -> None:
+    """Tokens that never came before; later, a text that repeats itself is looked up often again."""
     told = watched((0,), tuple(range(100, 100 + 8 * WATCH_ROUNDS_MAX)))
     assert 8 <= len(told.watched) <= 12
     again = watched((0,), tuple(range(100, 300)) + (1, 2, 3, 4) * 100)
@@ -110,8 +110,8 @@ def controls(*, watches: bool) -> LengthControls:
     return LengthControls(description(table), description(None), RUN_AHEAD, watches=watches)
 
 
-def test_a_plain_session_drafts_once_its_text_is_what_a_look_up_says() -> None:
-    """Its sessions have learned that drafting loses; nothing but look-ups says otherwise."""
+def test_a_plain_session_drafts_once_look_ups_are_right() -> None:
+    """Earlier sessions have learned that drafting loses; only look-ups show that it would not."""
     world = World(acceptance=0.0, draft_s=0.0)
     world.controls = controls(watches=True)
     for seed in range(20):
@@ -124,8 +124,8 @@ def test_a_plain_session_drafts_once_its_text_is_what_a_look_up_says() -> None:
     assert world.play(control, 200).plain_share < 0.3
 
 
-def test_times_alone_are_no_reason_to_draft_often() -> None:
-    """Sessions whose look-ups find nothing: without look-ups in plain rounds, drafting has to be
+def test_rounds_with_a_draft_are_rarely_tried_only_for_their_times() -> None:
+    """Look-ups find nothing in these sessions. Without look-ups in plain rounds, drafting has to be
     tried again and again to know that."""
     shares = {}
     for watches in (False, True):

@@ -1,4 +1,4 @@
-"""Several replicas of a role: where sessions go, and when they move."""
+"""Several replicas of a role: which one a session gets, and when it moves."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ NEW = ReplicaDescription("toy", "new", "", 99, "float32", 0, (), 8)
 
 
 async def test_a_target_that_cannot_be_reached_is_left_at_once() -> None:
-    """With all tokens: what the other one holds is not known."""
+    """All tokens are sent, as it is not known what the other one holds."""
     first, second = ScriptedLink(verdict, LinkLost("down")), ScriptedLink(verdict, verdict)
     one = session()
     target = target_of(first, second, one=one)
@@ -74,7 +74,7 @@ async def test_a_target_that_cannot_be_reached_is_left_at_once() -> None:
     assert first.released == second.released == ["0" * 32]
 
 
-async def test_a_stream_that_breaks_while_an_answer_is_waited_for_moves_the_session() -> None:
+async def test_a_stream_that_breaks_during_a_wait_moves_the_session() -> None:
     first, second = ScriptedLink(None), ScriptedLink(verdict)
     target = target_of(first, second)
     loop = asyncio.get_running_loop()
@@ -84,8 +84,9 @@ async def test_a_stream_that_breaks_while_an_answer_is_waited_for_moves_the_sess
     assert target.cache_state.replica == "r1"
 
 
-async def test_a_session_comes_back_to_where_it_was() -> None:
-    """Its rounds there are new ones, for the replica's fence as for what was run ahead there."""
+async def test_a_session_may_return_to_a_replica() -> None:
+    """Its rounds there have new numbers: for the replica's filter of stale rounds, and so that late
+    answers of rounds that were run ahead are not used."""
     links = [ScriptedLink(), ScriptedLink()]
 
     def answering(link: ScriptedLink, fence: StaleRoundFilter) -> Callable[[Any], Any]:
@@ -114,9 +115,7 @@ async def test_a_session_comes_back_to_where_it_was() -> None:
     assert places == ["r0", "r1"] * 3
 
 
-async def test_where_all_are_away_the_session_waits_and_goes_on_with_the_first_that_is_back() -> (
-    None
-):
+async def test_if_all_replicas_are_away_the_session_waits_for_the_first_that_is_back() -> None:
     first = ScriptedLink(LinkLost("down"))
     second = ScriptedLink(LinkLost("down"), LinkLost("down"), LinkLost("down"), verdict)
     first.away_until, second.away_until = 99.0, 0.5
@@ -126,7 +125,7 @@ async def test_where_all_are_away_the_session_waits_and_goes_on_with_the_first_t
     assert len(first.sent) == 1
 
 
-async def test_a_replica_that_comes_and_goes_is_not_asked_without_rest() -> None:
+async def test_a_replica_that_comes_and_goes_is_asked_at_intervals() -> None:
     links = [ScriptedLink(*[LinkLost("down")] * 999) for _ in range(2)]
     target = target_of(*links)
     with pytest.raises(Unavailable, match="no target can be reached"):
@@ -136,7 +135,7 @@ async def test_a_replica_that_comes_and_goes_is_not_asked_without_rest() -> None
 
 
 async def test_a_session_stays_with_the_weights_that_it_began_with() -> None:
-    """Its text would be of two models otherwise."""
+    """Otherwise two models would write its text."""
     first, second = ScriptedLink(*[LinkLost("down")] * 99), described(NEW)
     target = target_of(first, second, weights=TOY.weights)
     with pytest.raises(Unavailable, match="no target can be reached"):
@@ -145,8 +144,8 @@ async def test_a_session_stays_with_the_weights_that_it_began_with() -> None:
 
 
 @pytest.mark.parametrize("alike", [1, 2])
-async def test_a_session_goes_on_where_logits_are_bit_equal(alike: int) -> None:
-    """Even where another replica has fewer sessions, or is preferred by its pages."""
+async def test_a_session_moves_to_a_replica_with_bit_equal_logits(alike: int) -> None:
+    """Even if another replica has fewer sessions, or pages of the same prompt."""
     links = [ScriptedLink(verdict, LinkLost("down")), *(ScriptedLink(verdict) for _ in "ab")]
     for link in (links[0], links[alike]):
         link.description = replace(TOY, numerics="avx")
@@ -161,7 +160,7 @@ async def test_a_session_goes_on_where_logits_are_bit_equal(alike: int) -> None:
 
 
 async def test_a_replica_that_comes_back_with_other_weights_is_sent_nothing() -> None:
-    """It is asked what it runs before anything else."""
+    """It must describe itself first."""
     link = ScriptedLink(verdict, verdict)
     one = session()
     target = target_of(link, weights=TOY.weights, one=one)
@@ -174,8 +173,8 @@ async def test_a_replica_that_comes_back_with_other_weights_is_sent_nothing() ->
     assert len(link.sent) == 1
 
 
-async def test_a_wait_ends_when_it_is_due_whatever_was_waited_for_before() -> None:
-    """One timer serves all waits, and is none any more once the session has ended."""
+async def test_a_wait_ends_when_it_is_due_whatever_the_waits_before() -> None:
+    """One timer serves all waits, until the session ends."""
     one, loop = session(), asyncio.get_running_loop()
     route = SessionRoute[Any, Any](pool_of(ScriptedLink()), context_of(one))
     for index, (wait_s, answered_s) in enumerate([(9, 1), (2, None), (9, None), (3, 1), (9, 4)]):
@@ -212,8 +211,8 @@ async def test_a_target_that_is_to_be_left_is_left_between_two_rounds() -> None:
 
 
 async def test_a_draft_that_is_to_be_left_is_left_though_there_is_no_other() -> None:
-    """So it ends at once, as where targets draft for themselves from now on; a look-up fills in,
-    for new sessions, too."""
+    """So it can end at once, as when targets draft for themselves from now on. A look-up fills in,
+    also for new sessions."""
     link, one = ScriptedLink(proposal), session()
     pool = pool_of(link, role="draft")
     draft = draft_of(pool=pool, one=one)
@@ -226,7 +225,7 @@ async def test_a_draft_that_is_to_be_left_is_left_though_there_is_no_other() -> 
     assert (await draft.propose(3, asked(2), NOISE)).source == "replica"
 
 
-async def test_a_target_that_is_taken_out_is_left_within_the_round() -> None:
+async def test_a_target_that_is_removed_is_left_within_the_round() -> None:
     first, second = ScriptedLink(None), ScriptedLink(verdict)
     pool = pool_of(first)
     target = target_of(pool=pool)
@@ -251,8 +250,8 @@ async def test_a_draft_that_is_lost_is_replaced_for_the_next_round() -> None:
     assert asyncio.get_running_loop().time() == 0
 
 
-async def test_a_draft_that_was_found_broken_is_not_returned_to() -> None:
-    """Also not when the one that took its place is lost."""
+async def test_a_session_does_not_return_to_a_broken_draft() -> None:
+    """Not even if the draft that replaced it is lost."""
     first = ScriptedLink(proposal, proposal)
     second = ScriptedLink(proposal, LinkLost("down"))
     draft = draft_of(first, second)
@@ -264,8 +263,8 @@ async def test_a_draft_that_was_found_broken_is_not_returned_to() -> None:
     assert len(first.sent) == 1
 
 
-async def test_the_only_draft_being_broken_the_stand_in_goes_on_until_there_is_another() -> None:
-    """What it sends meanwhile, and what it has sent ahead, is not used."""
+async def test_if_the_only_draft_is_broken_the_look_up_proposes_until_there_is_another() -> None:
+    """Nothing of the broken draft is used, also not what it drafted ahead."""
     first, second = ScriptedLink(proposal), ScriptedLink(proposal)
     pool = pool_of(first, role="draft")
     draft = draft_of(pool=pool, config=replace(CONFIG, look_ahead=2))
@@ -290,8 +289,8 @@ async def test_the_only_draft_being_broken_the_stand_in_goes_on_until_there_is_a
 async def test_only_replicas_that_fit_join(
     role: Any, first: ReplicaDescription, other: ReplicaDescription, reason: str
 ) -> None:
-    """One that is gone or does not fit keeps nobody else out, as long as there is one. Drafts must
-    fit the targets."""
+    """Others that are away or do not fit are no error, as long as one joins. Drafts must fit the
+    targets."""
     big = replace(TOY, model="big", tokenizer_fingerprint="a")
     pool = ReplicaPool(role, pool_of(described(big)))
     await pool.join_all({})
@@ -311,9 +310,9 @@ async def test_only_replicas_that_fit_join(
     assert list(pool.replicas) == ["b"]
 
 
-async def test_a_draft_reads_the_features_of_its_own_head_alone() -> None:
-    """While an upgrade replaces targets and drafts, those of two heads are there; none drafts for
-    a session on a target of the other head, or on none."""
+async def test_a_draft_reads_only_the_features_of_its_own_head() -> None:
+    """During an upgrade of targets and drafts there are two heads. A draft is not used for a
+    session whose target has the other head, or that has no target."""
     old, new = (described(replace(TOY, shows_features=True, features=name)) for name in "ab")
     targets = pool_of(old)
     drafts = ReplicaPool("draft", targets)
@@ -330,7 +329,7 @@ async def test_a_draft_reads_the_features_of_its_own_head_alone() -> None:
     draft.send(None)
     targets.admit("new", new, new.description)
     assert target.move()
-    with pytest.raises(LinkLost, match="does not read what the target shows now"):
+    with pytest.raises(LinkLost, match="is not for the head that the target has now"):
         draft.send(None)
     assert draft.move()
     assert draft.replica == "b"
@@ -338,8 +337,8 @@ async def test_a_draft_reads_the_features_of_its_own_head_alone() -> None:
 
 
 async def test_a_share_of_the_sessions_goes_to_a_draft_on_trial() -> None:
-    """The same ones at each coordinator, and no others: 0.25 of 1,000 within five standard
-    deviations. All stay where they are until it leaves; where it is alone it has all."""
+    """The same sessions at each coordinator, and no others: 0.25 of 1,000, within five standard
+    deviations. All stay until it leaves; a draft that is alone has all of them."""
     pools = [pool_of(described(), described(), role="draft") for _ in range(2)]
     routes = []
     for pool in pools:
@@ -362,8 +361,8 @@ async def test_a_share_of_the_sessions_goes_to_a_draft_on_trial() -> None:
     assert other.on_trial
 
 
-async def test_each_session_goes_by_its_own_targets_way_of_drafting() -> None:
-    """While an upgrade replaces targets by such as draft for themselves, and back."""
+async def test_whether_the_target_drafts_depends_on_the_sessions_own_target() -> None:
+    """As during an upgrade to targets that draft for themselves."""
     itself = described(replace(TOY, drafts_itself=True))
     pool = pool_of(described())
     await pool.join("r1", itself)
@@ -375,7 +374,7 @@ async def test_each_session_goes_by_its_own_targets_way_of_drafting() -> None:
         route.close()
 
 
-async def test_sessions_are_shared_out_evenly_and_alike_ones_meet() -> None:
+async def test_sessions_are_spread_evenly_and_similar_ones_share_a_replica() -> None:
     pool = pool_of(*(ScriptedLink() for _ in range(3)))
     prompts = [(number,) * 40 for number in range(12)]
 
@@ -405,8 +404,8 @@ async def test_a_refusal_of_a_target_that_shuts_down_moves_the_session() -> None
     assert target.cache_state.replica == "r1"
 
 
-async def test_a_dozen_targets_that_are_silent_are_soon_found_to_be() -> None:
-    """Each would take the timeout; and among them one that answers is found."""
+async def test_the_health_check_of_a_dozen_silent_targets_is_fast() -> None:
+    """They are not asked one after the other, and one among them that answers is found."""
 
     class Silent(ScriptedLink):
         async def describe(self, timeout_s: float) -> ReplicaDescription:
@@ -432,7 +431,7 @@ NAMES = st.lists(st.text(min_size=1, max_size=4), min_size=1, max_size=8, unique
 
 
 @given(st.binary(min_size=1, max_size=32), NAMES)
-def test_who_leaves_changes_nothing_for_the_others(key: bytes, names: list[str]) -> None:
+def test_a_replica_that_leaves_moves_only_its_own_sessions(key: bytes, names: list[str]) -> None:
     found = choose(key, dict.fromkeys(names, 0), 99)
     for gone in names:
         left = [name for name in reversed(names) if name != gone]
@@ -441,7 +440,7 @@ def test_who_leaves_changes_nothing_for_the_others(key: bytes, names: list[str])
 
 
 @given(st.binary(min_size=1, max_size=32), st.dictionaries(st.text(max_size=3), st.integers(0, 99)))
-def test_nobody_is_given_more_than_a_quarter_above_the_mean(
+def test_no_replica_gets_more_than_a_quarter_above_the_mean(
     key: bytes, loads: dict[str, int]
 ) -> None:
     found = choose(key, loads, 1000)
@@ -455,8 +454,8 @@ def test_nobody_is_given_more_than_a_quarter_above_the_mean(
         assert found == choose(key, dict.fromkeys(loads, 0), 1000)
 
 
-def test_beyond_the_seats_of_a_step_all_have_the_same() -> None:
-    """Whoever had more would keep its sessions waiting."""
+def test_beyond_the_seats_of_a_step_loads_are_equal() -> None:
+    """Sessions of a replica with more than others would wait."""
     for num_seats, most in ((2, 8), (9, 9), (64, 10)):
         loads = dict.fromkeys("ab", 0)
         for _ in range(16):
@@ -466,7 +465,7 @@ def test_beyond_the_seats_of_a_step_all_have_the_same() -> None:
         assert max(loads.values()) == most
 
 
-def test_what_begins_alike_has_one_key_within_a_tenant() -> None:
+def test_prompts_that_begin_alike_have_the_same_key_within_a_tenant() -> None:
     prompt = tuple(range(40))
     assert affinity("", prompt) == affinity("", (*prompt[:32], 7, 7))
     assert affinity("", prompt) != affinity("", (*prompt[:31], 7))
@@ -488,7 +487,7 @@ def late_proposal(
     return ProposalReply(key, SealedProposal(token_ids), 3, 3, assumed=assumed)
 
 
-async def test_what_comes_too_late_is_counted_and_nothing_else() -> None:
+async def test_only_late_answers_count_as_stale() -> None:
     link = ScriptedLink()
     pool = ReplicaPool("draft")
     pool.admit("d", link, TOY)
@@ -497,8 +496,8 @@ async def test_what_comes_too_late_is_counted_and_nothing_else() -> None:
     for answer in (
         late_proposal(2),
         late_proposal(3),
-        late_proposal(1, ()),  # Of a prompt that was read: there is nothing to be late.
-        late_proposal(1, assumed=(4,)),  # Pushed, for what did not come true.
+        late_proposal(1, ()),  # The answer to a prompt.
+        late_proposal(1, assumed=(4,)),  # Drafted ahead for an outcome that did not happen.
         Resync(ReplyKey(SESSION, 1, 1), 0, 0),
     ):
         link.on_answer(answer)
@@ -535,7 +534,7 @@ async def test_sums_never_fall_when_a_replica_leaves() -> None:
 
 async def test_a_pool_is_full_when_all_seats_of_its_steps_are_taken() -> None:
     pool = ReplicaPool("target")
-    assert pool.is_full  # There is no seat at all.
+    assert pool.is_full  # There are no replicas.
     pool.admit("a", ScriptedLink(), TOY)
     pool.admit("b", ScriptedLink(), TOY)
     for number in range(2 * TOY.max_num_seqs):

@@ -1,4 +1,4 @@
-"""Proposals that come with the target's verdicts, as the coordinator takes them."""
+"""Proposals of targets that draft for themselves, which come with verdicts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Q = DraftDistribution((4, 5), (2**15, 2**15))
 def self_drafts(
     rule: Rule = Rule.TOKEN, confident: float | None = None, model_tokens: int = 8, **fields: Any
 ) -> SelfDraftClient:
-    """Of a session whose stand-in proposes the tokens 2, 3, 1, 2, ..."""
+    """Those of a session whose look-up proposes the tokens 2, 3, 1, 2, ..."""
     one = session(PROMPT, rule, NAME, seed=1)
     config = CONFIG
     if confident is not None:
@@ -63,7 +63,7 @@ def sealed(num_tokens: int, parents: tuple[int, ...] = ()) -> SealedProposal:
         (RoundLength(3, 0, next_max=3, next_siblings=(2, 1)), 99, NextWanted(3, (2, 1))),
         (RoundLength(3, 0, next_max=3, next_siblings=(2, 1)), 4, NextWanted(3, (1, 0))),
         (RoundLength(3, 0, next_max=1, next_siblings=(2, 1)), 99, NextWanted(1, (2,))),
-        (RoundLength(0, 5), 99, NextWanted()),  # the target does not wait
+        (RoundLength(0, 5), 99, NextWanted()),  # The target runs ahead.
     ],
 )
 def test_how_much_of_the_next_round_is_asked_for(
@@ -73,7 +73,7 @@ def test_how_much_of_the_next_round_is_asked_for(
 
 
 def test_a_hybrid_asks_its_target_for_few_tokens() -> None:
-    """However many a look-up may propose."""
+    """However many the look-up may propose."""
     drafts = self_drafts(confident=0.6, model_tokens=2)
     length = RoundLength(8, 0, next_max=8, next_siblings=(2, 1, 1))
     assert drafts.next_wanted(length, 99) == NextWanted(2, (2, 1), budget_us=500_000)
@@ -81,9 +81,8 @@ def test_a_hybrid_asks_its_target_for_few_tokens() -> None:
     assert fewer == NextWanted(1, (2,), budget_us=500_000)
 
 
-async def test_what_came_with_the_verdict_is_proposed_once() -> None:
-    """Cut to the round's length; then nothing is left of it, and the stand-in fills in, of which
-    nothing is learned."""
+async def test_a_proposal_that_came_with_a_verdict_is_used_once() -> None:
+    """Cut to the round's length. After that the look-up fills in, from which nothing is learned."""
     drafts = self_drafts()
     drafts.next_wanted(RoundLength(3, 0, next_max=3), 99)
     drafts.hear(verdict(sealed(3)))
@@ -95,7 +94,7 @@ async def test_what_came_with_the_verdict_is_proposed_once() -> None:
 
 
 async def test_a_target_has_the_time_of_the_session_to_draft() -> None:
-    """Of a proposal that it had no more time for nothing is learned beyond its tokens."""
+    """If the time runs out, nothing is learned about tokens beyond those that it drew."""
     drafts = self_drafts(draft_deadline_ms=25)
     untimed = RoundLength(3, 0, next_max=3, is_timed=False)
     assert drafts.next_wanted(untimed, 99).budget_us == 0
@@ -105,9 +104,9 @@ async def test_a_target_has_the_time_of_the_session_to_draft() -> None:
     assert (drafted.proposal, drafted.num_asked) == (sealed(2), 2)
 
 
-@pytest.mark.parametrize(("confident", "by_stand_in"), [(0.5, True), (4.0, False)])
-async def test_who_proposes_says_nothing_of_what_the_target_drew(
-    confident: float, by_stand_in: bool
+@pytest.mark.parametrize(("confident", "by_look_up"), [(0.5, True), (4.0, False)])
+async def test_which_side_proposes_does_not_depend_on_what_the_target_drew(
+    confident: float, by_look_up: bool
 ) -> None:
     drawn = [(4, 5), (5, 4), (4, 4), (2, 3), (5,)]
     for token_ids in drawn:
@@ -116,13 +115,13 @@ async def test_who_proposes_says_nothing_of_what_the_target_drew(
         q = DraftDistribution((2, 3, 4, 5), (2**14,) * 4)
         drafts.hear(verdict(SealedProposal.of(Proposal(token_ids, (q,) * len(token_ids)))))
         drafted = await drafts.propose(1, asked(2), NOISE)
-        assert (drafted.beside is None) is by_stand_in
+        assert (drafted.beside is None) is by_look_up
         assert drafted.num_asked == 2
-        assert drafted.proposal.token_ids == ((2, 3) if by_stand_in else token_ids)
+        assert drafted.proposal.token_ids == ((2, 3) if by_look_up else token_ids)
 
 
 async def test_siblings_come_with_their_tokens() -> None:
-    """A tree is cut by places, and says what was asked beside those that are left."""
+    """A tree is cut by places, and has the siblings asked for at those that are left."""
     drafts = self_drafts()
     drafts.next_wanted(RoundLength(3, 0, next_max=3, next_siblings=(1, 2, 0)), 99)
     other = DraftDistribution((1, 2, 3), (2**15, 2**14, 2**14))
@@ -137,8 +136,8 @@ async def test_siblings_come_with_their_tokens() -> None:
     )
 
 
-async def test_a_missing_proposal_counts_as_a_stand_in_where_one_was_wanted() -> None:
-    """As behind a target whose heads fail, and not behind one that ran ahead."""
+async def test_a_missing_proposal_counts_as_fallback_if_one_was_wanted() -> None:
+    """As with a target whose heads fail, but not with one that ran ahead."""
     drafts = self_drafts()
     for wanted, length in ((True, RoundLength(3, 0, next_max=3)), (False, RoundLength(0, 5))):
         drafts.next_wanted(length, 99)
@@ -146,7 +145,7 @@ async def test_a_missing_proposal_counts_as_a_stand_in_where_one_was_wanted() ->
         assert ((await drafts.propose(1, asked(2), NOISE)).source == "fallback") is wanted
 
 
-async def test_what_extends_something_else_is_not_used() -> None:
+async def test_a_proposal_for_another_prefix_is_not_used() -> None:
     drafts = self_drafts()
     drafts.next_wanted(RoundLength(3, 0, next_max=3), 99)
     drafts.hear(verdict(sealed(3), len(PROMPT) + 1))
@@ -156,12 +155,12 @@ async def test_what_extends_something_else_is_not_used() -> None:
 @pytest.mark.parametrize(
     ("proposal", "message"),
     [
-        (sealed(3), "3 tokens in 3 places, 2 and siblings () asked"),
-        (sealed(2, (-1, -1)), "1 siblings at 0, 0 asked"),
+        (sealed(3), "3 tokens at 3 places; 2 places with siblings () were asked for"),
+        (sealed(2, (-1, -1)), "1 siblings at place 0; up to 0 different ones"),
         (SealedProposal((4, 5)), "q"),
     ],
 )
-async def test_what_nobody_asked_for_is_not_used(
+async def test_tokens_that_were_not_asked_for_are_not_used(
     proposal: SealedProposal, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     drafts = self_drafts()

@@ -1,4 +1,4 @@
-"""What a session asks its target, and what it makes of the answers."""
+"""What a session sends to its target, and what it does with the answers."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ async def test_what_the_target_lacks_is_sent_and_what_it_holds_is_not() -> None:
     assert (second.base_length, second.append) == (4, (9,))
 
 
-async def test_a_target_that_was_asked_twice_in_vain_is_left_for_another() -> None:
-    """Its stream stands, but its steps may hang."""
+async def test_a_session_leaves_a_target_that_did_not_answer_twice() -> None:
+    """Its stream is open, but its steps may hang."""
     hanging, other = ScriptedLink(), ScriptedLink(verdict)
     one = session()
     target = target_of(hanging, other, one=one)
@@ -76,9 +76,9 @@ async def test_a_resync_is_answered_with_what_the_replica_lacks() -> None:
     [
         (StaleEpoch("over"), StaleEpoch),
         (InvariantError("NaN"), OutriderError),
-        # The user's fields were checked long before; a bad message is our own doing.
+        # The user's fields were checked before, so a bad message is our fault.
         (BadRequest("append[0]", "too large"), InvariantError),
-        # A store that lost its tail may give an epoch twice; the target has seen it end.
+        # A store that lost its last writes may give an epoch twice.
         (SimpleNamespace(grpc_code=CANCELLED_CODE, message="released"), DataLoss),
     ],
 )
@@ -89,8 +89,8 @@ async def test_a_refusal_ends_the_request(refusal: Any, becomes: type[OutriderEr
     assert caught.value.grpc_code == becomes.grpc_code
 
 
-async def test_a_stream_that_breaks_between_two_rounds_is_asked_anew_at_once() -> None:
-    """The target was decoding ahead; what it would have sent is lost with the stream."""
+async def test_after_a_stream_broke_between_two_rounds_the_target_is_asked_at_once() -> None:
+    """The target was running ahead; its verdicts are lost with the stream."""
     link, one = ScriptedLink(verdict, verdict), session()
     target = target_of(link, one=one)
     reply = await target.verify(0, NOTHING_SEALED, 8)
@@ -132,7 +132,7 @@ READABLE = SealedProposal.of(Proposal((1,), (DraftDistribution((1, 2), (2**15, 2
 
 
 def opened(item: Any) -> Any:
-    """What a target answers that reads q."""
+    """The answer of a target that reads q."""
     try:
         item.proposal.open()
     except BadRequest as error:
@@ -147,8 +147,8 @@ def opened(item: Any) -> Any:
 async def test_a_proposal_is_verified_as_far_as_its_q_is_readable(
     q: bytes, num_verified: int, is_broken: bool
 ) -> None:
-    """The rest counts as not proposed. The first sending is asked again
-    before its refusal comes: the second refusal is not about what was sent since."""
+    """The rest counts as not proposed. The first message is repeated before its refusal comes, so
+    the second refusal is not about what was sent since."""
     proposal = SealedProposal((1, 2), q)
     link = ScriptedLink(None, opened)
     seen = Unreadable()
@@ -167,7 +167,7 @@ async def test_a_proposal_is_verified_as_far_as_its_q_is_readable(
 
 
 async def test_a_q_that_the_target_alone_cannot_read_is_given_up() -> None:
-    """It can be read here, so nothing is cut; the target refuses it each time."""
+    """It is readable here, so nothing is cut off, but the target refuses it each time."""
     proposal = SealedProposal((1,), READABLE.q)
 
     def only_nothing(item: Any) -> Any:
