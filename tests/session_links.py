@@ -13,9 +13,9 @@ from outrider.config import CoordinatorConfig
 from outrider.errors import Unavailable
 from outrider.messages import ProposalReply, Refused, ReplicaDescription, VerdictReply
 from outrider.sessions.state import Session
-from outrider.sessions.store import CacheState, SessionRecord
+from outrider.sessions.store import CacheState, Counters, SessionRecord
 from outrider.speculation.accept_reject import Verdict
-from outrider.speculation.proposal import Proposal, SealedProposal
+from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.telemetry.observer import SILENT, RequestObserver
@@ -137,6 +137,14 @@ def target_of(
     one = one or session()
     one.target = CacheState("r0", 0)
     return TargetClient(pool or pool_of(*links), context_of(one, **fields), CONFIG)
+
+
+async def play(target: TargetClient, one: Session, index: int, run_ahead: int = 0) -> VerdictReply:
+    """A round without a proposal, which commits token 9."""
+    reply = await target.verify(index, NOTHING_SEALED, run_ahead)
+    target.settle(reply, one.length)
+    one.decide((9,), Counters())
+    return reply
 
 
 def draft_of(

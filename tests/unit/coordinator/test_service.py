@@ -1,6 +1,7 @@
 """The coordinator with its replicas and store in one process: how sessions end."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -160,18 +161,25 @@ async def test_a_session_whose_store_is_away_at_its_end_waits() -> None:
         assert 3.0 <= loop.time() - start <= 10.0
 
 
+def noted_openings(b: Bench, then: Callable[[int], Awaitable[None]]) -> list[str]:
+    """Ids of the sessions that the store creates. Calls `then` with their number before it
+    answers."""
+    opened: list[str] = []
+    open_at_once = b.store.open
+
+    async def noted(session: SessionRecord) -> None:
+        await open_at_once(session)
+        opened.append(session.session_id)
+        await then(len(opened))
+
+    b.store.open = noted  # type: ignore[method-assign]
+    return opened
+
+
 async def test_a_client_that_goes_while_its_session_is_opened_leaves_no_running_record() -> None:
     """The store creates the record, but its answer comes after the client has gone."""
     async with bench() as b:
-        opened: list[str] = []
-        open_at_once = b.store.open
-
-        async def open_slowly(session: SessionRecord) -> None:
-            await open_at_once(session)
-            opened.append(session.session_id)
-            await asyncio.sleep(0.5)
-
-        b.store.open = open_slowly  # type: ignore[method-assign]
+        opened = noted_openings(b, lambda _: asyncio.sleep(0.5))
         with pytest.raises(DeadlineExceeded):
             await b.events(replace(REQUEST, deadline_ms=100))
         waiting = asyncio.create_task(b.events())
@@ -186,17 +194,13 @@ async def test_a_client_that_goes_while_its_session_is_opened_leaves_no_running_
 
 async def test_a_session_is_opened_at_the_second_try() -> None:
     """The first try created one although the store did not answer; it is recorded as cancelled."""
+
+    async def silent_once(number: int) -> None:
+        if number == 1:
+            raise StoreUnavailable("no answer")
+
     async with bench() as b:
-        opened: list[str] = []
-        open_at_once = b.store.open
-
-        async def open_in_silence(session: SessionRecord) -> None:
-            await open_at_once(session)
-            opened.append(session.session_id)
-            if len(opened) == 1:
-                raise StoreUnavailable("no answer")
-
-        b.store.open = open_in_silence  # type: ignore[method-assign]
+        opened = noted_openings(b, silent_once)
         b.store.finish = failing(b.store.finish, until=0.1)  # type: ignore[method-assign]
         started, *_, last = await b.events()
         assert isinstance(started, Started)
@@ -206,12 +210,15 @@ async def test_a_session_is_opened_at_the_second_try() -> None:
         assert abandoned.finish_reason is FinishReason.CANCELLED
 
 
-async def test_cancelling_again_and_again_is_one_cancel() -> None:
+async def test_a_running_session_is_cancelled_once_even_without_the_store() -> None:
     async with bench() as b:
-        reasons = []
+        reasons, load = [], b.store.load
         async for event in b.service.generate(REQUEST):
             if isinstance(event, Started):
                 session_id = event.session_id
+                with pytest.raises(NotFound):
+                    await b.service.cancel(session_id, tenant="another")
+                b.store.load = failing(load, until=1e9)  # type: ignore[method-assign]
             if isinstance(event, Tokens):
                 for _ in range(3):
                     await b.service.cancel(session_id)
@@ -219,19 +226,8 @@ async def test_cancelling_again_and_again_is_one_cancel() -> None:
             if isinstance(event, Finished):
                 reasons.append(event.finish_reason)
         assert reasons == [FinishReason.CANCELLED]
+        b.store.load = load  # type: ignore[method-assign]
         await b.service.cancel(session_id)
-
-
-async def test_a_running_session_can_be_cancelled_while_the_store_is_away() -> None:
-    async with bench() as b:
-        async for event in b.service.generate(REQUEST):
-            if isinstance(event, Started):
-                load = b.store.load
-                b.store.load = failing(load, until=1e9)  # type: ignore[method-assign]
-                await b.service.cancel(event.session_id)
-                b.store.load = load  # type: ignore[method-assign]
-                with pytest.raises(NotFound):
-                    await b.service.cancel(event.session_id, tenant="another")
 
 
 def test_tokenizing_counts_for_the_deadline_and_for_admission() -> None:

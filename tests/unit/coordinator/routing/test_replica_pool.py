@@ -22,6 +22,7 @@ from session_links import (
     context_of,
     described,
     draft_of,
+    play,
     pool_of,
     proposal,
     refuse,
@@ -40,7 +41,7 @@ from coordinator.routing.replica_pool import (
 from outrider.errors import Incompatible, InvariantError, LinkLost, Unavailable
 from outrider.messages import ProposalReply, ReplicaDescription, ReplyKey, Resync, VerdictReply
 from outrider.replica.service import StaleRoundFilter
-from outrider.sessions.store import CacheState, Counters
+from outrider.sessions.store import CacheState
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.transport.link import LinkBytes
@@ -56,32 +57,18 @@ async def test_a_target_that_cannot_be_reached_is_left_at_once() -> None:
     one = session()
     target = target_of(first, second, one=one)
     loop = asyncio.get_running_loop()
-    reply = await target.verify(0, NOTHING_SEALED)
-    one.decide((9,), Counters())
-    target.settle(reply, len(PROMPT))
-    reply = await target.verify(1, NOTHING_SEALED)
+    await play(target, one, 0)
+    await play(target, one, 1)
     assert loop.time() == 0
     assert target.cache_state.replica == "r1"
     assert second.sent[0].head.base_length == 0
     assert second.sent[0].head.append == (*PROMPT, 9)
-    one.decide((9,), Counters())
-    target.settle(reply, len(PROMPT) + 1)
-    await target.verify(2, NOTHING_SEALED)
+    await play(target, one, 2)
     assert second.sent[1].head.append == (9,)
     assert len(first.sent) == 2
     assert not first.released  # It may come back.
     target.close()
     assert first.released == second.released == ["0" * 32]
-
-
-async def test_a_stream_that_breaks_during_a_wait_moves_the_session() -> None:
-    first, second = ScriptedLink(None), ScriptedLink(verdict)
-    target = target_of(first, second)
-    loop = asyncio.get_running_loop()
-    loop.call_later(0.3, lambda: first.on_lost(LinkLost("reset")))
-    await target.verify(0, NOTHING_SEALED)
-    assert loop.time() == pytest.approx(0.3)
-    assert target.cache_state.replica == "r1"
 
 
 async def test_a_session_may_return_to_a_replica() -> None:
@@ -105,10 +92,7 @@ async def test_a_session_may_return_to_a_replica() -> None:
     target = target_of(*links, one=one)
     places: list[str] = []
     for index in range(6):
-        reply = await target.verify(index, NOTHING_SEALED, 8)
-        assert reply.verdict.correction == (9,)
-        one.decide((9,), Counters())
-        target.settle(reply, one.length - 1)
+        assert (await play(target, one, index, 8)).verdict.correction == (9,)
         places.append(target.cache_state.replica)
         await asyncio.sleep(1.0)  # By then the other one is there again.
         links[int(places[-1][1])].on_lost(LinkLost("reset"))
@@ -152,9 +136,8 @@ async def test_a_session_moves_to_a_replica_with_bit_equal_logits(alike: int) ->
     links[3 - alike].description = replace(TOY, numerics="sse")
     one = session()
     target = target_of(*links, weights=TOY.weights, one=one)
-    await target.verify(0, NOTHING_SEALED)
-    one.decide((9,), Counters())
-    await target.verify(1, NOTHING_SEALED)
+    for index in range(2):
+        await play(target, one, index)
     assert links[alike].sent
     assert not links[3 - alike].sent
 
@@ -164,10 +147,9 @@ async def test_a_replica_that_comes_back_with_other_weights_is_sent_nothing() ->
     link = ScriptedLink(verdict, verdict)
     one = session()
     target = target_of(link, weights=TOY.weights, one=one)
-    await target.verify(0, NOTHING_SEALED)
+    await play(target, one, 0)
     link.description = NEW
     link.on_lost(LinkLost("reset"))
-    one.decide((9,), Counters())
     with pytest.raises(Unavailable, match="no target can be reached"):
         await target.verify(1, NOTHING_SEALED)
     assert len(link.sent) == 1
@@ -197,16 +179,12 @@ async def test_a_target_that_is_to_be_left_is_left_between_two_rounds() -> None:
     pool = pool_of(first)
     one = session()
     target = target_of(pool=pool, one=one)
-    reply = await target.verify(0, NOTHING_SEALED)
+    await play(target, one, 0)
     pool.retire("r0")
-    one.decide((9,), Counters())
-    target.settle(reply, len(PROMPT))
-    reply = await target.verify(1, NOTHING_SEALED)  # There is nowhere to go yet.
+    await play(target, one, 1)  # There is no other replica yet.
     assert target.cache_state.replica == "r0"
     pool.admit("r1", second, TOY)
-    one.decide((9,), Counters())
-    target.settle(reply, len(PROMPT) + 1)
-    await target.verify(2, NOTHING_SEALED)
+    await play(target, one, 2)
     assert target.cache_state.replica == "r1"
 
 

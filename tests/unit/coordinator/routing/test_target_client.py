@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from session_links import PROMPT, ScriptedLink, refuse, session, target_of, verdict
+from session_links import PROMPT, ScriptedLink, play, refuse, session, target_of, verdict
 
 from outrider.errors import (
     BadRequest,
@@ -20,7 +20,7 @@ from outrider.errors import (
 )
 from outrider.messages import Resync
 from outrider.replica.step_request import CANCELLED_CODE
-from outrider.sessions.store import CacheState, Counters
+from outrider.sessions.store import CacheState
 from outrider.speculation.proposal import (
     NOTHING_SEALED,
     DraftDistribution,
@@ -37,9 +37,7 @@ async def test_what_the_target_lacks_is_sent_and_what_it_holds_is_not() -> None:
     link = ScriptedLink(verdict, verdict)
     one = session()
     target = target_of(link, one=one)
-    reply = await target.verify(0, NOTHING_SEALED)
-    target.settle(reply, one.length)
-    one.decide((9,), Counters())
+    await play(target, one, 0)
     await target.verify(1, SealedProposal((1, 2)))
     assert target.cache_state == CacheState("r0", 4)
     first, second = (item.head for item in link.sent)
@@ -50,11 +48,9 @@ async def test_what_the_target_lacks_is_sent_and_what_it_holds_is_not() -> None:
 async def test_a_session_leaves_a_target_that_did_not_answer_twice() -> None:
     """Its stream is open, but its steps may hang."""
     hanging, other = ScriptedLink(), ScriptedLink(verdict)
-    one = session()
-    target = target_of(hanging, other, one=one)
-    reply = await target.verify(0, NOTHING_SEALED)
+    target = target_of(hanging, other)
+    await target.verify(0, NOTHING_SEALED)
     assert asyncio.get_running_loop().time() == pytest.approx(3.0)
-    target.settle(reply, one.length)
     assert target.cache_state.replica == "r1"
     assert len(hanging.sent) == 2
     assert [item.head.base_length for item in other.sent] == [0]
@@ -93,11 +89,9 @@ async def test_after_a_stream_broke_between_two_rounds_the_target_is_asked_at_on
     """The target was running ahead; its verdicts are lost with the stream."""
     link, one = ScriptedLink(verdict, verdict), session()
     target = target_of(link, one=one)
-    reply = await target.verify(0, NOTHING_SEALED, 8)
-    target.settle(reply, one.length)
-    one.decide((9,), Counters())
+    await play(target, one, 0, 8)
     link.on_lost(LinkLost("keepalive"))
-    await target.verify(1, NOTHING_SEALED, 8)
+    await play(target, one, 1, 8)
     assert asyncio.get_running_loop().time() < 0.01
     assert len(link.sent) == 2
 
@@ -106,9 +100,7 @@ async def test_the_first_verdict_of_a_round_wins_and_stale_ones_are_dropped() ->
     link = ScriptedLink(verdict)
     one = session()
     target = target_of(link, one=one)
-    reply = await target.verify(0, NOTHING_SEALED)
-    target.settle(reply, one.length)
-    one.decide((9,), Counters())
+    await play(target, one, 0)
     link.script = [None]
     task = asyncio.create_task(target.verify(1, NOTHING_SEALED))
     await asyncio.sleep(0.01)
