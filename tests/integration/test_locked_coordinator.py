@@ -1,5 +1,5 @@
-"""Coordinators that ask for keys, by gRPC and HTTP: every method, every tenant, limits that they
-share, and TLS."""
+"""Coordinators that require API keys, by gRPC and HTTP: every method, tenants, and limits that the
+coordinators share."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -40,8 +40,8 @@ WAIT_S = 20.0
 
 
 class Locked:
-    """Two gRPC and two HTTP servers of one coordinator, each behind a access of its own: what they
-    share is Redis."""
+    """Two gRPC and two HTTP servers of one coordinator, each with its own access control. They
+    share only Redis."""
 
     def __init__(self, stack: Stack, file: Path) -> None:
         self.stack, self.file = stack, file
@@ -91,7 +91,7 @@ async def locked(tmp_path: Path) -> AsyncIterator[Locked]:
 
 
 async def methods_of(channel: Any, key: str) -> list[str]:
-    """Every method that the server says it has."""
+    """Every method that the server's reflection lists."""
     stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[no-untyped-call]
 
     async def ask(**fields: str) -> Any:
@@ -112,7 +112,8 @@ async def methods_of(channel: Any, key: str) -> list[str]:
 
 
 async def test_no_method_answers_without_a_key(locked: Locked) -> None:
-    """Each is UNAUTHENTICATED before a message is read, but for health. With a key it answers."""
+    """Each is UNAUTHENTICATED before a message is read, except for health. With a key it
+    answers."""
     key, wrong = locked.keys["alice"], locked.keys["alice"][:-2] + "xx"
     refused: list[tuple[tuple[str, str], ...]] = [
         (),
@@ -140,9 +141,9 @@ async def test_no_method_answers_without_a_key(locked: Locked) -> None:
     assert locked.stack.coordinator.num_running == 0
 
 
-async def test_another_tenants_session_is_not_there(locked: Locked) -> None:
-    """It can be neither read, resumed nor cancelled, running or not: NOT_FOUND, as for an id that
-    nobody has. Another key of the tenant may, and an admin's may read and cancel."""
+async def test_another_tenants_session_is_not_found(locked: Locked) -> None:
+    """It can be neither read, resumed nor cancelled, running or not: NOT_FOUND, as for an unknown
+    id. Another key of the same tenant can do so, and an admin's key can read and cancel."""
     async with (
         locked.client("alice") as alice, locked.client("bob") as bob,
         locked.client("eve") as eve, locked.client("root") as root,
@@ -168,7 +169,7 @@ async def test_another_tenants_session_is_not_there(locked: Locked) -> None:
             await anext(eve.resume(done.session_id))
         again = [event async for event in bob.resume(done.session_id)]
         assert isinstance(again[-1], Finished)
-    # What replicas and Redis are told is the key's tenant, and nothing that the caller said.
+    # The stored tenant is that of the key.
     assert (await locked.stack.coordinator.session(done.session_id, None)).tenant == "team"
 
 
@@ -184,8 +185,8 @@ async def room(http: httpx.AsyncClient, n: int = 1) -> None:
 
 
 async def test_as_many_run_at_a_time_as_the_key_allows(locked: Locked) -> None:
-    """At all servers together, each text of a request for several; a stream that its
-    client leaves makes room, and so does one that ends."""
+    """On all servers together. Each text of a request counts. A stream that ends, or that its
+    client leaves, makes room."""
     async with (
         locked.http("three", 0) as first, locked.http("three", 1) as second,
         locked.http("eve", 1) as other, locked.client("three") as grpc,
@@ -210,22 +211,22 @@ async def test_as_many_run_at_a_time_as_the_key_allows(locked: Locked) -> None:
             assert (await post(other, BODY)).status_code == 200
             await response.aclose()
             await room(second)
-            found = await post(second, BODY, n=3)  # By gRPC there runs one.
+            found = await post(second, BODY, n=3)  # One runs by gRPC.
             assert found.status_code == 429
             assert found.json()["error"]["message"].endswith("no room for 3 more now")
             assert (await post(second, BODY, n=2)).status_code == 200
-        await room(first, 3)  # The stream by gRPC has been left.
-        for _ in range(10):  # One after the other, without a pause: each finds the place free.
+        await room(first, 3)  # The client has left the stream by gRPC.
+        for _ in range(10):  # One after the other without a pause: each finds a free slot.
             assert (await post(first, BODY, n=3)).status_code == 200
             assert (await post(second, BODY, stream=True)).status_code == 200
             await grpc.complete(SHORT)
 
 
-async def test_what_a_dead_coordinator_ran_is_free_again(
+async def test_the_slots_of_a_dead_coordinator_are_free_again(
     locked: Locked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once its lease has run out; a living one renews, and keeps what it has for as long as it
-    runs. The session's own resumption is in the slot that it had."""
+    """Once their lease has run out. A live coordinator renews its slots. A resumed session uses the
+    slot that it had."""
     monkeypatch.setattr("coordinator.auth.access_control.SLOT_LEASE_MS", 2000)
     monkeypatch.setattr("coordinator.auth.access_control.SLOT_RENEWAL_MS", 200)
     address = RedisAddress(url=locked.stack.redis.url, key_prefix="outrider:")
@@ -238,7 +239,7 @@ async def test_what_a_dead_coordinator_ran_is_free_again(
         await grant.note(Started("5" * 32, "model", 1, Rule.GREEDY))
         await exits.enter_async_context(dead.admit(caller))
         assert dead._renewing is not None
-        dead._renewing.cancel()  # It says nothing more.
+        dead._renewing.cancel()
         with pytest.raises(Overloaded):
             async with living.admit(caller):
                 pass
@@ -246,13 +247,13 @@ async def test_what_a_dead_coordinator_ran_is_free_again(
             dead._renewing.cancel()
         await asyncio.sleep(3.0)
         async with living.admit(caller):
-            with pytest.raises(Overloaded):  # The living one's own is renewed.
+            with pytest.raises(Overloaded):  # The live coordinator's own slot was renewed.
                 async with living.admit(caller):
                     pass
 
 
 async def test_as_many_begin_in_a_minute_as_the_key_allows(locked: Locked) -> None:
-    """By all servers together; several texts are one request. Twice as many may be resumed."""
+    """On all servers together; several texts are one request. With resumptions, twice as many."""
     async with (
         locked.http("slow", 0) as first, locked.http("slow", 1) as second,
         locked.client("slow") as grpc,
@@ -273,8 +274,8 @@ async def test_as_many_begin_in_a_minute_as_the_key_allows(locked: Locked) -> No
             await anext(grpc.resume(session_id))
 
 
-async def test_reading_a_session_is_a_request_of_a_minute(locked: Locked) -> None:
-    """Also of one that is not there; the error says when the next one may come."""
+async def test_reading_a_session_counts_as_a_request(locked: Locked) -> None:
+    """Even if there is no such session. The error says when to try again."""
     async with locked.client("slow") as slow:
         session_id = (await slow.complete(SHORT)).session_id
         assert (await slow.get_session(session_id)).prompt_length == 3
@@ -285,10 +286,10 @@ async def test_reading_a_session_is_a_request_of_a_minute(locked: Locked) -> Non
         assert 15_000 < caught.value.retry_after_ms <= 20_000
 
 
-async def test_one_caller_reads_few_sessions_at_a_time(
+async def test_a_caller_reads_few_sessions_at_a_time(
     locked: Locked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More are refused, with the time to try again; another caller is served meanwhile."""
+    """More are refused, with the time to try again. Another caller is served meanwhile."""
     monkeypatch.setattr("coordinator.grpc_api.RECORD_READS_MAX", 2)
     coordinator = locked.stack.coordinator
     read, go_on, num_reading = coordinator.session, asyncio.Event(), 0
@@ -316,8 +317,8 @@ async def test_one_caller_reads_few_sessions_at_a_time(
         assert {view.prompt_length for view in await asyncio.gather(*reading)} == {3}
 
 
-async def test_the_wait_that_is_told_is_as_long_as_needed(locked: Locked) -> None:
-    """A bucket that is empty has one more request when its refusal says so, and not before."""
+async def test_the_time_to_try_again_is_right(locked: Locked) -> None:
+    """An empty bucket has room for one more request at that time, and not before."""
     address = RedisAddress(url=locked.stack.redis.url, key_prefix="outrider:")
     caller = Caller("quick", "q", requests_per_minute=120)
     slots = RedisSlots(address)
@@ -336,8 +337,8 @@ async def test_the_wait_that_is_told_is_as_long_as_needed(locked: Locked) -> Non
     await slots.close()
 
 
-async def test_where_nobody_can_count_nothing_begins(locked: Locked) -> None:
-    """Redis is away: UNAVAILABLE, with a time to try again; keys are still told apart."""
+async def test_without_redis_no_generation_begins(locked: Locked) -> None:
+    """UNAVAILABLE, with a time to try again. Keys are still checked."""
     async with locked.client("two") as client, locked.client("alice") as unlimited:
         await client.complete(SHORT)
         locked.stack.redis.stop()
@@ -354,10 +355,10 @@ async def test_where_nobody_can_count_nothing_begins(locked: Locked) -> None:
         await client.complete(SHORT)
 
 
-async def test_callers_without_a_key_watch_in_small_numbers(
+async def test_health_watches_without_a_key_are_limited(
     locked: Locked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Health may be watched by anybody, and must not take the place of calls that have a key."""
+    """They need no key, so they must not take the place of calls that have one."""
     monkeypatch.setattr("outrider.transport.server.HEALTH_WATCHES_MAX", 2)
     async with open_channel(locked.addresses[0]) as channel:
         watch = channel.unary_stream(f"/{health.SERVICE_NAME}/Watch")

@@ -65,6 +65,11 @@ async def test_a_draft_reads_the_prompt_once() -> None:
     assert (item.head.base_length, item.head.append) == (4, (9,))
 
 
+def verdict(features: Features | None) -> VerdictReply:
+    key = ReplyKey("0" * 32, 0, 0)
+    return VerdictReply(key, Verdict((), (9,)), 0, features=features)
+
+
 async def test_a_draft_that_reads_features_is_sent_what_it_lacks() -> None:
     """It is asked for proposals once it can run all tokens; until then the look-up drafts. That is
     so while the prompt's rows come with several verdicts, and after the draft has lost the session
@@ -107,8 +112,7 @@ async def test_a_draft_that_reads_features_is_sent_what_it_lacks() -> None:
         features = None
         if first is not None and first < one.length:
             features = Features(first, 1, bytes(2 * (min(one.length, first + 3) - first)))
-        key = ReplyKey("0" * 32, 0, 0)
-        draft.hear(VerdictReply(key, Verdict((), (9,)), 0, features=features))
+        draft.hear(verdict(features))
         draft.settle(one.length)
         one.decide((9,), Counters())
     assert draft.next_wanted(RoundLength(1, 0), 9) == NextWanted()
@@ -147,9 +151,7 @@ async def feed(draft: DraftClient, one: Session, index: int) -> int | None:
     """Plays a round whose verdict brings three rows. Returns where they begin."""
     assert (await draft.propose(index, asked(1), NOISE)).num_asked == 0
     first = draft.next_wanted(RoundLength(1, 0, next_max=1), 9).features_from
-    features = None if first is None else Features(first, 1, bytes(6))
-    verdict = Verdict((), (9,))
-    draft.hear(VerdictReply(ReplyKey("0" * 32, 0, 0), verdict, 0, features=features))
+    draft.hear(verdict(None if first is None else Features(first, 1, bytes(6))))
     draft.settle(one.length)
     one.decide((9,), Counters())
     await asyncio.sleep(0.001)
@@ -210,11 +212,10 @@ async def test_rows_of_one_head_are_not_sent_to_the_head_that_replaced_it() -> N
     SessionRoute[Any, Any](targets, context_of(one))
     draft = draft_of(pool=drafts, one=one)
     rows = Features(0, 1, bytes(2 * (one.length - 1)))
-    verdict = VerdictReply(ReplyKey("0" * 32, 0, 0), Verdict((), (9,)), 0, features=rows)
     for index, (heard, then) in enumerate(((before, behind), (behind, behind)), 1):
         for replica in replicas:
             replica.description = heard
-        draft.hear(verdict)
+        draft.hear(verdict(rows))
         for replica in replicas:
             replica.description = then
         drafted = await draft.propose(index, asked(1), NOISE)
@@ -227,8 +228,7 @@ async def test_a_draft_that_was_asked_and_lost_counts_as_asked() -> None:
     draft, one = reading_draft(first, second)
     await feed(draft, one, 0)
     await feed(draft, one, 1)
-    features = Features(3, 1, bytes(2 * (one.length - 4)))
-    draft.hear(VerdictReply(ReplyKey("0" * 32, 0, 0), Verdict((), (9,)), 0, features=features))
+    draft.hear(verdict(Features(3, 1, bytes(2 * (one.length - 4)))))
     asyncio.get_running_loop().call_later(0.1, lambda: first.on_lost(LinkLost("gone")))
     drafted = await draft.propose(2, asked(3), NOISE)
     assert (drafted.source, drafted.num_asked) == ("fallback", 3)
