@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
@@ -60,8 +59,6 @@ from .process_load import ProcessLoad
 
 if TYPE_CHECKING:
     from outrider.tokenizer import TokenizerText
-
-_log = logging.getLogger(__name__)
 
 LOOK_PERIOD_S = 1.0
 """Time between two checks of target, store and fleet for the metrics."""
@@ -153,7 +150,8 @@ class CoordinatorService:
 
     async def start(self) -> None:
         """Gets the descriptions of the replicas, and starts committing. Raises `Unavailable` if no
-        target answers, or no draft and none can join later, and `Incompatible` if none fits."""
+        target answers, or none of the drafts known from the start, and `Incompatible` if none
+        fits."""
         config = self._config
         if self._follows:
             await self.fleet.begin()
@@ -161,12 +159,7 @@ class CoordinatorService:
         target = self.targets.first
         if target is None:
             raise Unavailable("no target is known")
-        try:
-            await self.drafts.join_all(self._links["draft"])
-        except Unavailable as error:
-            if self._registry is None:
-                raise
-            _log.warning("no draft is there yet: %s", error)
+        await self.drafts.join_all(self._links["draft"])
         if config.length_control:
             self._lengths = LengthControls(
                 target, self.drafts.first_kept, config.run_ahead_rounds,

@@ -99,7 +99,8 @@ class Committer:
 
     def remove(self, session: Session) -> None:
         """Forgets the session. Calls that wait for it raise `Unavailable`. Idempotent."""
-        if (entry := self._find(session)) is not None:
+        entry = self._entries.get(session.session_id)
+        if entry is not None and entry.session is session:
             del self._entries[session.session_id]
             self._dirty.pop(session.session_id, None)
             entry.wake()
@@ -116,7 +117,8 @@ class Committer:
     def stir(self, session: Session) -> None:
         """Makes the current call of `shown`, or the next one, return at once. Does nothing for a
         removed session."""
-        if (entry := self._find(session)) is not None:
+        entry = self._entries.get(session.session_id)
+        if entry is not None and entry.session is session:
             entry.stirred = True
             entry.wake()
 
@@ -200,12 +202,9 @@ class Committer:
             check(entry.session.has_news == (session_id in self._dirty), f"{session_id} forgotten")
         check(self._dirty.keys() <= self._entries.keys(), "a removed session is to be appended")
 
-    def _find(self, session: Session) -> _Entry | None:
-        entry = self._entries.get(session.session_id)
-        return None if entry is None or entry.session is not session else entry
-
     def _entry(self, session: Session) -> _Entry:
-        if (entry := self._find(session)) is not None:
+        entry = self._entries.get(session.session_id)
+        if entry is not None and entry.session is session:
             return entry
         if self.closing:
             raise Unavailable("this coordinator is shutting down")

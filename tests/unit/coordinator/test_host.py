@@ -2,22 +2,17 @@
 shutdown."""
 
 import asyncio
-import math
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from memory_registry import MemoryRegistry
-from session_links import TOY, ScriptedLink
+from session_links import TOY, described
 from twin_store import TwinStore
 
 from coordinator.host import CoordinatorHost, owner_name
 from coordinator.service import CoordinatorService
 from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import NgramDrafter
-from outrider.errors import Unavailable
 from outrider.registry.registry import Membership
 from outrider.sessions.redis_address import RedisAddress
 
@@ -30,39 +25,19 @@ def test_every_coordinator_has_a_different_name_in_the_store() -> None:
     assert len({owner_name(one) for one in 2 * configs}) == 6
 
 
-@asynccontextmanager
-async def started(
-    *, follows: bool, draft: ScriptedLink | None, drafts_itself: bool = False
-) -> AsyncIterator[CoordinatorService]:
-    target = ScriptedLink()
-    target.description = replace(TOY, drafts_itself=drafts_itself)
-    service = CoordinatorService(
-        CoordinatorConfig(), "a", registry=MemoryRegistry() if follows else None,
-        store=TwinStore(lambda: 0.0), targets={"t": target},
-        drafts={} if draft is None else {"d": draft}, fallback=NgramDrafter(), text=None,
-    )  # fmt: skip
-    await service.start()
-    yield service
-    await service.close()
-
-
-async def test_a_start_does_not_need_a_draft_if_others_may_join() -> None:
-    away = ScriptedLink()
-    away.away_until = math.inf
-    async with started(follows=True, draft=away) as service:
-        assert (list(service.targets.replicas), list(service.drafts.replicas)) == (["t"], [])
-    with pytest.raises(Unavailable, match="away"):
-        async with started(follows=False, draft=away):
-            pass
-
-
 @pytest.mark.parametrize("drafts_itself", [False, True])
 async def test_without_a_draft_only_a_target_that_drafts_counts_as_delayed(
     drafts_itself: bool,
 ) -> None:
-    async with started(follows=True, draft=None, drafts_itself=drafts_itself) as service:
-        assert service._lengths is not None
-        assert service._lengths.costs.drafting_delays is drafts_itself
+    target = described(replace(TOY, drafts_itself=drafts_itself))
+    service = CoordinatorService(
+        CoordinatorConfig(), "a", store=TwinStore(lambda: 0.0), targets={"t": target},
+        fallback=NgramDrafter(),
+    )  # fmt: skip
+    await service.start()
+    assert service._lengths is not None
+    assert service._lengths.costs.drafting_delays is drafts_itself
+    await service.close()
 
 
 class Part:

@@ -288,6 +288,16 @@ async def test_a_start_fails_if_there_are_drafts_and_none_fits(world: World) -> 
         await world.fleet.begin()
 
 
+async def test_a_start_does_not_need_a_draft(world: World) -> None:
+    world.following.cancel()
+    await asyncio.sleep(0)
+    await world.registry.announce(record("a"))
+    await world.registry.announce(record("d", "draft"))
+    world.prepared["d:1"] = described(away_until=math.inf)
+    await world.fleet.begin()
+    assert (list(world.pool.replicas), list(world.drafts.replicas)) == (["a"], [])
+
+
 async def test_the_fleet_is_listed_from_the_registry_and_the_pools(world: World) -> None:
     """Pools say which replicas are away or leaving; one outside of them is joining. About itself
     a coordinator knows more than its last record."""
