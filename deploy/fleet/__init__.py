@@ -1,1 +1,1 @@
-"""Starts, keeps and updates the replicas of a deployment on Ray."""
+"""Starts, supervises and upgrades the replicas of a deployment on Ray."""

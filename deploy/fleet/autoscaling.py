@@ -1,22 +1,22 @@
-"""Changes how many replicas are wanted, by what they say of their work.
+"""Changes the wanted numbers of replicas by the load that they report.
 
-| role | more, where |
+| role | grows if, on average |
 | --- | --- |
-| target | an item waits more than `autoscale_queue_steps` steps for its own |
-| draft | a larger share of the rounds than `autoscale_draft_waits` waits for its turn |
-| coordinator | it runs more than `autoscale_sessions` sessions, computes for more than |
-|  | `autoscale_busy` of the time, or is later than `autoscale_lag_ms` |
+| target | an item waits more than `autoscale_queue_steps` steps in the queue |
+| draft | more than `autoscale_draft_waits` of the rounds wait for a draft |
+| coordinator | one has more than `autoscale_sessions` sessions, is busy for more than |
+|  | `autoscale_busy` of the time, or lags by more than `autoscale_lag_ms` |
 
-One fewer where what that is about is below `CALM` of its bound, and so would be the share of time
-and places that one fewer would be busy with.
+A role shrinks by one if its load is below `CALM` of that bound, and one replica fewer would be busy
+for less than `CALM` of its time and places.
 
-Growing is quick: by as many as the excess asks for, at most to twice the number. Shrinking is slow:
-by one at a time, after it would have been right for `autoscale_calm_s` on end. Between two changes
-of a role pass at least `autoscale_cooldown_s`.
+Growing is quick: in proportion to the excess, at most to twice the number. Shrinking is slow: by
+one, after its condition has held for `autoscale_calm_s`. Between two changes of a role at least
+`autoscale_cooldown_s` pass.
 
-Where fewer are there than are wanted the number does not grow, for those that are missing may be
-enough. It shrinks by what those that are there are busy with, to as many as were there at most in
-that time: they have been enough. While one of them leaves, or where there is none, nothing changes.
+While replicas are missing, the number does not grow, as the missing ones may be enough. It can
+shrink, by the load of those that are there, to as many as were there during `autoscale_calm_s`.
+While a replica is leaving, or if there is none, nothing changes.
 """
 
 from __future__ import annotations
@@ -34,44 +34,44 @@ from outrider.registry.registry import ROLES, ReplicaRecord, Role
 _log = logging.getLogger(__name__)
 
 LOOK_PERIOD_S = 1.0
-"""Between two looks at what replicas say of their work."""
+"""Between two looks at the reported load."""
 GROWTH_MAX = 2
-"""Times as many at once."""
+"""Largest factor of one change."""
 CALM = 0.6
 IDLE = 0.01
-"""A replica that is busy for a smaller share of the time is idle."""
+"""A replica that is busy for less than this share of the time is idle."""
 
 
 Records = Mapping[Role, Sequence[ReplicaRecord]]
 
 
 Change = tuple[Role, int, str]
-"""Another number of a role's replicas, and why."""
+"""A role, its new number of replicas, and the reason."""
 
 
 class Autoscaler:
-    """Decides; remembers what was changed, and how long it has been calm."""
+    """Decides, and remembers when each role changed and since when it has been calm."""
 
     def __init__(self, registry: RedisRegistry, config: AutoscaleConfig) -> None:
-        """`config` may be replaced by another one at any time."""
+        """`config` may be replaced at any time."""
         self.config = config
         self._registry = registry
         self._changed_at: dict[Role, float] = {}
         self._calm: dict[Role, tuple[float, int]] = {}
-        """Since when, and how many replicas have been there at most since."""
+        """Since when a role has been calm, and the most replicas that it had since."""
 
     async def run(self) -> None:
-        """Looks at the registry again and again."""
+        """Looks at the registry periodically."""
         while True:
             try:
                 await self.look()
-            except Exception as error:  # noqa: BLE001 (the numbers stay those that there are)
+            except Exception as error:  # noqa: BLE001 (the numbers stay as they are)
                 known = isinstance(error, OutriderError)
-                _log.warning("the numbers of replicas stay: %s", error, exc_info=not known)
+                _log.warning("not autoscaling now: %s", error, exc_info=not known)
             await asyncio.sleep(LOOK_PERIOD_S)
 
     async def look(self) -> None:
-        """Once. Raises `StoreUnavailable`."""
+        """Looks once, and changes the wanted numbers. Raises `StoreUnavailable`."""
         if not self.config.bounds:
             return
         wanted = await self._registry.wanted()
@@ -81,7 +81,7 @@ class Autoscaler:
             await self._registry.want({change[0]: change[1]})
 
     def decide(self, now: float, wanted: Mapping[Role, int], records: Records) -> list[Change]:
-        """What is to be changed at `now`, in seconds. `wanted` are the numbers until now."""
+        """The changes at time `now`, in seconds. `wanted` are the current numbers."""
         changes = []
         for role, (least, most) in self.config.bounds.items():
             if (count := wanted.get(role)) is None:
@@ -90,7 +90,7 @@ class Autoscaler:
             on_trial = any(one.trial_share for one in records[role])
             if not least <= count <= most:
                 change = role, min(max(count, least), most), f"it must be {least} to {most}"
-            elif on_trial:  # How the rounds of the sessions wait says little of the others.
+            elif on_trial:  # Waits of the trial's sessions are in the average.
                 self._calm.pop(role, None)
             elif now >= self._changed_at.get(role, -math.inf) + self.config.autoscale_cooldown_s:
                 change = self._change(now, role, count, records)
@@ -124,8 +124,7 @@ class Autoscaler:
 
 
 _Load = tuple[float, float, str]
-"""How far above its threshold the load is (1 = at it), how busy the replicas are (1 = wholly), and
-both in words."""
+"""Load over its bound, share of time that the replicas are busy, and both in words."""
 
 
 def _load(role: Role, config: AutoscaleConfig, records: Records) -> _Load:
@@ -152,7 +151,7 @@ def _load(role: Role, config: AutoscaleConfig, records: Records) -> _Load:
 
 
 def _load_of_fewer(load: float, num_there: int, num_left: int) -> float:
-    """The load of each that is left of those that are there."""
+    """The busy share if `num_left` of `num_there` replicas are left."""
     if num_left > 0:
         return load * num_there / num_left
     return math.inf if load > IDLE else 0.0
@@ -163,5 +162,5 @@ def _num_staying(records: Sequence[ReplicaRecord]) -> int:
 
 
 def _mean(values: Sequence[float | None]) -> float:
-    """A replica without a figure has had nothing to do."""
+    """The mean, where None means 0: a replica without a figure has had nothing to do."""
     return sum(value or 0.0 for value in values) / len(values) if values else 0.0

@@ -1,13 +1,13 @@
 """Starts the coordinators, targets and drafts of a deployment as Ray actors, and stops them.
 
-| step | waits for |
+| step | time limit |
 | --- | --- |
-| Ray, Redis and the models' files, at the same time | each other |
-| a place for every actor | `startup_timeout_s` |
-| targets and drafts load their models, and are announced in Redis | `model_timeout_s` |
-| the coordinators, which find them there, say that they serve | `model_timeout_s` |
+| start or connect to Ray and Redis, and find the models' files, concurrently | |
+| place every actor | `startup_timeout_s` |
+| targets and drafts load their models and register in Redis | `model_timeout_s` |
+| coordinators find them there, and serve | `model_timeout_s` |
 
-Stopping goes the other way round, whatever start-up had reached.
+Stopping undoes these steps in reverse order, also after a failed start.
 """
 
 from __future__ import annotations
@@ -47,16 +47,15 @@ from .spec import FleetSpec, plan_fleet
 _log = logging.getLogger(__name__)
 
 FOLLOW_PERIOD_S = 0.5
-"""Until a reconciler that did not answer is asked again."""
+"""Until a reconciler that did not answer is called again."""
 REDIS_LOOK_PERIOD_S = 0.25
-"""Between two looks at whether the embedded Redis runs."""
+"""Between two checks of the embedded Redis."""
 CLOSE_AWAY_S = 2.0
-"""How long a reconciler that ends the replicas in order may be away: it may have died, and be about
-to return."""
+"""How long to wait for a reconciler that is being restarted before replicas are killed."""
 
 
 class Deployment:
-    """The actors of one deployment. Use it as an async context manager, or `start` and `stop`."""
+    """One deployment. Use it as an async context manager, or call `start` and `stop`."""
 
     def __init__(
         self,
@@ -64,25 +63,24 @@ class Deployment:
         state: Path,
         report: Callable[[str], None] = _log.info,
     ) -> None:
-        """`state` is a directory that is the deployment's own: its logs and the embedded Redis's
-        data go there. `report` gets a line for each step of a start-up."""
+        """`state` is a directory for the deployment alone, with its logs and the embedded Redis's
+        data. `report` gets a line for each step of the start."""
         config, self.api_key, self._passwords = without_secrets(config)
         self.config = self._given = config
         self.name = config.deployment_name or uuid.uuid4().hex[:12]
-        """In Redis, where several deployments may be."""
+        """Its name in Redis, which several deployments may share."""
         self._state = state
         self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
         self._report = report
         self._secret_files = SecretFiles(state / "secrets")
         self.ray = RayConnection(config.address, namespace_of(self.name), self._secret_files)
         self.reconciler = ReconcilerClient(self.ray.namespace)
-        """What keeps its replicas, to be asked for other numbers or settings."""
         self.redis: EmbeddedRedis | None = None
-        """The embedded server; None where sessions are kept elsewhere."""
+        """The embedded server; None with `redis_url`."""
         self._is_own = False
-        """Whether it runs, and is this one's to end."""
+        """Whether it runs and this process must end it."""
         self.overview = Overview({}, (), None)
-        """Its replicas; none before it has started."""
+        """Its replicas."""
         self._following: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
 
@@ -95,12 +93,12 @@ class Deployment:
 
     @property
     def address(self) -> str:
-        """Of all coordinators, with commas between them: what a `Client` takes."""
+        """The coordinators' addresses, separated by commas, as a `Client` takes them."""
         return ",".join(self.overview.addresses("coordinator"))
 
     @property
     def record(self) -> DeploymentRecord:
-        """How others find it, without secrets."""
+        """What other processes need to find it, without secrets."""
         config, overview = self.config, self.overview
         redis = replace(config.coordinator.redis, password="", sentinel_password="")
         return DeploymentRecord(
@@ -120,8 +118,8 @@ class Deployment:
         )  # fmt: skip
 
     async def start(self) -> None:
-        """Starts everything; ready when the coordinator serves. Raises `ConfigError` and other
-        errors of `outrider.errors`, with everything stopped again."""
+        """Starts everything; returns when the coordinators serve. If it fails, stops everything and
+        raises a `ConfigError` or another `OutriderError`."""
         try:
             await self._start()
         except BaseException:
@@ -131,7 +129,7 @@ class Deployment:
     async def _start(self) -> None:
         verb = "starting" if self.ray.local else "connecting to"
         self._report(f"{verb} Ray and Redis, finding the models")
-        self._secret_files.forget()  # Of an earlier deployment.
+        self._secret_files.forget()  # Files of an earlier deployment.
         config = await self._prepare()
         for line in warnings(config):
             self._report(line)
@@ -145,22 +143,23 @@ class Deployment:
             if not await self.reconciler.call("ends"):
                 await self._take_over()
                 return
-            self._report(f"a deployment {self.name} is being stopped there: waiting for its end")
+            self._report(f"deployment {self.name} is being stopped there: waiting for its end")
             await self._end()
         self._is_own = True
         reconciler = start_reconciler(spec, self.ray.namespace)
         self._report(f"loading {config.target_name}, and {config.draft.model} as its draft")
-        await reconciler.call("start")  # Once: a replica that does not start is `Unavailable`, too.
+        # Not by `ReconcilerClient`, which would retry if a replica is `Unavailable`.
+        await reconciler.call("start")
         await self._go_on()
 
     async def _take_over(self) -> None:
-        """A deployment of this name that runs, with the settings of this one. Raises `ConfigError`
-        where these cannot be; then it goes on as it was."""
-        self._report(f"a deployment {self.name} runs there already: taking it over")
-        self.api_key = ""  # It has not been told this one.
+        """Takes over a running deployment of this name, and changes its settings to these. Raises
+        `ConfigError` if that cannot be; the deployment then stays as it was."""
+        self._report(f"deployment {self.name} runs there already: taking it over")
+        self.api_key = ""  # The running coordinators do not know this key.
         before: FleetSpec = await self.reconciler.call("spec")
         runs, asked = before.given.values(), self._given.values()
-        # With other ones of these it is another deployment, and they are refused.
+        # Another Redis means another deployment: a change of these two is requested, and refused.
         kept = {*FIXED, *BOUND_SETTINGS} - {"redis_url", "redis_key_prefix"}
         changes = {
             key: asked[key] for key, value in runs.items()
@@ -172,10 +171,10 @@ class Deployment:
             self._report(f"replacing its replicas one by one: {', '.join(changes)}")
             await self.reconciler.call("change", changes, timeout_s=CHANGE_S)
         await self._go_on()
-        self._is_own = True  # From now on it is this one's to end.
+        self._is_own = True
 
     async def _go_on(self) -> None:
-        await self._hear()  # Without `seen`: a reconciler of an older build takes nothing.
+        await self._hear()  # Without `seen`, which older reconcilers do not take.
         self._following = [asyncio.create_task(self._follow())]
         if self.redis is not None:
             self._following.append(asyncio.create_task(_keep_running(self.redis)))
@@ -188,23 +187,23 @@ class Deployment:
             self._changed.set()
 
     async def _follow(self) -> None:
-        """What the reconciler tells. While it is away the replicas go on without it; it may also
-        have been replaced by another one."""
+        """Keeps the overview up to date. Replicas keep running while the reconciler is away."""
         while True:
             try:
                 await self._hear(self.overview)
-            except Exception as error:  # noqa: BLE001 (whatever Ray has to say, it is asked again)
+            except Exception as error:  # noqa: BLE001 (whatever Ray raises, try again)
                 known = isinstance(error, Unavailable)
                 _log.warning("the reconciler is away: %s", error, exc_info=not known)
                 await asyncio.sleep(FOLLOW_PERIOD_S)
 
     async def _prepare(self) -> DeploymentConfig:
-        """Ray, Redis and the models' files; the configuration with their places."""
+        """Starts Ray and Redis and finds the models; returns the configuration with their
+        locations."""
         front = self.config.coordinator
         if self.ray.local:
             await asyncio.to_thread(check_before_start, self.config)
         if front.redis.url:
-            # The coordinator will connect again: a wrong URL should not cost a model's loading.
+            # Checked now, so that a wrong URL is reported before models are loaded.
             reached = replace(
                 front.redis, password=self._passwords.redis,
                 sentinel_password=self._passwords.sentinel,
@@ -221,7 +220,7 @@ class Deployment:
                 "redis_wait_replicas", "needs redis_url: an embedded server has no replicas"
             )
         if self.ray.local:
-            check_ports(self.config)  # After what is wrong in itself: another port may be free.
+            check_ports(self.config)  # After errors in the settings themselves.
         config: DeploymentConfig
         _, redis_url, config = await _all(
             self._connect(),
@@ -236,7 +235,7 @@ class Deployment:
         return replace(config, coordinator=config.coordinator.reaching(redis))
 
     async def _connect(self) -> None:
-        """Raises `ConfigError`, also for a cluster elsewhere that asks for no token."""
+        """Raises `ConfigError`, also for another cluster that requires no token."""
         await self.ray.connect()
         if not (self.ray.local or self.config.target.insecure):
             await asyncio.to_thread(check_asks_for_token, self.ray.found)
@@ -247,28 +246,28 @@ class Deployment:
         if not self.ray.local:
             raise SettingError(
                 "redis_url",
-                "actors on another cluster do not reach an embedded Redis; give a server's URL",
+                "is missing; actors on another cluster cannot reach an embedded Redis",
             )
         self.redis = EmbeddedRedis(self._state / "redis")
         self.redis.start()
         return self.redis.url
 
     async def changed(self) -> None:
-        """Returns once its `overview` is another; for one caller."""
+        """Waits until `overview` changes; for one caller."""
         await self._changed.wait()
         self._changed.clear()
 
     async def stop(self) -> None:
-        """Lets running requests end within `stop_timeout_s`, and what is left of their steps within
-        as long again; then stops everything that was started. Repeating it does nothing. Raises
-        `Unavailable` where replicas may be left on a cluster elsewhere, as its head is away."""
+        """Gives running requests `stop_timeout_s` to end, and their last steps as long again; then
+        stops everything that was started. Idempotent. Raises `Unavailable` if replicas may be left
+        on another cluster, as its head does not answer."""
         for task in self._following:
             task.cancel()
         await asyncio.gather(*self._following, return_exceptions=True)
-        async with AsyncExitStack() as ending:  # Each step is made, even if one before it fails.
+        async with AsyncExitStack() as ending:  # Runs every step, even if one before it fails.
             ending.push_async_callback(self._stop_redis)
             ending.callback(self._secret_files.forget)
-            # Ray's processes end with it, and with them every client of Redis.
+            # This ends all clients of Redis.
             ending.push_async_callback(self.ray.disconnect)
             if not self._is_own:
                 return
@@ -286,12 +285,12 @@ class Deployment:
             self.redis = None
 
     async def _end(self) -> None:
-        """The replicas in order, and whatever is left of them without."""
+        """Ends the replicas in order, and kills those that are left."""
         closing = ReconcilerClient(self.ray.namespace, CLOSE_AWAY_S)
         try:
             await closing.call("close", timeout_s=close_timeout_s(self.config.stop_timeout_s))
         except OutriderError as error:
-            _log.warning("the replicas do not end in order: %s", error)
+            _log.warning("the replicas do not end in order, and are killed: %s", error)
         try:
             if (reconciler := await find_reconciler(self.ray.namespace)) is not None:
                 await reconciler.kill()
@@ -300,25 +299,24 @@ class Deployment:
 
 
 async def _keep_running(redis: EmbeddedRedis) -> None:
-    """Starts the embedded server again where it has died; it has its data on disk. Keeps its log
-    small."""
+    """Restarts the embedded server if it dies (its data is on disk), and keeps its log small."""
     while True:
         await asyncio.sleep(REDIS_LOOK_PERIOD_S)
         redis.rotate_log()
         if redis.running:
             continue
-        _log.error("the embedded Redis has died, and is started again")
+        _log.error("the embedded Redis died, and is restarted")
         try:
             await asyncio.to_thread(redis.stop)
             await asyncio.to_thread(redis.start)
-        except Exception:  # noqa: BLE001 (without it nothing goes on, so it is tried again)
+        except Exception:  # noqa: BLE001 (nothing works without it, so try again)
             _log.exception("it did not start")
 
 
 async def _all(*work: Awaitable[Any]) -> list[Any]:
-    """The results of all; waits for every one even if another fails or the caller is cancelled, so
-    that nothing still starts while what was started is being stopped. Raises the first error, a
-    `ConfigError` before others."""
+    """The results of all. Waits for all of them even if one fails or the caller is cancelled, so
+    that nothing is still starting during a stop. Raises the first error, a `ConfigError` before
+    others."""
     tasks = asyncio.gather(*work, return_exceptions=True)
     try:
         results = await asyncio.shield(tasks)

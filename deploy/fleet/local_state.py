@@ -1,8 +1,8 @@
-"""The one detached deployment of a user: its process, and where it answers.
+"""The deployment of this user on this machine: its process and its addresses.
 
-`deployment.json` in the state directory is written atomically when it is ready, and removed when it
-stops; so is `cli.key` where callers need a key. A lock beside it, which has the process's number in
-it and is held as long as the deployment runs, lets only one start.
+`deployment.json` in the state directory is written atomically when the deployment is ready, and
+removed when it stops; so is `cli.key` if callers need a key. A lock file with the process's number
+is held while it runs, so that there is only one.
 """
 
 from __future__ import annotations
@@ -22,63 +22,63 @@ from outrider.files import write_whole
 
 FILE_NAME = "deployment.json"
 KEY_NAME = "cli.key"
-"""Holds a key for the commands of this machine, where callers need one."""
+"""Holds an API key for commands on this machine."""
 LOCK_NAME = "deployment.lock"
 LOG_NAME = "serve.log"
 ERROR_PREFIX = "outrider: error: "
-"""Begins the line in which a command says why it ends."""
+"""Begins the line with which a command reports an error."""
 _LOCK_ATTEMPTS = 10
 _LOCK_PERIOD_S = 0.02
-"""Between two of them: who looks at the lock holds it for a moment."""
+"""Between two attempts: `lock_holder` holds the lock for a moment."""
 
 
 @dataclass(frozen=True)
 class DeploymentRecord:
-    """A running deployment, as others on this machine find it."""
+    """A running deployment, as other commands on this machine find it."""
 
     pid: int
-    """Of the process that started it and will stop it."""
+    """The process that started it and will stop it."""
     started_at: str
     """ISO 8601, UTC."""
     draft_model: str
     served_model_name: str
     grpc_address: str
-    """HOST:PORT of the coordinators, with commas between them."""
+    """HOST:PORT of the coordinators, separated by commas."""
     target_addresses: list[str]
     draft_addresses: list[str]
     target_directory: str
-    """Where the target's files are; empty for an emulated one."""
+    """Directory of the target's files; empty for an emulated one."""
     tokenizer_directory: str
-    """Empty where the model has none."""
+    """Empty if the model has no tokenizer."""
     redis: dict[str, Any]
-    """The fields of its `RedisAddress`, without passwords: at most the names of their files."""
+    """The fields of its `RedisAddress`, without passwords (but with the names of their files)."""
     http_address: str = ""
-    """HOST:PORT where they answer by HTTP, likewise; empty where they do not."""
+    """HOST:PORT of the coordinators' HTTP servers, separated by commas; empty = no HTTP."""
     deployment: str = ""
     """Its name in Redis."""
     ray_address: str = ""
-    """HOST:PORT of the Ray cluster that it runs on ..."""
+    """HOST:PORT of its Ray cluster."""
     ray_token: str = ""
-    """... and the file of its token; empty where that is a cluster elsewhere."""
+    """File of the token of a local cluster."""
     asks_for_keys: bool = False
-    """Whether its callers need a key."""
+    """Whether callers need an API key."""
     wanted: dict[Any, int] = field(default_factory=dict)
-    """How many replicas of each role there should be."""
+    """Wanted numbers of replicas by role."""
     trial: str = ""
-    """How the trial of a drafter goes, or has ended; empty where there was none."""
+    """State of the latest trial of a drafter."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Every setting by key, but for those that hold secrets."""
+    """All settings by key, except secrets."""
 
 
 @dataclass(frozen=True)
 class DeploymentLocation:
-    """Which deployment, and how its cluster is reached."""
+    """A deployment on a Ray cluster."""
 
     address: str
-    """Of the Ray cluster, HOST:PORT."""
+    """HOST:PORT of the Ray cluster."""
     deployment: str
     token: Path | None = None
-    """File of Ray's token; None = as Ray finds it, by RAY_AUTH_TOKEN_PATH and the like."""
+    """File of Ray's token; None = Ray finds it, by RAY_AUTH_TOKEN_PATH and the like."""
 
 
 def namespace_of(deployment: str) -> str:
@@ -87,8 +87,8 @@ def namespace_of(deployment: str) -> str:
 
 
 def state_directory(environment: Mapping[str, str]) -> Path:
-    """`$OUTRIDER_STATE_DIR`, by default `~/.local/state/outrider`; made if missing, and readable
-    by its owner only. Raises `ConfigError`."""
+    """`$OUTRIDER_STATE_DIR`, or `~/.local/state/outrider`; created if missing, accessible to its
+    owner only. Raises `ConfigError`."""
     place = environment.get("OUTRIDER_STATE_DIR", "")
     path = Path(place).expanduser() if place else Path.home() / ".local" / "state" / "outrider"
     try:
@@ -100,8 +100,8 @@ def state_directory(environment: Mapping[str, str]) -> Path:
 
 
 def recorded_deployment(directory: Path) -> DeploymentRecord | None:
-    """The deployment that was recorded last and has not withdrawn its record, whether or not its
-    process still runs. Raises `ConfigError` for a file that is no record."""
+    """The recorded deployment, whether or not its process still runs. Raises `ConfigError` for a
+    damaged record."""
     path = directory / FILE_NAME
     try:
         return DeploymentRecord(**json.loads(path.read_text(encoding="utf-8")))
@@ -109,20 +109,18 @@ def recorded_deployment(directory: Path) -> DeploymentRecord | None:
         return None
     except (ValueError, TypeError) as error:
         raise ConfigError(
-            f"{path}: is not a deployment's record ({error}); stop what runs, then remove the file"
+            f"{path}: is damaged ({error}); stop the deployment, then remove the file"
         ) from error
 
 
 def running_deployment(directory: Path) -> DeploymentRecord | None:
-    """The deployment that runs, if it is ready. Raises `ConfigError` for a file that is no
-    record."""
+    """The running deployment, if it is ready. Raises `ConfigError` for a damaged record."""
     record = recorded_deployment(directory)
     return record if record is not None and record.pid == lock_holder(directory) else None
 
 
 def logged_error(directory: Path) -> str | None:
-    """Why the detached deployment that was started last ended by itself; None where its log has
-    no error, or there is no log."""
+    """The last error in the log of the last detached deployment, if there is one."""
     try:
         lines = (directory / LOG_NAME).read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
@@ -132,18 +130,18 @@ def logged_error(directory: Path) -> str | None:
 
 
 def publish(directory: Path, record: DeploymentRecord) -> None:
-    """Writes the record, in one step, for its owner only."""
+    """Writes the record atomically, for its owner only."""
     write_whole(directory / FILE_NAME, json.dumps(asdict(record), indent=2) + "\n", 0o600)
 
 
 def publish_key(directory: Path, key: str) -> None:
-    """Writes the key of this machine's commands, for their owner only, where there is one."""
+    """Writes the API key of this machine's commands, if there is one, for its owner only."""
     if key:
         write_whole(directory / KEY_NAME, key, 0o600)
 
 
 def local_key(directory: Path) -> str:
-    """The key of this machine's commands; empty where there is none."""
+    """The API key of this machine's commands, or an empty text."""
     try:
         return (directory / KEY_NAME).read_text("ascii")
     except FileNotFoundError:
@@ -151,13 +149,13 @@ def local_key(directory: Path) -> str:
 
 
 def withdraw(directory: Path) -> None:
-    """Removes the record, and the key. Only the holder of the lock may."""
+    """Removes the record and the key. Only the holder of the lock may call it."""
     (directory / FILE_NAME).unlink(missing_ok=True)
     (directory / KEY_NAME).unlink(missing_ok=True)
 
 
 def lock_holder(directory: Path) -> int | None:
-    """The process that runs, starts or stops the one deployment; None where there is none."""
+    """The process that runs, starts or stops the deployment, if there is one."""
     path = directory / LOCK_NAME
     for _ in range(_LOCK_ATTEMPTS):
         try:
@@ -169,15 +167,14 @@ def lock_holder(directory: Path) -> int | None:
         except BlockingIOError:
             if text := path.read_text("ascii"):
                 return int(text)
-        time.sleep(_LOCK_PERIOD_S)  # It has just taken the lock, or is letting go of it.
-    raise ConfigError(f"{path} does not say which process holds it")
+        time.sleep(_LOCK_PERIOD_S)  # It has just taken the lock, or is releasing it.
+    raise ConfigError(f"{path}: is locked, but does not contain a process number")
 
 
 @contextmanager
 def exclusive(directory: Path) -> Iterator[None]:
-    """Holds the lock of the one deployment, and removes what one that was killed has left. Raises
-    `ConfigError` while another process holds it. The kernel frees it when this process ends,
-    however it ends."""
+    """Holds the lock, and removes the record of a deployment that was killed. Raises `ConfigError`
+    if another process holds the lock. The kernel releases it when this process ends."""
     with (directory / LOCK_NAME).open("a", encoding="ascii") as file:
         for _ in range(_LOCK_ATTEMPTS):
             with suppress(BlockingIOError):
@@ -190,8 +187,8 @@ def exclusive(directory: Path) -> Iterator[None]:
             if record is not None:
                 where = f" (pid {record.pid}, {record.grpc_address})"
             raise ConfigError(
-                f"a deployment runs already{where}; `outrider stop` stops it, "
-                "OUTRIDER_STATE_DIR names another place"
+                f"a deployment runs already{where}; stop it with `outrider stop`, or set "
+                "OUTRIDER_STATE_DIR to another directory"
             )
         file.truncate(0)
         file.write(str(os.getpid()))

@@ -1,5 +1,5 @@
-"""What is checked and found before anything starts, so that a slip does not cost a model's loading:
-files of keys, ports, and the models' files."""
+"""Checks before anything starts, so that a mistake is reported before models are loaded: key files,
+ports, and the models' files, which are found or fetched here."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from outrider.settings import Value, blaming, by_its_keys
 _log = logging.getLogger(__name__)
 
 _PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
-"""Errors that another port on the same host may not have."""
+"""Errors that depend on the port, not on the host."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 def check_before_start(config: DeploymentConfig) -> None:
-    """For a deployment on this machine. Raises `SettingError` for wrong files of keys, certificates
-    or a chat template, for ports that are not apart, for a model that is certainly not there, for
-    what is no emulated one, and where vLLM is asked for and cannot be used."""
+    """Checks a deployment on this machine. Raises `SettingError` for wrong files of keys,
+    certificates or a chat template, for ports that collide, for a model that is certainly missing,
+    for a wrong emulated engine, and if vLLM is requested and cannot be used."""
     check_security_files(config.coordinator)
     read_chat_template(config.coordinator.chat_template)
     listeners(config)
@@ -56,9 +56,9 @@ def check_before_start(config: DeploymentConfig) -> None:
 
 
 def listeners(config: DeploymentConfig) -> list[tuple[str, str, int]]:
-    """For a deployment on this machine: the setting, the host and the port of each listener; port 0
-    once for each role that takes any free one. Raises `SettingError` where two roles count up to
-    one port, or one beyond the last."""
+    """Setting, host and port of each listener of a deployment on this machine; port 0 once for each
+    role that takes any free ones. Raises `SettingError` if the port ranges of two roles overlap, or
+    exceed the last port."""
     front = config.coordinator
     taken: dict[int, str] = {}
     found = []
@@ -72,14 +72,14 @@ def listeners(config: DeploymentConfig) -> list[tuple[str, str, int]]:
             if port > PORT_MAX:
                 raise SettingError(key, f"{first} leaves no ports for {number} replicas")
             if (other := taken.setdefault(port, key)) != key and port:
-                raise SettingError(key, f"{port} is a port of {other}, too; give another one, or 0")
+                raise SettingError(key, f"{port} is also a port of {other}; give another one, or 0")
             found.append((key, server.host, port))
     return found
 
 
 def check_ports(config: DeploymentConfig) -> None:
-    """For a deployment on this machine. Binds each port for a moment. Raises `SettingError` for a
-    host or a port that cannot be listened on."""
+    """Binds each port of a deployment on this machine for a moment. Raises `SettingError` if that
+    fails."""
     for key, host, port in listeners(config):
         try:
             family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -87,7 +87,7 @@ def check_ports(config: DeploymentConfig) -> None:
             reason = f"{host!r} is no address: {error.strerror or error}"
             raise SettingError("host", reason) from error
         with socket.socket(family, kind) as probe:
-            # As the server will: an address that is only waiting to be forgotten is free.
+            # As the server does: an address in TIME_WAIT is free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(address)
@@ -102,10 +102,10 @@ def check_ports(config: DeploymentConfig) -> None:
 
 
 def check_names(config: DeploymentConfig) -> DeploymentConfig:
-    """What can be told of the models without fetching any: the same configuration, with its kind
-    before a published head of this machine. Where the draft is a directory that takes importing
-    torch and opening its weights. Raises `SettingError` where `resolve_models` certainly would, and
-    for a draft model that is probably a slip."""
+    """Checks the models without fetching any. Returns the configuration, with the kind added to the
+    name of a published head on this machine (which imports torch and opens its weights). Raises
+    `SettingError` if `resolve_models` certainly would, and for a draft model that is probably a
+    typing error."""
     drafter = config.draft.drafter
     name = drafter.on_target if drafter.model is None else drafter.model.name
     is_head = drafter.reads_target and drafter.kind != EAGLE3
@@ -132,9 +132,9 @@ def check_names(config: DeploymentConfig) -> DeploymentConfig:
 
 
 def _with_kind(config: DeploymentConfig, name: str, where: Path) -> DeploymentConfig:
-    """The configuration, with its kind before the name of a published head, whose files are there.
-    Raises `SettingError` for a drafter that is not served, and for what was named as one kind and
-    is another."""
+    """The configuration, with the kind added to the name of a published head in directory `where`.
+    Raises `SettingError` for a drafter that cannot be served, and for a head named as another
+    kind."""
     from outrider.models.published_drafters import SERVED, DrafterFormat, recognise
 
     with blaming("draft_model"):
@@ -159,16 +159,16 @@ def _with_kind(config: DeploymentConfig, name: str, where: Path) -> DeploymentCo
 
 
 def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
-    """The configuration with the directories of models and tokenizer. Takes minutes where a model
-    must be converted or fetched first. Raises `SettingError` for a model that is not to be had,
-    for a length that one does not take, for ranks that one cannot be shared out among, for a draft
-    whose tokenizer differs from the target's, and for a place that only an EAGLE-3 head has."""
+    """The configuration with the directories of models and tokenizer. Takes minutes if a model must
+    be fetched or converted. Raises `SettingError` for a model that cannot be found, a length that
+    it does not support, ranks that it cannot be divided among, a draft whose tokenizer differs from
+    the target's, and `eagle3_on` without an EAGLE-3 head."""
     found = _resolved(config)
     if found.draft.eagle3_on == "draft" and found.draft.drafter.kind != EAGLE3:
         raise SettingError(
             "eagle3_on",
-            f"draft given, but {found.draft.model} is no EAGLE-3 head; leave it out, or name one "
-            "as --draft-model",
+            f"draft given, but {found.draft.model} is no EAGLE-3 head; leave it out, or give such "
+            "a head as --draft-model",
         )
     return found
 
@@ -192,7 +192,7 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
     coordinator = replace(coordinator, served_model_name=config.served_model_name, **places)
     if drafter.on_target is None and drafter.model is None:
         return replace(config, target=target, draft=draft, coordinator=coordinator)
-    # Imports the model library, which takes seconds and memory: only where it is needed.
+    # Imports the model library, which takes seconds and memory: only if it is needed.
     from outrider.models.drafter_checkpoint import TrainedKind, check_target, is_trained_drafter
     from outrider.models.loading import check_same_tokenizer
     from outrider.models.mtp import check_mtp
@@ -207,7 +207,7 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
             drafts, is_head = model.name, drafter.reads_target and drafter.kind != EAGLE3
             where = resolve_model(drafts, trust_remote_code=trust, heads=is_head, drafts=True)
             named = config if is_head else _with_kind(config, drafts, where)
-            if named is not config:  # Only its files, which came from the hub, say so.
+            if named is not config:  # The kind was not known before its files were fetched.
                 return _resolved(named)
             if is_head:
                 check_target(where, TrainedKind(drafter.kind), name=drafts, **made_for)
@@ -231,35 +231,34 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
 
 
 def _lookup_of(draft: DraftConfig) -> DraftConfig | None:
-    """What coordinators look drafts up by, if anything, and nothing of the draft replicas: an
-    upgrade of those alone replaces no coordinator."""
+    """The coordinators' look-up, if there is one, without settings of draft replicas: an upgrade of
+    these alone must not replace coordinators."""
     lookup = draft.drafter.lookup
     if lookup is None:
         return None
     prefixes = ("ngram_", "suffix_", "hybrid_")
     names = [one.name for one in fields(draft) if one.name.startswith(prefixes)]
-    # Whichever model a hybrid has.
+    # The same for every model of a hybrid.
     model = lookup.value if draft.drafter.is_lookup else f"hybrid:{lookup},model"
     return DraftConfig(model=model, **{name: getattr(draft, name) for name in names})
 
 
 def emulated_spec(text: str) -> EmulatedSpec:
-    """What an engine's specification says. Raises `SettingError`."""
+    """Parses the specification of an emulated engine. Raises `SettingError`."""
     with blaming("engine"):
         return EmulatedSpec.parse(text)
 
 
 def check_same_tokens(running: TargetConfig, other: TargetConfig) -> None:
-    """Raises `SettingError` for a target whose ids mean something else than those of the one that
-    is `running`, both with the directories of their models: coordinators, which have the tokenizer
-    and the sessions of that, would not take it in beside it. Where the files of the one that runs
-    are gone nothing is refused."""
+    """Raises `SettingError` if token ids of the `other` target mean something else than those of
+    the `running` one, whose tokenizer and sessions the coordinators have. Both have the directories
+    of their models. Accepts any target if the files of the running one are gone."""
     if running.emulated == other.emulated and running.directory == other.directory:
         return
     try:
         before = _tokens(running)
-    except ConfigError as error:  # It runs all the same.
-        _log.warning("what the tokens of the target that runs mean is not known: %s", error)
+    except ConfigError as error:
+        _log.warning("cannot read the tokenizer of the running target: %s", error)
         return
     if before != _tokens(other):
         is_engine = running.emulated is not None or other.emulated is not None
@@ -282,8 +281,8 @@ def _tokens(target: TargetConfig) -> tuple[int, str]:
 def _check_size(
     service: TargetConfig | DraftConfig, name: str, directory: Path, trust: bool
 ) -> None:
-    """Raises `SettingError` for a length that a model does not take, and for ranks that it cannot
-    be shared out among."""
+    """Raises `SettingError` for a length that a model does not support, and for ranks that it
+    cannot be divided among."""
     with by_its_keys(type(service)):
         if service.max_model_len:
             from outrider.models.loading import stated_length
@@ -297,31 +296,31 @@ def _check_size(
         key, num_ranks = "tensor_parallel_size", service.tensor_parallel_size
         if num_ranks > 1 and service.model_engine != VLLM:
             if isinstance(service, DraftConfig) and service.target_directory:
-                raise SettingError(key, "a drafter that was made for a target runs on one rank")
+                raise SettingError(key, "a drafter that was trained for a target runs on one rank")
             from outrider.engine.tensor_parallel.sharding import check_shares
 
             check_shares(directory, num_ranks, key=key, name=name, trust_remote_code=trust)
 
 
 def warnings(config: DeploymentConfig) -> Iterator[str]:
-    """What is allowed, and may not be meant, of a configuration that has been resolved."""
+    """Warnings about a resolved configuration that is allowed but may not be intended."""
     front = config.coordinator
     if not front.tokenizer_directory:
         yield (
-            "warning: the target has no tokenizer: text, chat and stop strings will be refused; "
-            "token ids work (outrider generate --token-ids)"
+            "warning: the target has no tokenizer, so text, chats and stop strings are refused; "
+            "use token ids (outrider generate --token-ids)"
         )
     if front.asks_for_keys and not front.ssl_certfile and not is_loopback(front.host):
         yield (
             "warning: keys and texts cross the network in plain text; give --ssl-certfile and "
-            "--ssl-keyfile unless something before this ends TLS"
+            "--ssl-keyfile, unless a proxy in front of it terminates TLS"
         )
 
 
 def without_secrets(config: DeploymentConfig) -> tuple[DeploymentConfig, str, Passwords]:
-    """The configuration with hashes in place of keys and without passwords of Redis and Sentinels;
-    a new key for commands of this machine, whose hash is among those (empty where no key is asked
-    for); and the passwords. Neither Ray nor Redis is told any. Raises `SettingError`."""
+    """The configuration with hashes instead of keys and without passwords of Redis and Sentinels; a
+    new key for commands on this machine, whose hash is included (empty if keys are not required);
+    and the passwords. Ray and Redis get none of the secrets. Raises `SettingError`."""
     config = configuration(whole_paths(config.values()))
     front, key = config.coordinator, ""
     if front.asks_for_keys:
@@ -333,7 +332,7 @@ def without_secrets(config: DeploymentConfig) -> tuple[DeploymentConfig, str, Pa
 
 
 def whole_paths(values: Mapping[str, Value]) -> dict[str, Any]:
-    """The same settings, but paths do not depend on where a process runs."""
+    """The settings with absolute paths."""
     return {
         key: str(Path(value).expanduser().absolute())
         if isinstance(value, str)
@@ -345,8 +344,7 @@ def whole_paths(values: Mapping[str, Value]) -> dict[str, Any]:
 
 
 def check_security_files(config: CoordinatorConfig) -> None:
-    """Reads the files of keys and certificates, as the replicas of this machine will. Raises
-    `SettingError`."""
+    """Reads the files of keys and certificates. Raises `SettingError`."""
     from outrider.transport.tls import RoleFiles, check_pair
 
     if config.ssl_certfile:

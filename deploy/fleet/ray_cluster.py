@@ -1,9 +1,8 @@
-"""Ray, as far as Outrider needs it: its processes on this machine, or the cluster elsewhere that
-this process connects to, and the token that it asks for; and its actors: how they are placed,
-found, called and ended, and what is kept for one that Ray restarts.
+"""Ray: starting a local cluster or connecting to another one, its token, and its actors: how they
+are placed, found, called and ended, and what is saved for one that Ray restarts.
 
-Ray reads RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH, and its processes inherit both. The token itself
-stands in a file for its owner only, not in any process's arguments or variables.
+Ray reads RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH, and its processes inherit both. The token itself is
+in a file for its owner only, never in arguments or variables.
 """
 
 from __future__ import annotations
@@ -35,20 +34,19 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 CALLS_PER_ACTOR_MAX = 1000
-"""Ray calls of one actor at a time; generation does not go through Ray. A watcher that dies
-leaves its call behind."""
+"""Concurrent Ray calls of one actor. Generation does not use Ray; but a watcher that dies leaves
+its call behind."""
 RECONCILER = "reconciler"
 """Name of the actor that places the others."""
 RETRY_PERIOD_S = 1.0
-"""Until what is not known is asked again."""
 _SAVED = b"changes"
 _RANK = "-rank-"
-"""Between a replica's name and the rank of a follower."""
+"""Between a replica's name and the rank of a follower in the name of its actor."""
 
 
 @contextmanager
 def asking_head() -> Iterator[None]:
-    """Around calls of Ray's head (GCS). Raises `Unavailable` where it does not answer."""
+    """For calls to Ray's head (GCS). Raises `Unavailable` if it does not answer."""
     from ray.exceptions import RayError
 
     try:
@@ -59,23 +57,23 @@ def asking_head() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Demand:
-    """What the actors of a replica ask Ray for."""
+    """The resources of a replica's actors."""
 
     role: str
     num_cpus: float
     num_gpus: float
     num_ranks: int = 1
-    """Actors that share the role's model, each of which asks for so much."""
+    """Number of actors, each of which needs these resources."""
     resources: Mapping[str, float] = field(default_factory=dict)
-    """What else each asks for, by Ray's names."""
+    """Further resources by Ray's names."""
     name: str = ""
-    """Of the replica, unique."""
+    """Name of the replica; unique."""
     classes: tuple[type, type] = (object, object)
-    """Of the actor that serves, and of the other ranks."""
+    """Classes of the actor that serves, and of the other ranks."""
 
     @property
     def each(self) -> dict[str, float]:
-        """What each of its actors asks for, by Ray's names; nothing that it does not."""
+        """The resources of each actor by Ray's names, without zeros."""
         asked = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
         return {name: amount for name, amount in asked.items() if amount}
 
@@ -89,16 +87,16 @@ class Actor:
     """One actor: a rank of a replica, or the reconciler."""
 
     def __init__(self, replica: str, handle: Any, rank: int = 0) -> None:
-        """`rank` 0 is the actor that serves; it leads the others of its replica."""
+        """The actor of rank 0 serves, and leads the others of its replica."""
         self.replica = replica
         self.rank = rank
         self.name = f"{replica}{_RANK}{rank}" if rank else replica
         self.place = Place(0, "")
-        """Where it runs, once `find_place` has found it."""
+        """Set by `find_place`."""
         self._handle = handle
 
     def start(self, kind: type, namespace: str, *arguments: object, **options: Any) -> None:
-        """Starts it, with what `kind` takes; it does not end with this process."""
+        """Starts an actor of class `kind`; it outlives this process."""
         import ray
 
         actor = ray.remote(kind).options(
@@ -108,8 +106,8 @@ class Actor:
         self._handle = actor.remote(*arguments)
 
     async def find_place(self, timeout_s: float) -> bool:
-        """Whether it runs within the time. Raises `Unavailable` for an actor that had a place and
-        died there."""
+        """Waits until it runs and finds its place; False after the time limit. Raises `Unavailable`
+        if it died."""
         try:
             self.place = await self.call("ping", timeout_s=timeout_s)
         except Unavailable as error:
@@ -119,8 +117,8 @@ class Actor:
         return True
 
     async def call(self, method: str, *arguments: object, timeout_s: float | None = None) -> Any:
-        """Calls a method. Raises the `OutriderError` that it raised, `Unavailable` for an actor
-        that died and for one that does not answer in `timeout_s`."""
+        """Calls a method. Raises its `OutriderError`, and `Unavailable` if the actor died or does
+        not answer within `timeout_s`."""
         import ray
 
         called = getattr(self._handle, method).remote(*arguments)
@@ -135,7 +133,7 @@ class Actor:
             raise Unavailable(f"the {self.name} actor died: {one_line(error)}") from error
 
     async def kill(self) -> None:
-        """Ends the actor's process at once. Raises `Unavailable`."""
+        """Kills the actor's process. Raises `Unavailable`."""
         import ray
 
         with asking_head():
@@ -143,19 +141,19 @@ class Actor:
 
 
 class Cluster:
-    """A Ray cluster that this process started, or one that runs elsewhere."""
+    """The actors of a deployment on a Ray cluster."""
 
     def __init__(self, namespace: str, *, local: bool) -> None:
-        """Actors have names in a `namespace` that is theirs alone, and do not end with the process
-        that starts them. `local`: the cluster is this machine, and grows no further."""
+        """The `namespace` is the deployment's alone. `local`: the cluster is this machine only, and
+        cannot grow."""
         self.namespace = namespace
         self.local = local
 
     async def place(self, demands: Sequence[Demand], timeout_s: float) -> list[list[Actor]]:
-        """The ranks of each demand, once every one of them runs. Those of one replica stand in one
-        placement group, on one machine where one is large enough. Raises `ConfigError` naming
-        those that found no place within `timeout_s`, or can never find one on a cluster of our own,
-        and `Unavailable` for one that died; then none is left running."""
+        """Starts the actors of all demands; returns the ranks of each once all run. The ranks of a
+        replica are in one placement group, on one machine if possible. If that fails, ends all of
+        them and raises `ConfigError` with those that found no place within `timeout_s` (on a local
+        cluster at once if there is none), or `Unavailable` if one died."""
         if self.local and (too_much := beyond(demands, resources())):
             raise ConfigError(_no_place("there is no place", too_much, demands))
         placed = [self._begin(demand) for demand in demands]
@@ -172,14 +170,14 @@ class Cluster:
         return placed
 
     async def remove(self, actors: Sequence[Actor]) -> None:
-        """Ends actors at once, and gives back the places of their groups."""
+        """Kills actors, and removes their placement groups."""
         await asyncio.gather(*(actor.kill() for actor in actors))
         for name in {actor.replica for actor in actors}:
             await asyncio.to_thread(_remove_group, self._group(name))
 
     async def free_groups(self, spared: Collection[str] = ()) -> None:
-        """Gives back the places of the groups of all replicas but the `spared`: also of those of
-        which no actor is left, as where all ranks have died with their machine."""
+        """Removes all placement groups except those of `spared` replicas: a group remains if all
+        ranks died with their machine."""
         from ray.util import placement_group_table
 
         found = await asyncio.to_thread(placement_group_table)
@@ -189,12 +187,12 @@ class Cluster:
                 await asyncio.to_thread(_remove_group, name)
 
     def _group(self, replica: str) -> str:
-        """The name of its placement group. Ray keeps those of one namespace apart from others', but
-        lists all of a cluster, and does not say whose they are."""
+        """The name of its placement group. Ray lists the groups of all namespaces without telling
+        them apart."""
         return f"{self.namespace}/{replica}"
 
     async def replicas(self) -> dict[str, list[Actor]]:
-        """The actors that are there of each replica, by rank."""
+        """The existing actors of each replica, ordered by rank."""
         import ray
         from ray.util import list_named_actors
 
@@ -203,20 +201,20 @@ class Cluster:
             replica, _, rank = one["name"].partition(_RANK)
             if one["namespace"] != self.namespace or replica == RECONCILER:
                 continue
-            with suppress(ValueError):  # It has just ended.
+            with suppress(ValueError):  # The actor has just ended.
                 handle = await asyncio.to_thread(ray.get_actor, one["name"], self.namespace)
                 found.setdefault(replica, []).append(Actor(replica, handle, int(rank or 0)))
         return {name: sorted(ranks, key=lambda actor: actor.rank) for name, ranks in found.items()}
 
     async def clear(self) -> None:
-        """Ends all replicas at once, and gives back their places."""
+        """Kills all replicas, and removes their placement groups."""
         with asking_head():
             there = await self.replicas()
             await self.remove([actor for ranks in there.values() for actor in ranks])
             await self.free_groups()
 
     async def saved(self) -> str:
-        """What was saved last; empty where nothing was. Raises `Unavailable`."""
+        """The text that was saved last, or an empty one. Raises `Unavailable`."""
         from ray.experimental.internal_kv import _internal_kv_get
 
         space = self.namespace.encode()
@@ -225,8 +223,8 @@ class Cluster:
         return "" if found is None else bytes(found).decode()
 
     async def save(self, text: str) -> None:
-        """Keeps a text for a reconciler that Ray restarts, in the key-value store of Ray's head
-        (GCS), and not in Redis: writing it needs the right to run code on the cluster. Raises
+        """Saves a text for a restarted reconciler in the key-value store of Ray's head (GCS). Not
+        in Redis: writing here needs the right to run code on the cluster. Raises
         `Unavailable`."""
         from ray.experimental.internal_kv import _internal_kv_put
 
@@ -235,8 +233,8 @@ class Cluster:
             await asyncio.to_thread(_internal_kv_put, _SAVED, text.encode(), namespace=space)
 
     def _begin(self, demand: Demand) -> list[Actor]:
-        """Its actors: where few others are for one that is alone, and for ranks that ask for
-        nothing, of which no group can be made."""
+        """Starts the actors of a demand: spread over the machines if it has one rank only, or needs
+        no resources, as such ranks cannot form a group."""
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -264,22 +262,22 @@ class Cluster:
 def _no_place(what: str, homeless: Sequence[Demand], demands: Sequence[Demand]) -> str:
     import ray
 
-    asked = "; ".join(f"the {demand.role} actor asks for {demand}" for demand in homeless)
+    asked = "; ".join(f"the {demand.role} actor needs {demand}" for demand in homeless)
     together = {
         "CPU": sum(demand.num_cpus * demand.num_ranks for demand in demands),
         "GPU": sum(demand.num_gpus * demand.num_ranks for demand in demands),
     }
     flags = ", ".join(dict.fromkeys(f"--{demand.role}-num-cpus" for demand in demands))
     return (
-        f"{what} for {len(homeless)} of the actors: {asked}. All together ask for "
-        f"{_amounts(together)}; the cluster has {_amounts(resources())}, and now "
-        f"{_amounts(ray.available_resources())} free (see {flags} and the like for GPUs)"
+        f"{what} for {len(homeless)} of the actors: {asked}. All together need "
+        f"{_amounts(together)}; the cluster has {_amounts(resources())}, of which "
+        f"{_amounts(ray.available_resources())} are free (see {flags} and the like for GPUs)"
     )
 
 
 async def run_task(function: Callable[..., T], *arguments: object) -> T:
-    """Runs a function in another process of the cluster. Raises the `OutriderError` that it
-    raised, and `Unavailable` where its process died."""
+    """Runs a function in another process of the cluster. Raises its `OutriderError`, and
+    `Unavailable` if its process died."""
     import ray
 
     try:
@@ -302,7 +300,7 @@ async def _result(called: Any) -> Any:
 
 
 def resources() -> Mapping[str, float]:
-    """CPUs, GPUs and others of the whole cluster, by Ray's names."""
+    """All resources of the cluster, by Ray's names."""
     import ray
 
     found: Mapping[str, float] = ray.cluster_resources()
@@ -310,7 +308,7 @@ def resources() -> Mapping[str, float]:
 
 
 def beyond(demands: Sequence[Demand], amounts: Mapping[str, float]) -> list[Demand]:
-    """The demands that a cluster of these resources cannot meet beside those before them. Pure."""
+    """The demands that these resources cannot meet beside the demands before them. Pure."""
     left = dict(amounts)
     found = []
     for demand in demands:
@@ -323,15 +321,15 @@ def beyond(demands: Sequence[Demand], amounts: Mapping[str, float]) -> list[Dema
 
 
 def strategy(demand: Demand, machines: Sequence[Mapping[str, float]]) -> str:
-    """How Ray shall place the ranks of a role on machines of these resources: on one of them where
-    one is large enough for all, else on as few as possible. Pure."""
+    """Ray's placement strategy for ranks on machines with these resources: all on one machine if
+    one is large enough, else on as few as possible. Pure."""
     return "STRICT_PACK" if any(not beyond([demand], machine) for machine in machines) else "PACK"
 
 
 def _remove_group(name: str) -> None:
     from ray.util.placement_group import get_placement_group, remove_placement_group
 
-    with suppress(ValueError):  # There is none where its ranks ask for nothing.
+    with suppress(ValueError):  # Ranks without resources have no group.
         remove_placement_group(get_placement_group(name))
 
 
@@ -344,8 +342,8 @@ def one_line(error: BaseException) -> str:
 
 
 async def retried(what: str, work: Callable[[], Awaitable[T]]) -> T:
-    """The result of `work`, which is tried again until it neither finds its source away nor reads
-    nonsense. `what` names it in the log."""
+    """The result of `work`, which is repeated while it raises an `OutriderError` or a
+    `ValueError`. `what` is for the log."""
     while True:
         try:
             return await work()
@@ -355,20 +353,20 @@ async def retried(what: str, work: Callable[[], Awaitable[T]]) -> T:
 
 
 OBJECT_STORE_BYTES = 100 * 2**20
-"""Nothing large goes through Ray."""
+"""Small: nothing large goes through Ray."""
 _TEMPORARY_BYTES_MAX = 16
-"""Ray puts sockets some 85 bytes below it, and a socket's path has 107 at most."""
+"""Most bytes of the temporary directory: Ray adds about 85 to a socket's path, of at most 107."""
 _RAY_FOLDER = "r"
-"""Ray's directory in the temporary one. Ray opens its own to all users (mode 0777); the one around
-it keeps them out (0700)."""
+"""Ray's directory within the temporary one: Ray makes it accessible to all users (mode 0777), but
+the one around it is not (0700)."""
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
-    # Ray would else warn about what it will do in a later version.
+    # Avoids a warning about a later version of Ray.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Ray's workers would else give way to everything on the machine; these serve requests.
+    # By default Ray's workers have a low priority; these serve requests.
     "RAY_worker_niceness": "0",
-    # Without these the standard error of Ray's workers is a file without bounds.
+    # Without these two, the workers' standard error is a file without a size limit.
     "RAY_ROTATION_MAX_BYTES": str(LOG_BYTES_MAX),
     "RAY_ROTATION_BACKUP_COUNT": str(LOG_FILES_KEPT),
 }
@@ -380,33 +378,33 @@ _ANSWER_S = 5.0
 
 
 class SecretFiles:
-    """A directory of files for their owner alone, which processes of this machine read: Ray opens
-    its own directory to all users, and a list of processes shows their arguments."""
+    """Secrets in files for their owner only. (All users can read Ray's directory, and the arguments
+    of processes.)"""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def hide(self, name: str, secret: str) -> Path:
-        """A file with the secret, of mode 0600 in a directory of mode 0700."""
+        """Writes a secret to a file of mode 0600 in a directory of mode 0700."""
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self._directory / name
         write_whole(path, secret, 0o600)
         return path
 
     def forget(self) -> None:
-        """Removes them."""
+        """Removes all of them."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
 class RayConnection:
-    """A Ray cluster that this process started, or one that runs elsewhere."""
+    """A connection to a Ray cluster: a local one, which it starts, or another one."""
 
     def __init__(
         self, address: str, namespace: str, secret_files: SecretFiles | None = None,
         token: Path | None = None,
     ) -> None:  # fmt: skip
-        """Actors have names in a `namespace`, which is their deployment's alone. `secret_files`
-        are a local cluster's, whose token stands among them; `token` is the file of another's."""
+        """`address` is HOST:PORT, empty = local. The `namespace` is the deployment's alone. The
+        token of a local cluster is stored in `secret_files`; `token` is the file of another's."""
         self.local = not address
         self.namespace = namespace
         self._secret_files = secret_files
@@ -414,17 +412,17 @@ class RayConnection:
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._connected = False
         self._before = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-        """The user's own, as they are in the end again."""
+        """The user's values, which `disconnect` restores."""
         self.found = ""
-        """HOST:PORT of the cluster, once it is connected."""
+        """HOST:PORT of the cluster, once connected."""
         self.token = token
-        """File of its token; None = as Ray finds it, by RAY_AUTH_TOKEN_PATH and the like."""
+        """File of the token; None = Ray finds it, by RAY_AUTH_TOKEN_PATH and the like."""
 
     async def connect(self) -> None:
         """Starts a local cluster, or connects to the one at the address. Raises `ConfigError`."""
         await asyncio.to_thread(self._connect)
         if threading.current_thread() is threading.main_thread():
-            # Ray has put a handler of its own, which dumps a stack, under Python's.
+            # Ray has installed a handler below Python's that dumps a stack; this removes it.
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
     def _connect(self) -> None:
@@ -436,7 +434,7 @@ class RayConnection:
         options: dict[str, Any] = {"address": self._address, "namespace": self.namespace}
         if self.local and self._secret_files is not None:
             self._temporary = _short_directory()
-            # Ray's processes listen on all addresses of the machine, whatever they are told.
+            # Needed because Ray's processes always listen on all addresses of the machine.
             self.token = self._secret_files.hide(TOKEN_FILE, secrets.token_hex(_BYTES))
             options |= {
                 "include_dashboard": False,
@@ -452,8 +450,7 @@ class RayConnection:
             reason = str(error).partition("\n")[0]
             raise SettingError(
                 "address",
-                f"the Ray cluster is not reached without its token ({reason}); give the file that "
-                f"holds it by {PATH}",
+                f"the Ray cluster requires its token ({reason}); set {PATH} to the token's file",
             ) from error
         except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
             reason = " ".join(str(error).split())
@@ -462,7 +459,7 @@ class RayConnection:
         self.found = str(ray.get_runtime_context().gcs_address)
 
     async def disconnect(self) -> None:
-        """Ends a local cluster with all its processes; leaves another one."""
+        """Ends a local cluster with all its processes, or disconnects from another one."""
         try:
             if self._connected:
                 import ray
@@ -477,7 +474,7 @@ class RayConnection:
 
 @contextmanager
 def _without_secrets() -> Iterator[None]:
-    """Processes that this one starts meanwhile inherit no variables with secrets."""
+    """Removes variables with secrets, so that processes started meanwhile do not inherit them."""
     names = {one.variable for one in deployment_settings().values() if one.secret}
     hidden = {name: os.environ.pop(name) for name in names & os.environ.keys()}
     try:
@@ -487,8 +484,8 @@ def _without_secrets() -> Iterator[None]:
 
 
 def _short_directory() -> tempfile.TemporaryDirectory[str]:
-    """A new directory around Ray's, with sockets and logs, that no other user may enter: under the
-    usual place or, where that has too long a name, under /tmp. Raises `ConfigError`."""
+    """A new directory around Ray's that no other user can enter: in the usual temporary directory,
+    or in /tmp if that path is too long. Raises `ConfigError`."""
     usual = tempfile.gettempdir()
     short = len(os.fsencode(usual)) <= _TEMPORARY_BYTES_MAX
     try:
@@ -499,12 +496,12 @@ def _short_directory() -> tempfile.TemporaryDirectory[str]:
         )
     except OSError as error:
         raise ConfigError(
-            f"Ray needs a directory with a short name for its sockets: {error}; set TMPDIR"
+            f"Ray needs a directory with a short path for its sockets: {error}; set TMPDIR"
         ) from error
 
 
 def use_token(path: Path) -> None:
-    """From now on this process, and those that it starts, show and ask for the token in a file."""
+    """Makes this process, and those that it starts, use and require the token in a file."""
     _set_variables({MODE: "token", PATH: str(path)})
 
 
@@ -512,16 +509,16 @@ def _set_variables(texts: dict[str, str]) -> None:
     for name in _VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(texts)
-    if "ray" in sys.modules:  # It has read the variables already, and perhaps another token.
+    if "ray" in sys.modules:  # Ray has read the variables, and perhaps another token, before.
         raylet: Any = importlib.import_module("ray._raylet")
         raylet.Config.initialize("")
         raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def check_asks_for_token(address: str) -> None:
-    """Calls the head (GCS) of a Ray cluster without a token. Raises `SettingError` where it
-    answers, as any process that reaches it may run code on every machine; and where neither a
-    refusal nor an answer comes. With TLS it asks for certificates, and is not called."""
+    """Calls the head (GCS) of a Ray cluster without a token. Raises `SettingError` unless it
+    refuses: otherwise any process that reaches it could run code on every machine. Does nothing if
+    Ray uses TLS, which requires certificates."""
     import grpc
 
     if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
@@ -536,11 +533,10 @@ def check_asks_for_token(address: str) -> None:
                 return
             raise SettingError(
                 "address",
-                f"whether the Ray cluster at {address} asks for a token is not known ({code.name})",
+                f"cannot tell whether the Ray cluster at {address} requires a token ({code.name})",
             ) from error
     raise SettingError(
         "address",
-        f"the Ray cluster at {address} runs code for whoever reaches it: start it with "
-        f"{MODE}=token and {PATH}, which this command then needs, too, or give --insecure on a "
-        "trusted network",
+        f"the Ray cluster at {address} runs anyone's code: start it with {MODE}=token and {PATH}, "
+        "and set both for this command too; or give --insecure on a trusted network",
     )

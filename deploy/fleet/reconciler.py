@@ -1,17 +1,17 @@
-"""The actor that keeps a deployment as it should be, and how it is asked for changes. It outlives
-the process that started it, and Ray starts it again where it dies: then it takes over the replicas
-that are there.
+"""The reconciler: the actor that keeps a deployment as it should be, and how to call it. It
+outlives the process that started it. If it dies, Ray restarts it, and it takes over the existing
+replicas.
 
 | it knows | from |
 | --- | --- |
-| how replicas are made | its own arguments, which Ray keeps |
-| which there are | Ray, by their names, and each of them |
-| how many there should be | Redis, where nothing but counts is read |
-| which settings and bounds are others since, and what is tried | Ray's head (`Cluster.save`) |
-| how a trial goes | the coordinators |
+| the original settings | its arguments, which Ray keeps |
+| the existing replicas | Ray, by their names, and the replicas themselves |
+| the wanted numbers | Redis, from which only numbers are read |
+| changed settings and bounds, and the trial | Ray's head (`Cluster.save`) |
+| the results of the trial | the coordinators |
 
-Ray lets in only callers that show the cluster's token, and they may run code anyway. So this, and
-nothing in Redis, is how settings come to a deployment that runs.
+Changes of settings come through Ray, whose callers need the cluster's token and may run code
+anyway, and never through Redis.
 """
 
 from __future__ import annotations
@@ -67,69 +67,69 @@ FIXED = {
     "num_drafts": _SCALE,
     "num_coordinators": _SCALE,
 }
-"""Settings that hold as long as a deployment runs, and what to do instead."""
+"""Settings that cannot change while a deployment runs, and why, or what to do instead."""
 SWITCHES = ("internal_tls_dir",)
-"""Settings that may be others, but neither begin nor end."""
+"""Settings that can change, but not be turned on or off."""
 SHARING = frozenset({"device", "target_num_gpus", "draft_num_gpus", "tensor_parallel_size",
                             "draft_tensor_parallel_size"})  # fmt: skip
-"""Changes that name one of these have the cluster's GPUs counted, and shared out, anew."""
+"""A change of one of these counts the cluster's GPUs again, and redistributes them."""
 
 
 Tried = tuple[dict[str, Value], float, float]
 """The settings, the share and the seconds of a `Trial`."""
 Changes = tuple[dict[str, Value], float | None, Tried | None]
-"""What differs from the settings that a deployment was started with, by `outrider upgrade` and
-`autoscale`; `cluster_gpus` of a `FleetSpec`, where they were counted again; and what is tried."""
+"""All changes since the deployment was started, by `outrider upgrade` and `autoscale`;
+`cluster_gpus` of a `FleetSpec`, if they were counted again; and the trial."""
 
 
 def changed(given: DeploymentConfig, changes: Mapping[str, Value]) -> DeploymentConfig:
-    """What was given, with these settings in its place. Raises `SettingError` for one that cannot
-    change while a deployment runs, and for values that do not go together."""
+    """The configuration with these changes. Raises `SettingError` for a setting that cannot change
+    while a deployment runs, and for values that do not go together."""
     values = given.values()
     for key, value in changes.items():
         if key in FIXED and value != values.get(key):
-            raise SettingError(key, f"cannot be another one while a deployment runs: {FIXED[key]}")
+            raise SettingError(key, f"cannot change while a deployment runs: {FIXED[key]}")
         if key in SWITCHES and bool(value) != bool(values.get(key)):
             raise SettingError(
                 key,
-                "cannot be turned on or off while a deployment runs: its replicas would not "
-                "understand each other meanwhile",
+                "cannot be turned on or off while a deployment runs: old and new replicas could "
+                "not call each other",
             )
     if changes.get("model", given.target.model) != given.target.model:
-        # What was chosen for the other target need not fit this one.
+        # The draft model was chosen for the old target.
         del values["draft_model"]
     return configuration(values | dict(changes))
 
 
 def _shared(values: Mapping[str, Value], gpus: float | None) -> float | None:
-    """The cluster's GPUs that are shared out with these changes, and were with those before."""
+    """The number of GPUs to distribute with these changes; `gpus` is the one before."""
     return gpus if SHARING.isdisjoint(values) else resources().get("GPU", 0.0)
 
 
 _log = logging.getLogger(__name__)
 
 AWAY_S = 60.0
-"""A reconciler that has died is started again by Ray within seconds; after so long it is lost."""
+"""Ray restarts a reconciler within seconds; after this time it is considered lost."""
 RETRY_PERIOD_S = 0.5
-"""Until one that did not answer is asked again."""
+"""Between two calls of a reconciler that does not answer."""
 NEWS_S = 10.0
-"""Longest wait for another overview ..."""
+"""Longest wait for a new overview."""
 NEWS_PERIOD_S = 0.5
-"""... and between two looks at whether there is one."""
+"""Between two looks for a new overview."""
 TRIAL_LOOK_S = 2.0
-"""Between two looks at how a trial goes."""
+"""Between two looks at a trial."""
 TRIAL_CALL_S = 5.0
-"""What a coordinator may take to tell."""
+"""Time limit for a coordinator's answer about a trial."""
 END_TRIAL = "end it with `outrider upgrade --trial-share 0`"
 CHANGE_S = 900.0
-"""What making a plan of other settings may take: a model's files may have to be fetched."""
+"""Time limit of a change: a model may have to be fetched."""
 
 
 class Reconciler(PlacedActor):
-    """Hosts a `Fleet`."""
+    """The actor around a `Fleet`."""
 
     def __init__(self, spec: FleetSpec, namespace: str) -> None:
-        """`namespace` is that of its actors. One that Ray has started again goes on."""
+        """`namespace` is that of its actors. Continues by itself if Ray has restarted it."""
         import ray
 
         log_to(spec.log_directory, RECONCILER, spec.config.coordinator.log_level)
@@ -137,36 +137,36 @@ class Reconciler(PlacedActor):
         self._no_password: SettingError | None = None
         try:
             redis = with_password(redis)
-        except SettingError as error:  # A method tells: Ray flattens what a constructor raises.
+        except SettingError as error:  # Raised later: Ray turns a constructor's errors into text.
             self._no_password = error
         self._original = spec
         self._changes: Changes = {}, None, None
-        """Those that hold, all together since the deployment began."""
         self._report: TrialReport | None = None
         self._trial_over_at = math.inf
-        """When the time of a trial is over, of the loop's clock. It begins once its replica
-        serves, and anew where this reconciler returns."""
+        """End of the trial's time, of the loop's clock. The time begins when the trial's replica
+        serves, and again after a restart of this reconciler."""
         self._changing = asyncio.Lock()
         self._registry = RedisRegistry(redis, spec.deployment)
         self._cluster = Cluster(namespace, local=spec.local)
         self._fleet = Fleet(self._cluster, spec, self._registry)
         self._autoscaler = Autoscaler(self._registry, spec.config.autoscale)
         self._keeps = asyncio.Event()
-        """Set once it keeps the fleet, and knows what held before; or has failed to start it."""
+        """Set once it supervises the fleet (after a restart with all changes), or failed to start
+        it."""
         self._closing: asyncio.Task[None] | None = None
         self._upgrades = returns = ray.get_runtime_context().was_current_actor_reconstructed
         self._work: asyncio.Task[None] | None = None
         if returns:
-            _log.warning("the reconciler has died, and returns")
+            _log.warning("the reconciler was restarted")
             self._work = asyncio.create_task(self._keep(returns=True))
 
     async def start(self) -> None:
-        """Starts all replicas, and keeps them from then on. Raises as `Fleet.start`, and
-        `SettingError` where its machine has no password of Redis."""
+        """Starts all replicas, and supervises them. Raises as `Fleet.start`, and `SettingError` if
+        its machine lacks the password of Redis."""
         if self._work is None:
             if self._no_password is not None:
                 raise self._no_password
-            # First, for one that Ray restarts from now on goes by what is saved.
+            # First, as a restarted reconciler uses what is saved.
             await self._cluster.save("")
             self._work = asyncio.create_task(self._fleet.start())  # `close` may cancel it.
             try:
@@ -178,8 +178,8 @@ class Reconciler(PlacedActor):
         await self._ready()
 
     async def _ready(self) -> None:
-        """Returns once it keeps the fleet. Raises what starting it has failed with, but no
-        `Unavailable`: that is a reconciler that is away, and is asked again."""
+        """Waits until it supervises the fleet. Raises the error of the start, but not as
+        `Unavailable`, which would mean a reconciler that is away and called again."""
         await self._keeps.wait()
         try:
             if self._work is not None and self._work.done() and not self._work.cancelled():
@@ -188,8 +188,8 @@ class Reconciler(PlacedActor):
             raise OutriderError(f"the deployment did not start: {error}") from error
 
     async def want(self, counts: Mapping[Role, int]) -> AutoscaleConfig:
-        """So many replicas of these roles from now on; by what the load may change that. Raises
-        `ConfigError` for counts that cannot be, and `StoreUnavailable`."""
+        """Sets the wanted numbers of roles; returns the settings of autoscaling. Raises
+        `ConfigError` for impossible numbers, and `StoreUnavailable`."""
         await self._ready()
         for role, count in counts.items():
             self._fleet.spec.check_count(role, count)
@@ -197,8 +197,8 @@ class Reconciler(PlacedActor):
         return self._autoscaler.config
 
     async def change(self, values: dict[str, Value]) -> AutoscaleConfig:
-        """Adds settings to the changes that hold; how the load changes numbers then. Raises
-        `ConfigError` for settings that cannot be, and `Unavailable`; then what held still holds."""
+        """Changes settings; returns the settings of autoscaling. Raises `ConfigError` for settings
+        that cannot work, and `Unavailable`; then nothing has changed."""
         await self._ready()
         if not values:
             return self._autoscaler.config
@@ -220,10 +220,10 @@ class Reconciler(PlacedActor):
             fleet.settled(spec)
             if "draft_model" in values and "draft" in spec.demands:
                 wanted = await self._registry.wanted()
-                if not wanted.get("draft"):  # No replica drafted before.
+                if not wanted.get("draft"):  # There were no draft replicas before.
                     await self._registry.want({"draft": spec.counts["draft"]})
             await self._adopt_spec(spec, (changes, gpus, before[2]))
-            _log.info("other settings: %s", ", ".join(values))
+            _log.info("changed settings: %s", ", ".join(values))
         return self._autoscaler.config
 
     async def _adopt_spec(self, spec: FleetSpec, changes: Changes) -> None:
@@ -231,14 +231,14 @@ class Reconciler(PlacedActor):
         await self._save(*changes)
         try:
             self._use(spec)
-        except BaseException:  # A replica has been placed since it was checked.
+        except BaseException:  # A replica was placed after the check.
             await self._save(*before)
             raise
 
     async def begin_trial(self, values: dict[str, Value], share: float, seconds: float) -> None:
-        """Tries settings of draft replicas by one of these on a share of the new sessions, and goes
-        on with them where they are better. Raises as `change`, and `ConfigError` for what cannot be
-        tried. Repeating it does nothing."""
+        """Begins a trial: one draft replica with these settings gets a share of the new sessions,
+        and all get the settings if they are better. Idempotent. Raises as `change`, and
+        `ConfigError` for settings that cannot be tried."""
         await self._ready()
         async with self._changing:
             (changes, gpus, tried), fleet = self._changes, self._fleet
@@ -251,8 +251,8 @@ class Reconciler(PlacedActor):
             fleet.settled(spec)
             if self._overview().num_stale or not fleet.wanted["draft"]:
                 raise ConfigError(
-                    "--trial-share: draft replicas are compared with the new one: wait until all "
-                    "are of one kind, and `outrider scale draft=1` where there is none"
+                    "--trial-share: needs running draft replicas with the same settings: wait for "
+                    "the end of the upgrade, or start one with `outrider scale draft=1`"
                 )
             check_share(share, fleet.wanted["draft"])
             await self._save(changes, gpus, (values, share, seconds))
@@ -265,7 +265,7 @@ class Reconciler(PlacedActor):
         _log.info("%s", self._report)
 
     async def end_trial(self) -> None:
-        """Ends the trial that runs, if one does: what held before still holds."""
+        """Ends the running trial, if there is one, without a change of settings."""
         await self._ready()
         if (trial := self._fleet.trial) is not None:
             await self._decide(trial, False, "it was ended by `outrider upgrade --trial-share 0`")
@@ -278,12 +278,12 @@ class Reconciler(PlacedActor):
             try:
                 is_better, reason = await self._compare(trial)
                 await self._decide(trial, is_better, reason)
-            except Exception as error:  # noqa: BLE001 (the fleet goes on, and it is looked at again)
+            except Exception as error:  # noqa: BLE001 (the fleet continues; try again)
                 known = isinstance(error, OutriderError)
-                _log.warning("the trial of a drafter goes on: %s", error, exc_info=not known)
+                _log.warning("the trial of a drafter continues: %s", error, exc_info=not known)
 
     async def _compare(self, trial: Trial) -> tuple[bool | None, str]:
-        """As `judged`."""
+        """See `judged`."""
         fleet, now = self._fleet, asyncio.get_running_loop().time()
         if fleet.trial_failure:
             return False, fleet.trial_failure
@@ -296,11 +296,11 @@ class Reconciler(PlacedActor):
             *(one.leader.call("trial_sums", timeout_s=TRIAL_CALL_S) for one in serving),
             return_exceptions=True,
         )
-        told = [one for one in found if not isinstance(one, BaseException)]  # Silent for long.
+        told = [one for one in found if not isinstance(one, BaseException)]  # Others timed out.
         return judged(added(told, replica.name), now >= self._trial_over_at)
 
     async def _decide(self, trial: Trial, is_better: bool | None, reason: str) -> None:
-        """Notes how the trial goes, and ends it where that is decided."""
+        """Updates the report of the trial, and ends the trial unless `is_better` is None."""
         async with self._changing:
             if self._fleet.trial is not trial or self._report is None:
                 return
@@ -323,12 +323,13 @@ class Reconciler(PlacedActor):
             _log.info("%s", self._report)
 
     async def _plan(self, changes: Mapping[str, Value], gpus: float | None) -> FleetSpec:
-        """By all changes together. Raises `ConfigError` for what cannot work."""
+        """The spec with all changes together. Raises `ConfigError` for settings that cannot
+        work."""
         before = self._original
         given = changed(before.given, changes)
         if before.local:
             listeners(given)
-        # In a process of its own: the model library stays there.
+        # In a process of its own, which imports the model library.
         config = await run_task(resolve_models, given)
         coordinator = config.coordinator.reaching(before.config.coordinator.redis)
         return plan_fleet(
@@ -342,7 +343,7 @@ class Reconciler(PlacedActor):
         self._changes = changes
 
     async def _restore(self) -> None:
-        """Goes by the changes that an earlier reconciler of the deployment had saved."""
+        """Applies the changes that the reconciler had saved before it was restarted."""
         if text := await self._cluster.saved():
             match json.loads(text):
                 case [dict() as values, None | int() | float() as gpus, None | list() as tried]:
@@ -351,13 +352,13 @@ class Reconciler(PlacedActor):
                     if tried is not None:
                         await self._restore_trial(*tried)
                 case _:
-                    raise ValueError("what Ray's head has are no changes of this release")
+                    raise ValueError("the saved changes are not of this release")
 
     async def _restore_trial(self, values: dict[str, Value], share: float, seconds: float) -> None:
         changes, gpus, _ = self._changes
         try:
             spec = await self._plan(changes | values, _shared(values, gpus))
-        except ConfigError as error:  # The fleet is to be kept all the same.
+        except ConfigError as error:  # The fleet has to be supervised anyway.
             await self._save(changes, gpus, None)
             model = str(values.get("draft_model", self._fleet.spec.given.draft.model))
             self._report = TrialReport(model, share, "not taken", str(error))
@@ -376,8 +377,7 @@ class Reconciler(PlacedActor):
         return self._fleet.spec
 
     async def overview(self, seen: Overview | None = None) -> Overview:
-        """What there is, once that is known and another than what was `seen`, or after `NEWS_S`.
-        Raises as `_ready`."""
+        """The overview, once it differs from `seen` or after `NEWS_S`. Raises as `_ready`."""
         await self._ready()
         loop = asyncio.get_running_loop()
         until = loop.time() + NEWS_S
@@ -401,12 +401,12 @@ class Reconciler(PlacedActor):
         return found
 
     async def ends(self) -> bool:
-        """Whether it has been told to `close`: then there is nothing to be taken over."""
+        """Whether `close` was called, so that there is nothing to take over."""
         return self._closing is not None
 
     async def close(self) -> None:
-        """Ends what it was about to do, and all replicas, also where the caller goes away.
-        Idempotent: concurrent callers await the same end."""
+        """Cancels its work and ends all replicas, even if the caller goes away. Idempotent:
+        concurrent callers await the same end."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
@@ -419,7 +419,7 @@ class Reconciler(PlacedActor):
         try:
             await self._cluster.save("")
         except Unavailable as error:
-            _log.warning("changes of this deployment are still saved: %s", error)
+            _log.warning("the saved changes were not removed: %s", error)
         await self._registry.close()
 
     async def _keep(self, returns: bool) -> None:
@@ -427,14 +427,14 @@ class Reconciler(PlacedActor):
             if returns:
                 if self._no_password is not None:
                     raise self._no_password
-                await retried("the changes that hold", self._restore)
+                await retried("the saved changes", self._restore)
                 await self._fleet.adopt()
             self._keeps.set()
             await asyncio.gather(self._fleet.run(), self._autoscaler.run(), self._watch_trials())
-        except Exception:  # noqa: BLE001 (whatever it is, another one may do better)
-            _log.exception("the fleet is not looked after any more")
+        except Exception:  # noqa: BLE001 (whatever it is, a restart may help)
+            _log.exception("the fleet is no longer supervised; restarting")
             await asyncio.sleep(FIRST_REST_S)
-            os._exit(1)  # Ray starts this again.
+            os._exit(1)  # Ray restarts it.
 
 
 def start_reconciler(spec: FleetSpec, namespace: str) -> Actor:
@@ -445,7 +445,7 @@ def start_reconciler(spec: FleetSpec, namespace: str) -> Actor:
 
 
 async def find_reconciler(namespace: str) -> Actor | None:
-    """The one of a deployment, if there is one. Raises `Unavailable` where Ray's head does not
+    """The reconciler of a deployment, if there is one. Raises `Unavailable` if Ray's head does not
     answer."""
     import ray
 
@@ -457,8 +457,8 @@ async def find_reconciler(namespace: str) -> Actor | None:
 
 @asynccontextmanager
 async def connect_reconciler(where: DeploymentLocation) -> AsyncIterator[ReconcilerClient]:
-    """Connects to the cluster, and leaves it in the end. Raises `SettingError` for one that cannot
-    be reached."""
+    """Connects to the cluster while the context lasts. Raises `SettingError` if it cannot be
+    reached."""
     connection = RayConnection(where.address, namespace_of(where.deployment), token=where.token)
     try:
         await connection.connect()
@@ -468,21 +468,20 @@ async def connect_reconciler(where: DeploymentLocation) -> AsyncIterator[Reconci
 
 
 class ReconcilerClient:
-    """Calls a reconciler, and again while it is away."""
+    """Calls a reconciler, and retries while it is being restarted, for at most `away_s`."""
 
     def __init__(self, namespace: str, away_s: float = AWAY_S) -> None:
-        """It may be away for so long."""
         self._namespace = namespace
         self._away_s = away_s
 
     async def call(self, method: str, *arguments: object, timeout_s: float | None = AWAY_S) -> Any:
-        """What a method returns. It may be called twice. Raises what it raises, and `Unavailable`
-        where there is none, it does not answer in `timeout_s`, or is away for too long."""
+        """Calls a method, perhaps twice. Raises what it raises, and `Unavailable` if there is no
+        reconciler, it does not answer within `timeout_s`, or is away for too long."""
         loop = asyncio.get_running_loop()
         give_up_at = None
         while True:
             try:
-                found = await find_reconciler(self._namespace)  # It may be another one.
+                found = await find_reconciler(self._namespace)  # It may have been replaced.
                 if found is not None:
                     return await found.call(method, *arguments, timeout_s=timeout_s)
             except Unavailable as error:

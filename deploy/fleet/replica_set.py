@@ -1,12 +1,12 @@
-"""The replicas of a deployment: as many as are wanted, and others in the place of those that die.
+"""The replicas of a deployment: keeps as many as are wanted, and replaces those that die.
 
-| a replica | becomes | when |
+| a replica that | is | when |
 | --- | --- | --- |
-| is missing | placed, started | at once; later and later while starting fails |
-| dies, or a rank of it | removed | at once: then it is missing |
-| is not wanted | left, then stopped | once nothing is sent to it, or `stop_timeout_s` later |
+| is missing | placed and started | at once; with growing delays while that fails |
+| dies, or one of its ranks | removed, and is then missing | at once |
+| is not wanted | drained and stopped | once it gets no more items, at most after `stop_timeout_s` |
 
-How many are wanted is kept in Redis, where coordinators read it, too.
+The wanted numbers are in Redis, where coordinators read them, too.
 """
 
 from __future__ import annotations
@@ -36,78 +36,77 @@ from .trial import PLAN, Trial, TrialReport
 _log = logging.getLogger(__name__)
 
 ERROR_GRACE_S = 2.0
-"""How long after one rank of a model fails to start another may, before the reason is told."""
+"""After one rank fails to start, how long to wait for a more telling error of another rank."""
 STOP_CALL_TIMEOUT_S = 5.0
-"""What an actor may take to stop beyond the time it was given for running requests."""
+"""How long an actor may take to stop, beyond the time for running requests."""
 SILENCE_S = 30.0
-"""What an actor may take to answer for its state: Ray keeps the call while its machine pauses, and
-tells at once of one that has died."""
+"""Time limit for an actor's answer about its state. Ray reports a dead actor at once, but waits
+while a machine is paused."""
 QUIET_S = 1.0
-"""A leaving replica that was sent nothing for so long is sent no more."""
+"""A leaving replica that got no items for this time is drained."""
 LOOK_PERIOD_S = 0.5
-"""Between two looks at how many are wanted."""
+"""Between two looks at the wanted numbers."""
 FIRST_REST_S = 1.0
-"""Until a replica is started again that did not start, or died; it doubles with each failure ..."""
+"""Delay before a replica that failed to start, or died, is started again; doubles each time."""
 REST_S_MAX = 30.0
-"""... up to this."""
 STABLE_S = 30.0
-"""A replica that served for so long and dies does not count as a failed start."""
+"""A replica that dies after serving for this time does not count as a failed start."""
 HOPELESS_AFTER = 4
-"""Failures of a role, one after the other, of which no replica serves."""
+"""Consecutive failures after which a role without replicas is hopeless."""
 
 
 ROLLING: tuple[Role, ...] = ("draft", "target", "coordinator")
-"""Whose stale replicas are replaced first, and then."""
+"""The order of roles in which an upgrade replaces replicas."""
 
 
 @dataclass(frozen=True)
 class ReplicaView:
-    """One replica."""
+    """The public state of a replica."""
 
     name: str
     role: Role
     address: str
     """HOST:PORT; empty while it does not serve."""
     leaves: bool = False
-    """Whether it gets no more work, and will end."""
+    """Whether it gets no new work, and will end."""
     stale: bool = False
-    """Whether it was started by another spec than the one that holds."""
+    """Whether it was started with other settings than the current ones."""
     places: tuple[Place, ...] = ()
-    """Of its ranks, the one that serves first; empty while it does not serve."""
+    """Of its ranks, the serving one first; empty while it does not serve."""
     http_address: str = ""
-    """HOST:PORT where a coordinator answers by HTTP; empty where it does not."""
+    """HOST:PORT of a coordinator's HTTP server, if it has one."""
     on_trial: bool = False
-    """Whether it is beside those that are wanted, and never stale."""
+    """If so, it does not count as one of the wanted replicas, and is never stale."""
 
 
 @dataclass(frozen=True)
 class Overview:
-    """All replicas, the oldest first, and how many there should be."""
+    """All replicas, the oldest first, and the wanted numbers."""
 
     wanted: Mapping[Role, int]
     replicas: tuple[ReplicaView, ...]
     hopeless: Role | None
-    """A role of which there is none, and none can be started."""
+    """A role that requests need, but that has no replica and cannot start one."""
     upgrades: bool = False
-    """Whether the spec has changed, and there has not been a whole fleet made by it yet."""
+    """Whether an upgrade is still running."""
     failures: tuple[str, ...] = ()
-    """Why replicas did not start that are still missing."""
+    """Why missing replicas did not start."""
     trial: TrialReport | None = None
-    """Of the trial of a drafter that runs, or of the last one since this reconciler began."""
+    """Of the running trial, or of the last one since the reconciler was started."""
 
     def of(self, role: Role) -> list[ReplicaView]:
         """The replicas of a role."""
         return [one for one in self.replicas if one.role == role]
 
     def late(self, what: str, after_s: float) -> Unavailable:
-        """That something has not come about in this time, and why, as far as that is known."""
+        """The error that something was not reached in time, with the reason if it is known."""
         reasons = "; ".join(self.failures) or "see `outrider status` and the logs that it names"
         return Unavailable(f"not {what} after {after_s:g} s: {reasons}")
 
     @property
     def num_stale(self) -> int:
-        """Replicas that an upgrade has still to replace. One counts until it has ended and another
-        one, made by the spec that holds, serves in its place."""
+        """Replicas that an upgrade still has to replace. One counts until it has ended and another
+        one with the current settings serves in its place."""
         if not self.upgrades:
             return 0
         total = 0
@@ -120,21 +119,21 @@ class Overview:
         return total
 
     def addresses(self, role: Role, *, http: bool = False) -> list[str]:
-        """Where those of a role answer that stay, by gRPC or by HTTP: each HOST:PORT, the oldest
-        replica's first."""
+        """The gRPC or HTTP addresses of a role's replicas that are not leaving, the oldest
+        first."""
         found = [
             one.http_address if http else one.address for one in self.of(role) if not one.leaves
         ]
-        # Two coordinators have one address while one is replaced by the other.
+        # While a coordinator replaces another one, both have the same address.
         return list(dict.fromkeys(filter(None, found)))
 
 
 class Replica:
-    """The actors that are one replica: the first rank, which serves, and the others."""
+    """One replica: the actor that serves (rank 0), and those of its other ranks."""
 
     def __init__(self, role: Role, age: int, slot: int, plan: str) -> None:
-        """`age` counts the replicas that the deployment has started; `slot` is its place among
-        those of its role that are there now; `plan` names what it is made from."""
+        """`age` is its number among all replicas that the deployment ever started; `slot` its
+        number among the current replicas of its role; `plan` identifies its settings."""
         self.role: Role = role
         self.age = age
         self.name = f"{role}-{age}"
@@ -144,13 +143,12 @@ class Replica:
         self.address = ""
         """HOST:PORT, once it serves."""
         self.http_address = ""
-        """The same for HTTP, of a coordinator."""
         self.leaves = False
 
     @classmethod
     async def adopted(cls, name: str, ranks: Sequence[Actor]) -> Self | None:
-        """The replica of a name, which an earlier reconciler has started and of which these actors
-        are there; None where it does not serve, or not with all its ranks."""
+        """The replica of existing actors, which were started before the reconciler was restarted;
+        None if it does not serve with all its ranks."""
         if ranks[0].rank:
             return None
         found: Engagement
@@ -171,11 +169,11 @@ class Replica:
 
     @property
     def leader(self) -> Actor:
-        """The rank that serves."""
+        """The actor that serves."""
         return self.ranks[0]
 
     def view(self, plan: str) -> ReplicaView:
-        """What others are told of it; `plan` is the one that holds now."""
+        """Its public state; `plan` is the current one."""
         return ReplicaView(
             self.name, self.role, self.address, self.leaves,
             stale=self.plan != plan and not self.on_trial,
@@ -188,7 +186,7 @@ class Replica:
         return self.plan.startswith(PLAN)
 
     async def begin(self, config: object, log_directory: str, timeout_s: float) -> None:
-        """Starts its service, and the other ranks of its model."""
+        """Starts its service and its other ranks."""
         leader, *followers = self.ranks
         starts = [leader.call("start", config, log_directory, timeout_s=timeout_s)]
         if followers:
@@ -207,8 +205,7 @@ class Replica:
         self.address, self.http_address = found.address, found.http_address
 
     async def ended(self) -> OutriderError | None:
-        """Returns once any of its ranks has ended, and why, in the words of the rank that said so;
-        None where it was told to."""
+        """Waits until any of its ranks ends; returns the error, or None if it was stopped."""
         waiting = [asyncio.create_task(actor.call("wait")) for actor in self.ranks]
         try:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -223,8 +220,8 @@ class Replica:
         return errors[0] if errors else None
 
     async def drain(self, timeout_s: float) -> None:
-        """Announces that it leaves, and waits until nothing more is sent to it, at most so long.
-        Sessions of a coordinator end while it stops."""
+        """Announces that it leaves, and waits at most `timeout_s` until it gets no more items. A
+        coordinator is not drained: its sessions end while it stops."""
         if self.role == "coordinator":
             return
         try:
@@ -239,21 +236,20 @@ class Replica:
             _log.warning("%s did not drain: %s", self.name, error)
 
     async def stop(self, grace_s: float) -> None:
-        """Lets what runs end within the time, and ends all ranks."""
+        """Gives running requests this time, then ends all ranks."""
         if self.ranks:
             await _stop(self.leader, grace_s)
-        # They have ended with their leader, unless it died.
+        # The other ranks end with their leader, unless it died.
         await asyncio.gather(*(_stop(actor, grace_s) for actor in self.ranks[1:]))
 
 
 def close_timeout_s(grace_s: float) -> float:
-    """What ending all replicas in order may take: coordinators, and then those that they call; and
-    before that whatever was about to be done."""
+    """Time limit for ending all replicas in order: first the coordinators, then the others."""
     return 2 * (grace_s + STOP_CALL_TIMEOUT_S) + STOP_CALL_TIMEOUT_S
 
 
 def role_and_age(name: str) -> tuple[Role, int]:
-    """Of a replica's name."""
+    """Parses a replica's name."""
     role, _, age = name.rpartition("-")
     return cast(Role, role), int(age)
 
@@ -267,8 +263,8 @@ async def _stop(actor: Actor, grace_s: float) -> None:
 
 
 async def _all_or_error(*work: Awaitable[Any]) -> None:
-    """Raises as soon as one of them fails: a `ConfigError` of any that fails within
-    `ERROR_GRACE_S`, because ranks end when another does."""
+    """Raises when one of them fails; if others fail within `ERROR_GRACE_S` a `ConfigError` is
+    preferred: ranks also end because another one ended."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -281,7 +277,7 @@ async def _all_or_error(*work: Awaitable[Any]) -> None:
 
 
 def raise_first(results: Sequence[object]) -> None:
-    """Raises the first error of the results, a `ConfigError` before others."""
+    """Raises the first error among the results, a `ConfigError` before others."""
     errors = [result for result in results if isinstance(result, BaseException)]
     for error in sorted(errors, key=lambda error: not isinstance(error, ConfigError)):
         raise error
@@ -294,16 +290,16 @@ def next_steps(
     in_place: Collection[Role] = (),
     crowded: Collection[Role] = (),
 ) -> tuple[list[Role], list[str]]:
-    """The roles of the replicas to start, and the names of those that are to leave. Pure. `fleet`
-    begins with the oldest. As many starts as replicas are missing, but none of a
-    role that is `held_back`; of those that are too many such as do not serve yet leave first, then
-    stale ones, then the youngest.
+    """The roles of replicas to start, and the names of replicas that must leave. Pure. `fleet` is
+    ordered by age, the oldest first.
 
-    Where none is missing, one that is stale is replaced, of one role after the other: another one
-    is started, and the stale one leaves once that serves; or, of a role whose replicas are replaced
-    `in_place`, it leaves first, and another one is started once it has gone. So it does of a
-    `crowded` role even where some are missing, as there is no place for them: but never the last
-    that is there."""
+    Missing replicas are started, except of roles that are `held_back`. If there are too many,
+    replicas that do not serve yet leave first, then stale ones, then the youngest.
+
+    If none is missing, stale replicas are replaced one by one, role by role: another one is
+    started, and the stale one leaves when that serves. Of roles `in_place` the stale one leaves
+    first, and another one is started when it has ended. So it is for a `crowded` role even if
+    replicas are missing, as there is no room for them; but its last replica stays."""
     starts: list[Role] = []
     leaves: list[str] = []
     stale = {one.role for one in fleet if one.stale and not one.leaves}
@@ -318,7 +314,7 @@ def next_steps(
             elif num_more > 0 and role in crowded and len(stay) > 1:
                 num_more = -1
         elif role == rolled and num_more < 0:
-            num_more += 1  # The one that comes in the place of another.
+            num_more += 1  # The new one that replaces a stale one.
         makes_room = any(one.role == role and one.stale and one.leaves for one in fleet)
         is_held = role in held_back or (role in in_place and makes_room)
         if num_more > 0 and not is_held:
@@ -329,24 +325,24 @@ def next_steps(
 
 
 class Trouble:
-    """What hinders a role since its number or the spec has changed."""
+    """Failures of a role since its wanted number or the settings changed."""
 
     def __init__(self) -> None:
         self.num_failures = 0
-        """Of starts, one after the other."""
+        """Consecutive failed starts."""
         self.not_before = 0.0
-        """When the next one is due."""
+        """Earliest time of the next start."""
         self.reason = ""
-        """Why a replica did not start, until one does."""
+        """Why the last start failed; empty after a successful one."""
         self.crowded = False
-        """Whether another replica has found no place: a stale one must leave first."""
+        """Whether there was no room for another replica: a stale one must leave first."""
         self.made_way = False
-        """Whether one has left for that, and none has begun to serve since: meanwhile no other one
-        leaves, as those that come may never serve."""
+        """Whether a stale one has left for that, and no new one has served since. Until then no
+        other one leaves, as new ones may never serve."""
 
 
 class Fleet:
-    """The replicas of one deployment."""
+    """All replicas of a deployment."""
 
     def __init__(self, cluster: Cluster, spec: FleetSpec, registry: RedisRegistry) -> None:
         self.spec = spec
@@ -357,13 +353,13 @@ class Fleet:
         self._num_started = 0
         self._troubles = {role: Trouble() for role in ROLES}
         self.trial: Trial | None = None
-        """What is tried beside the replicas that are wanted: by one draft replica of its own."""
+        """The running trial, with one draft replica beside the wanted ones."""
         self.trial_failure = ""
-        """Why that has not started, or is gone."""
+        """Why that replica did not start, or died."""
         self._ports: dict[int, dict[str, int]] = {}
-        """Of each slot of a role that keeps its ports, those that its last replica had."""
+        """The ports of the last replica in each slot, for the role that keeps its ports."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        """What starts and watches each replica, or ends it, by name."""
+        """The task that starts and watches each replica, or ends it, by name."""
         self._changed = asyncio.Event()
 
     @property
@@ -371,7 +367,7 @@ class Fleet:
         return list(self._replicas.values())
 
     def views(self) -> tuple[ReplicaView, ...]:
-        """What others are told of them, the oldest first."""
+        """The public states of all replicas, the oldest first."""
         return tuple(one.view(self.spec.plans[one.role]) for one in self._replicas.values())
 
     def of(self, role: Role) -> list[Replica]:
@@ -379,12 +375,12 @@ class Fleet:
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """Why replicas did not start that are still missing."""
+        """Why missing replicas did not start."""
         return tuple(one.reason for one in self._troubles.values() if one.reason)
 
     @property
     def hopeless(self) -> Role | None:
-        """A role of which there is none, and none can be started. It is tried again."""
+        """A role that requests need, but that has no replica and fails to start one."""
         return next(
             (
                 role for role in ("target", "coordinator")
@@ -394,9 +390,8 @@ class Fleet:
         )  # fmt: skip
 
     async def start(self) -> None:
-        """Starts all replicas that are wanted at first: the coordinators once the others serve.
-        Raises what the first says that fails, a `ConfigError` before others; `Cluster.place` what
-        finds no place; and `StoreUnavailable`."""
+        """Starts the first replicas, the coordinators once the others serve. Raises the first error
+        (a `ConfigError` before others), as `Cluster.place`, and `StoreUnavailable`."""
         await self._registry.want(self.wanted)
         self._num_started = await self._registry.started()
         replicas = [
@@ -416,8 +411,8 @@ class Fleet:
         self.spec = self.settled(self.spec)
 
     async def adopt(self) -> None:
-        """Takes over the replicas that another fleet has left, and goes on with what it had
-        begun; whatever does not serve yet is ended, to be started anew."""
+        """Takes over the replicas after a restart of the reconciler. Those that do not serve yet
+        are ended, and started again."""
         there = await self._cluster.replicas()
         found = await asyncio.gather(*map(Replica.adopted, there, there.values()))
         by_age = {role_and_age(name)[1]: name for name in there}
@@ -434,44 +429,44 @@ class Fleet:
         await retried("what is wanted", self._recall)
         try:
             self.spec = self.settled(self.spec)
-        except ConfigError as error:  # They serve all the same.
-            _log.error("later ones may not be reached: %s", error)
+        except ConfigError as error:  # The existing replicas serve anyway.
+            _log.error("new replicas may not be reachable: %s", error)
         _log.info("taken over: %s", ", ".join(self._replicas) or "nothing")
 
     async def _recall(self) -> None:
-        """What the other fleet had been told and has done. Until that is known nothing is done: a
-        replica that is started could not be announced, and its name might not be its own."""
+        """Reads the wanted numbers, and how many replicas were ever started. Nothing is started
+        before: a new replica could not register, and its name might not be unique."""
         wanted, num_started = await self._registry.wanted(), await self._registry.started()
         there = Counter(one.role for one in self.replicas if not one.on_trial)
         self.wanted = self.spec.bounded(self.wanted | there | wanted)
         self._num_started = max(self._num_started, num_started)
 
     def settled(self, spec: FleetSpec) -> FleetSpec:
-        """A spec for the machines that replicas are on. Raises `SettingError` where it does not
-        fit."""
+        """The spec for the machines of the replicas. Raises `SettingError` if it does not fit."""
         return spec.settled([
             (one.role, actor.place.node) for one in self.replicas for actor in one.ranks
         ])  # fmt: skip
 
     def use(self, spec: FleetSpec) -> None:
-        """Another spec: what it changes is replaced, one by one. Raises as `settled`."""
+        """Changes the spec; replicas that it changes are replaced one by one. Raises as
+        `settled`."""
         self.spec = self.settled(spec)
         self._forget_troubles()
 
     def try_out(self, trial: Trial | None) -> None:
-        """Begins a trial, or ends the one that runs: then its replica leaves."""
+        """Begins a trial, or with None ends the running one, whose replica then leaves."""
         self.trial, self.trial_failure = trial, ""
         self._changed.set()
 
     @property
     def on_trial(self) -> Replica | None:
-        """The replica that a trial runs with, if there is one."""
+        """The replica of the running trial, if there is one."""
         plan = "" if self.trial is None else self.trial.plan
         return next((one for one in self.of("draft") if one.plan == plan and not one.leaves), None)
 
     def _is_tried(self, one: Replica) -> bool:
-        """Whether a replica on trial is to stay: also one whose settings have been taken, until
-        another with these serves."""
+        """Whether a replica on trial stays. If its settings were adopted, it stays until another
+        one with them serves."""
         plan = self.spec.plans["draft"]
         is_taken = one.plan == PLAN + plan and self.wanted["draft"] > 0
         serves = any(other.address and other.plan == plan for other in self.of("draft"))
@@ -482,7 +477,7 @@ class Fleet:
         self._changed.set()
 
     async def run(self) -> None:
-        """Keeps as many as are wanted."""
+        """Keeps the wanted numbers of replicas."""
         for one in self.replicas:
             self._follow(one)
         while True:
@@ -497,7 +492,7 @@ class Fleet:
         now = asyncio.get_running_loop().time()
         held_back = {role for role, trouble in self._troubles.items() if now < trouble.not_before}
         if not any(one.address for one in self.of("target")):
-            held_back.add("coordinator")  # It could say of no model what it is.
+            held_back.add("coordinator")  # It needs a target to describe the model.
         crowded = {role for role, one in self._troubles.items() if one.crowded}
         in_place = {role for role in ROLES if self.spec.replaced_in_place(role)} | crowded
         crowded = {role for role in crowded if not self._troubles[role].made_way}
@@ -528,7 +523,7 @@ class Fleet:
         self._tasks[one.name] = asyncio.create_task(work)
 
     async def close(self) -> None:
-        """Stops all, coordinators before those that they call."""
+        """Stops all replicas, coordinators first."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -546,12 +541,12 @@ class Fleet:
         return one
 
     def _free_slot(self, role: Role) -> int:
-        """The lowest; of a role that keeps its ports that of the stale replica that leaves next, if
-        there is one."""
+        """The lowest free slot; of a role that keeps its ports the slot of the stale replica that
+        leaves next, if there is one."""
         taken, stale = set(), []
         for one in self.of(role):
             if self.spec.keeps_ports(role) and one.plan != self.spec.plans[role]:
-                stale.append(one.slot)  # The oldest first; the youngest leaves first.
+                stale.append(one.slot)  # The oldest first; but the youngest leaves first.
             else:
                 taken.add(one.slot)
         left = [slot for slot in reversed(stale) if slot not in taken]
@@ -570,7 +565,9 @@ class Fleet:
         ports: Mapping[str, int] = {}
         if spec.keeps_ports(one.role):
             ports = self._ports.get(one.slot, ports)
-            if not takes_over:  # Another program may have them by now: the next try takes others.
+            if (
+                not takes_over
+            ):  # Another program may have them by now; then the next try uses others.
                 self._ports.pop(one.slot, None)
         config = spec.replica_config(
             one.role, one.name, one.slot, takes_over=takes_over, ports=ports
@@ -590,7 +587,7 @@ class Fleet:
             }  # fmt: skip
 
     async def _live(self, one: Replica) -> None:
-        """Starts a replica that does not serve yet, watches it until it ends, and removes it."""
+        """Starts a replica unless it serves, watches it until it ends, and removes it."""
         loop = asyncio.get_running_loop()
         began, is_its_own, reason = math.inf, True, ""
         try:
@@ -601,12 +598,12 @@ class Fleet:
             reason = f"{one.name} is gone{gone}" if one.on_trial else ""
             _log.error(reason or f"{one.name} is gone, and is replaced{gone}")
         except StoreUnavailable as error:
-            _log.warning("%s did not start for want of Redis: %s", one.name, error)
+            _log.warning("%s did not start without Redis: %s", one.name, error)
             is_its_own = False
         except OutriderError as error:
             reason = f"{one.name} did not start: {error}"
             _log.error(reason)
-        except Exception:  # noqa: BLE001 (the fleet goes on, whatever one replica does)
+        except Exception:  # noqa: BLE001 (one replica must not stop the fleet)
             _log.exception("%s did not start", one.name)
         if one.on_trial and is_its_own:
             if one is self.on_trial:
@@ -635,8 +632,7 @@ class Fleet:
         self._changed.set()
 
     async def _leave(self, one: Replica, life: asyncio.Task[None] | None) -> None:
-        """Ends a replica once it is not used, or when the time is over; one that has not started
-        yet at once."""
+        """Drains and ends a replica; one that does not serve yet ends at once."""
         grace_s = self.spec.config.stop_timeout_s
         if life is not None:
             life.cancel()
@@ -645,32 +641,32 @@ class Fleet:
             if one.address:
                 await one.drain(grace_s)
                 await one.stop(grace_s)
-        except Exception:  # noqa: BLE001 (the fleet goes on, whatever one replica does)
+        except Exception:  # noqa: BLE001 (one replica must not stop the fleet)
             _log.exception("%s did not leave by itself", one.name)
         _log.info("%s has left", one.name)
         await self._remove(one)
 
     async def _remove(self, one: Replica) -> None:
-        """Gives back what a replica had; only then may another have its ports."""
+        """Removes a replica's actors, and then frees its slot and ports."""
         one.address = one.http_address = ""
         try:
             await self._cluster.remove(one.ranks)
         finally:
             self._replicas.pop(one.name, None)
-            if self._tasks.get(one.name) is asyncio.current_task():  # Else it leaves meanwhile.
+            if self._tasks.get(one.name) is asyncio.current_task():  # Not if `_leave` took over.
                 del self._tasks[one.name]
             self._changed.set()
 
     async def _hear_wanted(self) -> None:
-        """What is wanted now. A registry that does not know, at first or because it has lost
-        everything, is told. It is told each time how many were started: it may lose the latest."""
+        """Reads the wanted numbers. Writes them if the registry has none, or lost them; always
+        writes how many replicas were started, as it may lose the latest number."""
         try:
             wanted = await self._registry.wanted()
             if wanted.keys() != self.wanted.keys():
                 await self._registry.want(self.wanted | wanted)
             await self._registry.note_started(self._num_started)
         except OutriderError as error:
-            _log.info("what was wanted still is: %s", error)
+            _log.info("the wanted numbers stay: %s", error)
             return
         found = self.spec.bounded(self.wanted | wanted)
         if found != self.wanted:

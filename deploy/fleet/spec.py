@@ -1,5 +1,4 @@
-"""What each replica of a deployment is made from: its configuration, its share of the cluster, and
-the device that it then has. Pure."""
+"""What each replica of a deployment gets: its configuration, its resources and its device. Pure."""
 
 from __future__ import annotations
 
@@ -38,44 +37,43 @@ ACTORS: Mapping[Role, type] = {
 
 @dataclass(frozen=True)
 class FleetSpec:
-    """What each replica is to have, from those that all of its role have."""
+    """What the replicas of each role get."""
 
     config: DeploymentConfig
     """With models' files, devices and GPUs resolved."""
     given: DeploymentConfig
-    """The configuration before that."""
+    """As given by the user."""
     cluster_gpus: float
-    """Of all machines together, by which shares were chosen."""
+    """GPUs of the whole cluster, when they were distributed."""
     demands: Mapping[Role, Demand]
-    """What the actors of each role ask for. No draft where the target drafts, or a look-up."""
+    """Resources of each role's replicas; without drafts if the target or a look-up drafts."""
     plans: Mapping[Role, str]
-    """Names what the replicas of each role are made from; nothing in it depends on where they have
-    been placed."""
+    """Identifies the settings of each role's replicas; independent of where they are placed."""
     deployment: str
     """Its name in Redis."""
     log_directory: str
     """See `log_to`."""
     local: bool
-    """Whether all replicas share a machine, and so its ports and cores."""
+    """Whether all replicas share one machine, its ports and its cores."""
 
     @property
     def counts(self) -> dict[Role, int]:
-        """How many replicas of each role there are at first."""
+        """The initial number of replicas of each role."""
         return {
             role: getattr(self.config, f"num_{role}s") if role in self.demands else 0
             for role in ROLES
         }
 
     def bounded(self, counts: Mapping[Role, int]) -> dict[Role, int]:
-        """Counts as far as they are possible: there is always a target and a coordinator, and no
-        draft where the target or the coordinators draft."""
+        """Counts limited to what is possible: at least one target and one coordinator, and no draft
+        if the target or the coordinators draft."""
         return {
             role: min(max(counts[role], LEAST[role]), REPLICAS_MAX) if role in self.demands else 0
             for role in ROLES
         }
 
     def check_count(self, role: Role, count: int) -> None:
-        """Raises `ConfigError` for a number of replicas that this deployment cannot have."""
+        """Raises `ConfigError` for an impossible number of replicas."""
         if count and role not in self.demands:
             draft = self.config.draft
             part = "coordinators draft" if draft.drafter.is_lookup else "target drafts"
@@ -87,14 +85,14 @@ class FleetSpec:
             raise ConfigError(f"{role}={count}: it must be {LEAST[role]} to {REPLICAS_MAX}")
 
     def replaced_in_place(self, role: Role) -> bool:
-        """Whether a replica ends before the one in its place starts: coordinators of one machine
-        that serve metrics on a port of their own, which two cannot listen on."""
+        """Whether a replica ends before its replacement starts: coordinators of one machine with a
+        port for metrics, which two processes cannot share."""
         telemetry = self.config.coordinator.telemetry
         return self.keeps_ports(role) and bool(Destination.parse(telemetry).prometheus_port)
 
     def keeps_ports(self, role: Role) -> bool:
-        """Whether a replica listens on the ports of the one that it replaces: coordinators of one
-        machine, for callers know their ports."""
+        """Whether a replica gets the ports of the one that it replaces: coordinators of one
+        machine, whose ports callers know."""
         return role == "coordinator" and self.local
 
     def replica_config(
@@ -106,10 +104,9 @@ class FleetSpec:
         takes_over: bool = False,
         ports: Mapping[str, int] = MappingProxyType({}),
     ) -> Any:
-        """The configuration that a replica is told; `slot` is its place among those of its role.
-        One that `takes_over` begins while another replica of this deployment still has that
-        place. `ports` are those that it has, by key, where the settings say any free one. Raises
-        `SettingError` for a port beyond the last."""
+        """The configuration of a replica; `slot` is its number among those of its role. It
+        `takes_over` if another replica still has that slot. `ports` by key replace ports that may
+        be any free one. Raises `SettingError` for a port beyond the last."""
         own: Any = getattr(self.config, role)
         slot = slot if self.local else 0
         member = Membership(
@@ -131,8 +128,8 @@ class FleetSpec:
         return replace(own, **changes)
 
     def settled(self, placed: Sequence[tuple[Role, str]]) -> FleetSpec:
-        """With what depends on the machine that each actor of a role has been placed on. Raises
-        `SettingError` for servers that others would not reach."""
+        """The spec with the settings that depend on the machine of each actor. Raises
+        `SettingError` for servers that other machines could not reach."""
         config = self.config
         nodes = {node for _, node in placed}
         if len(nodes) > 1 and is_loopback(config.target.host):
@@ -162,12 +159,11 @@ def plan_fleet(
     *,
     local: bool,
 ) -> FleetSpec:
-    """`found` is what was `given`, with the models' files and Redis; `amounts` are the cluster's
-    resources. Shares GPUs out where there are any and the configuration leaves it open: one for
-    each rank of a model, or an equal fraction where there are fewer; none for what runs no model.
-    On one machine targets with a model share its cores, unless it says how many threads they have.
-    Raises `SettingError` where a device was asked for that no actor gets, and for several ranks of
-    what runs no model."""
+    """The spec of a deployment. `found` is `given` with the models' files and Redis; `amounts` are
+    the cluster's resources. Distributes GPUs unless the configuration does: one for each rank of a
+    model, or an equal fraction if there are fewer. On one machine, targets share the cores unless
+    their number of threads is set. Raises `SettingError` for a device that no actor gets, and for
+    several ranks without a model."""
     target, draft, coordinator = found.target, found.draft, found.coordinator
     runs_model = target.emulated is None
     drafts = draft.drafter.model is not None
@@ -176,10 +172,10 @@ def plan_fleet(
         ("draft_tensor_parallel_size", draft.tensor_parallel_size, runs_model and drafts),
     ):
         if num_ranks > 1 and not is_shared:
-            raise SettingError(key, f"{num_ranks} given, but no model runs that could be shared")
+            raise SettingError(key, f"{num_ranks} given, but there is no model to divide")
     num_ranks = target.tensor_parallel_size * found.num_targets
     if local and found.num_targets > 1 and runs_model and not target.num_threads:
-        # Each would use all cores.
+        # By default each would use all cores.
         target = replace(target, num_threads=max(1, available_cores() // num_ranks))
     default_gpus, cluster_gpus = 0.0, amounts.get("GPU", 0.0)
     if cluster_gpus > 0 and runs_model:
@@ -204,8 +200,8 @@ def plan_fleet(
         del demands["draft"]
     config = replace(found, **parts)
     reads = draft.drafter.model is not None and draft.drafter.model.reads_features
-    # What coordinators know of the way of drafting they learn from the first replicas that they
-    # meet, and so they are replaced, behind the others, where it changes.
+    # Coordinators learn how drafting works from the first replicas that they find. So they are
+    # replaced, after the others, if that changes.
     beside: dict[Role, Any] = {"coordinator": (drafts, draft.drafter.on_target is None, reads)}
     plans = {
         role: hashlib.blake2b(
@@ -221,14 +217,14 @@ def plan_fleet(
 
 
 def are_apart(config: DeploymentConfig, *, same_node: bool, num_cores: int) -> bool:
-    """Whether neither model waits for the other's cores or device. `config` is a spec's;
-    `num_cores` are those of the node that both share, as far as they are known (0 = they are
-    not). Where no model drafts, the coordinators do, on a core each."""
+    """Whether target and draft have cores or devices of their own. `config` is a spec's;
+    `num_cores` is of the node that both share, 0 = unknown. If no model drafts, the coordinators
+    do, on a core each."""
     target, draft = config.target, config.draft
     if not same_node or target.emulated is not None:
         return True
     on_devices = [service.device.startswith("cuda") for service in (target, draft)]
-    if all(on_devices):  # Where there are too few, each has a part of one.
+    if all(on_devices):  # With too few devices, each has a fraction of one.
         return max(target.num_gpus or 0, draft.num_gpus or 0) >= 1
     if any(on_devices):
         return True
@@ -242,7 +238,7 @@ def are_apart(config: DeploymentConfig, *, same_node: bool, num_cores: int) -> b
 
 
 def _resources(role: Role, config: DeploymentConfig) -> dict[str, float]:
-    """Of `NAME=AMOUNT,...`. Raises `SettingError`."""
+    """Parses `NAME=AMOUNT,...`. Raises `SettingError`."""
     text: str = getattr(config, f"{role}_resources")
     found: dict[str, float] = {}
     try:
@@ -254,8 +250,8 @@ def _resources(role: Role, config: DeploymentConfig) -> dict[str, float]:
     except ValueError:
         raise SettingError(
             f"{role}_resources",
-            f"{text!r} is wrong; it must be NAME=AMOUNT, with commas between several, of resources "
-            "that Ray knows by name other than CPU and GPU",
+            f"{text!r} is wrong; it must be NAME=AMOUNT,... with names of Ray's custom resources "
+            "(not CPU or GPU)",
         ) from None
     return found
 
@@ -263,11 +259,11 @@ def _resources(role: Role, config: DeploymentConfig) -> dict[str, float]:
 def _device(
     role: Role, config: TargetConfig | DraftConfig, default_gpus: float
 ) -> tuple[float, str]:
-    """The GPUs to ask for, and the device that the actor then uses."""
+    """The number of GPUs to request, and the device to use."""
     asked = default_gpus if config.num_gpus is None else config.num_gpus
     if config.device == "cpu":
         if config.num_gpus:
-            raise SettingError(f"{role}_num_gpus", f"{asked:g} is of no use with device cpu")
+            raise SettingError(f"{role}_num_gpus", f"{asked:g} cannot go with device cpu; give 0")
         return 0.0, "cpu"
     if config.device == "auto":
         return asked, "cuda" if asked else "cpu"

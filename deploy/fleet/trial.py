@@ -1,6 +1,5 @@
-"""The trial of a drafter: one draft replica with other settings beside those that there are, for a
-share of the sessions. Whether it is better is decided by the tokens that sessions get in a second
-of decoding. Pure."""
+"""The trial of a drafter: one draft replica with other settings, for a share of the sessions. It is
+better if its sessions get more tokens per second of decoding. Pure."""
 
 from __future__ import annotations
 
@@ -20,29 +19,29 @@ SHARE_MAX = 0.9
 MINUTES_DEFAULT = 15.0
 MINUTES_MAX = 7 * 24 * 60.0
 SESSIONS_MIN = 10
-"""That must have ended with each drafter before anything is decided ..."""
+"""Sessions that must have ended with each drafter before a decision."""
 ROUNDS_MIN = 200
-"""... and their rounds."""
+"""Rounds that these must have had."""
 EARLY_ERRORS = 4.0
-"""A difference of so many standard errors ends a trial: it is looked at again and again ..."""
+"""A difference of this many standard errors ends a trial early; large, as it is tested often."""
 LATE_ERRORS = 2.0
-"""... and one of so many, once the time is over."""
+"""The difference that is needed at the end of a trial's time, in standard errors."""
 PLAN = "trial-"
 """Begins the plan of a replica on trial."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One that runs."""
+    """A running trial."""
 
     values: dict[str, Value]
-    """The settings that are tried."""
+    """The settings to try."""
     share: float
-    """Of the new sessions."""
+    """Share of the new sessions."""
     seconds: float
-    """How long it takes at most, from when its replica serves."""
+    """Time limit, from when its replica serves."""
     spec: FleetSpec
-    """Of a deployment with these settings."""
+    """The spec of a deployment with these settings."""
 
     @property
     def plan(self) -> str:
@@ -51,7 +50,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class TrialReport:
-    """How a trial goes, or has ended."""
+    """The state or the result of a trial."""
 
     draft_model: str
     share: float
@@ -64,7 +63,7 @@ class TrialReport:
 
 
 def check_trial(before: FleetSpec, tried: FleetSpec) -> None:
-    """Raises `ConfigError` for settings that a draft replica beside the others cannot try."""
+    """Raises `ConfigError` for changes that one draft replica cannot try beside the others."""
     now, then = (spec.config.draft.model for spec in (before, tried))
     at_once = "without --trial-share it is replaced at once"
     for spec, model in ((before, now), (tried, then)):
@@ -75,7 +74,7 @@ def check_trial(before: FleetSpec, tried: FleetSpec) -> None:
                 f"{model!r} has none; {at_once}",
             )
     if before.plans["draft"] == tried.plans["draft"]:
-        raise ConfigError("--trial-share: draft replicas would stay as they are; nothing to try")
+        raise ConfigError("--trial-share: nothing to try; draft replicas would not change")
     others = [role for role in ROLES if role != "draft" and before.plans[role] != tried.plans[role]]
     if others:
         raise SettingError(
@@ -86,19 +85,19 @@ def check_trial(before: FleetSpec, tried: FleetSpec) -> None:
 
 
 def check_share(share: float, num_drafts: int) -> None:
-    """Raises `ConfigError` for a share that would load the replica on trial much more, or less,
-    than each of the others."""
+    """Raises `ConfigError` for a share that would load the replica on trial much more or less than
+    the others."""
     fair = 1 / (num_drafts + 1)
     least, most = fair / 2, min(2 * fair, SHARE_MAX)
     if not least <= share <= most:
         raise ConfigError(
             f"--trial-share: {share:g} is wrong beside {num_drafts} draft replicas; it must be "
-            f"from {least:.3g} to {most:.3g}, best {fair:.3g}: else queues differ, and not drafters"
+            f"from {least:.3g} to {most:.3g}, best {fair:.3g}, so that all have similar queues"
         )
 
 
 def added(found: Iterable[TrialSums | None], replica: str) -> TrialSums:
-    """What all coordinators have of the trial of this replica."""
+    """The sums of all coordinators over the trial of this replica."""
     sums = TrialSums(replica)
     for one in found:
         if one is not None and one.replica == replica:
@@ -107,14 +106,14 @@ def added(found: Iterable[TrialSums | None], replica: str) -> TrialSums:
 
 
 def judged(sums: TrialSums, is_over: bool) -> tuple[bool | None, str]:
-    """Whether the new drafter is better, None where that is not known yet, and why. Once the time
-    `is_over` it is known."""
+    """Whether the new drafter is better (None = not known yet), and the reason. `is_over`: the time
+    is over, so the answer is not None."""
     old, new = sums.old, sums.new
     for which, one in (("old", old), ("new", new)):
         if one.num_sessions < SESSIONS_MIN or one.num_rounds < ROUNDS_MIN:
             reason = (
-                f"{one.num_sessions} sessions and {one.num_rounds} rounds with the {which} one, "
-                f"{SESSIONS_MIN} and {ROUNDS_MIN} are needed"
+                f"{one.num_sessions} sessions and {one.num_rounds} rounds with the {which} "
+                f"drafter; {SESSIONS_MIN} and {ROUNDS_MIN} are needed"
             )
             return (False if is_over else None), reason
     gain = _ratio(new.tokens_per_second, old.tokens_per_second) - 1

@@ -1,4 +1,4 @@
-"""Which K, rule and fan-out to deploy, and with how many drafts."""
+"""Chooses K, rule, look-ahead and the number of drafts."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from outrider.speculation.text_acceptance import NUM_DEPTHS
 from .rounds import Option, Rounds, ServiceTimes, scripted, total
 
 GAIN_MIN = 0.005
-"""What is larger or does more is chosen where it is faster by this share."""
+"""A later option must be faster by this share to be chosen over an earlier one."""
 REPLICAS_LOSS_MAX = 0.05
-"""What fewer drafts may cost of the speed with one for each session."""
+"""Share of the speed with one draft for each session that fewer drafts may cost."""
 SWEEP = (1, 2, 3, 4, 6, 8, 12, 16)
-"""Every K that is looked at, beside plain decoding."""
+"""Values of K to compare with plain decoding."""
 FAN_OUTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Outcomes worked out ahead that are looked at."""
+"""Values of look-ahead to compare."""
 RESAMPLES = 200
 LEVEL = 0.9
-"""Share of the resamples that lie in an interval."""
+"""Share of the resamples within the interval."""
 
 
 class Chooser:
-    """Compares ways to decode the same texts, so many sessions at a time."""
+    """Compares ways to decode the same texts, with `sessions` at a time."""
 
     def __init__(
         self, times: ServiceTimes, sessions: int, prompt_tokens: Sequence[int], plain: Rounds,
         rule: Rule,
     ) -> None:  # fmt: skip
-        """`prompt_tokens` [texts] are read at each text's beginning; `plain` are the rounds without
-        a draft."""
+        """`prompt_tokens` [texts] are the lengths of the prompts; `plain` the rounds without
+        drafts."""
         self._times, self._sessions = times, sessions
         self._first_s = times.first_seconds(prompt_tokens)
         self.plain = Option(rule=rule, num_draft_tokens=0)
         self.plain = self.timed(self.plain, plain)
 
     def timed(self, way: Option, rounds: Rounds) -> Option:
-        """A way to decode, over these rounds."""
+        """The way with its speed over these rounds."""
         seconds = self._first_s + self._times.seconds(rounds, way, self._sessions)
         rate = self._sessions * rounds.num_tokens / seconds
         return replace(
@@ -61,8 +61,8 @@ class Chooser:
     def best_way(
         self, rule: Rule, num_draft_tokens: int, rounds: Rounds, hit_rates: Sequence[float] = ()
     ) -> Option:
-        """The faster of waiting and looking ahead, with the drafts it needs. `hit_rates` are those
-        with 1, 2, ... outcomes worked out ahead; empty where the drafter cannot."""
+        """The best number of outcomes to look ahead, or none, with the drafts that it needs.
+        `hit_rates` are for 1, 2, ... outcomes; empty if the drafter cannot look ahead."""
         waits = Option(rule=rule, num_draft_tokens=num_draft_tokens)
         ahead = [
             replace(waits, look_ahead=number, hit_rate=hit_rates[number - 1])
@@ -72,7 +72,7 @@ class Chooser:
         return best(self._with_replicas(way, rounds) for way in (waits, *ahead))
 
     def _with_replicas(self, way: Option, rounds: Rounds) -> Option:
-        """With as few drafts as cost little speed; none for a look-up."""
+        """The way with the fewest drafts that cost little speed; none for a look-up."""
         if self._times.draft is None:
             return self.timed(way, rounds)
 
@@ -86,7 +86,7 @@ class Chooser:
 
 
 def best(options: Iterable[Option]) -> Option:
-    """The fastest of them; of about equals the first."""
+    """The fastest option; of nearly equal ones the first."""
     first, *others = options
     for option in others:
         if option.tokens_per_second > first.tokens_per_second * (1 + GAIN_MIN):
@@ -96,13 +96,13 @@ def best(options: Iterable[Option]) -> Option:
 
 @dataclass(frozen=True)
 class Spread:
-    """What other prompts of the same kind might have led to."""
+    """How the plan depends on the sample of prompts."""
 
     num_texts: int
     speedup: tuple[float, float]
-    """Of what was chosen, over plain decoding: lowest and highest within `LEVEL`."""
+    """Interval of the chosen option's speed-up over plain decoding, at `LEVEL`."""
     same_share: float
-    """Share of the resamples that lead to the same rule and K."""
+    """Share of the resamples with the same choice of rule and K."""
 
 
 def spread(
@@ -112,9 +112,8 @@ def spread(
     sessions: int,
     prompt_tokens: Sequence[int],
 ) -> Spread | None:
-    """How sure the choice of the best of `options` is, of which the first decodes plainly: by
-    bootstrap samples of the texts. `rounds` are by option and text, `prompt_tokens` by text. None
-    of a single text."""
+    """Repeats the choice among `options` (the first is plain decoding) over bootstrap samples of
+    the texts. `rounds` are by option and text, `prompt_tokens` by text. None for a single text."""
     num = len(prompt_tokens)
     if num < 2:
         return None
@@ -136,51 +135,51 @@ def spread(
 
 @dataclass(frozen=True)
 class TemperaturePlan:
-    """What one temperature allows."""
+    """The plan for one temperature."""
 
     temperature: float
     acceptance: Mapping[str, Mapping[str, Any]]
-    """Of the texts of each category, and of `all`: `num_tokens`, and `by_position`, which has for
-    each rule the chance that a draft token of depth 1, 2, ... is accepted given that those before
-    it were, in rounds as they would be played; None where none came so far."""
+    """For the texts of each category and for `all`: `num_tokens`, and by rule `by_position`: the
+    chance in played rounds that draft token 1, 2, ... is accepted given that those before it were;
+    None for depths that were not reached."""
     chosen: Option
-    """Plain decoding where no draft pays."""
+    """Plain decoding if no draft pays."""
     plain: Option
     options: tuple[Option, ...]
-    """The best way for each rule and K that was looked at."""
+    """The best way for each rule and K."""
     times: ServiceTimes
     survival: tuple[float, ...]
-    """[K]: the chance that 1, 2, ... draft tokens or more of what was chosen are accepted."""
+    """[K]: the chance that at least 1, 2, ... draft tokens are accepted with the chosen option."""
     spread: Spread | None
-    """What other prompts might have led to; None where there was one prompt."""
+    """None if there was one prompt only."""
 
 
 class Replays:
-    """The rounds of one sample."""
+    """The expected rounds of one sample."""
 
     def __init__(self, draft: DraftConfig, sample: Sample) -> None:
         self.sample = sample
         self.rules = rules_at(sample.temperature)
-        """Those that differ: a look-up's tokens are accepted alike under all."""
+        """One for a look-up, whose tokens every rule accepts alike."""
         if draft.drafter.model is None:
             self.rules = self.rules[:1]
         self.rounds = {
             (rule, k): scripted(draft, sample, rule, k) for rule in self.rules for k in (0, *SWEEP)
         }
-        """By rule and K, 0 = plain decoding, and by text."""
+        """By rule and K (0 = plain decoding), for each text."""
         self._looks_ahead = draft.drafter.lookup is None
 
     def chances(self, rule: Rule, k: int) -> list[float]:
-        """[K]: of each draft token, to be accepted given that those before it were."""
+        """[K]: the chance of each draft token to be accepted given that those before it were."""
         return [chance or 0.0 for chance in total(self.rounds[rule, k]).by_position[:k]]
 
     def hit_rates(self, rule: Rule, k: int) -> tuple[float, ...]:
-        """With 1, 2, ... outcomes worked out ahead, which is planned for a model alone."""
+        """The hit rates with 1, 2, ... outcomes ahead; empty unless a model alone drafts."""
         guessing = self.sample.guessing[rule]
         return guessing.hit_rates(self.chances(rule, k)) if self._looks_ahead else ()
 
     def accepted(self) -> dict[str, dict[str, Any]]:
-        """As of `TemperaturePlan`, at each rule's longest proposals."""
+        """See `TemperaturePlan.acceptance`."""
         texts, found = self.sample.texts, {}
         for name in dict.fromkeys([*(text.category for text in texts), "all"]):
             places = [i for i, text in enumerate(texts) if name in (text.category, "all")]

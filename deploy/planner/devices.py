@@ -1,9 +1,9 @@
-"""`outrider plan --devices`: whether a draft earns its device, from bytes and bandwidth.
+"""`outrider plan --devices`: whether a draft is worth its device, by bytes and bandwidth.
 
-A step reads the weights once, and each session's keys and values once; from `compute_rows` rows on
-it computes for longer than it reads the weights. Beside that it takes `layer_ms` for each layer and
+A step reads the weights once, and each session's keys and values once; above `compute_rows` rows
+computing takes longer than reading the weights. It also takes `layer_ms` for each layer and
 `session_ms` for each further session. A head on a draft device waits in each round for its rows, 2
-bytes for each of `head_width` numbers of each committed token, on two links of `link_gb`.
+bytes for each of `head_width` numbers of each committed token, over two links of `link_gb`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .choosing import SWEEP
 from .rounds import Attempt, Line, Option, ServiceTimes, replay
 
 SHARES = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)
-"""Drafts for each target that are looked at; 0 = the draft runs on the target's devices."""
+"""Numbers of drafts for each target to compare; 0 = the draft runs on the target's devices."""
 PRESETS = {"h200-8b": "", "h200-70b-fp8": "target=70.6/80/327.7/4,head=2.81/1/20.5/4,"}
 DRAFT, HEAD, HEAD_APART = "a draft", "a head", "a head on a draft device"
 RATE, SPEED = "device_tokens_per_second", "session_tokens_per_second"
@@ -34,10 +34,10 @@ _BYTES_OF_A_NUMBER = 2
 
 class _Model(NamedTuple):
     gb: PositiveFloat
-    """Weights that a step reads."""
+    """Size of the weights."""
     layers: PositiveInt
     kv_kb: PositiveFloat
-    """Keys and values of a token."""
+    """Size of a token's keys and values."""
     devices: PositiveInt = 1
 
 
@@ -45,38 +45,39 @@ _Spec = Annotated[_Model, Parts]
 
 
 class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=False):
-    """H200s, Llama 3.1 8B, Llama 3.2 1B and an EAGLE-3 head; docs/performance.md has sources."""
+    """By default H200s, Llama 3.1 8B, Llama 3.2 1B and an EAGLE-3 head; docs/performance.md has the
+    sources."""
 
     sessions: PositiveInt = 1
-    """Of each target, or as many as fit ..."""
+    """Of each target, unless fewer fit."""
     context: PositiveInt = 1024
-    """... behind so many tokens."""
+    """Tokens of each session."""
     target: _Spec = "16.06/32/131.1"  # type: ignore[assignment]
     draft: _Spec = "2.47/16/32.8"  # type: ignore[assignment]
     head: _Spec = "0.85/1/12.3"  # type: ignore[assignment]
     head_width: PositiveInt = 4096
     link_gb: PositiveFloat = 3.0
-    """GB/s from a target to a coordinator, and from there to a draft: 25 Gbit/s."""
+    """GB/s of each link: target to coordinator, and coordinator to draft (25 Gbit/s)."""
     acceptance: Share = 0.65
     head_acceptance: Share = 0.71
     hit_rate: Share = 0.84
     memory_gb: PositiveFloat = 127.0
-    """0.9 of 141, for weights, keys and values."""
+    """For weights, keys and values: 0.9 of 141 GB."""
     bandwidth_tb: PositiveFloat = 3.6
     """0.75 of 4.8 TB/s."""
     compute_rows: PositiveInt = 206
-    """990 TFLOP/s over 4.8 TB/s. In 8 bits twice as many are computed of weights half as long."""
+    """990 TFLOP/s over 4.8 TB/s; the same in 8 bits, with twice the speed and half the bytes."""
     layer_ms: NonNegativeFloat = 0.07
     session_ms: NonNegativeFloat = 0.05
     verdict_ms: NonNegativeFloat = 0.07
-    """Of a session's verdict."""
+    """A session's verdict."""
     round_ms: NonNegativeFloat = 1.3
-    """Of a round with a draft, beside steps and verdicts ..."""
+    """The rest of a round with a draft, beside steps and verdicts."""
     plain_ms: NonNegativeFloat = 0.5
-    """... and of one without."""
+    """The rest of a round without a draft."""
 
     def costs(self, model: _Model) -> StepCosts:
-        """Of its steps."""
+        """The cost table of a model's steps."""
         gb_s = 1 / (self.bandwidth_tb * 1e3 * model.devices)
         read_s, rest_s = model.gb * gb_s, model.layers * self.layer_ms / 1e3
         rows = self.compute_rows
@@ -86,19 +87,18 @@ class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=F
         )  # fmt: skip
 
     def seats(self, model: _Model) -> float:
-        """Sessions that its devices have memory for."""
+        """Sessions that fit into the memory of its devices."""
         room_gb = self.memory_gb * model.devices - model.gb
         return room_gb * 1e6 / (model.kv_kb * self.context)
 
     def wire_s(self, num_tokens: float) -> float:
-        """Of the rows of so many tokens, over both links."""
+        """Time of the rows of `num_tokens` over both links."""
         return 2 * num_tokens * self.head_width * _BYTES_OF_A_NUMBER / (self.link_gb * 1e9)
 
     def row(
         self, way: str, model: _Model, acceptance: float, share: float, round_trip_s: float
     ) -> dict[str, Any] | None:
-        """The fastest rounds with so many such drafts for each target; None where that cannot
-        be."""
+        """The fastest rounds with `share` drafts for each target; None if they do not fit."""
         seats = self.seats(self.target), self.seats(model) * (share or 1)
         sessions = int(min(self.sessions, *seats))
         if sessions < 1 or (not share and model.devices > self.target.devices):
@@ -134,11 +134,12 @@ class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=F
 
 
 def compare(text: str, round_trip_s: float) -> Report:
-    """What is fastest with a draft, with a head and without both. `text` is PRESET,KEY=VALUE,..
-    Raises `ConfigError` naming what is wrong."""
+    """Compares plain decoding, a head and a draft. `text` is PRESET,KEY=VALUE,.. Raises
+    `ConfigError`."""
     name, _, numbers = text.partition(",")
     if name not in PRESETS:
-        raise SettingError("devices", f"{name!r} is wrong; it begins with {' or '.join(PRESETS)}")
+        presets = " or ".join(PRESETS)
+        raise SettingError("devices", f"{name!r} is wrong; it must begin with {presets}")
     found = parse_numbers(_Devices, PRESETS[name] + numbers, "--devices")
     if found.seats(found.target) < 1:
         raise SettingError("devices", f"memory_gb: {found.context} tokens do not fit")
@@ -147,7 +148,7 @@ def compare(text: str, round_trip_s: float) -> Report:
         (HEAD, found.head, found.head_acceptance, 0.0),
         *((DRAFT, found.draft, found.acceptance, share) for share in SHARES),
     ]
-    if found.target.devices == 1:  # No rows come from a target on several ranks.
+    if found.target.devices == 1:  # A target on several ranks sends no rows.
         head = found.head, found.head_acceptance
         ways += [(HEAD_APART, *head, share) for share in SHARES[1:]]
     rows = [row for way in ways if (row := found.row(*way, round_trip_s)) is not None]
@@ -158,7 +159,7 @@ def compare(text: str, round_trip_s: float) -> Report:
 def _most(rows: Sequence[dict[str, Any]]) -> str:
     most = max(rows, key=lambda row: row[RATE])
     use = "Use" if most["draft_devices"] else "Do not use"
-    return f"{use} a separate draft here: {most['way']} brings the most, {_shown(most)}."
+    return f"{use} a separate draft here: {most['way']} is the fastest, {_shown(most)}."
 
 
 def _where_heads_pay(rows: Sequence[dict[str, Any]]) -> str:
@@ -177,10 +178,9 @@ def _where_heads_pay(rows: Sequence[dict[str, Any]]) -> str:
     if by_speed != by_device:
         pays += f" by device, {by_speed} by the speed of a session"
     return (
-        f"For a head --eagle3-on {pays}: on the target, whose time its steps take, it brings "
-        f"{beside[RATE]:.0f} tokens/s a device and {beside[SPEED]:.0f} a session; on draft devices "
-        f"{most:.0f} and {fastest[SPEED]:.0f} at most, where a round waits "
-        f"{fastest['link_ms']:.2f} ms for its rows."
+        f"For a head --eagle3-on {pays}: on the target {beside[RATE]:.0f} tokens/s a device and "
+        f"{beside[SPEED]:.0f} a session; on draft devices at most {most:.0f} and "
+        f"{fastest[SPEED]:.0f}, and each round waits {fastest['link_ms']:.2f} ms for its rows."
     )
 
 

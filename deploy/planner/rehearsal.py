@@ -1,4 +1,4 @@
-"""Sessions that are really played, for the rehearsal and the validation of `outrider plan`."""
+"""The rehearsal and the validation of `outrider plan`: sessions through the real services."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ from .choosing import SWEEP, Replays, TemperaturePlan, choose
 from .rounds import Option, Rounds, Script, ServiceTimes, fitted, total
 
 REHEARSED_K = (0, 1, 8, 2, 4, 16)
-"""Every second prompt begins with the last of them."""
+"""Values of K in a rehearsal; every second prompt has them in reverse order."""
 TEXTS_MAX = 4
 TOKENS_MAX = 48
-"""Of an answer."""
+"""Length of a rehearsed answer."""
 OUTLIER = 3.0
-"""A time of more than so many medians of its K was not the round's own."""
+"""Rounds longer than this many medians of their K are ignored."""
 DESCRIBE_TIMEOUT_S = 60.0
 REACHED_MIN = 50
-"""Rounds that came to a depth, for what was accepted there to be compared."""
+"""Rounds that must have reached a depth for its acceptance to be compared."""
 WARM_UP_TOKENS = 4
 
 
 @dataclass(frozen=True)
 class PlayedSession:
-    """One whole answer."""
+    """One session through the services."""
 
     text: Answer
-    """That was read from the same prompt."""
+    """The target's answer to the same prompt, as it was read."""
     num_draft_tokens: int
     done: Completion
     is_cached: bool = True
-    """Whether both replicas had read the prompt before."""
+    """Whether both replicas had the prompt in their prefix caches."""
 
     @property
     def unread_tokens(self) -> int:
-        """Tokens of its prompt that were read; where it had been read before pages are kept."""
+        """Tokens of the prompt that had to be prefilled; full pages are cached."""
         num = len(self.text.prompt_ids)
         return num - (num - 1) // PAGE_SIZE * PAGE_SIZE if self.is_cached else num
 
@@ -61,7 +61,7 @@ class PlayedSession:
 async def play(
     client: Client, text: Answer, temperature: float, rule: Rule, num_draft_tokens: int
 ) -> PlayedSession:
-    """Lets the services answer the prompt of `text`, with its seed. Raises as `complete` does."""
+    """Lets the services answer the prompt of `text`, with its seed. Raises as `complete`."""
     request = GenerateRequest(
         prompt=text.prompt_ids, sampling=SamplingParams(temperature=temperature), rule=rule,
         num_draft_tokens=num_draft_tokens, deadline_ms=DEADLINE_MS_MAX, include_rounds=True,
@@ -73,7 +73,7 @@ async def play(
 async def play_all(
     client: Client, sample: Sample, rule: Rule, counts: Sequence[int], progress: Progress
 ) -> list[PlayedSession]:
-    """Every prompt at each K of `counts`, the order of which turns round with each prompt."""
+    """Plays every prompt at each K of `counts`, whose order is reversed for every second prompt."""
     played: list[PlayedSession] = []
     for index, text in enumerate(sample.texts):
         number = f"prompt {index + 1} of {len(sample.texts)}"
@@ -84,11 +84,11 @@ async def play_all(
 
 
 def services(config: DeploymentConfig) -> AbstractAsyncContextManager[Replicas]:
-    """The services of `config` on this machine, without Ray. Raises `Unavailable` where one breaks
-    off, and `ConfigError`."""
+    """The services of `config` on this machine, without Ray. Raises `ConfigError`, and
+    `Unavailable` if one ends."""
     coordinator = config.coordinator
     if coordinator.lookup is not None:
-        # Answers are played several times: none is to be copied from.
+        # Prompts are answered several times, so answers must not be copied.
         lookup = replace(coordinator.lookup, suffix_tokens_per_tenant=0)
         coordinator = replace(coordinator, lookup=lookup)
     return running_pair(config.target, config.draft, coordinator)
@@ -98,15 +98,15 @@ async def rehearsed_plans(
     config: DeploymentConfig, samples: Sequence[Sample], progress: Progress, sessions: int, *,
     validates: bool, **link: Any,
 ) -> tuple[tuple[TemperaturePlan, ...], dict[str, Any] | None]:  # fmt: skip
-    """A plan for each of `samples`, which are of the same prompts, and, if that is asked for, the
-    validation of the first: by rounds that are all of one length, and wait for their drafts. `link`
-    is what else is known of `ServiceTimes`. Raises `Unavailable`."""
+    """A plan for each sample (all of the same prompts), and if `validates` the validation of the
+    first one, with a fixed K and without look-ahead. `link` are further fields of `ServiceTimes`.
+    Raises `Unavailable`."""
     replays = [Replays(config.draft, sample) for sample in samples]
     progress("starting the services for a rehearsal")
     async with services(config) as replicas:
         target, draft = await _tables(replicas)
         if target is None:
-            raise Unavailable("the target does not say what its steps cost")
+            raise Unavailable("the target does not report the costs of its steps")
         known = ServiceTimes(
             target=target, draft=draft, target_max_num_seqs=config.target.max_num_seqs,
             max_num_seqs=config.draft.max_num_seqs, **link,
@@ -116,7 +116,7 @@ async def rehearsed_plans(
             async with replicas.coordinator(look_ahead=0) as client:
                 rehearsed = await _rehearsed(client, sample, progress, is_first=not times)
             found = fit(known, config.draft, sample.temperature, rehearsed)
-            # Whole prompts are read for the first sample alone, at the same cost for the others.
+            # Only the first sample prefills whole prompts; the others would take as long.
             times.append(replace(found, first=times[0].first) if times else found)
         plans = tuple(choose(sessions, *pair) for pair in zip(replays, times, strict=True))
         if not validates:
@@ -130,7 +130,7 @@ async def rehearsed_plans(
 
 
 async def _tables(replicas: Replicas) -> tuple[StepCosts | None, StepCosts | None]:
-    """Of the target and of the draft's model, if there is one."""
+    """The cost tables of the target and of the draft model, if there is one."""
     links: list[Link] = [target_link(replicas.target_address)]
     if replicas.draft_address:
         links.append(draft_link(replicas.draft_address))
@@ -145,9 +145,9 @@ async def _tables(replicas: Replicas) -> tuple[StepCosts | None, StepCosts | Non
 async def _rehearsed(
     client: Client, sample: Sample, progress: Progress, is_first: bool
 ) -> list[PlayedSession]:
-    """`is_first`: the replicas have not read the prompts of the sample yet."""
+    """`is_first`: the prompts are not cached yet."""
     rule = rehearsed_rule(sample.temperature)
-    # Of categories that follow each other in the sample.
+    # Evenly from the sample, so from different categories.
     texts = sample.texts[:: math.ceil(len(sample.texts) / TEXTS_MAX)]
     texts = tuple(replace(text, max_tokens=min(TOKENS_MAX, text.max_tokens)) for text in texts)
     warm_up = replace(texts[-1], seed=(texts[0].seed - 1) & SEED_MAX)
@@ -159,14 +159,14 @@ async def _rehearsed(
 
 
 def rehearsed_rule(temperature: float) -> Rule:
-    """Coupled above 0, as its answers do not depend on K."""
+    """Greedy, or coupled above 0: answers do not depend on K."""
     return rules_at(temperature)[-1]
 
 
 def fit(
     known: ServiceTimes, draft: DraftConfig, temperature: float, played: Sequence[PlayedSession]
 ) -> ServiceTimes:
-    """Puts the engines' tables where the sessions stood."""
+    """Fits lines over the engines' tables to the times of the sessions."""
     first, plain, wait, verify = (list[tuple[float, float]]() for _ in range(4))
     rest = list[float]()
     step_seconds = known.target.step_seconds
@@ -178,7 +178,7 @@ def fit(
         if k > 0:
             drafted.setdefault(k, []).extend(_drafted_rounds(draft, temperature, session))
         elif len(rounds) > 1:
-            # A mean over the session: the target runs ahead, and its answers come in bunches.
+            # The mean of the session, as the target runs ahead and tokens arrive in bursts.
             elapsed_s = rounds[-1].arrived_s - rounds[0].arrived_s
             table_s = step_seconds(1, 1, num_tokens + len(rounds) // 2)
             plain.append((table_s, elapsed_s / (len(rounds) - 1)))
@@ -201,8 +201,8 @@ def fit(
 def _drafted_rounds(
     draft: DraftConfig, temperature: float, session: PlayedSession
 ) -> Iterator[tuple[int, int, RoundReport, float]]:
-    """Steps of the draft's model, context, report and seconds of those that were drafted behind one
-    that was: before the first of these the draft may still read the prompt."""
+    """Steps of the draft model, context, report and seconds of each drafted round, except the
+    first, in which the draft may still prefill the prompt."""
     script, text = Script(draft, temperature), session.text
     for index, (before, now) in enumerate(pairwise(session.done.rounds)):
         start = now.tokens.first_index
@@ -218,9 +218,9 @@ def _drafted_rounds(
 async def play_validation(
     client: Client, sample: Sample, rule: Rule, counts: Sequence[int], progress: Progress
 ) -> list[PlayedSession]:
-    """As `play_all`. Before, each prompt is read once: then all find it alike."""
+    """As `play_all`, with every prompt cached before."""
     texts = sample.texts
-    progress("warming up: every prompt is read")
+    progress("warming up: prefilling every prompt")
     for index, text in enumerate(texts):
         seed = (texts[0].seed - 1 - index) & SEED_MAX
         short = replace(text, seed=seed, max_tokens=min(WARM_UP_TOKENS, text.max_tokens))
@@ -235,10 +235,10 @@ def validation(
     rule: Rule,
     chosen: int,
 ) -> dict[str, Any]:
-    """What was played beside what `predicted` [K][texts] says, whose drafts are waited for. Prompts
-    were read before. By names in JSON: `error` is predicted over measured less 1, `worst_position`
-    what acceptance at a depth is off by at most, and `chosen_loss` what the chosen K lacks to the
-    fastest measured one."""
+    """Compares `played` sessions, whose prompts were cached, with `predicted` [K][texts] rounds
+    without look-ahead. Returns the JSON object: `error` is predicted over measured minus 1,
+    `worst_position` the largest error of an acceptance, and `chosen_loss` how much slower the
+    chosen K is than the fastest measured one."""
     by_k: list[dict[str, Any]] = []
     for k in sorted(predicted):
         sessions = [session for session in played if session.num_draft_tokens == k]
@@ -272,8 +272,8 @@ def validation(
 
 
 def _positions(sessions: Sequence[PlayedSession], told: Rounds) -> list[tuple[float, float] | None]:
-    """Acceptance by depth, predicted and measured; None where too few rounds came. Behind the end
-    of an answer nothing is reached."""
+    """Acceptance by depth, predicted and measured; None if too few rounds reached the depth. Depths
+    after the end of an answer do not count."""
     reached, accepted = ([0] * NUM_DRAFT_TOKENS_MAX for _ in range(2))
     for session in sessions:
         left = session.done.num_tokens

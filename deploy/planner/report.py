@@ -1,4 +1,4 @@
-"""What `outrider plan` says: as JSON, as tables, and as a plot of the speed-up over K."""
+"""The output of `outrider plan`: JSON, tables, and a plot of the speed-up over K."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .simulation import Pair
 
 @dataclass(frozen=True)
 class PlanReport:
-    """The result of one `outrider plan`."""
+    """The result of `outrider plan`."""
 
     model: str
     draft_model: str
@@ -31,25 +31,25 @@ class PlanReport:
     round_trip_ms: float
     plans: tuple[TemperaturePlan, ...]
     validation: Mapping[str, Any] | None = None
-    """Predicted beside measured, where that was asked for."""
+    """Predicted and measured, with `--validate`."""
     flags: tuple[str, ...] = ()
-    """Further ones of the deployment that was measured."""
+    """Further options for `outrider serve`."""
 
     @property
     def pair(self) -> Pair:
-        """What was chosen for the first temperature."""
+        """The option chosen for the first temperature."""
         plan, name = self.plans[0], f"{self.draft_model} for {self.model}"
         return Pair(name=name, times=plan.times, way=plan.chosen, survival=plan.survival)
 
     def values(self) -> dict[str, Any]:
-        """For JSON."""
+        """The JSON object."""
         found = asdict(self)
         plans = found.pop("plans")
         by_temperature = {f"{plan['temperature']:g}": plan for plan in plans}
         return found | {"temperatures": by_temperature, "pair": asdict(self.pair)}
 
     def tables(self) -> Iterator[RenderableType]:
-        """The report for people."""
+        """Tables and sentences."""
         link = f", link {self.round_trip_ms:g} ms" if self.round_trip_ms else ""
         for plan in self.plans:
             yield self._acceptance(plan)
@@ -63,12 +63,12 @@ class PlanReport:
             yield _certainty(plan)
         if (measured := self.validation) is not None:
             rows = [{k: v for k, v in one.items() if k != "positions"} for one in measured["by_k"]]
-            yield table("Predicted and measured, prompts read before", rows)
+            yield table("Predicted and measured, with cached prompts", rows)
             yield table("All K", [{k: v for k, v in measured.items() if k != "by_k"}])
 
     def plot(self, path: Path) -> None:
-        """Writes the speed-up over K for every temperature and rule there, as an SVG. Raises
-        `ConfigError` without matplotlib."""
+        """Writes an SVG of the speed-up over K for every temperature and rule. Raises `ConfigError`
+        without matplotlib."""
         try:
             from matplotlib import rc_context
             from matplotlib.figure import Figure
@@ -91,8 +91,8 @@ class PlanReport:
 
     def _acceptance(self, plan: TemperaturePlan) -> RenderableType:
         return table(
-            f"{self.draft_model} for {self.model}, temperature {plan.temperature:g}: accepted, "
-            "given those before it",
+            f"{self.draft_model} for {self.model}, temperature {plan.temperature:g}: chance that a "
+            "draft token is accepted if those before it were",
             [
                 {"prompts": name, "rule": rule}
                 | {str(depth): chance for depth, chance in enumerate(chances, start=1)}
@@ -102,7 +102,7 @@ class PlanReport:
         )
 
     def _sentence(self, chosen: Option) -> str:
-        """The command that deploys what was chosen, and what is expected of it."""
+        """The command that deploys the chosen option, and its expected speed."""
         flags: list[object] = ["--draft-model", self.draft_model]
         flags = flags * (chosen.num_draft_tokens > 0)
         flags += ["--num-draft-tokens", chosen.num_draft_tokens]
@@ -113,37 +113,37 @@ class PlanReport:
         command = shlex.join(["outrider", "serve", self.model, *map(str, flags), *self.flags])
         expected = f"{chosen.tokens_per_second:.1f} tokens/s are expected"
         if chosen.num_draft_tokens == 0:
-            return f"Decode plainly by `{command}`: {expected}, and no draft is faster."
+            return f"Decode plainly with `{command}`: {expected}, and no draft is faster."
         return (
-            f"Deploy by `{command}`, with rule {chosen.rule.value} and {chosen.draft_replicas:g} "
+            f"Deploy with `{command}`, rule {chosen.rule.value} and {chosen.draft_replicas:g} "
             f"drafts for each target replica: {expected}, {chosen.speedup:.2f} times plain "
             "decoding."
         )
 
 
 def _advice(plan: TemperaturePlan) -> Iterator[str]:
-    """Where the devices of drafts would bring more as further targets."""
+    """Advice if devices are better used for targets than for drafts."""
     plain = plan.plain.tokens_per_second
     drafted = (one for one in plan.options if one.draft_replicas)
     rates = (one.tokens_per_second / (1 + one.draft_replicas) for one in drafted)
     rate = max(rates, default=plain)
     if rate < plain and not plan.times.shares_device:
         yield (
-            "Do not use a separate draft here where its device could run another target: it brings "
-            f"{rate:.1f} tokens/s a device, plain decoding {plain:.1f}. `outrider plan --devices` "
-            "compares drafts that several targets share, and heads."
+            "Do not use a separate draft here if its device could run another target: with it you "
+            f"get {rate:.1f} tokens/s a device, plain decoding {plain:.1f}. `outrider plan "
+            "--devices` also compares drafts that several targets share, and heads."
         )
 
 
 def _certainty(plan: TemperaturePlan) -> str:
-    """How far the choice depends on the prompts."""
+    """How much the choice depends on the prompts."""
     found = plan.spread
     if found is None:
-        return "One prompt says nothing of how sure this is: take more (--prompts FILE)."
+        return "One prompt does not tell how certain this is: use more (--prompts FILE)."
     low, high = found.speedup
     return (
-        f"How sure this is: of {RESAMPLES} samples drawn from these {found.num_texts} prompts, "
+        f"How certain this is: of {RESAMPLES} resamples of these {found.num_texts} prompts, "
         f"{LEVEL:.0%} have a speed-up of {low:.2f} to {high:.2f} this way; "
-        f"{found.same_share:.0%} lead to the same rule and K. What errors of the measured times "
-        "add is not in that."
+        f"{found.same_share:.0%} lead to the same rule and K. This does not include errors of the "
+        "measured times."
     )

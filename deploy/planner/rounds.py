@@ -1,21 +1,20 @@
-"""The rounds that a text of the target takes, how much of each proposal is accepted, and how long
-they take: engines' cost tables, put on lines through the times of measured rounds.
+"""The rounds that a text of the target takes, how much of each proposal is accepted, and their
+times: engines' cost tables, corrected by lines through measured rounds.
 
-A lossless verifier commits the target's own text x, whatever is drafted. So given x, rounds follow
-each other like a chain whose steps can be computed, and no round need be played. With p and q after
-every transform, at each place of the text:
+A lossless verifier commits the target's own text x, whatever is drafted. So given x, the rounds are
+a Markov chain that can be computed without playing any. With p and q after every transform, at each
+place of the text:
 
-| rule | chance that the first n of a proposal are accepted, given the text |
+| rule | chance that the first n tokens of a proposal are accepted, given the text |
 | --- | --- |
 | token | prod_{i<=n} min(1, q(x_i) / p(x_i)) |
 | block | min_{m<=n} min(1, prod_{i<=m} q(x_i) / p(x_i)) |
 | coupled | prod_{i<=n} P(the draft draws x_i, given that the target does) |
-| greedy | 1 while x_i is the draft's likeliest, then 0 |
+| greedy | 1 while x_i is the draft's likeliest token, then 0 |
 
 Token: the chance to draw x and accept it is prod min(p, q), and the text begins with x with chance
-prod p; what follows an accepted prefix is the target's own again. Block: P(tau >= n, x) is
-q(x_1..x_n) pi_n (Sun et al., ICLR 2025, lemma 3), and pi_n q / p telescopes to the minimum above.
-Coupled: a race over p and q with the same noise, see `benchmarks.acceptance.matched`.
+prod p. Block: P(tau >= n, x) is q(x_1..x_n) pi_n (Sun et al., ICLR 2025, lemma 3), and pi_n q / p
+telescopes to the minimum above. Coupled: see `benchmarks.acceptance.matched`.
 """
 
 from __future__ import annotations
@@ -37,31 +36,31 @@ from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 NOISE = 0.15
-"""Standard deviation of a time, as a share of it ..."""
+"""Assumed standard deviation of a time, as a share of it."""
 FACTOR_SPREAD = 0.5
-"""... and of what a factor may turn out to be, about 1."""
+"""Assumed standard deviation of a factor around 1."""
 FACTOR_MAX = 4.0
 
 
 def survival(rule: Rule, steps: Sequence[float]) -> Array:
-    """The chances, for n = 1..len(steps), that n tokens or more of a proposal for these places are
-    accepted, given the text. `steps` are as of `Answer.steps`."""
+    """The chances that at least 1, 2, ... len(steps) tokens of a proposal for these places are
+    accepted, given the text. `steps` are from `Answer.steps`."""
     values = np.asarray(steps, dtype=np.float64)
     if rule is not Rule.BLOCK:
         return np.minimum(values, 1.0).cumprod()
-    with np.errstate(divide="ignore"):  # In logarithms, as a product may be huge and the next 0.
+    with np.errstate(divide="ignore"):  # In logarithms, as a product may overflow before a 0.
         products = np.exp(np.minimum(np.cumsum(np.log(values)), 0.0))
     return np.asarray(np.minimum.accumulate(products))
 
 
 class Attempt(NamedTuple):
-    """What a drafter would propose at one place of a text."""
+    """A drafter's proposal at one place of a text."""
 
     num_proposed: int
     num_steps: int
-    """Of the draft's model; 0 where a look-up proposes, or nothing is proposed."""
+    """Steps of the draft model; 0 if a look-up proposes, or nothing is proposed."""
     survival: Sequence[float]
-    """Of the proposed tokens whose place the text still has."""
+    """Of the proposed tokens up to the end of the text."""
 
 
 _DEPTHS = NUM_DRAFT_TOKENS_MAX
@@ -70,66 +69,58 @@ _KINDS = _DEPTHS + 1
 
 @dataclass(frozen=True)
 class Rounds:
-    """Expected rounds over any number of texts, as one row of sums: rows can be added."""
+    """Expected rounds of any number of texts, as one array of sums, so that they can be added. The
+    first round of each text has no draft; *later* rounds are all others."""
 
     sums: Array
-    """Texts; tokens; rounds; contexts; how often each depth was reached, and accepted; and how
-    often so many tokens were proposed after so many steps of the draft's model."""
-
-    @property
-    def num_texts(self) -> float:
-        """Each of which has a first round, without a draft."""
-        return float(self.sums[0])
+    """Texts; tokens; rounds; contexts of later rounds; how often each depth was reached; how often
+    it was accepted; later rounds by tokens proposed and steps of the draft model."""
 
     @property
     def num_tokens(self) -> float:
-        """Committed."""
         return float(self.sums[1])
 
     @property
     def num_rounds(self) -> float:
-        """With each text's first one."""
         return float(self.sums[2])
 
     @property
     def num_later(self) -> float:
-        """Without these."""
-        return self.num_rounds - self.num_texts
+        return float(self.sums[2] - self.sums[0])
 
     @property
     def context(self) -> float:
-        """Tokens that the session had when a round began, mean over all but the first ones."""
+        """Mean number of the session's tokens when a later round began."""
         return self._mean(self.sums[3])
 
     @property
     def accepted(self) -> Array:
-        """Of each depth from 1: how often it was accepted, and all before it."""
+        """How often each depth from 1 was accepted, with all before it."""
         return self.sums[4 + _DEPTHS : 4 + 2 * _DEPTHS]
 
     @property
     def tokens_per_round(self) -> float:
-        """Committed tokens a round."""
         return self.num_tokens / self.num_rounds
 
     @property
     def by_position(self) -> tuple[float | None, ...]:
         """The chance, for depth 1, 2, ..., that a token is accepted given that those before it
-        were; None where none came so far."""
+        were; None for depths that were not reached."""
         pairs = zip(self.accepted.tolist(), self.sums[4 : 4 + _DEPTHS].tolist(), strict=True)
         return tuple(accepted / reached if reached > 0 else None for accepted, reached in pairs)
 
     @property
     def proposed_per_round(self) -> float:
-        """Draft tokens, over all rounds but the first ones; 0 without any."""
+        """Mean number of draft tokens of a later round."""
         return self._mean(sum(proposed * number for proposed, _, number in self.kinds()))
 
     @property
     def steps_per_round(self) -> float:
-        """Steps of the draft's model, over the same rounds."""
+        """Mean number of steps of the draft model in a later round."""
         return self._mean(sum(steps * number for _, steps, number in self.kinds()))
 
     def kinds(self) -> Iterator[tuple[int, int, float]]:
-        """Of all rounds but the first ones: tokens proposed, steps, and how many such rounds."""
+        """The later rounds: tokens proposed, steps, and the number of such rounds."""
         kinds = self.sums[4 + 2 * _DEPTHS :].reshape(_KINDS, _KINDS)
         for proposed, steps in np.argwhere(kinds).tolist():
             yield proposed, steps, float(kinds[proposed, steps])
@@ -139,13 +130,13 @@ class Rounds:
 
 
 def total(parts: Sequence[Rounds]) -> Rounds:
-    """All of them together."""
+    """The sum of all."""
     return Rounds(np.sum([part.sums for part in parts], axis=0))
 
 
 def replay(num_tokens: int, attempt_at: Callable[[int], Attempt], prompt_tokens: int = 0) -> Rounds:
-    """The rounds of one text of `num_tokens` >= 1. `attempt_at(t)` tells of a round that begins
-    when t = 1..num_tokens - 1 tokens are committed; it is asked in ascending order, and only where
+    """The rounds of one text of `num_tokens` >= 1. `attempt_at(t)` is the proposal of a round that
+    begins with t = 1..num_tokens - 1 committed tokens; it is called in ascending order, only where
     a round may begin."""
     visits = np.zeros(num_tokens + 1)
     visits[1] = 1.0
@@ -168,8 +159,8 @@ def replay(num_tokens: int, attempt_at: Callable[[int], Attempt], prompt_tokens:
 
 
 class Script:
-    """One drafter that goes through texts as it would through sessions, one after the other: what
-    it may copy from earlier answers it has seen."""
+    """A drafter that goes through texts as if they were sessions, one after the other, so that it
+    can copy from earlier answers."""
 
     def __init__(self, draft: DraftConfig, temperature: float) -> None:
         self._draft = draft
@@ -177,7 +168,7 @@ class Script:
         self._sampling = SamplingParams(temperature=temperature)
 
     def attempt(self, text: Answer, start: int, bound: int, rule: Rule) -> Attempt:
-        """What it proposes behind the first `start` tokens of an answer."""
+        """Its proposal after the first `start` tokens of an answer, of at most `bound` tokens."""
         draft, num_steps, guessed = self._draft, bound, None
         if self._lookup is not None:
             token_ids = (*text.prompt_ids, *text.token_ids[:start])
@@ -204,10 +195,10 @@ class Script:
         return Attempt(num_proposed, num_steps, survival(rule, steps).tolist())
 
     def rounds(self, text: Answer, rule: Rule, num_draft_tokens: int) -> Rounds:
-        """The expected rounds of a text with this bound K, which ends with its session."""
+        """The expected rounds of a text with this K."""
 
         def attempt_at(start: int) -> Attempt:
-            # As `coordinator.draft_length.policy`: one of the tokens to come is the target's.
+            # The last token of a round is always the target's.
             wanted = min(num_draft_tokens, text.max_tokens - start - 1)
             return self.attempt(text, start, wanted, rule) if wanted else Attempt(0, 0, ())
 
@@ -221,32 +212,28 @@ class Script:
 def scripted(
     draft: DraftConfig, sample: Sample, rule: Rule, num_draft_tokens: int
 ) -> tuple[Rounds, ...]:
-    """The expected rounds of each text, for a drafter that begins with the first of them."""
+    """The expected rounds of each text, with one drafter for all."""
     script = Script(draft, sample.temperature)
     return tuple(script.rounds(text, rule, num_draft_tokens) for text in sample.texts)
 
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds over those that a table says."""
+    """Corrects the seconds of a table; by default not at all."""
 
     base_s: float = 0.0
     factor: float = 1.0
 
     def at(self, table_s: float) -> float:
-        """The time to expect; never negative."""
+        """The expected time; never negative."""
         return max(0.0, self.base_s + self.factor * table_s)
 
 
-AS_TOLD = Line()
-"""The table itself."""
-
-
 def fitted(pairs: Sequence[tuple[float, float]]) -> Line:
-    """The line of least squares through (table's, measured) seconds. Its factor, 0 to `FACTOR_MAX`,
-    is drawn towards 1 as far as noise may have made it; without any pair the table is believed."""
+    """The least-squares line through pairs of table and measured seconds. Its factor is 0 to
+    `FACTOR_MAX`, and shrunk towards 1 as far as it may be noise."""
     if not pairs:
-        return AS_TOLD
+        return Line()
     x, y = np.array(pairs, dtype=np.float64).T
     pull = (NOISE * float(y.mean()) / FACTOR_SPREAD) ** 2 / len(pairs)
     along = float(((x - x.mean()) * (y - y.mean())).mean())
@@ -257,27 +244,26 @@ def fitted(pairs: Sequence[tuple[float, float]]) -> Line:
 
 @dataclass(frozen=True)
 class Option:
-    """A way to decode, and what it is expected to bring."""
+    """A way to decode, and its expected speed."""
 
     rule: Rule
     num_draft_tokens: int
     """K; 0 = plain decoding."""
     look_ahead: int = 0
-    """Outcomes of a round worked out ahead; 0 = the draft is waited for."""
+    """Outcomes of a round that the draft works out ahead; 0 = rounds wait for the draft."""
     draft_replicas: float = 0
-    """For each target replica, below 1 where several share one; 0 for plain decoding and
-    look-ups."""
+    """For each target replica, below 1 if several share one; 0 for plain decoding and look-ups."""
     hit_rate: float | None = None
-    """Share of the rounds whose proposal is there before they begin; None without look-ahead."""
+    """Share of rounds whose proposal is ready when they begin; None without look-ahead."""
     tokens_per_second: float = 0.0
-    """Of all sessions of a target replica together, prompts included."""
+    """Of all sessions of a target replica together, including prefill."""
     speedup: float = 1.0
-    """Over plain decoding of as many sessions."""
+    """Over plain decoding of the same number of sessions."""
     tokens_per_round: float = 1.0
     proposed_per_round: float = 0.0
-    """Draft tokens, mean over the rounds with a draft ..."""
+    """Mean number of draft tokens of rounds with a draft."""
     steps_per_round: float = 0.0
-    """... and steps of its model: fewer than K where a look-up proposes."""
+    """Mean number of steps of the draft model; fewer than K if a look-up proposes."""
 
 
 @dataclass(frozen=True)
@@ -286,33 +272,32 @@ class ServiceTimes:
 
     target: StepCosts
     draft: StepCosts | None
-    """None = a look-up, for which no replica is asked."""
-    verify: Line = AS_TOLD
-    """A step of the target in a round with a draft, over its table."""
-    plain: Line = AS_TOLD
-    """A round of plain decoding over the target's step."""
-    wait: Line = AS_TOLD
-    """The wait for a proposal over the steps of the draft's model."""
+    """None = a look-up, without a replica."""
+    verify: Line = Line()
+    """Corrects the table to the target's part of a round with a draft."""
+    plain: Line = Line()
+    """Corrects the target's table to a round of plain decoding."""
+    wait: Line = Line()
+    """Corrects the steps of the draft model to the wait for a proposal."""
     rest_s: float = 0.0
-    """What a round with a draft takes beside these two."""
-    first: Line = AS_TOLD
-    """The time to the first token over the target's step of the prompt."""
+    """The rest of a round with a draft, beside wait and verification."""
+    first: Line = Line()
+    """Corrects the target's step for the prompt to the time to the first token."""
     round_trip_s: float = 0.0
-    """Of the link between coordinator and draft, beside what messages take on one machine."""
+    """Extra round-trip time between coordinator and draft; 0 = on one machine."""
     target_max_num_seqs: int = ENGINE_SEQUENCES_MAX
-    """Sequences that share a step of the target ..."""
+    """Most sequences in a step of the target."""
     max_num_seqs: int = ENGINE_SEQUENCES_MAX
-    """... and of the draft."""
+    """Most sequences in a step of the draft."""
     shares_device: bool = False
-    """Whether draft and target compute on the same cores, and so never at the same time."""
+    """Whether draft and target share cores or a device, and so never compute at the same time."""
 
     def first_seconds(self, prompt_tokens: Iterable[int]) -> float:
-        """To the first tokens of so many prompts, one after the other."""
+        """Total time to the first token of prompts with these lengths."""
         return sum(self.first.at(self.target.step_seconds(max(1, n))) for n in prompt_tokens)
 
     def seconds(self, rounds: Rounds, way: Option, sessions: int = 1) -> float:
-        """All rounds but the first ones, decoded in this way, where so many sessions decode at a
-        time."""
+        """Total time of the later rounds of a session, with `sessions` at a time."""
         if way.num_draft_tokens == 0:
             table_s = self.target.step_seconds(sessions, sessions, sessions * rounds.context)
             return rounds.num_later * self.plain.at(table_s)
@@ -324,16 +309,16 @@ class ServiceTimes:
 
 @dataclass(frozen=True)
 class _SharedSteps:
-    """Rounds whose steps are shared with others of the same mean."""
+    """Rounds whose steps are shared with other sessions of the same mean."""
 
     times: ServiceTimes
     rounds: Rounds
     draft_replicas: float
 
     def drafted_seconds(self, sessions: int) -> float:
-        """All rounds, with drafts that are waited for. Sessions that share a step go on together;
-        they form as many groups as make the cycle shortest, in which each session has a round. One
-        side works for one group at a time."""
+        """Total time of rounds that wait for their drafts. Sessions that share a step stay together
+        as a group; target and draft each serve one group at a time. In a cycle each session has
+        one round; the number of groups is the one with the shortest cycle."""
         mean = 1.0 + self.rounds.proposed_per_round, self.rounds.steps_per_round
 
         def cycle_s(groups: int) -> float:
@@ -354,11 +339,11 @@ class _SharedSteps:
         )
 
     def look_ahead_s(self, sessions: int, way: Option, hit_rate: float) -> float:
-        """A round with a draft that works out `way.look_ahead` outcomes while the target verifies.
-        Where its own is among them it takes the target's step, or what the draft takes for all
-        outcomes where that is longer; else the proposal is drafted after the outcome (Kumar et al.,
-        arXiv 2603.03251, theorem 7). All outcomes grow a token a pass, the bonus from the second
-        pass on; of more than a pass takes some wait for others."""
+        """Time of a round with a draft that works out `way.look_ahead` outcomes while the target
+        verifies. After a hit it takes the longer of the target's step and the draft's work for all
+        outcomes; after a miss the proposal is drafted after the outcome (Kumar et al., arXiv
+        2603.03251, theorem 7). Each pass of the draft adds a token to as many outcomes as fit into
+        a step; the bonus joins at the second pass."""
         times, k = self.times, way.num_draft_tokens
         verify_s = self._verify_s(sessions, 1.0 + k) + times.rest_s
         branches = math.ceil(sessions / self.draft_replicas) * way.look_ahead
@@ -371,17 +356,17 @@ class _SharedSteps:
         return verify_s + hit_rate * max(0.0, ahead_s - verify_s) + missed_s
 
     def _round_s(self, together: float, rows: float, steps: float) -> float:
-        """A round of so many sessions at once that finds no queue."""
+        """Time of a round with `together` sessions in a step, without queueing."""
         return self._wait_s(together, steps) + self._verify_s(together, rows) + self.times.rest_s
 
     def _verify_s(self, together: float, rows: float) -> float:
-        """The target's part: own rows, and those of the others in its step."""
+        """The target's part of a round with these rows, beside the others' rows."""
         all_rows = rows + (together - 1) * (1.0 + self.rounds.proposed_per_round)
         context = together * self.rounds.context
         return self.times.verify.at(self.times.target.step_seconds(all_rows, together, context))
 
     def _wait_s(self, together: float, steps: float) -> float:
-        """The round trip counts in as far as a replica is asked: not where a look-up proposes."""
+        """The wait for a proposal; the round trip counts only if a replica drafts."""
         link_s = self.times.round_trip_s * min(1.0, steps)
         return self.times.wait.at(self._drafted_s(together, steps)) + link_s
 

@@ -1,10 +1,8 @@
-"""`outrider plan --simulate`: the pair that is simulated, the smallest fleet, and its tables.
+"""`outrider plan --simulate`: simulates fleets, and searches for the smallest that is fast enough.
 
-A simulated fleet is the real services in one event loop, on a virtual clock.
-
-Coordinators, targets, drafts and the memory store are the code that is deployed. Two things are
-stated instead of computed: what a step takes, by the cost tables of the plan, and what is accepted,
-by an emulated pair of languages (`_rows`).
+A simulated fleet is the real services (coordinators, targets, drafts and the memory store) in one
+event loop on a virtual clock. Two things are stated instead of computed: the time of a step, by the
+plan's cost tables, and what is accepted, by emulated distributions (`_rows`).
 """
 
 from __future__ import annotations
@@ -59,75 +57,74 @@ from target_service.service import TargetService
 from .rounds import Line, Option, ServiceTimes
 
 ANSWER_TOKENS_MAX = 2**17
-"""Of an answer that does not end."""
+"""Length of an endless answer."""
 VOCABULARY = 64
 _GUESSED_MASS = 2.0**-10
 _DECOY_MASS = 2.0**-15
-"""What the draft's law gives a correction that is to be guessed, and each one that is not."""
+"""Probabilities in the draft's distribution of a correction that it guesses, and of a decoy."""
 ROLES: tuple[Role, ...] = ("target", "draft", "coordinator")
-"""In the order in which their numbers are found: those that cost most first."""
+"""In the order in which their numbers are searched: the most expensive first."""
 MS_MAX = 60_000.0
 STEPPED_ROWS = 512
 SEARCH_S = 5.0
-"""What is measured of each simulation while the fleet is looked for; half of that comes before."""
+"""Measured time of each simulation in a search; the warm-up takes half as long."""
 TOLERANCE = 0.02
-"""Share of a number by which it may be larger than the smallest."""
+"""A number found may exceed the smallest one by this share."""
 GENEROUS = 4
-"""How many times as many of a role as it needs at least there are while another one is looked
-for."""
+"""While one role's number is searched, later roles have this many times what they need at least."""
 HOPELESS = 16
-"""More of a role than so many times what it needs at least brings nothing more."""
+"""The search ends at this many times what a role needs at least."""
 ReplicaRole = Literal["target", "draft"]
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """Replicas of each role; a look-up needs no drafts."""
+    """Numbers of replicas; no drafts for a look-up."""
 
     targets: int
     drafts: int
     coordinators: int = 1
 
     def of(self, role: Role) -> int:
-        """How many of one role."""
+        """The number of a role."""
         return int(getattr(self, f"{role}s"))
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is asked of the fleet; exactly one of `sessions` and `rate`."""
+    """The load: exactly one of `sessions` and `rate`."""
 
     sessions: int | None = None
-    """That run at any time: where one ends the next one begins."""
+    """Sessions at a time; when one ends the next begins."""
     rate: float | None = None
-    """Requests a second that begin whatever runs (a Poisson process)."""
+    """Requests a second (a Poisson process)."""
     prompt_tokens: int = 64
     answer_tokens: float = 256.0
-    """Mean; each token may be the last with the same chance. `inf` = nothing ends."""
+    """Mean of a geometric distribution; `inf` = answers do not end."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and a draft that do not share a device, and how they decode."""
+    """A target and a draft with devices of their own, and how they decode."""
 
     times: ServiceTimes
     way: Option
     survival: tuple[float, ...]
-    """[K]: the chance that 1, 2, ... K draft tokens or more are accepted; empty = plain."""
+    """[K]: the chance that at least 1, 2, ... K draft tokens are accepted; empty = plain."""
     name: str = ""
 
     @property
     def has_drafts(self) -> bool:
-        """Whether there are draft replicas: neither for plain decoding nor for a look-up."""
+        """False for plain decoding and for look-ups."""
         return len(self.survival) > 0 and self.times.draft is not None
 
     def seats(self, role: ReplicaRole) -> int:
-        """Sessions that share a step."""
+        """Most sessions in a step."""
         times = self.times
         return times.target_max_num_seqs if role == "target" else times.max_num_seqs
 
     def costs(self, role: ReplicaRole) -> StepCosts:
-        """Of steps, with what rounds were measured to take beside the table."""
+        """The table of a role's steps, corrected by measured rounds."""
         times, k = self.times, len(self.survival)
         if role == "target":
             return _on_line(times.target, times.verify if k else times.plain)
@@ -145,59 +142,58 @@ def _on_line(costs: StepCosts, line: Line) -> StepCosts:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A fleet of a pair, and what is asked of it."""
+    """A fleet of a pair, and its load."""
 
     pair: Pair
     fleet: Fleet
     workload: Workload
     config: DeploymentConfig = field(default_factory=DeploymentConfig)
-    """Of the services: time-outs and bounds."""
+    """Time-outs and limits of the services."""
     coordinator_s: float = 0.00029
-    """Of a coordinator's one thread for a round, as `outrider bench overhead` measures it."""
+    """CPU time of a coordinator for a round, as `outrider bench overhead` measures it."""
     warm_up_s: float = 3.0
-    """Before measuring begins ..."""
     seconds: float = 10.0
-    """... for so long."""
+    """Measured time, after the warm-up."""
 
 
 @dataclass(frozen=True)
 class FleetFigures:
-    """What was measured. Times of requests are p50 and p99, None where none of them was; busy
-    shares are of targets, drafts and coordinators."""
+    """The results. Times of requests are p50 and p99, or None if there was no request; busy shares
+    are of targets, drafts and coordinators."""
 
     tokens_per_second: float
     rounds_per_second: float
     tokens_per_round: float
     num_requests: int
-    """That ended ..."""
+    """Requests that ended, including refused ones."""
     num_refused: int
-    """... of which so many were refused, or failed."""
+    """Requests that were refused or failed."""
     tpot_ms: tuple[float, float] | None
-    """Time per token; half of the tokens are of requests that took no longer for one than p50."""
+    """Time per token, weighted by tokens."""
     ttft_ms: tuple[float, float] | None
     draft_ms: float
-    """What a round with a draft waited for its proposal, mean."""
+    """Mean wait of a round with a draft for its proposal."""
     hit_rate: float
-    """Share of these rounds whose proposal was there before they began."""
+    """Share of these rounds whose proposal was ready when they began."""
     busy: tuple[float, float, float]
-    """Share of the time that replicas were in a step, mean."""
+    """Mean share of the time that replicas spent in steps."""
     sessions_per_step: float
-    """Of the targets, mean."""
+    """Mean of the targets."""
 
 
 def simulate(scenario: Scenario) -> FleetFigures:
-    """Runs a scenario to its end; the same one always comes to the same."""
+    """Runs a scenario. Deterministic."""
     return run_virtually(cancelling_others(_Simulation(scenario).run()))
 
 
 def _rows(pair: Pair, role: ReplicaRole) -> torch.Tensor:
-    """Logits [VOCABULARY + 1, VOCABULARY] behind each token; the last row is for no token.
+    """Logits [VOCABULARY + 1, VOCABULARY] after each token; the last row is for an empty context.
 
-    Token d = 1..K is what is proposed at depth d, which is told by the token before it; the target
-    accepts it with the chance that the plan has for that depth, else it says 0 or K + 1. No draft
-    guesses K + 1, and behind it no look-up finds anything. What a draft might guess in place of 0
-    the target never says: so many outcomes are worked out as are asked for, and of those as many
-    hit as is stated."""
+    Token d = 1..K is proposed at depth d, which follows from the token before it. The target
+    accepts it with the plan's chance for that depth, and otherwise draws 0 or K + 1. A draft that
+    looks ahead guesses 0 but never K + 1, and a look-up finds nothing after K + 1; so the share of
+    the two is the stated hit rate. Further guesses are decoys, which the target never draws: they
+    make the draft work out as many outcomes as stated."""
     k, ahead = len(pair.survival), pair.way.look_ahead
     reached = (1.0, *pair.survival)
     chances = [b / a if a > 0 else 0.0 for a, b in pairwise(reached)]
@@ -226,7 +222,7 @@ def _rows(pair: Pair, role: ReplicaRole) -> torch.Tensor:
 
 
 class _Engine(EmulatedEngine):
-    """States what the plan says that steps take, and counts them."""
+    """An engine whose steps take the plan's times; counts its work."""
 
     def __init__(self, scenario: Scenario, role: ReplicaRole) -> None:
         length = scenario.workload.prompt_tokens + ANSWER_TOKENS_MAX + VOCABULARY
@@ -236,7 +232,7 @@ class _Engine(EmulatedEngine):
         super().__init__(spec, role, scenario.pair.seats(role))
         self.costs = scenario.pair.costs(role)
         self.work = np.zeros(3)
-        """Seconds in steps, steps, and sessions in them."""
+        """Seconds in steps, number of steps, and sessions in them."""
         self._law = _rows(scenario.pair, role)
 
     def _logits(self, contexts: Any) -> torch.Tensor:
@@ -256,7 +252,7 @@ class _Engine(EmulatedEngine):
 
 
 class _Lookup(LookupDrafter):
-    """The look-up of a pair that has one: it finds all K tokens, or none."""
+    """A look-up that finds all K tokens, or none."""
 
     def __init__(self, num_tokens: int) -> None:
         self._num = num_tokens
@@ -332,8 +328,8 @@ class _Coordinator:
         )
 
     def _carrier(self, both_s: float, turn_s: float) -> Callable[[Callable[[], None]], None]:
-        """Takes a message where it is to go: the time that those of a round were measured to take,
-        half of it each way, behind the work of the thread for it and for others before it."""
+        """Delivers messages of a round: each takes half of `both_s`, after half of `turn_s` on the
+        coordinator's thread, which serves messages in turn."""
 
         def carry(message: Callable[[], None]) -> None:
             loop = asyncio.get_running_loop()
@@ -345,15 +341,15 @@ class _Coordinator:
 
 
 class _Request:
-    """What its client has seen of one request. Times are seconds of the loop's clock."""
+    """One request, as its client sees it. Times are of the loop's clock, in seconds."""
 
     def __init__(self, began_at: float) -> None:
         self.began_at = began_at
         self.tokens: list[tuple[float, int]] = []
-        """When how many came."""
+        """Arrival times, and numbers of tokens."""
 
     def pace(self, begin: float) -> tuple[float, int] | None:
-        """Seconds a token from then on, or from its first tokens on, and of how many tokens."""
+        """Seconds per token after `begin` and after the first tokens, and the number of tokens."""
         start = max(sum(at < begin for at, _ in self.tokens) - 1, 0)
         num = sum(n for _, n in self.tokens[start + 1 :])
         return ((self.tokens[-1][0] - self.tokens[start][0]) / num, num) if num else None
@@ -368,12 +364,11 @@ class _Simulation:
         self._tasks: list[asyncio.Task[Any]] = []
         self._requests: list[_Request] = []
         self._rounds: list[RoundReport] = []
-        """Since the warm-up's end ..."""
+        """Since the end of the warm-up."""
         self._ends: list[bool] = []
-        """... as whether each request that ended was served."""
+        """Whether each request that ended since then was served."""
 
     async def run(self) -> FleetFigures:
-        """The whole scenario."""
         scenario = self._scenario
         fleet, workload = scenario.fleet, scenario.workload
         drafts = fleet.drafts if scenario.pair.has_drafts else 0
@@ -392,7 +387,7 @@ class _Simulation:
             self.begin(self._arrive(workload.rate))
 
         def work() -> dict[Role, Any]:
-            """Of each role so far: seconds busy, steps, and sessions in them."""
+            """For each role so far: seconds busy, steps, and sessions in them."""
             found: dict[Role, Any] = {role: np.zeros(3) for role in ROLES}
             for one in replicas:
                 found[one.role] += one.engine.work
@@ -404,16 +399,16 @@ class _Simulation:
         await asyncio.sleep(scenario.seconds)
         for task in self._tasks:
             if task.done():
-                task.result()  # Raises what has failed.
+                task.result()  # Raises its exception.
         return self._measured({role: now - before[role] for role, now in work().items()})
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Runs to the end of the simulation."""
+        """Starts a task, which may run to the end of the simulation."""
         self._tasks.append(asyncio.create_task(work))
 
     async def _keep(self, start_s: float) -> None:
-        """One request after the other. The first prompt is short: else a fleet would begin with the
-        prompts of all at once."""
+        """One request after the other. The first prompt is short, so that a simulation does not
+        begin with the prefill of all prompts at once."""
         await asyncio.sleep(start_s)
         prompt_tokens = self._scenario.workload.prompt_tokens
         is_served = await self._request(min(PAGE_SIZE, prompt_tokens))
@@ -428,7 +423,7 @@ class _Simulation:
             self.begin(self._request(self._scenario.workload.prompt_tokens))
 
     async def _request(self, prompt_tokens: int) -> bool:
-        """Whether it was served."""
+        """Runs a request; returns whether it was served."""
         mean, loop = self._scenario.workload.answer_tokens, asyncio.get_running_loop()
         answer = ANSWER_TOKENS_MAX
         if mean < math.inf:
@@ -460,7 +455,7 @@ class _Simulation:
         return asyncio.get_running_loop().time() >= self._scenario.warm_up_s
 
     def _measured(self, work: dict[Role, Any]) -> FleetFigures:
-        """From the warm-up's end on. `work` is as `run` counts it."""
+        """The figures since the end of the warm-up; `work` is as in `run`."""
         begin, seconds = self._scenario.warm_up_s, self._scenario.seconds
         fleet, requests, num_rounds = self._scenario.fleet, self._requests, len(self._rounds)
         drafted = [report for report in self._rounds if report.proposed_token_ids]
@@ -492,7 +487,7 @@ def _percentiles_ms(weighted: Sequence[tuple[float, int]]) -> tuple[float, float
 
 
 def read_report(path: Path) -> Pair:
-    """The pair of what `outrider plan --json` printed. Raises `SettingError`."""
+    """The pair in the output of `outrider plan --json`. Raises `SettingError`."""
     try:
         found = json.loads(path.read_bytes())
         return TypeAdapter(Pair).validate_python(found["pair"])
@@ -501,7 +496,7 @@ def read_report(path: Path) -> Pair:
     except (KeyError, TypeError, ValueError) as error:
         raise SettingError(
             "from_report",
-            f"{path} is not what this version's `outrider plan --json` prints: {error}",
+            f"{path} is not the output of `outrider plan --json` of this version: {error}",
         ) from error
 
 
@@ -511,7 +506,7 @@ def _table(value: str) -> StepCosts:
         points = [["1", value], ["2", value]]
     rows, times = zip(*((int(num), float(ms)) for num, ms in points), strict=True)
     if rows[0] < 1 or list(rows) != sorted(set(rows)) or not all(0 <= ms <= MS_MAX for ms in times):
-        raise ValueError("it must be MS or ROWS:MS/ROWS:MS, whose rows ascend")
+        raise ValueError("it must be MS or ROWS:MS/ROWS:MS with ascending rows")
     return StepCosts(rows, tuple(ms / 1e3 for ms in times))
 
 
@@ -519,7 +514,7 @@ _Table = Annotated[StepCosts, BeforeValidator(_table)]
 
 
 class _Numbers(BaseModel, extra="forbid", validate_default=True):
-    """What `--from-numbers` says; by default about what `bench emulate` does."""
+    """The keys of `--from-numbers`; the defaults are close to the pair of `bench emulate`."""
 
     verify_ms: _Table = "1:18.3/16:18.3/32:36.6"  # type: ignore[assignment]
     draft_ms: _Table = "1:1.3/64:1.3/128:2.6"  # type: ignore[assignment]
@@ -533,11 +528,11 @@ class _Numbers(BaseModel, extra="forbid", validate_default=True):
 
 
 def of_numbers(text: str, target_seats: int, draft_seats: int) -> Pair:
-    """From `key=value,...` (`_Numbers`). So many sessions share a step of a target, or a draft.
-    Raises `ConfigError` naming what is wrong."""
+    """A pair from `key=value,...` (`_Numbers`); the seats are sessions in a step. Raises
+    `ConfigError`."""
     found = parse_numbers(_Numbers, text, "--from-numbers")
     k, rest_s = found.num_draft_tokens, found.rest_ms / 1e3
-    # The last chance is that of all further positions.
+    # The last chance applies to all further positions.
     chances = (found.acceptance + found.acceptance[-1:] * k)[:k]
     times = ServiceTimes(
         target=found.verify_ms, draft=found.draft_ms, plain=Line(rest_s), rest_s=rest_s,
@@ -548,19 +543,19 @@ def of_numbers(text: str, target_seats: int, draft_seats: int) -> Pair:
 
 
 def of_emulated(text: str, target_seats: int, draft_seats: int) -> Pair:
-    """Of an emulated engine's specification with acceptance rates. Raises `ConfigError`."""
+    """The pair of an emulated engine with acceptance rates. Raises `ConfigError`."""
     spec = EmulatedSpec.parse(text)
     if not spec.acceptance_rates:
         raise SettingError(
             "engine",
-            f"{EMULATED}{text} has no acceptance_rates, by which an emulated pair is planned; add "
+            f"{EMULATED}{text} has no acceptance_rates, which a simulation needs; add "
             "acceptance_rates=A/A/.., chances from 0 to 1 that do not increase",
         )
     if spec.head_on:
         raise SettingError(
             "engine",
-            f"{EMULATED}{text}: head_on={spec.head_on} is wrong; a simulated draft reads nothing "
-            "of its target, so it must be left out",
+            f"{EMULATED}{text}: head_on={spec.head_on} is wrong; leave it out: a simulated draft "
+            "does not read the target's hidden states",
         )
     times = ServiceTimes(
         target=_stepped(spec.verify_ms, spec.verify_tokens),
@@ -571,7 +566,8 @@ def of_emulated(text: str, target_seats: int, draft_seats: int) -> Pair:
 
 
 def _stepped(ms: float, rows: int) -> StepCosts:
-    """Of steps that take so long for each begun so many rows; beyond `STEPPED_ROWS` a line."""
+    """A table of steps that take `ms` for each started block of `rows`; linear beyond
+    `STEPPED_ROWS`."""
     last = math.ceil(STEPPED_ROWS / rows) + 1
     seconds = {last * rows: last * ms / 1e3}
     for begun in range(1, last):
@@ -588,13 +584,13 @@ def _stated_pair(name: str, times: ServiceTimes, survival: tuple[float, ...], **
 
 @dataclass(frozen=True)
 class SimulatedFleet:
-    """One workload on one fleet."""
+    """The result of one workload."""
 
     load: Workload
     fleet: Fleet | None
-    """None where no fleet keeps the time per token."""
+    """None = no fleet meets the goal for the time per token."""
     was_found: bool
-    """Whether a number of its replicas is the smallest that keeps it."""
+    """Whether the fleet was searched for, not given."""
     figures: FleetFigures | None
 
 
@@ -604,7 +600,7 @@ def simulated(
     tpot_ms: float | None,
     progress: Callable[[str], None],
 ) -> SimulatedFleet:
-    """A scenario, whose numbers of the `free` roles are the smallest that keep a time per token."""
+    """Simulates a scenario, with the smallest numbers of `free` roles that meet the goal."""
     fleet: Fleet | None = scenario.fleet
     if free and tpot_ms is not None:
         fleet = smallest(scenario, tpot_ms, free, progress)
@@ -616,8 +612,8 @@ def simulated(
 
 
 def keeps(figures: FleetFigures, tpot_ms: float) -> bool:
-    """Whether 99 % of the tokens are of requests that take no longer for one, and none is
-    refused."""
+    """Whether 99 % of the tokens belong to requests that meet this time per token, and no request
+    was refused."""
     return figures.tpot_ms is not None and figures.tpot_ms[1] <= tpot_ms and not figures.num_refused
 
 
@@ -627,10 +623,9 @@ def smallest(
     free: Collection[Role],
     progress: Callable[[str], None] = lambda line: None,
 ) -> Fleet | None:
-    """The fleet with the fewest targets, then drafts, then coordinators (within `TOLERANCE`), that
-    keeps a time per token; the numbers of roles that are not `free` are the
-    scenario's. None where none does.
-    Each role has plenty of those that come later."""
+    """The fleet with the fewest targets, then drafts, then coordinators (within `TOLERANCE`) that
+    meets this time per token, or None. Roles that are not `free` keep the scenario's numbers. While
+    a role is searched there are plenty of later ones."""
     workload = scenario.workload
     tokens = (workload.rate or 0.0) * workload.answer_tokens
     if workload.sessions is not None:
@@ -660,7 +655,7 @@ def smallest(
 
 
 def _busy_s(scenario: Scenario, role: Role) -> float:
-    """How long a round keeps one replica of a role busy at least."""
+    """The least time that a round takes of one replica of a role."""
     pair = scenario.pair
     if role == "coordinator":
         return scenario.coordinator_s
@@ -673,8 +668,8 @@ def _busy_s(scenario: Scenario, role: Role) -> float:
 
 
 def _fewest(enough: Callable[[int], bool], least: int, most: int) -> int | None:
-    """From `least` on up, and then by halving what lies between; None where not even `most` are
-    enough."""
+    """The smallest number that is enough (within `TOLERANCE`): grows from `least`, then bisects.
+    None if even `most` are not enough."""
     low, high = least - 1, least
     while not enough(high):
         if high >= most:
@@ -691,7 +686,7 @@ def _with(fleet: Fleet, role: Role, number: float) -> Fleet:
 
 
 def in_words(fleet: Fleet) -> str:
-    """A fleet's size."""
+    """The numbers of a fleet as text."""
     return ", ".join(_counted(fleet.of(role), role) for role in ROLES)
 
 
@@ -702,16 +697,16 @@ def _counted(number: int, what: str) -> str:
 def tables(
     fleets: Sequence[SimulatedFleet], pair: Pair, tpot_ms: float | None
 ) -> Iterator[RenderableType]:
-    """For people. Replicas and their busy shares are targets, drafts, coordinators; times are p50,
-    p99."""
+    """Lines and a table; replicas and busy shares are of targets, drafts and coordinators, times
+    are p50 and p99."""
     rows = []
     for one in fleets:
         load = _load(one.load)
         if one.fleet is None or one.figures is None:
-            yield f"No number of replicas keeps {tpot_ms:g} ms a token for {load}."
+            yield f"No fleet meets {tpot_ms:g} ms a token for {load}."
             continue
         if one.was_found:
-            yield f"For {load}: {in_words(one.fleet)} keep {tpot_ms:g} ms a token."
+            yield f"For {load}: {in_words(one.fleet)} meet {tpot_ms:g} ms a token."
         named = {"load": load, "replicas": tuple(asdict(one.fleet).values())}
         rows.append(named | asdict(one.figures))
     if rows:

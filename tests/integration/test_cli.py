@@ -282,7 +282,7 @@ def test_serve_in_the_foreground_ends_with_its_terminal(tmp_path: Path) -> None:
     assert process.returncode == 0, err
     assert out == ""
     assert "Traceback" not in err
-    assert err.count("the target has no tokenizer: text, chat and stop strings") == 1
+    assert err.count("the target has no tokenizer, so text, chats and stop strings") == 1
     assert _sessions_of(shell.state) == set()
 
 

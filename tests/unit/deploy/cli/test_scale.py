@@ -150,7 +150,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
             ["upgrade", "--trial-share", "0", "--draft-model", "b"],
             "--draft-model: cannot go with --trial-share 0, which only ends a trial",
         ),
-        (["upgrade", "--num-targets", "3"], "--num-targets: cannot be another one while a deploym"),
+        (["upgrade", "--num-targets", "3"], "--num-targets: cannot change while a deployment"),
         (["upgrade", "--internal-tls-dir", "tls"], "--internal-tls-dir: cannot be turned on or of"),
         (["upgrade", "--api-key", "k" * 20], "--api-key: cannot change while a deployment runs: a"),
     ],

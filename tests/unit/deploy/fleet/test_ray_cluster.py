@@ -118,7 +118,7 @@ def address(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     ("address", "said"),
-    [(REFUSED, ""), (None, "runs code for whoever reaches it"), (DOWN, r"not known \(UNAVAILABLE")],
+    [(REFUSED, ""), (None, "runs anyone's code"), (DOWN, r"a token \(UNAVAILABLE")],
     indirect=["address"],
 )
 def test_only_a_head_that_refuses_strangers_is_taken(

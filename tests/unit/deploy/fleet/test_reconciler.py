@@ -420,7 +420,7 @@ async def test_a_drafter_that_is_gone_ends_its_trial(
         ("emulated", {"draft_model": "suffix"}, "'suffix' has none; without --trial-share it is"),
         ("suffix", {"draft_model": "emulated"}, "'suffix' has none; without --trial-share it is"),
         ("emulated", {"max_num_seqs": 7}, "change each coordinator and each target, too|target, t"),
-        ("emulated", {"deadline_ms": 7}, "draft replicas would stay as they are"),
+        ("emulated", {"deadline_ms": 7}, "nothing to try; draft replicas"),
     ],
 )
 async def test_what_draft_replicas_alone_cannot_try_is_refused(
@@ -435,8 +435,8 @@ async def test_what_draft_replicas_alone_cannot_try_is_refused(
 @pytest.mark.parametrize(
     ("num_drafts", "share", "said"),
     [
-        (1, 0.2, "--trial-share: 0.2 is wrong beside 1 .* from 0.25 to 0.9, best 0.5: else queues"),
-        (3, 0.6, "--trial-share: 0.6 is wrong beside 3 .* from 0.125 to 0.5, best 0.25: else"),
+        (1, 0.2, "--trial-share: 0.2 is wrong beside 1 .* from 0.25 to 0.9, best 0.5, so that"),
+        (3, 0.6, "--trial-share: 0.6 is wrong beside 3 .* from 0.125 to 0.5, best 0.25, so"),
     ],
 )
 async def test_a_share_that_loads_drafts_unlike_is_refused(

@@ -218,8 +218,8 @@ def test_ranks_stand_on_one_machine_where_one_is_large_enough() -> None:
     [
         ({"device": "cuda"}, 0, "device: cuda needs a GPU, but the target gets none"),
         ({"device": "cuda", "draft_model": "m", "draft_num_gpus": 0}, 1, "the draft gets none"),
-        ({"device": "cpu", "target_num_gpus": 1}, 1, "target_num_gpus: 1 is of no use"),
-        ({"engine": "emulated:", "tensor_parallel_size": 2}, 4, "^tensor_.*: 2 given, but no mod"),
+        ({"device": "cpu", "target_num_gpus": 1}, 1, "target_num_gpus: 1 cannot go with"),
+        ({"engine": "emulated:", "tensor_parallel_size": 2}, 4, "^tensor_.*: 2 given, but there"),
         ({"draft_tensor_parallel_size": 2, "draft_model": "ngram"}, 4, "^draft_tensor_.*no model"),
         ({"target_resources": "rack"}, 0, "target_resources: 'rack' is wrong; it must be NAME="),
         ({"draft_resources": "rack=nan"}, 0, "draft_resources: 'rack=nan' is wrong"),

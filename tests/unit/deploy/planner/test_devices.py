@@ -73,17 +73,17 @@ def test_where_a_head_pays_depends_on_its_width_and_the_link(
 @pytest.mark.parametrize(
     ("text", "advice"),
     [
-        ("h200-8b", "Do not use a separate draft here: a head brings the most, 315"),
-        ("h200-70b-fp8,sessions=64", "Do not use a separate draft here: a head brings the most"),
-        ("h200-8b,head_acceptance=0", "Do not use a separate draft here: a draft brings the most"),
+        ("h200-8b", "Do not use a separate draft here: a head is the fastest, 315"),
+        ("h200-70b-fp8,sessions=64", "Do not use a separate draft here: a head is the fastest"),
+        ("h200-8b,head_acceptance=0", "Do not use a separate draft here: a draft is the fastest"),
         (
             "h200-8b,head_acceptance=0,acceptance=0.1",
-            "Do not use a separate draft here: decoding without drafts brings the most, 138",
+            "Do not use a separate draft here: decoding without drafts is the fastest, 138",
         ),
-        ("h200-70b-fp8,head_acceptance=0", "Use a separate draft here: a draft brings the most"),
+        ("h200-70b-fp8,head_acceptance=0", "Use a separate draft here: a draft is the fastest"),
         (
             "h200-70b-fp8,sessions=64,acceptance=0.85",
-            "Use a separate draft here: a draft brings the most",
+            "Use a separate draft here: a draft is the fastest",
         ),
     ],
 )
@@ -102,7 +102,7 @@ def test_a_separate_draft_is_advised_where_its_device_brings_the_most(
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("h100", "devices: 'h100' is wrong; it begins with h200-8b or h200-70b-fp8"),
+        ("h100", "devices: 'h100' is wrong; it must begin with h200-8b or h200-70b-fp8"),
         ("h200-8b,speed=1", "--devices: speed='1'"),
         ("h200-8b,acceptance=1.1", "--devices: acceptance='1.1'"),
         ("h200-8b,target=16/32", "--devices: target="),

@@ -190,7 +190,7 @@ def test_an_emulated_engine_says_what_is_simulated(capsys: pytest.CaptureFixture
     ("text", "named"),
     [
         ("speed=1", "speed='1'"),
-        ("verify_ms=4:1/2:3", "whose rows ascend"),
+        ("verify_ms=4:1/2:3", "with ascending rows"),
         ("acceptance=nan", "acceptance='nan'"),
     ],
 )
@@ -227,7 +227,7 @@ def test_a_saved_report_is_simulated_without_models(
     assert reported(capsys, *flags)[0] == report
 
 
-@pytest.mark.parametrize(("tpot_ms", "said"), [("15", "keep 15 ms"), ("1", "keeps 1 ms")])
+@pytest.mark.parametrize(("tpot_ms", "said"), [("15", "meet 15 ms"), ("1", "meets 1 ms")])
 def test_the_smallest_fleet_is_named(
     tpot_ms: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

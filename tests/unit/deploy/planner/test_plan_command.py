@@ -41,7 +41,7 @@ NUMBERS = ("--simulate", "--from-numbers")
         (("--simulate", "--engine", "emulated:", *FLEET), ": emulated: has no acceptance_"),
         ((*NUMBERS, "", *FLEET, "--targets", ",".join(map(str, range(1, 99)))), "98 runs"),
         (("--simulate", "--from-report", "/no/where", *FLEET), "error: --from-report: can"),
-        (("--devices", "h100"), "error: --devices: 'h100' is wrong; it begins with h200-8b"),
+        (("--devices", "h100"), "error: --devices: 'h100' is wrong; it must begin with h200-8b"),
         (("--devices", "h200-8b", "--concurrency", "2"), "error: --concurrency: is for models"),
         (("--devices", "h200-8b", "--dtype", "float32"), "error: --dtype: is for models"),
         (("--devices", "h200-8b", "--config", "/dev/null"), "error: --config: is for models"),

@@ -211,7 +211,7 @@ def test_a_plan_says_how_to_deploy_it() -> None:
     assert plan.spread is not None
     assert "90% have a speed-up of {:.2f} to {:.2f} this way".format(*plan.spread.speedup) in words
     plain = told(num_draft_tokens=0, look_ahead=0)
-    assert f"by `outrider serve t --num-draft-tokens 0 {given}`:" in plain
+    assert f"with `outrider serve t --num-draft-tokens 0 {given}`:" in plain
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_a_plan_says_where_a_further_target_brings_more_than_a_draft(
         plan, plain=replace(plan.plain, tokens_per_second=100.0), options=(way,), chosen=way,
         times=replace(TIMES, shares_device=shares_device),
     )  # fmt: skip
-    words = "Do not use a separate draft here where its device could run another target: it brings "
+    words = "separate draft here if its device could run another target: with it you get "
     words += f"{rate / (1 + draft_replicas):.1f} tokens/s a device, plain decoding 100.0"
     assert (words in shown(plans=(plan,))) == is_advised
 
