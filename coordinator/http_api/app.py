@@ -27,14 +27,18 @@ from coordinator.http_api.bodies import (
     ResumeBody,
     TranslatedBody,
 )
-from coordinator.http_api.progress import Progress, request_keys, split_answer_id
+from coordinator.http_api.progress import (
+    Progress,
+    RepeatedRequests,
+    request_keys,
+    split_answer_id,
+)
 from coordinator.http_api.reading import (
     PAGE,
     BodyRoute,
     Entrance,
     ErrorBody,
     add_error_handlers,
-    error_body,
     json_response,
     to_json,
 )
@@ -53,7 +57,13 @@ from coordinator.http_api.schemas import (
     Version,
     answers,
 )
-from coordinator.http_api.server import HttpOptions, HttpServer, Metrics, until_gone
+from coordinator.http_api.server import (
+    HttpOptions,
+    HttpServer,
+    LiveResponse,
+    Metrics,
+    send_part,
+)
 from coordinator.http_api.tokens import add_tokens
 from coordinator.http_api.tool_parsers import ChatFormats
 from coordinator.routing.discovery import SeenReplica
@@ -69,7 +79,8 @@ if TYPE_CHECKING:
 
 
 Events = AsyncGenerator[tuple[int, Event]]
-"""Of all choices of a request, each with its choice's index."""
+"""The events of all choices of a request as they come, each with its choice's index."""
+AnswerKind = Callable[[TranslatedBody, "TokenizerText | None", int, int], Answer | NativeEvents]
 _HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -77,11 +88,9 @@ _HEADERS = (
 )
 
 
-class Generated(Response):
-    """The answer to a request whose body has been read: once, when all events have come, or each
-    part as a server-sent event, and a last one. It ends, and closes the events, where the client
-    goes or the server is closing. An error is raised before the first part, and the last event
-    behind it."""
+class Generated(LiveResponse):
+    """The answer to a request for a generation: whole, once all events have come, or a server-sent
+    event for each part, and a last one. The events are closed when it ends for any reason."""
 
     def __init__(
         self,
@@ -90,52 +99,38 @@ class Generated(Response):
         answer: Answer | NativeEvents,
         progress: Progress,
     ) -> None:
-        """`answer` is told every event, and says what the client is told; `progress` what of that
-        it has."""
-        super().__init__()
+        """`answer` turns events into parts, of which `progress` leaves out what the client has."""
+        super().__init__(closing)
         self._events = events
-        self._closing = closing
         self._answer = answer
         self._progress = progress
-        self._has_begun = False
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await until_gone(self._tell(scope, receive, send), receive, self._closing)
-        except Exception as error:
-            if not self._has_begun:
-                raise
-            for part in self._answer.failed(error_body(error)):
-                await self._send(send, part)
-            await send({"type": "http.response.body"})
-
-    async def _tell(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events) as events:
             async for index, event in events:
                 parts = self._answer.take(index, event)
                 for part, event_id in self._progress.untold(index, event, parts):
-                    await self._send(send, part, event_id)
+                    if not self._has_begun:
+                        await self._begin(send, 200, _HEADERS)
+                    await send_part(send, self._event(part, event_id))
         whole = self._answer.whole()
-        if whole is None:
-            await self._begin(send)
-            await send({"type": "http.response.body", "body": self._answer.last})
-        else:
+        if whole is not None:
             await json_response(whole)(scope, receive, send)
-
-    async def _begin(self, send: Send) -> None:
+            return
         if not self._has_begun:
-            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-            self._has_begun = True
+            await self._begin(send, 200, _HEADERS)
+        await send_part(send, self._answer.last, more=False)
 
-    async def _send(self, send: Send, part: Json, event_id: str = "") -> None:
-        await self._begin(send)
+    def _event(self, part: Json, event_id: str = "") -> bytes:
         name = f"event: {part['type']}\n".encode() if self._answer.is_named else b""
         shift = self._progress.shift
         if shift and "sequence_number" in part:
             part = {**part, "sequence_number": part["sequence_number"] + shift}
         line = f"\nid: {event_id}".encode() if event_id else b""
-        body = name + b"data: " + to_json(part) + line + b"\n\n"
-        await send({"type": "http.response.body", "body": body, "more_body": True})
+        return name + b"data: " + to_json(part) + line + b"\n\n"
+
+    def _error_events(self, error: Json) -> bytes:
+        return b"".join(self._event(part) for part in self._answer.failed(error))
 
 
 async def _interleaved(
@@ -228,61 +223,97 @@ class Repeat:
         return cls(key, Progress(num_choices, event_id), session_id)
 
 
-async def _streams(
-    service: CoordinatorService, request: Request, asked: TranslatedBody, repeat: Repeat
-) -> tuple[list[AsyncGenerator[Event]], list[str]]:
-    """The events of each choice, and the sessions that they go on with, if all do."""
-    tenant, progress = request.state.caller.tenant, repeat.progress
-    # The trace that the caller is part of, as W3C Trace Context has it.
-    trace = request.headers.get("traceparent", "")
-    trace = trace if len(trace) <= TRACEPARENT_CHARS_MAX else ""
-    if repeat.session_id:
-        known = progress.resume_request(0, repeat.session_id)
-        return [service.resume(known, tenant, trace, outlasts_errors=True)], [repeat.session_id]
-    if repeat.key is None:
-        each = [service.generate(one, tenant, trace, resumable=False) for one in asked.requests]
-        return each, []
-    content = request.url.path.encode() + b"\n" + await request.body()
-    new = request_keys(repeat.key, tenant, content, len(asked.requests))
-    keys = await asyncio.gather(*map(service.known, new))
-    each = [
-        service.generate_once(one, key, progress.resume_request(index), tenant, trace)
-        for index, (one, key) in enumerate(zip(asked.requests, keys, strict=True))
-    ]
-    session_ids = [key.session_id for key in keys]
-    return each, session_ids if all(session_ids) else []
+class Generations:
+    """Runs requests for generations, and answers them."""
 
+    def __init__(
+        self,
+        service: CoordinatorService,
+        access: AccessControl,
+        closing: asyncio.Event,
+        formats: ChatFormats,
+    ) -> None:
+        """`closing` and `formats` as for `build_app`."""
+        self.service = service
+        self.formats = formats
+        self._access = access
+        self._closing = closing
+        self._repeated = RepeatedRequests()
 
-async def _generated(
-    service: CoordinatorService,
-    access: AccessControl,
-    request: Request,
-    asked: TranslatedBody,
-    repeat: Repeat,
-) -> Events:
-    """The events of all choices as they come, each with its choice's index. They count as one
-    request of who calls, and as a generation each, whose places are free when the last one
-    ends. None runs before every one of them was admitted, and none goes on once one of them has
-    failed. Raises `BadRequest` for more choices than there can ever be room for, and what
-    `CoordinatorService` does, in the body's words."""
-    caller: Caller = request.state.caller
-    number = len(asked.requests)
-    if 0 < caller.concurrency < number:
-        raise BadRequest(
-            "n" if asked.body.n > 1 else "prompt",
-            f"asks for {number} generations; the key {caller.name!r} may run "
-            f"{caller.concurrency} at a time",
-        )
-    async with AsyncExitStack() as exits:
-        streams, resumed = await _streams(service, request, asked, repeat)
-        for stream in streams:
-            await exits.enter_async_context(aclosing(stream))
-        interleaved = _interleaved(streams, asked, repeat.progress)
-        running = await exits.enter_async_context(aclosing(interleaved))
-        grant = await exits.enter_async_context(access.admit(caller, resumed, number))
-        async for index, event in running:
-            await grant.note(event, index)
-            yield index, event
+    def answer(
+        self,
+        request: Request,
+        body: ChatBody | CompletionBody | ResponsesBody,
+        kind: AnswerKind,
+        headers: RepeatHeaders,
+    ) -> Response:
+        """Raises `BadRequest`."""
+        asked = body.translate()
+        if isinstance(asked.body, ChatBody):
+            asked = self.formats.fitted(asked)
+        repeat = Repeat.of(headers, len(asked.requests), is_stream=body.stream)
+        return self.run(request, asked, kind, repeat)
+
+    def run(
+        self, request: Request, asked: TranslatedBody, kind: AnswerKind, repeat: Repeat
+    ) -> Response:
+        """An answer of this `kind` to a body that has been translated."""
+        service = self.service
+        answer = kind(asked, service.text, service.defaults.num_draft_tokens, int(time.time()))
+        events = self._events(request, asked, repeat)
+        return Generated(events, self._closing, answer, repeat.progress)
+
+    async def _events(self, request: Request, asked: TranslatedBody, repeat: Repeat) -> Events:
+        """The events of all choices. They count as one request of the caller and as one generation
+        each, whose places are free when the last one ends. None runs before all are admitted, and
+        an error in one ends all. Raises `BadRequest` where the caller's key never allows that many
+        choices, and what `CoordinatorService` does, with the body's names of fields."""
+        caller: Caller = request.state.caller
+        number = len(asked.requests)
+        if 0 < caller.concurrency < number:
+            raise BadRequest(
+                "n" if asked.body.n > 1 else "prompt",
+                f"asks for {number} generations; the key {caller.name!r} may run "
+                f"{caller.concurrency} at a time",
+            )
+        async with AsyncExitStack() as exits:
+            streams, resumed = await self._streams(request, asked, repeat, exits)
+            for stream in streams:
+                await exits.enter_async_context(aclosing(stream))
+            interleaved = _interleaved(streams, asked, repeat.progress)
+            running = await exits.enter_async_context(aclosing(interleaved))
+            grant = await exits.enter_async_context(self._access.admit(caller, resumed, number))
+            async for index, event in running:
+                await grant.note(event, index)
+                yield index, event
+
+    async def _streams(
+        self, request: Request, asked: TranslatedBody, repeat: Repeat, exits: AsyncExitStack
+    ) -> tuple[list[AsyncGenerator[Event]], list[str]]:
+        """The events of each choice; and the sessions that are resumed, if all choices have one."""
+        service, progress = self.service, repeat.progress
+        tenant = request.state.caller.tenant
+        # The caller's trace, as in W3C Trace Context.
+        trace = request.headers.get("traceparent", "")
+        trace = trace if len(trace) <= TRACEPARENT_CHARS_MAX else ""
+        if repeat.session_id:
+            resume = progress.resume_request(0, repeat.session_id)
+            stream = service.resume(resume, tenant, trace, outlasts_errors=True)
+            return [stream], [repeat.session_id]
+        if repeat.key is None:
+            each = [service.generate(one, tenant, trace, resumable=False) for one in asked.requests]
+            return each, []
+        content = request.url.path.encode() + b"\n" + await request.body()
+        new = request_keys(repeat.key, tenant, content, len(asked.requests))
+        turn = self._repeated.turn(new[0], takes_over=progress.follows_event)
+        await exits.enter_async_context(turn)
+        keys = await asyncio.gather(*map(service.known, new))
+        each = [
+            service.generate_once(one, key, progress.resume_request(index), tenant, trace)
+            for index, (one, key) in enumerate(zip(asked.requests, keys, strict=True))
+        ]
+        session_ids = [key.session_id for key in keys]
+        return each, session_ids if all(session_ids) else []
 
 
 class Fleet(BaseModel):
@@ -441,14 +472,14 @@ def build_app(
     if options.times is not None:
         app.add_middleware(TimingMiddleware, times=options.times)
     add_error_handlers(app)
-    _add_generation(app, service, access, closing, formats or ChatFormats(service.text))
+    formats = formats or ChatFormats(service.text)
+    _add_generation(app, Generations(service, access, closing, formats))
     add_tokens(app, service, access)
     _add_models(app, service)
     _add_operation(app, service, options.metrics)
     return app
 
 
-AnswerKind = Callable[[TranslatedBody, "TokenizerText | None", int, int], Answer | NativeEvents]
 Headers = Annotated[RepeatHeaders, Header()]
 _REST = ResumeBody()
 _REST_OF_ANSWER: dict[int | str, dict[str, Any]] = {
@@ -464,64 +495,43 @@ _RESUMED: dict[str, tuple[type[Answer], type[ChatBody | CompletionBody]]] = {
 """What is resumed, by how its id begins."""
 
 
-def _add_generation(
-    app: FastAPI,
-    service: CoordinatorService,
-    access: AccessControl,
-    closing: asyncio.Event,
-    formats: ChatFormats,
-) -> None:
-    def answered(
-        request: Request,
-        body: ChatBody | CompletionBody | ResponsesBody,
-        kind: AnswerKind,
-        headers: RepeatHeaders,
-    ) -> Response:
-        asked = body.translate()
-        if isinstance(asked.body, ChatBody):
-            asked = formats.fitted(asked)
-        repeat = Repeat.of(headers, len(asked.requests), is_stream=body.stream)
-        return told(request, asked, kind, repeat)
-
-    def told(request: Request, asked: TranslatedBody, kind: AnswerKind, repeat: Repeat) -> Response:
-        answer = kind(asked, service.text, service.defaults.num_draft_tokens, int(time.time()))
-        events = _generated(service, access, request, asked, repeat)
-        return Generated(events, closing, answer, repeat.progress)
+def _add_generation(app: FastAPI, runs: Generations) -> None:
+    service = runs.service
 
     @app.post("/v1/chat/completions", responses=answers(ChatCompletion, ChatCompletionChunk))
     async def chat_completions(body: ChatBody, request: Request, headers: Headers) -> Response:
-        """Goes on with a conversation."""
-        return answered(request, body, ChatAnswer, headers)
+        """Continues a conversation."""
+        return runs.answer(request, body, ChatAnswer, headers)
 
     @app.post("/v1/completions", responses=answers(Completion, CompletionChunk))
     async def completions(body: CompletionBody, request: Request, headers: Headers) -> Response:
-        """Goes on with raw text or tokens."""
-        return answered(request, body, CompletionAnswer, headers)
+        """Continues raw text or tokens."""
+        return runs.answer(request, body, CompletionAnswer, headers)
 
     @app.post("/v1/responses", responses=answers(ResponseObject, ResponseEvent))
     async def responses(body: ResponsesBody, request: Request, headers: Headers) -> Response:
-        """Goes on with a conversation, of which nothing is kept."""
-        return answered(request, body, partial(ResponseAnswer, body), headers)
+        """Continues a conversation, of which nothing is stored."""
+        return runs.answer(request, body, partial(ResponseAnswer, body), headers)
 
     @app.post("/v1/sessions/{answer_id}/resume", responses=_REST_OF_ANSWER)
     async def resume(
         answer_id: str, request: Request, headers: Headers, body: ResumeBody = _REST
     ) -> Response:
-        """Goes on with the answer that has this id, or with its first choice."""
+        """Resumes the answer that has this id, or its first choice."""
         prefix, session_id = split_answer_id(answer_id, _RESUMED)
         kind, whole = _RESUMED[prefix]
         repeat = Repeat.of(headers, 1, session_id, is_stream=body.stream)
         parameters = await service.stored_parameters(session_id, request.state.caller.tenant)
         whole_body = body.as_part_of(whole, echo=parameters.prompt_logprobs is not None)
-        form = formats.form(parameters.answer_form)
+        form = runs.formats.form(parameters.answer_form)
         asked = TranslatedBody(whole_body, (parameters,), {}, form=form)
-        return told(request, asked, kind, repeat)
+        return runs.run(request, asked, kind, repeat)
 
     described = {"description": _EVENTS, "content": {"text/event-stream": {}}}
 
     @app.post("/api/generate", responses={200: described}, response_class=Response)
     async def generate(body: NativeBody, request: Request, headers: Headers) -> Response:
-        """Goes on with a conversation or a prompt, and tells of every round."""
+        """Continues a conversation or a prompt, with an event for every round."""
         if "stream" in body.model_fields_set and not body.stream:
             raise BadRequest("stream", "must be true, or be left out: events are always a stream")
         if isinstance(body, CompletionBody) and body.echo:
@@ -533,36 +543,30 @@ def _add_generation(
         [one] = asked.requests
         one = replace(one, include_rounds=True, default_max_tokens=MAX_TOKENS_DEFAULT)
         asked = replace(asked, requests=(one,))
-        return told(request, asked, lambda *_: NativeEvents(service.text), Repeat.of(headers, 1))
+        repeat = Repeat.of(headers, 1)
+        return runs.run(request, asked, lambda *_: NativeEvents(service.text), repeat)
 
 
 def _add_models(app: FastAPI, service: CoordinatorService) -> None:
     created = int(time.time())
 
-    def model_body() -> dict[str, Any]:
-        return {
-            "id": service.served.model,
-            "object": "model",
-            "created": created,
-            "owned_by": "outrider",
-            "root": service.served.model,
-            "parent": None,
-            "max_model_len": service.served.max_model_len,
-        }
+    def served_model() -> Model:
+        name, length = service.served.model, service.served.max_model_len
+        return Model(id=name, created=created, root=name, max_model_len=length)
 
-    @app.get("/v1/models", responses={200: {"model": ModelList}})
-    async def list_models() -> Response:
+    @app.get("/v1/models")
+    async def list_models() -> ModelList:
         """The model that is served."""
-        return json_response({"object": "list", "data": [model_body()]})
+        return ModelList(data=[served_model()])
 
-    @app.get("/v1/models/{name:path}", responses={200: {"model": Model}})
-    async def get_model(name: str) -> Response:
+    @app.get("/v1/models/{name:path}")
+    async def get_model(name: str) -> Model:
         """The same by its name."""
         if name != service.served.model:
             raise NotFound(
                 f"model {name[:256]!r} does not exist; this server serves {service.served.model!r}"
             )
-        return json_response(model_body())
+        return served_model()
 
 
 def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics | None) -> None:
@@ -570,21 +574,21 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics |
     page = PageFiles(packages=[("coordinator.http_api", "page")])
     app.mount(PAGE, page)
 
-    @app.post("/ping", responses={200: {"model": Health}})
-    @app.get("/ping", responses={200: {"model": Health}})
+    @app.post("/ping")
+    @app.get("/ping")
     @app.head("/health", include_in_schema=False)
-    @app.get("/health", responses={200: {"model": Health}})
-    async def health() -> Response:
+    @app.get("/health")
+    async def health() -> Health:
         """Whether a request that comes now can make progress; 503 says why not."""
         trouble = await cached.trouble()
         if trouble:
             raise Unavailable(trouble)
-        return json_response({"status": "ok"})
+        return Health()
 
-    @app.get("/version", responses={200: {"model": Version}})
-    async def tell_version() -> Response:
-        """Of this program."""
-        return json_response({"version": app.version})
+    @app.get("/version")
+    async def tell_version() -> Version:
+        """The version of this program."""
+        return Version(version=app.version)
 
     @app.get("/metrics", responses=_METRICS, response_class=Response)
     async def tell_metrics(request: Request) -> Response:

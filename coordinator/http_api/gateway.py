@@ -20,14 +20,13 @@ import socket
 import ssl
 from collections import Counter
 from collections.abc import AsyncGenerator, Collection, Iterable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import cached_property
 from random import random
 
 import httpx2
 from fastapi import FastAPI, HTTPException, Request, Response
-from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
@@ -36,15 +35,14 @@ from coordinator.http_api.reading import (
     Entrance,
     Unsent,
     add_error_handlers,
-    error_body,
-    to_json,
+    read_body,
     whole_body,
 )
-from coordinator.http_api.server import until_gone
+from coordinator.http_api.server import LiveResponse, send_part
 from outrider.backoff import backoff
 from outrider.client.client import RESUMED_TIMEOUT_S
 from outrider.client.failover import AVOIDED_S, RESUME_TIMEOUT_S, EndpointPool
-from outrider.errors import StreamBroken, Unavailable
+from outrider.errors import BadRequest, StreamBroken, Unavailable
 from outrider.limits import DEADLINE_MS_DEFAULT, DEADLINE_MS_MAX, HTTP_STUCK_WRITE_S
 
 _log = logging.getLogger(__name__)
@@ -112,16 +110,16 @@ class Refused(Exception):
         self.answer = answer
 
 
-class Forwarded(Response):
+class Forwarded(LiveResponse):
     """The answer to one request, from whichever coordinators give it."""
 
     def __init__(
         self, coordinators: Coordinators, request: Request, body: bytes, closing: asyncio.Event
     ) -> None:
         """Raises `HTTPException` for a path that is none."""
-        super().__init__()
+        super().__init__(closing)
         self._coordinators = coordinators
-        self._method, self._body, self._closing = request.method, body, closing
+        self._method, self._body = request.method, body
         query = request.scope["query_string"]
         self._target = request.scope["raw_path"] + (b"?" + query if query else b"")
         if not self._target.startswith(b"/"):
@@ -130,19 +128,11 @@ class Forwarded(Response):
         if request.method == "POST" and KEY not in request.headers:
             self._passed.append((KEY.encode(), secrets.token_hex(16).encode()))
         self._last_id = request.headers.get(LAST_ID, "")
-        self._has_begun = self._has_told = False
+        self._has_told = False
         self._num_failures = 0
         """Since the last event."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await until_gone(self._answer(scope, receive, send), receive, self._closing)
-        except Exception as error:
-            if not self._has_begun:
-                raise
-            await _tell(send, b"data: " + to_json(error_body(error)) + b"\n\n", more=False)
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Asks one coordinator after the other until the answer is whole, or the time is over."""
         pool, now = self._coordinators.pool, asyncio.get_running_loop().time
         began, url, failing_since = now(), None, math.inf
@@ -173,18 +163,23 @@ class Forwarded(Response):
             url = None if url is None else pool.after(url, avoided_s)
             await asyncio.sleep(wait_s)
         if answer is None:
-            await _tell(send, more=False)
-        elif self._has_begun:  # What ends a stream that cannot go on.
-            await _tell(send, b"data: " + bytes(answer.body) + b"\n\n", more=False)
+            await send_part(send, more=False)
+        elif self._has_begun:  # The error that ends a stream.
+            await send_part(send, b"data: " + bytes(answer.body) + b"\n\n", more=False)
         else:
             await answer(scope, receive, send)
 
     @cached_property
     def _deadline_s(self) -> float:
-        """That of a generation, from its request on."""
+        """The request's, counted from its arrival. A body that does not name the field is not
+        parsed: that would hold up all other streams."""
         deadline_ms = None
-        with suppress(ValueError, LookupError, TypeError):
-            deadline_ms = from_json(self._body)["deadline_ms"]
+        if b'"deadline_ms"' in self._body:
+            try:
+                body = read_body(self._body)
+            except BadRequest:
+                body = None
+            deadline_ms = body.get("deadline_ms") if isinstance(body, dict) else None
         if not isinstance(deadline_ms, int):
             deadline_ms = DEADLINE_MS_DEFAULT
         return min(deadline_ms, DEADLINE_MS_MAX) / 1e3
@@ -227,22 +222,16 @@ class Forwarded(Response):
     async def _pass_on(self, found: httpx2.Response, send: Send) -> None:
         """The events of a stream, as they are."""
         if not self._has_begun:
-            self._has_begun = True
             headers = _passed_on(found.headers.raw, _NOT_TOLD)
-            start = {"type": "http.response.start", "status": found.status_code}
-            await send(start | {"headers": headers})
+            await self._begin(send, found.status_code, headers)
         async with aclosing(_events(found)) as events:
             async for event in events:
                 event_id = _id_of(event)
                 if not event_id and _INTERRUPTED in event:
                     raise httpx2.RemoteProtocolError("the coordinator has ended the stream")
-                await _tell(send, event)
+                await send_part(send, event)
                 self._last_id, self._has_told = event_id or self._last_id, True
                 self._num_failures = 0
-
-
-async def _tell(send: Send, body: bytes = b"", *, more: bool = True) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 async def _raw(found: httpx2.Response) -> bytes:

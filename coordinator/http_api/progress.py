@@ -7,16 +7,19 @@ later may depend on all that came before, and on nothing that is not stored.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
 from coordinator.decoding.sessions import RequestKey
-from outrider.errors import BadRequest, SessionNotFound
+from outrider.errors import BadRequest, SessionNotFound, Unavailable
 from outrider.limits import EVENT_ID_CHOICES_MAX, IDEMPOTENCY_KEY_CHARS_MAX
 from outrider.request import Event, PromptTokens, ResumeRequest, RoundReport, Tokens
 from outrider.tokens import EMPTY_DIGEST, extend_digest
@@ -28,7 +31,9 @@ _EVENT_ID = re.compile(
 )
 _KEY = re.compile(rf"[ -~]{{1,{IDEMPOTENCY_KEY_CHARS_MAX}}}")
 _ID_CHARS_MAX = 64
-"""Of a wrong id that is told back."""
+"""Of a wrong id that an error shows."""
+_WAITING_MAX = 8
+"""Requests that wait for one with their key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,7 @@ class Progress:
         self._num_parts = self.shift = 0
         """Parts of events that the client has; and how many more they are than have been made here.
         """
+        self.follows_event = last_event_id is not None
         self._told, self._begun = [*self._now], (0, 0, 0)
         """What need not be told again: up to a position of each choice; and of an event behind
         one, of which several parts are told: its choice, its number of tokens, and how many parts.
@@ -135,6 +141,39 @@ def request_keys(key: str, tenant: str, request: bytes, num_choices: int) -> lis
     digest = hashlib.sha256(request).hexdigest()
     names = (json.dumps([tenant, key, index]).encode() for index in range(num_choices))
     return [RequestKey(hashlib.sha256(name).hexdigest(), digest) for name in names]
+
+
+class RepeatedRequests:
+    """Equal requests with one key, of which one runs at a time. Two at once would take the session
+    from each other, again and again where their clients retry."""
+
+    def __init__(self) -> None:
+        self._running: dict[RequestKey, asyncio.Event] = {}
+        """Set when the newest request with the key has ended."""
+        self._num_waiting = Counter[RequestKey]()
+
+    @asynccontextmanager
+    async def turn(self, key: RequestKey, *, takes_over: bool) -> AsyncIterator[None]:
+        """Waits until no other request with this key runs. One that `takes_over` does not wait: its
+        client has events of the one that runs, so the connection of that one is broken. Raises
+        `Unavailable` where too many wait."""
+        while not takes_over and (running := self._running.get(key)) is not None:
+            if self._num_waiting[key] >= _WAITING_MAX:
+                raise Unavailable(
+                    f"{_WAITING_MAX} requests with this Idempotency-Key wait for the one that runs"
+                )
+            self._num_waiting[key] += 1
+            try:
+                await running.wait()
+            finally:
+                self._num_waiting -= Counter([key])
+        ended = self._running[key] = asyncio.Event()
+        try:
+            yield
+        finally:
+            ended.set()
+            if self._running.get(key) is ended:
+                del self._running[key]
 
 
 def split_answer_id(answer_id: str, prefixes: Iterable[str]) -> tuple[str, str]:

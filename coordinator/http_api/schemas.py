@@ -196,21 +196,21 @@ class ResponseEvent(Told):
 
 class Model(Told):
     id: str
-    object: Literal["model"]
+    object: Literal["model"] = "model"
     created: int
-    owned_by: str
+    owned_by: str = "outrider"
     root: str
-    parent: None
+    parent: None = None
     max_model_len: int
 
 
 class ModelList(Told):
-    object: Literal["list"]
+    object: Literal["list"] = "list"
     data: list[Model]
 
 
 class Health(Told):
-    status: Literal["ok"]
+    status: Literal["ok"] = "ok"
 
 
 class Version(Told):

@@ -21,7 +21,7 @@ import os
 import resource
 import socket
 import ssl
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -30,12 +30,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import h11
 import uvicorn
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from coordinator.auth.access_control import OPEN, AccessControl
-from coordinator.http_api.reading import error_response
+from coordinator.http_api.reading import error_body, error_response, to_json
 from outrider.config import is_loopback
 from outrider.errors import ConfigError, Unavailable, check
 from outrider.files import FileWatch
@@ -389,28 +390,59 @@ class HttpServer:
         await self._serving
 
 
-async def until_gone(
-    work: Coroutine[Any, Any, None], receive: Receive, closing: asyncio.Event
-) -> None:
-    """Answers a request whose body has been read, until the client goes. Raises what the work
-    does, and `Unavailable` where the server closes before."""
+class LiveResponse(Response):
+    """The response to a request whose body has been read, produced while the client is connected:
+    `_respond` is cancelled when the client disconnects. An error, or the end of the server, is
+    raised before the response has begun, and is its last event afterwards."""
 
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+    def __init__(self, closing: asyncio.Event) -> None:
+        """`closing` is set when the server waits no longer."""
+        super().__init__()
+        self._closing = closing
+        self._has_begun = False
 
-    working, leaving = asyncio.create_task(work), asyncio.create_task(gone())
-    tasks = (working, leaving, asyncio.create_task(closing.wait()))
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            working.result()
-        elif not leaving.done():
-            raise shutting_down()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._respond_while_connected(scope, receive, send)
+        except Exception as error:
+            if not self._has_begun:
+                raise
+            await send_part(send, self._error_events(error_body(error)), more=False)
+
+    async def _respond_while_connected(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def disconnected() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        responding = asyncio.create_task(self._respond(scope, receive, send))
+        leaving = asyncio.create_task(disconnected())
+        tasks = (responding, leaving, asyncio.create_task(self._closing.wait()))
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if responding.done():
+                responding.result()
+            elif not leaving.done():
+                raise shutting_down()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotImplementedError
+
+    async def _begin(self, send: Send, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        self._has_begun = True
+
+    def _error_events(self, error: dict[str, Any]) -> bytes:
+        """The last events of a stream that ends with this error."""
+        return b"data: " + to_json(error) + b"\n\n"
+
+
+async def send_part(send: Send, body: bytes = b"", *, more: bool = True) -> None:
+    """Sends a part of a response's body, or the last one."""
+    await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 def shutting_down() -> Unavailable:

@@ -118,9 +118,10 @@ class Coordinator(Bench):
         headers: Mapping[str, str] = {},
         leaves_after: int = 10_000,
         dies: bool = False,
+        stays: bool = False,
     ) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and content, as far as it has come when the client leaves after so many
-        parts, maybe as the coordinator `dies`."""
+        parts, maybe as the coordinator `dies`. One that `stays` reads no more instead."""
         parts = list[bytes]()
         head: dict[str, Any] = {}
         gone = asyncio.Event()
@@ -139,7 +140,9 @@ class Coordinator(Bench):
             parts.append(message.get("body", b""))
             if sum(map(bool, parts)) >= leaves_after:
                 self.mortal.dead = dies
-                gone.set()
+                if not stays:
+                    gone.set()
+                [*_, (self.last_id, _)] = events_of(b"".join(parts))
                 await asyncio.Event().wait()
 
         given = {
@@ -289,6 +292,32 @@ async def test_requests_at_the_same_moment_are_one(form: str) -> None:
         )
         assert summary(streamed[0]) == summary(streamed[1])
         assert len(first.lengths()) == 2 * num_choices
+
+
+async def test_a_request_that_runs_is_waited_for_by_the_same_one() -> None:
+    """Neither is broken off, and a second one gets all of it. One whose client has events of the
+    first takes over at once, and a different request is refused at once."""
+    path, body = FORMS["choices"]
+    async with two() as (first, _):
+        answers = await asyncio.gather(*(first.call(path, body, KEY) for _ in range(3)))
+        assert [status for status, *_ in answers] == [200] * 3
+        one, *others = [summary(events_of(content)) for *_, content in answers]
+        assert others == [one, one]
+        assert one["DONE"] == 1
+        key = {"Idempotency-Key": "other"}
+        stuck = asyncio.create_task(first.call(path, body, key, leaves_after=4, stays=True))
+        await asyncio.sleep(1.0)
+        waiting = [asyncio.create_task(first.call(path, body, key)) for _ in range(9)]
+        await asyncio.sleep(1.0)
+        [refused] = [task.result() for task in waiting if task.done()]
+        assert refused[0] == 503
+        assert (await first.refusal(path, {**body, "seed": 8}, key))[0] == 400
+        last = {**key, "Last-Event-ID": first.last_id}
+        assert (await first.call(path, body, last))[0] == 200
+        assert {task.done() for task in waiting} == {True, False}
+        stuck.cancel()
+        statuses = [(await task)[0] for task in waiting]
+        assert sorted(statuses) == [200] * 8 + [503]
 
 
 @pytest.mark.parametrize("form", ["chat", "choices"])
