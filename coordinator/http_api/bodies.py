@@ -1,21 +1,20 @@
-"""What the body of a request may hold, and the coordinator's requests that it stands for.
+"""The bodies of requests, and their translation into the coordinator's requests.
 
-Limits that the coordinator knows are its own to check: it names its own fields, and
-`TranslatedBody.renamed` gives them the names that the body has for them. What OpenAI's and vLLM's
-requests may ask for and Outrider does not do is refused where it asks for something, and ignored
-where its value asks for nothing, as clients send it that write every field.
+The coordinator checks its own limits; `TranslatedBody.renamed` replaces the field names in its
+errors by those of the body. A field of OpenAI's or vLLM's API that Outrider does not implement is
+refused, unless its value asks for nothing: some clients send every field.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -23,16 +22,20 @@ from pydantic import (
     Field,
     Tag,
     ValidationError,
-    ValidationInfo,
     ValidatorFunctionWrapHandler,
     WrapValidator,
-    field_validator,
     model_validator,
 )
 from pydantic_core import InitErrorDetails
 
 from coordinator.http_api.tool_parsers import AnswerForm
-from coordinator.http_api.tools import REQUIRED, Tools, arguments_of, tools_of
+from coordinator.http_api.tools import (
+    REQUIRED,
+    Tools,
+    check_arguments,
+    parsed_call,
+    tools_of,
+)
 from outrider.errors import BadRequest
 from outrider.grammar.constraint import Constraint
 from outrider.limits import (
@@ -42,7 +45,6 @@ from outrider.limits import (
     CHAT_PARTS_MAX,
     CHOICES_MAX,
     CONSTRAINT_BYTES_MAX,
-    HTTP_CONTAINERS_MAX,
     HTTP_FIELDS_MAX,
     LOGIT_BIAS_ENTRIES_MAX,
     PROMPTS_MAX,
@@ -59,15 +61,15 @@ from outrider.speculation.random_streams import choice_seed
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 Unserved = Mapping[str, tuple[Any, ...]]
-"""Fields that are not served, and the values (beside null) that ask for nothing."""
+"""Fields that are not implemented, and the values besides null that ask for nothing."""
 ANY_VALUE = object()
-"""Every value: a label, or a hint that changes no answer."""
+"""Any value asks for nothing: a label, or a hint that changes no answer."""
 _COMPLETION_TOKENS = 16
 """OpenAI's default of a completion's `max_tokens`."""
 
 Item = TypeVar("Item")
 Several = Annotated[list[Item], Field(fail_fast=True)]
-"""Validated up to the first wrong item: there may be millions."""
+"""Validation stops at the first wrong item: there may be millions."""
 
 
 def asks_nothing(names: str, *values: Any) -> Unserved:
@@ -75,16 +77,16 @@ def asks_nothing(names: str, *values: Any) -> Unserved:
 
 
 def field_error(name: str, reason: str) -> ValidationError:
-    """What is wrong with one field of a body, for a validator of the whole body to raise."""
-    told: InitErrorDetails = {
+    """An error of one field, for a validator of the whole body to raise."""
+    details: InitErrorDetails = {
         "type": "value_error", "loc": (name,), "input": None, "ctx": {"error": ValueError(reason)}
     }  # fmt: skip
-    return ValidationError.from_exception_data(name, [told])
+    return ValidationError.from_exception_data(name, [details])
 
 
 class Body(BaseModel):
-    """A JSON object. Unknown fields, NaN and infinity are refused; nothing is converted; null is as
-    good as nothing."""
+    """A JSON object. Unknown fields, NaN and infinity are refused; no type is converted; a null
+    field counts as left out."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, frozen=True, use_attribute_docstrings=True
@@ -109,7 +111,7 @@ class Body(BaseModel):
 
     @classmethod
     def _is_idle(cls, name: str, value: Any) -> bool:
-        """Whether a field asks for nothing. 1 is not true, though Python finds them equal."""
+        """Whether a field asks for nothing. 1 does not count as true, though equal in Python."""
         if value is None:
             return name in cls.unserved or name in cls.model_fields
         return any(
@@ -120,7 +122,7 @@ class Body(BaseModel):
 
 
 def must_be(words: str) -> WrapValidator:
-    """Says what a field of several kinds may be, in place of what is wrong with each kind."""
+    """Replaces the errors about each member of a union by one that says what is allowed."""
 
     def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -132,17 +134,15 @@ def must_be(words: str) -> WrapValidator:
 
 
 def _few_values(value: Any) -> Any:
-    """Counts values within values, no more of them than there may be."""
+    """Refuses more nested values than `CONSTRAINT_BYTES_MAX` bytes can hold."""
     num_values, left = 0, [value]
     while left:
         inner = left.pop()
         if isinstance(inner, dict | list):
             num_values += len(inner)
             left += inner.values() if isinstance(inner, dict) else inner
-        if num_values > CONSTRAINT_BYTES_MAX // 2:  # Each takes two at least, with a comma.
-            raise ValueError(
-                f"has more values than {CONSTRAINT_BYTES_MAX} bytes, which are allowed"
-            )
+        if num_values > CONSTRAINT_BYTES_MAX // 2:  # Each takes at least two, with a comma.
+            raise ValueError(f"has more values than fit into {CONSTRAINT_BYTES_MAX} bytes")
     return value
 
 
@@ -154,32 +154,32 @@ NO_STREAM = "is for streams; set stream to true, or leave it out"
 
 
 class Speculation(Body):
-    """How drafts are used for this request, and what is told of them."""
+    """How drafts are used for this request, and what is reported of them."""
 
     enabled: bool = True
     """false = plain decoding by the target alone."""
     rule: Annotated[Rule, Field(strict=False)] | None = None
-    """How drafts are accepted; by default as the sampling asks for."""
+    """How draft tokens are accepted; the default depends on the sampling parameters."""
     num_draft_tokens: int | None = None
     """Most draft tokens of a round, 0..16."""
     draft_deadline_ms: int | None = None
-    """Time that a round gives its draft, which answers with what it has by then."""
+    """How long a round waits for its draft, which then answers with what it has."""
     histograms: bool = False
-    """Tell how many rounds accepted how much."""
+    """Report how many rounds accepted how many tokens."""
 
 
 class StreamOptions(Body):
-    """What a stream tells beside the text."""
+    """What a stream has besides the text."""
 
     include_usage: bool = False
-    """A last chunk with the usage."""
+    """The usage in a last chunk."""
     continuous_usage_stats: bool = False
     """The usage in every chunk."""
     include_obfuscation: Literal[False] = False
 
 
 class GenerationBody(Body):
-    """What every kind of generation has."""
+    """Fields of every kind of generation."""
 
     unserved: ClassVar[Unserved] = {
         **asks_nothing("request_id", ANY_VALUE),
@@ -192,26 +192,26 @@ class GenerationBody(Body):
     }
 
     model: str = ""
-    """The served model's name; it may be left out."""
+    """The name of the served model, if given."""
     min_tokens: int = 0
-    """No EOS, stop token or stop string before so many tokens."""
+    """No EOS, stop token or stop string ends the text before it has this many tokens."""
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = Field(default=None, ge=-(2 ** (SEED_BITS - 1)), le=SEED_MAX)
-    """A negative one is the same as itself plus 2**64."""
+    """A negative seed is the same as itself plus 2**64."""
     stop: Annotated[
         str | Annotated[Several[str], Field(max_length=STOP_STRINGS_MAX)],
         must_be(f"a string or a list of at most {STOP_STRINGS_MAX} strings"),
     ] = []
     stop_token_ids: Annotated[Several[int], Field(max_length=STOP_TOKEN_IDS_MAX)] = []
-    """Tokens that end the text as an EOS does."""
+    """Tokens that end the text like an EOS."""
     stream: bool = False
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] = Field(default={}, max_length=LOGIT_BIAS_ENTRIES_MAX)
     """Added to logits, by token id."""
     user: str = ""
-    """A label of the caller's own; not looked at."""
+    """A label of the caller's; ignored."""
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -220,11 +220,11 @@ class GenerationBody(Body):
     """When the answer is cut off, ms from now."""
     speculation: Speculation = Speculation()
     structured_outputs: Described = {}
-    """What form the answer has, as vLLM has it: json, json_object, regex or choice."""
+    """The form of the answer, as in vLLM: one of json, json_object, regex and choice."""
 
 
 class ChoicesBody(GenerationBody):
-    """What chat completions and completions have besides."""
+    """Fields of chat completions and completions."""
 
     unserved = {
         **GenerationBody.unserved,
@@ -235,30 +235,31 @@ class ChoicesBody(GenerationBody):
 
     max_tokens: int | None = None
     n: int = Field(default=1, ge=1, le=ANSWERS_MAX)
-    """Texts for one prompt."""
+    """Number of answers to each prompt."""
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
-    """Tell the tokens beside the text."""
+    """Add the token ids to the text."""
     response_format: Described | None = None
-    """What form the answer has: text, json_object, or json_schema with its schema."""
+    """The form of the answer: text, json_object, or json_schema with its schema."""
     guided_json: Annotated[dict[str, Any] | str, BeforeValidator(_few_values)] | None = None
-    """A schema, as vLLM had it before structured_outputs."""
+    """A schema, as in vLLM before structured_outputs."""
     guided_regex: str | None = None
     """A regular expression."""
     guided_choice: Annotated[Several[str], Field(max_length=CHOICES_MAX)] | None = None
-    """One of these texts."""
+    """The answer is one of these texts."""
 
     def _translated(
         self,
         prompts: Sequence[Prompt],
         names: Mapping[str, str],
+        tools: Tools | None = None,
         **own: Any,
     ) -> TranslatedBody:
-        """Of `prompts`, with what each kind of body calls differently: fields of the requests, and
-        the body's `names` for them."""
+        """The requests for these prompts. `names` are the body's names for fields of a request,
+        and `own` the fields that differ between kinds of bodies."""
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options", NO_STREAM)
-        found, speculation = self._constraints(), self.speculation
+        found, speculation = self._constraints(tools), self.speculation
         if len(found) > 1:
             reason = f"is given beside {found[0][0]}; allowed: one of them"
             raise BadRequest(found[1][0], reason)
@@ -278,6 +279,7 @@ class ChoicesBody(GenerationBody):
             include_rounds=speculation.histograms,
             draft_deadline_ms=speculation.draft_deadline_ms,
             constraint=found[0][1] if found else None,
+            tools=() if tools is None else tools.for_template(),
             **own,
         )
         seeds = [
@@ -289,7 +291,7 @@ class ChoicesBody(GenerationBody):
         )
         more = {"stop[0]": "stop"} if isinstance(self.stop, str) else {}
         more |= {constraint.kind.value: field for field, constraint in found}
-        return TranslatedBody(self, requests, {**_NAMES, **names, **more})
+        return TranslatedBody(self, requests, {**_NAMES, **names, **more}, tools)
 
     def _sampling(self) -> SamplingParams:
         given = self.model_fields_set & {field.name for field in fields(SamplingParams)}
@@ -301,8 +303,9 @@ class ChoicesBody(GenerationBody):
         listed = {"logit_bias": tuple(biases), "stop_token_ids": tuple(self.stop_token_ids)}
         return SamplingParams(**values | listed)
 
-    def _constraints(self) -> list[tuple[str, Constraint]]:
-        """Each that is asked for, behind the field that asks for it. Raises `BadRequest`."""
+    def _constraints(self, tools: Tools | None) -> list[tuple[str, Constraint]]:
+        """Each form that is asked for, with the field that asks for it. An answer that must be a
+        call is not held to `response_format`. Raises `BadRequest`."""
         field, asked = "response_format", list[tuple[str, str, Any]]()
         match self.response_format:
             case None | {"type": "text"}:
@@ -320,42 +323,46 @@ class ChoicesBody(GenerationBody):
                 )
         given = self.structured_outputs
         asked += [(f"structured_outputs.{kind}", kind, value) for kind, value in given.items()]
-        for kind in ("json", "regex", "choice"):
-            field = f"guided_{kind}"
-            asked.append((field, kind, getattr(self, field)))
-        return [
+        asked += [(f"guided_{one}", one, getattr(self, f"guided_{one}")) for one in _CONSTRAINTS]
+        found = [
             (field, _constraint(field, kind, value))
             for field, kind, value in asked
             if value is not None and not (kind == "json_object" and value is False)
         ]
+        held = None if tools is None else tools.constraint()
+        if held is not None:
+            found = [one for one in found if not one[0].startswith("response_format")]
+            found.insert(0, ("tools", held))
+        return found
+
+
+_CONSTRAINTS: Mapping[str, Callable[[Any, str], Constraint]] = {
+    "json": Constraint.of_schema, "regex": Constraint.of_regex, "choice": Constraint.of_choices,
+}  # fmt: skip
 
 
 def _constraint(field: str, kind: str, value: Any) -> Constraint:
-    match kind, value:
-        case "json_object", True:
-            return Constraint.any_object()
-        case "json", _:
-            return Constraint.of_schema(value, field)
-        case "regex", _:
-            return Constraint.of_regex(value, field)
-        case "choice", list():
-            return Constraint.of_choices(value, field)
-        case "json_object", _:
+    if kind == "json_object":
+        if value is not True:
             raise BadRequest(field, f"got {value!r}; allowed: true, false")
-        case "choice", _:
-            raise BadRequest(field, "is no list of texts")
-    raise BadRequest(field, "is not supported; allowed: one of json, json_object, regex, choice")
+        return Constraint.any_object()
+    if kind not in _CONSTRAINTS:
+        reason = "is not supported; allowed: one of json, json_object, regex, choice"
+        raise BadRequest(field, reason)
+    if kind == "choice" and not isinstance(value, list):
+        raise BadRequest(field, "must be a list of texts")
+    return _CONSTRAINTS[kind](value, field)
 
 
 class ResumeBody(Body):
-    """How the rest of an answer is told."""
+    """How the rest of an answer is sent."""
 
     stream: bool = True
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
 
     def as_part_of(self, kind: type[B], **more: Any) -> B:
-        """A body that asks for such an answer and `more`, and says nothing else."""
+        """A body of this kind with these fields and `more`."""
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options", NO_STREAM)
         return kind.model_construct(
@@ -364,7 +371,7 @@ class ResumeBody(Body):
 
 
 class CalledFunction(Body):
-    """What an assistant has called."""
+    """The function that the assistant called."""
 
     name: str
     arguments: str
@@ -382,14 +389,20 @@ class CalledTool(Body):
 
 
 class TextPart(Body):
-    """A part of a message."""
+    """A text in a message."""
 
     type: Literal["text"]
     text: str
 
 
+def _known_role(role: str) -> str:
+    if role == "function":
+        raise ValueError(f"{role!r} is not supported; say tool")
+    return "system" if role == "developer" else role
+
+
 class Message(Body):
-    """A turn of a conversation."""
+    """A message of a conversation."""
 
     unserved = {
         **asks_nothing("name", ANY_VALUE),
@@ -397,50 +410,32 @@ class Message(Body):
         **asks_nothing("function_call refusal audio reasoning"),
     }
 
-    role: str
-    content: str | Several[TextPart] | None = Field(default=None, validate_default=True)
+    role: Annotated[str, AfterValidator(_known_role)]
+    content: str | Several[TextPart] | None = None
     reasoning_content: str = ""
-    """How an assistant came to what it said."""
+    """The assistant's reasoning before its answer."""
     tool_calls: Annotated[Several[CalledTool], Field(max_length=CALLS_MAX)] = []
-    """What an assistant has called."""
-    tool_call_id: str | None = Field(default=None, validate_default=True)
-    """The call that a tool's message answers."""
+    """The calls that the assistant made."""
+    tool_call_id: str | None = None
+    """The call whose result this message of a tool is."""
 
-    @field_validator("role")
-    @classmethod
-    def _known(cls, role: str) -> str:
-        if role == "function":
-            raise ValueError(f"{role!r} is not supported; say tool")
-        return "system" if role == "developer" else role
-
-    @field_validator("content")
-    @classmethod
-    def _given(cls, content: Any, info: ValidationInfo) -> Any:
-        if content is None and info.data.get("role") != "assistant":
-            raise ValueError("is missing; only the assistant's may be left out")
-        return content
-
-    @field_validator("reasoning_content", "tool_calls")
-    @classmethod
-    def _of_assistant(cls, value: Any, info: ValidationInfo) -> Any:
-        if value and info.data.get("role") != "assistant":
-            raise ValueError("is for messages of the assistant; leave it out")
-        return value
-
-    @field_validator("tool_call_id")
-    @classmethod
-    def _of_tool(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if (value is None) is (info.data.get("role") == "tool"):
-            raise ValueError(
-                "is missing; it names the call that this answers"
-                if value is None
-                else "is for messages of a tool; leave it out"
-            )
-        return value
+    @model_validator(mode="after")
+    def _fit_for_its_role(self) -> Self:
+        if self.role != "assistant":
+            if self.content is None:
+                raise field_error("content", "is missing; only the assistant's may be left out")
+            for name in ("reasoning_content", "tool_calls"):
+                if getattr(self, name):
+                    raise field_error(name, "is for messages of the assistant; leave it out")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise field_error("tool_call_id", "is missing; it names the call that this answers")
+        if self.role != "tool" and self.tool_call_id is not None:
+            raise field_error("tool_call_id", "is for messages of a tool; leave it out")
+        return self
 
     def turn(self, place: str) -> ChatMessage:
-        """Text parts become lines of one text. Raises `BadRequest` for arguments that are none;
-        `place` is the message's."""
+        """The message for the chat template, with text parts as lines of one text. Raises
+        `BadRequest` for wrong arguments of a call, with the message's `place` in the body."""
         content = self.content or ""
         if not isinstance(content, str):
             content = "\n".join(part.text for part in content)
@@ -449,17 +444,12 @@ class Message(Body):
             more["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
             more["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": call.type,
-                    "function": {
-                        "name": call.function.name,
-                        "arguments": arguments_of(
-                            call.function.arguments,
-                            f"{place}.tool_calls[{index}].function.arguments",
-                        ),
-                    },
-                }
+                parsed_call(
+                    call.id,
+                    call.function.name,
+                    call.function.arguments,
+                    f"{place}.tool_calls[{index}].function.arguments",
+                )
                 for index, call in enumerate(self.tool_calls)
             ]
         if self.tool_call_id is not None:
@@ -468,7 +458,7 @@ class Message(Body):
 
 
 class FunctionTool(Body):
-    """A function that the caller has."""
+    """A function that the answer may call."""
 
     unserved = asks_nothing("strict", ANY_VALUE)
 
@@ -476,24 +466,24 @@ class FunctionTool(Body):
     """1 to 64 letters, digits, - and _."""
     description: str = ""
     parameters: Described = {}
-    """Their JSON schema; empty = it has none."""
+    """Their JSON schema; empty = the function has none."""
 
 
 class Tool(Body):
-    """What an answer may call."""
+    """A tool that the answer may call."""
 
     type: Literal["function"]
     function: FunctionTool
 
 
 class NamedFunction(Body):
-    """One of the tools' functions."""
+    """The function of one of the tools."""
 
     name: str
 
 
 class NamedTool(Body):
-    """The tool that an answer must call."""
+    """The tool that the answer must call."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -509,7 +499,7 @@ TemplateVariable = (
 
 
 def few_parts(messages: Any) -> Any:
-    """Counts the parts of all messages, before any is looked at."""
+    """Counts the parts of all messages before any is validated."""
     if isinstance(messages, list):
         contents = (one.get("content") for one in messages if isinstance(one, dict))
         if sum(len(one) for one in contents if isinstance(one, list)) > CHAT_PARTS_MAX:
@@ -527,7 +517,7 @@ TemplateVariables = Annotated[dict[str, TemplateVariable], Field(max_length=TEMP
 
 
 class ChatBody(ChoicesBody):
-    """Of a chat completion."""
+    """The body of a chat completion."""
 
     unserved = {
         **ChoicesBody.unserved,
@@ -549,56 +539,42 @@ class ChatBody(ChoicesBody):
     logprobs: bool = False
     top_logprobs: int = 0
     tools: ToolList = []
-    """What the answer may call."""
+    """The tools that the answer may call."""
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedTool,
         must_be('none, auto, required, or {"type": "function", "function": {"name": ...}}'),
     ] = "auto"
-    """Whether it may call something, must, or calls a certain tool."""
+    """Whether the answer may call a tool, must call one, or must call this one."""
     parallel_tool_calls: bool = True
-    """false = one call at most."""
+    """false = at most one call."""
     chat_template_kwargs: TemplateVariables = {}
     """Variables for the chat template, such as enable_thinking."""
 
-    @cached_property
-    def called_tools(self) -> Tools | None:
-        """Raises `BadRequest`."""
-        choice = self.tool_choice
+    def _tools(self) -> Tools | None:
+        choice, functions = self.tool_choice, [tool.function for tool in self.tools]
         named = choice.function.name if isinstance(choice, NamedTool) else ""
         return tools_of(
-            [tool.function.model_dump(exclude_unset=True) for tool in self.tools],
+            [one.model_dump(exclude_unset=True) for one in functions],
             choice if isinstance(choice, str) else REQUIRED,
             named,
             several=self.parallel_tool_calls,
             place=".function.name",
         )
 
-    def _constraints(self) -> list[tuple[str, Constraint]]:
-        """An answer that must be calls is not held to the form that it would have as a text."""
-        tools = self.called_tools
-        held = None if tools is None else tools.constraint()
-        found = super()._constraints()
-        if held is None:
-            return found
-        others = [one for one in found if not one[0].startswith("response_format")]
-        return [("tools", held), *others]
-
     def _turns(self) -> tuple[ChatMessage, ...]:
         calls = [call for message in self.messages for call in message.tool_calls]
-        texts = [call.function.arguments for call in calls]
-        if sum(text.count("{") + text.count("[") for text in texts) > HTTP_CONTAINERS_MAX:
-            raise BadRequest(
-                "messages",
-                f"have calls with more than {HTTP_CONTAINERS_MAX} lists and objects in all",
-            )
+        check_arguments([call.function.arguments for call in calls], "messages")
         return tuple(
             message.turn(f"messages[{index}]") for index, message in enumerate(self.messages)
         )
 
     def translate(self) -> TranslatedBody:
-        """Raises `BadRequest` for fields that contradict each other. OpenAI has two
-        names for the most tokens."""
-        old, new = self.max_tokens, self.max_completion_tokens
+        """Raises `BadRequest` for fields that contradict each other."""
+        return self.translate_with(self._turns(), self._tools())
+
+    def translate_with(self, turns: tuple[ChatMessage, ...], tools: Tools | None) -> TranslatedBody:
+        """As `translate`, with these in place of the body's messages and tools."""
+        old, new = self.max_tokens, self.max_completion_tokens  # OpenAI has two names.
         if old is not None and new is not None and old != new:
             raise BadRequest("max_completion_tokens", f"{new} is not the {old} of max_tokens")
         if self.top_logprobs and not self.logprobs:
@@ -606,20 +582,18 @@ class ChatBody(ChoicesBody):
         names = {"chat": "messages", "chat.messages": "messages", "logprobs": "top_logprobs"}
         if new is not None:
             names["max_tokens"] = "max_completion_tokens"
-        tools = self.called_tools
-        asked = self._translated(
-            [self._turns()],
+        return self._translated(
+            [turns],
             names,
+            tools,
             max_tokens=old if new is None else new,
             logprobs=self.top_logprobs if self.logprobs else None,
-            tools=() if tools is None else tools.for_template(),
             template_variables=self.chat_template_kwargs,
         )
-        return replace(asked, tools=tools)
 
 
 class CompletionBody(ChoicesBody):
-    """Of a completion of raw text or tokens."""
+    """The body of a completion of raw text or tokens."""
 
     unserved = {
         **ChoicesBody.unserved,
@@ -639,11 +613,11 @@ class CompletionBody(ChoicesBody):
     ]
     logprobs: int | None = None
     echo: bool = False
-    """Tell the prompt before the text; with logprobs its log-probabilities, too, and max_tokens may
-    be 0."""
+    """Begin the answer with the prompt, and with its log-probabilities if logprobs is given.
+    max_tokens may then be 0."""
 
     def translate(self) -> TranslatedBody:
-        """As `ChatBody.translate`."""
+        """See `ChatBody.translate`."""
         given = self.prompt
         prompts: list[Any] = (
             [given] if isinstance(given, str) or isinstance(given[0], int) else given
@@ -659,30 +633,30 @@ class CompletionBody(ChoicesBody):
 
 
 _NAMES = {name: f"speculation.{name}" for name in ("rule", "num_draft_tokens", "draft_deadline_ms")}
-"""What fields of the coordinator's are called in every body, where it is not the same."""
+"""The names, in every body, of fields that the coordinator calls otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class TranslatedBody:
-    """A body, and the coordinator's requests that it stands for."""
+    """A body and the coordinator's requests for it."""
 
     body: ChoicesBody
     requests: tuple[GenerateRequest, ...]
     """`n` for each prompt, all of the first prompt first."""
     names: Mapping[str, str]
-    """What the body calls fields of the coordinator's."""
+    """The body's names of the coordinator's fields."""
     tools: Tools | None = None
-    """What the answers may call."""
+    """The tools that the answers may call."""
     form: AnswerForm | None = None
-    """How the answers are read; None = all of them is content."""
+    """How the texts of answers are parsed; None = all text is content."""
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether the answer tells log-probabilities."""
+        """Whether the answer has log-probabilities."""
         return self.requests[0].logprobs is not None
 
     def renamed(self, error: BadRequest, index: int) -> BadRequest:
-        """The error of one of the requests, with the name that the body has for the field."""
+        """An error of the request at `index`, with the body's name of the field."""
         name = error.field.removeprefix("sampling.")
         head, bracket, rest = name.partition("[")
         name = self.names.get(name) or self.names.get(head, head) + bracket + rest
@@ -691,7 +665,7 @@ class TranslatedBody:
         return BadRequest(name, error.reason)
 
 
-# Tags that are no identifiers name no part of a field in an error.
+# Errors name the place of a wrong value; `wrong_body` leaves out parts that are no identifiers.
 _CHAT = "with messages"
 _RAW = "with a prompt"
 

@@ -1,5 +1,5 @@
-"""`POST /v1/responses`: what its body may hold, the chat completion that it stands for, and its
-answer, as OpenAI's items and events. Nothing is kept of a response once it has been told."""
+"""`POST /v1/responses`: its body, which is translated into a chat completion, and its answer as
+OpenAI's items and events. Responses are not stored."""
 
 from __future__ import annotations
 
@@ -14,18 +14,11 @@ from coordinator.http_api.answers import ChatAnswer, Json
 from coordinator.http_api.bodies import (
     ANY_VALUE,
     Body,
-    CalledFunction,
-    CalledTool,
     ChatBody,
     Described,
-    FunctionTool,
     GenerationBody,
-    Message,
-    NamedFunction,
-    NamedTool,
     Several,
     TemplateVariables,
-    Tool,
     TranslatedBody,
     Unserved,
     asks_nothing,
@@ -33,9 +26,10 @@ from coordinator.http_api.bodies import (
     must_be,
 )
 from coordinator.http_api.tool_parsers import Part, joined
+from coordinator.http_api.tools import REQUIRED, Tools, check_arguments, parsed_call, tools_of
 from outrider.errors import BadRequest
 from outrider.limits import CHAT_MESSAGES_MAX, TOOLS_MAX
-from outrider.request import Event, Finished
+from outrider.request import ChatMessage, Event, Finished
 from outrider.sessions.store import FinishReason
 
 if TYPE_CHECKING:
@@ -49,21 +43,21 @@ _NAMES = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
 }
-"""What the fields of a chat completion, or how they begin, are called here."""
+"""The names here of fields of a chat completion; a longer name may follow each."""
 _TOLD_AGAIN = {
     "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "text", "tool_choice",
     "tools", "top_logprobs",
 }  # fmt: skip
-"""What an answer has of the body."""
+"""Fields of the body that the answer repeats."""
 _ALWAYS: Json = {
     "background": False, "previous_response_id": None, "reasoning": None, "store": False,
     "truncation": "disabled",
 }  # fmt: skip
-"""What is the same in every answer."""
+"""Fields that are the same in every answer."""
 
 
 class ItemText(Body):
-    """A part of a message, whether it was given or answered."""
+    """A text in a message."""
 
     unserved = asks_nothing("annotations logprobs", ANY_VALUE)
 
@@ -72,7 +66,7 @@ class ItemText(Body):
 
 
 class MessageItem(Body):
-    """A turn of the conversation."""
+    """A message of the conversation."""
 
     unserved = asks_nothing("id status phase", ANY_VALUE)
 
@@ -80,14 +74,15 @@ class MessageItem(Body):
     role: Literal["user", "assistant", "system", "developer"]
     content: str | Several[ItemText]
 
-    def turn(self) -> Json:
-        """The message of chat that it is, or a part of."""
+    def turn(self, place: str) -> Json:
+        """The fields of the `ChatMessage` for this item, or for the part of one that it is. Raises
+        `BadRequest`, with the item's `place` in the body."""
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": _lines(self.content)}
 
 
 class CallItem(Body):
-    """A call that a former answer made."""
+    """A call that an earlier answer made."""
 
     unserved = asks_nothing("id status namespace caller", ANY_VALUE)
 
@@ -97,14 +92,14 @@ class CallItem(Body):
     arguments: str
     """A JSON object, as text."""
 
-    def turn(self) -> Json:
+    def turn(self, place: str) -> Json:
         """See `MessageItem.turn`."""
-        function = CalledFunction(name=self.name, arguments=self.arguments)
-        return {"role": "assistant", "tool_calls": [CalledTool(id=self.call_id, function=function)]}
+        call = parsed_call(self.call_id, self.name, self.arguments, f"{place}.arguments")
+        return {"role": "assistant", "tool_calls": [call]}
 
 
 class OutputItem(Body):
-    """What such a call has brought."""
+    """The result of such a call."""
 
     unserved = asks_nothing("id status name namespace caller", ANY_VALUE)
 
@@ -112,27 +107,27 @@ class OutputItem(Body):
     call_id: str
     output: str | Several[ItemText]
 
-    def turn(self) -> Json:
+    def turn(self, place: str) -> Json:
         """See `MessageItem.turn`."""
         return {"role": "tool", "content": _lines(self.output), "tool_call_id": self.call_id}
 
 
 class ReasoningText(Body):
-    """A part of what came before a former answer."""
+    """A text in an earlier answer's reasoning."""
 
     type: Literal["reasoning_text"]
     text: str
 
 
 class ReasoningItem(Body):
-    """What came before a former answer."""
+    """The reasoning before an earlier answer."""
 
     unserved = asks_nothing("id status summary encrypted_content", ANY_VALUE)
 
     type: Literal["reasoning"]
     content: Several[ReasoningText] = Field(default=[])
 
-    def turn(self) -> Json:
+    def turn(self, place: str) -> Json:
         """See `MessageItem.turn`."""
         return {"role": "assistant", _REASONING: _lines(self.content)}
 
@@ -147,7 +142,7 @@ def _kind(value: Any) -> str | None:
     return f"a {'message' if kind is None else kind}" if isinstance(kind, str | None) else None
 
 
-# Tags that are no identifiers name no part of a field in an error.
+# `wrong_body` leaves tags that are no identifiers out of a field's name.
 Item = Annotated[
     Annotated[MessageItem, Tag("a message")]
     | Annotated[CallItem, Tag("a function_call")]
@@ -183,29 +178,20 @@ class ResponsesTool(Body):
     """1 to 64 letters, digits, - and _."""
     description: str = ""
     parameters: Described = Field(default={})
-    """Their JSON schema; empty = it has none."""
+    """Their JSON schema; empty = the function has none."""
     strict: bool = True
-    """Not looked at: calls that must come meet the schema."""
-
-    def nested(self) -> Tool:
-        """As chat has it."""
-        given = {name: getattr(self, name) for name in self.model_fields_set - {"type", "strict"}}
-        return Tool(type="function", function=FunctionTool.model_construct(**given))
+    """Ignored: calls that the answer must make always meet the schema."""
 
 
 class NamedResponsesTool(Body):
-    """The tool that an answer must call."""
+    """The tool that the answer must call."""
 
     type: Literal["function"]
     name: str
 
-    def nested(self) -> NamedTool:
-        """As chat has it."""
-        return NamedTool(type="function", function=NamedFunction(name=self.name))
-
 
 class TextOptions(Body):
-    """How the answer's text is to look."""
+    """The form of the answer's text."""
 
     unserved = asks_nothing("verbosity", "medium")
 
@@ -214,7 +200,7 @@ class TextOptions(Body):
 
 
 class ReasoningOptions(Body):
-    """How the model is to reason, of which nothing can be chosen."""
+    """How the model reasons, which cannot be chosen."""
 
     unserved: ClassVar[Unserved] = {
         **asks_nothing("effort", "none"),
@@ -223,7 +209,7 @@ class ReasoningOptions(Body):
 
 
 class ResponsesBody(GenerationBody):
-    """Of a response."""
+    """The body of `POST /v1/responses`."""
 
     unserved: ClassVar[Unserved] = {
         **GenerationBody.unserved,
@@ -240,72 +226,66 @@ class ResponsesBody(GenerationBody):
     input: Annotated[
         Annotated[
             Several[Item],
-            Field(min_length=1, max_length=CHAT_MESSAGES_MAX - 1),  # Beside the instructions.
+            Field(min_length=1, max_length=CHAT_MESSAGES_MAX - 1),  # One is for the instructions.
         ]
         | str,
         BeforeValidator(_few_items),
     ]
     """The user's text, or a conversation."""
     instructions: str | None = None
-    """What the system says before it."""
+    """A system message before it."""
     max_output_tokens: int | None = None
     text: TextOptions = TextOptions()
     include: Several[Literal["message.output_text.logprobs"]] = Field(default=[])
-    """What the answer tells besides."""
+    """What the answer has besides."""
     top_logprobs: int = 0
     metadata: dict[str, str] = Field(default={}, max_length=16)
-    """Told again with the answer; not looked at."""
+    """Repeated in the answer, and ignored."""
     reasoning: ReasoningOptions | None = None
     tools: Annotated[Several[ResponsesTool], Field(max_length=TOOLS_MAX)] = Field(default=[])
-    """What the answer may call."""
+    """The tools that the answer may call."""
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedResponsesTool,
         must_be('none, auto, required, or {"type": "function", "name": ...}'),
     ] = "auto"
-    """Whether it may call something, must, or calls a certain tool."""
+    """Whether the answer may call a tool, must call one, or must call this one."""
     parallel_tool_calls: bool = True
-    """false = one call at most."""
+    """false = at most one call."""
     chat_template_kwargs: TemplateVariables = Field(default={})
     """Variables for the chat template, such as enable_thinking."""
 
     def translate(self) -> TranslatedBody:
-        """As the chat completion that it stands for, with the names that fields have here."""
-        (messages, places), choice = self._messages(), self.tool_choice
+        """The requests of the equivalent chat completion. Raises `BadRequest`."""
+        turns, tools = self._turns(), self._tools()
         given = self.model_fields_set & GenerationBody.model_fields.keys()
         chat = ChatBody.model_construct(
             **{name: getattr(self, name) for name in given},
-            messages=messages,
             max_completion_tokens=self.max_output_tokens,
             response_format=self._response_format(),
             logprobs=bool(self.include or self.top_logprobs),
             top_logprobs=self.top_logprobs,
-            tools=[tool.nested() for tool in self.tools],
-            tool_choice=choice if isinstance(choice, str) else choice.nested(),
-            parallel_tool_calls=self.parallel_tool_calls,
             chat_template_kwargs=self.chat_template_kwargs,
         )
         try:
-            asked = chat.translate()
+            asked = chat.translate_with(turns, tools)
         except BadRequest as error:
-            field = places.get(error.field) or _own_name(error.field)
-            raise BadRequest(field, error.reason) from error
-        # What has only reasoning, without its text, is an empty prompt.
+            raise BadRequest(_own_name(error.field), error.reason) from error
+        # A conversation of nothing but reasoning without text is an empty prompt.
         names = {"max_tokens": "max_tokens", "token_ids": "messages", **asked.names}
         return replace(asked, names={name: _own_name(field) for name, field in names.items()})
 
-    def _messages(self) -> tuple[list[Message], dict[str, str]]:
-        """What an assistant has thought, said and called in succession is one message. And what
-        the arguments of calls are called in these messages and here."""
-        turns, places = list[dict[str, Any]](), dict[str, str]()
-        items = self.input
+    def _turns(self) -> tuple[ChatMessage, ...]:
+        """Reasoning, text and calls of the assistant in a row are one message in chat."""
+        items, turns = self.input, list[Json]()
         if isinstance(items, str):
             items = [MessageItem(role="user", content=items)]
         if self.instructions is not None:
             turns.append({"role": "system", "content": self.instructions})
+        check_arguments([item.arguments for item in items if isinstance(item, CallItem)], "input")
         for index, item in enumerate(items):
             if isinstance(item, ReasoningItem) and not item.content:
                 continue
-            turn = item.turn()
+            turn = item.turn(f"input[{index}]")
             last = turns[-1] if turns and turns[-1]["role"] == turn["role"] == "assistant" else None
             if last is not None and isinstance(item, CallItem):
                 last.setdefault("tool_calls", []).extend(turn["tool_calls"])
@@ -313,11 +293,19 @@ class ResponsesBody(GenerationBody):
                 last.update(turn)
             else:
                 turns.append(turn)
-            if isinstance(item, CallItem):
-                call = f"tool_calls[{len(turns[-1]['tool_calls']) - 1}]"
-                place = f"messages[{len(turns) - 1}].{call}.function.arguments"
-                places[place] = f"input[{index}].arguments"
-        return [Message.model_construct(**turn) for turn in turns], places
+        return tuple(
+            ChatMessage(turn.pop("role"), turn.pop("content", ""), more=turn) for turn in turns
+        )
+
+    def _tools(self) -> Tools | None:
+        choice, fields = self.tool_choice, {"name", "description", "parameters"}
+        return tools_of(
+            [tool.model_dump(include=fields, exclude_unset=True) for tool in self.tools],
+            choice if isinstance(choice, str) else REQUIRED,
+            "" if isinstance(choice, str) else choice.name,
+            several=self.parallel_tool_calls,
+            place=".name",
+        )
 
     def _response_format(self) -> Json:
         form = self.text.format
@@ -330,18 +318,18 @@ def _own_name(field: str) -> str:
     for theirs, own in _NAMES.items():
         if field.startswith(theirs):
             return own + field.removeprefix(theirs)
-    return field.replace(".function", "")  # Of tools and what is chosen of them.
+    return field
 
 
 class _Item:
-    """One of the items that an answer has, as far as it has come; each step to it is an event."""
+    """An item of an answer, as far as it has been generated. Each change of it is an event."""
 
     _TYPES: ClassVar = {
         "content": ("message", "msg", "output_text"),
         "reasoning": ("reasoning", "rs", "reasoning_text"),
         "name": ("function_call", "fc", "function_call_arguments"),
     }
-    """By the kind of its parts: its type, what its id begins with, and what grows."""
+    """By the kind of its parts: its type, the prefix of its id, and the name of what grows."""
 
     def __init__(
         self, kind: str, session_id: str, index: int, name: str = "", call_id: str = ""
@@ -358,7 +346,7 @@ class _Item:
     def _text(self) -> str:
         return "".join(self._texts)
 
-    def told(self) -> Json:
+    def body(self) -> Json:
         own: Json = {"id": self._id, "type": self._type, "status": self.status}
         if self.kind == "name":
             call = {"call_id": self._call_id, "name": self._name, "arguments": self._text}
@@ -376,8 +364,8 @@ class _Item:
         self._texts.append(text)
         self.logprobs += logprobs
         more = {"logprobs": logprobs} if self.kind == "content" else {}
-        told = [self._event(f"{self._grows}.delta", delta=text, **more)]
-        return told if text or logprobs else []
+        events = [self._event(f"{self._grows}.delta", delta=text, **more)]
+        return events if text or logprobs else []
 
     def closed(self, status: str) -> list[Json]:
         self.status = status
@@ -400,21 +388,21 @@ class _Item:
         return own
 
     def _item_event(self, step: str) -> Json:
-        return _event(f"output_item.{step}", output_index=self._index, item=self.told())
+        return _event(f"output_item.{step}", output_index=self._index, item=self.body())
 
-    def _event(self, name: str, /, **told: Any) -> Json:
+    def _event(self, name: str, /, **fields: Any) -> Json:
         place: Json = {"item_id": self._id, "output_index": self._index}
         if self.kind != "name":
             place["content_index"] = 0
-        return _event(name, **place, **told)
+        return _event(name, **place, **fields)
 
 
-def _event(name: str, /, **told: Any) -> Json:
-    return {"type": f"response.{name}", **told}
+def _event(name: str, /, **fields: Any) -> Json:
+    return {"type": f"response.{name}", **fields}
 
 
 class ResponseAnswer(ChatAnswer):
-    """To a response: the items that it has, and of a stream an event for each step to them."""
+    """The answer to `POST /v1/responses`: its items, and in a stream an event for each change."""
 
     id_prefix = "resp_"
     is_named = True
@@ -441,7 +429,7 @@ class ResponseAnswer(ChatAnswer):
         return self._response(self._status)
 
     def failed(self, error: Json) -> Sequence[Json]:
-        """A response that has failed, with the items that came before."""
+        """A failed response, with the items that came before the error."""
         for item in self._items[-1:]:
             item.status = "incomplete"
         detail = error["error"]
@@ -461,8 +449,8 @@ class ResponseAnswer(ChatAnswer):
         return self._numbered(events)
 
     def _grown(self) -> list[Json]:
-        """Adds what has come to the items, and tells of it. Log-probabilities are those of a
-        message: the next part of one has all of them that came since the last, or since a call."""
+        """Adds the new parts to the items, and returns the events of it. Only messages have
+        log-probabilities: each part of one has all that came since the part before it."""
         [choice], events = self._choices, list[Json]()
         for kind, text in joined(choice.parts):
             if kind == "name" or kind not in ("arguments", *(one.kind for one in self._items[-1:])):
@@ -502,7 +490,7 @@ class ResponseAnswer(ChatAnswer):
 
     @property
     def _status(self) -> str:
-        """Of a response whose events have all come."""
+        """Of a response that has ended."""
         [choice] = self._choices
         is_whole = choice.finished and choice.finished.finish_reason is FinishReason.STOP
         return "completed" if is_whole else "incomplete"
@@ -510,7 +498,7 @@ class ResponseAnswer(ChatAnswer):
     def _response(self, status: str, error: Json | None = None) -> Json:
         sampling = self._asked.requests[0].sampling
         [choice] = self._choices
-        told: Json = {
+        found: Json = {
             "id": self._envelope["id"],
             "object": "response",
             "created_at": self._envelope["created"],
@@ -519,7 +507,7 @@ class ResponseAnswer(ChatAnswer):
             "error": error,
             "incomplete_details": None,
             "model": self._envelope["model"],
-            "output": [item.told() for item in self._items],
+            "output": [item.body() for item in self._items],
             "usage": None,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -527,16 +515,16 @@ class ResponseAnswer(ChatAnswer):
             **_ALWAYS,
         }
         if choice.finished:
-            if status == "incomplete":  # Its other reasons are `stop_reason`, which clients ignore.
-                told["incomplete_details"] = {"reason": "max_output_tokens"}
+            if status == "incomplete":  # `stop_reason` has the exact reason.
+                found["incomplete_details"] = {"reason": "max_output_tokens"}
             usage = self._usage()
-            told["usage"] = {
+            found["usage"] = {
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage["total_tokens"],
             }
-            told["stop_reason"] = self._choice(0, {}, choice.finished)["stop_reason"]
-            told["metrics"] = self._metrics()
-        return told
+            found["stop_reason"] = self._choice(0, {}, choice.finished)["stop_reason"]
+            found["metrics"] = self._metrics()
+        return found

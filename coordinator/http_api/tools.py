@@ -1,4 +1,5 @@
-"""Tools that an answer may call: what holds it to them, and how the chat template is told."""
+"""The tools of a request: the constraint on answers that must call one, and their form in chat
+templates."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from pydantic_core import from_json
 
 from outrider.errors import BadRequest
 from outrider.grammar.constraint import Constraint
-from outrider.limits import CALLS_MAX, TOOLS_BYTES_MAX, TOOLS_MAX
+from outrider.limits import CALLS_MAX, HTTP_CONTAINERS_MAX, TOOLS_BYTES_MAX, TOOLS_MAX
 
 AUTO, REQUIRED, NONE = "auto", "required", "none"
 _NAME = re.compile("[A-Za-z0-9_-]{1,64}")
@@ -23,13 +24,13 @@ class Tools:
     """The tools of a request."""
 
     functions: Sequence[Mapping[str, Any]]
-    """`name` and `parameters` of each, which are a JSON schema; and its `description`, if any."""
+    """Each with its `name`, its `parameters` (a JSON schema) and, if given, its `description`."""
     named: str = ""
-    """The one that the answer is a call of; empty = none in particular."""
+    """The tool that the answer must call; empty = any."""
     is_required: bool = False
     """Whether the answer must be calls."""
     several: bool = True
-    """Whether it may call more than once."""
+    """Whether it may have more than one call."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -37,15 +38,15 @@ class Tools:
 
     @property
     def is_held(self) -> bool:
-        """Whether the grammar holds the answer to calls."""
+        """Whether the answer is constrained to calls."""
         return self.is_required or bool(self.named)
 
     def for_template(self) -> list[dict[str, Any]]:
         return [{"type": "function", "function": dict(one)} for one in self.functions]
 
     def constraint(self) -> Constraint | None:
-        """What an answer that must be calls is: a list of each one's name and arguments, or the
-        arguments of the named tool alone; None where it may be text. Raises `BadRequest`."""
+        """For an answer that must be calls: a list of names with arguments, or the arguments of
+        the named tool alone. None where text is allowed. Raises `BadRequest`."""
         if self.named:
             [schema] = [one["parameters"] for one in self.functions if one["name"] == self.named]
             return Constraint.of_schema(schema, "tools")
@@ -78,9 +79,9 @@ class Tools:
 def tools_of(
     functions: Sequence[Mapping[str, Any]], choice: str, named: str, *, several: bool, place: str
 ) -> Tools | None:
-    """Of a request with these functions, whose `choice` is `AUTO`, `REQUIRED` or `NONE` if none is
-    `named`; None where nothing may be called. `place` is where a tool has its name, and the choice
-    the one that it names. Raises `BadRequest`."""
+    """The tools of a request with these functions; None where none may be called. `choice` is
+    `AUTO`, `REQUIRED` or `NONE`, or a function is `named`. `place` is where a tool of the body has
+    its name. Raises `BadRequest`."""
     if not functions and (named or choice == REQUIRED):
         raise BadRequest("tool_choice", "asks for a call, but there are no tools")
     if len(functions) > TOOLS_MAX:
@@ -104,20 +105,27 @@ def tools_of(
     return Tools(whole, named, choice == REQUIRED, several)
 
 
-def arguments_of(text: str, field: str) -> dict[str, Any]:
-    """The arguments of a call, as chat templates want them; an empty text is none. Raises
-    `BadRequest`."""
+def check_arguments(texts: Sequence[str], field: str) -> None:
+    """Raises `BadRequest` where the arguments of all calls together take too long to parse."""
+    if sum(text.count("{") + text.count("[") for text in texts) > HTTP_CONTAINERS_MAX:
+        reason = f"have calls with more than {HTTP_CONTAINERS_MAX} lists and objects in all"
+        raise BadRequest(field, reason)
+
+
+def parsed_call(call_id: str, name: str, arguments: str, field: str) -> dict[str, Any]:
+    """A call that was made, as chat templates want it: with its arguments as an object. Empty
+    arguments are an empty object. Raises `BadRequest` with this `field`."""
     try:
-        found = from_json(text) if text else {}
+        found = from_json(arguments) if arguments else {}
     except ValueError as error:
-        raise BadRequest(field, f"is no JSON: {error}") from None
+        raise BadRequest(field, f"is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise BadRequest(field, "is no JSON object")
-    return found
+        raise BadRequest(field, "must be a JSON object")
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": found}}
 
 
 def _of_object(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """A tool without parameters takes an empty object; arguments are an object always."""
+    """A schema that describes an object: arguments always are one, empty without parameters."""
     if not schema:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     is_open = schema.keys().isdisjoint({"type", "$ref", "anyOf", "oneOf", "allOf"})
@@ -125,7 +133,7 @@ def _of_object(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """A schema that is put at another place of a document: its references lead there."""
+    """A schema for another place of a document, with its references adjusted."""
     if isinstance(schema, list):
         return [_moved(one, place) for one in schema]
     if not isinstance(schema, dict):

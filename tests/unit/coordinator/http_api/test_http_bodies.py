@@ -1,4 +1,4 @@
-"""Bodies of HTTP requests: how they are read, and the requests that they stand for."""
+"""Bodies of HTTP requests: how they are parsed and translated."""
 
 import asyncio
 import gc
@@ -57,7 +57,7 @@ def only(asked: TranslatedBody) -> GenerateRequest:
 
 
 def refused(body: Callable[..., TranslatedBody], fields: Any) -> BadRequest:
-    """The error that a caller is told of a body that is wrong."""
+    """The error that a caller gets for a wrong body."""
     try:
         body(**fields)
     except BadRequest as error:
@@ -68,7 +68,7 @@ def refused(body: Callable[..., TranslatedBody], fields: Any) -> BadRequest:
 
 
 def test_silence_is_the_coordinators_default() -> None:
-    """So is null. The coordinator chooses rule and seed, as it does for gRPC."""
+    """Null counts as left out. The coordinator chooses rule and seed, as for gRPC."""
     request = only(chat())
     assert request == GenerateRequest((ChatMessage("user", "hi"),))
     assert request == request_from_proto(request_to_proto(request))
@@ -116,7 +116,7 @@ def test_choices_have_seeds_of_their_own(seed: int, n: int, num_prompts: int) ->
 
 
 def test_seeds_of_64_bits() -> None:
-    """A negative one is the one with the same bits; without one the coordinator draws each."""
+    """A negative seed is the one with the same bits; without one the coordinator draws each."""
     for seed, same in ((-1, 2**64 - 1), (-(2**63), 2**63), (2**64 - 1, 2**64 - 1), (0, 0)):
         assert only(chat(seed=seed)).seed == same
     assert {refused(chat, {"seed": seed}).field for seed in (-(2**63) - 1, 2**64)} == {"seed"}
@@ -177,7 +177,7 @@ def test_text_parts_are_lines_and_developers_are_the_system() -> None:
     ],
 )
 def test_what_is_refused_names_the_field(fields: dict[str, Any], field: str) -> None:
-    """What contradicts itself, is not served, or is of another type."""
+    """Contradictions, fields that are not implemented, and wrong types."""
     found = refused(chat, fields)
     assert found.field == field
     assert found.message.startswith(f"{field}: ")
@@ -221,7 +221,7 @@ def test_echo_asks_for_the_prompts_log_probabilities_where_any_are_asked_for() -
 def test_the_coordinators_errors_name_the_bodys_fields(
     field: str, in_chat: str, in_completions: str
 ) -> None:
-    """The prompt by its place among several; each has two choices here."""
+    """Of several prompts, the error names the place of one. Each has two choices here."""
     error = BadRequest(field, "is wrong")
     told = chat(max_completion_tokens=5, guided_regex="a").renamed(error, 0)
     assert (told.field, told.message) == (in_chat, f"{in_chat}: is wrong")
@@ -241,7 +241,7 @@ JSON = st.recursive(
     value=JSON,
 )
 def test_no_value_of_any_field_is_a_bug(name: str, value: Any) -> None:
-    """Whatever JSON a field holds, it is taken, or refused as the caller's mistake."""
+    """Any JSON in a field is accepted, or refused as the caller's mistake."""
     value = json.loads(json.dumps(value))
     for translate in (chat, completion):
         try:
@@ -294,7 +294,7 @@ def test_each_way_to_ask_for_a_form(
         ),
         ({"guided_json": 1}, "guided_json: "),
         ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar: is not supported"),
-        ({"structured_outputs": {"choice": "ab"}}, "structured_outputs.choice: is no list"),
+        ({"structured_outputs": {"choice": "ab"}}, "structured_outputs.choice: must be a list"),
         ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object: got 1"),
         ({"structured_outputs": {"json_object": 0}}, "structured_outputs.json_object: got 0"),
         (
@@ -308,7 +308,7 @@ def test_forms_that_are_none(fields: dict[str, Any], said: str) -> None:
 
 
 def filled(before: str, item: str, after: str) -> bytes:
-    """As many items as a body has room for."""
+    """As many items as fit into a body."""
     room = HTTP_BODY_BYTES_MAX - len(before) - len(after)
     return (before + ",".join([item] * (room // (len(item) + 1))) + after).encode()
 
@@ -337,8 +337,7 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], str | None]] = {
 
 
 async def called(path: str, body: bytes) -> tuple[int, dict[str, Any], float]:
-    """Status and error that a call is answered with, and the most CPU between two turns of the
-    loop, in seconds."""
+    """Status and error of a call, and the most CPU seconds between two turns of the loop."""
     service: Any = ToldCoordinator(BadRequest("model", "is none"))
     transport = httpx.ASGITransport(build_app(service, asyncio.Event(), HttpOptions()))
     gaps: list[float] = []
@@ -373,8 +372,7 @@ async def called(path: str, body: bytes) -> tuple[int, dict[str, Any], float]:
 
 @pytest.mark.parametrize("name", BODIES)
 async def test_no_body_holds_up_the_loop(name: str) -> None:
-    """Neither one that is refused nor one that a coordinator might take; it is refused by the name
-    of its field, or as a whole."""
+    """Whether the body is refused as a whole, by a field, or not."""
     path, make, param = BODIES[name]
     status, error, gap_s = await called(path, make())
     assert (status, error["param"]) == (400, param)

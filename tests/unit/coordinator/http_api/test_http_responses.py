@@ -1,4 +1,4 @@
-"""`POST /v1/responses`: the chat completion that it stands for, and OpenAI's items and events."""
+"""`POST /v1/responses`: its translation into a chat completion, and OpenAI's items and events."""
 
 import json
 import time
@@ -245,7 +245,7 @@ def item(text: str, status: str) -> dict[str, Any]:
 
 
 async def test_a_whole_response() -> None:
-    """As OpenAI's own types have it; nothing is stored, whatever was asked."""
+    """It fits OpenAI's own types. Nothing is stored, even if requested."""
     found = (await answered(TOKENS, MORE, FINISHED, store=True, metadata={"a": "b"})).json()
     Response.model_validate(found)
     assert (found["id"], found["object"], found["status"]) == (
@@ -275,7 +275,7 @@ async def test_a_response_that_was_cut_off_is_incomplete(reason: FinishReason) -
 
 
 def told(stream: str) -> list[dict[str, Any]]:
-    """The events of a stream, each of which names its type and is numbered."""
+    """The events of a stream, each with its type and number."""
     *parts, end = stream.split("\n\n")
     assert end == ""
     found = []
@@ -295,7 +295,7 @@ NAMES = [
 
 
 async def test_a_streamed_response() -> None:
-    """Each item is opened, grows and is closed; the last event has what a whole answer has."""
+    """Each item is opened, grows and is closed; the last event has the whole answer."""
     events = told((await answered(TOKENS, MORE, FINISHED, stream=True)).text)
     assert [event["type"].removeprefix("response.") for event in events] == NAMES
     assert [event["delta"] for event in events[4:6]] == ["a", "bc"]
@@ -312,7 +312,7 @@ async def test_a_streamed_response() -> None:
 
 
 async def test_an_error_behind_the_first_token_is_a_failed_response() -> None:
-    """One before has its status, as everywhere."""
+    """An error before it has its status, as everywhere."""
     *events, last = told((await answered(TOKENS, Unavailable("gone"), stream=True)).text)
     assert [event["type"] for event in events] == [f"response.{name}" for name in NAMES[:5]]
     response = last["response"]
@@ -323,7 +323,7 @@ async def test_an_error_behind_the_first_token_is_a_failed_response() -> None:
 
 
 def test_a_long_response_is_told_quickly() -> None:
-    """Its text is put together once."""
+    """Its text is joined once."""
     body = ResponsesBody.model_validate({"input": "hi"})
     answer = ResponseAnswer(body, body.translate(), None, 4, 99)
     for event in (STARTED, *(replace(TOKENS, text_delta="abcd") for _ in range(50_000)), FINISHED):
@@ -365,7 +365,7 @@ STEPS = [
 
 
 async def test_reasoning_and_calls_are_items_of_their_own() -> None:
-    """Each in turn, whole as in the stream, which the client puts together by its events."""
+    """In the same order in whole answers and in streams."""
     texts = [Tokens(n, (n,), text, (Origin.BONUS,), ()) for n, text in enumerate(TEXTS)]
     fields: Any = {"tools": [FLAT]}
     whole = (await answered(*texts, FINISHED, **fields)).json()
@@ -389,7 +389,7 @@ async def test_reasoning_and_calls_are_items_of_their_own() -> None:
 
 
 async def test_a_call_that_must_come() -> None:
-    """Also as an answer to a conversation with its result, and where it is cut off."""
+    """Also where it is cut off."""
     fields: Any = {"tools": [FLAT], "tool_choice": {"type": "function", "name": "weather"}}
     event = Tokens(0, (7,), '{"a":', (Origin.BONUS,), ())
     ended = Finished(FinishReason.LENGTH, FINISHED.usage, FINISHED.metrics)
