@@ -1,18 +1,20 @@
-"""The coordinator on HTTP, as OpenAI's clients call it.
+"""The coordinator's HTTP API, which is compatible with OpenAI's clients.
 
-| module | what it does |
+| module | purpose |
 | --- | --- |
-| `server.py` | listens, inside the coordinator's own event loop |
-| `app.py` | the routes, and the requests' events, for as long as the client is there |
-| `reading.py` | reads bodies, within limits; every error in OpenAI's shape |
-| `bodies.py` | what a body may hold, and the coordinator's requests that it stands for |
-| `tools.py` | the tools of a body, and what holds an answer to them |
-| `tool_parsers.py` | what of an answer's text is content, reasoning, or a call |
-| `answers.py` | events as an answer, whole or in chunks |
-| `schemas.py` | what answers look like, for the OpenAPI document |
-| `tokens.py` | prompts as tokens, and back |
-| `responses.py` | OpenAI's Responses: their body as one of chat, and their answer |
+| `server.py` | the server, in the coordinator's event loop; responses that end with their clients |
+| `app.py` | the routes, and the responses to requests for generations |
+| `reading.py` | parses bodies within limits; errors in OpenAI's form |
+| `bodies.py` | the fields of bodies, and their translation into the coordinator's requests |
+| `tools.py` | the tools of a body, and the constraints on answers that must call one |
+| `tool_parsers.py` | splits the text of an answer into content, reasoning and calls |
+| `answers.py` | turns events into answers, whole or in chunks |
+| `responses.py` | OpenAI's Responses API: its body and its answers |
+| `schemas.py` | the form of answers, for the OpenAPI document |
+| `tokens.py` | `/tokenize` and `/detokenize` |
+| `progress.py` | resumed streams and repeated requests |
+| `gateway.py` | a proxy that resumes streams for its clients |
 
-Nothing is checked here that the coordinator checks (`coordinator/requests/validation.py`); its
-errors name its own fields, which are renamed for HTTP.
+What the coordinator checks (`coordinator/requests/validation.py`) is not checked here; its errors
+name its own fields, which are renamed for HTTP.
 """

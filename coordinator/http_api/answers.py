@@ -1,4 +1,4 @@
-"""From events to an answer: whole, in chunks of chat or completions, or with every round."""
+"""Turns the events of a generation into its answer: whole, in chunks, or as native events."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 IMPOSSIBLE = -9999.0
-"""OpenAI's log-probability of a token that cannot come: JSON knows no infinity."""
+"""OpenAI's log-probability of an impossible token: JSON has no infinity."""
 
 
 def as_text(data: bytes) -> str:
-    """A token's bytes as text; where they are no whole characters `bytes:` and each as `\\xNN`."""
+    """A token's bytes as text; as `bytes:\\xNN...` where they are not whole characters."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -39,17 +39,16 @@ def as_text(data: bytes) -> str:
 
 
 Scored = tuple[int, list[tuple[bytes, float | None]]]
-"""A token of an answer: where its first whole character is in the answer's text, and as it is
-written, with its log-probability (None: it is the first of a prompt); then the likeliest in its
-place."""
+"""The offset of a token in the answer's text, and its bytes with its log-probability, followed by
+those of the likeliest tokens in its place. The first token of a prompt has None."""
 
 
 class _Scorer:
-    """Says where tokens with log-probabilities stand in an answer's text."""
+    """Finds where tokens with log-probabilities stand in an answer's text."""
 
     def __init__(self, text: TokenizerText | None, offset: int = 0, given: str = "") -> None:
-        """The first one stands at `offset`. Special tokens are in no text, but in one that was
-        `given`, which begins there, they may be spelled."""
+        """The first token stands at `offset`. A text has special tokens only where the caller gave
+        them: spelled out in `given`, which begins there."""
         self._text = text
         self._stream = None if text is None else text.stream()
         self._offset = offset
@@ -79,33 +78,28 @@ class _Scorer:
 
 
 class _Choice:
-    """One text of an answer, as far as it has come."""
+    """One choice of an answer, as far as it has been generated."""
 
     def __init__(
         self, text: TokenizerText | None, form: AnswerForm | None, echoed: Prompt | None
     ) -> None:
-        """Behind the prompt that is `echoed`, if one is."""
+        """It begins with the prompt that is `echoed`, if any."""
         self._text, self._echoed = text, echoed
         self.prompt_scorer = self.scorer = _Scorer(text)
         self.reader = None if form is None else form.make_reader()
         self.num_calls = 0
-        """Of tools, that were told."""
+        """Calls of tools so far."""
         self.started: Started | None = None
         self.finished: Finished | None = None
         self.is_opened = False
         self.num_tokens = 0
-        # What has come, and of a stream has not been told:
+        # What the next chunk has:
         self.parts: list[Part] = []
         self.token_ids: list[int] = []
         self.scored: list[Scored] = []
 
-    @property
-    def text(self) -> str:
-        """What has come of the content, and of a stream has not been told."""
-        return "".join(part.text for part in self.parts if part.kind == "content")
-
     def begin(self, started: Started) -> None:
-        """It has been admitted, so its prompt is one."""
+        """Its prompt has been checked by now."""
         self.started, before, text = started, self._echoed, self._text
         if not isinstance(before, str):
             before = text.decode(cast(tuple[int, ...], before)) if before and text else ""
@@ -113,39 +107,38 @@ class _Choice:
         self.parts += [Part("content", before)] if before else []
 
     def add(self, text: str) -> None:
-        """Some text has come."""
+        """Parses new text."""
         if self.reader is not None:
             self.parts += self.reader.push(text)
         elif text:
             self.parts.append(Part("content", text))
 
-    def forget(self) -> None:
-        """What has come was told."""
+    def clear(self) -> None:
+        """The chunk has been made."""
         self.parts, self.token_ids, self.scored = [], [], []
 
 
-class Told:
-    """How an answer is told as server-sent events, where nothing else is said."""
+class EventStream:
+    """How an answer is sent as server-sent events, where a subclass does not say otherwise."""
 
     is_named: ClassVar[bool] = False
-    """Whether the type of each event stands before its data, too."""
+    """Whether each event has a line with its type, too."""
     last: ClassVar[bytes] = b"data: [DONE]\n\n"
-    """What ends the stream."""
+    """The end of the stream."""
 
     def failed(self, error: Json) -> Sequence[Json]:
-        """What is told of an error behind the first event."""
+        """The last events of a stream that has begun and ends with this error."""
         return [error]
 
 
-class Answer(Told):
-    """An answer to all choices of a request. What differs between chat and completions is in the
-    two classes below."""
+class Answer(EventStream):
+    """An answer with all choices of a request. Its subclasses have what differs between chat and
+    completions."""
 
     id_prefix: ClassVar[str]
     kind: ClassVar[str]
-    """What a whole answer calls itself ..."""
+    """The `object` of a whole answer, and of a chunk."""
     chunk_kind: ClassVar[str]
-    """... and each chunk of one."""
     opening: ClassVar[Json | None] = None
     """What the first chunk of a choice has; None = there is no such chunk."""
     closing: ClassVar[Json]
@@ -154,8 +147,7 @@ class Answer(Told):
     def __init__(
         self, asked: TranslatedBody, text: TokenizerText | None, num_draft_tokens: int, created: int
     ) -> None:
-        """`num_draft_tokens` is the most of a round, where the request does not say; `created` is a
-        time in seconds since 1970."""
+        """`num_draft_tokens` is the default for a round; `created` is in seconds since 1970."""
         self._asked = asked
         self._options = asked.body.stream_options or StreamOptions()
         given = asked.requests[0].num_draft_tokens
@@ -166,27 +158,27 @@ class Answer(Told):
         ]
         self._envelope: Json = {"id": "", "object": "", "created": created, "model": ""}
         self._rounds: Counter[tuple[int, int]] = Counter()
-        """By tokens proposed and accepted."""
+        """Number of rounds, by tokens proposed and accepted."""
 
     delta: Callable[[_Choice], Json]
-    """What has come of a choice and was not told, in a chunk."""
+    """The text of a choice for the next chunk."""
     message: Callable[[_Choice], Json]
-    """All of a choice."""
+    """The whole text of a choice."""
     logprobs: Callable[[Sequence[Scored]], Json]
     """The log-probabilities of a choice's tokens."""
 
     def whole(self) -> Json | None:
-        """All that has come, if it is told at once. Every choice must have ended."""
+        """The whole answer, once every choice has ended; None for a stream."""
         if self._asked.body.stream:
             return None
-        told = [
+        choices = [
             self._choice(index, self.message(one), one.finished, one)
             for index, one in enumerate(self._choices)
         ]
-        return self._told(self.kind, told, usage=self._usage(), metrics=self._metrics())
+        return self._body(self.kind, choices, usage=self._usage(), metrics=self._metrics())
 
     def take(self, index: int, event: Event) -> Sequence[Json]:
-        """What is told once an event of a choice has come; often nothing."""
+        """Adds an event of a choice. Returns the chunks to send for it, often none."""
         self._note(self._choices[index], event)
         if not self._asked.body.stream or isinstance(event, Started | RoundReport):
             return ()
@@ -214,26 +206,26 @@ class Answer(Told):
                     choice.parts += choice.reader.finish()
 
     def _parts(self, index: int, event: Event) -> Sequence[Json]:
-        """Of a stream, what is told of an event that a client waits for."""
+        """The chunks of a stream for an event."""
         choice, chunks = self._choices[index], list[Json]()
         if self.opening is not None and not choice.is_opened:
             choice.is_opened = True
             chunks.append(self._chunk(self._choice(index, self.opening)))
-        # Each round has a chunk, but for one whose whole text is held back.
+        # Each round has a chunk, unless a parser holds its whole text back.
         is_round = isinstance(event, PromptTokens | Tokens) and choice.reader is None
         if choice.parts or is_round or (choice.token_ids and choice.finished):
             chunks.append(self._chunk(self._choice(index, self.delta(choice), None, choice)))
-            choice.forget()
+            choice.clear()
         if not isinstance(event, Finished):
             return chunks
         chunks.append(self._chunk(self._choice(index, self.closing, event)))
         if all(one.finished for one in self._choices):
             if self._options.include_usage:
-                chunks.append(self._told(self.chunk_kind, [], usage=self._usage()))
+                chunks.append(self._body(self.chunk_kind, [], usage=self._usage()))
             chunks[-1]["metrics"] = self._metrics()
         return chunks
 
-    def _told(self, kind: str, choices: list[Json], **more: Any) -> Json:
+    def _body(self, kind: str, choices: list[Json], **more: Any) -> Json:
         return {**self._envelope, "object": kind, "choices": choices, **more}
 
     def _chunk(self, choice: Json) -> Json:
@@ -242,7 +234,7 @@ class Answer(Told):
             more = {"usage": self._usage()}
         elif self._options.include_usage:
             more = {"usage": None}
-        return self._told(self.chunk_kind, [choice], **more)
+        return self._body(self.chunk_kind, [choice], **more)
 
     def _choice(
         self,
@@ -251,28 +243,28 @@ class Answer(Told):
         finished: Finished | None = None,
         tokens: _Choice | None = None,
     ) -> Json:
-        """With the `tokens` that it tells of, if it does."""
+        """A choice with this content; `tokens` are those that it covers, if any."""
         reason = finished and finished.finish_reason
         was_cut = reason in (FinishReason.DEADLINE, FinishReason.CANCELLED)
+        shown_reason = "length" if was_cut else reason  # The API has no other for it.
         form = self._asked.form
-        told_reason = "length" if was_cut else reason  # Clients know `length`.
         if reason is FinishReason.STOP and form is not None and form.ends_with_calls:
-            told_reason = "tool_calls" if self._choices[index].num_calls else reason
-        told: Json = {
+            shown_reason = "tool_calls" if self._choices[index].num_calls else reason
+        found: Json = {
             "index": index,
             **content,
             "logprobs": None,
-            "finish_reason": told_reason,
+            "finish_reason": shown_reason,
             "stop_reason": reason if was_cut else _stopped_by(finished),
         }
         if tokens is not None and self._asked.has_logprobs:
-            told["logprobs"] = self.logprobs(tokens.scored)
+            found["logprobs"] = self.logprobs(tokens.scored)
         if tokens is not None and self._asked.body.return_token_ids:
-            told["token_ids"] = tokens.token_ids
-        return told
+            found["token_ids"] = tokens.token_ids
+        return found
 
     def _usage(self) -> Json:
-        # The choices of a prompt share it.
+        # All choices of a prompt count it once.
         begun = [one.started for one in self._choices[:: self._asked.body.n] if one.started]
         num_prompt_tokens = sum(one.num_prompt_tokens for one in begun)
         num_tokens = sum(one.num_tokens for one in self._choices)
@@ -283,13 +275,14 @@ class Answer(Told):
         }
 
     def _metrics(self) -> Json:
-        """A step is a round; one without a proposal accepts nothing. So `mean_acceptance_length` is
-        the tokens that a round brought, on average, before an answer's end cut it short."""
+        """A step is a round, and one without a proposal accepts nothing. So
+        `mean_acceptance_length` is the mean number of tokens of a round, before the end of the
+        answer cut the last one short."""
         each = [one.finished.metrics for one in self._choices if one.finished]
         num_rounds = sum(one.num_rounds for one in each)
         accepted = sum(one.num_accepted_draft_tokens for one in each)
         proposed = sum(one.num_draft_tokens for one in each)
-        told: Json = {
+        found: Json = {
             "mean_acceptance_length": 1 + accepted / max(1, num_rounds),
             "draft_acceptance_rate": accepted / max(1, proposed),
             "num_spec_steps": num_rounds,
@@ -299,14 +292,14 @@ class Answer(Told):
         }
         if self._asked.body.speculation.histograms:
             lengths = sorted({length for length, _ in self._rounds})
-            told["acceptance_histogram"] = self._histogram(self._num_draft_tokens, lengths)
-            told["acceptance_histogram_by_draft_length"] = {
+            found["acceptance_histogram"] = self._histogram(self._num_draft_tokens, lengths)
+            found["acceptance_histogram_by_draft_length"] = {
                 str(length): self._histogram(length, [length]) for length in lengths
             }
-        return {"speculative_decoding": told}
+        return {"speculative_decoding": found}
 
     def _histogram(self, most: int, lengths: Sequence[int]) -> list[int]:
-        """Rounds that proposed so many tokens by those that they accepted, 0..`most`."""
+        """Number of rounds with proposals of these lengths, by accepted tokens 0..`most`."""
         return [
             sum(self._rounds[length, accepted] for length in lengths)
             for accepted in range(most + 1)
@@ -314,14 +307,14 @@ class Answer(Told):
 
 
 def _stopped_by(finished: Finished | None) -> str | int | None:
-    """The stop string or the id of the stop token that ended a text."""
+    """The stop string, or the id of the stop token, that ended a text."""
     if finished is None:
         return None
     return finished.stop_token_id if finished.stop_string is None else finished.stop_string
 
 
 class ChatAnswer(Answer):
-    """To a chat completion."""
+    """The answer to a chat completion."""
 
     id_prefix = "chatcmpl-"
     kind = "chat.completion"
@@ -330,18 +323,18 @@ class ChatAnswer(Answer):
     closing: ClassVar[Json] = {"delta": {}}
 
     def delta(self, choice: _Choice) -> Json:
-        return {"delta": self._told_parts(choice) or {"content": ""}}
+        return {"delta": self._joined_parts(choice) or {"content": ""}}
 
     def message(self, choice: _Choice) -> Json:
-        told = self._told_parts(choice)
-        for call in told.get("tool_calls", ()):
+        found = self._joined_parts(choice)
+        for call in found.get("tool_calls", ()):
             del call["index"]
-        nothing = None if "tool_calls" in told else ""
-        return {"message": {"role": "assistant", "content": nothing, "refusal": None, **told}}
+        nothing = None if "tool_calls" in found else ""
+        return {"message": {"role": "assistant", "content": nothing, "refusal": None, **found}}
 
-    def _told_parts(self, choice: _Choice) -> Json:
-        """The content, the reasoning and the calls of what was not told."""
-        told: Json = {}
+    def _joined_parts(self, choice: _Choice) -> Json:
+        """The content, the reasoning and the calls for the next chunk."""
+        found: Json = {}
         calls: list[Json] = []
         for kind, text in joined(choice.parts):
             if kind == "name":
@@ -353,8 +346,8 @@ class ChatAnswer(Answer):
                 calls[-1]["function"]["arguments"] += text
             else:
                 name = "content" if kind == "content" else "reasoning_content"
-                told[name] = told.get(name, "") + text
-        return {**told, "tool_calls": calls} if calls else told
+                found[name] = found.get(name, "") + text
+        return {**found, "tool_calls": calls} if calls else found
 
     def _called(self, choice: _Choice, name: str) -> Json:
         """The beginning of a call."""
@@ -379,22 +372,22 @@ class ChatAnswer(Answer):
 
 
 class CompletionAnswer(Answer):
-    """To a completion."""
+    """The answer to a completion."""
 
     id_prefix = "cmpl-"
     kind = chunk_kind = "text_completion"
     closing: ClassVar[Json] = {"text": ""}
 
     def delta(self, choice: _Choice) -> Json:
-        return {"text": choice.text}
+        return {"text": "".join(part.text for part in choice.parts)}
 
     message = delta
 
     def logprobs(self, tokens: Sequence[Scored]) -> Json:
-        """See `Answer.logprobs`. The token that came is among the likeliest ones, too."""
+        """See `Answer.logprobs`. The token itself is among the likeliest ones, too."""
         own = [one[0] for _, one in tokens]
         likeliest: list[Json | None] = []
-        for _, each in tokens:  # Of several that spell the same the first.
+        for _, each in tokens:  # Of several with the same text, the first counts.
             top = {as_text(data): logprob for data, logprob in reversed(each)}
             likeliest.append(None if each[0][1] is None else dict(reversed(top.items())))
         return {
@@ -405,8 +398,8 @@ class CompletionAnswer(Answer):
         }
 
 
-class NativeEvents(Told):
-    """The events of one session as `POST /api/generate` tells them."""
+class NativeEvents(EventStream):
+    """The events of one session, for `POST /api/generate`."""
 
     def __init__(self, text: TokenizerText | None) -> None:
         self._text = text
@@ -414,22 +407,22 @@ class NativeEvents(Told):
         self._num_tokens = 0
 
     def whole(self) -> None:
-        """Nothing is told once."""
+        """It is always a stream."""
 
     def take(self, index: int, event: Event) -> list[Json]:
-        """What is told of an event."""
-        told = {"type": type(event).__name__.lower(), **asdict(event)}
+        """See `Answer.take`."""
+        found = {"type": type(event).__name__.lower(), **asdict(event)}
         text, stream = self._text, self._stream
         if isinstance(event, RoundReport):
             proposed = event.proposed_token_ids
-            told |= {"type": "round", "first_index": self._num_tokens}
-            told["proposed_texts"] = text and [as_text(text.spell(one)) for one in proposed]
+            found |= {"type": "round", "first_index": self._num_tokens}
+            found["proposed_texts"] = text and [as_text(text.spell(one)) for one in proposed]
         if isinstance(event, Tokens):
             self._num_tokens = event.first_index + len(event.token_ids)
-            told["texts"] = stream and [stream.push(token_id) for token_id in event.token_ids]
+            found["texts"] = stream and [stream.push(token_id) for token_id in event.token_ids]
             if not event.logprobs:
-                del told["logprobs"]
-            for entry in told.get("logprobs", ()):
+                del found["logprobs"]
+            for entry in found.get("logprobs", ()):
                 entry["logprob"] = max(entry["logprob"], IMPOSSIBLE)
                 entry["top"] = [[token_id, max(one, IMPOSSIBLE)] for token_id, one in entry["top"]]
-        return [told]
+        return [found]

@@ -1,5 +1,5 @@
-"""The routes, the middleware that times them, and the answers to requests for a generation, whole
-or as server-sent events, for as long as the client is there."""
+"""The routes of a coordinator, the middleware that times them, and the responses to requests for
+generations."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ AnswerKind = Callable[[TranslatedBody, "TokenizerText | None", int, int], Answer
 _HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # Or a proxy waits for the end.
+    (b"x-accel-buffering", b"no"),  # Proxies must not collect the stream.
 )
 
 
@@ -109,7 +109,7 @@ class Generated(LiveResponse):
         async with aclosing(self._events) as events:
             async for index, event in events:
                 parts = self._answer.take(index, event)
-                for part, event_id in self._progress.untold(index, event, parts):
+                for part, event_id in self._progress.unsent(index, event, parts):
                     if not self._has_begun:
                         await self._begin(send, 200, _HEADERS)
                     await send_part(send, self._event(part, event_id))
@@ -136,8 +136,9 @@ class Generated(LiveResponse):
 async def _interleaved(
     streams: Sequence[AsyncGenerator[Event]], asked: TranslatedBody, progress: Progress
 ) -> Events:
-    """The events of all streams as they come, once each has begun and told what the client has of
-    it; the first error ends it. A stream waits while `EVENTS_AHEAD_MAX` events do."""
+    """The events of all streams as they come. Before that each stream begins, and repeats the
+    events that its client has. The first error ends all. Streams pause while `EVENTS_AHEAD_MAX`
+    events are queued."""
     index, tasks = 0, list[asyncio.Task[None]]()
     queue: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(EVENTS_AHEAD_MAX)
 
@@ -146,7 +147,7 @@ async def _interleaved(
             async for event in stream:
                 await queue.put((index, event))
             await queue.put((index, None))
-        except Exception as error:  # noqa: BLE001 (raised by whoever reads)
+        except Exception as error:  # noqa: BLE001 (raised where the queue is read)
             await queue.put((index, error))
 
     try:
@@ -161,7 +162,7 @@ async def _interleaved(
             while progress.is_behind(index) and (known := await anext(stream, None)) is not None:
                 yield index, known
         num_left = len(streams)
-        if num_left == 1:  # Nothing to wait for beside it: no queue, and no task of its own.
+        if num_left == 1:  # It needs no queue and no task.
             async for event in streams[0]:
                 yield 0, event
             return
@@ -177,7 +178,7 @@ async def _interleaved(
     except BadRequest as error:
         raise asked.renamed(error, index) from error
     except OtherTokens as error:
-        reason = "names tokens that are not those stored; without it all are told from the first on"
+        reason = "does not match the stored tokens; leave it out to get all of the answer again"
         raise BadRequest("Last-Event-ID", reason) from error
     finally:
         for task in tasks:
@@ -186,45 +187,28 @@ async def _interleaved(
 
 
 class RepeatHeaders(BaseModel):
-    """Of requests for a generation."""
+    """Headers of requests for generations."""
 
     idempotency_key: str | None = None
-    """The same makes a repeated request the same."""
+    """A request that is repeated with the same key continues the first one."""
     last_event_id: str | None = None
-    """Of the last event that has come."""
+    """The id of the last event that the client has."""
 
 
 @dataclass(frozen=True, slots=True)
-class Repeat:
-    """What a request says of one that was made before."""
+class Call:
+    """A request for generations."""
 
-    key: str | None
+    request: Request
+    asked: TranslatedBody
     progress: Progress
-    session_id: str = ""
-    """Goes on with this one; empty = with those of the key, if it has any."""
-
-    @classmethod
-    def of(
-        cls,
-        headers: RepeatHeaders,
-        num_choices: int,
-        session_id: str = "",
-        *,
-        is_stream: bool = True,
-    ) -> Repeat:
-        """Of a request with these headers. Raises `BadRequest`."""
-        key, event_id = headers.idempotency_key, headers.last_event_id
-        if event_id is not None and not (is_stream and (key or session_id)):
-            reason = (
-                "is for streams of requests with an Idempotency-Key; those of others go on with "
-                "POST /v1/sessions/ID/resume"
-            )
-            raise BadRequest("Last-Event-ID", reason)
-        return cls(key, Progress(num_choices, event_id), session_id)
+    key: str | None
+    session_id: str
+    """The session to resume; empty = those of the key, if it has any."""
 
 
 class Generations:
-    """Runs requests for generations, and answers them."""
+    """Runs generations and responds with their answers."""
 
     def __init__(
         self,
@@ -251,24 +235,37 @@ class Generations:
         asked = body.translate()
         if isinstance(asked.body, ChatBody):
             asked = self.formats.fitted(asked)
-        repeat = Repeat.of(headers, len(asked.requests), is_stream=body.stream)
-        return self.run(request, asked, kind, repeat)
+        return self.run(request, asked, kind, headers)
 
     def run(
-        self, request: Request, asked: TranslatedBody, kind: AnswerKind, repeat: Repeat
+        self,
+        request: Request,
+        asked: TranslatedBody,
+        kind: AnswerKind,
+        headers: RepeatHeaders,
+        session_id: str = "",
     ) -> Response:
-        """An answer of this `kind` to a body that has been translated."""
-        service = self.service
+        """An answer of this `kind`, which resumes the session if one is given. Raises
+        `BadRequest`."""
+        service, key, event_id = self.service, headers.idempotency_key, headers.last_event_id
         answer = kind(asked, service.text, service.defaults.num_draft_tokens, int(time.time()))
-        events = self._events(request, asked, repeat)
-        return Generated(events, self._closing, answer, repeat.progress)
+        is_stream = asked.body.stream or isinstance(answer, NativeEvents)
+        if event_id is not None and not (is_stream and (key or session_id)):
+            reason = (
+                "is for streams of requests with an Idempotency-Key; resume others with "
+                "POST /v1/sessions/ID/resume"
+            )
+            raise BadRequest("Last-Event-ID", reason)
+        progress = Progress(len(asked.requests), event_id)
+        events = self._events(Call(request, asked, progress, key, session_id))
+        return Generated(events, self._closing, answer, progress)
 
-    async def _events(self, request: Request, asked: TranslatedBody, repeat: Repeat) -> Events:
+    async def _events(self, call: Call) -> Events:
         """The events of all choices. They count as one request of the caller and as one generation
         each, whose places are free when the last one ends. None runs before all are admitted, and
         an error in one ends all. Raises `BadRequest` where the caller's key never allows that many
         choices, and what `CoordinatorService` does, with the body's names of fields."""
-        caller: Caller = request.state.caller
+        asked, caller = call.asked, cast(Caller, call.request.state.caller)
         number = len(asked.requests)
         if 0 < caller.concurrency < number:
             raise BadRequest(
@@ -277,10 +274,10 @@ class Generations:
                 f"{caller.concurrency} at a time",
             )
         async with AsyncExitStack() as exits:
-            streams, resumed = await self._streams(request, asked, repeat, exits)
+            streams, resumed = await self._streams(call, exits)
             for stream in streams:
                 await exits.enter_async_context(aclosing(stream))
-            interleaved = _interleaved(streams, asked, repeat.progress)
+            interleaved = _interleaved(streams, asked, call.progress)
             running = await exits.enter_async_context(aclosing(interleaved))
             grant = await exits.enter_async_context(self._access.admit(caller, resumed, number))
             async for index, event in running:
@@ -288,53 +285,53 @@ class Generations:
                 yield index, event
 
     async def _streams(
-        self, request: Request, asked: TranslatedBody, repeat: Repeat, exits: AsyncExitStack
+        self, call: Call, exits: AsyncExitStack
     ) -> tuple[list[AsyncGenerator[Event]], list[str]]:
         """The events of each choice; and the sessions that are resumed, if all choices have one."""
-        service, progress = self.service, repeat.progress
-        tenant = request.state.caller.tenant
+        service, request, progress = self.service, call.request, call.progress
+        requests, tenant = call.asked.requests, request.state.caller.tenant
         # The caller's trace, as in W3C Trace Context.
         trace = request.headers.get("traceparent", "")
         trace = trace if len(trace) <= TRACEPARENT_CHARS_MAX else ""
-        if repeat.session_id:
-            resume = progress.resume_request(0, repeat.session_id)
+        if call.session_id:
+            resume = progress.resume_request(0, call.session_id)
             stream = service.resume(resume, tenant, trace, outlasts_errors=True)
-            return [stream], [repeat.session_id]
-        if repeat.key is None:
-            each = [service.generate(one, tenant, trace, resumable=False) for one in asked.requests]
+            return [stream], [call.session_id]
+        if call.key is None:
+            each = [service.generate(one, tenant, trace, resumable=False) for one in requests]
             return each, []
         content = request.url.path.encode() + b"\n" + await request.body()
-        new = request_keys(repeat.key, tenant, content, len(asked.requests))
+        new = request_keys(call.key, tenant, content, len(requests))
         turn = self._repeated.turn(new[0], takes_over=progress.follows_event)
         await exits.enter_async_context(turn)
         keys = await asyncio.gather(*map(service.known, new))
         each = [
             service.generate_once(one, key, progress.resume_request(index), tenant, trace)
-            for index, (one, key) in enumerate(zip(asked.requests, keys, strict=True))
+            for index, (one, key) in enumerate(zip(requests, keys, strict=True))
         ]
         session_ids = [key.session_id for key in keys]
         return each, session_ids if all(session_ids) else []
 
 
 class Fleet(BaseModel):
-    """Coordinators, targets and drafts."""
+    """The coordinators, targets and drafts of the deployment."""
 
     replicas: list[SeenReplica]
     heard_ms_ago: float | None
-    """When the registry was last read; null where the deployment has none."""
+    """Time since the registry was last read, ms; null without a registry."""
 
 
 HEALTH_CACHED_S = 1.0
-"""How long an answer is good for: no key is needed to ask, and each question costs the store and a
-target one."""
+"""How long a result is reused: anyone may ask, without a key, and each check calls the store and a
+target."""
 SLOW_S = 0.5
-"""Callers wait so long for a new answer where the last one said that all is well, ..."""
+"""How long a caller waits for a new result if the last one was good; then it gets that one, ..."""
 WELL_S = 5.0
-"""... and are given that one then, unless it is older than this."""
+"""... unless it is older than this."""
 
 
 class CachedHealth:
-    """The newest answer of a coordinator, on its event loop."""
+    """The newest health of a coordinator. For its event loop only."""
 
     def __init__(self, service: CoordinatorService) -> None:
         self._service = service
@@ -342,9 +339,9 @@ class CachedHealth:
         self._good_until = self._well_until = 0.0
 
     async def trouble(self) -> str:
-        """Why no request can make progress, as of `HEALTH_CACHED_S` ago at most; empty where they
-        can, or could up to `WELL_S` ago and nothing else is known within `SLOW_S`. Where asking
-        fails it raises, and the next caller asks again."""
+        """Why requests make no progress; empty if they do. At most `HEALTH_CACHED_S` old, or up to
+        `WELL_S` if it was good and the new check takes longer than `SLOW_S`. An error of the check
+        is raised, and the next caller checks again."""
         loop = asyncio.get_running_loop()
         if self._asking is None or (self._asking.done() and loop.time() >= self._good_until):
             self._good_until = 0.0
@@ -371,12 +368,12 @@ _PAGE_HEADERS = {
     ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",  # Kept, and asked for again: a 304 is quick.
+    "cache-control": "no-cache",  # Browsers keep the files, and ask whether they changed.
 }
 
 
 class PageFiles(StaticFiles):
-    """The page and what belongs to it."""
+    """The files of the page."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         response = await super().get_response(path, scope)
@@ -385,7 +382,7 @@ class PageFiles(StaticFiles):
 
 
 class TimingMiddleware:
-    """Around an application, from a request's arrival to the last byte of its answer."""
+    """Times each request, from its arrival to the last byte of the response."""
 
     def __init__(self, app: ASGIApp, times: HttpTimes) -> None:
         self._app = app
@@ -394,7 +391,7 @@ class TimingMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status: int | None = None
 
-        async def noted(message: Message) -> None:
+        async def send_noted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -402,9 +399,9 @@ class TimingMiddleware:
 
         begun = time.monotonic()
         try:
-            await self._app(scope, receive, noted)
+            await self._app(scope, receive, send_noted)
         except Exception:
-            status = status or 500  # As whoever catches it will say.
+            status = status or 500  # The response of the outermost error handler.
             raise
         finally:
             route = getattr(scope.get("route"), "path", "")
@@ -413,8 +410,8 @@ class TimingMiddleware:
 
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorBody, "description": "The request is wrong, or too much."},
-    "5XX": {"model": ErrorBody, "description": "It cannot be served now."},
+    "4XX": {"model": ErrorBody, "description": "The request is wrong, or exceeds a limit."},
+    "5XX": {"model": ErrorBody, "description": "The request cannot be served now."},
 }
 _EVENTS = """A stream of server-sent events, each a JSON object with its `type`:
 
@@ -424,24 +421,24 @@ _EVENTS = """A stream of server-sent events, each a JSON object with its `type`:
   token that each follows, -1 = what was committed before), `num_accepted`, `look_ahead_hit`,
   `draft_ms`, `wire_ms`, `queue_ms`, `verify_ms`, `commit_ms`
 * `tokens`: `first_index`, `token_ids`, `origins` (`accepted`, `correction`, `bonus`), `texts` (the
-  characters that became whole with each token), `text_delta` (the part of all texts that is certain
-  to belong to the answer; it may lag behind), `logprobs` where they were asked for
+  characters that each token completed), `text_delta` (the part of all texts that certainly belongs
+  to the answer; it may lag behind), `logprobs` if requested
 * `finished`: `finish_reason` (`stop`, `length`, `cancelled`, `deadline`), `stop_string` and
   `stop_token_id` (that ended the text, or null), `usage`, `metrics`
 
-Then `[DONE]`. An error behind `started` is an event with `error`, and the last one. Texts are null
-where the model has no tokenizer. A client that goes cancels its session,
-unless its request has an `Idempotency-Key`. Each event has an id, for `Last-Event-ID`."""
+Then `[DONE]`. An error after `started` is an event with `error`, and the last one. Texts are null
+if the model has no tokenizer. When the client disconnects, its session is cancelled, unless the
+request has an `Idempotency-Key`. Each event has an id for `Last-Event-ID`."""
 _METRICS: dict[int | str, dict[str, Any]] = {
-    200: {"description": "Prometheus' text.", "content": {"text/plain": {}}},
+    200: {"description": "Prometheus text format.", "content": {"text/plain": {}}},
 }
 
 
 def http_server(
     service: CoordinatorService, options: HttpOptions, formats: ChatFormats | None = None
 ) -> HttpServer:
-    """Serves a coordinator, whose model writes calls and reasoning in these `formats`; None = those
-    that its chat template shows. Raises as `HttpServer`."""
+    """The server of a coordinator. `formats` says how its model writes calls and reasoning; None =
+    as its chat template shows. Raises what `HttpServer` does."""
     return HttpServer(
         options, lambda closing, hosts: build_app(service, closing, options, hosts, formats)
     )
@@ -454,16 +451,16 @@ def build_app(
     hosts: Collection[str] = (),
     formats: ChatFormats | None = None,
 ) -> FastAPI:
-    """The application. `closing` is set when it waits no longer for what runs; `hosts` are the
-    names that it is called by; none = any. `formats` are those of `http_server`."""
+    """The application. `closing` is set when running requests are no longer waited for. `hosts` are
+    the accepted names of this server; none = any. `formats` as for `http_server`."""
     access = options.access
     app = DocumentedApp(
         title="Outrider",
         version=version("outrider"),
-        docs_url=None,  # Their pages load scripts from elsewhere; `/docs` is our own.
+        docs_url=None,  # FastAPI's pages load scripts from other hosts; `/docs` is our own.
         redoc_url=None,
         responses=_ERRORS,
-        redirect_slashes=False,  # A path with one more is another, and not there.
+        redirect_slashes=False,
     )
     app.router.route_class = BodyRoute
     app.state.access = access
@@ -484,7 +481,7 @@ Headers = Annotated[RepeatHeaders, Header()]
 _REST = ResumeBody()
 _REST_OF_ANSWER: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "A stream of the answer's other chunks; all of it where `stream` is false.",
+        "description": "The remaining chunks of the answer; all of it if `stream` is false.",
         "content": {"application/json": {}, "text/event-stream": {}},
     },
 }
@@ -492,7 +489,7 @@ _RESUMED: dict[str, tuple[type[Answer], type[ChatBody | CompletionBody]]] = {
     ChatAnswer.id_prefix: (ChatAnswer, ChatBody),
     CompletionAnswer.id_prefix: (CompletionAnswer, CompletionBody),
 }
-"""What is resumed, by how its id begins."""
+"""The kinds of answers that can be resumed, by the prefix of their ids."""
 
 
 def _add_generation(app: FastAPI, runs: Generations) -> None:
@@ -520,12 +517,11 @@ def _add_generation(app: FastAPI, runs: Generations) -> None:
         """Resumes the answer that has this id, or its first choice."""
         prefix, session_id = split_answer_id(answer_id, _RESUMED)
         kind, whole = _RESUMED[prefix]
-        repeat = Repeat.of(headers, 1, session_id, is_stream=body.stream)
         parameters = await service.stored_parameters(session_id, request.state.caller.tenant)
         whole_body = body.as_part_of(whole, echo=parameters.prompt_logprobs is not None)
         form = runs.formats.form(parameters.answer_form)
         asked = TranslatedBody(whole_body, (parameters,), {}, form=form)
-        return runs.run(request, asked, kind, repeat)
+        return runs.run(request, asked, kind, headers, session_id)
 
     described = {"description": _EVENTS, "content": {"text/event-stream": {}}}
 
@@ -543,8 +539,7 @@ def _add_generation(app: FastAPI, runs: Generations) -> None:
         [one] = asked.requests
         one = replace(one, include_rounds=True, default_max_tokens=MAX_TOKENS_DEFAULT)
         asked = replace(asked, requests=(one,))
-        repeat = Repeat.of(headers, 1)
-        return runs.run(request, asked, lambda *_: NativeEvents(service.text), repeat)
+        return runs.run(request, asked, lambda *_: NativeEvents(service.text), headers)
 
 
 def _add_models(app: FastAPI, service: CoordinatorService) -> None:
@@ -561,7 +556,7 @@ def _add_models(app: FastAPI, service: CoordinatorService) -> None:
 
     @app.get("/v1/models/{name:path}")
     async def get_model(name: str) -> Model:
-        """The same by its name."""
+        """The served model by its name."""
         if name != service.served.model:
             raise NotFound(
                 f"model {name[:256]!r} does not exist; this server serves {service.served.model!r}"
@@ -579,39 +574,39 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics |
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Health:
-        """Whether a request that comes now can make progress; 503 says why not."""
+        """Whether new requests make progress; 503 says why not."""
         trouble = await cached.trouble()
         if trouble:
             raise Unavailable(trouble)
         return Health()
 
     @app.get("/version")
-    async def tell_version() -> Version:
+    async def get_version() -> Version:
         """The version of this program."""
         return Version(version=app.version)
 
     @app.get("/metrics", responses=_METRICS, response_class=Response)
-    async def tell_metrics(request: Request) -> Response:
-        """For Prometheus, of this coordinator."""
+    async def get_metrics(request: Request) -> Response:
+        """The metrics of this coordinator, for Prometheus."""
         if metrics is None:
-            raise HTTPException(404, "this server keeps no metrics")
+            raise HTTPException(404, "this server has no metrics")
         accept = request.headers.get("accept", "")
         text, content_type = await asyncio.to_thread(metrics, accept)
         return Response(text, headers={"content-type": content_type})
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def show_page(request: Request) -> Response:
-        """The window."""
+        """The page with the window."""
         return await page.get_response("index.html", request.scope)
 
     @app.api_route("/docs", methods=["GET", "HEAD"], include_in_schema=False)
     async def show_docs(request: Request) -> Response:
-        """What the routes take and answer, for people."""
+        """The API documentation as a page."""
         return await page.get_response("docs.html", request.scope)
 
     @app.get("/api/fleet")
-    async def tell_fleet() -> Fleet:
-        """The replicas, as this coordinator knows them."""
+    async def get_fleet() -> Fleet:
+        """The replicas that this coordinator knows."""
         fleet = service.fleet
         seen = fleet.replicas(service.served.model, service.num_running, service.figures)
         return Fleet(replicas=list(seen), heard_ms_ago=fleet.heard_ms_ago)

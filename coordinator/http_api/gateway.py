@@ -1,13 +1,13 @@
-"""Holds the connections of clients that cannot resume a stream, and resumes it behind them.
+"""Holds the connections of clients that cannot resume a stream, and resumes it for them.
 
     client --- gateway --- coordinator A    dies in the middle of a stream
-                      \\--- coordinator B    goes on behind the last event that the client has
+                      \\--- coordinator B    goes on after the last event that the client has
 
-It has no sessions, keys and limits of its own: each request goes to a coordinator as it came, with
-its `Authorization`, and to the next one where that does not answer or cannot serve it now. One for
-a generation carries an `Idempotency-Key`, the client's or one that is made here, by which every
-coordinator knows its sessions. The events of a stream have ids: `Last-Event-ID` asks for those
-behind one. Both are the coordinators' matter, see docs/http.md.
+A gateway has no sessions, keys and limits of its own. Each request is forwarded to a coordinator,
+with its `Authorization`, and to the next one if that does not answer or cannot serve it now. A
+`POST` has an `Idempotency-Key`, the client's or a new one, by which every coordinator finds its
+sessions. `Last-Event-ID` asks for the events after the last one. Coordinators implement both, see
+docs/http.md.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ LAST_ID = "last-event-id"
 CONNECT_S = 5.0
 _BROKEN = (httpx2.ReadError, httpx2.RemoteProtocolError)
 WORKED_S = 1.0
-"""A coordinator that breaks off after so long had begun to work."""
+"""A coordinator that breaks the connection after this long had begun to work on the request."""
 _WAIT_S = (0.05, 1.0)
 """First and longest wait between two tries; see `backoff`."""
 _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 _PASSING = frozenset({409, 502, 503})
-"""Statuses of what another coordinator, or this one later, may serve ..."""
+"""Statuses of requests that another coordinator, or the same one later, may serve ..."""
 _PASSING_LATER = _PASSING | {429}
-"""... and of what the client cannot be told any more, as its answer has begun."""
+"""... and, once the response has begun, the client cannot repeat."""
 _HOP_BY_HOP = frozenset({
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer",
     "transfer-encoding", "upgrade",
@@ -67,8 +67,8 @@ _HOP_BY_HOP = frozenset({
 _NOT_ASKED = _HOP_BY_HOP | {"accept-encoding", "content-length", "expect", "host", LAST_ID}
 _NOT_TOLD = _HOP_BY_HOP | {"date"}
 _INTERRUPTED = b'"type":"service_unavailable_error"'
-"""In an event without an id: the coordinator ends the stream, not the request. In JSON it is no
-part of a text, whose quotes are escaped."""
+"""In an event without an id: another coordinator can go on. No text in JSON contains this, as its
+quotes are escaped."""
 _TIMEOUT = httpx2.Timeout(
     connect=CONNECT_S, read=RESUMED_TIMEOUT_S, write=HTTP_STUCK_WRITE_S, pool=None
 )
@@ -78,11 +78,11 @@ _KEEP_ALIVE = [
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 ]
-"""A machine that falls silent is given up after some 11 s."""
+"""A connection to a silent machine breaks after about 11 s."""
 
 
 def open_transport(verify: ssl.SSLContext | bool = True) -> httpx2.AsyncHTTPTransport:
-    """Connections to coordinators; `verify` says how one with TLS is known."""
+    """Connections to coordinators. `verify`: how the certificates of those with TLS are checked."""
     return httpx2.AsyncHTTPTransport(
         verify=verify,
         trust_env=False,
@@ -93,17 +93,17 @@ def open_transport(verify: ssl.SSLContext | bool = True) -> httpx2.AsyncHTTPTran
 
 @dataclass(frozen=True, slots=True)
 class Coordinators:
-    """Where requests go."""
+    """The coordinators of a gateway."""
 
     pool: EndpointPool[str]
-    """Of their base URLs."""
+    """Their base URLs."""
     transport: httpx2.AsyncBaseTransport = field(default_factory=open_transport)
     tls_name: str = ""
-    """Name that their certificate has; empty = the host of their URL."""
+    """The name in their certificate; empty = the host of their URL."""
 
 
 class Refused(Exception):
-    """A coordinator has answered that it cannot serve the request now."""
+    """A coordinator cannot serve the request now."""
 
     def __init__(self, answer: Response) -> None:
         super().__init__(f"status {answer.status_code}")
@@ -111,12 +111,12 @@ class Refused(Exception):
 
 
 class Forwarded(LiveResponse):
-    """The answer to one request, from whichever coordinators give it."""
+    """The response to one request, from one coordinator or from several."""
 
     def __init__(
         self, coordinators: Coordinators, request: Request, body: bytes, closing: asyncio.Event
     ) -> None:
-        """Raises `HTTPException` for a path that is none."""
+        """Raises `HTTPException` for a path without a leading slash."""
         super().__init__(closing)
         self._coordinators = coordinators
         self._method, self._body = request.method, body
@@ -128,28 +128,38 @@ class Forwarded(LiveResponse):
         if request.method == "POST" and KEY not in request.headers:
             self._passed.append((KEY.encode(), secrets.token_hex(16).encode()))
         self._last_id = request.headers.get(LAST_ID, "")
-        self._has_told = False
+        self._has_sent = False
         self._num_failures = 0
-        """Since the last event."""
+        """Failed tries since the last event."""
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Asks one coordinator after the other until the answer is whole, or the time is over."""
+        answer = await self._answer(send)
+        if answer is None:
+            await send_part(send, more=False)
+        elif self._has_begun:  # The error that ends a stream.
+            await send_part(send, b"data: " + bytes(answer.body) + b"\n\n", more=False)
+        else:
+            await answer(scope, receive, send)
+
+    async def _answer(self, send: Send) -> Response | None:
+        """Asks one coordinator after the other until one answers as for `_ask`, or time is up.
+        Then it returns the last refusal, or raises `Unavailable`."""
         pool, now = self._coordinators.pool, asyncio.get_running_loop().time
         began, url, failing_since = now(), None, math.inf
         while True:
-            avoided_s, answer, asked_at = AVOIDED_S, None, now()
+            asked_at, refusal = now(), None
             try:
                 url = url or pool.begin()
-                answer = await self._ask(url, send)
-                break
-            except (httpx2.TransportError, StreamBroken) as error:
+                return await self._ask(url, send)
+            except Refused as error:
                 failure: Exception = error
+                refusal, avoided_s = error.answer, 0.0
+            except (httpx2.TransportError, StreamBroken) as error:
+                failure, avoided_s = error, AVOIDED_S
                 pool.renew()
                 if isinstance(error, _BROKEN) and now() > asked_at + WORKED_S:
                     failing_since, self._num_failures = math.inf, 0
-            except Refused as error:
-                failure, answer, avoided_s = error, error.answer, 0.0
-            _log.info("%s has not answered %s: %r", url, self._target.decode(), failure)
+            _log.info("%s failed to answer %s: %r", url, self._target.decode(), failure)
             wait_s = backoff(*_WAIT_S, self._num_failures, random)
             self._num_failures += 1
             failing_since = min(failing_since, now())
@@ -157,17 +167,11 @@ class Forwarded(LiveResponse):
             if not self._has_begun:
                 until = min(until, failing_since + RESUME_TIMEOUT_S)
             if now() + wait_s >= until or not self._may_ask_again:
-                if answer is None:
-                    raise Unavailable(f"no coordinator answers: {failure}") from failure
-                break
+                if refusal is not None:
+                    return refusal
+                raise Unavailable(f"no coordinator answers: {failure}") from failure
             url = None if url is None else pool.after(url, avoided_s)
             await asyncio.sleep(wait_s)
-        if answer is None:
-            await send_part(send, more=False)
-        elif self._has_begun:  # The error that ends a stream.
-            await send_part(send, b"data: " + bytes(answer.body) + b"\n\n", more=False)
-        else:
-            await answer(scope, receive, send)
 
     @cached_property
     def _deadline_s(self) -> float:
@@ -186,15 +190,15 @@ class Forwarded(LiveResponse):
 
     @property
     def _may_ask_again(self) -> bool:
-        """Of what is no generation each coordinator is asked once, so that a probe hears soon of
-        trouble. Nothing can be asked behind an event without an id."""
+        """Requests other than `POST` are tried once at each coordinator: a probe must fail soon. A
+        stream cannot be resumed after an event without an id."""
         if self._method == "POST":
-            return bool(self._last_id) or not self._has_told
+            return bool(self._last_id) or not self._has_sent
         return self._num_failures < len(self._coordinators.pool.each)
 
     async def _ask(self, url: str, send: Send) -> Response | None:
-        """A whole answer, or None behind the last event of a stream. Raises `TransportError` where
-        either does not come, and `Refused`."""
+        """A whole response, or None after the last event of a stream. Raises `TransportError` if
+        the response is incomplete, and `Refused`."""
         headers = list(self._passed)
         if self._last_id:
             headers.append((LAST_ID.encode(), self._last_id.encode("latin-1")))
@@ -220,7 +224,7 @@ class Forwarded(LiveResponse):
         return answer
 
     async def _pass_on(self, found: httpx2.Response, send: Send) -> None:
-        """The events of a stream, as they are."""
+        """Sends the events of a stream unchanged."""
         if not self._has_begun:
             headers = _passed_on(found.headers.raw, _NOT_TOLD)
             await self._begin(send, found.status_code, headers)
@@ -230,17 +234,17 @@ class Forwarded(LiveResponse):
                 if not event_id and _INTERRUPTED in event:
                     raise httpx2.RemoteProtocolError("the coordinator has ended the stream")
                 await send_part(send, event)
-                self._last_id, self._has_told = event_id or self._last_id, True
+                self._last_id, self._has_sent = event_id or self._last_id, True
                 self._num_failures = 0
 
 
 async def _raw(found: httpx2.Response) -> bytes:
-    """A body as it was sent."""
+    """A body, still encoded as it was sent."""
     return b"".join([part async for part in found.aiter_raw()])
 
 
 async def _events(found: httpx2.Response) -> AsyncGenerator[bytes]:
-    """Each whole one, with the empty line behind it."""
+    """Each complete event, with its empty line."""
     left = b""
     async for part in found.aiter_raw():
         *whole, left = (left + part).split(b"\n\n")
@@ -249,7 +253,7 @@ async def _events(found: httpx2.Response) -> AsyncGenerator[bytes]:
 
 
 def _id_of(event: bytes) -> str:
-    """Empty where it has none."""
+    """The id of an event, or nothing."""
     lines = event.split(b"\n")
     found = next((line for line in lines if line.startswith(b"id:")), b"")
     return found.removeprefix(b"id:").strip().decode("latin-1")
@@ -258,7 +262,7 @@ def _id_of(event: bytes) -> str:
 def _passed_on(
     headers: Iterable[tuple[bytes, bytes]], without: Collection[str]
 ) -> list[tuple[bytes, bytes]]:
-    """Those that concern the ends of a request, not one of its connections."""
+    """The headers for the other end, not those of one connection."""
     found = [(name.lower(), value) for name, value in headers]
     named = {
         name.strip().lower() for key, value in found if key == b"connection"
@@ -273,7 +277,7 @@ def _passed_on(
 def build_gateway(
     coordinators: Coordinators, closing: asyncio.Event, hosts: Collection[str] = ()
 ) -> FastAPI:
-    """The application; `closing` and `hosts` as for a coordinator's."""
+    """The application of a gateway; `closing` and `hosts` as for that of a coordinator."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_middleware(Entrance, access=OPEN, hosts=hosts)
     add_error_handlers(app)

@@ -1,8 +1,8 @@
-"""How a stream goes on after a break: the id of each of its events says how far each choice has
-been told, and the key of a request makes a repeated one the same.
+"""How a stream is resumed after a break. The id of each event says how far each choice was sent;
+a repeated request with the same key continues the first one.
 
-An answer is made anew from its first event on, and what its client has is left out. So what is told
-later may depend on all that came before, and on nothing that is not stored.
+A resumed answer is made again from its first event, and what its client has is left out. So a
+later part may depend on all earlier ones, but only on what is stored.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 import json
 import re
-from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -38,14 +37,14 @@ _WAITING_MAX = 8
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """In the events of one choice."""
+    """A position in the events of one choice."""
 
     num_tokens: int = 0
     digest: int = EMPTY_DIGEST
     """Of these tokens."""
     num_others: int = 0
-    """Tokens of the prompt, and events without tokens: `Started`, text that was held back,
-    `Finished`."""
+    """Number of tokens of the prompt and of events without tokens: `Started`, text that was held
+    back, `Finished`."""
 
     def after(self, event: Event) -> Position:
         if isinstance(event, Tokens) and event.token_ids:
@@ -57,30 +56,31 @@ class Position:
 
 
 class Progress:
-    """What a client has been told of the choices of a request."""
+    """What a client has of the choices of a request."""
 
     def __init__(self, num_choices: int, last_event_id: str | None = None) -> None:
-        """Of one that has this event, and those before it; None = none. Raises `BadRequest`."""
+        """The client has this event and those before it; None = no events. Raises `BadRequest`."""
         self._now = [Position()] * num_choices
-        """Behind the newest event of each choice, and behind the newest of which anything is told:
-        what a choice holds back is told with a later one."""
-        self._said = [*self._now]
+        """Position after the newest event of each choice."""
+        self._sent = [*self._now]
+        """Position after the newest event of which a part was sent: one whose text is held back
+        has none."""
         self._num_parts = self.shift = 0
-        """Parts of events that the client has; and how many more they are than have been made here.
-        """
+        """Number of parts that the client has, and by how many they exceed those made here."""
         self.follows_event = last_event_id is not None
-        self._told, self._begun = [*self._now], (0, 0, 0)
-        """What need not be told again: up to a position of each choice; and of an event behind
-        one, of which several parts are told: its choice, its number of tokens, and how many parts.
-        """
+        self._known = [*self._now]
+        """Position of each choice up to which the client has everything."""
+        self._begun = (0, 0, 0)
+        """An event of several parts, of which the client has some: its choice, its number of
+        tokens, and the number of these parts."""
         if last_event_id is None:
             return
         found = _EVENT_ID.fullmatch(last_event_id)
         choices = found["choices"].split(".") if found else []
         if found is None or len(choices) != num_choices:
-            raise BadRequest("Last-Event-ID", "is no id of an event of this request")
+            raise BadRequest("Last-Event-ID", "is not the id of an event of this request")
         split = [one.split("-") for one in choices]
-        self._told = [Position(int(n), int(digest, 16), int(m)) for n, digest, m in split]
+        self._known = [Position(int(n), int(digest, 16), int(m)) for n, digest, m in split]
         self._num_parts = self.shift = int(found["num_parts"])
         if found["begun"]:
             index, num_tokens, num_parts = map(int, found["begun"].split("-"))
@@ -88,51 +88,51 @@ class Progress:
 
     def resume_request(self, index: int, session_id: str = "") -> ResumeRequest:
         """Asks for all events of a choice."""
-        told = self._told[index]
+        known = self._known[index]
         begun, num_tokens, _ = self._begun
-        end = told.num_tokens + (num_tokens if begun == index else 0)
+        end = known.num_tokens + (num_tokens if begun == index else 0)
         return ResumeRequest(
-            session_id, told.num_tokens, tokens_digest=told.digest, cuts=(told.num_tokens, end)
+            session_id, known.num_tokens, tokens_digest=known.digest, cuts=(known.num_tokens, end)
         )
 
     def is_behind(self, index: int) -> bool:
-        """Whether events of the choice are still to come that its client has."""
-        now, told = self._now[index], self._told[index]
-        return now.num_tokens < told.num_tokens or now.num_others < told.num_others
+        """Whether the next event of the choice is one that the client has."""
+        now, known = self._now[index], self._known[index]
+        return now.num_tokens < known.num_tokens or now.num_others < known.num_others
 
-    def untold(
+    def unsent(
         self, index: int, event: Event, parts: Sequence[dict[str, Any]]
     ) -> Iterator[tuple[dict[str, Any], str]]:
-        """Each part of an event which the client lacks, with its id."""
-        before, is_known, num_told = self._now[index], self.is_behind(index), 0
-        if isinstance(event, RoundReport):  # Is never told again.
+        """Each part of an event that the client lacks, with its id."""
+        before, is_known, num_known = self._now[index], self.is_behind(index), 0
+        if isinstance(event, RoundReport):  # It is not repeated when a session is resumed.
             after, is_known = before, False
         else:
             after = before.after(event)
             if parts and not is_known and self._begun[0] == index:
-                num_told, self._begun = self._begun[2], (0, 0, 0)
+                num_known, self._begun = self._begun[2], (0, 0, 0)
         for place, part in enumerate(parts, 1):
-            if is_known or place <= num_told:
+            if is_known or place <= num_known:
                 self.shift -= 1
-                self._said[index] = after if is_known else self._said[index]
+                self._sent[index] = after if is_known else self._sent[index]
                 continue
             self._num_parts += 1
-            num_tokens = after.num_tokens - self._said[index].num_tokens
+            num_tokens = after.num_tokens - self._sent[index].num_tokens
             begun = f"+{index}-{num_tokens}-{place}"
             if place == len(parts):
-                begun, self._said[index] = "", after
+                begun, self._sent[index] = "", after
             yield part, self._id(begun)
         self._now[index] = after
 
     def _id(self, begun: str = "") -> str:
         if len(self._now) > EVENT_ID_CHOICES_MAX:
             return ""
-        each = (f"{one.num_tokens}-{one.digest:x}-{one.num_others}" for one in self._said)
+        each = (f"{one.num_tokens}-{one.digest:x}-{one.num_others}" for one in self._sent)
         return f"{self._num_parts}:{'.'.join(each)}{begun}"
 
 
 def request_keys(key: str, tenant: str, request: bytes, num_choices: int) -> list[RequestKey]:
-    """Of each choice of a request with an `Idempotency-Key`. Raises `BadRequest`."""
+    """The key of each choice of a request with an `Idempotency-Key`. Raises `BadRequest`."""
     if not _KEY.fullmatch(key):
         raise BadRequest(
             "Idempotency-Key",
@@ -143,14 +143,21 @@ def request_keys(key: str, tenant: str, request: bytes, num_choices: int) -> lis
     return [RequestKey(hashlib.sha256(name).hexdigest(), digest) for name in names]
 
 
+class _Turn:
+    """Of one request."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+        self.num_waiting = 0
+        """Requests that wait for its end."""
+
+
 class RepeatedRequests:
     """Equal requests with one key, of which one runs at a time. Two at once would take the session
     from each other, again and again where their clients retry."""
 
     def __init__(self) -> None:
-        self._running: dict[RequestKey, asyncio.Event] = {}
-        """Set when the newest request with the key has ended."""
-        self._num_waiting = Counter[RequestKey]()
+        self._running: dict[RequestKey, _Turn] = {}
 
     @asynccontextmanager
     async def turn(self, key: RequestKey, *, takes_over: bool) -> AsyncIterator[None]:
@@ -158,26 +165,26 @@ class RepeatedRequests:
         client has events of the one that runs, so the connection of that one is broken. Raises
         `Unavailable` where too many wait."""
         while not takes_over and (running := self._running.get(key)) is not None:
-            if self._num_waiting[key] >= _WAITING_MAX:
+            if running.num_waiting >= _WAITING_MAX:
                 raise Unavailable(
                     f"{_WAITING_MAX} requests with this Idempotency-Key wait for the one that runs"
                 )
-            self._num_waiting[key] += 1
+            running.num_waiting += 1
             try:
-                await running.wait()
+                await running.ended.wait()
             finally:
-                self._num_waiting -= Counter([key])
-        ended = self._running[key] = asyncio.Event()
+                running.num_waiting -= 1
+        own = self._running[key] = _Turn()
         try:
             yield
         finally:
-            ended.set()
-            if self._running.get(key) is ended:
+            own.ended.set()
+            if self._running.get(key) is own:
                 del self._running[key]
 
 
 def split_answer_id(answer_id: str, prefixes: Iterable[str]) -> tuple[str, str]:
-    """The prefix of an answer's id, and the session that it names. Raises `SessionNotFound`."""
+    """The prefix of an answer's id, and its session. Raises `SessionNotFound`."""
     found = re.fullmatch(rf"({'|'.join(prefixes)})([0-9a-f]{{32}})", answer_id)
     if found is None:
         raise SessionNotFound(f"there is no session {answer_id[:_ID_CHARS_MAX]}")

@@ -1,8 +1,8 @@
-"""Reads bodies, and tells what is wrong: JSON as it goes to the client, and every error in OpenAI's
-shape, `{"error": {"message", "type", "param", "code"}}`, with its own status.
+"""Reads the bodies of requests, and writes JSON and errors. Errors have OpenAI's form,
+`{"error": {"message", "type", "param", "code"}}`, and a status each.
 
-What would take long to look at is refused before: parsing holds up everything else that the
-coordinator does, its leases too.
+A body that takes long to parse is refused before: parsing blocks the coordinator's event loop,
+which renews its leases, too.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from outrider.limits import (
 _log = logging.getLogger(__name__)
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-"""Made once: `json.dumps` would make another one for each chunk."""
+"""Made once: `json.dumps` would make one for each chunk."""
 _VALUE_CHARS_MAX = 64
-"""Of a wrong value that is told back."""
+"""Characters of a wrong value in an error."""
 _KINDS: Mapping[int, tuple[str, str, str | None]] = {
     400: ("invalid_request_error", "invalid_value", None),
     401: ("authentication_error", "invalid_api_key", None),
@@ -66,17 +66,17 @@ _KINDS: Mapping[int, tuple[str, str, str | None]] = {
     503: ("service_unavailable_error", "unavailable", None),
     504: ("timeout_error", "deadline_exceeded", "deadline_ms"),
 }
-"""`type`, `code` and `param` of an error by its status."""
+"""`type`, `code` and `param` of an error, by its status."""
 _CODES = {
     404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 413: "body_too_large",
 }  # fmt: skip
-"""Of what is refused before anybody has looked at a body."""
+"""`code` of errors that FastAPI raises, and of unknown sessions."""
 _WORDS_OF_TYPES = ("str", "int", "float", "bool", "none", "body")
-"""Parts of a place in a body that name no field."""
+"""Parts of a place in a body that are no field names."""
 
 
 def to_json(value: Any) -> bytes:
-    """JSON in UTF-8; half a surrogate pair, as a header may have it, is escaped."""
+    """JSON in UTF-8. A lone surrogate, which a header may have, is escaped."""
     return _ENCODER.encode(value).encode("utf-8", "backslashreplace")
 
 
@@ -87,7 +87,7 @@ def json_response(
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong."""
+    """An error."""
 
     message: str
     type: str
@@ -97,29 +97,29 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every answer that is an error."""
+    """The body of every error response."""
 
     error: ErrorDetail
 
 
 def error_body(error: Exception) -> dict[str, Any]:
-    """What a caller is told. An error that is a bug of ours is logged with its traceback."""
-    told = OutriderError("internal error; the server's log has its traceback")
+    """The error as the client gets it. A bug is logged with its traceback, and not shown."""
+    shown = OutriderError("internal error; the server's log has its traceback")
     if isinstance(error, OutriderError):
-        told = error
-    if told.http_status == 500:
+        shown = error
+    if shown.http_status == 500:
         _log.error("a request failed", exc_info=error)
-    name, code, param = _KINDS[told.http_status]
-    if isinstance(told, BadRequest):
-        param = told.field or None
-    if isinstance(told, SessionNotFound):
+    name, code, param = _KINDS[shown.http_status]
+    if isinstance(shown, BadRequest):
+        param = shown.field or None
+    if isinstance(shown, SessionNotFound):
         code, param = _CODES[404], None
-    return _body(told.message, name, param, code)
+    return _body(shown.message, name, param, code)
 
 
 def error_response(error: Exception) -> Response:
-    """The answer that tells of an error: one that may pass says when to try again; one that will
-    not, that OpenAI's clients, which go by the status, shall not."""
+    """The response for an error. `Retry-After` says when to repeat the request; where that cannot
+    help, `x-should-retry` keeps OpenAI's clients, which go by the status, from it."""
     status = error.http_status if isinstance(error, OutriderError) else 500
     headers = {}
     if isinstance(error, Incompatible | DeadlineExceeded):
@@ -156,8 +156,8 @@ def _body(message: str, name: str, param: str | None, code: str) -> dict[str, An
 
 
 def wrong_body(errors: Sequence[Mapping[str, Any]]) -> BadRequest:
-    """What is wrong with a body, of all that pydantic finds: the first, and of what it says of one
-    field that may be several things the most exact."""
+    """The first of pydantic's errors in a body. Of several about one field, which each member of a
+    union causes, it is the one about the innermost value."""
     same = [one for one in errors if one["loc"][:2] == errors[0]["loc"][:2]]
     found = max(same, key=lambda one: len(one["loc"]))
     *place, last = found["loc"]
@@ -181,7 +181,7 @@ def wrong_body(errors: Sequence[Mapping[str, Any]]) -> BadRequest:
 
 
 def of_body(reason: str) -> BadRequest:
-    """An error of a body as a whole, which names no field."""
+    """An error of a whole body, without a field."""
     error = BadRequest("", reason)
     error.message = f"the body {reason}"
     return error
@@ -203,16 +203,16 @@ def _shown(value: object) -> str:
 _BOM = b"\xef\xbb\xbf"
 _OPENINGS = (b"[", b"{")
 _MARKS = (*_OPENINGS, b",", b":")
-"""One of them stands before each value and each key, but for the first."""
+"""One of them is before every value and every key but the first."""
 _QUOTES_MAX = 2 * (HTTP_VALUES_MAX + 1)
 _PORT = re.compile(r":\d*$")
 PAGE = "/page"
-"""Where the files of the page are."""
+"""Path of the page's files."""
 
 
 class BodyRoute(APIRoute):
-    """A route whose body is JSON, and read by `read_body`; not where its caller's bucket is known
-    to be empty, for every route that has a body is limited."""
+    """A route whose body is parsed by `read_body`, unless the rate limit of its caller, which
+    applies to all routes with a body, refuses the request before."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -233,16 +233,16 @@ class BodyRoute(APIRoute):
 
 
 class Unsent(Response):
-    """The answer to a client that has gone: nothing."""
+    """The response to a client that has disconnected: nothing."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
 
 async def whole_body(request: Request, num_bytes: Counter[str]) -> bytes:
-    """Reads no more of a body than `HTTP_BODY_BYTES_MAX`, for no longer than `HTTP_BODY_S_MAX` in
-    all and `HTTP_BODY_PART_S_MAX` for a part. Of all bodies that have begun to come there are at
-    most `HTTP_BODIES_BYTES_MAX`, and of those of one tenant, where keys tell tenants apart, at most
-    `HTTP_TENANT_BODIES_BYTES_MAX`: `num_bytes` has those that are not whole yet, by tenant."""
+    """Reads a body of at most `HTTP_BODY_BYTES_MAX`, which may take `HTTP_BODY_S_MAX` in all and
+    `HTTP_BODY_PART_S_MAX` for a part. `num_bytes` counts the bytes of incomplete bodies by tenant:
+    at most `HTTP_BODIES_BYTES_MAX` in all, and `HTTP_TENANT_BODIES_BYTES_MAX` of one tenant where
+    keys distinguish tenants."""
     caller: Caller = request.state.caller
     tenant, data, parts = caller.tenant, bytearray(), request.stream()
     end = asyncio.get_running_loop().time() + HTTP_BODY_S_MAX
@@ -267,25 +267,25 @@ async def whole_body(request: Request, num_bytes: Counter[str]) -> bytes:
 
 
 async def _received_by(end: float, parts: AsyncGenerator[bytes]) -> bytes:
-    """The next part; empty = there is none."""
+    """The next part; empty = the end."""
     part_end = asyncio.get_running_loop().time() + HTTP_BODY_PART_S_MAX
     try:
         async with asyncio.timeout_at(min(end, part_end)):
             return await anext(parts, b"")
     except TimeoutError:
         if part_end < end:
-            reason = f"no part of the body has come for {HTTP_BODY_PART_S_MAX} s"
+            reason = f"no part of the body arrived for {HTTP_BODY_PART_S_MAX} s"
         else:
-            reason = f"the body has not come within {HTTP_BODY_S_MAX} s"
+            reason = f"the body did not arrive within {HTTP_BODY_S_MAX} s"
         raise HTTPException(408, reason, {"connection": "close"}) from None
 
 
 def read_body(data: bytes) -> Any:
-    """What a body stands for. Raises `BadRequest` for what is no JSON in UTF-8, and for more values
-    than a request may have; types are not checked."""
+    """The value of a body in JSON. Raises `BadRequest` for anything that is not JSON in UTF-8, and
+    for more values than a request may have; types are not checked."""
     if _too_many(data):
         bare = data.replace(rb"\\", b"").replace(rb"\"", b"")
-        found = f"more than {HTTP_VALUES_MAX} values"  # Between two strings there is a mark.
+        found = f"more than {HTTP_VALUES_MAX} values"  # A mark is between any two strings.
         if bare.count(b'"') <= _QUOTES_MAX:
             found = _too_many(b"".join(bare.split(b'"')[::2]))
         if found:
@@ -297,7 +297,7 @@ def read_body(data: bytes) -> Any:
 
 
 def _too_many(data: bytes) -> str:
-    """What there is too much of; marks within strings are counted, too."""
+    """What exceeds a limit, or nothing. Marks within strings are counted, too."""
     if sum(map(data.count, _OPENINGS)) > HTTP_CONTAINERS_MAX:
         return f"more than {HTTP_CONTAINERS_MAX} lists and objects"
     if sum(map(data.count, _MARKS)) > HTTP_VALUES_MAX:
@@ -306,13 +306,13 @@ def _too_many(data: bytes) -> str:
 
 
 def is_open(path: str) -> bool:
-    """Whether no key is asked for: probes have none, and the page's files, which have no data, ask
-    for one themselves."""
+    """Whether no key is needed: probes have none, and the page's files contain no data and ask for
+    a key themselves."""
     return path in ("/", "/docs", "/health", "/ping") or path.startswith(f"{PAGE}/")
 
 
 class Entrance:
-    """Before an application: learns who calls before anything of a request's body is read."""
+    """Middleware that identifies the caller before anything of a request's body is read."""
 
     def __init__(self, app: ASGIApp, access: AccessControl, hosts: Collection[str]) -> None:
         self._app = app
@@ -322,11 +322,11 @@ class Entrance:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, caller = Headers(scope=scope), ANYBODY
         try:
-            # A browser sends it on behalf of another site, whose name leads to this machine.
+            # A web page of another site, whose name resolves to this machine, makes browsers call.
             if self._hosts and _PORT.sub("", headers.get("host", "")).lower() not in self._hosts:
                 raise PermissionDenied(
-                    "Host: is none of this machine's own names; call localhost, or give the server "
-                    "API keys"
+                    "Host: is not a name of this machine; call localhost, or give the server API "
+                    "keys"
                 )
             if not is_open(scope["path"]):
                 caller = self._access.identify(headers.getlist("authorization"))

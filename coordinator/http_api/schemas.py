@@ -1,5 +1,5 @@
-"""What answers look like, for the OpenAPI document alone: no answer is validated or built by these
-models."""
+"""The answers of routes as models for the OpenAPI document. Small answers are made from them; those
+of generations are built as plain dicts, as each chunk of a stream must be cheap."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from pydantic.json_schema import models_json_schema
 _REF = "#/components/schemas/{model}"
 
 
-class Told(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True)
+class Schema(BaseModel):
+    model_config = ConfigDict(
+        use_attribute_docstrings=True, json_schema_serialization_defaults_required=True
+    )
 
 
-class Usage(Told):
-    """Of all choices; those of a prompt share it."""
+class Usage(Schema):
+    """Tokens of all choices; a prompt counts once for all of its choices."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
 
 
-class SpeculativeDecoding(Told):
-    """What drafts did for all choices; a step is a round."""
+class SpeculativeDecoding(Schema):
+    """What drafts contributed to all choices; a step is a round."""
 
     mean_acceptance_length: float
     draft_acceptance_rate: float
@@ -37,20 +39,20 @@ class SpeculativeDecoding(Told):
     acceptance_histogram_by_draft_length: dict[str, list[int]] = {}
 
 
-class AnswerMetrics(Told):
+class AnswerMetrics(Schema):
     speculative_decoding: SpeculativeDecoding
 
 
-class Choice(Told):
+class Choice(Schema):
     index: int
     finish_reason: Literal["stop", "length", "tool_calls"] | None
     stop_reason: str | int | None
-    """The stop string or token that ended it; deadline or cancelled where that cut it off."""
+    """The stop string or token that ended the text, or what cut it off: deadline or cancelled."""
     token_ids: list[int] = []
-    """Where return_token_ids asks for them."""
+    """With return_token_ids."""
 
 
-class LikelyToken(Told):
+class LikelyToken(Schema):
     token: str
     bytes: list[int]
     logprob: float
@@ -60,24 +62,24 @@ class ChatToken(LikelyToken):
     top_logprobs: list[LikelyToken]
 
 
-class ChatLogprobs(Told):
+class ChatLogprobs(Schema):
     content: list[ChatToken]
     refusal: None
 
 
-class CalledFunction(Told):
+class CalledFunction(Schema):
     name: str
     arguments: str
-    """JSON; the model's, so it need not be valid."""
+    """JSON as the model wrote it, which may be invalid."""
 
 
-class ToolCall(Told):
+class ToolCall(Schema):
     id: str
     type: Literal["function"]
     function: CalledFunction
 
 
-class AssistantMessage(Told):
+class AssistantMessage(Schema):
     role: Literal["assistant"]
     content: str | None
     refusal: None
@@ -85,19 +87,19 @@ class AssistantMessage(Told):
     tool_calls: list[ToolCall] = []
 
 
-class FunctionDelta(Told):
+class FunctionDelta(Schema):
     name: str = ""
     arguments: str
 
 
-class ToolCallDelta(Told):
+class ToolCallDelta(Schema):
     index: int
     id: str = ""
     type: Literal["function"] = "function"
     function: FunctionDelta
 
 
-class AssistantDelta(Told):
+class AssistantDelta(Schema):
     role: Literal["assistant"] = "assistant"
     content: str = ""
     reasoning_content: str = ""
@@ -114,7 +116,7 @@ class ChatCompletionChunkChoice(Choice):
     logprobs: ChatLogprobs | None
 
 
-class CompletionLogprobs(Told):
+class CompletionLogprobs(Schema):
     tokens: list[str]
     token_logprobs: list[float | None]
     """Null for the first token of a prompt."""
@@ -127,7 +129,7 @@ class CompletionChoice(Choice):
     logprobs: CompletionLogprobs | None
 
 
-class Envelope(Told):
+class Envelope(Schema):
     id: str
     created: int
     model: str
@@ -140,7 +142,7 @@ class Whole(Envelope):
 
 class Chunk(Envelope):
     usage: Usage | None = None
-    """In the last chunk, or in each, as stream_options say."""
+    """In the last chunk or in each, depending on stream_options."""
     metrics: AnswerMetrics | None = None
     """In the last chunk."""
 
@@ -165,14 +167,14 @@ class CompletionChunk(Chunk):
     choices: list[CompletionChoice]
 
 
-class ResponseUsage(Told):
+class ResponseUsage(Schema):
     input_tokens: int
     output_tokens: int
     total_tokens: int
 
 
-class ResponseObject(Told):
-    """As OpenAI has it; its other fields are the request's."""
+class ResponseObject(Schema):
+    """OpenAI's response object; its other fields are those of the request."""
 
     id: str
     object: Literal["response"]
@@ -187,14 +189,14 @@ class ResponseObject(Told):
     metrics: AnswerMetrics | None = None
 
 
-class ResponseEvent(Told):
-    """A step to a response, whose other fields OpenAI's reference has."""
+class ResponseEvent(Schema):
+    """A change of a response; OpenAI's reference has its other fields."""
 
     type: str
     sequence_number: int
 
 
-class Model(Told):
+class Model(Schema):
     id: str
     object: Literal["model"] = "model"
     created: int
@@ -204,36 +206,36 @@ class Model(Told):
     max_model_len: int
 
 
-class ModelList(Told):
+class ModelList(Schema):
     object: Literal["list"] = "list"
     data: list[Model]
 
 
-class Health(Told):
+class Health(Schema):
     status: Literal["ok"] = "ok"
 
 
-class Version(Told):
+class Version(Schema):
     version: str
 
 
-_GENERATIONS: tuple[type[Told], ...] = (
+_GENERATIONS: tuple[type[Schema], ...] = (
     ChatCompletion, ChatCompletionChunk, Completion, CompletionChunk, ResponseObject, ResponseEvent,
 )  # fmt: skip
 
 
-def answers(whole: type[Told], chunk: type[Told]) -> dict[int | str, dict[str, Any]]:
-    """The responses of a route that answers once, or by a stream of chunks."""
+def answers(whole: type[Schema], chunk: type[Schema]) -> dict[int | str, dict[str, Any]]:
+    """The responses of a route with whole answers and streams of chunks."""
     content = {
         kind: {"schema": {"$ref": _REF.format(model=model.__name__)}}
         for kind, model in (("application/json", whole), ("text/event-stream", chunk))
     }
-    told = "The answer; a stream of its chunks where `stream` is true."
-    return {200: {"description": told, "content": content}}
+    text = "The answer; a stream of its chunks if `stream` is true."
+    return {200: {"description": text, "content": content}}
 
 
 class DocumentedApp(FastAPI):
-    """Its document has the schemas that `answers` name: FastAPI knows one model a response."""
+    """Adds the schemas that `answers` refers to, as FastAPI allows one model for a response."""
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:

@@ -1,15 +1,13 @@
-"""Listens for HTTP inside the coordinator's own event loop, with a limit on the number of
-connections and one of time for every phase of them.
+"""An HTTP server in the coordinator's event loop, with limits on the number of connections and on
+the time that each of their phases may take.
 
-uvicorn bounds the time between two requests only. Here a connection that has not sent the complete
-headers of a request is closed after `HTTP_HEADERS_S`, counted from its TCP accept or from the first
-byte of the next request, and bytes that trickle in do not extend that. When all places are taken,
-a connection without a request makes room for a new one, so that idle sockets cannot keep callers
-out. One whose client does not read its answer is closed after `HTTP_STUCK_WRITE_S`.
+uvicorn only limits the time between two requests. Here a connection must also send complete headers
+within `HTTP_HEADERS_S` of its TCP accept, or of the first byte of its next request, and its client
+must read: one that is stuck for `HTTP_STUCK_WRITE_S` is closed. When the maximum of connections is
+reached, one without a request is closed for each new one, so idle sockets keep no caller out.
 
-When the server stops, requests are served for another `HTTP_LAST_REQUEST_S`. Then new ones are
-refused with 503 until the running ones have ended; where another server may listen on the port, it
-gets them instead.
+A server that stops serves requests for another `HTTP_LAST_REQUEST_S`. Then it refuses new ones with
+503 until the running ones have ended; if another server may listen on its port, that gets them.
 """
 
 from __future__ import annotations
@@ -55,28 +53,29 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 BACKLOG = 2048
-"""Connections that the kernel keeps until they are accepted."""
+"""Connections that the kernel queues until they are accepted."""
 _ACCEPTS = 16
-"""Of them accepted at a time, before places are counted: a burst must not take all descriptors."""
+"""Connections accepted at a time. They are not counted meanwhile, so a burst could take all file
+descriptors."""
 CLOSE_S = 2.0
-"""What requests that were told to end may take to say so."""
+"""Time for requests that the server ends to send their last event."""
 _DRAIN_POLL_S = 0.02
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """In PEM."""
+    """Files in PEM format."""
 
     certificate: Path
     key: Path
     authority: Path | None = None
-    """By which callers must have a certificate, too; None = they need none."""
+    """Authority of the certificates that callers must have; None = they need none."""
 
     def read(self) -> ssl.SSLContext:
         """Raises `OSError` or `ValueError`."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(self.certificate, self.key, password="")  # It asks no terminal.
+        context.load_cert_chain(self.certificate, self.key, password="")  # Without a prompt.
         if self.authority is not None:
             context.verify_mode = ssl.CERT_REQUIRED
             context.load_verify_locations(self.authority)
@@ -84,45 +83,43 @@ class TlsFiles:
 
 
 Metrics = Callable[[str], tuple[bytes, str]]
-"""Prometheus' text and its content type, of those that a scraper accepts. Blocks."""
+"""Returns the metrics and their content type for an `Accept` header. Blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpOptions:
-    """Where a server listens, and what it knows of its process."""
+    """Where a server listens, whom it serves, and what it reports to."""
 
     host: str = "127.0.0.1"
-    """Address to bind; the default is loopback, which only this machine reaches."""
+    """Address to bind. Only this machine reaches the default, loopback."""
     port: int = 0
     """0 = any free port."""
     shares_port: bool = False
-    """Whether a later server that has `takes_over` may listen on the same port."""
+    """Whether a later server that `takes_over` may listen on the same port."""
     takes_over: bool = False
-    """Whether the port may be held by a server that `shares_port`, whose place this one takes.
-    Else a port that another process holds is refused."""
+    """Whether this server replaces one that `shares_port`. If not, a port in use is an error."""
     metrics: Metrics | None = None
-    """None = they are off."""
+    """None = no metrics."""
     access: AccessControl = OPEN
-    """Who may call, and how much."""
+    """The callers, and the limits of each."""
     tls: TlsFiles | None = None
-    """None = plain text. Files that change are read again; what cannot be read changes nothing."""
+    """None = plain text. Files are read again when they change; unreadable ones change nothing."""
     times: HttpTimes | None = None
-    """Hear of each request."""
+    """Records the time of each request."""
 
 
 class _State(IntEnum):
-    """What a connection waits for; the lower it is, the sooner it makes room for a new one."""
+    """State of a connection; those with lower numbers are closed first to make room."""
 
     INCOMPLETE = 0
-    """Complete headers, or its TLS handshake."""
+    """It waits for complete headers, or for its TLS handshake."""
     IDLE = 1
-    """Another request."""
+    """It waits for another request."""
     BUSY = 2
 
 
 class OpenConnections(dict["HttpConnection", _State]):
-    """Those of one server; of those in one state the one that has been in it for longest comes
-    first."""
+    """The connections of one server; of those in one state, the oldest in it comes first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,10 +127,10 @@ class OpenConnections(dict["HttpConnection", _State]):
         if descriptors == resource.RLIM_INFINITY:
             descriptors = 2 * HTTP_CONNECTIONS_MAX
         self.num_max = min(HTTP_CONNECTIONS_MAX, descriptors // 2)
-        """They may be more where all have requests."""
+        """Exceeded only where all have requests."""
 
     def make_room(self) -> None:
-        """For a new one where all places are taken, if one of these has no request."""
+        """Closes a connection without a request if the maximum is reached."""
         if len(self) >= self.num_max:
             oldest = min(self, key=self.__getitem__)
             if self[oldest] is not _State.BUSY:
@@ -154,13 +151,13 @@ class HttpConnection(H11Protocol):
         self._open = others
         self._tls = tls
         self._early = bytearray()
-        """Decrypted bytes that came before the end of the handshake was seen."""
+        """Decrypted bytes that arrived before `_encrypt` went on."""
         self.handshake: asyncio.Task[None] | None = None
         """None = there is none, or it is over."""
         self._late: asyncio.TimerHandle | None = None
-        """Breaks it off where it sends no complete headers, or does not end when told to."""
+        """Closes it when headers are incomplete, or the last response unread, for too long."""
         self._stuck: asyncio.TimerHandle | None = None
-        """Breaks it off where its client does not read."""
+        """Closes it when its client does not read."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._open.make_room()
@@ -202,13 +199,13 @@ class HttpConnection(H11Protocol):
             return
         if self.conn.their_state is h11.IDLE or self.transport.is_closing():
             self._enter(_State.IDLE)
-            if self.transport.is_closing():  # No timer of uvicorn's watches it any more.
+            if self.transport.is_closing():  # uvicorn has no timer for this.
                 self._late = self._break_off_in(HTTP_STUCK_WRITE_S)
-        else:  # A body that was not read still comes. Its sender may read the answer first.
+        else:  # The rest of an unread body is still to come; the client may read first.
             self._await_headers()
 
     def timeout_keep_alive_handler(self) -> None:
-        super().timeout_keep_alive_handler()  # Waits for the client to read its answer.
+        super().timeout_keep_alive_handler()  # Waits until the client has read the response.
         self._late = self._late or self._break_off_in(HTTP_STUCK_WRITE_S)
 
     def pause_writing(self) -> None:
@@ -226,7 +223,7 @@ class HttpConnection(H11Protocol):
         super().connection_lost(exc)
 
     def break_off(self) -> None:
-        """Closes it, without waiting until its client has read what was sent."""
+        """Closes it at once, whatever its client has still to read."""
         self._forget()
         if self.handshake is not None:
             self.handshake.cancel()
@@ -262,9 +259,9 @@ class HttpServer:
     def __init__(
         self, options: HttpOptions, build: Callable[[asyncio.Event, Collection[str]], ASGIApp]
     ) -> None:
-        """`build` makes the application; its event is set when the server waits no longer for what
-        runs, and the names are those that it is called by; none = any. Raises `OSError` or
-        `ValueError` for files of TLS that are wrong."""
+        """`build` makes the application from an event, which is set when running requests are no
+        longer waited for, and the accepted names of this server; none = any. Raises `OSError` or
+        `ValueError` for wrong TLS files."""
         self._options = options
         self._tls = None
         if (tls := options.tls) is not None:
@@ -284,7 +281,7 @@ class HttpServer:
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=HTTP_KEEP_ALIVE_S,
-            limit_concurrency=self._open.num_max + 1,  # As many are served, one more is refused.
+            limit_concurrency=self._open.num_max + 1,  # uvicorn refuses the last one.
         )
         config.load()
         self._server = uvicorn.Server(config)
@@ -299,13 +296,13 @@ class HttpServer:
         return self._address
 
     async def start(self) -> None:
-        """Listens. Raises `ConfigError` where the address cannot be had."""
+        """Listens. Raises `ConfigError` if the address cannot be bound."""
         listening = _bind(self._options)
         self._address = f"{_in_url(self._options.host)}:{listening.getsockname()[1]}"
-        # In place of `uvicorn.Server.startup`, whose connections are encrypted when they begin.
+        # Replaces `uvicorn.Server.startup`, which counts connections only after their handshake.
         loop = asyncio.get_running_loop()
         server = await loop.create_server(self._connect, sock=listening, backlog=_ACCEPTS)
-        listening.listen(BACKLOG)  # asyncio has one number for both.
+        listening.listen(BACKLOG)  # asyncio has one number for backlog and accepts.
         self._server.servers = [server]
         self._server.started = True
         self._serving = asyncio.create_task(self._serve(listening))
@@ -321,7 +318,7 @@ class HttpServer:
         return HttpConnection(self._server.config, self._server.server_state, self._open, tls)
 
     async def _serve(self, listening: socket.socket) -> None:
-        # As `uvicorn.Server.serve`, but signals stay with the process.
+        # Like `uvicorn.Server.serve`, without its signal handlers.
         try:
             await self._server.main_loop()
         except Exception:  # noqa: BLE001 (seen by `failed`)
@@ -340,17 +337,17 @@ class HttpServer:
         await self._server.shutdown()
 
     async def _leave_port(self, listening: socket.socket) -> None:
-        """To another server. Connections that are queued are accepted."""
+        """Leaves the port to another server. Queued connections are accepted."""
         queued: list[socket.socket] = []
-        with suppress(OSError):  # Until none is left, however fast new ones come.
+        with suppress(OSError):  # Until none is left; limited, as new ones may keep coming.
             queued.extend(listening.accept()[0] for _ in range(2 * BACKLOG))
-        self._server.servers[0].close()  # The kernel resets what comes between.
+        self._server.servers[0].close()  # The kernel resets connections since then.
         for client in queued:
             client.setblocking(False)
             await asyncio.get_running_loop().connect_accepted_socket(self._connect, client)
 
     async def _drain(self) -> None:
-        """Returns when the requests that run now have ended, or are told to."""
+        """Returns when the requests that run now have ended, or `_closing` is set."""
         self._drains = True
         running = [one for one, state in self._open.items() if state is _State.BUSY]
         for connection in list(self._server.server_state.connections):
@@ -362,7 +359,7 @@ class HttpServer:
         self._server.config.timeout_graceful_shutdown = CLOSE_S  # type: ignore[assignment]
 
     def _say_last(self) -> None:
-        """Answers that have not begun say that their connection is closed after them."""
+        """Responses that have not begun get `Connection: close`."""
         state = self._server.server_state
         state.default_headers = [*state.default_headers, (b"connection", b"close")]
         for connection in state.connections:
@@ -376,12 +373,12 @@ class HttpServer:
             await asyncio.wait([self._serving])
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Takes no more requests after `HTTP_LAST_REQUEST_S`, and where it shares its port no more
-        connections from now on. Ends requests that last longer than `grace_s` seconds: they are
-        told that the server is shutting down."""
+        """Refuses new requests after `HTTP_LAST_REQUEST_S`; a server that shares its port accepts
+        no connections from now on. Requests that run for longer than `grace_s` seconds end with an
+        error."""
         if self._serving is None:
             return
-        # Counted from when the last requests have come.
+        # uvicorn counts from the last requests on.
         left_s = max(0.0, grace_s - HTTP_LAST_REQUEST_S) + CLOSE_S
         self._server.config.timeout_graceful_shutdown = left_s  # type: ignore[assignment]
         self._server.should_exit = True
@@ -446,7 +443,7 @@ async def send_part(send: Send, body: bytes = b"", *, more: bool = True) -> None
 
 
 def shutting_down() -> Unavailable:
-    """Another server may serve the request."""
+    """The error for requests that another server may serve."""
     return Unavailable("this server is shutting down")
 
 
@@ -455,8 +452,8 @@ def _in_url(host: str) -> str:
 
 
 def _own_names(options: HttpOptions) -> frozenset[str]:
-    """Those that its callers may use; none = any. Where nothing else keeps others out, a name of
-    somebody else's means a web page that has led its own name here."""
+    """The accepted names of this server; none = any. Without keys, on loopback, another name means
+    a web page whose own name resolves to this machine (DNS rebinding)."""
     if options.access.asks_for_keys or not is_loopback(options.host):
         return frozenset()
     return _LOOPBACK_NAMES | {_in_url(options.host).lower()}
@@ -470,7 +467,7 @@ def _bind(options: HttpOptions) -> socket.socket:
         found = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        # A name that has both kinds of address stands for the older one.
+        # IPv4 is preferred for a name with both kinds of address.
         family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
         bound = socket.create_server(
             address, family=family, reuse_port=options.shares_port,

@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `POST /detokenize`, as vLLM has them: a prompt as tokens, and back."""
+"""`POST /tokenize` and `POST /detokenize`, as in vLLM."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ from coordinator.http_api.bodies import (
     Unserved,
     asks_nothing,
 )
-from coordinator.http_api.reading import to_json
 from coordinator.service import CoordinatorService
 from outrider.errors import BadRequest
 
 
 class TokenizeBody(Body):
-    """Of a text, or of a conversation for the model's chat template."""
+    """The body of `POST /tokenize`: a text, or a conversation for the model's chat template."""
 
     unserved: ClassVar[Unserved] = {
         **asks_nothing("add_generation_prompt", True),
@@ -37,21 +36,21 @@ class TokenizeBody(Body):
     }
 
     model: str = ""
-    """The served model's name; it may be left out."""
+    """The name of the served model, if given."""
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    """Whether a prompt has what the tokenizer puts before every text; by default it has. Never a
-    conversation, whose template writes them."""
+    """Whether a prompt gets the special tokens that the tokenizer adds to every text (default). A
+    conversation never does: its template has them."""
     return_token_strs: bool = False
-    """Tell how each token is written."""
+    """Add the text of each token."""
     tools: ToolList = Field(default=[])
-    """Of a conversation, what its answer may call."""
+    """The tools that the answer to a conversation may call."""
     chat_template_kwargs: TemplateVariables = Field(default={})
-    """Of a conversation, variables for its template."""
+    """Variables for the template of a conversation."""
 
     def translate(self) -> TranslatedBody:
-        """The request that begins so. Raises `BadRequest`."""
+        """The request with this prompt. Raises `BadRequest`."""
         if (self.prompt is None) is (self.messages is None):
             raise BadRequest("prompt", "or messages must be given; allowed: one of the two")
         given = {name: getattr(self, name) for name in self.model_fields_set}
@@ -66,7 +65,7 @@ class TokenizeBody(Body):
 
 
 class Tokenized(BaseModel):
-    """What a prompt is for the model."""
+    """The tokens of a prompt."""
 
     count: int
     max_model_len: int
@@ -75,10 +74,10 @@ class Tokenized(BaseModel):
 
 
 class DetokenizeBody(Body):
-    """Of some tokens."""
+    """The body of `POST /detokenize`."""
 
     model: str = ""
-    """The served model's name; it may be left out."""
+    """The name of the served model, if given."""
     tokens: Several[int]
 
 
@@ -89,11 +88,11 @@ class Detokenized(BaseModel):
 
 
 def add_tokens(app: FastAPI, service: CoordinatorService, access: AccessControl) -> None:
-    """Both routes. A call counts as a request of its caller's, and as no generation."""
+    """Adds both routes. A call counts as a request of the caller, and as no generation."""
 
     @app.post("/tokenize", responses={200: {"model": Tokenized}})
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
-        """Tells the tokens of a prompt, and how many they are."""
+        """The tokens of a prompt, and their number."""
         asked, special = body.translate(), body.add_special_tokens is not False
         async with access.admit(request.state.caller, num_generations=0):
             try:
@@ -101,18 +100,19 @@ def add_tokens(app: FastAPI, service: CoordinatorService, access: AccessControl)
             except BadRequest as error:
                 raise asked.renamed(error, 0) from error
 
-        def told() -> bytes:
-            text = service.text if body.return_token_strs else None
-            strs = text and [as_text(text.spell(token_id)) for token_id in token_ids]
-            length = service.served.max_model_len
-            values = {"count": len(token_ids), "max_model_len": length, "tokens": token_ids}
-            return to_json({**values, "token_strs": strs})
+        def to_json() -> str:
+            strs, text = None, service.text
+            if body.return_token_strs and text is not None:
+                strs = [as_text(text.spell(token_id)) for token_id in token_ids]
+            length, tokens = service.served.max_model_len, list(token_ids)
+            return Tokenized(
+                count=len(tokens), max_model_len=length, tokens=tokens, token_strs=strs
+            ).model_dump_json()
 
-        return Response(await asyncio.to_thread(told), media_type="application/json")
+        return Response(await asyncio.to_thread(to_json), media_type="application/json")
 
-    @app.post("/detokenize", responses={200: {"model": Detokenized}})
-    async def detokenize(body: DetokenizeBody, request: Request) -> Response:
-        """Tells the text of tokens, special ones by their names."""
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeBody, request: Request) -> Detokenized:
+        """The text of tokens, with the names of special ones."""
         async with access.admit(request.state.caller, num_generations=0):
-            text = await service.detokenize(body.tokens, body.model)
-        return Response(to_json({"prompt": text}), media_type="application/json")
+            return Detokenized(prompt=await service.detokenize(body.tokens, body.model))

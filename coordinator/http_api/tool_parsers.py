@@ -1,15 +1,15 @@
-"""Reads an answer's text as it comes: what of it is content, reasoning, or a call of a tool.
+"""Splits the text of an answer, as it is generated, into content, reasoning and calls of tools.
 
-| class | reads |
+| class | parses |
 | --- | --- |
-| `HeldCalls`, `HeldArguments` | what the grammar holds an answer to that must be calls |
-| `Hermes`, `Llama3`, `Mistral`, `DeepSeek` | calls as a family of models writes them, and text |
-| `Content` | text that calls nothing |
-| `Reasoning` | `<think>...</think>`, and then what one of the others reads |
+| `HeldCalls`, `HeldArguments` | answers that a grammar constrains to calls |
+| `Hermes`, `Llama3`, `Mistral`, `DeepSeek` | text with calls as this family of models writes them |
+| `Content` | text without calls |
+| `Reasoning` | `<think>...</think>`, and then what another parser takes |
 
-A reader is a generator that goes on when more text comes. What may be the beginning of a mark is
-held back, and white space beside a mark belongs to it. What looks like a call and is none is
-content.
+A parser is a generator that continues with each piece of text. Text that may be the beginning of a
+mark is held back, and white space beside a mark belongs to it. Text that looks like a call but is
+none is content.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from coordinator.decoding.detokenizer import overlap
-from coordinator.http_api.tools import AUTO, Tools
+from coordinator.http_api.tools import AUTO
 from outrider.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -36,72 +36,70 @@ Reading = Generator[None, None, T]
 """Waits for more text at each `yield`."""
 
 _OPENINGS_KEPT = 64
-"""Sets of a chat template's variables, of which is remembered whether reasoning begins with
-them."""
+"""Cache entries: for which variables the chat template begins the reasoning itself."""
 _SPACE_MAX = 256
-"""White space beside a mark of which it is not told; what is before that, is."""
+"""Characters of white space before a mark that are left out."""
 _HEAD_CHARS_MAX = 256
-"""Up to the end of a mark within a call, behind its name."""
+"""Characters of a call up to the end of a mark after its name."""
 _SOME_TURN = {"role": "user", "content": "x"}
 _OTHER_CALLS = ("<function=", "<arg_key>")
-"""In templates whose `<tool_call>` holds something else than JSON."""
+"""In templates whose `<tool_call>` does not contain JSON."""
 _ARGUMENTS = ("arguments", "parameters")
-"""What the arguments of a call are called; Llama's way is the second."""
+"""Keys of a call's arguments; Llama uses the second."""
 
 
 class Part(NamedTuple):
-    """A piece of an answer. A call begins with its whole name; its arguments are JSON in pieces."""
+    """A piece of an answer. A call is its whole name, then its arguments as pieces of JSON."""
 
     kind: Literal["content", "reasoning", "name", "arguments"]
     text: str
 
 
 def joined(parts: Iterable[Part]) -> Iterator[Part]:
-    """Neighbours of one kind as one, but for names."""
+    """Merges adjacent parts of one kind, except names."""
     for kind, run in groupby(parts, key=attrgetter("kind")):
         texts = [part.text for part in run]
         yield from (Part(kind, text) for text in (texts if kind == "name" else ["".join(texts)]))
 
 
 class _TextEndsError(Exception):
-    """There is no more text, or no more of it is wanted."""
+    """The text has ended, or the rest is ignored."""
 
 
 class _NoCallError(Exception):
-    """What was read is no call."""
+    """The text read is not a call."""
 
 
 class Reader:
-    """Base of all readers."""
+    """Base class of the parsers."""
 
     shown_tokens: ClassVar[tuple[str, ...]] = ()
-    """Marks, which the text has for this reader even where they are special tokens."""
+    """Marks that the text must contain even where they are special tokens."""
     has_content = True
-    """Whether what is no call is told."""
+    """Whether text besides calls is content; if not, it is dropped."""
 
     def __init__(self, names: Collection[str] = (), *, several: bool = True) -> None:
-        """`names` are those of the tools; after the first call nothing is told unless `several`
-        may come."""
+        """`names` are those of the tools. Unless `several`, only the first call counts."""
         self._names = names
         self._several = several
         self._num_calls = 0
         self._text = ""
-        """What has come and is not read."""
+        """Text that is not parsed yet."""
         self._call_texts: list[str] = []
-        """What was read of a call."""
+        """Text of the current call so far."""
         self._parts: list[Part] = []
-        """What was read and is not told."""
+        """Parts that are not returned yet."""
         self._follows_mark = False
         self._is_over = False
         self._reading = self._read_all()
 
     def push(self, text: str) -> list[Part]:
-        """What is certain after some more text."""
+        """The parts that are certain after this text."""
         self._text += text
         return self._go_on()
 
     def finish(self) -> list[Part]:
-        """What was held back; the text has ended."""
+        """The parts that were held back; the text has ended."""
         self._is_over = True
         return self._go_on()
 
@@ -114,10 +112,10 @@ class Reader:
         try:
             yield from self._read()
         except _TextEndsError:
-            self._tell("content", self._text)
+            self._add("content", self._text)
 
     def _read(self) -> Reading[None]:
-        """Reads the whole text; raises `_TextEndsError` where it ends."""
+        """Parses the whole text. Raises `_TextEndsError` at its end."""
         raise NotImplementedError
 
     def _more(self) -> Reading[None]:
@@ -125,39 +123,45 @@ class Reader:
             raise _TextEndsError
         yield
 
-    def _tell(self, kind: Literal["content", "reasoning", "arguments"], text: str) -> None:
+    def _add(self, kind: Literal["content", "reasoning", "arguments"], text: str) -> None:
         if text and (kind != "content" or self.has_content):
             self._parts.append(Part(kind, text))
 
+    def _all(self, kind: Literal["content", "arguments"]) -> Reading[None]:
+        while True:
+            self._add(kind, self._text)
+            self._text = ""
+            yield from self._more()
+
     def _until(self, kind: Literal["content", "reasoning"], *marks: str) -> Reading[str]:
-        """Tells text up to one of the marks, which it returns."""
+        """Adds the text up to one of the marks, which it returns."""
         while True:
             if self._follows_mark:
                 self._text = self._text.lstrip()
             found = self._found(marks)
             if found is not None:
                 at, mark = found
-                self._tell(kind, _without_space(self._text[:at]))
+                self._add(kind, _without_space(self._text[:at]))
                 self._text = self._text[at + len(mark) :]
                 self._follows_mark = True
                 return mark
             held = max(overlap(self._text, mark) for mark in marks)
             certain = _without_space(self._text[: len(self._text) - held])
             self._follows_mark = self._follows_mark and not certain
-            self._tell(kind, certain)
+            self._add(kind, certain)
             self._text = self._text[len(certain) :]
             if self._is_over:
-                self._tell(kind, self._text)
+                self._add(kind, self._text)
                 self._text = ""
             yield from self._more()
 
     def _found(self, marks: Collection[str]) -> tuple[int, str] | None:
-        """The first of the marks in the text, and where it is."""
+        """The place of the first mark in the text, and the mark."""
         found = [(at, mark) for mark in marks if (at := self._text.find(mark)) >= 0]
         return min(found, default=None)
 
     def _begins_with(self, mark: str) -> Reading[bool]:
-        """Reads a mark at the beginning of the text, if it is there."""
+        """Takes a mark at the beginning of the text. Returns whether it is there."""
         yield from self._peek()
         while not (text := self._text.lstrip()).startswith(mark):
             if not mark.startswith(text) or self._is_over:
@@ -167,18 +171,18 @@ class Reader:
         return True
 
     def _peek(self) -> Reading[str]:
-        """The next character that is no white space, which is read no more than that is."""
+        """The next character that is not white space; the text stays as it is."""
         num_seen = 0
         while not (text := self._text[num_seen:].lstrip()):
             num_seen = len(self._text)
             yield from self._more()
         return text[0]
 
-    # Calls: what is read of them is kept until it is certain that they are some.
+    # Calls: their text is kept in `_call_texts` until it is certainly a call.
 
     def _called(self, mark: str = "") -> Reading[bool]:
-        """Reads a call; returns whether it was one. If not it is content, with the mark before
-        it."""
+        """Parses a call. Returns whether it was one; if not, its text is content, with the mark
+        before it."""
         if self._num_calls and not self._several:
             self._text = ""
             raise _TextEndsError
@@ -190,7 +194,7 @@ class Reader:
             if self._num_calls == num_before:
                 if isinstance(error, _TextEndsError):
                     self._take(len(self._text))
-                self._tell("content", "".join(self._call_texts))
+                self._add("content", "".join(self._call_texts))
                 self._follows_mark = False
             if isinstance(error, _TextEndsError):
                 raise
@@ -198,7 +202,7 @@ class Reader:
 
     def _read_call(self) -> Reading[None]:
         """An object with a `name` and `arguments`."""
-        is_told, early = False, "{}"
+        has_arguments, early = False, "{}"
         num_before = self._num_calls
         yield from self._expect("{")
         while (yield from self._peek()) != "}":
@@ -208,8 +212,8 @@ class Reader:
             if key == "name":
                 self._begin_call((yield from self._string()))
             elif key in _ARGUMENTS and is_object and self._num_calls > num_before:
-                yield from self._value(is_told=True)
-                is_told = True
+                yield from self._value(is_added=True)
+                has_arguments = True
             else:
                 value = yield from self._value()
                 if key in _ARGUMENTS:
@@ -219,8 +223,8 @@ class Reader:
         yield from self._expect("}")
         if self._num_calls == num_before:
             raise _NoCallError
-        if not is_told:
-            self._tell("arguments", _unquoted(early))
+        if not has_arguments:
+            self._add("arguments", _unquoted(early))
 
     def _begin_call(self, name: str) -> None:
         self._num_calls += 1
@@ -228,21 +232,23 @@ class Reader:
         self._parts.append(Part("name", name))
 
     def _take(self, number: int) -> str:
-        """Reads so many characters of a call."""
+        """Takes the next characters of a call."""
         taken, self._text = self._text[:number], self._text[number:]
         self._call_texts.append(taken)
         return taken
 
     def _up_to(self, *marks: str) -> Reading[tuple[str, str]]:
-        """Reads a call up to one of the marks, which is near; returns what is before it, and it."""
+        """Takes the text of a call up to one of the marks, which must be near. Returns the text and
+        the mark."""
         while (found := self._found(marks)) is None and len(self._text) < _HEAD_CHARS_MAX:
             yield from self._more()
         if found is None or found[0] + len(found[1]) > _HEAD_CHARS_MAX:
             raise _NoCallError
         return self._take(found[0]), found[1]
 
-    def _behind(self, mark: str) -> Reading[str]:
-        """Reads a call up to behind a mark that is near; returns what is before it."""
+    def _past(self, mark: str) -> Reading[str]:
+        """Takes the text of a call up to a mark, which must be near, and the mark. Returns the
+        text."""
         before, _ = yield from self._up_to(mark)
         self._take(len(mark))
         return before
@@ -259,9 +265,9 @@ class Reader:
             raise _NoCallError
         return found
 
-    def _value(self, *, is_told: bool = False) -> Reading[str]:
-        """Reads a JSON value, which is told as arguments if it `is_told`; returns it. Only where it
-        ends is looked at."""
+    def _value(self, *, is_added: bool = False) -> Reading[str]:
+        """Takes a JSON value, and returns it. It is added as arguments if it `is_added`. Only its
+        end is determined: the value may be invalid."""
         if (yield from self._peek()) in ",:]}":
             raise _NoCallError
         self._take(len(self._text) - len(self._text.lstrip()))
@@ -273,7 +279,7 @@ class Reader:
                     is_in_string = is_escaped or char != '"'
                     is_escaped = char == "\\" and not is_escaped
                 elif depth == 0 and (whole or place) and char in ",:]} \t\r\n":
-                    end, has_ended = place, True  # Behind a number or a word.
+                    end, has_ended = place, True  # After a number or a word.
                     break
                 elif char == '"':
                     is_in_string = True
@@ -284,14 +290,14 @@ class Reader:
                     break
             taken = self._take(end)
             whole += taken
-            if is_told:
-                self._tell("arguments", taken)
+            if is_added:
+                self._add("arguments", taken)
             if has_ended:
                 return whole
             yield from self._more()
 
     def _list(self) -> Reading[None]:
-        """Reads a list of calls, up to what is none."""
+        """Parses a list of calls, up to the first that is none."""
         yield from self._expect("[")
         while (yield from self._called()) and (yield from self._peek()) == ",":
             yield from self._expect(",")
@@ -300,12 +306,12 @@ class Reader:
 
 
 def _without_space(text: str) -> str:
-    """What is told of the text before a mark, or before what may be one."""
+    """The text before a mark, or before what may be one, without white space at its end."""
     return text[: max(len(text.rstrip()), len(text) - _SPACE_MAX)]
 
 
 def _loaded(text: str) -> Any:
-    """What JSON stands for; None for what is none."""
+    """The value of JSON; None if it is invalid."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -313,13 +319,13 @@ def _loaded(text: str) -> Any:
 
 
 def _unquoted(arguments: str) -> str:
-    """Arguments that are an object, or JSON within a string; null is no arguments."""
+    """Arguments as an object: some models write it within a string, or null for none."""
     found = _loaded(arguments)
     return found if isinstance(found, str) else "{}" if found is None else arguments
 
 
 class HeldCalls(Reader):
-    """A list of calls, and nothing else."""
+    """A list of calls and nothing else."""
 
     has_content = False
 
@@ -328,49 +334,43 @@ class HeldCalls(Reader):
 
 
 class HeldArguments(Reader):
-    """The arguments of the only tool that it may call."""
+    """The arguments of the only tool that may be called."""
 
     has_content = False
 
     def _read(self) -> Reading[None]:
         [name] = self._names
         self._begin_call(name)
-        while True:
-            self._tell("arguments", self._text)
-            self._text = ""
-            yield from self._more()
+        yield from self._all("arguments")
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """How the texts of an answer are read."""
+    """How the texts of an answer are parsed."""
 
     make_reader: Callable[[], Reader]
     ends_with_calls: bool = True
-    """Whether an answer with calls says that it ends for them."""
+    """Whether calls in an answer are its `finish_reason`."""
     has_short_ids: bool = False
-    """Whether the chat template takes no other ids of calls than nine letters and digits."""
+    """Whether ids of calls must be nine letters and digits, as some chat templates require."""
 
     def call_id(self, session_id: str, index: int) -> str:
-        """Of a call of a session, the same whenever the session is read."""
+        """The id of a call in a session, which does not change when the session is resumed."""
         name = f"{session_id}/{index}".encode()
         digest = hashlib.blake2b(name, digest_size=12).hexdigest()
         return digest[:9] if self.has_short_ids else f"call_{digest}"
 
 
 class Content(Reader):
-    """Text that calls nothing."""
+    """Text without calls."""
 
     def _read(self) -> Reading[None]:
-        while True:
-            self._tell("content", self._text)
-            self._text = ""
-            yield from self._more()
+        yield from self._all("content")
 
 
 class Hermes(Reader):
-    """`<tool_call>{"name": .., "arguments": {..}}</tool_call>`, any number of them. So do Qwen's
-    models write."""
+    """`<tool_call>{"name": .., "arguments": {..}}</tool_call>`, any number of them; Qwen's models,
+    too."""
 
     shown_tokens = ("<tool_call>", "</tool_call>")
 
@@ -382,8 +382,8 @@ class Hermes(Reader):
 
 
 class Llama3(Reader):
-    """`{"name": .., "parameters": {..}}` at the beginning, or behind `<|python_tag|>`; several with
-    semicolons. An object at the beginning whose name is no tool's is content."""
+    """`{"name": .., "parameters": {..}}` at the beginning, or after `<|python_tag|>`; several with
+    semicolons between. An object whose name is not that of a tool is content."""
 
     shown_tokens = ("<|python_tag|>",)
 
@@ -430,14 +430,14 @@ class Mistral(Reader):
         if not name or " " in name:
             raise _NoCallError
         if mark != "{":
-            yield from self._behind("[ARGS]")
+            yield from self._past("[ARGS]")
         self._begin_call(name)
-        yield from self._value(is_told=True)
+        yield from self._value(is_added=True)
 
 
 class DeepSeek(Reader):
-    """V3: between marks `function`, the name, and the arguments as a block of JSON; V3.1: the name
-    and the arguments."""
+    """Between marks: in V3 `function`, the name, and the arguments as a block of JSON; in V3.1 the
+    name and the arguments."""
 
     shown_tokens = (
         "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
@@ -451,22 +451,21 @@ class DeepSeek(Reader):
                 yield from self._called()
 
     def _read_call(self) -> Reading[None]:
-        name = yield from self._behind("<｜tool▁sep｜>")
+        name = yield from self._past("<｜tool▁sep｜>")
         if (yield from self._peek()) != "{":
-            name = yield from self._behind("```json")
+            name = yield from self._past("```json")
         self._begin_call(name.strip())
-        yield from self._value(is_told=True)
-        yield from self._behind("<｜tool▁call▁end｜>")
+        yield from self._value(is_added=True)
+        yield from self._past("<｜tool▁call▁end｜>")
 
 
 class Reasoning(Reader):
-    """What stands between `<think>` and `</think>` at the beginning, and what another one reads of
-    the rest."""
+    """The text from `<think>` to `</think>` at the beginning; another parser takes the rest."""
 
     shown_tokens = ("<think>", "</think>")
 
     def __init__(self, rest: Reader, *, is_open: bool) -> None:
-        """`is_open` = the text begins within it."""
+        """`is_open` = the text begins within the reasoning."""
         super().__init__()
         self._rest = rest
         self._is_open = is_open
@@ -489,7 +488,7 @@ class Reasoning(Reader):
 CALL_READERS: dict[str, type[Reader]] = {
     "hermes": Hermes, "llama3": Llama3, "mistral": Mistral, "deepseek": DeepSeek, "none": Content
 }  # fmt: skip
-"""By what `--tool-call-parser` calls them."""
+"""By their names for `--tool-call-parser`."""
 
 
 class ChatFormats:
@@ -498,12 +497,12 @@ class ChatFormats:
     def __init__(
         self, text: TokenizerText | None, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO
     ) -> None:
-        """The parsers are those of the settings, where `auto` goes by the chat template."""
+        """The names of the parsers, from the settings; `auto` = by the chat template."""
         self._template = template = "" if text is None else text.chat_template
         self._text = text
         name = tool_call_parser if tool_call_parser != AUTO else _calls_in(template)
         self._calls = CALL_READERS.get(name)
-        """None = not known."""
+        """None = unknown."""
         self._has_short_ids = name == "mistral"
         self._has_reasoning = reasoning_parser != "none" and (
             reasoning_parser != AUTO or "</think>" in template
@@ -512,8 +511,8 @@ class ChatFormats:
         self._opens = lru_cache(_OPENINGS_KEPT)(self._opens_with)
 
     def fitted(self, asked: TranslatedBody) -> TranslatedBody:
-        """A conversation's body with the form of its answers. Raises `BadRequest` for tools whose
-        calls could not be recognised."""
+        """Adds the form of its answers to the body of a conversation. Raises `BadRequest` if it has
+        tools and it is unknown how the model writes calls."""
         tools, request = asked.tools, asked.requests[0]
         read: dict[str, Any] = {}
         shown: tuple[str, ...] = ()
@@ -529,42 +528,43 @@ class ChatFormats:
             shown += Reasoning.shown_tokens
         if not read:
             return asked
-        told = json.dumps(read)
+        form = json.dumps(read)
         requests = tuple(
-            replace(one, shown_tokens=shown, answer_form=told) for one in asked.requests
+            replace(one, shown_tokens=shown, answer_form=form) for one in asked.requests
         )
-        return replace(asked, form=self.form(told), requests=requests)
+        return replace(asked, form=self.form(form), requests=requests)
 
-    def form(self, told: str) -> AnswerForm | None:
-        """Of the answer to a request with this `answer_form`. Raises `BadRequest` as `fitted`."""
-        if not told:
+    def form(self, answer_form: str) -> AnswerForm | None:
+        """The form of the answer to a request with this `answer_form`. Raises as `fitted`."""
+        if not answer_form:
             return None
-        read, form = json.loads(told), AnswerForm(Content)
+        read, form = json.loads(answer_form), AnswerForm(Content)
         if "tools" in read:
-            names, *how = read["tools"]
-            tools = Tools([{"name": name} for name in names], *how)
-            form = AnswerForm(self._reader(tools), not tools.named, self._has_short_ids)
+            make_reader = self._reader_of_calls(*read["tools"])
+            form = AnswerForm(make_reader, not read["tools"][1], self._has_short_ids)
         if "reasoning" not in read:
             return form
         make = form.make_reader
         return replace(form, make_reader=lambda: Reasoning(make(), is_open=read["reasoning"]))
 
-    def _reader(self, tools: Tools) -> Callable[[], Reader]:
-        if tools.named:
-            return partial(HeldArguments, [tools.named])
-        if tools.is_required:
-            return partial(HeldCalls, several=tools.several)
+    def _reader_of_calls(
+        self, names: list[str], named: str, is_required: bool, several: bool
+    ) -> Callable[[], Reader]:
+        if named:
+            return partial(HeldArguments, [named])
+        if is_required:
+            return partial(HeldCalls, several=several)
         if self._calls is None and self._template:
             allowed = ", ".join(CALL_READERS)
             raise BadRequest(
                 "tool_choice",
-                f"got auto, but how the model writes calls is not known from its chat template; "
-                f"give the server --tool-call-parser (one of {allowed}), or say required",
+                f"got auto, but the chat template does not show how the model writes calls; give "
+                f"the server --tool-call-parser (one of {allowed}), or say required",
             )
-        return partial(self._calls or Content, tools.names, several=tools.several)
+        return partial(self._calls or Content, names, several=several)
 
     def _opens_with(self, variables: str) -> bool:
-        """Whether the chat template, with these variables as JSON, begins the reasoning itself."""
+        """Whether the chat template begins the reasoning itself; its variables are in JSON."""
         if self._text is None:
             return False
         try:
@@ -575,7 +575,7 @@ class ChatFormats:
 
 
 def _calls_in(template: str) -> str:
-    """The parser for the calls that a chat template writes; empty = none of them."""
+    """The name of the parser for the calls in a chat template; empty = none fits."""
     if "<｜tool▁call▁begin｜>" in template:
         return "deepseek"
     if "[TOOL_CALLS]" in template:

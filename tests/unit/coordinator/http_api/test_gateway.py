@@ -1,4 +1,4 @@
-"""The gateway with coordinators that break, refuse and come back."""
+"""A gateway with coordinators that break connections, refuse requests and come back."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ ERRORS = {
 
 
 class Body(httpx2.AsyncByteStream):
-    """Parts, and what follows them after some seconds: an error, or silence."""
+    """Sends its parts, and after some seconds raises an error or stays silent."""
 
     def __init__(
         self, *parts: bytes, then: Exception | asyncio.Event | None = None, seconds: float = 0.0
@@ -69,7 +69,7 @@ def stream(*parts: bytes, then: Any = None) -> httpx2.Response:
 
 
 def rest(request: httpx2.Request) -> httpx2.Response:
-    """What a coordinator tells behind the last event."""
+    """The remaining events, as a coordinator sends them."""
     last = request.headers.get("last-event-id")
     return stream(*EVENTS[0 if last is None else int(last) + 1 :])
 
@@ -78,7 +78,7 @@ Step = httpx2.Response | Exception | Callable[[httpx2.Request], httpx2.Response]
 
 
 class Deployment(httpx2.AsyncBaseTransport):
-    """Each request is answered by the next step, the last one again and again."""
+    """Answers each request with the next step, and repeats the last one."""
 
     def __init__(self, *steps: Step) -> None:
         self._steps = list(steps)
@@ -117,8 +117,8 @@ class Deployment(httpx2.AsyncBaseTransport):
 async def test_a_stream_that_breaks_anywhere_is_told_whole(
     end: str, between: Sequence[str | int]
 ) -> None:
-    """Whatever other coordinators answer meanwhile. All are asked with one key, and for what
-    follows the last event that had come whole."""
+    """Whatever other coordinators answer meanwhile. All requests have the same key, and the id of
+    the last complete event."""
     for place in range(len(WHOLE) + 1):
         first = WHOLE[:place]
         interrupted = INTERRUPTED[place % 2]
@@ -142,7 +142,7 @@ async def test_a_stream_that_breaks_anywhere_is_told_whole(
 
 
 async def test_a_whole_answer_is_asked_for_again_with_its_key() -> None:
-    """The client's own, if it has one. How long coordinators have worked on it does not count."""
+    """With the client's own key, if it has one. Time that coordinators work on it does not count."""
     for given in ({}, {"idempotency_key": "mine"}):
         whole = httpx2.Response(200, headers={"x-a": "1"}, stream=Body(b'{"n"', b":1}"))
         cuts = [
@@ -184,8 +184,8 @@ async def test_what_no_other_coordinator_could_serve_is_told_at_once(step: httpx
 async def test_coordinators_are_asked_for_a_limited_time(
     step: Step, status: int, text: str
 ) -> None:
-    """One that can begin later for some seconds, one that has begun until its deadline; what is no
-    generation once each."""
+    """Before the response begins for some seconds, afterwards until the deadline; each coordinator
+    once for requests other than generations."""
 
     def made(*steps: Step) -> Deployment:
         again = [refusal(503) if step is not ERRORS["refused"] else step for _ in range(2000)]
@@ -210,7 +210,7 @@ async def test_coordinators_are_asked_for_a_limited_time(
 
 
 async def test_a_body_without_a_deadline_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parsing would hold up the other streams. One that coordinators would refuse has none."""
+    """Parsing holds up the other streams."""
     parsed = list[bytes]()
 
     def noted(data: bytes) -> Any:
@@ -253,7 +253,7 @@ async def test_headers_of_the_ends_are_passed_on_and_those_of_a_connection_are_n
 
 @pytest.mark.parametrize("closes", [False, True])
 async def test_a_client_that_goes_or_a_gateway_that_closes_ends_the_stream(closes: bool) -> None:
-    """Its coordinator's too. A client that is still there is told why."""
+    """The stream of the coordinator ends, too. A client that is still connected gets an error."""
     silent = Body(EVENTS[0], then=asyncio.Event())
     made = Deployment(httpx2.Response(200, headers=SSE, stream=silent))
     incoming: asyncio.Queue[Any] = asyncio.Queue()

@@ -1,4 +1,4 @@
-"""Events as OpenAI's answers, and as `POST /api/generate` tells them: pure functions."""
+"""Events as OpenAI's answers and as events of `POST /api/generate`: pure functions."""
 
 import json
 from collections.abc import Sequence
@@ -113,7 +113,7 @@ def test_a_whole_chat_completion() -> None:
 
 
 def test_a_streamed_chat_completion() -> None:
-    """The role comes once, before any text; the last chunk says why it ends."""
+    """The role comes once, before any text; the last chunk has the reason for the end."""
     found = streamed(ONE)
     assert {(chunk["object"], chunk["id"]) for chunk in found} == {
         ("chat.completion.chunk", "chatcmpl-" + "1".rjust(32, "0"))
@@ -138,7 +138,7 @@ def test_usage_in_a_last_chunk_and_in_every_chunk() -> None:
 
 
 def test_choices_of_several_prompts() -> None:
-    """Each prompt counts once; whichever ends first, choices stand in order."""
+    """Each prompt counts once. Choices are in order, whichever ends first."""
     events: list[tuple[int, Event]] = [(i, started(i + 1)) for i in range(4)]
     events += [(i, tokens(0, [i + 4], f"t{i}")) for i in (3, 0, 2, 1)]
     events += [(i, finished()) for i in (2, 3, 1, 0)]
@@ -167,8 +167,8 @@ def test_an_answer_that_a_stop_ended_names_it(stop: str | None, token_id: int | 
 
 
 def test_echo_tells_the_prompt_first() -> None:
-    """Of text as it was given, of tokens as they are shown, with where each token stands; the first
-    one has no log-probability."""
+    """A text prompt as it was given, tokens as decoded, each token with its offset. The first token
+    has no log-probability."""
     prompt = TEXT.encode("a the<|end|>b")
     entry = PositionLogprobs(-1.0, ((prompt[0], -0.5),))
     parts = (prompt[:1], prompt[1:])
@@ -218,8 +218,8 @@ def test_histograms_where_they_are_asked_for() -> None:
 
 
 def test_logprobs_of_both_shapes() -> None:
-    """Tokens are spelled as they stand in the text, halves of characters by their bytes; what is
-    impossible has a number that JSON knows."""
+    """Tokens are spelled as they stand in the text, parts of characters as bytes; impossible tokens
+    have a number that JSON can hold."""
     ids = [*TEXT.encode("a é"), TEXT.encode("\U0001f600")[0]]
     entries = [PositionLogprobs(-0.5, ((ids[0], -0.5), (ids[1], NOTHING))) for _ in ids]
     events: list[tuple[int, Event]] = [
@@ -321,8 +321,8 @@ def test_native_events_have_all_that_happened() -> None:
 
 
 def test_native_texts_go_to_the_token_that_completes_them() -> None:
-    """Of a character of several bytes the first tokens have nothing, the last one all of it; in a
-    round, which says where its tokens begin, a part of a character is spelled as bytes."""
+    """The last token of a character has its text, and the others have none. In a round, a part of a
+    character is spelled as bytes."""
     snow = TEXT.encode("a☃b")
     assert len(snow) == 5, "each byte of the snowman is a token"
     native = NativeEvents(TEXT)

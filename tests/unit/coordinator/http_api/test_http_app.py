@@ -1,4 +1,4 @@
-"""The routes and who may call them, with a coordinator that says what it is told to."""
+"""The routes and their callers, with a coordinator that gives prepared answers."""
 
 import asyncio
 import json
@@ -71,7 +71,7 @@ class Front:
     async def send(
         self, method: str, path: str, headers: Any = None, **body: Any
     ) -> httpx.Response:
-        """With its key, if `headers` do not say otherwise."""
+        """With the key of this object, unless there are `headers`."""
         if headers is None:
             headers = [("authorization", f"Bearer {self.key}")] if self.key else []
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
@@ -83,7 +83,7 @@ class Front:
 
 
 async def test_a_call_goes_on_with_its_callers_trace() -> None:
-    """Its session is not kept for one who comes back; what is no trace is left out."""
+    """An invalid trace is left out. The session is not kept for a later request."""
     front = Front(Service(*WHOLE))
     found = await front.post({"traceparent": TRACE})
     assert found.json()["choices"][0]["text"] == "a"
@@ -117,7 +117,7 @@ async def test_an_error_behind_it_is_the_last_event() -> None:
 async def test_a_bug_is_not_shown(
     before: tuple[Event, ...], stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Neither as a status nor as an event; the log has it."""
+    """Only the log has it."""
     found = await Front(Service(*before, ZeroDivisionError("secret"))).post(stream=stream)
     assert found.status_code == (200 if before and stream else 500)
     assert "secret" not in found.text
@@ -126,7 +126,7 @@ async def test_a_bug_is_not_shown(
 
 
 async def test_one_choice_that_fails_ends_all() -> None:
-    """Nothing of the others is told as if it were an answer; a wrong prompt is named."""
+    """Nothing of the other choices is sent as an answer; a wrong prompt is named."""
 
     class Mixed(Service):
         async def generate(self, request: GenerateRequest, *rest: Any, **more: Any) -> Any:
@@ -153,8 +153,8 @@ async def test_one_choice_that_fails_ends_all() -> None:
 
 @pytest.mark.virtual
 async def test_health_is_asked_for_once_a_second() -> None:
-    """By all callers together; an error is nobody's answer later. A slow answer does not hold up
-    callers who were told that all is well, for some seconds; then they wait for it."""
+    """For all callers together; an error is not reused. While a check is slow, callers get the last
+    good result for some seconds, and then wait."""
 
     class Asked(Service):
         num_asked, takes_s, found = 0, 0.1, ""
@@ -190,8 +190,7 @@ async def test_health_is_asked_for_once_a_second() -> None:
 
 
 def test_the_document_tells_what_may_come() -> None:
-    """Of every operation errors, too, for each may be refused for want of a key; and what type an
-    answer has."""
+    """Every operation has errors, as each may be refused without a key, and the type of its answer."""
     paths = Front(Service()).app.openapi()["paths"]
     for path, operations in paths.items():
         for operation in operations.values():
@@ -213,7 +212,7 @@ def test_the_document_tells_what_may_come() -> None:
     ],
 )
 async def test_answers_are_as_the_document_says(path: str, body: dict[str, Any]) -> None:
-    """Whole and in chunks, with log-probabilities; what is told besides is named, too."""
+    """Whole and in chunks, with log-probabilities; the document has every field."""
     scored = replace(TOKENS, logprobs=(PositionLogprobs(-1.0, ((7, -1.0),)),))
     prompt = PromptTokens((1,), (None,))
     front = Front(Service(STARTED, *([prompt] if "echo" in body else []), scored, FINISHED))
@@ -241,7 +240,7 @@ async def test_answers_are_as_the_document_says(path: str, body: dict[str, Any])
 
 @pytest.mark.parametrize("prompt", [[2**40], [-1]])
 async def test_what_is_echoed_is_looked_at_once_it_is_admitted(prompt: list[int]) -> None:
-    """The coordinator refuses tokens that are none; nothing here fails of them before."""
+    """The coordinator refuses invalid tokens; nothing here fails because of them."""
     service = Service(BadRequest("token_ids[0]", "is not a token id"))
     service.text = TokenizerText(byte_level_tokenizer(), "toy")
     body = {"prompt": prompt, "echo": True}
@@ -254,8 +253,8 @@ async def test_what_is_echoed_is_looked_at_once_it_is_admitted(prompt: list[int]
 async def test_an_answer_that_is_not_waited_for_is_closed(
     num_turns: int, told: list[dict[str, Any]]
 ) -> None:
-    """At once, whenever its request is cancelled before its first chunk was there or as it came;
-    and so is one whose head cannot be sent."""
+    """Whenever its request is cancelled around its first chunk; also where its headers cannot be
+    sent."""
     closed, has_begun = asyncio.Event(), asyncio.Event()
 
     async def events() -> AsyncGenerator[Any]:
@@ -325,7 +324,7 @@ class SlowBody:
 
 
 async def test_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has begun to come counts until it is whole, or given up; one too many may try again."""
+    """A body counts until it is complete or given up; one too many gets a 503."""
     size = len(json.dumps(BODY))
     monkeypatch.setattr("coordinator.http_api.reading.HTTP_BODIES_BYTES_MAX", 2 * size)
     front = Front(Service(*WHOLE))
@@ -345,7 +344,7 @@ async def test_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> N
 async def test_a_body_that_does_not_come_is_given_up(
     monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    """And so is its connection. Once it is there its answer may take its time."""
+    """Its connection is closed, too. The time for the answer is not limited so."""
 
     class Slow(Service):
         async def generate(self, *_: Any, **__: Any) -> AsyncGenerator[Event]:
@@ -362,7 +361,7 @@ async def test_a_body_that_does_not_come_is_given_up(
 
 
 def locked(directory: Path, concurrency: int = 1) -> tuple[Front, MemorySlots]:
-    """An application that asks for keys, with that of its only caller."""
+    """An application that asks for keys, with the key of its only caller."""
     key = add_key(directory / "keys", Caller("alice", "team", concurrency=concurrency))
     slots = MemorySlots(1500, 0.02)
     access = AccessControl(watch_keys(directory / "keys"), slots)
@@ -370,9 +369,8 @@ def locked(directory: Path, concurrency: int = 1) -> tuple[Front, MemorySlots]:
 
 
 async def test_no_route_answers_without_a_key(tmp_path: Path) -> None:
-    """Whatever the application has, by every method, and what it has not: without credentials, with
-    a wrong key, another scheme or two keys it is a 401 in OpenAI's shape, before a body is looked
-    at, but for the paths that are open. With a key each answers by itself."""
+    """For every route and method, and for paths that do not exist: without a valid key the answer
+    is a 401 in OpenAI's form, before the body is read, unless the path is open."""
     front, _ = locked(tmp_path)
     key = front.key
     refused: list[list[tuple[str, str]]] = [
@@ -408,9 +406,8 @@ async def test_no_route_answers_without_a_key(tmp_path: Path) -> None:
 async def test_a_request_counts_once_and_each_of_its_texts_has_a_place(
     tmp_path: Path, stream: bool
 ) -> None:
-    """All places are taken at once, and free when its caller has the answer; a request that needs
-    more than are free is refused whole, and one that needs more than there are for good. What does
-    not generate is not counted."""
+    """All places are taken at once, and free when the caller has the answer. A request that needs
+    more than are free is refused as a whole. Only generations count."""
     front, slots = locked(tmp_path, concurrency=4)
     found = await front.post(n=2, prompt=[[1], [2]], stream=stream)
     assert found.status_code == 200
@@ -434,7 +431,7 @@ async def test_a_request_counts_once_and_each_of_its_texts_has_a_place(
 async def test_no_body_is_read_for_a_key_whose_bucket_is_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is the store asked, until there is a request again; other routes answer."""
+    """The store is not asked either, until a request is allowed again; other routes answer."""
     front, slots = locked(tmp_path)
     asked: list[Caller] = []
 
@@ -458,7 +455,8 @@ async def test_no_body_is_read_for_a_key_whose_bucket_is_empty(
 async def test_one_tenants_bodies_keep_no_other_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are counted apart, over all keys of a tenant, until they are whole or given up."""
+    """Incomplete bodies of all keys of a tenant are counted together, and apart from those of other
+    tenants."""
     size = len(json.dumps(BODY))
     monkeypatch.setattr("coordinator.http_api.reading.HTTP_TENANT_BODIES_BYTES_MAX", 2 * size)
     ann, bob, eve = (

@@ -1,5 +1,5 @@
-"""Streams by HTTP that go on after a break, and requests that are made again: at coordinators of
-one store."""
+"""HTTP streams that are resumed after a break, and repeated requests, at coordinators that share a
+store."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ Told = tuple[str, Any]
 
 
 class Letters:
-    """A tokenizer of one letter a token, which is told once the next one has come."""
+    """A tokenizer with a letter for each token, which appears once the next token is known."""
 
     token_bytes_max = 4
     chat_template = ""
@@ -81,7 +81,7 @@ class Letters:
 
 
 class Mortal:
-    """A coordinator's way to the store, until it dies."""
+    """A coordinator's connection to the store, until the coordinator dies."""
 
     def __init__(self, store: TwinStore) -> None:
         self._store = store
@@ -97,7 +97,7 @@ class Mortal:
 
 
 class Coordinator(Bench):
-    """One that is called by HTTP."""
+    """A coordinator with an HTTP application."""
 
     def __init__(self, store: TwinStore, first: "Coordinator | None" = None) -> None:
         self.mortal = Mortal(store)
@@ -120,8 +120,8 @@ class Coordinator(Bench):
         dies: bool = False,
         stays: bool = False,
     ) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and content, as far as it has come when the client leaves after so many
-        parts, maybe as the coordinator `dies`. One that `stays` reads no more instead."""
+        """Status, headers and content. The client leaves after so many parts, while the coordinator
+        may die; a client that `stays` only stops reading."""
         parts = list[bytes]()
         head: dict[str, Any] = {}
         gone = asyncio.Event()
@@ -157,7 +157,7 @@ class Coordinator(Bench):
         return head["status"], names, b"".join(parts)
 
     async def whole(self, *arguments: Any) -> bytes:
-        """The answer, for a client that asks again as OpenAI's do."""
+        """The answer, for a client that retries like OpenAI's."""
         while True:
             status, headers, content = await self.call(*arguments)
             if status == 200:
@@ -166,17 +166,17 @@ class Coordinator(Bench):
             await asyncio.sleep(int(headers.get("retry-after", "1")))
 
     async def stream(self, *arguments: Any) -> list[Told]:
-        """Its events."""
+        """The events of the answer."""
         return events_of(await self.whole(*arguments))
 
     async def refusal(self, *arguments: Any) -> tuple[int, str | None, str]:
-        """Status, field and code of the answer."""
+        """Status, field and code of an error."""
         status, _, content = await self.call(*arguments)
         error = json.loads(content)["error"]
         return status, error["param"], error["code"]
 
     def lengths(self) -> list[int]:
-        """Of the answers of all sessions that are stored, but for those that were not wanted."""
+        """Lengths of the answers of all stored sessions that are not empty."""
         records = [one.record for one in self.twin.snapshot().values()]
         assert None not in [one.finish_reason for one in records]
         lengths = [len(one.token_ids) - one.prompt_length for one in records]
@@ -194,7 +194,7 @@ def events_of(content: bytes) -> list[Told]:
 
 @asynccontextmanager
 async def two() -> AsyncIterator[tuple[Coordinator, Coordinator]]:
-    """Of one store and one target."""
+    """Two coordinators with one store and one target."""
     loop = asyncio.get_running_loop()
     store = TwinStore(lambda: loop.time() * 1e3)
     first = Coordinator(store)
@@ -209,7 +209,7 @@ async def two() -> AsyncIterator[tuple[Coordinator, Coordinator]]:
 
 
 def summary(told: list[Told]) -> dict[str, Any]:
-    """All that does not depend on how tokens are divided into events, nor on when they came."""
+    """All that does not depend on times and on how tokens are divided into events."""
     found: dict[str, Any] = {"DONE": 0, "parts": [], "usage": [], "numbers": []}
     for event_id, event in told:
         assert bool(event_id) == (event != "[DONE]")
@@ -253,8 +253,8 @@ def add_choice(found: dict[str, Any], choice: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 async def test_a_stream_goes_on_after_any_of_its_events(form: str) -> None:
-    """At another coordinator, while the first one lives, and once it has died; the whole is what an
-    unbroken stream tells, and no token is decoded twice."""
+    """At another coordinator, whether the first one lives or has died. The whole equals an unbroken
+    stream, and no token is decoded twice."""
     path, body = FORMS[form]
     async with two() as (first, _):
         whole = await first.stream(path, body)
@@ -275,7 +275,7 @@ async def test_a_stream_goes_on_after_any_of_its_events(form: str) -> None:
 
 @pytest.mark.parametrize("form", ["chat", "prompts"])
 async def test_requests_at_the_same_moment_are_one(form: str) -> None:
-    """At one coordinator and at two, whole and streamed: each client has all of it in the end."""
+    """At one coordinator and at two, whole and streamed: each client gets all of it."""
     path, body = FORMS[form]
     whole_body = {**body, "stream": False}
     whole_body.pop("stream_options", None)
@@ -295,8 +295,8 @@ async def test_requests_at_the_same_moment_are_one(form: str) -> None:
 
 
 async def test_a_request_that_runs_is_waited_for_by_the_same_one() -> None:
-    """Neither is broken off, and a second one gets all of it. One whose client has events of the
-    first takes over at once, and a different request is refused at once."""
+    """Neither is broken off, and each gets all of it. A client that has events of the first takes
+    over at once, and a different request is refused at once."""
     path, body = FORMS["choices"]
     async with two() as (first, _):
         answers = await asyncio.gather(*(first.call(path, body, KEY) for _ in range(3)))
@@ -322,8 +322,8 @@ async def test_a_request_that_runs_is_waited_for_by_the_same_one() -> None:
 
 @pytest.mark.parametrize("form", ["chat", "choices"])
 async def test_what_is_told_of_an_answer_by_its_id(form: str) -> None:
-    """Its coordinator has died, and its client gave no key: chunks, or the answer, of its first
-    choice. While its coordinator lives it ends with its client."""
+    """Its coordinator has died, and the request had no key: the first choice is resumed, as chunks
+    or whole. If its coordinator lives, the session has ended with its client."""
     path, body = FORMS[form]
     async with two() as (first, second):
         whole = summary(await first.stream(path, body))
@@ -352,7 +352,7 @@ async def test_what_is_told_of_an_answer_by_its_id(form: str) -> None:
 
 
 async def test_an_answer_by_its_id_is_read_as_it_was() -> None:
-    """Its reasoning is no content."""
+    """Its reasoning is not content."""
     async with two() as (first, second):
         formats = ChatFormats(cast(Any, Letters()), reasoning_parser="deepseek_r1")
         for one in (first, second):
@@ -394,8 +394,8 @@ async def test_a_key_is_its_tenants_and_of_one_request() -> None:
 
 
 async def test_what_a_key_keeps_expires() -> None:
-    """A client that leaves may come back for a while; then its answer ends as it is, and is told
-    so. A request whose session has expired is a new one, unless its client has tokens of it."""
+    """A client may come back for a while; later its answer has ended as cancelled. A request whose
+    session has expired begins anew, unless its client has tokens of it."""
     path, body = FORMS["chat"]
     async with two() as (first, second):
         _, _, content = await first.call(path, body, KEY, leaves_after=4)
@@ -413,8 +413,7 @@ async def test_what_a_key_keeps_expires() -> None:
 
 
 async def test_a_request_with_a_key_outlasts_errors() -> None:
-    """A retry goes on where the error was, at whichever coordinator; also where it came before the
-    first token."""
+    """A retry continues at any coordinator; also after an error before the first token."""
     path, body = FORMS["chat"]
     async with two() as (first, second):
         whole = summary(await first.stream(path, body))

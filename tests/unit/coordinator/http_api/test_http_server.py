@@ -1,4 +1,4 @@
-"""The server on real connections, with a coordinator that says what it is told to."""
+"""The server on real connections, with a coordinator that gives prepared answers."""
 
 import asyncio
 import contextlib
@@ -52,7 +52,8 @@ Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Service(ToldCoordinator):
-    """It has as many pieces of text as it is told, and waits before its end where told to."""
+    """A coordinator whose answers have this many pieces of text, and wait for `go_on` before their
+    end."""
 
     def __init__(self, num_pieces: int = 0, go_on: asyncio.Event | None = None) -> None:
         super().__init__()
@@ -80,7 +81,7 @@ class Service(ToldCoordinator):
 async def serving(
     service: Service | None = None, tls: TlsFiles | None = None, **options: Any
 ) -> AsyncIterator[int]:
-    """The port."""
+    """Runs a server and yields its port."""
     told: Any = service or Service()
     server = http_server(told, HttpOptions(tls=tls, **options))
     await server.start()
@@ -104,7 +105,7 @@ def trusting(*authorities: Path, shows: Made | None = None) -> ssl.SSLContext:
 def encryption(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> tuple[TlsFiles | None, ssl.SSLContext | None]:
-    """Of the server and of its clients."""
+    """TLS of the server and of its clients."""
     if not request.param:
         return None, None
     own = Made(tmp_path, "own", "127.0.0.1")
@@ -113,7 +114,7 @@ def encryption(
 
 @asynccontextmanager
 async def connected(port: int, context: ssl.SSLContext | None = None) -> AsyncIterator[Pair]:
-    """By a client with little room for what it has not read."""
+    """A connection of a client with small buffers."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
     client.setblocking(False)
@@ -133,7 +134,7 @@ def posted(body: bytes) -> bytes:
 
 
 async def status(pair: Pair, request: bytes = GET) -> int:
-    """Of one request; the connection stays open."""
+    """The status of one request; the connection stays open."""
     reader, writer = pair
     async with asyncio.timeout(WAIT_S):
         writer.write(request)
@@ -148,7 +149,7 @@ async def status(pair: Pair, request: bytes = GET) -> int:
 
 
 async def closed_after(pair: Pair, send: Callable[[int], bytes] = lambda _: b"") -> float:
-    """Seconds until the server closes it, while the client sends a part each tenth of a second."""
+    """Seconds until the server closes the connection, while the client sends a part every 0.1 s."""
     reader, writer = pair
     began = time.monotonic()
 
@@ -179,7 +180,7 @@ async def test_all_addresses_of_ipv6_are_those_of_ipv4_as_well() -> None:
 async def test_a_client_that_stops_reading_is_given_up(
     monkeypatch: pytest.MonkeyPatch, encryption: Any
 ) -> None:
-    """Its session ends, and its connection is broken off; that of one that reads slowly is not."""
+    """Its session ends and its connection is closed; a slow reader is served."""
     monkeypatch.setattr("coordinator.http_api.server.HTTP_STUCK_WRITE_S", 0.5)
     tls, context = encryption
     num_pieces = 20_000  # More than the kernel has room for.
@@ -204,7 +205,7 @@ async def test_a_client_that_stops_reading_is_given_up(
 
 
 async def test_a_last_answer_that_is_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After `Connection: close`, and with less to send than stops a writer."""
+    """After `Connection: close`, with too little to send to stop a writer."""
     monkeypatch.setattr("coordinator.http_api.server.HTTP_STUCK_WRITE_S", 0.2)
     size = 60_000
 
@@ -243,8 +244,8 @@ async def answered(port: int, context: ssl.SSLContext) -> bool:
 async def test_a_new_certificate_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """To new connections, and callers are asked for one by the new authority; files that do not fit
-    each other change nothing, and a connection that is there goes on."""
+    """New connections get the new certificate and need one of the new authority. Files that do not
+    fit each other change nothing, and open connections go on."""
     monkeypatch.setattr("outrider.files.KEY_FILE_LOOK_MS", 0)
     files = TlsFiles(tmp_path / "tls.pem", tmp_path / "key.pem", tmp_path / "ca.pem")
 
@@ -274,7 +275,7 @@ async def test_a_new_certificate_is_shown(
 
 
 async def statuses(port: int, *hosts: str) -> list[int]:
-    """Of calls that name these hosts."""
+    """The statuses of calls with these `Host` headers."""
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
         return [
             (await http.get(path, headers={"host": host})).status_code
@@ -284,8 +285,7 @@ async def statuses(port: int, *hosts: str) -> list[int]:
 
 
 async def test_a_web_page_whose_name_leads_here_is_refused() -> None:
-    """Without keys, on loopback, whatever it asks for; by its own names, on any port, a server is
-    called as ever. With keys, or on an address that others reach, it is called by any name."""
+    """Without keys, on loopback, only the server's own names are accepted; otherwise any name."""
     own = ("localhost", "LOCALHOST:80", "127.0.0.1:8000", "[::1]:8000", "[::1]")
     others = ("evil.example", "evil.example:80", "localhost.evil.example", "127.0.0.2", "1", "::1")
     async with serving() as port:
@@ -301,14 +301,14 @@ async def test_a_web_page_whose_name_leads_here_is_refused() -> None:
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Places for connections."""
+    """A low maximum of connections."""
     monkeypatch.setattr("coordinator.http_api.server.HTTP_CONNECTIONS_MAX", NUM_PLACES)
 
 
 @pytest.mark.usefixtures("few")
 async def test_silent_sockets_keep_no_caller_out(encryption: Any) -> None:
-    """Twice as many as there are places: they make room for callers, and one that is between two
-    requests goes after them. With TLS they have not even begun their handshake."""
+    """Twice the maximum of silent sockets make room for callers, before a connection between two
+    requests does. With TLS they have not begun their handshake."""
     tls, context = encryption
     async with AsyncExitStack() as stack:
         port = await stack.enter_async_context(serving(tls=tls, access=ACCESS))
@@ -325,7 +325,7 @@ async def test_silent_sockets_keep_no_caller_out(encryption: Any) -> None:
 
 @pytest.mark.usefixtures("few")
 async def test_idle_connections_make_room_and_busy_ones_do_not() -> None:
-    """The one idle for longest goes; where all places have a request, the next is refused."""
+    """The one idle for longest is closed; where all are busy, the next one is refused."""
     go_on = asyncio.Event()
     service = Service(go_on=go_on)
     async with AsyncExitStack() as stack:
@@ -349,7 +349,7 @@ async def test_idle_connections_make_room_and_busy_ones_do_not() -> None:
 
 @pytest.mark.usefixtures("few")
 async def test_a_burst_takes_few_descriptors_beyond_its_places() -> None:
-    """Those that come at once are accepted a few at a time, and make room between."""
+    """Connections are accepted a few at a time."""
     async with serving(access=ACCESS) as port:
         with contextlib.ExitStack() as stack:
             for _ in range(10 * NUM_PLACES):
@@ -368,8 +368,8 @@ async def test_a_burst_takes_few_descriptors_beyond_its_places() -> None:
 async def test_headers_that_do_not_come_are_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, encryption: Any
 ) -> None:
-    """Nor is a handshake, a body that is not read, or empty lines. A connection between two
-    requests stays."""
+    """The same for a handshake, an unread body and empty lines. A connection between two requests
+    stays."""
     monkeypatch.setattr("coordinator.http_api.server.HTTP_HEADERS_S", HEADERS_S)
     tls, context = encryption
     refused = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 4000\r\n\r\n"
@@ -390,8 +390,8 @@ async def test_headers_that_do_not_come_are_not_waited_for(
 
 
 async def test_one_grpc_server_takes_the_port_over_from_another() -> None:
-    """Each new connection is served before, while and after both run. A server that does not take
-    over is refused, whether it would share or not, and so is a deployment on that port."""
+    """Every new connection is served meanwhile. A server without `takes_over`, and a deployment,
+    are refused on that port."""
     old = RpcServer([], ServerOptions(shares_port=True))
     port = await old.start()
     await old.set_serving(True)
@@ -400,7 +400,7 @@ async def test_one_grpc_server_takes_the_port_over_from_another() -> None:
     await new.set_serving(True)
 
     async def is_served() -> bool:
-        """By new connections."""
+        """For new connections."""
         found = []
         for _ in range(20):
             async with Client(new.address) as client:
@@ -419,8 +419,8 @@ async def test_one_grpc_server_takes_the_port_over_from_another() -> None:
 
 
 async def test_clients_notice_nothing_of_several_hand_overs() -> None:
-    """Neither those that connect for each request, nor those that keep a connection. A server that
-    does not take over is refused."""
+    """With a new connection for each request, and with one that is kept. A server without
+    `takes_over` is refused."""
     told: Any = Service()
     server = http_server(told, HttpOptions(shares_port=True))
     await server.start()
@@ -453,8 +453,8 @@ async def test_clients_notice_nothing_of_several_hand_overs() -> None:
 
 
 async def test_a_request_that_still_comes_is_answered() -> None:
-    """On connections that were queued, accepted, or answered before when the server was told to
-    stop. The answer says that it is the last one. New connections are left to another server."""
+    """On connections that were queued, accepted or used when the server began to stop, with
+    `Connection: close`. New connections are left to another server."""
     told: Any = Service()
     server = http_server(told, HttpOptions(shares_port=True))
     await server.start()
@@ -479,7 +479,7 @@ async def test_a_request_that_still_comes_is_answered() -> None:
 
 
 async def test_a_server_that_drains_refuses_new_requests_until_running_ones_end() -> None:
-    """On any connection, with the time to try again; those without a request are closed."""
+    """On any connection, with `Retry-After`; connections without a request are closed."""
     go_on = asyncio.Event()
     server = http_server(cast(Any, Service(1, go_on)), HttpOptions())
     await server.start()

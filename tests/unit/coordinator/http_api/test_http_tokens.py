@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `/detokenize`, by a whole coordinator."""
+"""`POST /tokenize` and `/detokenize` with a whole coordinator."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -42,7 +42,7 @@ async def caller() -> AsyncIterator[Caller]:
 
 
 async def test_tokens_are_those_that_a_generation_reads(caller: Caller) -> None:
-    """Of a text and of a conversation; and back, with special tokens by their names."""
+    """For a text and a conversation; and back, with the names of special tokens."""
     ids = TEXT.encode("the <|end|>")
     assert await caller.post("/tokenize", prompt="the <|end|>", return_token_strs=True) == {
         "count": len(ids), "max_model_len": 64, "tokens": ids,

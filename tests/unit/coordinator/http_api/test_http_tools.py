@@ -1,5 +1,5 @@
-"""Tools in chat completions: what bodies may say of them, what holds an answer to them, and how
-what models write becomes calls."""
+"""Tools in chat completions: the fields of bodies, the constraints on answers, and the parsing of
+calls."""
 
 import json
 import time
@@ -74,7 +74,7 @@ def called(arguments: str = "{}", **more: Any) -> dict[str, Any]:
 
 
 def test_a_conversation_with_calls_is_told_to_the_template() -> None:
-    """Arguments as an object, which templates want."""
+    """Arguments are objects, as templates want them."""
     result = {"role": "tool", "tool_call_id": "1", "content": "warm"}
     call = called('{"city": "Rome"}', content=None, reasoning_content="hm")
     [request] = chat(
@@ -141,8 +141,8 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], field: str) -> None:
 
 @pytest.mark.parametrize("several", [True, False])
 def test_calls_that_must_come_are_held_to_the_schemas(several: bool) -> None:
-    """A list of one or more, each with a tool's name and what that takes, wherever the tool's own
-    references lead. The errors of the compiler are those of `tools`."""
+    """A list of one or more calls that meet the schema of their tool, wherever its references
+    point. Errors of the grammar's compiler name `tools`."""
     asked = chat(
         tools=BOTH, tool_choice="required", parallel_tool_calls=several,
         response_format={"type": "json_object"},
@@ -168,7 +168,7 @@ def test_the_named_tool_is_its_arguments_alone() -> None:
 
 
 def read(reader: Reader, text: str, width: int) -> Parts:
-    """What a reader tells of a text in pieces of so many characters; neighbours are joined."""
+    """What a parser makes of a text in pieces of this length; adjacent parts are joined."""
     parts = [one for at in range(0, len(text), width) for one in reader.push(text[at : at + width])]
     parts += reader.finish()
     return [tuple(part) for part in joined(parts)]
@@ -248,7 +248,7 @@ def test_what_models_write(make: Callable[[], Reader], text: str, parts: Parts) 
 
 
 def test_what_is_certain_is_told_at_once() -> None:
-    """Content up to what may begin a mark, a name when it is whole, and arguments as they come."""
+    """Content up to what may begin a mark, a whole name, and arguments as they come."""
     assert Hermes().push("sure <to") == [("content", "sure")]
     reader = Hermes()
     pieces = ("<tool_call>{", '"name": "f', '", "arguments": {"a', '": 1', "}}", "</tool_call>")
@@ -262,7 +262,7 @@ def test_what_is_certain_is_told_at_once() -> None:
 @pytest.mark.parametrize("make", [Hermes, partial(Reasoning, Content(), is_open=False), Mistral])
 @pytest.mark.parametrize("text", ["\n", "[TOOL_CALLS]f", "<tool_call> ", '<tool_call>{"a":"x'])
 def test_no_text_takes_long(make: Callable[[], Reader], text: str) -> None:
-    """However long it is without what is waited for."""
+    """However long the awaited mark is missing."""
     reader, began = make(), time.thread_time()
     reader.push(text)
     for _ in range(50_000):
@@ -289,7 +289,7 @@ TOLD = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
     ],
 )  # fmt: skip
 def test_the_template_says_how_calls_are_written(mark: str, kind: type[Reader] | None) -> None:
-    """Marks that are special tokens are in the text for their reader alone."""
+    """Marks that are special tokens are in the text for their parser only."""
     formats = ChatFormats(text_of(TOLD + mark))
     asked = chat(tools=BOTH)
     if kind is None:
@@ -341,7 +341,7 @@ CALL_TEXT = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 
 def test_the_template_that_ships(tmp_path: Path) -> None:
-    """ChatML; its own calls are read again as they were."""
+    """It is ChatML, and its own calls are parsed again as they were."""
     text = text_of(read_chat_template(HERMES))
     assert text.render(SOLO) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     turns = [
@@ -370,8 +370,8 @@ def test_the_template_that_ships(tmp_path: Path) -> None:
 
 
 def test_a_template_without_tools_is_named() -> None:
-    """Before the prompt is tokenized; with a call of a former turn, too. Variables are for the
-    template alone."""
+    """Before the prompt is tokenized; also for a call in the conversation. Variables are for the
+    template only."""
     text = text_of("{{ messages[0].content }}{{ mood }}")
     assert text.render(SOLO, (), {"mood": "gay"}) == "Higay"
     called = [*SOLO, {"role": "assistant", "content": "", "tool_calls": [ONE_CALL]}]
@@ -395,7 +395,7 @@ def test_special_marks_are_in_the_text_where_they_are_asked_for() -> None:
 
 
 def answered(text: str, reason: FinishReason, template: str = "<tool_call>", **fields: Any) -> Any:
-    """The whole answer, or the chunks, where the text comes in three pieces."""
+    """The whole answer, or its chunks, of a text in three pieces."""
     asked = ChatFormats(text_of(TOLD + template)).fitted(chat(tools=BOTH, **fields))
     answer = ChatAnswer(asked, None, 4, 99)
     third = -(-len(text) // 3)
@@ -426,8 +426,8 @@ HELD = '[{"name": "weather", "arguments": {"city": "Rome"}}]'
 def test_answers_with_calls(
     text: str, choice: Any, reason: FinishReason, content: str | None, num_calls: int, told: str
 ) -> None:
-    """Whole and as a stream: the same content and calls, whose ids are the session's; of a call in
-    a stream id, type and name come first and once."""
+    """Whole answers and streams have the same content and calls. In a stream id, type and name of a
+    call come first and once."""
     whole = answered(text, reason, tool_choice=choice)["choices"][0]
     message = whole["message"]
     assert (message["content"], whole["finish_reason"]) == (content, told)

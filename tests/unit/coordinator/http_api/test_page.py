@@ -1,4 +1,4 @@
-"""The files of the page as they are served, and what its script makes of a round."""
+"""The files of the page, and what its script makes of a round."""
 
 import asyncio
 import json
@@ -23,8 +23,8 @@ INLINE = r"<script(?! type=\"module\" src=)|<style|\son\w+=|\sstyle="
 
 
 async def test_every_file_is_packaged_and_served() -> None:
-    """What lies in the folder is in the wheel, is answered with its type, and may be kept; nothing
-    beside it is answered. It loads nothing from elsewhere, and every file is named by another."""
+    """Every file of the folder is in the wheel and served with its type, and nothing else is. The
+    page loads nothing from other hosts, and each file is used by another."""
     lying = {one.name: one.read_bytes() for one in FOLDER.iterdir()}
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     patterns = settings["tool"]["setuptools"]["package-data"]["coordinator"]
@@ -79,8 +79,9 @@ CHAIN: list[int] = []
 def test_what_was_drafted_in_vain_is_struck_through(
     parents: list[int], came: str, num_accepted: int, struck: Any
 ) -> None:
-    """Of A to E what would have followed the last accepted token, and where that was another branch
-    than the one in pencil, this one, where they part; each behind so many accepted tokens."""
+    """Of A to E, the tokens that would have followed the last accepted one; where the round took
+    another branch than the one shown, also that one from where they part. Each with the number of
+    accepted tokens before it."""
     told = {
         "proposed_token_ids": [*range(5)], "proposed_parents": parents,
         "num_accepted": num_accepted,
