@@ -142,7 +142,7 @@ async def test_a_stream_that_breaks_anywhere_is_told_whole(
 
 
 async def test_a_whole_answer_is_asked_for_again_with_its_key() -> None:
-    """With the client's own key, if it has one. Time that coordinators work on it does not count."""
+    """With the client's own key, if it has one. Time of work on it does not count."""
     for given in ({}, {"idempotency_key": "mine"}):
         whole = httpx2.Response(200, headers={"x-a": "1"}, stream=Body(b'{"n"', b":1}"))
         cuts = [

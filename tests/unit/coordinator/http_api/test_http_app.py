@@ -102,16 +102,6 @@ async def test_an_error_before_the_first_token_has_its_status(
     assert found.json()["error"]["message"] == "full"
 
 
-async def test_an_error_behind_it_is_the_last_event() -> None:
-    found = await Front(Service(STARTED, TOKENS, Unavailable("gone"))).post(stream=True)
-    assert found.status_code == 200
-    *_, last, end = found.text.split("\n\n")
-    assert end == ""
-    assert last.startswith('data: {"error":{"message":"gone"')
-    whole = await Front(Service(*WHOLE)).post(stream=True)
-    assert whole.text.endswith("data: [DONE]\n\n")
-
-
 @pytest.mark.parametrize("before", [(), (STARTED, TOKENS)])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_bug_is_not_shown(
@@ -121,7 +111,7 @@ async def test_a_bug_is_not_shown(
     found = await Front(Service(*before, ZeroDivisionError("secret"))).post(stream=stream)
     assert found.status_code == (200 if before and stream else 500)
     assert "secret" not in found.text
-    assert '"code":"internal_error"' in found.text
+    assert '"code":"internal_error"' in found.text.split("\n\n")[-2 if before and stream else 0]
     assert "secret" in caplog.text
 
 
@@ -190,7 +180,7 @@ async def test_health_is_asked_for_once_a_second() -> None:
 
 
 def test_the_document_tells_what_may_come() -> None:
-    """Every operation has errors, as each may be refused without a key, and the type of its answer."""
+    """Every operation has errors, as each may be refused without a key, and its answer's type."""
     paths = Front(Service()).app.openapi()["paths"]
     for path, operations in paths.items():
         for operation in operations.values():

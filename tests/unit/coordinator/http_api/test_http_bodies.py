@@ -7,14 +7,13 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from test_http_app import Front
 from told_coordinator import ToldCoordinator
 
-from coordinator.http_api.app import HttpOptions, build_app
 from coordinator.http_api.bodies import ChatBody, CompletionBody, TranslatedBody
 from coordinator.http_api.reading import read_body, wrong_body
 from outrider.errors import BadRequest
@@ -339,7 +338,7 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], str | None]] = {
 async def called(path: str, body: bytes) -> tuple[int, dict[str, Any], float]:
     """Status and error of a call, and the most CPU seconds between two turns of the loop."""
     service: Any = ToldCoordinator(BadRequest("model", "is none"))
-    transport = httpx.ASGITransport(build_app(service, asyncio.Event(), HttpOptions()))
+    front = Front(service)
     gaps: list[float] = []
 
     async def tick() -> None:
@@ -358,13 +357,12 @@ async def called(path: str, body: bytes) -> tuple[int, dict[str, Any], float]:
     gc.collect()
     gc.freeze()  # What other tests have left is not looked through again meanwhile.
     try:
-        async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
-            ticking = asyncio.create_task(tick())
-            await asyncio.sleep(0)
-            headers = {"content-type": "application/json"}
-            found = await http.post(path, content=parts(), headers=headers)
-            await asyncio.sleep(0)
-            ticking.cancel()
+        ticking = asyncio.create_task(tick())
+        await asyncio.sleep(0)
+        headers = {"content-type": "application/json"}
+        found = await front.send("POST", path, headers, content=parts())
+        await asyncio.sleep(0)
+        ticking.cancel()
     finally:
         gc.unfreeze()
     return found.status_code, found.json()["error"], max(gaps)

@@ -1,17 +1,14 @@
 """`POST /tokenize` and `/detokenize` with a whole coordinator."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import pytest
 from coordinator_bench import bench
 from models import byte_fallback_tokenizer, byte_level_tokenizer
+from test_http_app import Front
 from toy_engine import ToyEngine
 
-from coordinator.http_api.app import build_app
-from coordinator.http_api.server import HttpOptions
 from outrider.replica.executors import InlineExecutor
 from outrider.tokenizer import TokenizerText
 from target_service.service import TargetService
@@ -21,17 +18,11 @@ TEXT = TokenizerText(byte_level_tokenizer(VOCAB), "toy")
 CHAT = [{"role": "user", "content": "the fox"}]
 
 
-class Caller:
-    def __init__(self, service: Any) -> None:
-        app = build_app(service, asyncio.Event(), HttpOptions())
-        self._transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-
-    async def post(self, path: str, **body: Any) -> Any:
+class Caller(Front):
+    async def call(self, path: str, **body: Any) -> Any:
         """The answer, or the field of its error."""
-        async with httpx.AsyncClient(transport=self._transport, base_url="http://here") as http:
-            found = await http.post(path, json=body)
-        told = found.json()
-        return told if found.status_code == 200 else told["error"]["param"]
+        found = await self.send("POST", path, json=body)
+        return found.json() if found.status_code == 200 else found.json()["error"]["param"]
 
 
 @pytest.fixture
@@ -44,15 +35,15 @@ async def caller() -> AsyncIterator[Caller]:
 async def test_tokens_are_those_that_a_generation_reads(caller: Caller) -> None:
     """For a text and a conversation; and back, with the names of special tokens."""
     ids = TEXT.encode("the <|end|>")
-    assert await caller.post("/tokenize", prompt="the <|end|>", return_token_strs=True) == {
+    assert await caller.call("/tokenize", prompt="the <|end|>", return_token_strs=True) == {
         "count": len(ids), "max_model_len": 64, "tokens": ids,
         "token_strs": [TEXT.spell(one).decode() for one in ids],
     }  # fmt: skip
-    told = await caller.post("/tokenize", messages=CHAT, model="toy", add_special_tokens=False)
+    told = await caller.call("/tokenize", messages=CHAT, model="toy", add_special_tokens=False)
     assert (told["tokens"], told["token_strs"]) == (TEXT.encode_chat(CHAT), None)
-    assert await caller.post("/detokenize", tokens=ids) == {"prompt": "the <|end|>"}
-    assert await caller.post("/detokenize", tokens=[]) == {"prompt": ""}
-    whole = await caller.post("/tokenize", prompt="the fox " * 100)
+    assert await caller.call("/detokenize", tokens=ids) == {"prompt": "the <|end|>"}
+    assert await caller.call("/detokenize", tokens=[]) == {"prompt": ""}
+    whole = await caller.call("/tokenize", prompt="the fox " * 100)
     assert whole["count"] > whole["max_model_len"]  # More than a generation takes.
 
 
@@ -66,7 +57,7 @@ async def test_special_tokens_before_a_text_may_be_left_out() -> None:
     async with bench(text=TokenizerText(tokenizer, "toy")) as made:
         caller = Caller(made.service)
         whole, bare = [
-            (await caller.post("/tokenize", prompt="the", add_special_tokens=given))["tokens"]
+            (await caller.call("/tokenize", prompt="the", add_special_tokens=given))["tokens"]
             for given in (None, False)
         ]
     assert whole == [1, *bare]
@@ -92,11 +83,11 @@ async def test_special_tokens_before_a_text_may_be_left_out() -> None:
 async def test_what_is_wrong_is_named(
     caller: Caller, path: str, body: dict[str, Any], field: str
 ) -> None:
-    assert await caller.post(path, **body) == field
+    assert await caller.call(path, **body) == field
 
 
 async def test_without_a_tokenizer_there_is_no_text() -> None:
     async with bench() as made:
         caller = Caller(made.service)
-        assert await caller.post("/tokenize", prompt="a") == "prompt"
-        assert await caller.post("/detokenize", tokens=[1]) == "tokens"
+        assert await caller.call("/tokenize", prompt="a") == "prompt"
+        assert await caller.call("/detokenize", tokens=[1]) == "tokens"

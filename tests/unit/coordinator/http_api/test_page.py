@@ -1,6 +1,5 @@
 """The files of the page, and what its script makes of a round."""
 
-import asyncio
 import json
 import re
 import shutil
@@ -10,11 +9,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
+from test_http_app import Front
 from told_coordinator import ToldCoordinator
-
-from coordinator.http_api.app import HttpOptions, build_app
 
 ROOT = Path(__file__).resolve().parents[4]
 FOLDER = files("coordinator.http_api").joinpath("page")
@@ -30,30 +27,27 @@ async def test_every_file_is_packaged_and_served() -> None:
     patterns = settings["tool"]["setuptools"]["package-data"]["coordinator"]
     packaged = {path.name for one in patterns for path in (ROOT / "coordinator").glob(one)}
     assert packaged == lying.keys() | {"hermes.jinja"}
-    app = build_app(ToldCoordinator(), asyncio.Event(), HttpOptions())  # type: ignore[arg-type]
+    front = Front(ToldCoordinator())
     named: set[tuple[str, str]] = set()
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app), base_url="http://here"
-    ) as http:
-        for path in ("/", "/docs", *(f"/page/{name}" for name in lying)):
-            name = {"/": "index.html", "/docs": "docs.html"}.get(path, path.rpartition("/")[2])
-            found = await http.get(path)
-            assert (found.status_code, found.content) == (200, lying[name])
-            assert found.headers["content-type"].startswith(TYPES[name.rpartition(".")[2]])
-            policy = found.headers["content-security-policy"].split(";")
-            allowed = {word for rule in policy for word in rule.split()[1:]}
-            assert allowed == {"'none'", "'self'", "'script'"}
-            assert found.headers["x-content-type-options"] == "nosniff"
-            assert "://" not in found.text.replace("http://www.w3.org/2000/svg", "")
-            assert not re.search(INLINE, found.text)
-            named |= set(re.findall(r'(?:src|href)="page/([^"]+)"|from "\./([^"]+)"', found.text))
-            again = await http.get(path, headers={"if-none-match": found.headers["etag"]})
-            assert (again.status_code, again.content) == (304, b"")
-            assert (await http.head(path)).status_code == 200
-        for path in ("/page", "/page/", "/page/x.js", "/page/../app.py", "/page/%2e%2e/app.py"):
-            assert (await http.get(path)).json()["error"]["code"] == "not_found", path
-        error = (await http.post("/v1/embeddings", json={})).json()["error"]
-        assert error["message"] == "there is no POST /v1/embeddings; see GET /openapi.json"
+    for path in ("/", "/docs", *(f"/page/{name}" for name in lying)):
+        name = {"/": "index.html", "/docs": "docs.html"}.get(path, path.rpartition("/")[2])
+        found = await front.send("GET", path)
+        assert (found.status_code, found.content) == (200, lying[name])
+        assert found.headers["content-type"].startswith(TYPES[name.rpartition(".")[2]])
+        policy = found.headers["content-security-policy"].split(";")
+        allowed = {word for rule in policy for word in rule.split()[1:]}
+        assert allowed == {"'none'", "'self'", "'script'"}
+        assert found.headers["x-content-type-options"] == "nosniff"
+        assert "://" not in found.text.replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(INLINE, found.text)
+        named |= set(re.findall(r'(?:src|href)="page/([^"]+)"|from "\./([^"]+)"', found.text))
+        again = await front.send("GET", path, {"if-none-match": found.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+        assert (await front.send("HEAD", path)).status_code == 200
+    for path in ("/page", "/page/", "/page/x.js", "/page/../app.py", "/page/%2e%2e/app.py"):
+        assert (await front.send("GET", path)).json()["error"]["code"] == "not_found", path
+    error = (await front.send("POST", "/v1/embeddings", json={})).json()["error"]
+    assert error["message"] == "there is no POST /v1/embeddings; see GET /openapi.json"
     assert {"".join(one) for one in named} | {"index.html", "docs.html"} == lying.keys()
 
 
