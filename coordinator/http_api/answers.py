@@ -175,7 +175,7 @@ class Answer(EventStream):
             self._choice(index, self.message(one), one.finished, one)
             for index, one in enumerate(self._choices)
         ]
-        return self._body(self.kind, choices, usage=self._usage(), metrics=self._metrics())
+        return self._object(self.kind, choices, usage=self._usage(), metrics=self._metrics())
 
     def take(self, index: int, event: Event) -> Sequence[Json]:
         """Adds an event of a choice. Returns the chunks to send for it, often none."""
@@ -221,11 +221,11 @@ class Answer(EventStream):
         chunks.append(self._chunk(self._choice(index, self.closing, event)))
         if all(one.finished for one in self._choices):
             if self._options.include_usage:
-                chunks.append(self._body(self.chunk_kind, [], usage=self._usage()))
+                chunks.append(self._object(self.chunk_kind, [], usage=self._usage()))
             chunks[-1]["metrics"] = self._metrics()
         return chunks
 
-    def _body(self, kind: str, choices: list[Json], **more: Any) -> Json:
+    def _object(self, kind: str, choices: list[Json], **more: Any) -> Json:
         return {**self._envelope, "object": kind, "choices": choices, **more}
 
     def _chunk(self, choice: Json) -> Json:
@@ -234,7 +234,7 @@ class Answer(EventStream):
             more = {"usage": self._usage()}
         elif self._options.include_usage:
             more = {"usage": None}
-        return self._body(self.chunk_kind, [choice], **more)
+        return self._object(self.chunk_kind, [choice], **more)
 
     def _choice(
         self,
