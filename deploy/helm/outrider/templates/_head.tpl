@@ -15,13 +15,13 @@ metadata:
     {{- end }}
 spec:
   {{- include "outrider.placing" (dict "root" . "group" .Values.head) | trim | nindent 2 }}
-  # The autoscaler asks the cluster for pods; nobody else here does.
+  # Only the autoscaler calls Kubernetes, to request pods.
   automountServiceAccountToken: {{ .Values.ray.autoscaling.enabled }}
   terminationGracePeriodSeconds: {{ add (mul 2 .Values.drainSeconds) 60 }}
   securityContext:
     {{- include "outrider.podSecurity" . | nindent 4 }}
   containers:
-    # KubeRay takes the first container for Ray's.
+    # KubeRay expects Ray in the first container.
     - {{ include "outrider.rayHead" . | nindent 6 | trim }}
     - {{ include "outrider.serve" . | nindent 6 | trim }}
   volumes:
@@ -47,7 +47,7 @@ ports:
 lifecycle:
   preStop:
     exec:
-      # Ray stays until the deployment has stopped its actors: that holds this lock while it runs.
+      # Keeps Ray until the deployment has stopped its actors; it holds this lock while it runs.
       command:
         - /usr/bin/flock
         - --timeout

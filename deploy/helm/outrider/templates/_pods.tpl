@@ -47,8 +47,8 @@ priorityClassName: {{ . }}
 {{- with .group.runtimeClassName }}
 runtimeClassName: {{ . }}
 {{- end }}
-# Kubernetes would else describe the release's services in variables that begin with OUTRIDER_,
-# and `outrider serve` refuses those that are no settings.
+# Otherwise Kubernetes sets variables for the release's services that begin with OUTRIDER_, and
+# `outrider serve` refuses them as unknown settings.
 enableServiceLinks: false
 {{- end -}}
 
@@ -60,10 +60,10 @@ enableServiceLinks: false
   value: "0"
 - name: RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO
   value: "0"
-# Ray's workers would else give way to everything on the machine; these serve requests.
+# By default Ray's workers have a low priority; these serve requests.
 - name: RAY_worker_niceness
   value: "0"
-# Without these the standard error of Ray's workers is a file without bounds.
+# Without these two, the workers' standard error is a file without a size limit.
 - name: RAY_ROTATION_MAX_BYTES
   value: "16777216"
 - name: RAY_ROTATION_BACKUP_COUNT

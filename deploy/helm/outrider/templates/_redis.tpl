@@ -31,10 +31,10 @@ metadata:
 data:
   redis.conf: |
     dir /data
-    # Sessions outlive the server, but for a second's worth after a crash, which coordinators heal.
+    # Sessions survive a restart; a crash loses at most a second, which coordinators restore.
     appendonly yes
     appendfsync everysec
-    # A session that is evicted is a session that is lost: writes are refused instead.
+    # An evicted session would be lost, so writes are refused instead.
     maxmemory {{ $server.maxmemory }}
     maxmemory-policy noeviction
 ---
@@ -93,7 +93,7 @@ spec:
         - name: redis
           image: {{ $root.Values.redis.image.repository }}:{{ $root.Values.redis.image.tag }}
           imagePullPolicy: {{ $root.Values.redis.image.pullPolicy }}
-          # The password goes in by standard input, so that no list of processes shows it.
+          # The password is passed by standard input, as process lists show arguments.
           command:
             - /bin/sh
             - -c
@@ -117,7 +117,7 @@ spec:
                 - REDISCLI_AUTH="$REDIS_PASSWORD" redis-cli ping | grep -q PONG
             periodSeconds: 5
             timeoutSeconds: 3
-          # While it reads its file it answers no command, but it listens.
+          # While it loads its file it listens, but answers no command.
           livenessProbe:
             tcpSocket:
               port: redis

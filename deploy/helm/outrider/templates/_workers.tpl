@@ -12,9 +12,9 @@ replicas: {{ $pods }}
 minReplicas: {{ .group.minPods }}
 maxReplicas: {{ .group.maxPods }}
 rayStartParams:
-  # Actors of this role ask for one each, and so land here and nowhere else.
+  # Each actor of this role needs one, so it is placed in these pods only.
   resources: '"{\"{{ include "outrider.resource" .name }}\": {{ default 1 .group.slots }}}"'
-  # Bytes: nothing large goes through Ray.
+  # Bytes; nothing large goes through Ray.
   object-store-memory: "104857600"
 template:
   metadata:
@@ -54,9 +54,9 @@ env:
 ports:
   - {name: grpc, containerPort: {{ include "outrider.grpcPort" .root }}}
   - {name: http, containerPort: {{ include "outrider.httpPort" .root }}}
-# A pod is ready while its coordinator serves; before there is one, and while its store or its
-# targets do not answer, no caller is sent here. Whether Ray runs, the operator's own liveness probe
-# asks: a coordinator that is not there yet is no reason to start the pod anew.
+# A pod is ready while its coordinator serves; not before it has one, or while its store or targets do
+# not answer. The operator's own liveness probe checks Ray: a missing coordinator is no reason to
+# restart the pod.
 readinessProbe:
   grpc:
     port: {{ include "outrider.grpcPort" .root }}
@@ -68,7 +68,7 @@ lifecycle:
   preStop:
     exec:
       {{- if eq .name "coordinator" }}
-      # No new caller comes here any more; those that are here have so long, or until it has gone.
+      # New callers no longer come here; running requests get this time.
       command:
         - /bin/bash
         - -c
@@ -78,7 +78,7 @@ lifecycle:
             sleep 1
           done
       {{- else }}
-      # Outlives the coordinators that stop at the same time and still have requests here.
+      # Outlives coordinators that stop at the same time and still have requests here.
       command: [/bin/sleep, {{ .root.Values.drainSeconds | quote }}]
       {{- end }}
 resources:
@@ -87,7 +87,7 @@ resources:
   limits:
     {{- toYaml .group.resources.limits | nindent 4 }}
     {{- if .group.gpus }}
-    # The operator tells Ray of it as a GPU.
+    # The operator registers it with Ray as a GPU.
     {{ .group.gpuResource }}: {{ .group.gpus }}
     {{- end }}
 securityContext:
