@@ -52,8 +52,8 @@ PLAIN_PRIOR_ROUNDS = 1.0
 SECONDS_MIN = 1e-9
 """Lower bound of an expected time."""
 FORGOTTEN = 1.0 - 1.0 / 512.0
-"""Times of plain rounds lose this weight with each round that has a draft, and the other way
-round."""
+"""Times of plain rounds keep this share of their weight with each round that has a draft, and the
+other way round."""
 Array = npt.NDArray[np.float64]
 
 

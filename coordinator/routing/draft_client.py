@@ -48,8 +48,8 @@ _VAIN_FEEDS_MAX = 2
 
 
 class PushedProposals:
-    """Proposals that a draft worked out ahead for possible outcomes of the current round. Only
-    those for the next round are kept.
+    """Proposals that were drafted ahead, for possible outcomes of the current round. Only those for
+    the next round are kept.
 
     Which one is used depends only on the committed tokens and on whether it came in time, not on
     the contents of the others."""
@@ -351,8 +351,8 @@ class DraftClient(_ModelDrafts):
         return True
 
     def _tell_soon(self, number: int, num_draft_tokens: int, proposal: SealedProposal) -> None:
-        """Tells the draft which proposal the round has, after the message to the target was sent
-        in the event loop's next turn: nothing waits for this message."""
+        """Tells the draft which proposal the round has. Nothing waits for this message, so the one
+        to the target is sent first, in the event loop's next turn."""
 
         def tell() -> None:
             if self._route.heard:

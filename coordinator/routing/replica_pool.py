@@ -544,7 +544,7 @@ class SessionRoute(Generic[Item, Answer]):
 
     @property
     def drafts_itself(self) -> bool:
-        """Whether the replica drafts for itself; without one, whether the first of its role did."""
+        """Whether the replica drafts for itself, or without one the first of its role."""
         found = self._pool.first if self._replica is None else self._replica.description
         return found is not None and found.drafts_itself
 
