@@ -184,7 +184,7 @@ async def _modes(options: EmulateOptions, progress: Progress) -> list[dict[str, 
         for mode, rules in MODES.items():
             look_ahead = LOOK_AHEAD_DEFAULT if mode == "look_ahead" else 0
             for added_ms in (0.0, ROUND_TRIP_MS) if mode != "plain" else (0.0,):
-                async with replicas.coordinator(look_ahead, added_ms / 2) as client:
+                async with replicas.coordinator(look_ahead, added_ms / 2) as (client, _):
                     for rule in rules:
                         progress(f"{mode}, {rule}, {added_ms:g} ms more to the draft and back")
                         found = await _measure(options, client, mode, rule)
@@ -200,7 +200,7 @@ async def _features(options: EmulateOptions, progress: Progress) -> list[dict[st
         async with _pair(spec, drafts=apart) as replicas:
             for added_ms in FEATURE_ROUND_TRIPS_MS if apart else (0.0,):
                 progress(f"head on {place}, rows of {width}, {added_ms:g} ms more")
-                async with replicas.coordinator_process(delay_ms=added_ms / 2) as running:
+                async with replicas.coordinator(delay_ms=added_ms / 2) as running:
                     found = await _measure_head(options, *running)
                 at = {"head_on": place, "feature_width": width if apart else None}
                 runs.append(at | {"round_trip_ms": added_ms} | found)

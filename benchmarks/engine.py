@@ -114,7 +114,7 @@ async def run(options: EngineOptions, config: DeploymentConfig, progress: Progre
         progress("starting the services")
         async with (
             running_pair(target, None, CoordinatorConfig()) as replicas,
-            replicas.coordinator() as client,
+            replicas.coordinator() as (client, _),
         ):
             if "sessions" in options.parts:
                 figures |= await _rates(options, prompts, client, engine, progress)

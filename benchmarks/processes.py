@@ -299,14 +299,6 @@ class Replicas:
     @asynccontextmanager
     async def coordinator(
         self, look_ahead: int = 0, delay_ms: float = 0.0
-    ) -> AsyncIterator[Client]:
-        """A client of the coordinator of `coordinator_process`."""
-        async with self.coordinator_process(look_ahead, delay_ms) as (client, _):
-            yield client
-
-    @asynccontextmanager
-    async def coordinator_process(
-        self, look_ahead: int = 0, delay_ms: float = 0.0
     ) -> AsyncIterator[tuple[Client, Process]]:
         """Starts a coordinator with `settings` and this `look_ahead`; returns a client and the
         process. Messages to and from the draft take `delay_ms` longer. Raises `Unavailable` if a

@@ -58,7 +58,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     """The percentile `share`, 0 to 100, interpolated."""
     import numpy as np
 
-    return float(np.percentile(np.asarray(values, dtype=np.float64), share))
+    return float(np.percentile(values, share))
 
 
 def table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -98,7 +98,7 @@ def pair_here(
     asked = [] if delays is None else delays
 
     @asynccontextmanager
-    async def coordinator_process(
+    async def coordinator(
         target: Any, draft: Any, look_ahead: int = 0, delay_ms: float = 0.0
     ) -> AsyncIterator[Any]:
         asked.append(delay_ms)
@@ -116,15 +116,7 @@ def pair_here(
             yield stack.client, SimpleNamespace(ask=ask)
 
     @asynccontextmanager
-    async def coordinator(*given: Any, **named: Any) -> AsyncIterator[Any]:
-        async with coordinator_process(*given, **named) as (client, _):
-            yield client
-
-    @asynccontextmanager
     async def running_pair(target: Any, draft: Any, _: Any) -> AsyncIterator[Any]:
-        yield SimpleNamespace(
-            coordinator=partial(coordinator, target, draft),
-            coordinator_process=partial(coordinator_process, target, draft),
-        )
+        yield SimpleNamespace(coordinator=partial(coordinator, target, draft))
 
     return running_pair

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import mean, median
@@ -83,17 +82,6 @@ async def play_all(
     return played
 
 
-def services(config: DeploymentConfig) -> AbstractAsyncContextManager[Replicas]:
-    """The services of `config` on this machine, without Ray. Raises `ConfigError`, and
-    `Unavailable` if one ends."""
-    coordinator = config.coordinator
-    if coordinator.lookup is not None:
-        # Prompts are answered several times, so answers must not be copied.
-        lookup = replace(coordinator.lookup, suffix_tokens_per_tenant=0)
-        coordinator = replace(coordinator, lookup=lookup)
-    return running_pair(config.target, config.draft, coordinator)
-
-
 async def rehearsed_plans(
     config: DeploymentConfig, samples: Sequence[Sample], progress: Progress, sessions: int, *,
     validates: bool, **link: Any,
@@ -103,7 +91,12 @@ async def rehearsed_plans(
     Raises `Unavailable`."""
     replays = [Replays(config.draft, sample) for sample in samples]
     progress("starting the services for a rehearsal")
-    async with services(config) as replicas:
+    coordinator = config.coordinator
+    if coordinator.lookup is not None:
+        # Prompts are answered several times, so answers must not be copied.
+        lookup = replace(coordinator.lookup, suffix_tokens_per_tenant=0)
+        coordinator = replace(coordinator, lookup=lookup)
+    async with running_pair(config.target, config.draft, coordinator) as replicas:
         target, draft = await _tables(replicas)
         if target is None:
             raise Unavailable("the target does not report the costs of its steps")
@@ -113,7 +106,7 @@ async def rehearsed_plans(
         )  # fmt: skip
         times: list[ServiceTimes] = []
         for sample in samples:
-            async with replicas.coordinator(look_ahead=0) as client:
+            async with replicas.coordinator() as (client, _):
                 rehearsed = await _rehearsed(client, sample, progress, is_first=not times)
             found = fit(known, config.draft, sample.temperature, rehearsed)
             # Only the first sample prefills whole prompts; the others would take as long.
@@ -123,7 +116,7 @@ async def rehearsed_plans(
             return plans, None
         chosen, counts = plans[0].chosen, (0, *SWEEP)
         rule = chosen.rule if chosen.num_draft_tokens else replays[0].rules[-1]
-        async with replicas.coordinator(look_ahead=0) as client:
+        async with replicas.coordinator() as (client, _):
             played = await play_validation(client, samples[0], rule, counts, progress)
     predicted = {k: replays[0].rounds[rule, k] for k in counts}
     return plans, validation(played, predicted, times[0], rule, chosen.num_draft_tokens)

@@ -98,7 +98,7 @@ async def test_ranks_that_do_not_fit_are_refused_and_leave_nothing(cluster: Clus
     where more machines might come; the GPUs of those that did fit are free again."""
     demands = [demand("draft", 0.25, 1.0, 2), demand("target", 0.5, 1.0, 3)]
     each = (r"target actor needs 3 times 0\.5", r"draft actor needs 2 times 0\.25")
-    asked = rf"the ({'|'.join(each)}) CPUs and 1 GPUs.* together ask for 2 CPUs and 5 GPUs"
+    asked = rf"the ({'|'.join(each)}) CPUs and 1 GPUs.* together need 2 CPUs and 5 GPUs"
     for local, what in ((True, "there is no place"), (False, "no place within 3 s")):
         cluster.local = local
         with pytest.raises(ConfigError, match=f"{what} .*{asked}"):

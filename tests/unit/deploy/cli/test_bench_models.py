@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.speedup import Subject
 from deploy.cli.bench import _subject
-from deploy.cli.main import main, parse
-from deploy.cli.options import Connection, connected
+from deploy.cli.main import main
+from deploy.cli.options import Connection
 from deploy.cli.output import progress
 from outrider.replica.process_setup import available_cores
 
@@ -50,17 +50,12 @@ def test_suffix_decoding_keeps_answers(
     assert ("Stop it to measure a new deployment" in shown) == copies
 
 
-async def test_of_a_server_elsewhere_nothing_is_known(capsys: pytest.CaptureFixture[str]) -> None:
-    """So that drafts may copy is said; a deployment that the command starts has answered nothing
-    yet."""
-    arguments = parse(["bench", "speedup", "--server", "127.0.0.1:1"])
-    async with connected(arguments) as connection, connection.client() as client:
-        _subject(connection, client, True)
+@pytest.mark.parametrize("name", ["speedup", "serve"])
+def test_of_a_server_elsewhere_nothing_is_known(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So its drafts may copy; it is not this command's to stop."""
+    assert main(["bench", name, "--server", "127.0.0.1:1"]) == 1
     shown = capsys.readouterr().err
     assert "drafts may copy from earlier answers" in shown
     assert "Stop it" not in shown
-
-
-def test_a_load_on_a_server_elsewhere_may_be_copied_too(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "serve", "--server", "127.0.0.1:1"]) == 1
-    assert "drafts may copy from earlier answers" in capsys.readouterr().err

@@ -9,7 +9,6 @@ from command_lines import reported
 
 from deploy.cli.main import main
 from deploy.planner.devices import compare
-from outrider.errors import ConfigError
 
 PERFORMANCE = Path(__file__).parents[4] / "docs" / "performance.md"
 RATE = "device_tokens_per_second"
@@ -97,22 +96,6 @@ def test_a_separate_draft_is_advised_where_its_device_brings_the_most(
     assert (devices in shown["advice"]) == (most["way"] == "a draft")
     assert main(["plan", "--devices", text]) == 0
     assert advice in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("h100", "devices: 'h100' is wrong; it must begin with h200-8b or h200-70b-fp8"),
-        ("h200-8b,speed=1", "--devices: speed='1'"),
-        ("h200-8b,acceptance=1.1", "--devices: acceptance='1.1'"),
-        ("h200-8b,target=16/32", "--devices: target="),
-        ("h200-8b,bandwidth_tb=inf", "--devices: bandwidth_tb='inf'"),
-        ("h200-8b,memory_gb=16", "memory_gb: 1024 tokens do not fit"),
-    ],
-)
-def test_wrong_devices_are_named(text: str, named: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(named)):
-        compare(text, 0.0)
 
 
 def test_the_documentation_has_what_the_command_says() -> None:

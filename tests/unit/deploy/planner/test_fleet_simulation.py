@@ -27,7 +27,6 @@ from deploy.planner.simulation import (
     smallest,
 )
 from outrider.engine.step_costs import StepCosts
-from outrider.errors import ConfigError
 from outrider.speculation.sampling_params import Rule
 
 ALL = (1.0,) * 4
@@ -184,24 +183,6 @@ def test_an_emulated_engine_says_what_is_simulated(capsys: pytest.CaptureFixture
     figures = report["fleets"][0]["figures"]
     assert figures["tokens_per_round"] == pytest.approx(2.2, abs=0.2)
     assert 20 < 1e3 * 4 / figures["rounds_per_second"] < 60
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("speed=1", "speed='1'"),
-        ("verify_ms=4:1/2:3", "with ascending rows"),
-        ("acceptance=nan", "acceptance='nan'"),
-    ],
-)
-def test_wrong_numbers_are_named(text: str, named: str) -> None:
-    with pytest.raises(ConfigError, match=f"--from-numbers: .*{named}"):
-        of_numbers(text, 64, 64)
-
-
-def test_an_emulated_head_is_not_simulated() -> None:
-    with pytest.raises(ConfigError, match="head_on=draft is wrong"):
-        of_emulated("acceptance_rates=0.8,head_on=draft", 64, 64)
 
 
 def test_a_saved_report_is_simulated_without_models(
