@@ -144,7 +144,7 @@ def request_keys(key: str, tenant: str, request: bytes, num_choices: int) -> lis
 
 
 class _Turn:
-    """Of one request."""
+    """The turn of one request."""
 
     def __init__(self) -> None:
         self.ended = asyncio.Event()
@@ -174,6 +174,8 @@ class RepeatedRequests:
                 await running.ended.wait()
             finally:
                 running.num_waiting -= 1
+        if (before := self._running.get(key)) is not None:
+            before.ended.set()  # Others wait for this request instead.
         own = self._running[key] = _Turn()
         try:
             yield
