@@ -562,7 +562,7 @@ class AutoscaleConfig:
                 continue
             match = _BOUNDS.fullmatch(text)
             if match is None or not LEAST[role] <= int(match[1]) <= int(match[2]) <= REPLICAS_MAX:
-                allowed = f"LEAST:MOST within {LEAST[role]}:{REPLICAS_MAX}, the lesser first"
+                allowed = f"LEAST:MOST within {LEAST[role]}:{REPLICAS_MAX}, the smaller first"
                 raise SettingError(key, f"{text!r} is wrong; it must be {allowed}")
             found[role] = int(match[1]), int(match[2])
         return found
@@ -639,7 +639,8 @@ class DeploymentConfig:
             )
         if self.target.engine == VLLM and apart:
             raise SettingError(
-                "eagle3_on", "draft given, which vllm does not keep rows for; give target"
+                "eagle3_on",
+                "draft is not supported with vllm, which does not send rows; give target",
             )
         if siblings and self.target.engine == AUTO_ENGINE:
             object.__setattr__(self, "target", replace(self.target, engine=TRANSFORMERS))
@@ -702,8 +703,9 @@ def merge(
         if not engine.startswith(EMULATED):
             raise SettingError(
                 SPECULATIVE_CONFIG,
-                "rejection_sample_method: 'synthetic' is wrong; it needs --engine emulated:SPEC, "
-                f"and {engine} runs models, whose users would get what no model wrote",
+                "rejection_sample_method: 'synthetic' is wrong; it needs --engine emulated:SPEC "
+                f"({engine} runs a model, and its users would get tokens that the model did not "
+                "choose)",
             )
         values["engine"] = f"{engine.rstrip(',')},acceptance_rates={rates}"
     return values

@@ -327,10 +327,13 @@ def runs_on_vllm(config: ReplicaConfig) -> bool:
 def _lacking_on_vllm(config: ReplicaConfig) -> tuple[str, str] | None:
     """A setting that vLLM does not support, and why."""
     if config.dtype == "float64":
-        return "dtype", "float64 given, which vllm does not run"
+        return "dtype", "float64 is not supported with vllm"
     if isinstance(config, TargetConfig):
         if config.shows_features:
-            return "engine", f"{config.heads} drafts elsewhere, which vllm does not keep rows for"
+            return (
+                "engine",
+                f"{config.heads} drafts on another replica, and vllm does not send rows",
+            )
         lacking = NOT_ON_VLLM.get(config.heads_kind)
         return ("engine", f"{config.heads} {lacking}") if lacking else None
     if config.target_directory or _bits(config) is not None:

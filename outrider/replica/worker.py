@@ -154,7 +154,7 @@ class Admissions:
             self.figures.num_preemptions += 1
             if self._engine.can_hold(steps, begun=begun):
                 return True
-        raise InvariantError("pages that were to come free did not")
+        raise InvariantError("preempting every younger slot did not free enough pages")
 
     def _grant(
         self, demands: Sequence[SlotDemand], found: Sequence[_Found], begun: _Begun
