@@ -1,7 +1,5 @@
 """Makers of tiny checkpoints with MTP layers, and what such a layer puts out by its definition."""
 
-from __future__ import annotations
-
 import json
 from copy import deepcopy
 from pathlib import Path

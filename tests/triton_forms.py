@@ -1,8 +1,6 @@
 """Lists the forms that the attention kernels are compiled in, without a device: a step of an engine
 on their tables says which arguments a compiler would see, and nothing is run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

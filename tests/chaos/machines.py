@@ -1,7 +1,5 @@
 """Several machines on this one: nodes of a Ray cluster, Redis, and the network between them."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import secrets

@@ -12,8 +12,6 @@ mtp TARGET INPUTS OUTPUTS              runs the MTP layer of TARGET over pairs o
                                        and `token_ids` [T], and drafts behind the `prefixes`
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,8 +1,6 @@
 """EAGLE-3 heads against `speculators`, which runs in an environment of its own (`make
 test-drafters`)."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterable

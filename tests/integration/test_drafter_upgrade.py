@@ -1,7 +1,5 @@
 """Drafters that are replaced, at once or after a trial, while requests run, on local Ray."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from collections.abc import AsyncIterator

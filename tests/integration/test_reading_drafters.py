@@ -1,7 +1,5 @@
 """Deployments that draft from what the target computes: by itself, and by a head in a draft."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager

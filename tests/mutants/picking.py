@@ -3,8 +3,6 @@
 python -m tests.mutants.picking --seed 1 --per-area 48 > mutants.jsonl
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterator

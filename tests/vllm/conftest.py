@@ -1,7 +1,5 @@
 """Engines of vLLM on tiny random models, in an environment that has it (`make test-vllm`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """An EAGLE-3 head on the pages of vLLM's models, against one on the native engine's."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

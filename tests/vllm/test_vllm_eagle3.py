@@ -1,7 +1,5 @@
 """An EAGLE-3 head that `outrider distill` made, in vLLM's own engine."""
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context

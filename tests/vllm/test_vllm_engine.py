@@ -1,7 +1,5 @@
 """vLLM's models under our pages, against the library's own."""
 
-from __future__ import annotations
-
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

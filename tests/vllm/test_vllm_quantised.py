@@ -1,8 +1,6 @@
 """Quantised checkpoints, made here by their formats' rules, against the weights that they stand
 for."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

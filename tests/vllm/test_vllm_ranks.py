@@ -1,7 +1,5 @@
 """vLLM's tensor parallelism among our ranks, each in a process of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

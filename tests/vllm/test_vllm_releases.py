@@ -1,8 +1,6 @@
 """What `outrider/engine/vllm_engine.py` imports of vLLM, in the installed release and the next one,
 whose wheel is unpacked (`make test-vllm` does it, into NEXT_VLLM) and not run."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import os

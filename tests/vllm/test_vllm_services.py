@@ -1,8 +1,6 @@
 """The three services with both models on vLLM: the target's law, text that depends on neither
 drafts, look-ahead nor other sessions, and a target that is killed."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

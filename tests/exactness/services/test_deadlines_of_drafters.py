@@ -2,8 +2,6 @@
 the token, so that a drafter keeps the law only if it decides before each draw whether to make it,
 and proposes everything that it has drawn (`test_stopping_before_a_draw`)."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import lru_cache

@@ -1,8 +1,6 @@
 """Drafts that are given a time: they decide before each draw, and answer with what they have; those
 beside one whose time is over may be left unended by a step."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The draft service in process: proposals, batches, and what it does not draft."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Sequence
 
 import pytest

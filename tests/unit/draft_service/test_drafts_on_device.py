@@ -1,8 +1,6 @@
 """Drafts that are drawn on the device of their logits, beside others that are not, against the same
 drafts drawn on the CPU: on a CUDA device, and on a CPU with substitutes for its kernels."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

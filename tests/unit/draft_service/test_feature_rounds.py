@@ -1,8 +1,6 @@
 """A head that drafts apart from its target, from features that this sends: rounds of both
 services."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace

@@ -1,8 +1,6 @@
 """The draft service works out what has not happened yet: what it pushes, when, what it costs those
 who wait, and what is left where it fails or is needed no more."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from itertools import pairwise

@@ -2,8 +2,6 @@
 paper (arXiv 2504.18583) defines: the whole prefix and K - 1 parallel tokens, of which the last K
 rows are drawn from."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a look-up is asked in these tests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from outrider.drafters.drafter import DraftRequest

@@ -1,7 +1,5 @@
 """Prompt lookup against a search of the whole text, and what it may depend on."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

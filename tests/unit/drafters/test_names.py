@@ -1,7 +1,5 @@
 """Names of drafters, and what is told of each."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

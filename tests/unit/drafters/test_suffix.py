@@ -1,7 +1,5 @@
 """Suffix decoding against its definition; what is kept, for whom, and for how long."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A drafting head on an engine's pages, against its own dense chains over the library's states."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The attention kernel over a step's tables, against the attention of gathered slots: on a CUDA
 device, and elsewhere under the interpreter of the kernel's compiler, where that is installed."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Models that cannot be run on pages are refused, each with its reason, before they serve."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import Mock
 

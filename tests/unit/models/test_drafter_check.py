@@ -1,7 +1,5 @@
 """The check of a head when it is loaded: which layers it reads, and whether it is of use."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Heads of every kind as files: what is stored and loaded, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

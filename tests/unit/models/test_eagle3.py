@@ -1,7 +1,5 @@
 """EAGLE-3 heads: what they compute, and the files that they are read from and written to."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Packed, widened and rounded linear layers against plain products."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from models import quick_linear, tiny_config, tiny_module, twin

@@ -1,7 +1,5 @@
 """Names to directories to modules, and fingerprints that tell models and tokenizers apart."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

@@ -1,8 +1,6 @@
 """Stand-ins against the library's own modules: one by one, in whole models, and what they leave
 alone."""
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from typing import Any

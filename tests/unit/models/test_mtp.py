@@ -1,7 +1,5 @@
 """MTP layers: loaded from their target's files, run on its pages, against their definition."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Published drafters are told by their files, and their EAGLE-3 heads load as they are."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """The drafters that come with the package: whole, small, and for the target that they are named
 for."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

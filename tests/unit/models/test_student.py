@@ -1,8 +1,6 @@
 """Drafters that were made for one target: what they store, what they take from it, whom they
 refuse."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Verdicts by Triton kernels, against those of the CPU: on a CUDA device, and elsewhere under the
 interpreter of the kernels' compiler, where that is installed."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from itertools import product

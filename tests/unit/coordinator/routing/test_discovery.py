@@ -1,8 +1,6 @@
 """Which replicas are in a pool while they announce themselves, leave, and disappear from the
 registry. On a virtual clock."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Proposals that a coordinator looks up."""
 
-from __future__ import annotations
-
 import pytest
 from length_world import BOUND, ENDLESS, RUN_AHEAD, World, description
 from session_links import asked, session

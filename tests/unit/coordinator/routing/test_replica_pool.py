@@ -1,7 +1,5 @@
 """Several replicas of a role: which one a session gets, and when it moves."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Callable

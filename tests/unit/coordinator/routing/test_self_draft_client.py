@@ -1,7 +1,5 @@
 """Proposals of targets that draft for themselves, which come with verdicts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

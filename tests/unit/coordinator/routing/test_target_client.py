@@ -1,7 +1,5 @@
 """What a session sends to its target, and what it does with the answers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from types import SimpleNamespace

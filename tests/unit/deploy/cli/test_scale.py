@@ -1,8 +1,6 @@
 """What `outrider scale`, `autoscale` and `upgrade` ask of a deployment, what they refuse, and how
 they wait. One that is really changed is in `tests/integration`."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """How many replicas the load asks for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,8 +1,6 @@
 """What commands and a stop do while Ray's head does not answer, or wants a token. Ray itself is
 not started: its calls fail as they do then."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path

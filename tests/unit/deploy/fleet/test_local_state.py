@@ -1,7 +1,5 @@
 """The record of a running deployment."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -1,7 +1,5 @@
 """What is refused of models and ports before any of them is used, and what is warned of."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

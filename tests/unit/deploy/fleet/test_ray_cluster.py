@@ -1,8 +1,6 @@
 """What became of an actor that does not say where it runs, and how a Ray cluster is joined and
 left. A real one is in `tests/integration`."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import stat

@@ -1,7 +1,5 @@
 """What a reconciler keeps, changes and remembers, without Ray."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """How many replicas there are: as many as are wanted, whatever dies."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Mapping

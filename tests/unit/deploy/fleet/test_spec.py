@@ -1,7 +1,5 @@
 """What each replica is told, and how many of them there can be."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """When a drafter on trial is better, from what coordinators have counted."""
 
-from __future__ import annotations
-
 import math
 import re
 from random import Random

@@ -1,8 +1,6 @@
 """`outrider distill` on tiny random targets: it gets better, and a run that is killed ends as one
 that was not; what the command makes and says."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Texts that are given: what is read, and what of it is held out."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from itertools import islice

@@ -1,8 +1,6 @@
 """Drafters of every kind as they learn: which token, hidden state and answer belong together, what
 a new one does, and that what is stored is what was measured."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where a drafter goes: what is refused before the work begins, and what a failure leaves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What the target is asked, what is kept of its answers, and the batches that are made of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The loss and its gradient against their definition, differentiated by the library."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

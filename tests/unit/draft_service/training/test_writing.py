@@ -1,7 +1,5 @@
 """What the target writes by itself."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a leader does to its engine, its followers do to theirs; and when that ends."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

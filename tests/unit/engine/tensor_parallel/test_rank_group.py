@@ -1,7 +1,5 @@
 """Ranks in processes of their own, and their small sums."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

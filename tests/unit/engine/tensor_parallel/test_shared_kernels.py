@@ -1,7 +1,5 @@
 """Ranks that share a model run its steps in the same way: with the kernel, all of them or none."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A model that is shared out gives the logits of the whole one, and no rank holds or reads more
 than its share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
