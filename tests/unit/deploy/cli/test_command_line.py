@@ -1,4 +1,4 @@
-"""What the command line refuses by itself, and what it makes of what it is given."""
+"""How the command line is parsed, and how its errors are reported."""
 
 import re
 import socket
@@ -82,8 +82,8 @@ def test_an_interrupt_while_a_command_is_loaded_is_silent(
 def test_what_is_wrong_is_called_what_it_was_set_by(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Flag, else variable, else file and key: also where only the whole shows that it is wrong, or
-    the machine. What is wrong in itself is told first."""
+    """Flag, else variable, else file and key; also for values that are wrong only together, or on
+    this machine. Values that are wrong by themselves are reported first."""
 
     def told(*words: str) -> str:
         assert main(words) == 2
@@ -111,7 +111,7 @@ def test_what_is_wrong_is_called_what_it_was_set_by(
 
 
 def test_no_error_names_a_flag_that_was_not_given() -> None:
-    """A setting that has its default is called by its name, and so is a field of a request."""
+    """A setting with its default is called by its key, and likewise a field of a request."""
     taken, missing = SettingError("port", "is taken"), BadRequest("server", "'' is wrong")
     long = BadRequest("sampling.top_p", "is too much")
 
@@ -131,8 +131,7 @@ def test_no_error_names_a_flag_that_was_not_given() -> None:
 def test_a_deployment_of_ones_own_is_as_serve_would_start_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """By the same flags, variables and file; on any free port only where none is set, and by HTTP
-    only where that is asked for."""
+    """From the same flags, variables and file; but by default with any free port and no HTTP."""
 
     def config_of(*words: str) -> CoordinatorConfig:
         return own_config(parse(["chat", *words])).coordinator
@@ -167,7 +166,7 @@ def test_help_shows_the_common_options_and_all_where_that_is_asked_for(
 
 
 def test_a_prompt_may_begin_with_a_dash() -> None:
-    """A number, or a word with spaces; beside it the values of options stay theirs."""
+    """If it is a number or contains spaces. Values of options are not taken for it."""
     for prompt in ("- a list:", "-5"):
         assert parse(["generate", prompt, "--seed", "7"]).prompt == prompt
     assert parse(["generate", "--", "-x"]).prompt == "-x"

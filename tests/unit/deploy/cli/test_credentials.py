@@ -1,4 +1,4 @@
-"""What commands do with keys and certificates, and that they show nobody a key."""
+"""Keys and certificates of commands and deployments; no key is ever shown."""
 
 import json
 import subprocess
@@ -29,8 +29,8 @@ def parsed(*words: str) -> Arguments:
 
 
 def test_with_keys_users_may_come_from_elsewhere() -> None:
-    """To the coordinator; targets and drafts, which ask nobody, stay on loopback of this machine,
-    unless they have certificates or the network is trusted. On a cluster they must have."""
+    """The coordinator's host may be any then. Targets and drafts, which require no keys, stay on
+    loopback without certificates or `insecure`; on a cluster they must have one of these."""
     keys = {"host": EVERYWHERE, "api_key": KEY}
     config = load_config(keys, {})
     hosts = [one.host for one in (config.coordinator, config.target, config.draft)]
@@ -49,7 +49,7 @@ def test_with_keys_users_may_come_from_elsewhere() -> None:
 
 
 def test_settings_of_keys_and_certificates_go_together() -> None:
-    """Errors name the one that was given. Reflection is off with keys, unless it is asked for."""
+    """Errors name the setting that was given. With keys reflection is off by default."""
     for key, value in (
         ("ssl_certfile", "c"), ("ssl_keyfile", "k"), ("ssl_ca_certs", "a"), ("api_key", "short"),
     ):  # fmt: skip
@@ -63,8 +63,7 @@ def test_settings_of_keys_and_certificates_go_together() -> None:
 
 
 def test_a_deployment_is_told_hashes_and_a_key_of_its_own(tmp_path: Path) -> None:
-    """Neither what is given nor that one is anywhere in what Ray and Redis are told; relative
-    paths do not depend on who reads them."""
+    """Ray and Redis get neither the given keys nor the new one, and only absolute paths."""
     given = DeploymentConfig(coordinator=CoordinatorConfig(api_key=f"{KEY},{new_key()}"))
     config, own, _ = without_secrets(given)
     ring = Keyring(given_keys(config.coordinator.api_key))
@@ -86,7 +85,7 @@ def test_a_deployment_is_told_hashes_and_a_key_of_its_own(tmp_path: Path) -> Non
 
 
 def test_files_are_read_before_anything_starts(tmp_path: Path) -> None:
-    """A slip does not cost a model's loading."""
+    """A wrong file is reported before models are loaded."""
     wrong = tmp_path / "keys"
     wrong.write_text("alice\n")
     certs = {"ssl_certfile": str(wrong), "ssl_keyfile": str(wrong)}
@@ -119,7 +118,7 @@ main.main()
 
 
 def test_a_command_runs_without_secrets_among_its_words() -> None:
-    """Ray's head keeps them, too: they are what `ray.init` finds for its process."""
+    """Ray's head would store them: `ray.init` reads its process's command line."""
     flags = ("--redis-password", "hidden-1", "--api-key=hidden-2", "--api-key", "hidden-3")
     words = ("generate", *flags, "--max-num-seqs", "3", "--", "--api-key")
     done = subprocess.run(
@@ -136,7 +135,7 @@ def test_a_command_runs_without_secrets_among_its_words() -> None:
 
 
 def test_a_command_shows_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The flag's, else the variable's; the first of several; never a hash."""
+    """From the flag, else from the variable; the first of several; never a hash."""
     assert caller_key(parsed()) == ""
     monkeypatch.setenv("OUTRIDER_API_KEY", f"{KEY}, other-key-12345678")
     assert caller_key(parsed()) == KEY
@@ -147,8 +146,8 @@ def test_a_command_shows_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_how_a_server_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without TLS nothing; by the authority that a flag or a variable names; by the certificate of
-    a deployment that runs here."""
+    """No TLS by default; by the authority in a flag or a variable; by the certificate of the
+    deployment on this machine."""
     tls = tmp_path / "tls"
     assert main(["certs", str(tls)]) == 0
     authority = str(tls / "ca.pem")
@@ -169,7 +168,7 @@ def test_how_a_server_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_no_key_is_shown(tmp_path: Path) -> None:
-    """By no dump of settings or variables, by no repr, and by no error about a setting."""
+    """Not in settings, variables, a repr, or an error about a setting."""
     made = new_key()
     config = load_config({"api_key": f"{KEY},{made}", "served_model_name": f"is {made}"}, {})
     shown = [
@@ -192,7 +191,7 @@ def test_no_key_is_shown(tmp_path: Path) -> None:
 def test_keys_are_made_listed_and_revoked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Standard output has the key alone, and only once."""
+    """The key is printed once, on standard output."""
     file = tmp_path / "keys"
     words = ["keys", "--api-key-file", str(file)]
     assert main([*words, "new", "alice", "--tenant", "team", "--concurrency", "4"]) == 0

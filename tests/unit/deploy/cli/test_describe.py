@@ -1,4 +1,4 @@
-"""What `outrider collect-env` shows, and above all what it does not."""
+"""`outrider collect-env`, and the masking of secrets in it."""
 
 import json
 
@@ -22,7 +22,7 @@ from deploy.cli.masking import MASK, masked_environment, masked_settings, masked
     ],
 )
 def test_no_part_of_a_password_is_shown(url: str) -> None:
-    """Neither of a well-formed URL nor of one whose password should have been quoted."""
+    """Of a well-formed URL, and of one whose password should have been quoted."""
     assert "swordfish" not in masked_url(url)
     for name in ("OUTRIDER_REDIS_URL", "OUTRIDER_TELEMETRY", "OUTRIDER_REDIS_ULR", "RAY_ADDRESS"):
         shown = masked_environment({name: url})[name]
@@ -41,7 +41,7 @@ def test_the_place_stays_readable() -> None:
 
 
 def test_secrets_are_masked_and_settings_are_not() -> None:
-    """By the settings' own list; what has no such list, by its name."""
+    """Settings that are marked as secret, and other variables by their names."""
     known = {
         "OUTRIDER_NUM_DRAFT_TOKENS": "3", "OUTRIDER_REDIS_KEY_PREFIX": "a:",
         "OUTRIDER_STATE_DIR": "/state", "CUDA_VISIBLE_DEVICES": "0",

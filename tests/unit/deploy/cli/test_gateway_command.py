@@ -1,4 +1,4 @@
-"""`outrider gateway` before coordinators that say what they are told to."""
+"""`outrider gateway` with scripted coordinators."""
 
 import asyncio
 import json
@@ -31,8 +31,8 @@ async def test_it_answers_until_it_is_told_to_stop(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """For the coordinators of the deployment that runs, or those that it is given; the certificate
-    of either may name another host."""
+    """With the coordinators of the running deployment, or those of `--coordinators`. The
+    deployment's certificate may name another host."""
     told: Any = ToldCoordinator(STARTED, TOKENS, FINISHED)
     files, words, settings = None, ["gateway", "--port", "0", "--json"], {}
     context: Any = True

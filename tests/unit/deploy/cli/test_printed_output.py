@@ -1,4 +1,4 @@
-"""What commands print while they work, and the text that `generate` and `chat` print."""
+"""Progress lines, and the text that `generate` and `chat` print."""
 
 import asyncio
 import io
@@ -38,8 +38,8 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
 def test_work_that_takes_long_is_said_again(
     told: Progress, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With its seconds, until other work begins or none goes on; work that may be short is said
-    only where it is not."""
+    """With its seconds, until other work begins or it ends; with `at_once=False` only if it takes
+    long."""
     told("loading")
     time.sleep(3.5 * PERIOD_S)
     told("starting")
@@ -82,8 +82,8 @@ class _Recorder(Console):
 
 @pytest.mark.parametrize("known", [True, False])
 def test_each_token_has_the_colour_of_its_origin(tmp_path: Path, known: bool) -> None:
-    """Also where an event has text of earlier tokens, or breaks off inside one. Without a
-    tokenizer all of it has the colour that most of its tokens have."""
+    """Also if an event has text of earlier tokens, or ends inside one. Without a tokenizer all its
+    text has the colour of most of its tokens."""
     vocabulary = {"a": 0, "bb": 1, "ccc": 2, "?": 3}
     made = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))  # noqa: S106
     made.decoder = decoders.Fuse()
@@ -114,8 +114,8 @@ def test_a_line_feed_ends_a_prompt_on_standard_input(
 
 
 def test_an_interrupt_ends_the_reading_of_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is read where no event loop runs, which would take the first Ctrl-C for itself and then
-    wait for the end of the input."""
+    """It is read outside of an event loop, which would catch the first Ctrl-C and then wait for the
+    end of the input."""
 
     class Terminal:
         def read(self) -> bytes:

@@ -1,5 +1,5 @@
-"""What `outrider scale`, `autoscale` and `upgrade` ask of a deployment, what they refuse, and how
-they wait. One that is really changed is in `tests/integration`."""
+"""`outrider scale`, `autoscale` and `upgrade` with a fake reconciler; `tests/integration` has a real
+one."""
 
 import os
 import secrets
@@ -29,7 +29,7 @@ GIVEN = {
 
 
 class Fleet:
-    """A reconciler, what it was asked, and where commands have connected to find it."""
+    """A fake reconciler; records its calls, and the connections of commands."""
 
     def __init__(self) -> None:
         self.exists = True
@@ -37,23 +37,23 @@ class Fleet:
         """Address, namespace and the file of the token that was shown, of each connection."""
         self.num_open = 0
         self.num_lost = 0
-        """Calls from now on that are answered only by its death."""
+        """Number of next calls during which it dies."""
         self.refusal: ConfigError | None = None
         self.wants: list[dict[Role, int]] = []
         self.scaling = AutoscaleConfig(autoscale_calm_s=7.0)
         self.changes: list[dict[str, Any]] = []
         self.given = load_config(GIVEN, {})
         self.seen: list[dict[Role, int]] = [dict.fromkeys(ROLES, 1)]
-        """How many serve, one look after the other; the last one stays."""
+        """Serving replicas at each look; the last entry stays."""
         self.stale: list[int] = [0]
-        """How many targets an upgrade has still to replace, likewise."""
+        """Targets that an upgrade still has to replace, likewise."""
         self.num_leaving = 0
-        """Of each role, beside those that serve."""
+        """Leaving replicas of each role, beside the serving ones."""
         self.failures: tuple[str, ...] = ()
         self.trials: list[tuple[dict[str, Any], float, float]] = []
         self.verdict: Any = "taken"
         self.reports: list[TrialReport | None] = [None]
-        """Of a trial, one look after the other; the last one stays."""
+        """Reports of a trial at each look; the last entry stays."""
 
     async def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         if self.num_lost:
@@ -164,7 +164,7 @@ def test_where_nothing_runs_there_is_nothing_to_scale(
     capsys: pytest.CaptureFixture[str], fleet: Fleet, monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    """Also where a deployment was killed and has left its record."""
+    """Also if a deployment was killed and has left its record."""
     fleet.exists = False
     monkeypatch.setenv("OUTRIDER_STATE_DIR", str(tmp_path / "other"))
     for _ in range(2):
@@ -180,7 +180,7 @@ def test_where_nothing_runs_there_is_nothing_to_scale(
 def test_what_is_wanted_is_said_to_the_reconciler_and_printed(
     capsys: pytest.CaptureFixture[str], fleet: Fleet
 ) -> None:
-    """The roles that are not named stay as they were. A reconciler that died is asked again."""
+    """Other roles stay as they were. A reconciler that died is called again."""
     fleet.num_lost = 2
     assert main(["scale", "draft=3", "target=2"]) == 0
     assert (fleet.opened, fleet.num_open) == ([(RAY, "outrider-d", None)], 0)
@@ -192,8 +192,7 @@ def test_what_is_wanted_is_said_to_the_reconciler_and_printed(
 
 
 def test_settings_name_a_deployment_elsewhere(fleet: Fleet, tmp_path: Path) -> None:
-    """Also where one runs here, unless they name that. The token of the one here is not shown to
-    another cluster."""
+    """Even if one runs here, unless they name that one, whose token no other cluster gets."""
     token = tmp_path / "ray.token"
     token.write_text(secrets.token_hex(32))
     run_here(state_directory(os.environ), record(ray_token=str(token)))
@@ -207,8 +206,8 @@ def test_settings_name_a_deployment_elsewhere(fleet: Fleet, tmp_path: Path) -> N
 def test_a_wait_ends_as_soon_as_there_are_as_many(
     capsys: pytest.CaptureFixture[str], fleet: Fleet
 ) -> None:
-    """Those that are to be left are not counted. One that was too short is told after what was
-    wanted, which still is."""
+    """Leaving replicas do not count. After a wait that was too short the numbers are still
+    wanted."""
     fleet.num_leaving = 1
     fleet.seen = [{"draft": 1, "target": 1}, {"draft": 2, "target": 2}, {"draft": 3, "target": 2}]
     assert main(["scale", "draft=3", "target=2", "--wait", "60"]) == 0
@@ -231,7 +230,8 @@ def test_bounds_are_told_role_by_role(capsys: pytest.CaptureFixture[str], fleet:
 def test_what_is_another_setting_is_asked_for_and_nothing_else(
     capsys: pytest.CaptureFixture[str], fleet: Fleet
 ) -> None:
-    """What runs already, and where its cluster is seen from here, are no changes."""
+    """Settings that are in effect, and the address of the cluster as seen from here, are no
+    changes."""
     fleet.stale = [2, 1, 0]
     words = ["--max-num-seqs", "7", "--draft-model", "emulated", "--wait", "60"]
     told, _ = reported(capsys, "upgrade", *words)
@@ -250,7 +250,7 @@ def test_what_is_another_setting_is_asked_for_and_nothing_else(
 def test_what_is_left_of_an_upgrade_is_told(
     capsys: pytest.CaptureFixture[str], fleet: Fleet
 ) -> None:
-    """Also of one that another command has begun."""
+    """Also of an upgrade that another command has begun."""
     fleet.stale = [2]
     words = ["upgrade", "--draft-model", "emulated"]
     assert main(["upgrade", "--max-num-seqs", "7"]) == 0
@@ -267,7 +267,8 @@ def test_what_is_left_of_an_upgrade_is_told(
 def test_a_trial_is_waited_for_and_its_end_is_told(
     capsys: pytest.CaptureFixture[str], fleet: Fleet, verdict: str, tmp_path: Path
 ) -> None:
-    """Without a wait it goes on. A share of 0 ends it, whatever a file of settings says."""
+    """Without `--wait` the command does not wait. A share of 0 ends the trial, whatever a file of
+    settings says."""
     fleet.verdict, words = verdict, ["upgrade", "--draft-model", "b", "--trial-share", "0.2"]
     assert main([*words, "--trial-minutes", "2", "--wait", "60"]) == 0
     out = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""How many replicas the load asks for."""
+"""How many replicas the autoscaler wants."""
 
 from dataclasses import replace
 from typing import Any
@@ -26,14 +26,14 @@ def record(role: Role, load: int = 0, leaving: bool = False, **figures: float) -
 
 
 class Fleet:
-    """Replicas that say what a test has them say."""
+    """Replicas with scripted load."""
 
     def __init__(self, config: AutoscaleConfig = CONFIG, **counts: int) -> None:
         self.scaler = Autoscaler(MemoryRegistry(), config)
         self.wanted: dict[Role, int] = {"coordinator": 1, "target": 1, "draft": 1}
         self.wanted |= counts  # type: ignore[typeddict-item]
         self.there: dict[Role, int] = {}
-        """Where other numbers are there than are wanted."""
+        """Existing numbers, if they differ from the wanted ones."""
         self.says: dict[Role, dict[str, Any]] = {
             "coordinator": {"load": 10},
             "target": {"busy": 1.0, "fill": 0.8},
@@ -41,7 +41,7 @@ class Fleet:
         }
 
     def look(self, now: float) -> dict[Role, int]:
-        """What is changed."""
+        """The changes."""
         records: dict[Role, list[ReplicaRecord]] = {
             role: [record(role, **self.says[role]) for _ in range(count)]
             for role, count in (self.wanted | self.there).items()
@@ -53,7 +53,7 @@ class Fleet:
 
 
 def test_targets_follow_how_long_items_wait() -> None:
-    """By as many as the wait asks for, but no more than twice as many, and not beyond the bound."""
+    """In proportion to the wait, at most to twice as many, and within the bound."""
     fleet = Fleet(target=2)
     fleet.says["target"]["queue_steps"] = 0.9
     assert fleet.look(0) == {}
@@ -110,7 +110,7 @@ def test_no_draft_is_kept_for_nobody_and_one_comes_for_anybody() -> None:
 
 
 def test_bounds_hold_at_once_and_roles_without_are_left_alone() -> None:
-    """While replicas are missing nothing grows, as they may be enough."""
+    """While replicas are missing, the number does not grow."""
     fleet = Fleet(AutoscaleConfig(autoscale_targets="2:3"), target=1, draft=50)
     assert fleet.look(0) == {"target": 2}
     fleet.there["target"], fleet.says["target"]["queue_steps"] = 1, 5.0
@@ -120,7 +120,7 @@ def test_bounds_hold_at_once_and_roles_without_are_left_alone() -> None:
 
 
 def test_as_many_are_wanted_as_were_there_where_they_have_long_been_enough() -> None:
-    """Of eight four are there, whose load is decided by: to be four it may be larger than to be
+    """Four of eight are there, and their load decides: it may be higher to want four than to want
     fewer."""
     fleet = Fleet(target=8)
     fleet.there["target"] = 4
@@ -136,7 +136,7 @@ def test_as_many_are_wanted_as_were_there_where_they_have_long_been_enough() -> 
 
 
 def test_those_that_are_away_for_a_moment_stay_wanted() -> None:
-    """One fewer than were there is wanted, not as few as are there now."""
+    """One fewer than before is wanted, not as few as are there now."""
     fleet = Fleet(target=8)
     fleet.says["target"] = {"busy": 0.1, "fill": 1.0}
     assert fleet.look(0) == {}
@@ -167,7 +167,7 @@ async def test_what_is_wanted_follows_what_replicas_say() -> None:
 
 
 async def test_drafts_stay_as_many_while_one_is_on_trial() -> None:
-    """Its rounds count among those that coordinators tell of. Bounds hold all the same."""
+    """Its rounds are in the coordinators' averages. Bounds still apply."""
     registry = MemoryRegistry()
     scaling = Autoscaler(registry, AutoscaleConfig())
     await registry.want({"target": 1, "draft": 1, "coordinator": 1})

@@ -1,5 +1,4 @@
-"""What commands and a stop do while Ray's head does not answer, or wants a token. Ray itself is
-not started: its calls fail as they do then."""
+"""Start, take-over and stop of a deployment without Ray, whose calls are faked."""
 
 import asyncio
 import os
@@ -22,7 +21,7 @@ SETTINGS = {"engine": "emulated:vocab_size=10", "draft_model": "emulated", "addr
 
 
 class Told:
-    """A reconciler elsewhere."""
+    """A fake reconciler."""
 
     def __init__(self, *, is_lost: bool = False, **answers: object) -> None:
         self.answers, self.is_lost = answers, is_lost
@@ -45,7 +44,7 @@ class Told:
 async def test_a_stop_makes_every_step_while_the_head_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool
 ) -> None:
-    """Where replicas may be left elsewhere it says so."""
+    """It raises if replicas may be left on another cluster."""
     done: list[str] = []
 
     class Redis:
@@ -97,8 +96,8 @@ async def test_a_cluster_that_is_not_joined_is_a_wrong_address(
 async def test_what_is_being_stopped_has_its_end_and_another_one_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its reconciler has no replicas any more, and would never have any again. One that does not
-    come up is not told again to start."""
+    """A reconciler that is closing has no replicas any more. A new one that fails to start is not
+    called again."""
     failure = Unavailable("the target-0 actor did not answer start in 1 s")
     old, new = Told(ends=True), Told(start=failure)
     running = [old]
@@ -131,7 +130,7 @@ async def test_replicas_of_an_embedded_redis_are_not_waited_for(tmp_path: Path) 
 
 
 async def test_a_take_over_asks_first_as_older_builds_are_asked(tmp_path: Path) -> None:
-    """Their `overview` takes no argument. Later calls name what was seen."""
+    """Their `overview` takes no argument. Later calls pass the last overview."""
     deployment: Any = Deployment(load_config(SETTINGS, {}), tmp_path)
     first = Overview({"draft": 1}, (), None)
     asked: list[tuple[object, ...]] = []
@@ -167,7 +166,7 @@ async def test_a_take_over_asks_first_as_older_builds_are_asked(tmp_path: Path) 
 async def test_a_take_over_changes_what_is_another_setting(
     tmp_path: Path, other: dict[str, Any], asked: list[dict[str, Any]]
 ) -> None:
-    """A head that is named without its kind is the one that runs."""
+    """The name of a head with and without its kind is the same setting."""
     settings = {"address": "head:1", "draft_model": "a/head"}
     deployment: Any = Deployment(load_config(settings | other, {}), tmp_path)
     runs = load_config(settings | {"draft_model": "eagle3:a/head"}, {})

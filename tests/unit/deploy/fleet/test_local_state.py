@@ -52,7 +52,7 @@ def test_what_is_published_is_found(directory: Path, record: DeploymentRecord) -
 def test_what_one_that_was_killed_has_left_misleads_nobody(
     directory: Path, record: DeploymentRecord
 ) -> None:
-    """Nor does it once another one starts, though kernels use pids again."""
+    """Nor after another one has started, although kernels reuse pids."""
     publish(directory, record)
     publish_key(directory, "a key")
     assert running_deployment(directory) is None
@@ -63,7 +63,7 @@ def test_what_one_that_was_killed_has_left_misleads_nobody(
 
 
 def test_a_damaged_record_is_named(directory: Path) -> None:
-    """It is not silently taken for none, because something may run."""
+    """It is not treated as missing, because a deployment may run."""
     for text in ("{", "[]", json.dumps({"pid": 1})):
         (directory / FILE_NAME).write_text(text, encoding="utf-8")
         with pytest.raises(ConfigError, match=FILE_NAME):
@@ -71,7 +71,7 @@ def test_a_damaged_record_is_named(directory: Path) -> None:
 
 
 def test_only_one_holds_the_lock(directory: Path, record: DeploymentRecord) -> None:
-    """A second deployment is refused with what is known of the first."""
+    """A second deployment is refused, with what is known about the first."""
     with exclusive(directory):
         with pytest.raises(ConfigError, match="is starting"), exclusive(directory):
             pass

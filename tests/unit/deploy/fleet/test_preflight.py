@@ -1,4 +1,4 @@
-"""What is refused of models and ports before any of them is used, and what is warned of."""
+"""Checks of models and ports before a start, and warnings."""
 
 import contextlib
 import json
@@ -58,7 +58,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_length_and_ranks_that_a_model_cannot_have_are_refused(
     tiny: Path, draft: str, key: str, good: int, said: str
 ) -> None:
-    """The draft's as well where it is the target with fewer bits."""
+    """Also of a draft that is the quantized target."""
     draft = draft or str(tiny)
     assert resolved(tiny, draft_model=draft, **{key: good}).draft.directory == str(tiny)
     with pytest.raises(SettingError, match=f"^{key}: .*{said}"):
@@ -96,7 +96,7 @@ def test_a_slip_is_told_before_a_start(
 
 
 def test_coordinators_are_told_of_a_look_up_and_nothing_of_draft_replicas(tiny: Path) -> None:
-    """Another setting of those replaces no coordinator; one of the look-up does."""
+    """So a change of draft replicas does not replace coordinators, but one of the look-up does."""
 
     def lookup(**settings: object) -> object:
         return resolved(tiny, **settings).coordinator.lookup
@@ -121,7 +121,7 @@ def test_coordinators_are_told_of_a_look_up_and_nothing_of_draft_replicas(tiny: 
 def test_a_target_has_the_heads_that_were_made_for_it(
     tiny: Path, tmp_path: Path, kind: str, other_kind: str, save: Callable[..., Path]
 ) -> None:
-    """It gets their place, and the draft loads nothing; other targets and drafters are refused."""
+    """It gets their directory, and the draft none; other targets and drafters are refused."""
     heads = save(tmp_path / "heads", tiny, (1, 2, 5))
     for draft_model in (f"{kind}:{heads}", f"hybrid:ngram,{kind}:{heads}"):
         config = resolved(tiny, draft_model=draft_model)
@@ -140,7 +140,7 @@ def test_a_target_has_the_heads_that_were_made_for_it(
 
 
 def test_a_head_may_run_on_draft_replicas(tiny: Path, tmp_path: Path) -> None:
-    """Both roles are told where it is. Nothing else has a place to choose."""
+    """Both roles get its directory. Other drafters refuse `eagle3_on`."""
     head = save_tiny_eagle3(tmp_path / "head", tiny, (1, 2, 5))
     for given in (str(head), f"hybrid:ngram,{head}"):
         config = resolved(tiny, draft_model=given, eagle3_on="draft")
@@ -159,8 +159,8 @@ def test_a_head_may_run_on_draft_replicas(tiny: Path, tmp_path: Path) -> None:
 def test_a_published_head_is_known_by_its_files(
     tiny: Path, tmp_path: Path, save: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a directory, or of a hub repository once it is here: the target gets it, and no draft
-    runs. What its kind does not go with is told before a start; other models are no such head."""
+    """In a directory, or in a hub repository once it is fetched: the target gets the head, and no
+    draft runs. Conflicts with its kind are reported before a start; other models are no heads."""
     head = save(tmp_path / "head", tiny, (1, 2, 5))
 
     def snapshot(name: str, allow_patterns: list[str]) -> str:
@@ -195,7 +195,7 @@ def test_a_published_head_is_known_by_its_files(
 
 
 def test_mtp_layers_are_the_targets_own(tiny: Path, tmp_path: Path) -> None:
-    """Told, with what they do not go with, before a start."""
+    """Conflicts are reported before a start."""
     path = MtpReference(mtp_target("glm4_moe")).save(tmp_path)
     on_ranks: dict[str, object] = {"engine": "vllm", "tensor_parallel_size": 2}
     for given, settings in (("mtp", {}), ("hybrid:suffix,mtp", {}), ("mtp", on_ranks)):
@@ -228,8 +228,7 @@ def test_what_reading_the_target_does_not_go_with_is_refused(
 
 
 def test_every_replica_is_told_where_the_targets_tokenizer_is(tiny: Path, tmp_path: Path) -> None:
-    """A draft that only copies, too: it is cut where a constraint ends it. That there is none is
-    warned of."""
+    """Also a look-up, whose proposals a constraint may cut. There is a warning without one."""
     spoken = save_tiny_model(tmp_path / "spoken", vocab_size=320, tokenizer=byte_level_tokenizer())
     for model, told in ((spoken, str(spoken)), (tiny, "")):
         for draft_model in ("ngram", str(model)):
@@ -259,7 +258,7 @@ def test_a_target_follows_another_whose_tokens_mean_the_same(tiny: Path, tmp_pat
 
 
 def behind_a_free_port() -> socket.socket:
-    """A listener at a port, of which the one before is free."""
+    """A listener at a port whose predecessor is free."""
     while True:
         taken = socket.create_server(("127.0.0.1", 0))
         with contextlib.suppress(OSError):
@@ -281,7 +280,7 @@ def test_every_port_that_a_role_counts_up_to_must_be_free() -> None:
 
 
 def test_a_target_alone_is_found_without_the_model_library(tmp_path: Path) -> None:
-    """It takes seconds to import, and some 190 MiB."""
+    """Importing that takes seconds and about 190 MiB."""
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "model.safetensors").touch()
     code = (

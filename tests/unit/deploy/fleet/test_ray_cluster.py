@@ -1,5 +1,5 @@
-"""What became of an actor that does not say where it runs, and how a Ray cluster is joined and
-left. A real one is in `tests/integration`."""
+"""Actors that do not answer, and connecting to a Ray cluster, with faked calls. Tests of a real one
+are in `tests/integration`."""
 
 import asyncio
 import os
@@ -42,7 +42,7 @@ def actor_that(answer: Future[Any]) -> Actor:
 
 
 async def test_what_became_of_an_actor_is_told_by_whether_it_says_where_it_runs() -> None:
-    """One that waits has no place; the error of one that died says why, and nothing of CPUs."""
+    """A waiting actor has no place; for one that died the error says why."""
     answer: Future[Any] = Future()
     answer.set_result(Place(1, "here"))
     actor = actor_that(answer)
@@ -63,8 +63,8 @@ async def _after(delay_s: float, outcome: object) -> object:
 
 
 async def test_a_rank_that_cannot_start_is_told_of_without_waiting_for_the_others() -> None:
-    """The wrong setting of one, though another has ended for it before; and what still waits is
-    given up."""
+    """A wrong setting is preferred to the error of a rank that ended because of it; other ranks are
+    cancelled."""
     with pytest.raises(Unavailable, match="late"):
         await _all_or_error(_after(0, "address"), _after(0.05, Unavailable("late")))
     waits = asyncio.ensure_future(_after(3600, "address"))
@@ -77,7 +77,7 @@ async def test_a_rank_that_cannot_start_is_told_of_without_waiting_for_the_other
 
 
 def test_neighbours_share_the_cores() -> None:
-    """At least one each; what a configuration says is what each rank gets."""
+    """At least one each; a stated number is for each rank."""
     ranks = RankLeader(4, 4, 1.0)
     try:
         assert threads_of_a_rank(TargetConfig(), 16, None) == 16
@@ -89,7 +89,7 @@ def test_neighbours_share_the_cores() -> None:
 
 
 class Head(grpc.GenericRpcHandler):
-    """Answers every call, or none."""
+    """Answers all calls, or ends them with a status."""
 
     def __init__(self, code: grpc.StatusCode | None) -> None:
         self.code = code
@@ -106,7 +106,7 @@ class Head(grpc.GenericRpcHandler):
 
 @pytest.fixture
 def address(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Of a head that ends calls so."""
+    """The address of such a head."""
     server = grpc.server(ThreadPoolExecutor(1), [Head(request.param)])
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -122,7 +122,7 @@ def address(request: pytest.FixtureRequest) -> Iterator[str]:
 def test_only_a_head_that_refuses_strangers_is_taken(
     address: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever proxy this machine's other calls go through. One with TLS asks for certificates."""
+    """Without the proxy of other calls. A head with TLS is not checked."""
     monkeypatch.setenv("grpc_proxy", "http://127.0.0.1:1")
     with pytest.raises(SettingError, match=f"address: .*{said}") if said else nullcontext():
         check_asks_for_token(address)
@@ -133,7 +133,7 @@ def test_only_a_head_that_refuses_strangers_is_taken(
 def test_the_users_own_token_is_theirs_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As soon as a cluster is left; also one that was not reached."""
+    """After disconnecting, also from a cluster that was not reached."""
     own = {MODE: "token", TOKEN: "own"}
     found: list[dict[str, str]] = []
 
@@ -169,7 +169,7 @@ def test_secrets_are_their_owners_alone_and_go_with_the_deployment(tmp_path: Pat
 def test_other_users_do_not_enter_the_directory_of_a_local_ray(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray itself opens the one that it is told to use to all users."""
+    """Ray makes the directory that it is given accessible to all users."""
     monkeypatch.setattr(tempfile, "tempdir", "/tmp")
     told: list[Path] = []
 

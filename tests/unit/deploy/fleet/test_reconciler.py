@@ -1,4 +1,4 @@
-"""What a reconciler keeps, changes and remembers, without Ray."""
+"""The reconciler: upgrades, restarts and trials, without Ray."""
 
 import asyncio
 import os
@@ -34,14 +34,14 @@ ON_GPUS = {"engine": "transformers", "model": "large", "draft_model": "small"}
 
 
 class Host:
-    """What the reconcilers of one deployment find, one after the other."""
+    """The surroundings of the reconcilers of one deployment."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
         self.world = World(**settings)
         self.amounts = {"CPU": 64.0}
-        """What the cluster has now."""
+        """The cluster's resources."""
         self.missing: set[str] = set()
-        """Models that are not to be had."""
+        """Models that cannot be found."""
         self.context = SimpleNamespace(was_current_actor_reconstructed=False)
         for name, found in {
             "log_to": lambda *_: None, "Cluster": lambda *_, **__: self.world.machines,
@@ -62,7 +62,7 @@ class Host:
         return found
 
     async def restart(self, before: Reconciler) -> Reconciler:
-        """Ray starts it again, once it has died."""
+        """As Ray does after it died."""
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
@@ -89,8 +89,8 @@ async def playing(
 async def test_a_machine_without_the_password_of_redis_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By a method: an error of the constructor would come as Ray's text of a traceback. Where Ray
-    has started it again, by the log, and another machine may do better."""
+    """By a method, as Ray turns errors of a constructor into text. After a restart it is logged,
+    and the reconciler ends, as another machine may have the password."""
     monkeypatch.delenv("OUTRIDER_REDIS_PASSWORD", raising=False)
     host = Host(monkeypatch, redis_url="redis://h:1")
     config = host.world.spec.config
@@ -112,8 +112,7 @@ async def test_a_machine_without_the_password_of_redis_is_told(
 
 @pytest.mark.virtual(False)
 async def test_a_start_that_fails_is_told_to_all_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that wait for it, and those that come later, who are not to ask again; then it can be
-    closed."""
+    """To callers that wait for it and to later ones, which must not retry. It can be closed."""
     found = Reconciler(Host(monkeypatch).world.spec, "outrider-d")
     failure = Unavailable("the target-0 actor did not answer start in 1 s")
     monkeypatch.setattr(Fleet, "start", AsyncMock(side_effect=failure))
@@ -130,7 +129,7 @@ async def test_a_start_that_fails_is_told_to_all_who_ask(monkeypatch: pytest.Mon
 
 
 async def test_an_upgrade_is_over_once_the_fleet_was_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `scale` starts later, or what comes for a replica that has died, is none of it."""
+    """Replicas that `scale` starts later, or that replace dead ones, do not count."""
     async with playing(monkeypatch) as (host, found):
         machines = host.world.machines
         await asyncio.sleep(1)
@@ -151,7 +150,7 @@ async def test_an_upgrade_is_over_once_the_fleet_was_whole(monkeypatch: pytest.M
 async def test_what_was_seen_is_told_again_once_it_is_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Or after a while: a caller that follows it asks six times a minute."""
+    """Or after `NEWS_S`, so a caller that follows it calls six times a minute."""
     async with playing(monkeypatch) as (_, found):
         loop = asyncio.get_running_loop()
         await asyncio.sleep(60)
@@ -169,8 +168,8 @@ async def test_what_was_seen_is_told_again_once_it_is_another(
 async def test_one_that_returns_goes_by_what_held_once_it_can(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Until then it calls no upgrade over. A change that was refused is none. What an earlier
-    release has saved is nothing that it knows."""
+    """Until then `overview` waits. Refused changes are not among the saved ones. Changes that
+    another release has saved are not used."""
     async with playing(monkeypatch) as (host, found):
         await found.change({"draft_model": "hybrid:suffix,emulated", "autoscale_calm_s": 5})
         await found.change({"autoscale_targets": "1:4"})
@@ -202,7 +201,7 @@ async def test_one_that_returns_goes_by_what_held_once_it_can(
 async def test_changes_add_up_also_where_several_are_asked_for_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Roles that they do not concern keep their plan, and sessions their Redis."""
+    """Other roles keep their plans, and sessions their Redis."""
     async with playing(monkeypatch, redis_url="unix:///x") as (_, found):
         await asyncio.gather(found.change({"max_num_seqs": 7}), found.change({"deadline_ms": 999}))
         before = await found.spec()
@@ -218,8 +217,8 @@ async def test_changes_add_up_also_where_several_are_asked_for_at_once(
 async def test_what_cannot_work_is_refused_and_what_held_still_holds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A setting that is fixed, a model that is not to be had, a target whose tokens mean something
-    else, servers that others would not reach, and what cannot be saved."""
+    """A fixed setting, a model that cannot be found, a target with another vocabulary, servers that
+    other machines cannot reach, and changes that cannot be saved."""
     settings = {"engine": "emulated:vocab_size=100", "host": "0.0.0.0", "insecure": True}  # noqa: S104
     async with playing(monkeypatch, **settings) as (host, found):
         await found.change({"max_num_seqs": 7})
@@ -259,7 +258,7 @@ async def test_what_cannot_work_is_refused_and_what_held_still_holds(
 async def test_gpus_are_shared_out_anew_only_where_changes_say_how(
     monkeypatch: pytest.MonkeyPatch, setting: str, value: str | float, shares: list[float]
 ) -> None:
-    """And from then on so: neither another change nor a reconciler that returns counts again."""
+    """The result stays: neither another change nor a restart counts GPUs again."""
     async with playing(monkeypatch, gpus=1.0, **ON_GPUS) as (host, found):
         before = await found.spec()
         host.amounts["GPU"] = 2.0
@@ -284,7 +283,7 @@ async def test_drafts_come_where_there_were_none_for_want_of_use(
 
 
 def sums_of(host: Host, gain: float) -> None:
-    """From now on coordinators tell that the newest draft decodes so many times as fast."""
+    """From now on coordinators report that the newest draft is faster by this factor."""
     trial = host.world.machines.actors[-1].name
     old = DrafterSums(50, 900, 900, 1800, 90.0, 50 * 36.0**2, 50 * 1.8**2, 50 * 36.0 * 1.8)
     squares = old.square_tokens, old.square_seconds / gain**2, old.products / gain
@@ -300,8 +299,8 @@ TRIED = {"draft_num_threads": 3}
 async def test_a_drafter_on_trial_is_taken_only_where_it_is_better(
     monkeypatch: pytest.MonkeyPatch, gain: float, state: str, crashes: bool
 ) -> None:
-    """It stands beside those that are wanted, which serve all the time; other settings wait for its
-    end. A reconciler that returns goes on with it."""
+    """It runs beside the wanted replicas, which serve all the time; other changes must wait for its
+    end. It continues after a restart of the reconciler."""
     async with playing(monkeypatch, num_drafts=2) as (host, found):
         before = await found.spec()
         names = [one.name for one in (await found.overview()).of("draft")]
@@ -387,7 +386,7 @@ async def test_a_trial_outlasts_a_store_that_is_away(monkeypatch: pytest.MonkeyP
 async def test_a_drafter_that_is_gone_ends_its_trial(
     monkeypatch: pytest.MonkeyPatch, crashes: bool
 ) -> None:
-    """Where it would be taken, though a coordinator is silent, and where the trial would go on."""
+    """When it would be adopted, with a coordinator that does not answer, and after a restart."""
     silent = iter([True, False] * 99)
 
     def told() -> TrialSums | None:
@@ -449,7 +448,7 @@ async def test_a_share_that_loads_drafts_unlike_is_refused(
 async def test_a_trial_shares_the_gpus_out_as_its_settings_say(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of those that there are now, also once they are taken and a reconciler returns."""
+    """Of the current GPUs, also after it was adopted and the reconciler restarted."""
     settings = {"target_num_gpus": 1.0, "draft_num_gpus": 1.0}
     async with playing(monkeypatch, gpus=2.0, **ON_GPUS, **settings) as (host, found):
         host.amounts["GPU"] = 8.0

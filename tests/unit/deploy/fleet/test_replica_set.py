@@ -1,4 +1,4 @@
-"""How many replicas there are: as many as are wanted, whatever dies."""
+"""The fleet keeps the wanted numbers of replicas, whatever dies."""
 
 import asyncio
 import re
@@ -32,7 +32,7 @@ async def test_there_are_as_many_as_are_wanted_at_first_and_later() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_a_replica_that_dies_with_any_of_its_ranks_is_replaced(rank: int) -> None:
-    """What is left of it is ended, its place given back, and another takes its ports."""
+    """The other ranks are ended, its group is removed, and a new replica gets its ports."""
     async with playing(
         engine="transformers", model="m", tensor_parallel_size=2, target_port=7000
     ) as world:
@@ -49,8 +49,8 @@ async def test_a_replica_that_dies_with_any_of_its_ranks_is_replaced(rank: int) 
 
 
 async def test_one_that_is_not_wanted_stops_when_nothing_is_sent_to_it() -> None:
-    """The youngest leaves. It is told so first, and stays for as long as it is asked anything, but
-    no longer than `stop_timeout_s`."""
+    """The youngest leaves. It announces that, and stays while it gets items, but no longer than
+    `stop_timeout_s`."""
     async with playing(num_targets=2) as world:
         old, young = world.names("target")
         await world.registry.want({"target": 1})
@@ -92,7 +92,7 @@ async def test_starting_is_tried_again_more_and_more_seldom(error: Exception) ->
 
 
 async def test_one_that_is_not_wanted_any_more_never_starts() -> None:
-    """Neither while it waits for a place nor while its model loads; nothing is left of it."""
+    """Neither from the queue for a place nor while its model loads; nothing is left of it."""
     async with playing() as world:
         for hold in (world.machines.placing, world.machines.loading):
             hold.clear()
@@ -150,8 +150,8 @@ async def test_no_coordinator_is_started_before_there_is_a_target() -> None:
 
 
 async def test_a_fleet_that_returns_goes_on_with_the_replicas_that_are_there() -> None:
-    """None is started or ended; later ones have other names, though the youngest has died
-    meanwhile, and ports that are free."""
+    """None is started or ended. Later replicas have new names, even if the youngest one has died
+    meanwhile, and free ports."""
     async with playing(num_targets=2, target_port=7000) as world:
         await world.registry.want({"draft": 3})
         await asyncio.sleep(2)
@@ -176,7 +176,7 @@ async def test_a_fleet_that_returns_goes_on_with_the_replicas_that_are_there() -
 
 
 async def test_what_another_plan_changes_is_replaced_one_by_one() -> None:
-    """Of each role as many serve as are wanted, all the time; what the plan leaves alone stays."""
+    """The wanted numbers serve all the time; replicas whose plan is the same stay."""
     async with playing(num_targets=2, grpc_port=7000) as world:
         before = {role: world.names(role) for role in ROLES}
         await world.upgrade(max_model_len=999, grpc_port=7100)
@@ -196,8 +196,8 @@ async def test_what_another_plan_changes_is_replaced_one_by_one() -> None:
 
 
 async def test_a_coordinator_has_the_ports_of_the_one_that_it_replaces() -> None:
-    """Also where it was any free one; and starts before that one ends, so that somebody listens on
-    each port all the time."""
+    """Also if they were any free ones. It starts before the old one ends, so that one of them
+    always listens."""
     async with playing(num_coordinators=2, grpc_port=7000, port=0) as world:
 
         def configs() -> list[Any]:
@@ -235,8 +235,8 @@ async def test_where_two_cannot_share_a_port_of_metrics_the_stale_coordinator_le
 
 @pytest.mark.parametrize("fails", [False, True])
 async def test_an_upgrade_goes_on_where_not_all_that_are_wanted_find_a_place(fails: bool) -> None:
-    """One after the other. But where the plan's replicas have their places and do not start, no
-    more than one is given up for them."""
+    """One after the other. But if the new replicas have places and do not start, only one old one
+    leaves for them."""
     async with playing(num_targets=4) as world:
         [lost, *old] = world.names("target")
         world.machines.room = len(world.machines._there()) - 1
@@ -265,8 +265,8 @@ def view(
 def test_then_there_are_as_many_as_are_wanted(
     wanted: Mapping[Role, int], kinds: list[tuple[Role, bool, bool]]
 ) -> None:
-    """Those that leave already are not counted. No more is done than is needed; those that serve
-    stay before others, and the oldest before later ones."""
+    """Leaving ones do not count. Nothing else is done; serving replicas stay rather than others,
+    and older ones rather than younger ones."""
     fleet = [view(role, age, serves, leaves) for age, (role, serves, leaves) in enumerate(kinds)]
     starts, leaving = next_steps(wanted, fleet)
     for role in ROLES:
@@ -279,7 +279,7 @@ def test_then_there_are_as_many_as_are_wanted(
 
 
 def test_stale_ones_are_replaced_one_by_one_and_role_by_role() -> None:
-    """Never fewer serve than are wanted, nor are there more than one more; while the new one loads
+    """The wanted numbers always serve, with at most one replica more; while the new one loads
     nothing else is done."""
     wanted: dict[Role, int] = {"draft": 1, "target": 2, "coordinator": 1}
     roles: tuple[Role, ...] = ("coordinator", "target", "target", "draft")
@@ -300,7 +300,7 @@ def test_stale_ones_are_replaced_one_by_one_and_role_by_role() -> None:
 
 
 def test_the_last_that_is_there_does_not_leave_for_one_that_may_never_come() -> None:
-    """Unless it is the only one that is wanted."""
+    """Unless only one is wanted."""
     last = view("target", 0, stale=True)
     roles: tuple[Role, ...] = ("target",)
     assert next_steps({"target": 2}, [last], (), roles, roles) == (["target"], [])

@@ -1,4 +1,4 @@
-"""`outrider plan` on toy models: rounds that are told are those that are played."""
+"""`outrider plan` on toy models: computed rounds are those that are played."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,7 +33,7 @@ from outrider.speculation.verification import Question, verdicts_from_logits
 VOCAB_SIZE = 12
 MAX_TOKENS = 40
 SALT = 5
-"""Of a draft that is right now and then."""
+"""Of a draft that is sometimes right."""
 MODEL, NGRAM, SUFFIX, HYBRID = (
     load_config({"draft_model": name, "hybrid_model_tokens": 2, "hybrid_min_score": 0.6}, {}).draft
     for name in ("m", "ngram", "suffix", "hybrid:suffix,m")
@@ -57,8 +57,8 @@ def _sample(draft: DraftConfig, temperature: float, draft_salt: int = SALT, num:
 
 
 def _played(draft: DraftConfig, sample: Sample, rule: Rule, k: int) -> list[list[tuple[int, int]]]:
-    """Proposed and accepted of each round but the first, of sessions that are played one after the
-    other with the services' own drafters, verdicts and decisions."""
+    """Numbers of proposed and accepted tokens of each round except the first, of sessions played
+    with the services' drafters, verdicts and decisions."""
     params = SamplingParams(temperature=sample.temperature)
     target, engine = _engine(), _engine(SALT)
     lookup = build_lookup(draft)
@@ -106,7 +106,7 @@ def _played(draft: DraftConfig, sample: Sample, rule: Rule, k: int) -> list[list
 @pytest.mark.parametrize("k", [1, 4, 8])
 @pytest.mark.parametrize("draft", [MODEL, NGRAM, SUFFIX, HYBRID], ids=["m", "n", "s", "h"])
 def test_at_temperature_0_told_rounds_are_played_rounds(draft: DraftConfig, k: int) -> None:
-    """Each session's rounds, what they proposed and what was accepted at each depth, exactly."""
+    """Exactly: number of rounds, proposals, and acceptance at each depth."""
     sample = _sample(draft, 0.0)
     told = scripted(draft, sample, Rule.GREEDY, k)
     for found, rounds in zip(told, _played(draft, sample, Rule.GREEDY, k), strict=True):
@@ -124,9 +124,9 @@ def test_at_temperature_0_told_rounds_are_played_rounds(draft: DraftConfig, k: i
     ids=lambda value: "" if isinstance(value, DraftConfig) else value.value,
 )
 def test_at_temperature_1_they_are_so_in_the_mean(draft: DraftConfig, rule: Rule) -> None:
-    """Rounds, and what is accepted of first draft tokens, over 40 sessions of 40 tokens. The
-    standard errors are under 0.45 and 0.014, so that either bound is passed in error less than once
-    in 10^4 (the seeds are fixed)."""
+    """Number of rounds, and acceptance of first draft tokens, over 40 sessions of 40 tokens.
+    Standard errors are below 0.45 and 0.014, so each bound fails by chance with probability below
+    1e-4 (the seeds are fixed)."""
     sample = _sample(draft, 1.0, num=40)
     told = total(scripted(draft, sample, rule, 3))
     played = _played(draft, sample, rule, 3)
@@ -167,7 +167,7 @@ def _session_of(text: Answer, k: int, rounds: Sequence[Round], seconds: float) -
 
 
 def test_a_rehearsal_finds_what_rounds_take_beside_the_tables() -> None:
-    """Of 3 ms + 2 steps of the draft, and 1 ms + 1.5 of the target. An outlier does not count."""
+    """Wait 3 ms + 2 draft steps, verification 1 ms + 1.5 target steps. An outlier is ignored."""
     sample = _sample(MODEL, 0.0)
     played = []
     for text in sample.texts:
@@ -194,7 +194,7 @@ def shown(**told: Any) -> str:
 
 
 def test_a_plan_says_how_to_deploy_it() -> None:
-    """By a whole command, whose drafter is the one that was planned for."""
+    """With a complete command and the planned drafter."""
     plan = choose(1, Replays(MODEL, _sample(MODEL, 0.0)), TIMES)
 
     def told(**chosen: int) -> str:
@@ -222,7 +222,7 @@ def test_a_plan_says_how_to_deploy_it() -> None:
 def test_a_plan_says_where_a_further_target_brings_more_than_a_draft(
     rate: float, draft_replicas: int, shares_device: bool, is_advised: bool
 ) -> None:
-    """Plain decoding of a target brings 100 tokens/s of its device."""
+    """Plain decoding has 100 tokens/s on the target's device."""
     plan = choose(1, Replays(MODEL, _sample(MODEL, 0.0)), TIMES)
     way = replace(plan.options[0], tokens_per_second=rate, draft_replicas=draft_replicas)
     plan = replace(
@@ -235,7 +235,7 @@ def test_a_plan_says_where_a_further_target_brings_more_than_a_draft(
 
 
 def test_predicted_stands_beside_measured() -> None:
-    """Plain sessions took what was predicted, drafted ones twice that."""
+    """Plain sessions took the predicted time, drafted ones twice that."""
     sample = _sample(MODEL, 0.0)
     played = []
     predicted = {k: scripted(MODEL, sample, Rule.GREEDY, k) for k in (0, 3)}

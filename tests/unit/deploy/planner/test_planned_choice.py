@@ -1,4 +1,4 @@
-"""Times by hand and by a simulation of sessions that share steps; choices that follow from them."""
+"""Times of rounds against hand calculations and a simulation, and the choices that follow."""
 
 import math
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ def test_one_session_takes_the_sum_of_its_parts() -> None:
 
 
 def test_a_look_up_waits_for_no_link_and_needs_no_replica() -> None:
-    """Nor does the share of a hybrid's rounds in which its look-up proposes."""
+    """Nor do the rounds of a hybrid in which its look-up proposes."""
     looked_up = _text(4, 0.8, num_steps=0)
     for draft in (None, DRAFT):
         far, near = (_times(draft=draft, round_trip_s=link_s) for link_s in (0.005, 0.0))
@@ -92,7 +92,7 @@ def test_look_ahead_hides_the_draft_where_it_hits() -> None:
 def test_sessions_that_share_steps_take_what_the_services_take(
     sessions: int, draft_ms: float, rest_ms: float
 ) -> None:
-    """The model's groups come within a tenth of the real services on a virtual clock."""
+    """The formula is within a tenth of the real services on a virtual clock."""
     slow = StepCosts((1, 101), (draft_ms / 1e3, draft_ms / 1e3 + 100 * 0.00001))
     times = _times(draft=slow, rest_s=rest_ms / 1e3)
     rounds = _text(4, 0.8)
@@ -143,7 +143,7 @@ def test_the_best_k_is_the_formulas() -> None:
 
 
 def test_look_ahead_and_replicas_follow_from_the_load() -> None:
-    """Few drafts do for a target whose steps are ten times as long."""
+    """Few drafts are enough for a target whose steps are ten times as long."""
     hits = tuple(min(0.9, 0.5 + 0.1 * number) for number in range(12))
     ahead = best(_options(_times(), 0.8, hits))
     assert ahead.look_ahead == 6
@@ -156,7 +156,7 @@ def test_look_ahead_and_replicas_follow_from_the_load() -> None:
 
 
 def test_lines_are_fitted_and_bounded() -> None:
-    """Many times on a line are believed, few or alike ones hardly; never below 0."""
+    """Many points determine the line, few or similar ones hardly; times are never negative."""
     line = [(1e-3 * x, 0.003 + 2e-3 * x) for x in range(1, 11)]
     found = fitted(line * 40)
     assert found.factor == pytest.approx(2.0, rel=0.01)
@@ -169,7 +169,7 @@ def test_lines_are_fitted_and_bounded() -> None:
 
 
 def _planned(acceptances: Sequence[float]) -> tuple[list[Option], Spread | None]:
-    """Of texts of which each has an acceptance of its own."""
+    """A plan for texts with these acceptance rates."""
     ks, prompt_tokens = (1, 2, 4, 8, 16), [10] * len(acceptances)
     parts = [[_text(k, a, length=101) for a in acceptances] for k in (0, *ks)]
     times = _times(target=StepCosts((1, 2, 101), (0.010, 0.010, 0.010 + 99 * 0.0002)))
@@ -181,8 +181,8 @@ def _planned(acceptances: Sequence[float]) -> tuple[list[Option], Spread | None]
 
 
 def test_an_interval_holds_the_speed_up_about_as_often_as_it_says() -> None:
-    """Plans of 24 texts from a law: how often the interval holds the speed-up that what was chosen
-    has over all texts of the law. One text says nothing of others."""
+    """Plans for 24 random texts: how often the interval contains the speed-up of the chosen option
+    over all texts. One text has no interval."""
     generator = np.random.default_rng(1)
     law = np.linspace(0.3, 0.9, 13)
     whole, _ = _planned(list(law))
