@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from outrider.engine.interface import ModelInfo
 from outrider.errors import ConfigError
-from outrider.models.early_exit import watched_layer, watched_layers
+from outrider.models.early_exit import watched_layers
 from outrider.models.loading import load_model
 from outrider.speculation.logits_processing import largest
 
@@ -188,12 +188,9 @@ def ask(module: Any, documents: Sequence[Document], shown: Shown) -> dict[str, A
     name."""
     device = module.device
     ids, rows, following = (torch.from_numpy(part).to(device) for part in packed(documents))
-    with torch.inference_mode(), ExitStack() as stack:
-        watched: list[Any] = []
-        if isinstance(shown, tuple):
-            watched = stack.enter_context(watched_layers(module, shown))
-        elif shown:
-            watched = [stack.enter_context(watched_layer(module, shown))]
+    layer_ids = shown if isinstance(shown, tuple) else (shown or 0,)
+    watching: Any = watched_layers(module, layer_ids) if shown else nullcontext()
+    with torch.inference_mode(), watching as watched:
         # No mask is needed: a causal model does not read the padding after a text.
         hidden = module.base_model(input_ids=ids, use_cache=False).last_hidden_state
         read = hidden.flatten(0, 1)[rows]
@@ -212,7 +209,7 @@ def ask(module: Any, documents: Sequence[Document], shown: Shown) -> dict[str, A
         answers[_TAPS] = taps[is_token.to(device)].cpu().numpy()
     elif shown is not None:
         if shown:
-            output = watched[0].output.flatten(0, 1)[rows].float()
+            output = watched[0].read.flatten(0, 1)[rows].float()
             read = nn.functional.rms_norm(output, output.shape[-1:])
         kept = read.half()
         if not kept.isfinite().all():

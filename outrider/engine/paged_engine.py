@@ -53,7 +53,6 @@ from outrider.models.early_exit import (
     Watched,
     first_layers,
     watch_layers,
-    watched_layer,
     watched_layers,
 )
 from outrider.models.fingerprint import numerics_fingerprint
@@ -181,20 +180,20 @@ class PagedEngine(PagedSequences):
         )  # fmt: skip
 
     def _dense_answers(self, info: ModelInfo) -> tuple[Tensor, Tensor | None]:
-        """The trial's logits [T, V]; and, [T, D], what the first layers put out, where they are to
-        be run alone, or what a draft layer makes of its taps."""
+        """The trial's logits [T, V] by the module alone, and [T, D] what its drafter reads there:
+        the output of the first layers for an exit head, g for a draft layer."""
         ids = trial_tokens(info)
         if self.draft_layer is not None:
-            head = self.draft_layer.module
-            with watched_layers(self._module, head.layer_ids) as taps:
-                logits = dense_logits(self._module, ids)
-            with torch.inference_mode():
-                return logits, head.fuse(torch.cat([tap.rows_read() for tap in taps], -1))
-        if self.exit_head is None:
+            layer_ids, fuse = self.draft_layer.module.layer_ids, self.draft_layer.module.fuse
+        elif self.exit_head is not None:
+            layer_ids, fuse = (self.exit_head.num_layers,), nn.Identity()
+        else:
             return dense_logits(self._module, ids), None
-        with watched_layer(self._module, self.exit_head.num_layers) as watched:
+        with watched_layers(self._module, layer_ids) as taps:
             logits = dense_logits(self._module, ids)
-        return logits, None if watched.output is None else watched.output[0]
+            read = torch.cat([tap.rows_read() for tap in taps], -1)
+        with torch.inference_mode():
+            return logits, fuse(read)
 
     def _fused(self, info: ModelInfo) -> FusedDecoder | None:
         """The model on fused kernels, with spans by which its rows are bit-equal; None where that

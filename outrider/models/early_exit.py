@@ -86,46 +86,41 @@ def first_layers(module: Any, num_layers: int) -> Any:
 
 
 class Watched(nn.Module):
-    """A module, and what it read last, or put out; all else of it is the module's."""
+    """Wraps a module and keeps what it read last."""
 
-    def __init__(self, inner: nn.Module, *, keeps_output: bool = False) -> None:
+    def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
-        self._keeps_output = keeps_output
-        self.read: Tensor | None = None
-        """Its first argument."""
-        self.output: Tensor | None = None
+        self.read: Any = None
+        """The first argument of the last call."""
         self.train(inner.training)
 
     def __getattr__(self, name: str) -> Any:
-        """A base model may ask its layers what kind they are, and its head for its weight."""
+        """The inner module's: a base model may read a layer's kind, or its head's weight."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("inner"), name)
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        """As the module's."""
+        """As the inner module's."""
         found = self.inner(*arguments, **options)
         self.read = arguments[0] if arguments else None
-        if self._keeps_output:
-            self.output = found[0] if isinstance(found, tuple) else found
         return found
 
     def rows_read(self) -> Tensor:
-        """[T, D] of the only sequence [1, T, D] that it read last. Raises `ConfigError` where it
-        was called otherwise."""
+        """[T, D] of the single sequence [1, T, D] that it read last. Raises `ConfigError` if it was
+        not called with one."""
         if self.read is None:
             kind = type(self.inner).__name__
             raise ConfigError(f"a {kind} is not called as a module: what it reads is not known")
-        return self.read[0]
+        rows: Tensor = self.read[0]
+        return rows
 
 
-def watch_layers(
-    module: Any, indices: Sequence[int], *, keeps_output: bool = False
-) -> list[Watched]:
-    """Puts a watch on these of the model's layers, counted from 0; one more than there are is the
-    norm behind them. Raises `ConfigError` for a model that has no such layers."""
+def watch_layers(module: Any, indices: Sequence[int]) -> list[Watched]:
+    """Wraps these layers of a model, counted from 0; the number of layers stands for the norm
+    behind them. Raises `ConfigError` for a model that has no such layers."""
     num_layers = len(layers_of(module))
     wrong = [index for index in indices if not 0 <= index <= num_layers]
     if wrong:
@@ -133,13 +128,13 @@ def watch_layers(
     watched = []
     for index in indices:
         parent, name = _place_of(module, index)
-        watched.append(Watched(getattr(parent, name), keeps_output=keeps_output))
+        watched.append(Watched(getattr(parent, name)))
         setattr(parent, name, watched[-1])
     return watched
 
 
 def _place_of(module: Any, index: int) -> tuple[nn.Module, str]:
-    """Where a layer, or behind all of them the last norm, is: in which module, under what name."""
+    """The parent module of a layer, or of the norm behind the layers, and its name there."""
     layers = layers_of(module)
     if index < len(layers):
         return layers, str(index)
@@ -148,23 +143,14 @@ def _place_of(module: Any, index: int) -> tuple[nn.Module, str]:
 
 
 @contextmanager
-def watched_layers(
-    module: Any, indices: Sequence[int], *, keeps_output: bool = False
-) -> Iterator[list[Watched]]:
-    """`watch_layers`, within alone."""
-    watched = watch_layers(module, indices, keeps_output=keeps_output)
+def watched_layers(module: Any, indices: Sequence[int]) -> Iterator[list[Watched]]:
+    """`watch_layers` for the time of the context."""
+    watched = watch_layers(module, indices)
     try:
         yield watched
     finally:
         for index, one in zip(indices, watched, strict=True):
             setattr(*_place_of(module, index), one.inner)
-
-
-@contextmanager
-def watched_layer(module: Any, num_layers: int) -> Iterator[Watched]:
-    """Within, the `output` [..., D] of the model's layer `num_layers`, counted from 1, is kept."""
-    with watched_layers(module, [num_layers - 1], keeps_output=True) as [watched]:
-        yield watched
 
 
 _EPS = 1e-6
