@@ -14,7 +14,7 @@ from torch import Tensor
 from draft_service.model_drafter import ModelDrafter
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.drafters.drafter import DraftRequest
-from outrider.engine.batch import HeldSequence
+from outrider.engine.batch import HeldSequence, HeldStep
 from outrider.engine.draft_layer import PairLayer, pair_shape
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_sequences import PagedSequences
@@ -40,7 +40,7 @@ class HeadEngine(PagedSequences):
         num_pages = min(pages_in(kv_cache_memory_bytes, [shape]), longest)
         self.info = replace(info, max_model_len=min(info.max_model_len, num_pages * PAGE_SIZE))
         cache = KVCache([shape], num_pages)
-        self._layer = PairLayer(head.module, cache.layers[0], PAGE_SIZE)
+        self._layer = PairLayer(head.module, cache.layers[0])
         self._use_pool(BlockPool(num_pages, PAGE_SIZE), cache, max_num_seqs)
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
@@ -57,14 +57,15 @@ class HeadEngine(PagedSequences):
         newest = [ends[index] for index in wanted]
         others = sorted({*range(len(features))} - {*newest})
 
-        def run(sequences: Sequence[HeldSequence]) -> Tensor:
+        def run(step: HeldStep) -> Tensor:
+            sequences, size = step.sequences, step.page_size
             if others:  # The last token of a step that drafts writes its own pair.
                 before = [_but_last(one) if one.step.num_logits else one for one in sequences]
                 before = [one for one in before if one.step.token_ids]
-                self._layer.write(before, features[others])
+                self._layer.write(HeldStep(before, size), features[others])
             if not wanted:
                 return features[:0]
-            last = [_last(sequences[index]) for index in wanted]
+            last = HeldStep([_last(sequences[index]) for index in wanted], size)
             return self._layer.draft(last, [*features[newest]])
 
         return self._run(run, steps)[0]

@@ -11,7 +11,7 @@ def check_pages(owner: Any) -> None:
     pool: BlockPool = owner if isinstance(owner, BlockPool) else owner._pool
     holders, busy = Counter[int](), Counter[int]()
     for name, sequence in pool._sequences.items():
-        num_pages = -(-sequence.length // pool._page_size)
+        num_pages = -(-sequence.length // pool.page_size)
         assert len(sequence.pages) == len(set(sequence.pages)) == num_pages, name
         assert 0 <= sequence.chain_length <= sequence.length - sequence.num_shallow, name
         holders.update(sequence.pages)

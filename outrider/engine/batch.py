@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +67,40 @@ class HeldSequence:
     """Slots held before the step."""
     pages: Sequence[int]
     """The page table, with the pages for the new tokens."""
+
+
+class StepRows(NamedTuple):
+    """The T new tokens of a step, one sequence after another."""
+
+    token_ids: _Ints
+    positions: _Ints
+    slots: _Ints
+    """Where their keys and values go."""
+    wanted: _Ints
+    """[R]: the rows whose logits are wanted."""
+
+
+class HeldStep:
+    """The sequences of one step, at least one, on pages of this size."""
+
+    def __init__(self, sequences: Sequence[HeldSequence], page_size: int) -> None:
+        self.sequences, self.page_size = sequences, page_size
+
+    @cached_property
+    def rows(self) -> StepRows:
+        """Computed once, for the model and for what drafts on it."""
+        parts = []
+        row = 0
+        for held in self.sequences:
+            step, num = held.step, len(held.step.token_ids)
+            places = np.arange(held.length, held.length + num)
+            positions = held.length + tree_of(step.parents).depths if step.parents else places
+            row += num
+            wanted = np.arange(row - step.num_logits, row)
+            pages = np.array(held.pages)
+            slots = pages[places // self.page_size] * self.page_size + places % self.page_size
+            parts.append((np.array(step.token_ids), positions, slots, wanted))
+        return StepRows(*(np.concatenate(part) for part in zip(*parts, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,23 +209,22 @@ class Tree:
 
 
 def plan_step(
-    sequences: Sequence[HeldSequence],
+    step: HeldStep,
     windows: Sequence[int | None],
-    page_size: int,
     device: torch.device,
     dtype: torch.dtype,
     fixed_shapes: bool = False,
     first_slot: int = 0,
 ) -> StepPlan:
-    """The plan of a step of at least one sequence, for layers with these windows, which see nothing
-    of a sequence before its `first_slot`."""
-    arrays = list(rows_of(sequences, page_size))
+    """The plan of a step for layers with these windows, which see nothing of a sequence before its
+    `first_slot`."""
+    arrays = list(step.rows)
     segments: list[_Segment] = []
     row = 0
-    for held in sequences:
+    for held in step.sequences:
         num = len(held.step.token_ids)
         tree = tree_of(held.step.parents) if held.step.parents else None
-        segments += _segments(held.length, num, slots_of(held, page_size), row, tree)
+        segments += _segments(held.length, num, _slots_of(held, step.page_size), row, tree)
         row += num
     if fixed_shapes:
         row = padded_rows(row)
@@ -207,24 +242,7 @@ def _padded(array: _Ints) -> _Ints:
     return np.pad(array, (0, padded_rows(len(array)) - len(array)))
 
 
-def rows_of(sequences: Sequence[HeldSequence], page_size: int) -> tuple[_Ints, _Ints, _Ints, _Ints]:
-    """Token ids, positions and slots [T] of a step's new tokens, and the rows [R] among them whose
-    logits are wanted."""
-    parts = []
-    row = 0
-    for held in sequences:
-        step, num = held.step, len(held.step.token_ids)
-        places = np.arange(held.length, held.length + num)
-        positions = held.length + tree_of(step.parents).depths if step.parents else places
-        row += num
-        wanted = np.arange(row - step.num_logits, row)
-        pages = np.array(held.pages)
-        slots = pages[places // page_size] * page_size + places % page_size
-        parts.append((np.array(step.token_ids), positions, slots, wanted))
-    return tuple(np.concatenate(part) for part in zip(*parts, strict=True))  # type: ignore[return-value]
-
-
-def slots_of(held: HeldSequence, page_size: int) -> _Ints:
+def _slots_of(held: HeldSequence, page_size: int) -> _Ints:
     """The slots of a sequence with its new tokens, in order."""
     firsts = np.array(held.pages, dtype=np.int64) * page_size
     slots = (firsts[:, None] + np.arange(page_size)).reshape(-1)

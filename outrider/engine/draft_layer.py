@@ -1,15 +1,16 @@
 """A drafting head as one more layer on the pages of the model that it drafts for.
 
-The head reads pairs: of g, what it makes of the model's layers at a token, and the token behind it.
+The head reads pairs. Pair j is g_{j-1}, what the head makes of the model's hidden states at token
+j - 1, together with token j.
 
     slot j of a sequence    the model's keys and values of token j
                             g_j
-                            the head's key and value of pair j = (g_{j-1}, token j)
+                            the head's key and value of pair j
 
-Whatever is known of a sequence's slots, by prefix, after a fork or a cut, or of a path of a tree,
-so holds what the head needs of them. Every step of the model writes the pairs of its tokens, for
-which no attention is needed. A drafted pair attends to slots 1..j; slot 0 has none. Its rotary
-position is that of its feature, j - 1.
+So prefixes, forks, cuts and kept paths of trees need nothing of their own: the head's state moves
+with the slot. Every step of the model also writes g and the pairs of its tokens, which takes no
+attention. A drafted pair attends to slots 1..j, as slot 0 has no pair. The rotary position of pair
+j is j - 1.
 """
 
 from __future__ import annotations
@@ -22,12 +23,10 @@ import torch
 from torch import Tensor
 
 from outrider.engine.attention import LayerPages
-from outrider.engine.batch import HeldSequence, plan_step, rows_of, shipped
+from outrider.engine.batch import HeldStep, plan_step, shipped
 from outrider.engine.gathered_attention import attend
 from outrider.kv_cache.storage import KeysAndValues, LayerShape
 from outrider.models.draft_head import DraftHead
-
-_Ints = npt.NDArray[np.int64]
 
 
 def pair_shape(head: DraftHead, dtype: torch.dtype, device: torch.device) -> LayerShape:
@@ -36,7 +35,7 @@ def pair_shape(head: DraftHead, dtype: torch.dtype, device: torch.device) -> Lay
 
 
 def feature_shape(head: DraftHead, dtype: torch.dtype, device: torch.device) -> LayerShape:
-    """What a slot holds of its token: g, as a key of its own."""
+    """What a slot holds of its token: g, stored as a key without a value."""
     return LayerShape(1, head.width, 0, dtype, device)
 
 
@@ -46,22 +45,22 @@ def draft_shapes(head: DraftHead, dtype: torch.dtype, device: torch.device) -> l
 
 
 class FeatureLayer:
-    """The part of a head that reads the model's layers: g of every token, in its slot."""
+    """The part of a head that reads the model's layers: writes g of every token to its slot."""
 
-    def __init__(self, head: DraftHead, features: KeysAndValues, page_size: int) -> None:
+    def __init__(self, head: DraftHead, features: KeysAndValues) -> None:
         """`features` is of `feature_shape`."""
-        self._head, self._page_size = head, page_size
+        self._head = head
         self._features = features.keys[0]
         """[slots, D]."""
 
-    def write(self, sequences: Sequence[HeldSequence], tapped: Sequence[Tensor]) -> Tensor:
-        """g [T, D] of a step's T new tokens, of which the tapped layers read the first T rows of
-        `tapped`. Puts it into their slots."""
-        [slots] = shipped([rows_of(sequences, self._page_size)[2]], self._features.device)
+    def write(self, step: HeldStep, tapped: Sequence[Tensor]) -> Tensor:
+        """Writes g of a step's T new tokens, and returns it, [T, D]. Each of `tapped` is what one
+        layer read, in its first T rows."""
+        [slots] = shipped([step.rows.slots], self._features.device)
         return self.put(slots, tapped)
 
     def put(self, slots: Tensor, tapped: Sequence[Tensor]) -> Tensor:
-        """As `write`, of tokens that have these slots [T]."""
+        """As `write`, for tokens in these slots [T]."""
         found = self._head.fuse(torch.cat([rows[: len(slots)] for rows in tapped], -1))
         self._features.index_copy_(0, slots, found)
         return found
@@ -72,32 +71,29 @@ class FeatureLayer:
 
 
 class PairLayer:
-    """The part of a head that drafts: the key and value of every pair, in the slot of its token."""
+    """The part of a head that drafts: keeps the key and value of every pair in its token's slot."""
 
-    def __init__(self, head: DraftHead, pairs: KeysAndValues, page_size: int) -> None:
+    def __init__(self, head: DraftHead, pairs: KeysAndValues) -> None:
         """`pairs` is of `pair_shape`."""
-        self._head, self._page_size = head, page_size
+        self._head = head
         self._pairs = LayerPages(pairs, window=None, scaling=head.scaling)
 
-    def write(self, sequences: Sequence[HeldSequence], features: Tensor) -> None:
-        """Puts the pairs of a step's T new tokens into their slots, of g [T, D] of the tokens
-        before them; that of a sequence's first token is never read."""
-        ids, positions, slots, _ = rows_of(sequences, self._page_size)
-        places = np.maximum(positions - 1, 0)
-        token_ids, places_, slots_ = shipped([ids, places, slots], features.device)
-        self.put(token_ids, places_, slots_, features)
+    def write(self, step: HeldStep, features: Tensor) -> None:
+        """Writes the pairs of a step's T new tokens, given g [T, D] of the token before each. The
+        pair of a sequence's first token is never read."""
+        rows = step.rows
+        arrays = [rows.token_ids, _places(rows.positions), rows.slots]
+        self.put(*shipped(arrays, features.device), features)
 
     def put(self, token_ids: Tensor, places: Tensor, slots: Tensor, features: Tensor) -> None:
-        """As `write`, of tokens [T] with these rotary positions and slots."""
+        """As `write`, for tokens [T] with these rotary positions and slots."""
         self._put(slots, *self._head.keys_and_values(features, token_ids, places))
 
-    def draft(self, sequences: Sequence[HeldSequence], features: Sequence[Tensor]) -> Tensor:
-        """What the head puts out [N, D] for a pair of each of N sequences: of its feature [D] and
-        its only new token."""
+    def draft(self, step: HeldStep, features: Sequence[Tensor]) -> Tensor:
+        """Runs one pair of each of N sequences: a feature [D], and the sequence's only new token.
+        Returns what the head puts out, [N, D]."""
         cache = self._pairs.cache
-        plan = plan_step(
-            sequences, (None,), self._page_size, cache.keys.device, cache.keys.dtype, first_slot=1
-        )
+        plan = plan_step(step, (None,), cache.keys.device, cache.keys.dtype, first_slot=1)
 
         def attend_pairs(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             self._put(plan.slots, keys, values)
@@ -114,37 +110,42 @@ class PairLayer:
 class DraftLayer:
     """A whole head on the pages of an engine."""
 
-    def __init__(self, head: DraftHead, layers: Sequence[KeysAndValues], page_size: int) -> None:
+    def __init__(self, head: DraftHead, layers: Sequence[KeysAndValues]) -> None:
         """`layers` are of `draft_shapes`."""
         pairs, features = layers
-        self._pairs = PairLayer(head, pairs, page_size)
-        self._features = FeatureLayer(head, features, page_size)
-        self._device, self._page_size = features.keys.device, page_size
+        self._pairs, self._features = PairLayer(head, pairs), FeatureLayer(head, features)
+        self._device = features.keys.device
         self.draft = self._pairs.draft
 
-    def write(self, sequences: Sequence[HeldSequence], tapped: Sequence[Tensor]) -> Tensor:
-        """As `FeatureLayer.write`; puts the tokens' pairs into their slots, too."""
-        ids, positions, slots, _ = rows_of(sequences, self._page_size)
-        before = _slots_before(sequences, slots, self._page_size)
-        places = np.maximum(positions - 1, 0)
-        sent = shipped([ids, places, slots, before], self._device)
-        token_ids, places_, slots_, before_ = sent
-        found = self._features.put(slots_, tapped)
-        self._pairs.put(token_ids, places_, slots_, self._features.at(before_))
+    def write(self, step: HeldStep, tapped: Sequence[Tensor]) -> Tensor:
+        """As `FeatureLayer.write`; also writes the tokens' pairs."""
+        rows = step.rows
+        arrays = [rows.token_ids, _places(rows.positions), rows.slots, _slots_before(step)]
+        token_ids, places, slots, before = shipped(arrays, self._device)
+        found = self._features.put(slots, tapped)
+        self._pairs.put(token_ids, places, slots, self._features.at(before))
         return found
 
 
-def _slots_before(sequences: Sequence[HeldSequence], slots: _Ints, page_size: int) -> _Ints:
-    """[T]: for each new token, which has one of `slots`, the slot of the one that it follows; its
-    own for the first token of a sequence, whose pair is never read."""
+_Ints = npt.NDArray[np.int64]
+
+
+def _places(positions: _Ints) -> _Ints:
+    """Rotary positions of the pairs that end at these positions."""
+    return np.maximum(positions - 1, 0)
+
+
+def _slots_before(step: HeldStep) -> _Ints:
+    """[T]: the slot of the token that each new token follows. The first token of a sequence gets
+    its own slot, as its pair is never read."""
     found = []
     row = 0
-    for held in sequences:
+    for held in step.sequences:
         num = len(held.step.token_ids)
-        own, last = slots[row : row + num], held.length - 1
-        index, place = divmod(last, page_size)
-        newest = held.pages[index] * page_size + place if held.length else own[0]
+        own = step.rows.slots[row : row + num]
+        index, place = divmod(held.length - 1, step.page_size)
+        newest = held.pages[index] * step.page_size + place if held.length else own[0]
         parents = held.step.parents or range(-1, num - 1)
-        found.append(np.append(own, newest)[np.array(parents)])  # -1 is the newest one
+        found.append(np.append(own, newest)[np.array(parents)])  # -1 is the newest held
         row += num
     return np.concatenate(found)

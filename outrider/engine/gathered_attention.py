@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.engine.attention import LayerPages, running
-from outrider.engine.batch import SPLIT_SLOTS, Group, HeldSequence, plan_step
+from outrider.engine.batch import SPLIT_SLOTS, Group, HeldStep, plan_step
 from outrider.kv_cache.storage import KeysAndValues
 
 
@@ -125,9 +125,9 @@ Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Steps(Protocol):
     """How an engine's steps are run on its pages."""
 
-    def run(self, sequences: Sequence[HeldSequence]) -> Tensor:
-        """Logits [at least L, V] of a step of at least one sequence: the first L are those that it
-        wants. Valid until the next step."""
+    def run(self, step: HeldStep) -> Tensor:
+        """Logits [at least L, V], of which the first L are those that the step wants. Valid until
+        the next step."""
         ...
 
 
@@ -138,7 +138,6 @@ class GatheredSteps(Steps):
         self,
         forward: Forward,
         layers: dict[nn.Module, LayerPages],
-        page_size: int,
         device: torch.device,
         dtype: torch.dtype,
         fixed_shapes: bool,
@@ -146,15 +145,12 @@ class GatheredSteps(Steps):
         self._forward = forward
         self._layers = layers
         self._windows = tuple(dict.fromkeys(layer.window for layer in layers.values()))
-        self._page_size = page_size
         self._device = device
         self._dtype = dtype
         self._fixed_shapes = fixed_shapes
 
-    def run(self, sequences: Sequence[HeldSequence]) -> Tensor:
-        plan = plan_step(
-            sequences, self._windows, self._page_size, self._device, self._dtype, self._fixed_shapes
-        )
+    def run(self, step: HeldStep) -> Tensor:
+        plan = plan_step(step, self._windows, self._device, self._dtype, self._fixed_shapes)
 
         def attend_layer(query: Tensor, layer: LayerPages) -> Tensor:
             return attend(query, layer, plan.groups[layer.window])

@@ -180,9 +180,9 @@ class FeatureEngine(Engine, Protocol):
         """Whether it does; constant."""
         ...
 
-    def features(self) -> list[Tensor]:
-        """Where it does, for each step of the last `forward` [num_logits, D]: what the model's head
-        made its logits of, in the model's dtype, on its device. They stand until the next call."""
+    def features(self) -> Sequence[Tensor]:
+        """If it does, for each step of the last `forward` [num_logits, D]: what the model's head
+        made its logits of, in the model's dtype, on its device. Valid until the next call."""
         ...
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.engine.attention import LayerPages, find_layers
-from outrider.engine.batch import HeldSequence, shipped
+from outrider.engine.batch import HeldStep, shipped
 from outrider.engine.cpu.decoder import CannotFuse, FusedDecoder
 from outrider.engine.cpu.fused_steps import SPAN_TOKENS_MAX, FusedSteps, find_span_tokens
 from outrider.engine.cpu.kernels import PaceKernels
@@ -129,8 +129,8 @@ class PagedEngine(PagedSequences):
         themselves."""
         self.rows_are_equal = False
         """Whether a row's logits are bit-equal whatever else is in its step."""
-        self._seen = torch.empty(0)
-        self._features: list[Tensor] = []
+        self._read_by_head = torch.empty(0)
+        """What the model's head read in the last step: first the rows [L, D] that were wanted."""
         self._draft_shapes: list[LayerShape] = []
         self._selects_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
         try:
@@ -279,9 +279,9 @@ class PagedEngine(PagedSequences):
         if self.draft_layer is not None:
             head, layers = self.draft_layer.module, cache.plain_layers
             if self.feature_width:
-                self._kept = FeatureLayer(head, layers[0], PAGE_SIZE)
+                self._kept = FeatureLayer(head, layers[0])
             else:
-                self._draft = DraftLayer(head, layers, PAGE_SIZE)
+                self._draft = DraftLayer(head, layers)
         self._use_pool(BlockPool(num_pages, PAGE_SIZE), cache, self._max_num_seqs)
         self._steps = self._new_steps(len(self._layers), self._call)
         self._shallow_steps: Steps | None = None
@@ -304,14 +304,13 @@ class PagedEngine(PagedSequences):
         }
         if self._backend is None:
             return GatheredSteps(
-                call, pages, PAGE_SIZE, self._device, self._dtype,
-                fixed_shapes=self._deterministic,
-            )  # fmt: skip
+                call, pages, self._device, self._dtype, fixed_shapes=self._deterministic
+            )
         heads = max(
             ((layer.query_heads, layer.shape.num_heads) for layer in layers),
             key=lambda numbers: numbers[0] / numbers[1],
         )
-        return TableSteps(self._backend, call, pages, heads, PAGE_SIZE, self._device)
+        return TableSteps(self._backend, call, pages, heads, self._device)
 
     @property
     def kernels_name(self) -> str:
@@ -323,12 +322,8 @@ class PagedEngine(PagedSequences):
         if not steps:
             return []
         rows, sizes = self._run(self._contending(self._run_whole, steps, True), steps)
-        if self.draft_layer is not None and self.shows_features:
-            self._features = newest_rows(self._seen, steps)
         if self._head is not None:
-            if self._decoder is not None:
-                self._seen = self._head.read[0]  # type: ignore[index]
-            self._features = list(torch.split(self._seen[: sum(sizes)], sizes))
+            self._features = torch.split(self._read_by_head[: sum(sizes)], sizes)
         # The copy is made outside of inference mode, so that callers may change it in place.
         return list(torch.split(rows.to(self._logits_dtype, copy=True), sizes))
 
@@ -338,11 +333,6 @@ class PagedEngine(PagedSequences):
             raise InvariantError("an engine without an exit head runs no shallow steps")
         check(not any(step.parents for step in steps), "shallow steps have no trees")
         return self._run_part(self._shallow_steps.run, steps)
-
-    def features(self) -> list[Tensor]:
-        """See `FeatureEngine.features`."""
-        check(self.shows_features, "an engine that shows no features keeps none")
-        return self._features
 
     def held_features(self, ranges: Sequence[tuple[str, int, int]]) -> Tensor:
         """See `FeatureKeeper.held_features`; for an engine whose draft layer drafts apart."""
@@ -354,10 +344,10 @@ class PagedEngine(PagedSequences):
 
     def _contending(
         self,
-        run: Callable[[Sequence[HeldSequence]], Tensor],
+        run: Callable[[HeldStep], Tensor],
         steps: Sequence[SequenceStep],
         is_whole: bool,
-    ) -> Callable[[Sequence[HeldSequence]], Tensor]:
+    ) -> Callable[[HeldStep], Tensor]:
         """Runs a step on fewer threads while other processes use the cores."""
         if self._contended is None:
             return run
@@ -365,16 +355,20 @@ class PagedEngine(PagedSequences):
         kind = (is_whole, num_tokens.bit_length()) if num_tokens < WIDE_STEP_ROWS else None
         return self._contended.step(kind)(run)
 
-    def _run_whole(self, sequences: Sequence[HeldSequence]) -> Tensor:
-        """`Steps.run` of the whole model and, where there is a draft layer, of its part."""
-        rows = self._steps.run(sequences)
+    def _run_whole(self, step: HeldStep) -> Tensor:
+        """`Steps.run` of the whole model, and the part of a draft layer."""
+        rows = self._steps.run(step)
         layer = self._draft or self._kept
         if layer is not None:
             if isinstance(self._steps, FusedSteps):
                 tapped = [self._steps.tapped[index] for index in self._taps]
             else:
                 tapped = [watched.rows_read() for watched in self._taps.values()]
-            self._seen = layer.write(sequences, tapped)
+            found = layer.write(step, tapped)
+            if self.shows_features:
+                self._features = newest_rows(found, step)
+        elif self._head is not None and self._decoder is not None:
+            self._read_by_head = self._head.rows_read()
         return rows
 
     def _call(self, token_ids: Tensor, position_ids: Tensor, logit_rows: Tensor) -> Tensor:
@@ -384,10 +378,9 @@ class PagedEngine(PagedSequences):
             input_ids=token_ids, position_ids=position_ids, use_cache=False, return_dict=True,
             **selection,
         )  # fmt: skip
-        # What the head read or made of the rows that were asked for.
         wanted = slice(None) if self._selects_logits else logit_rows
         if self._head is not None:
-            self._seen = self._head.rows_read()[wanted]
+            self._read_by_head = self._head.rows_read()[wanted]
         logits: Tensor = output.logits[0][wanted]
         return logits
 

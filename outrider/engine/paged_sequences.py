@@ -1,5 +1,5 @@
-"""What engines have in common whose keys and values lie in pages: sequences, forks, cuts, and what
-is undone where a step fails."""
+"""What engines with a paged cache have in common: sequences, forks, cuts, how a failed step is
+undone, and steps of a draft layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from outrider.engine.batch import HeldSequence
+from outrider.engine.batch import HeldSequence, HeldStep
 from outrider.engine.draft_layer import DraftLayer
 from outrider.engine.interface import ModelInfo, SequenceStep, check_steps
 from outrider.errors import InvariantError, StepUndone, check
@@ -43,44 +43,52 @@ class PagedSequences:
 
     info: ModelInfo
     stated_seconds = 0.0
+    shows_features = False
     draft_heads: LoadedHeads | None = None
-    """Heads that draft for the model ..."""
+    """Medusa heads that draft for the model."""
     draft_layer: LoadedDraftHead | None = None
-    """... or a head that does so on its pages ..."""
+    """A head that drafts for the model on its pages ..."""
     _draft: DraftLayer | None = None
-    """... and its part of these."""
+    """... and what it keeps there."""
+    _features: Sequence[Tensor] = ()
 
     def _use_pool(self, pool: BlockPool, cache: PageStore, max_num_seqs: int) -> None:
-        """Begins anew with the empty pages of a pool."""
+        """Starts over with the empty pages of a pool."""
         self._pool, self._cache, self._max_num_seqs = pool, cache, max_num_seqs
+        self._page_size = pool.page_size
         self._copies: dict[int, int] = {}
-        """Pages that are copied before the next step, for all sequences at once: to, from ..."""
+        """Pages to copy before the next step, for all sequences at once: to -> from."""
         self._moves: dict[int, int] = {}
-        """... or slots; pages are copied first where there would be both."""
+        """Slots to copy before the next step. Only one of the two is ever filled."""
         self.can_hold, self.find, self.attach = pool.can_hold, pool.find, pool.attach
         self.mark_idle, self.release, self.length = pool.mark_idle, pool.release, pool.length
         self.page_counts = pool.counts
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Bytes that are held for keys and values; constant."""
+        """Bytes allocated for keys and values; constant."""
         return self._cache.num_bytes
 
     def _run(
         self,
-        run: Callable[[Sequence[HeldSequence]], Tensor],
+        run: Callable[[HeldStep], Tensor],
         steps: Sequence[SequenceStep],
         whole: bool = True,
     ) -> tuple[Tensor, list[int]]:
-        """A row [any] for each that is wanted, and how many each step wants. `whole` is false for
-        steps of the first layers alone."""
+        """The rows that are wanted, and how many of them each step wants. `whole` is false for
+        steps that run less than the whole model."""
         check_steps(steps, self.info, self._max_num_seqs, self.length)
-        with self._appended(steps, whole) as sequences, torch.inference_mode():
-            rows = run(sequences)
+        with self._appended(steps, whole) as step, torch.inference_mode():
+            rows = run(step)
         if whole:
             self._pool.written(steps)
         sizes = [step.num_logits for step in steps]
         return rows[: sum(sizes)], sizes
+
+    def features(self) -> Sequence[Tensor]:
+        """See `FeatureEngine.features`."""
+        check(self.shows_features, "an engine that shows no features keeps none")
+        return self._features
 
     def forward_draft(
         self, steps: Sequence[SequenceStep], features: Sequence[Tensor]
@@ -95,33 +103,33 @@ class PagedSequences:
             check(self.length(step.sequence_id) > 0, f"{step.sequence_id}: no pair has been run")
         draft = self._draft.draft
 
-        def run(sequences: Sequence[HeldSequence]) -> Tensor:
+        def run(step: HeldStep) -> Tensor:
             try:
-                return draft(sequences, features)
+                return draft(step, features)
             except Exception as error:
                 raise StepUndone(f"a draft step failed: {error}") from error
 
         return self._run_part(run, steps)
 
     def take_slots(self, steps: Sequence[SequenceStep]) -> None:
-        """What a rank does that has no draft layer while the leader's draws: as `forward_draft`,
-        but for what it computes."""
+        """What a rank without a draft layer does while the leader's layer drafts: takes the same
+        slots, and computes nothing."""
         self._run(lambda _: torch.empty(0), steps, whole=False)
 
     def _run_part(
-        self, run: Callable[[Sequence[HeldSequence]], Tensor], steps: Sequence[SequenceStep]
+        self, run: Callable[[HeldStep], Tensor], steps: Sequence[SequenceStep]
     ) -> list[Tensor]:
-        """What each step puts out of a pass through less than the whole model."""
+        """The rows of each step of a pass through less than the whole model."""
         run = self._contending(run, steps, False)
         return list(torch.split(*self._run(run, steps, whole=False))) if steps else []
 
     def _contending(
         self,
-        run: Callable[[Sequence[HeldSequence]], Tensor],
+        run: Callable[[HeldStep], Tensor],
         steps: Sequence[SequenceStep],
         is_whole: bool,
-    ) -> Callable[[Sequence[HeldSequence]], Tensor]:
-        """How a step is run beside other processes."""
+    ) -> Callable[[HeldStep], Tensor]:
+        """`run`, or a version of it that makes room for other processes."""
         return run
 
     def fork(self, sequence_id: str, branch_id: str) -> None:
@@ -138,10 +146,10 @@ class PagedSequences:
         _add(self._moves, self._pool.keep(sequence_id, length, path))
 
     def _slots(self, ranges: Sequence[tuple[str, int, int]]) -> npt.NDArray[np.int64]:
-        """[n]: those of the places from a first up to an end of sequences that hold them."""
+        """[n]: for each (sequence, first, end) the slots of its places first..end - 1."""
         if self._copies or self._moves:
             self._settle()
-        size = self._pool.counts().page_size
+        size = self._page_size
         found = []
         for name, first, end in ranges:
             check(0 <= first <= end <= self.length(name), f"{name} does not hold {first}..{end}")
@@ -150,16 +158,14 @@ class PagedSequences:
         return np.concatenate(found)
 
     def _settle(self) -> None:
-        """Makes the copies that wait; where that fails, what the pool believes to be written is
-        forgotten."""
+        """Makes the pending copies. Where that fails, the pool forgets the pages concerned."""
         copies, moves = self._copies, self._moves
         self._copies, self._moves = {}, {}
         try:
             self._cache.copy_pages([(source, target) for target, source in copies.items()])
             self._cache.move_slots([(source, target) for target, source in moves.items()])
         except BaseException:
-            size = self.page_counts().page_size
-            self._pool.forget({*copies, *(target // size for target in moves)})
+            self._pool.forget({*copies, *(target // self._page_size for target in moves)})
             raise
 
     def take_step_seconds(self) -> float:
@@ -167,11 +173,8 @@ class PagedSequences:
         return self.stated_seconds
 
     @contextmanager
-    def _appended(
-        self, steps: Sequence[SequenceStep], whole: bool = True
-    ) -> Iterator[list[HeldSequence]]:
-        """The sequences of a step, which have its slots within. Where it fails they have them no
-        more."""
+    def _appended(self, steps: Sequence[SequenceStep], whole: bool = True) -> Iterator[HeldStep]:
+        """A step whose sequences have taken its slots. If the body fails, they give them back."""
         if self._moves:
             self._settle()
         lengths = [self.length(step.sequence_id) for step in steps]
@@ -182,22 +185,24 @@ class PagedSequences:
         ]
         try:
             self._settle()
-            yield held
+            yield HeldStep(held, self._page_size)
         except BaseException:
-            # Before others can share what was not written.
+            # Before other sequences can share what was not written.
             for one in held:
                 if self.length(one.step.sequence_id):
                     self._pool.keep(one.step.sequence_id, one.length)
             raise
 
 
-def newest_rows(rows: Tensor, steps: Sequence[SequenceStep]) -> list[Tensor]:
-    """Of rows [T, ..] of all new tokens of these steps, each step's last `num_logits`."""
-    parts = torch.split(rows, [len(step.token_ids) for step in steps])
-    return [part[len(part) - step.num_logits :] for part, step in zip(parts, steps, strict=True)]
+def newest_rows(rows: Tensor, step: HeldStep) -> list[Tensor]:
+    """Of rows [T, ..] of all new tokens of a step, the last `num_logits` of each sequence."""
+    steps = [held.step for held in step.sequences]
+    parts = torch.split(rows, [len(one.token_ids) for one in steps])
+    return [part[len(part) - one.num_logits :] for part, one in zip(parts, steps, strict=True)]
 
 
 def _add(pending: dict[int, int], copies: Sequence[Copy]) -> None:
-    """All of them may be made at once: from what waits to be written nothing is copied."""
+    """Adds copies (from, to) so that all pending ones can be made at once: a copy from a place that
+    has yet to be written reads that place's own source."""
     for source, target in copies:
         pending[target] = pending.get(source, source)

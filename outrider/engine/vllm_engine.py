@@ -63,7 +63,7 @@ from vllm.v1.worker.gpu.attn_utils import (
 )
 from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
-from outrider.engine.batch import HeldSequence, rows_of
+from outrider.engine.batch import HeldSequence, HeldStep
 from outrider.engine.draft_layer import DraftLayer, draft_shapes
 from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_sequences import PagedSequences, newest_rows
@@ -87,6 +87,7 @@ from outrider.models.drafter_check import (
 )
 from outrider.models.fingerprint import numerics_fingerprint
 from outrider.models.loading import LoadOptions, describe_files, refusing, use_device
+from outrider.models.medusa import LoadedHeads
 
 _CAPTURED_BYTES = 2**30
 """Of a device's memory that is left to captured steps, beside the model and its pages."""
@@ -102,10 +103,8 @@ threads of their own."""
 
 
 class VllmEngine(PagedSequences):
-    """A `FeatureEngine` and `DraftingEngine`. Chains alone: no attention backend of vLLM takes
-    trees."""
-
-    shows_features = True
+    """A `FeatureEngine` and `DraftingEngine`. It runs chains only: no attention backend of vLLM
+    takes trees."""
 
     def __init__(
         self,
@@ -119,6 +118,7 @@ class VllmEngine(PagedSequences):
         ranks: Ranks | None = None,
         deterministic: bool = False,
         enforce_eager: bool = False,
+        draft_heads: LoadedHeads | None = None,
         draft_layer: LoadedDraftHead | None = None,
         draft_check: DraftCheck | None = None,
         draft_reads_output: bool = False,
@@ -129,12 +129,16 @@ class VllmEngine(PagedSequences):
         `kv_cache_memory_bytes`, or where that is 0 what `memory_budget` leaves.
 
         Steps are compiled, and captured on a CUDA device, unless `enforce_eager`. `deterministic`:
-        they are not, and logits are bit-equal whatever else is in a step. With a `draft_layer`,
-        which of ranks the leader alone has, it has `features` and `forward_draft` for it, once it
-        has passed the `draft_check`, which all have. `draft_reads_output`: what the model puts out
-        is read, and none of its layers. Raises `ConfigError` for a model that vLLM does not load,
-        whose state cannot be cut back, or that does not show what such a layer reads."""
+        they are not, and logits are bit-equal whatever else is in a step. With `draft_heads` it has
+        `features`. With a `draft_layer`, which only the leader of several ranks has, it has
+        `features` and `forward_draft` for it; every rank has its `draft_check`.
+        `draft_reads_output`: the layer reads the model's output, and none of its layers.
+
+        Raises `ConfigError` for a model that vLLM does not load, whose state cannot be cut back, or
+        that does not show what the layer reads."""
         self._device, self._ranks = use_device(**options), ranks
+        self.draft_heads = draft_heads
+        self.shows_features = draft_heads is not None or draft_layer is not None
         self._deterministic = deterministic
         name, compiles = options.get("name", str(path)), not (enforce_eager or deterministic)
         captures = compiles and self._device.type == "cuda"
@@ -167,8 +171,9 @@ class VllmEngine(PagedSequences):
         )
         self._sizes: list[int] = []  # Of captured steps, ascending: steps are padded to them.
         self._skips_compiled = False
+        self._keeps_tapped = False
         self._tapped: list[Tensor] = []
-        """See `_hidden_of`."""
+        """What the layers that are shown read in the last step, if that is kept."""
         with refusing(f"model {name}:"):
             if draft_check is not None:
                 self._use_draft_layer(draft_check, max_num_seqs, draft_reads_output)
@@ -307,9 +312,9 @@ class VllmEngine(PagedSequences):
         num_layers = self._config.model_config.hf_text_config.num_hidden_layers
         if not reads_output:
             self._show(range(num_layers + 1))
-        self._skips_compiled = True
+        self._skips_compiled = self._keeps_tapped = True
         self.draft_layer = draft_check(self.draft_layer, self._read, self.info)
-        self._skips_compiled = False
+        self._skips_compiled, self._keeps_tapped = False, self.draft_layer is not None
         if not reads_output:
             self._show(self._read_by_leader(num_layers))
         # No sequence may have what was read as its prefix: the head has written nothing of it.
@@ -319,7 +324,7 @@ class VllmEngine(PagedSequences):
             ascending = sorted(head.layer_ids)
             self._taps = [ascending.index(layer_id) for layer_id in head.layer_ids]
             """Where in `_tapped` is what the head reads."""
-            self._draft = DraftLayer(head, self._draft_pages, self._page_size)
+            self._draft = DraftLayer(head, self._draft_pages)
 
     def _read_by_leader(self, num_layers: int) -> list[int]:
         """The layers that the leader's head reads, on all ranks, as their graphs must be alike."""
@@ -358,13 +363,13 @@ class VllmEngine(PagedSequences):
         ids = trial_tokens(self.info)
         self._skips_compiled = is_shown
         [expected] = self.forward([SequenceStep("first", ids, len(ids))])
-        [features] = self.features()
+        features = self._features
         self._skips_compiled = False
         self.release("first")
         try:
             check_answers(self, expected)
             if self._draft is not None:
-                check_features(self, features)
+                check_features(self, features[0])
         except ConfigError as error:
             reason = "vLLM cannot run its texts in parts on this device"
             raise ConfigError(f"model {self.info.name}: {reason} ({error})") from error
@@ -379,7 +384,7 @@ class VllmEngine(PagedSequences):
         with _RUNNING, graph_capture(self._device), torch.inference_mode():
             for size in reversed(self._sizes):
                 for is_captured in (False, True):
-                    self._hidden_of(None, None, size, is_captured)
+                    self._call(None, None, size, is_captured)
         set_cudagraph_capturing_enabled(False)
 
     def _check_rows(self, max_num_seqs: int) -> None:
@@ -405,29 +410,28 @@ class VllmEngine(PagedSequences):
         check(not any(step.parents for step in steps), "vLLM runs no trees")
         with _RUNNING:
             rows, sizes = self._run(self._run_whole, steps)
-        if self._draft is None:
-            self._features = list(torch.split(self._hidden, sizes))
-        else:
-            self._features = newest_rows(self._fused, steps)
         return list(torch.split(rows.to(torch.float32, copy=True), sizes))
 
-    def features(self) -> list[Tensor]:
-        """See `FeatureEngine.features`."""
-        return self._features
-
-    def _run_whole(self, sequences: Sequence[HeldSequence]) -> Tensor:
-        """The model's part of a step and, where there is a draft layer, that one's."""
-        rows = self._step(sequences)
+    def _run_whole(self, step: HeldStep) -> Tensor:
+        """The model's part of a step, and its drafter's."""
+        hidden = self._hidden_of(step)
         if self._draft is not None:
-            self._fused = self._draft.write(sequences, [self._tapped[at] for at in self._taps])
-        return rows
+            found = self._draft.write(step, [self._tapped[at] for at in self._taps])
+            self._features = newest_rows(found, step)
+        elif self.draft_heads is not None:
+            sizes = [held.step.num_logits for held in step.sequences]
+            self._features = torch.split(hidden, sizes)
+        logits: Tensor | None = self._model.compute_logits(hidden)
+        # Of the ranks that share a model, only the leader has logits.
+        return hidden.new_empty((len(hidden), 0)) if logits is None else logits
 
-    def _step(self, sequences: Sequence[HeldSequence]) -> Tensor:
-        if self._deterministic and sum(len(held.step.token_ids) for held in sequences) == 1:
+    def _hidden_of(self, step: HeldStep) -> Tensor:
+        """What the model's head reads of the rows that are wanted, [L, D]."""
+        if self._deterministic and len(step.rows.token_ids) == 1:
             # Products of a single row have kernels of their own.
             spare = HeldSequence(SequenceStep("", (0,), 0), 0, (self._pool.num_pages,))
-            sequences = [*sequences, spare]
-        ids, positions, slots, wanted = rows_of(sequences, self._page_size)
+            step = HeldStep([*step.sequences, spare], self._page_size)
+        sequences, (ids, positions, slots, wanted) = step.sequences, step.rows
         counts = np.array([len(held.step.token_ids) for held in sequences])
         lengths = np.array([held.length for held in sequences]) + counts
         tables = np.zeros((len(sequences), max(len(held.pages) for held in sequences)), np.int64)
@@ -453,18 +457,21 @@ class VllmEngine(PagedSequences):
             positions=positions_,
         )  # fmt: skip
         mapping = build_slot_mappings_by_layer([slots_] * num_groups, self._caches)
-        hidden = self._hidden_of(attention, mapping, size, size in self._sizes)
-        self._hidden = hidden.index_select(0, wanted_)
-        logits: Tensor | None = self._model.compute_logits(self._hidden)
-        # Of the ranks that share a model, only the leader has logits.
-        return self._hidden.new_empty((len(wanted), 0)) if logits is None else logits
+        hidden, tapped = self._call(attention, mapping, size, size in self._sizes)
+        if self._keeps_tapped:
+            self._tapped = tapped
+        return hidden.index_select(0, wanted_)
 
     def _padded(self, num_tokens: int) -> int:
         place = bisect_left(self._sizes, num_tokens)
         return num_tokens if place == len(self._sizes) else self._sizes[place]
 
-    def _hidden_of(self, attention: Any, mapping: Any, size: int, is_captured: bool) -> Tensor:
-        """What the head reads [size, D] of the tokens in the first places of the buffers."""
+    def _call(
+        self, attention: Any, mapping: Any, size: int, is_captured: bool
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Runs the tokens in the first places of the buffers. Returns what the model's head reads
+        [size, D] and what the layers that are shown read, in ascending order; where none are shown,
+        the former stands for these."""
         context = set_forward_context(
             attention, self._config, num_tokens=size, slot_mapping=mapping,
             cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE if is_captured else CUDAGraphMode.NONE,
@@ -473,11 +480,7 @@ class VllmEngine(PagedSequences):
         )  # fmt: skip
         with context:
             found: Any = self._model(input_ids=self._ids[:size], positions=self._positions[:size])
-        # With layers that show what they read, in ascending order, it is a pair; of none, what the
-        # model puts out stands for these.
-        hidden: Tensor
-        hidden, self._tapped = found if isinstance(found, tuple) else (found, [found])
-        return hidden
+        return found if isinstance(found, tuple) else (found, [found])
 
 
 class _Blocks:

@@ -37,7 +37,8 @@ class BlockPool:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
         """Free or not; constant."""
-        self._page_size = page_size
+        self.page_size = page_size
+        """Slots of a page; constant."""
         self._free = list(range(num_pages - 1, -1, -1))
         """The page that became free last is taken first."""
         self._prefixes = PrefixIndex()
@@ -69,7 +70,7 @@ class BlockPool:
 
     def token_ids(self, sequence_id: str, start: int = 0) -> tuple[int, ...]:
         """The tokens in the sequence's slots, from `start` >= 0 on."""
-        ids, size = array(_ID_TYPE), self._page_size
+        ids, size = array(_ID_TYPE), self.page_size
         for page in self.pages(sequence_id)[start // size :]:
             ids.extend(self._ids[page * size : (page + 1) * size])
         return tuple(ids[start % size : self.length(sequence_id) - start // size * size])
@@ -82,7 +83,7 @@ class BlockPool:
             num_evictable=self.num_pages - len(self._free) - self._num_busy_pages,
             prefix_queries=self._prefix_queries,
             prefix_hits=self._prefix_hits,
-            page_size=self._page_size,
+            page_size=self.page_size,
         )
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
@@ -94,7 +95,7 @@ class BlockPool:
             sequence.prefixes.append(prefix)
             sequence.pages.append(prefix.page)
             self._hold(sequence, prefix.page)
-        sequence.length = sequence.chain_length = len(sequence.pages) * self._page_size
+        sequence.length = sequence.chain_length = len(sequence.pages) * self.page_size
         self._prefix_queries += len(token_ids)
         self._prefix_hits += sequence.length
         return sequence.length
@@ -102,7 +103,7 @@ class BlockPool:
     def find(self, token_ids: Sequence[int], salt: str = "") -> FoundPrefix:
         """See `Engine.find`."""
         pages = tuple(prefix.page for prefix in self._known_prefixes(token_ids, salt))
-        return FoundPrefix(len(pages) * self._page_size, pages)
+        return FoundPrefix(len(pages) * self.page_size, pages)
 
     def fork(self, sequence_id: str, branch_id: str) -> list[Copy]:
         """See `Engine.fork`; the branch is busy. Returns the page copies to make before the next
@@ -111,7 +112,7 @@ class BlockPool:
         if sequence is None:
             raise InvariantError(f"{sequence_id} is unknown and cannot be forked")
         check(branch_id not in self._sequences, f"{branch_id} is held already")
-        is_partial = sequence.length % self._page_size > 0
+        is_partial = sequence.length % self.page_size > 0
         if is_partial:
             self._make_room_beside(sequence_id, sequence, 1)
         branch = self._sequences[branch_id] = sequence.branch()
@@ -147,7 +148,7 @@ class BlockPool:
             check(is_whole, f"{step.sequence_id}: its last slots are shallow")
         if not self._is_roomy(steps):
             self._make_room(steps)
-        size = self._page_size
+        size = self.page_size
         copies: list[Copy] = []
         for step in steps:
             sequence = self._sequences.get(step.sequence_id)
@@ -166,7 +167,7 @@ class BlockPool:
         may be shared."""
         for step in steps:
             sequence = self._sequences[step.sequence_id]
-            if sequence.chain_length // self._page_size > len(sequence.prefixes):
+            if sequence.chain_length // self.page_size > len(sequence.prefixes):
                 self._remember(sequence)
 
     def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> list[Copy]:
@@ -184,11 +185,11 @@ class BlockPool:
         while path and path[0] == length:
             length, path = length + 1, path[1:]
         moves = self._move(sequence_id, sequence, length, path) if path else []
-        num_pages = -(-(length + len(path)) // self._page_size)
+        num_pages = -(-(length + len(path)) // self.page_size)
         for page in reversed(sequence.pages[num_pages:]):
             self._let_go(sequence, page)
         del sequence.pages[num_pages:]
-        del sequence.prefixes[length // self._page_size :]
+        del sequence.prefixes[length // self.page_size :]
         sequence.shrink(length, path)
         if not moves:
             self._remember(sequence)
@@ -225,7 +226,7 @@ class BlockPool:
     def _is_roomy(self, steps: Sequence[SequenceStep]) -> bool:
         """Whether so many pages are free that nothing need be counted or evicted: a step takes a
         copy of the last page at most, and its own pages."""
-        size = self._page_size
+        size = self.page_size
         return len(self._free) >= sum([len(step.token_ids) // size + 2 for step in steps])
 
     def _num_missing(
@@ -262,7 +263,7 @@ class BlockPool:
     ) -> int:
         """Pages that the steps take, where so many of those that hold a page are left to hold it,
         the steps' own among them; so many of `joining` do not hold it yet."""
-        size, num = self._page_size, 0
+        size, num = self.page_size, 0
         written = Counter[int]()
         for step in steps:
             sequence = self._sequences.get(step.sequence_id)
@@ -344,7 +345,7 @@ class BlockPool:
 
     def _known_prefixes(self, token_ids: Sequence[int], salt: str) -> Iterator[Prefix]:
         """The known prefixes of these tokens, the shortest first; none of them is all of them."""
-        size, ids = self._page_size, array(_ID_TYPE, token_ids)
+        size, ids = self.page_size, array(_ID_TYPE, token_ids)
         parent: Prefix | str = salt
         for end in range(size, len(ids), size):
             prefix = self._prefixes.find(parent, ids[end - size : end].tobytes())
@@ -358,7 +359,7 @@ class BlockPool:
         prefixes = sequence.prefixes
         while prefixes and prefixes[-1].page < 0:
             prefixes.pop()
-        for page in sequence.pages[len(prefixes) : sequence.chain_length // self._page_size]:
+        for page in sequence.pages[len(prefixes) : sequence.chain_length // self.page_size]:
             parent = prefixes[-1] if prefixes else sequence.salt
             prefixes.append(self._prefixes.add(parent, self._packed_ids(page), page))
 
@@ -380,13 +381,13 @@ class BlockPool:
         self._let_go(sequence, page)
         self._hold(sequence, copy)
         sequence.pages[index] = copy
-        size = self._page_size
+        size = self.page_size
         self._ids[copy * size : (copy + 1) * size] = self._ids[page * size : (page + 1) * size]
         return [(page, copy)]
 
     def _write(self, sequence: PagedSequence, token_ids: Sequence[int]) -> None:
         """Puts the ids into the next slots, on as many new pages as they need."""
-        size, pages, start = self._page_size, sequence.pages, sequence.length
+        size, pages, start = self.page_size, sequence.pages, sequence.length
         missing = -(-(start + len(token_ids)) // size) - len(pages)
         if missing:
             check(missing <= len(self._free), f"{missing} pages are wanted")
@@ -400,7 +401,7 @@ class BlockPool:
         self, sequence_id: str, sequence: PagedSequence, length: int, path: Sequence[int]
     ) -> list[Copy]:
         """Moves the slots of `path` behind the first `length`; returns the slot moves."""
-        size, before = self._page_size, sequence.pages.copy()
+        size, before = self.page_size, sequence.pages.copy()
         indices = range(length // size, -(-(length + len(path)) // size))
         num_shared = sum(self._holders[before[index]] > 1 for index in indices)
         self._make_room_beside(sequence_id, sequence, num_shared)
@@ -416,8 +417,8 @@ class BlockPool:
 
     def _slot(self, pages: Sequence[int], place: int) -> int:
         """The number of a sequence's slot, given its place on these pages."""
-        index, rest = divmod(place, self._page_size)
-        return pages[index] * self._page_size + rest
+        index, rest = divmod(place, self.page_size)
+        return pages[index] * self.page_size + rest
 
     def _hold(self, sequence: PagedSequence, page: int) -> None:
         """Counts the sequence among those that hold the page."""
@@ -445,7 +446,7 @@ class BlockPool:
             self._unused.move_to_end(page, last=False)
 
     def _packed_ids(self, page: int) -> bytes:
-        return self._ids[page * self._page_size : (page + 1) * self._page_size].tobytes()
+        return self._ids[page * self.page_size : (page + 1) * self.page_size].tobytes()
 
 
 def _require_pages(num_missing: int) -> None:

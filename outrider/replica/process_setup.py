@@ -271,6 +271,7 @@ def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) ->
             max_num_batched_tokens=config.max_num_batched_tokens,
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             gpu_memory_utilization=config.gpu_memory_utilization,
+            draft_heads=heads,
             num_gpus=config.num_gpus,
             ranks=ranks,
             deterministic=config.deterministic,
@@ -281,7 +282,6 @@ def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) ->
             **_loading(config, num_threads),
         )
         _check_length(engine, config)
-    engine.draft_heads = heads
     return engine
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.engine.batch import HeldSequence, rows_of
+from outrider.engine.batch import HeldSequence, HeldStep
 from outrider.engine.cpu.decoder import FusedDecoder
 from outrider.engine.cpu.kernels import Attention, Copies
 from outrider.engine.gathered_attention import Steps
@@ -69,13 +69,13 @@ class FusedSteps(Steps):
             # A call of a method that is not inlined costs 0.3 us, of a dozen a layer.
             torch._C._jit_pass_inline(self._layers.graph)
 
-    def run(self, sequences: Sequence[HeldSequence]) -> Tensor:
+    def run(self, step: HeldStep) -> Tensor:
         decoder = self._decoder
-        ids, positions, slots, wanted = map(torch.from_numpy, rows_of(sequences, PAGE_SIZE))
+        ids, positions, slots, wanted = map(torch.from_numpy, step.rows)
         chains, paths = (_Spans(decoder, self._span_tokens) for _ in range(2))
         copies = _Paths(paths)
         row = 0
-        for held in sequences:
+        for held in step.sequences:
             rows = range(row, row + len(held.step.token_ids))
             if held.step.parents:
                 copies.add(held, row)
@@ -216,7 +216,7 @@ def find_span_tokens(
         held = HeldSequence(SequenceStep("", ids, num), begin, pages)
         has_logits = length <= _NUM_ROWS  # They know no context.
         steps = FusedSteps(decoder, caches, span, has_logits, is_scripted=False)
-        return steps.run([held])
+        return steps.run(HeldStep([held], PAGE_SIZE))
 
     def equal(num_threads: int, span: int, length: int, num: int, counts: Iterable[int]) -> bool:
         """Whether so many of the last `num` tokens of a sequence have in a step of their own what

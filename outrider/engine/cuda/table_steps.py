@@ -24,9 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from outrider.engine.attention import LayerPages, running
-from outrider.engine.batch import HeldSequence, rows_of, shipped, tree_of
+from outrider.engine.batch import HeldSequence, HeldStep, shipped, tree_of
 from outrider.engine.gathered_attention import Forward, Steps
 from outrider.engine.interface import SequenceStep
+from outrider.limits import PAGE_SIZE
 
 KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 BLOCK_WORDS = 6
@@ -82,14 +83,9 @@ class TableStep:
     Rows of chains are 0 and are not read."""
 
     @classmethod
-    def of(
-        cls,
-        sequences: Sequence[HeldSequence],
-        form: KernelForm,
-        page_size: int,
-        device: torch.device,
-    ) -> TableStep:
+    def of(cls, step: HeldStep, form: KernelForm, device: torch.device) -> TableStep:
         """The tables of a step, sent to the device."""
+        sequences = step.sequences
         page_tables = [np.array(held.pages, dtype=np.int64) for held in sequences]
         rows = _begins([len(held.step.token_ids) for held in sequences])
         places = _begins([len(table) for table in page_tables])
@@ -97,13 +93,12 @@ class TableStep:
             _blocks(held, row, place, form.block_tokens)
             for held, row, place in zip(sequences, rows, places, strict=False)
         ]
-        arrays = (*rows_of(sequences, page_size), np.concatenate(blocks))
         ids, positions, slots, logit_rows, words, pages = shipped(
-            [*arrays, np.concatenate(page_tables)], device
+            [*step.rows, np.concatenate(blocks), np.concatenate(page_tables)], device
         )
         return cls(
             form, ids[None], positions[None], slots, logit_rows, words.view(-1, BLOCK_WORDS),
-            pages, page_size, _ancestors(sequences, rows, device),
+            pages, step.page_size, _ancestors(sequences, rows, device),
         )  # fmt: skip
 
 
@@ -255,7 +250,6 @@ class TableSteps(Steps):
         forward: Forward,
         layers: dict[nn.Module, LayerPages],
         heads: tuple[int, int],
-        page_size: int,
         device: torch.device,
     ) -> None:
         """`heads`: of queries and of keys, in a layer where the most share one."""
@@ -263,19 +257,18 @@ class TableSteps(Steps):
         self._forward = forward
         self._layers = layers
         self._shared_heads, self._key_heads = heads[0] // heads[1], heads[1]
-        self._page_size = page_size
         self._device = device
 
-    def run(self, sequences: Sequence[HeldSequence]) -> Tensor:
+    def run(self, step: HeldStep) -> Tensor:
         num_programs = self._backend.num_programs
-        form = kernel_form(sequences, self._shared_heads, self._key_heads, num_programs)
-        step = TableStep.of(sequences, form, self._page_size, self._device)
+        form = kernel_form(step.sequences, self._shared_heads, self._key_heads, num_programs)
+        tables = TableStep.of(step, form, self._device)
 
         def attend_layer(query: Tensor, layer: LayerPages) -> Tensor:
-            return self._backend.attend(query, layer, step)
+            return self._backend.attend(query, layer, tables)
 
-        with running(self._layers, step.slots, attend_layer):
-            return self._forward(step.token_ids, step.position_ids, step.logit_rows)
+        with running(self._layers, tables.slots, attend_layer):
+            return self._forward(tables.token_ids, tables.position_ids, tables.logit_rows)
 
     def try_kernel(self) -> None:
         """Runs every form of the kernel on every layer, whatever the steps of a trial need: in
@@ -284,10 +277,10 @@ class TableSteps(Steps):
         has ended, so that ranks which wait for each other within it are not left alone."""
         powers = range(_block_tokens_max(self._shared_heads).bit_length())
         forms = [KernelForm(1 << power, splits) for power in powers for splits in _SPLITS]
-        rows = [HeldSequence(SequenceStep("", (0,), 1, tree), 0, (0,)) for tree in ((), (-1,))]
+        tokens = [HeldSequence(SequenceStep("", (0,), 1, tree), 0, (0,)) for tree in ((), (-1,))]
         steps = [
-            TableStep.of([row], form, self._page_size, self._device)
-            for row in rows
+            TableStep.of(HeldStep([token], PAGE_SIZE), form, self._device)
+            for token in tokens
             for form in forms
         ]
         failures: list[Exception] = []

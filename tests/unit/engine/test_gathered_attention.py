@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from outrider.engine import batch, gathered_attention
 from outrider.engine.attention import LayerPages
-from outrider.engine.batch import HeldSequence, StepPlan, padded_rows, plan_step
+from outrider.engine.batch import HeldSequence, HeldStep, StepPlan, padded_rows, plan_step
 from outrider.engine.gathered_attention import attend
 from outrider.engine.interface import SequenceStep
 from outrider.kv_cache.storage import KeysAndValues, LayerShape
@@ -20,8 +20,8 @@ NUM_PAGES = 64
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[list[HeldSequence], int]:
-    """Sequences on shuffled pages of one pool, some with trees, and the size of a page."""
+def steps(draw: st.DrawFn) -> HeldStep:
+    """Sequences on shuffled pages of one pool, some with trees."""
     page_size = draw(st.sampled_from([1, 3, 16]))
     free = list(np.random.default_rng(draw(st.integers(0, 2**32))).permutation(NUM_PAGES))
     held: list[HeldSequence] = []
@@ -36,7 +36,7 @@ def steps(draw: st.DrawFn) -> tuple[list[HeldSequence], int]:
         tokens = tuple(range(num))
         step = SequenceStep(str(index), tokens, draw(st.integers(0, num)), parents)
         held.append(HeldSequence(step, length, pages))
-    return held, page_size
+    return HeldStep(held, page_size)
 
 
 def seen(held: HeldSequence, index: int) -> tuple[list[int], int]:
@@ -50,18 +50,19 @@ def seen(held: HeldSequence, index: int) -> tuple[list[int], int]:
 
 
 def by_definition(
-    query: torch.Tensor, cache: KeysAndValues, sequences: list[HeldSequence], page_size: int,
-    window: int | None, scaling: float, softcap: float | None,
+    query: torch.Tensor, cache: KeysAndValues, step: HeldStep, window: int | None, scaling: float,
+    softcap: float | None,
 ) -> torch.Tensor:  # fmt: skip
     """[1, T, query heads, value width]; query [1, query heads, T, key width]."""
     outputs = []
     row = 0
     shared = query.shape[1] // cache.keys.shape[0]
-    for held in sequences:
+    for held in step.sequences:
+        own = all_slots(held, step.page_size)
         for index in range(len(held.step.token_ids)):
             slots = seen(held, index)[0]
             slots = slots if window is None else slots[-window:]
-            places = [held.pages[s // page_size] * page_size + s % page_size for s in slots]
+            places = [own[slot] for slot in slots]
             keys = cache.keys[:, places].repeat_interleave(shared, 0)
             values = cache.values[:, places].repeat_interleave(shared, 0)
             scores = (keys @ query[0, :, row, :, None])[..., 0] * scaling
@@ -80,23 +81,19 @@ def filled_cache(num_slots: int, generator: torch.Generator) -> KeysAndValues:
 
 
 def compare(
-    sequences: list[HeldSequence],
-    page_size: int,
-    window: int | None,
-    softcap: float | None,
-    fixed_shapes: bool = False,
+    step: HeldStep, window: int | None, softcap: float | None, fixed_shapes: bool = False
 ) -> StepPlan:
-    plan = plan_step(sequences, (window,), page_size, CPU, torch.float64, fixed_shapes)
+    plan = plan_step(step, (window,), CPU, torch.float64, fixed_shapes)
     generator = torch.Generator().manual_seed(0)
-    cache = filled_cache(NUM_PAGES * page_size, generator)
-    used = {s for held in sequences for s in all_slots(held, page_size)}
-    unused = [slot for slot in range(NUM_PAGES * page_size) if slot not in used]
-    # What stands in slots of nobody must not matter, even if it is no number.
+    cache = filled_cache(NUM_PAGES * step.page_size, generator)
+    used = {s for held in step.sequences for s in all_slots(held, step.page_size)}
+    unused = [slot for slot in range(NUM_PAGES * step.page_size) if slot not in used]
+    # What is in slots that no sequence holds must not matter, not even NaN.
     cache.keys[:, unused] = cache.values[:, unused] = math.nan
     num_tokens = plan.token_ids.shape[1]
     query = torch.randn((1, 4, num_tokens, 5), dtype=torch.float64, generator=generator)
     actual = attend(query, LayerPages(cache, window, 0.7, softcap), plan.groups[window])
-    expected = by_definition(query, cache, sequences, page_size, window, 0.7, softcap)
+    expected = by_definition(query, cache, step, window, 0.7, softcap)
     assert actual.shape[1] == num_tokens
     actual, padding = actual.split_with_sizes(
         (expected.shape[1], num_tokens - expected.shape[1]), dim=1
@@ -115,24 +112,20 @@ def all_slots(held: HeldSequence, page_size: int) -> list[int]:
 @given(steps(), st.sampled_from([None, 1, 2, 6, 40]), st.sampled_from([None, 1.5]), st.booleans())
 @settings(max_examples=250)
 def test_every_token_sees_what_it_should(
-    drawn: tuple[list[HeldSequence], int],
-    window: int | None,
-    softcap: float | None,
-    fixed_shapes: bool,
+    step: HeldStep, window: int | None, softcap: float | None, fixed_shapes: bool
 ) -> None:
     """Chains and trees, on any pages, under any window: attention is the definition's, and slots
     and positions are those of each token; also in splits of 4 slots, where sizes are few."""
-    sequences, page_size = drawn
-    if not sequences:
+    if not step.sequences:
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch, "SPLIT_SLOTS", 4)
         patch.setattr(gathered_attention, "SPLIT_SLOTS", 4)
-        plan = compare(sequences, page_size, window, softcap, fixed_shapes)
+        plan = compare(step, window, softcap, fixed_shapes)
     slots, positions, num_rows = [], [], 0
-    for held in sequences:
+    for held in step.sequences:
         num = len(held.step.token_ids)
-        slots += all_slots(held, page_size)[held.length :]
+        slots += all_slots(held, step.page_size)[held.length :]
         positions += [held.length + seen(held, index)[1] for index in range(num)]
         num_rows += held.step.num_logits
     assert plan.slots.tolist() == slots
@@ -150,10 +143,10 @@ def test_a_long_prompt_is_cut(window: int | None, monkeypatch: pytest.MonkeyPatc
     """Its segments see what they should, and none has more scores than allowed."""
     monkeypatch.setattr(batch, "_SEGMENT_TOKENS_MIN", 4)
     monkeypatch.setattr(batch, "_SCORES_MAX", 400)
-    step = SequenceStep("a", tuple(range(50)), 1)
+    prompt = SequenceStep("a", tuple(range(50)), 1)
     other = SequenceStep("b", (1, 2), 1)
-    sequences = [HeldSequence(step, 13, list(range(4, 8))), HeldSequence(other, 0, [20])]
-    plan = compare(sequences, 16, window, None)
+    sequences = [HeldSequence(prompt, 13, list(range(4, 8))), HeldSequence(other, 0, [20])]
+    plan = compare(HeldStep(sequences, 16), window, None)
     groups = plan.groups[window]
     assert len(groups) > 2
     for group in groups:
@@ -164,7 +157,7 @@ def test_siblings_stand_whole_units_behind() -> None:
     """So each token of a path is in the lane of a vector in which a chain would have it, and sums
     of a path are those of a chain bit for bit."""
     held = HeldSequence(SequenceStep("a", tuple(range(5)), 5, (-1, -1, 0, 0, 1)), 20, [0, 1])
-    (group,) = plan_step([held], (None,), 16, CPU, torch.float64).groups[None]
+    (group,) = plan_step(HeldStep([held], 16), (None,), CPU, torch.float64).groups[None]
     places = {20: 20, 21: 20 + 16, 22: 21, 23: 21 + 16, 24: 21 + 32}
     slots = group.slots.tolist()
     assert slots == [*range(21), 22, *[0] * 14, 21, 23, *[0] * 15, 24, *[0] * 10]

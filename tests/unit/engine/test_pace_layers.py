@@ -7,7 +7,7 @@ import torch
 from models import tiny_config, tiny_module
 
 from outrider.engine.attention import find_layers
-from outrider.engine.batch import HeldSequence
+from outrider.engine.batch import HeldSequence, HeldStep
 from outrider.engine.cpu.decoder import FusedDecoder
 from outrider.engine.cpu.fused_steps import FusedSteps
 from outrider.engine.cpu.kernels import KernelsUnavailable, load_pace
@@ -42,12 +42,13 @@ def outputs(steps: FusedSteps) -> list[torch.Tensor]:
     """Of a prompt in two parts, beside another one, of a token of each, and of a tree."""
     first, second = [3, 1, 5], [0, 4, 2]
     ids = [int(number) for number in torch.arange(60) * 7 % VOCAB]
-    return [
-        steps.run([held("a", ids[:20], 0, first), held("b", ids[20:50], 0, second)]),
-        steps.run([held("a", ids[:5], 20, first)]),
-        steps.run([held("a", ids[:1], 25, first), held("b", ids[7:8], 30, second)]),
-        steps.run([HeldSequence(SequenceStep("a", (1, 2, 3), 3, (-1, 0, 0)), 26, first)]),
+    run = [
+        [held("a", ids[:20], 0, first), held("b", ids[20:50], 0, second)],
+        [held("a", ids[:5], 20, first)],
+        [held("a", ids[:1], 25, first), held("b", ids[7:8], 30, second)],
+        [HeldSequence(SequenceStep("a", (1, 2, 3), 3, (-1, 0, 0)), 26, first)],
     ]
+    return [steps.run(HeldStep(sequences, PAGE)) for sequences in run]
 
 
 def held(name: str, ids: list[int], length: int, pages: list[int]) -> HeldSequence:

@@ -19,7 +19,7 @@ if not ON_CUDA:
 pytest.importorskip("triton", reason="the compiler of the attention kernel is not installed")
 
 from outrider.engine.attention import LayerPages  # noqa: E402
-from outrider.engine.batch import HeldSequence, plan_step  # noqa: E402
+from outrider.engine.batch import HeldSequence, HeldStep, plan_step  # noqa: E402
 from outrider.engine.cuda.table_steps import TableStep, attend_tables, kernel_form  # noqa: E402
 from outrider.engine.gathered_attention import attend  # noqa: E402
 from outrider.engine.interface import SequenceStep  # noqa: E402
@@ -96,12 +96,13 @@ def difference(
     cache.keys[:, unused] = cache.values[:, unused] = math.nan
 
     form = kernel_form(held, num_heads // key_heads, key_heads, num_programs=1)
-    step = TableStep.of(held, replace(form, num_splits=num_splits), PAGE_SIZE, DEVICE)
-    actual = attend_tables(query, LayerPages(cache, window, 0.3, softcap), step)
+    step = HeldStep(held, PAGE_SIZE)
+    tables = TableStep.of(step, replace(form, num_splits=num_splits), DEVICE)
+    actual = attend_tables(query, LayerPages(cache, window, 0.3, softcap), tables)
 
     exact = KeysAndValues(LayerShape(key_heads, *widths, torch.float64, DEVICE), 0)
     exact.keys, exact.values = cache.keys.double(), cache.values.double()
-    plan = plan_step(held, (window,), PAGE_SIZE, DEVICE, torch.float64)
+    plan = plan_step(step, (window,), DEVICE, torch.float64)
     expected = attend(query.double(), LayerPages(exact, window, 0.3, softcap), plan.groups[window])
     assert actual.shape == expected.shape
     assert actual.dtype == dtype

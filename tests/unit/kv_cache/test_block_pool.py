@@ -99,14 +99,14 @@ class Slots:
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
-        self.values: list[Value | None] = [None] * (pool.num_pages * pool._page_size)
+        self.values: list[Value | None] = [None] * (pool.num_pages * pool.page_size)
 
     def slot(self, name: str, index: int) -> int:
-        page, size = self.pool.pages(name)[index // self.pool._page_size], self.pool._page_size
+        page, size = self.pool.pages(name)[index // self.pool.page_size], self.pool.page_size
         return page * size + index % size
 
     def copy_pages(self, copies: list[Copy]) -> None:
-        size = self.pool._page_size
+        size = self.pool.page_size
         for origin, target in copies:
             self.values[target * size : (target + 1) * size] = self.values[
                 origin * size : (origin + 1) * size
