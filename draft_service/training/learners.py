@@ -233,8 +233,7 @@ class Medusa(Learner):
         return found
 
     def _load(self, start: Path, target: Target, names: Any) -> LoadedHead[Any]:
-        rows = self._target.get_output_embeddings().weight
-        return load_heads(start, self._embeddings, rows, **names)
+        return load_heads(start, self._target, **names)
 
     def _make(self, token_ids: Tensor) -> Any:
         inner, num_heads = _CHAIN_INNER_WIDTHS * self._width, self._options.heads or HEADS

@@ -25,7 +25,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -43,9 +43,8 @@ from transformers.models.llama.modeling_llama import (
 from outrider.errors import ConfigError
 from outrider.models.draft_head import Attend, DraftHead, LoadedDraftHead
 from outrider.models.drafter_checkpoint import CONFIG_FILE, WEIGHTS_FILE
-from outrider.models.loading import LoadOptions, parameters_on_meta, refusing
+from outrider.models.loading import parameters_on_meta, refusing
 from outrider.models.published_drafters import read_config, read_tensors
-from outrider.models.student import target_ends
 
 _LAYER = "transformer_layer_config"
 """Where the speculators form has the sizes of the layer; the raw form has them at the top."""
@@ -270,9 +269,9 @@ class LoadedEagle3(LoadedDraftHead):
 
 
 def load_eagle3(path: Path, target: Any, *, name: str, target_name: str) -> LoadedEagle3:
-    """The head in `path`, called `name`, for the target's module, called `target_name`, of its
-    dtype and on its device. Raises `ConfigError` for files that are broken, or do not fit the
-    target."""
+    """The head in `path`, called `name`, for a target called `target_name`. Of the target's module
+    embeddings and head are read; the draft head gets their dtype and device. Raises `ConfigError`
+    for files that are broken, or do not fit the target."""
     with refusing(f"drafter {name}:"):
         try:
             tensors = {
@@ -290,17 +289,6 @@ def load_eagle3(path: Path, target: Any, *, name: str, target_name: str) -> Load
         except ConfigError as error:
             raise ConfigError(f"drafter {name}: {error}") from error
     return LoadedEagle3(module.requires_grad_(False).eval(), tuple(token_ids.tolist()))
-
-
-def load_eagle3_apart(
-    path: Path, target_directory: Path, *, target: str, **options: Unpack[LoadOptions]
-) -> LoadedEagle3:
-    """As `load_eagle3`, with embeddings and head from the files of the target, called `target`: for
-    an engine that holds them in a form of its own."""
-    name = options.get("name", str(path))
-    named: LoadOptions = {**options, "name": target}
-    module = target_ends(target_directory, drafter=name, **named)
-    return load_eagle3(path, module, name=name, target_name=target)
 
 
 def _require(fits: bool, field: str, given: Any, allowed: str) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,6 @@ from outrider.models.drafter_checkpoint import (
     Whose,
     load_head,
 )
-from outrider.models.loading import LoadOptions
-from outrider.models.student import target_ends
 
 _EPS = 1e-6
 """Under the root of the mean square."""
@@ -74,24 +72,8 @@ class DraftHeads(TargetHead):
 LoadedHeads = LoadedHead[DraftHeads]
 
 
-def load_heads(
-    path: Path, embeddings: nn.Parameter, rows: Tensor, **whose: Unpack[Whose]
-) -> LoadedHeads:
-    """The heads in `path` with these embeddings and head rows [V, D] of their target, of their
-    dtype and on their device. Raises `ConfigError`, also for a target that they were not made
-    for."""
+def load_heads(path: Path, target: Any, **whose: Unpack[Whose]) -> LoadedHeads:
+    """The heads in `path` on a target's module, of which embeddings and head are read; of their
+    dtype and on their device. Raises `ConfigError`, also if they were made for another target."""
+    embeddings, rows = target.get_input_embeddings().weight, target.get_output_embeddings().weight
     return load_head(path, TrainedKind.MEDUSA, rows, partial(DraftHeads, embeddings), **whose)
-
-
-def load_heads_apart(
-    path: Path, target_directory: Path, *, target: str, **options: Unpack[LoadOptions]
-) -> LoadedHeads:
-    """As `load_heads`, with embeddings and head from the target's files: for an engine that holds
-    them in a form of its own."""
-    name = options.get("name", str(path))
-    named: LoadOptions = {**options, "name": target}
-    module = target_ends(target_directory, drafter=name, **named)
-    return load_heads(
-        path, module.get_input_embeddings().weight, module.get_output_embeddings().weight,
-        name=name, target_directory=target_directory, target_name=target,
-    )  # fmt: skip

@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from copy import copy, deepcopy
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,13 +40,11 @@ from transformers.core_model_loading import (
 from transformers.modeling_layers import MtpModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, LoadStateDictConfig
 
-from outrider.drafters.names import MTP
 from outrider.errors import ConfigError
 from outrider.models.draft_head import OUTPUT, Attend, DraftHead, LoadedDraftHead
 from outrider.models.early_exit import last_norm
-from outrider.models.loading import DTYPES, LoadOptions, open_weights, refusing
+from outrider.models.loading import DTYPES, open_weights, refusing
 from outrider.models.published_drafters import read_config
-from outrider.models.student import target_ends
 
 _PREFIXES = {
     "deepseek_v3": "model.layers.{num_hidden_layers}.",
@@ -210,22 +208,13 @@ def check_mtp(path: Path, name: str) -> str:
     return prefix
 
 
-def load_mtp(path: Path, target: Any, *, target_name: str) -> LoadedDraftHead:
-    """The first MTP layer of the target in `path`, called `target_name`, for its module, of its
-    dtype and on its device. Raises `ConfigError` for a target without, and for weights that are
-    broken."""
-    return _load(path, target, last_norm(target), target_name)
-
-
-def load_mtp_apart(path: Path, *, target: str, **options: Unpack[LoadOptions]) -> LoadedDraftHead:
-    """As `load_mtp`, for an engine that holds the target's weights in a form of its own, and shows
-    what its last norm puts out. Embeddings and head are read from the target's files."""
-    named: LoadOptions = {**options, "name": target}
-    return _load(path, target_ends(path, drafter=MTP, **named), None, target)
-
-
-def _load(path: Path, target: Any, norm: nn.Module | None, target_name: str) -> LoadedDraftHead:
-    """`norm`: as for `MtpHead`."""
+def load_mtp(
+    path: Path, target: Any, *, target_name: str, reads_output: bool = False
+) -> LoadedDraftHead:
+    """The first MTP layer of the target in `path`, called `target_name`, with the dtype, device,
+    embeddings and head of its module. `reads_output`: it is given what the target's last norm puts
+    out; otherwise it runs the module's last norm itself. Raises `ConfigError` for a target without
+    such a layer, and for broken weights."""
     prefix = check_mtp(path, target_name)
     what = f"model {target_name}: its MTP layer"
     with refusing(what):
@@ -250,7 +239,8 @@ def _load(path: Path, target: Any, norm: nn.Module | None, target_name: str) -> 
             raise ConfigError(f"{what}: {error}") from error
     head = MtpHead(
         model.layers[0].requires_grad_(False).eval(), rotary=model.rotary_emb,
-        norm=norm, num_layers=target.config.get_text_config().num_hidden_layers,
+        norm=None if reads_output else last_norm(target),
+        num_layers=target.config.get_text_config().num_hidden_layers,
         embeddings=shared[_EMBEDDINGS], head=shared[_HEAD],
     )  # fmt: skip
     return LoadedDraftHead(head.eval(), tuple(range(len(shared[_HEAD]))))

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from outrider.models.drafter_check import DraftCheck
     from outrider.models.drafter_checkpoint import Whose
     from outrider.models.eagle3 import LoadedEagle3
+    from outrider.models.medusa import LoadedHeads
 
 T = TypeVar("T")
 STANDARD_ERROR = "-"
@@ -255,13 +256,8 @@ def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) ->
         if ranks is not None:  # Only the leader loads one, which may take long.
             ranks.wait_for_all()
     elif isinstance(config, TargetConfig) and config.heads_kind:
-        from outrider.models.medusa import load_heads_apart
-
-        with blaming("draft_model"):  # Before the pages take the remaining memory.
-            heads = load_heads_apart(
-                Path(config.heads_directory), Path(config.directory), target=config.model,
-                **{**_loading(config), "name": config.heads},
-            )  # fmt: skip
+        # Before the pages take the rest of the memory.
+        heads = _medusa_heads(config, _ends_of_target(config))
     with by_its_keys(type(config)):
         from outrider.engine.vllm_engine import VllmEngine
 
@@ -271,11 +267,11 @@ def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) ->
             max_num_batched_tokens=config.max_num_batched_tokens,
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             gpu_memory_utilization=config.gpu_memory_utilization,
-            draft_heads=heads,
             num_gpus=config.num_gpus,
             ranks=ranks,
             deterministic=config.deterministic,
             enforce_eager=config.enforce_eager,
+            draft_heads=heads,
             draft_layer=layer,
             draft_check=layer_check,
             draft_reads_output=isinstance(config, TargetConfig) and config.heads_kind == MTP,
@@ -401,9 +397,7 @@ def _own_drafter(
     if not isinstance(config, TargetConfig) or not config.heads_kind:
         return {}
     from outrider.models.early_exit import load_exit
-    from outrider.models.medusa import load_heads
 
-    path = Path(config.heads_directory)
     if config.heads_kind in (EAGLE3, MTP):
         from outrider.models.drafter_check import library_reader
         from outrider.models.eagle3 import Eagle3Head
@@ -417,41 +411,53 @@ def _own_drafter(
         if config.shows_features and isinstance(layer.module, Eagle3Head):
             layer.module.drop_pairs()
         return {"draft_layer": layer}
-    whose: Whose = {
+    if config.heads_kind != EARLY_EXIT:
+        return {"draft_heads": _medusa_heads(config, module)}
+    with blaming("draft_model"):
+        loaded = load_exit(Path(config.heads_directory), module, **_whose(config))
+        return {"exit_head": loaded}
+
+
+def _whose(config: TargetConfig) -> Whose:
+    return {
         "name": config.heads,
         "target_directory": Path(config.directory),
         "target_name": config.model,
     }
+
+
+def _medusa_heads(config: TargetConfig, target: Any) -> LoadedHeads:
+    from outrider.models.medusa import load_heads
+
     with blaming("draft_model"):
-        if config.heads_kind == EARLY_EXIT:
-            return {"exit_head": load_exit(path, module, **whose)}
-        target: Any = module
-        embeddings, head = target.get_input_embeddings(), target.get_output_embeddings()
-        return {"draft_heads": load_heads(path, embeddings.weight, head.weight, **whose)}
+        return load_heads(Path(config.heads_directory), target, **_whose(config))
+
+
+def _ends_of_target(config: TargetConfig) -> Any:
+    """The target's embeddings and head from its files, for an engine that holds them in a form of
+    its own."""
+    from outrider.models.student import target_ends
+
+    with blaming("draft_model"):
+        return target_ends(Path(config.directory), drafter=config.heads, **_loading(config))
 
 
 def _draft_layer(
     config: TargetConfig, module: torch.nn.Module | None, ranks: Ranks | None
 ) -> LoadedDraftHead | None:
-    """The EAGLE-3 head or MTP layer of a target, made from the library's `module`, or from files
-    where `module` is None or sharded. Of ranks only the leader has it."""
-    from outrider.models.eagle3 import load_eagle3, load_eagle3_apart
-    from outrider.models.mtp import load_mtp, load_mtp_apart
+    """The published head or the MTP layer on a target. The library's `module` is the target; where
+    it is None, or ranks share it, the target's files are read. Only the leader of ranks has it."""
+    from outrider.models.eagle3 import load_eagle3
+    from outrider.models.mtp import load_mtp
 
     if ranks is not None and ranks.rank:
         return None
-    path = Path(config.heads_directory)
+    path, name, reads_output = Path(config.heads_directory), config.model, module is None
+    target = _ends_of_target(config) if module is None or ranks is not None else module
     with blaming("draft_model"):
-        if config.heads_kind == MTP and module is None:
-            return load_mtp_apart(path, **{**_loading(config), "target": config.model})
         if config.heads_kind == MTP:
-            return load_mtp(path, module, target_name=config.model)
-        if module is not None and ranks is None:
-            return load_eagle3(path, module, name=config.heads, target_name=config.model)
-        return load_eagle3_apart(
-            path, Path(config.directory), target=config.model,
-            **{**_loading(config), "name": config.heads},
-        )  # fmt: skip
+            return load_mtp(path, target, target_name=name, reads_output=reads_output)
+        return load_eagle3(path, target, name=config.heads, target_name=name)
 
 
 def _draft_check(config: TargetConfig) -> DraftCheck:
@@ -474,13 +480,15 @@ def build_head(config: DraftConfig) -> tuple[LoadedEagle3, ModelInfo, int]:
     """The EAGLE-3 head of a draft, its description, and the bytes for its keys and values. Blocks;
     raises `ConfigError`."""
     from outrider.kv_cache.storage import memory_budget
-    from outrider.models.eagle3 import load_eagle3_apart
+    from outrider.models.eagle3 import load_eagle3
     from outrider.models.loading import describe, empty_model
     from outrider.models.module_replacement import speed_up
+    from outrider.models.student import target_ends
 
     path, target = Path(config.directory), Path(config.target_directory)
     options = _loading(config)
-    head = load_eagle3_apart(path, target, target=config.target, **options)
+    ends = target_ends(target, drafter=config.model, **{**options, "name": config.target})
+    head = load_eagle3(path, ends, name=config.model, target_name=config.target)
     described = describe(empty_model(target, **options), target, **options)
     features = _features_of(described, path)
     info = replace(

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from outrider.engine.interface import SequenceStep
-from outrider.models.eagle3 import load_eagle3_apart
+from outrider.models.eagle3 import load_eagle3
+from outrider.models.student import target_ends
 
 GROUP = 32
 BITS = 4
@@ -123,7 +124,8 @@ def test_a_quantised_checkpoint_runs(kind: str, tmp_path: Path, make_engine: Mak
     written = json.loads((tmp_path / "config.json").read_text("utf-8"))
     written |= {"dtype": "bfloat16", "quantization_config": settings | {"quant_method": kind}}
     (tmp_path / "config.json").write_text(json.dumps(written), "utf-8")
-    head = load_eagle3_apart(tmp_path / "head", tmp_path, target="tiny", dtype="bfloat16")
+    ends = target_ends(tmp_path, drafter="head", name="tiny", dtype="bfloat16")
+    head = load_eagle3(tmp_path / "head", ends, name="head", target_name="tiny")
     engine = make_engine(
         tmp_path, dtype="bfloat16", draft_layer=head, draft_check=lambda loaded, *_: loaded
     )

@@ -26,8 +26,9 @@ from outrider.errors import ConfigError
 from outrider.models.drafter_checkpoint import DESCRIPTION_FILE, WEIGHTS_FILE
 from outrider.models.early_exit import load_exit
 from outrider.models.loading import load_model
-from outrider.models.medusa import load_heads_apart
+from outrider.models.medusa import load_heads
 from outrider.models.module_replacement import speed_up
+from outrider.models.student import target_ends
 
 HEAD_IDS = (1, 4, 5, 9, 20)
 SAVE = {"medusa": save_tiny_heads, "early-exit": save_tiny_exit}
@@ -42,11 +43,10 @@ class Case:
 
     def load(self, target: Path | None = None) -> Any:
         target = target or self.target
-        if self.kind == "medusa":
-            return load_heads_apart(self.saved, target, name="head", target="tiny")
-        module, _ = load_model(target)
         whose: Any = {"name": "head", "target_directory": target, "target_name": "tiny"}
-        return load_exit(self.saved, module, **whose)
+        if self.kind == "medusa":
+            return load_heads(self.saved, target_ends(target, drafter="head", name="tiny"), **whose)
+        return load_exit(self.saved, load_model(target)[0], **whose)
 
     def answers(self, module: Any, rows: torch.Tensor) -> torch.Tensor:
         """Of features [3, D] before tokens."""

@@ -19,9 +19,9 @@ from outrider.models.eagle3 import (
     Eagle3LayerConfig,
     LoadedEagle3,
     load_eagle3,
-    load_eagle3_apart,
     save_speculators,
 )
+from outrider.models.student import target_ends
 
 VOCAB = 32
 DRAFT_IDS = (1, 4, 5, 9, 20, 21, 30)
@@ -313,7 +313,8 @@ def test_ends_of_a_quantised_target_are_read_from_its_files(tmp_path: Path) -> N
     def read(**changed: Tensor | None) -> Any:
         tensors = {key: values for key, values in (stored | changed).items() if values is not None}
         save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
-        return load_eagle3_apart(head, place, target="TARGET", name="HEAD").module
+        ends = target_ends(place, drafter="HEAD", name="TARGET")
+        return load_eagle3(head, ends, name="HEAD", target_name="TARGET").module
 
     found = read()
     assert torch.equal(found.embed_tokens.weight, stored["model.embed_tokens.weight"])

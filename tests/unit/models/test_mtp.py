@@ -15,7 +15,8 @@ from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError
 from outrider.models.draft_head import LoadedDraftHead
 from outrider.models.module_replacement import speed_up
-from outrider.models.mtp import check_mtp, load_mtp, load_mtp_apart
+from outrider.models.mtp import check_mtp, load_mtp
+from outrider.models.student import target_ends
 
 VOCAB, LENGTH, DEPTHS = 32, 310, 3
 INFO = ModelInfo("tiny", VOCAB, LENGTH, "float32", (), "w", "t")
@@ -48,7 +49,8 @@ def test_chains_on_pages_are_those_of_the_definition(
     before = {key: values.clone() for key, values in module.state_dict().items()}
     loaded = load_mtp(reference.save(tmp_path), module, target_name="tiny")
     if is_apart:
-        loaded = load_mtp_apart(tmp_path, target="tiny", device="cpu")
+        ends = target_ends(tmp_path, drafter="mtp", name="tiny", device="cpu")
+        loaded = load_mtp(tmp_path, ends, target_name="tiny", reads_output=True)
         assert len(loaded.module.ways(1)) == 2
     assert all(torch.equal(before[key], values) for key, values in module.state_dict().items())
     assert loaded.token_ids == tuple(range(VOCAB))

@@ -308,8 +308,7 @@ def loaded(kind: str, out: Path, target: Target) -> tuple[Any, Any]:
     if kind == "eagle3":
         found = load_eagle3(out, module, name="out", target_name="tiny")
     elif kind == "medusa":
-        ends = (module.get_input_embeddings(), module.get_output_embeddings())
-        found = load_heads(out, *(end.weight for end in ends), **names)
+        found = load_heads(out, module, **names)
     else:
         found = load_exit(out, module, **names)
     return found.module, found.token_ids
