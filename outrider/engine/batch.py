@@ -25,42 +25,46 @@ from torch import Tensor
 from outrider.engine.interface import SequenceStep
 
 SPLIT_SLOTS = 128
-"""Of a sequence: a split begins at each multiple of it."""
+"""In fixed shapes, attention sums over splits of this many slots of a sequence."""
 STEP_ROWS_MIN = 8
-"""Of a step: a multiple of it has no elements left over where vectors end, for any usual width."""
+"""Rows of a step in fixed shapes, at least. Multiples of it fill whole vectors at any usual width.
+"""
 FIXED_SEGMENT_TOKENS_MIN = 4
-"""Of a segment, which has a row for each query head of a key head: products of fewer rows in
-float32 and float64 have kernels of their own."""
+"""Tokens of a segment in fixed shapes, at least: for fewer rows, products in float32 and float64
+use other kernels."""
 
 
-def padded_rows(num_rows: int, smallest: int = STEP_ROWS_MIN, step: int = 64) -> int:
-    """The size that so many rows are padded to; 0 for none. Up to `step` sizes double, from it on
-    they are its multiples."""
-    if num_rows >= step:
-        return -(-num_rows // step) * step
+_ROWS_UNIT = 64
+
+
+def padded_rows(num_rows: int, smallest: int = STEP_ROWS_MIN) -> int:
+    """The number of rows that `num_rows` are padded to: a power of two, or from 64 on a multiple of
+    64; 0 for none."""
+    if num_rows >= _ROWS_UNIT:
+        return _in_units(num_rows, _ROWS_UNIT)
     return max(smallest, 1 << (num_rows - 1).bit_length()) if num_rows > 0 else 0
 
 
 _SEGMENT_TOKENS_MAX = 128
 _SEGMENT_TOKENS_MIN = 16
 _SCORES_MAX = 2**19
-"""Scores a head that are made at once, tokens * context, as far as segments of the smallest size
-allow it; so what a step needs beside the cache is bounded."""
+"""Attention scores of one head (tokens * context) that are computed at once, where segments of the
+smallest size allow it. This bounds the memory of a step."""
 _GATHERED_SLOTS_MAX = 2**16
-"""Slots that are gathered at once, if they are not one sequence's."""
+"""Slots of several sequences that are gathered at once."""
 _SLOTS_UNIT = 16
-"""Slots are gathered in whole units of so many. A sum over slots then does not depend on how many
-of them come later and are masked: a vector's lanes take the same ones each time, and what is left
-over by vectors is none. So in bfloat16 a token's logits are bit for bit the same whether it is run
-alone or before drafted tokens, wherever products of few rows are made as those of more are: by an
-Intel Xeon's matrix tiles those of up to 32."""
+"""Slots are gathered in multiples of this, so that a sum over slots does not depend on how many
+masked ones follow: each vector lane always adds the same slots, and none are left over. In bfloat16
+a token's logits are then bit-equal whether it runs alone or before drafted tokens, wherever
+products of few rows use the same kernel as those of more rows (on an Intel Xeon's matrix tiles: up
+to 32 rows)."""
 _Ints = npt.NDArray[np.int64]
 _Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
 class HeldSequence:
-    """One step, and where its sequence stands."""
+    """The step of one sequence, and where that sequence stands."""
 
     step: SequenceStep
     length: int
@@ -105,25 +109,25 @@ class HeldStep:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """N segments of T new tokens; each attends to L slots or fewer."""
+    """N segments of T new tokens each; a segment attends to at most L slots."""
 
     num_segments: int
     num_tokens: int
     rows: slice | Tensor
-    """Where the N * T tokens stand in the step."""
+    """The rows of the N * T tokens in the step."""
     targets: Tensor | None
-    """In fixed shapes [N * T]: as `rows`, but for tokens that repeat a segment's last one to pad
-    it; those stand behind the step's last row."""
+    """In fixed shapes [N * T]: where the output goes. As `rows`, except that tokens which pad a
+    segment write behind the step's last row."""
     slots: Tensor
-    """[N * L]; a segment with fewer repeats its first one."""
+    """[N * L]; a segment with fewer slots repeats its first one."""
     bias: Tensor | None
-    """[N, 1, T, L]: -inf where a token must not look, else 0; None where it may look anywhere, but
-    in fixed shapes."""
+    """[N, 1, T, L]: -inf for slots that a token must not see, else 0. None if every token sees all
+    of them; in fixed shapes never None."""
     _rows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def rows_by_head(self, num_heads: int, num_slots: int) -> Tensor:
-        """[heads * N * L]: `slots` of each head, where one head's `num_slots` follow another's.
-        Made once for all layers."""
+        """[heads * N * L]: `slots` of every head in a cache [heads * num_slots, ..]. Computed once
+        for all layers."""
         known = self._rows.get((num_heads, num_slots))
         if known is None:
             firsts = torch.arange(0, num_heads * num_slots, num_slots, device=self.slots.device)
@@ -133,18 +137,18 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What a forward pass over the new tokens reads; T tokens in all."""
+    """What a forward pass over the T new tokens reads."""
 
     token_ids: Tensor
-    """[1, T]; in fixed shapes more, of which the last mean nothing."""
+    """[1, T]; in fixed shapes with padding at the end."""
     position_ids: Tensor
-    """As many."""
+    """As `token_ids`."""
     slots: Tensor
-    """[T]: where their keys and values go."""
+    """[T]: where keys and values go."""
     logit_rows: Tensor
-    """[R]: tokens whose logits are wanted; in fixed shapes more, of which the last mean nothing."""
+    """[R]: rows whose logits are wanted; in fixed shapes with padding at the end."""
     groups: dict[int | None, list[Group]]
-    """For each window that a layer has; a None window is the whole context."""
+    """By the window of a layer; None = the whole context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,28 +156,28 @@ class _Segment:
     first_row: int
     num_tokens: int
     position: int
-    """Of the first token; a window reaches back from here."""
+    """Of the first token."""
     end: int
     """Slots up to the last token."""
     slots: _Ints
-    """Of the whole sequence, [length]; between a tree's tokens any, which are masked."""
+    """Of the whole sequence, [length]. A tree's tokens have gaps between them, which are masked."""
     tree: Tree | None
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What layers with a window see of a segment, and in which shape."""
+    """What layers with one window see of a segment, and in which shape."""
 
     window: int | None
     first_slot: int
-    """No token looks at a sequence's slots before it."""
+    """Tokens do not see a sequence's slots before it."""
     spare_row: int | None
-    """In fixed shapes: the row of the step that padding is written to."""
+    """In fixed shapes the row of the step that padding is written to; None = shapes vary."""
     device: torch.device
     dtype: torch.dtype
 
     def first_seen(self, segment: _Segment) -> int:
-        """The first slot that a token of the segment may look at."""
+        """The first slot that any token of the segment may see."""
         reach = 0 if self.window is None else segment.position - self.window + 1
         return max(self.first_slot, reach)
 
@@ -182,7 +186,7 @@ class _View:
         return max(self.first_slot, self.first_seen(segment) // self._unit * self._unit)
 
     def num_slots(self, segment: _Segment) -> int:
-        """Slots that are gathered, with what pads them."""
+        """Slots that are gathered, padding included."""
         return _in_units(segment.end - self.begin(segment), self._unit)
 
     @property
@@ -190,22 +194,23 @@ class _View:
         return _SLOTS_UNIT if self.spare_row is None else SPLIT_SLOTS
 
     def num_tokens(self, segment: _Segment) -> int:
-        """Tokens, with what pads them."""
+        """Tokens, padding included."""
         num = segment.num_tokens
         return num if self.spare_row is None else padded_rows(num, FIXED_SEGMENT_TOKENS_MIN)
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """T new tokens, of which several may follow the same one."""
+    """T new tokens, of which several may follow the same token."""
 
     depths: _Ints
-    """[T]; 0 for one that follows what was held."""
+    """[T]; 0 for a token that follows the last slot held."""
     ancestors: _Bools
-    """[T, T]: whether row's token follows column's, or is it."""
+    """[T, T]: whether the column's token is the row's or an ancestor of it."""
     places: _Ints
-    """[T]: where they are seen behind what was held. The first of each depth stands where a chain's
-    token would, the others whole units behind it: so a path is summed as a chain is."""
+    """[T]: places behind the slots held, for attention. The first token of each depth is where a
+    chain's token would be, and the others are whole units behind it, so that a path is summed in
+    the order of a chain."""
 
 
 def plan_step(
@@ -238,7 +243,7 @@ def plan_step(
 
 
 def _padded(array: _Ints) -> _Ints:
-    """With zeros behind it, for rows of padding."""
+    """With zeros at the end for rows of padding."""
     return np.pad(array, (0, padded_rows(len(array)) - len(array)))
 
 
@@ -250,7 +255,7 @@ def _slots_of(held: HeldSequence, page_size: int) -> _Ints:
 
 
 def tree_of(parents: Sequence[int]) -> Tree:
-    """What a tree of new tokens is, from `SequenceStep.parents`."""
+    """The tree of `SequenceStep.parents`."""
     num = len(parents)
     depths = np.zeros(num, dtype=np.int64)
     ranks = np.zeros(num, dtype=np.int64)
@@ -265,14 +270,14 @@ def tree_of(parents: Sequence[int]) -> Tree:
 
 
 def _in_units(num: int, unit: int) -> int:
-    """So many, or as many more as whole units need."""
+    """`num` rounded up to a multiple of `unit`."""
     return -(-num // unit) * unit
 
 
 def _segments(
     length: int, num: int, slots: _Ints, first_row: int, tree: Tree | None
 ) -> list[_Segment]:
-    """Cuts the new tokens of a chain; a tree stays whole."""
+    """Cuts the new tokens of a chain into segments; a tree is one segment."""
     if tree is not None:
         end = length + int(tree.places.max()) + 1
         seen = np.full(end, slots[0])
@@ -294,7 +299,8 @@ def _segments(
 
 
 def _alike(segments: Sequence[_Segment], view: _View) -> list[list[_Segment]]:
-    """Groups of as many tokens, whose members have at least half of the longest one's slots."""
+    """Groups of segments with equally many tokens, each with at least half the slots of the
+    longest."""
 
     def size(segment: _Segment) -> tuple[int, int]:
         return view.num_tokens(segment), view.num_slots(segment)
@@ -355,8 +361,8 @@ def _group(members: Sequence[_Segment], view: _View) -> Group:
 def _bias(
     members: Sequence[_Segment], begins: Sequence[int], places: _Ints, width: int, view: _View
 ) -> Tensor:
-    """[N, 1, T, L]: of the tokens at these places [N, T] of their segments; a segment's column is
-    slot `begin` + column of its sequence."""
+    """`Group.bias` [N, 1, T, L] for the tokens at these places [N, T] of their segments; column i
+    of a segment is slot `begin` + i of its sequence."""
     window = view.window
     firsts = np.array([segment.position for segment in members])[:, None]
     queries = (firsts + places)[..., None]
@@ -373,7 +379,8 @@ def _bias(
 
 
 def _tree_mask(segment: _Segment, tree: Tree, begin: int, width: int, window: int | None) -> _Bools:
-    """[T, L]: what was held, and ancestors; of both what the window reaches, by position."""
+    """[T, L]: the slots held before the step and a token's ancestors, as far as the window
+    reaches."""
     positions = np.arange(begin, begin + width)
     new = segment.position - begin + tree.places
     positions[new] = segment.position + tree.depths
@@ -386,7 +393,7 @@ def _tree_mask(segment: _Segment, tree: Tree, begin: int, width: int, window: in
 
 
 def shipped(arrays: Sequence[_Ints], device: torch.device) -> list[Tensor]:
-    """The arrays on the device, brought there in one piece."""
+    """The arrays on the device, sent in one copy."""
     if len(arrays) == 1:
         return [torch.from_numpy(arrays[0]).to(device)]
     whole = torch.from_numpy(np.concatenate(arrays)).to(device)

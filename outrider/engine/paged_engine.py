@@ -1,12 +1,12 @@
 """The engine that runs any causal language model of the transformers library: all sequences of a
 step in one forward pass, their keys and values in shared pages.
 
-    BlockPool  decides which page is whose                                block_pool.py
-    KVCache    has the tensors                                            storage.py
-    Steps      turns steps into index tensors and calls the module        gathered_attention.py
-               or calls fused CPU kernels in its place                    cpu/fused_steps.py
-               or, on a CUDA device, into tables that a kernel reads       cuda/table_steps.py
-    DraftLayer runs a drafting head on the same pages                     draft_layer.py
+    BlockPool      assigns pages to sequences                             block_pool.py
+    KVCache        holds the tensors                                      storage.py
+    GatheredSteps  run the module with attention over gathered slots      gathered_attention.py
+    FusedSteps     run fused CPU kernels in place of the module           cpu/fused_steps.py
+    TableSteps     run the module with a CUDA attention kernel            cuda/table_steps.py
+    DraftLayer     runs a drafting head on the same pages                 draft_layer.py
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -60,19 +61,19 @@ from outrider.models.linear_layers import align_activations, block_rows
 from outrider.models.medusa import LoadedHeads
 
 WIDE_STEP_ROWS = 16
-"""Steps of fewer tokens are timed against each other, to notice that other processes use the
-cores; longer ones take too different times for that."""
+"""Steps of fewer tokens are timed, to notice that other processes use the cores. The times of
+longer ones vary too much."""
 _log = logging.getLogger(__name__)
 
 
 class PagedEngine(PagedSequences):
-    """A `FeatureEngine`, `ShallowEngine`, `DraftingEngine` and `FeatureKeeper`. The module belongs
-    to it from now on: its attention is replaced, and it cannot be called from elsewhere."""
+    """A `FeatureEngine`, `ShallowEngine`, `DraftingEngine` and `FeatureKeeper`. It owns its module:
+    the attention is replaced, and nothing else may call the module."""
 
     feature_width = 0
     """See `FeatureKeeper.feature_width`."""
     _kept: FeatureLayer | None = None
-    """What a draft layer keeps that drafts apart."""
+    """The features of a head that drafts elsewhere."""
 
     def __init__(
         self,
@@ -91,22 +92,25 @@ class PagedEngine(PagedSequences):
         drafts_apart: bool = False,
         kernels: PaceKernels | None = None,
     ) -> None:
-        """At most `max_num_seqs` sequences in one step; pages for at most `kv_cache_memory_bytes`,
-        and no more than so many sequences of full length fill. Steps have the threads that torch
-        is set to now; with `contended_threads`, those of fewer than `WIDE_STEP_ROWS` tokens have so
-        many while other processes use the cores. `deterministic`: the logits of a chain's tokens
-        are bit-equal however they come to be run, alone or beside others, at once or in parts, or
-        after a prefix that others ran.
-        `backend` is what other steps are run with, unless the trial fails with it, or that of
-        another rank. Ranks agree on that and on pages by the `least` of their numbers. With
-        `draft_heads` it has `features`; with an `exit_head` `forward_shallow` for it; with a
-        `draft_layer`, which of ranks the leader alone has, of the module's dtype and on its device,
-        `features` and `forward_draft`, or, if that `drafts_apart` and need do no more than `fuse`,
-        `held_features`. The modules were replaced for `kernels` (`speed_up`): all
-        steps run on these where they fit and pass the trial.
+        """A step has at most `max_num_seqs` sequences. Pages take at most `kv_cache_memory_bytes`,
+        and no more than that many sequences of full length fill. `info.max_model_len` is reduced to
+        what the pages hold.
 
-        Its `info.max_model_len` is what fits all pages, if that is less. Raises `ConfigError` for
-        a model that cannot be run on pages, or not deterministically."""
+        contended_threads  of steps with fewer than `WIDE_STEP_ROWS` tokens while other processes
+                           use the cores; otherwise steps have the threads that torch is set to now
+        deterministic      the logits of a chain's tokens are bit-equal however they are run: alone
+                           or beside others, at once or in parts, or after a cached prefix
+        backend            runs steps on a device; not used if the trial fails with it on any rank
+        least              the least of all ranks' numbers: ranks agree on trials and pages by it
+        draft_heads        Medusa heads: adds `features`
+        exit_head          adds `forward_shallow`
+        draft_layer        adds `features` and `forward_draft`. Has the module's dtype and device;
+                           only the leader of several ranks has one
+        drafts_apart       the draft layer drafts elsewhere: adds `held_features` instead
+        kernels            fused kernels that the modules were replaced for (`speed_up`); used if
+                           the model fits them and passes the trial
+
+        Raises `ConfigError` for a model that cannot run on pages, or not deterministically."""
         check(max_num_seqs > 0, "max_num_seqs must be positive")
         self._module: Any = module
         parameter = next(module.parameters())
@@ -125,10 +129,9 @@ class PagedEngine(PagedSequences):
         self.shows_features = draft_heads is not None or draft_layer is not None
         self._head = None if draft_heads is None else watch_head(module)
         self._taps: dict[int, Watched] = {}
-        """The layers that a draft layer reads, in its order; fused kernels keep what these read
-        themselves."""
+        """The layers that a draft layer reads, in its order. Not used by fused kernels."""
         self.rows_are_equal = False
-        """Whether a row's logits are bit-equal whatever else is in its step."""
+        """Whether a row's logits do not depend on what else is in its step, bit for bit."""
         self._read_by_head = torch.empty(0)
         """What the model's head read in the last step: first the rows [L, D] that were wanted."""
         self._draft_shapes: list[LayerShape] = []
@@ -168,7 +171,7 @@ class PagedEngine(PagedSequences):
         if self._deterministic and self._decoder is None:
             self._make_independent(num_pages)
         self._use_pages(num_pages)
-        self.shows_features &= not self._drafts_apart  # The trial alone looks at them then.
+        self.shows_features &= not self._drafts_apart  # Then only the trial looks at them.
         self.info = replace(
             info,
             max_model_len=min(info.max_model_len, num_pages * PAGE_SIZE),
@@ -196,8 +199,8 @@ class PagedEngine(PagedSequences):
             return logits, fuse(read)
 
     def _fused(self, info: ModelInfo) -> FusedDecoder | None:
-        """The model on fused kernels, with spans by which its rows are bit-equal; None where that
-        cannot be."""
+        """The model on fused kernels, in spans with bit-equal rows if possible; None if it does not
+        fit the kernels."""
         kernels = self._kernels
         if kernels is None:
             return None
@@ -216,7 +219,7 @@ class PagedEngine(PagedSequences):
         return None if self._deterministic and found is None else decoder
 
     def _make_independent(self, num_pages: int) -> None:
-        """Raises `SettingError` where rows depend on others, even in blocks of few."""
+        """Makes rows bit-equal, in blocks if need be. Raises `SettingError` if that fails."""
         num_pages = min(num_pages, -(-CROWD_SLOTS // PAGE_SIZE))
         for is_last in (False, True):
             self._use_pages(num_pages)
@@ -240,7 +243,8 @@ class PagedEngine(PagedSequences):
         )  # fmt: skip
 
     def _try(self, expected: tuple[Tensor, Tensor | None]) -> None:
-        """Runs the trial, with what accelerates steps or, where that fails, without."""
+        """Runs the trial with the fused kernels or the device's backend, or, where that fails,
+        without them."""
         num_pages = TRIAL_SEQUENCES * -(-len(expected[0]) // PAGE_SIZE)
         self._use_pages(num_pages)
         trials: list[Callable[[], None]] = [partial(self._check_trial, *expected)]
@@ -249,7 +253,7 @@ class PagedEngine(PagedSequences):
         elif self._decoder is None:
             self._check_trial(*expected)
             return
-        # Of the ranks that share a model, only the leader has logits to look at.
+        # Of the ranks that share a model, only the leader has logits to compare.
         if not all(self._least(self._passes(trial)) for trial in trials):
             self._decoder, self._backend, self.rows_are_equal = None, None, False
             self._use_pages(num_pages)
@@ -263,16 +267,16 @@ class PagedEngine(PagedSequences):
             check_features(self, drafted_from)
 
     def _passes(self, trial: Callable[[], None]) -> bool:
-        """Whether a trial of what accelerates steps finds nothing here."""
+        """Whether a trial of accelerated steps succeeds on this rank."""
         try:
             trial()
-        except Exception:  # noqa: BLE001 (whatever it is, steps without show it again)
+        except Exception:  # noqa: BLE001 (if it is not their fault, plain steps raise it again)
             _log.warning("model %s: its steps are not accelerated", self.info.name, exc_info=True)
             return False
         return True
 
     def _use_pages(self, num_pages: int) -> None:
-        """Begins anew with so many empty pages."""
+        """Starts over with this many empty pages."""
         shapes = [layer.shape for layer in self._layers]
         cache = KVCache(shapes, num_pages, self._decoder is not None, self._draft_shapes)
         self._caches = cache.layers
@@ -291,7 +295,7 @@ class PagedEngine(PagedSequences):
             self._shallow_steps = self._new_steps(num_layers, call)
 
     def _new_steps(self, num_layers: int, call: Forward) -> Steps:
-        """Steps of the first layers, which a call runs, on the pages of the pool."""
+        """Steps of the first `num_layers`, which `call` runs, on the pages of the pool."""
         layers, caches = self._layers[:num_layers], self._caches[:num_layers]
         if self._decoder is not None:
             is_whole = num_layers == len(self._layers)
@@ -314,17 +318,17 @@ class PagedEngine(PagedSequences):
 
     @property
     def kernels_name(self) -> str:
-        """The library of fused kernels that steps run on; empty without one."""
+        """The library of fused kernels that steps run on; empty if none."""
         return "" if self._decoder is None else self._decoder.kernels.name
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
         """See `Engine.forward`. Logits are float64 for a float64 model."""
         if not steps:
             return []
-        rows, sizes = self._run(self._contending(self._run_whole, steps, True), steps)
+        rows, sizes = self._run(self._run_whole, steps)
         if self._head is not None:
             self._features = torch.split(self._read_by_head[: sum(sizes)], sizes)
-        # The copy is made outside of inference mode, so that callers may change it in place.
+        # Copied outside of inference mode, so that callers may change it in place.
         return list(torch.split(rows.to(self._logits_dtype, copy=True), sizes))
 
     def forward_shallow(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
@@ -342,18 +346,15 @@ class PagedEngine(PagedSequences):
         with torch.inference_mode():
             return self._kept.at(*shipped([slots], self._device))
 
-    def _contending(
-        self,
-        run: Callable[[HeldStep], Tensor],
-        steps: Sequence[SequenceStep],
-        is_whole: bool,
-    ) -> Callable[[HeldStep], Tensor]:
+    def _making_room(
+        self, steps: Sequence[SequenceStep], whole: bool
+    ) -> AbstractContextManager[None]:
         """Runs a step on fewer threads while other processes use the cores."""
         if self._contended is None:
-            return run
+            return nullcontext()
         num_tokens = sum(len(step.token_ids) for step in steps)
-        kind = (is_whole, num_tokens.bit_length()) if num_tokens < WIDE_STEP_ROWS else None
-        return self._contended.step(kind)(run)
+        kind = (whole, num_tokens.bit_length()) if num_tokens < WIDE_STEP_ROWS else None
+        return self._contended.step(kind)
 
     def _run_whole(self, step: HeldStep) -> Tensor:
         """`Steps.run` of the whole model, and the part of a draft layer."""
@@ -391,14 +392,14 @@ class PagedEngine(PagedSequences):
         position_ids: Tensor,
         wanted_rows: Tensor,
     ) -> Tensor:
-        """`Forward` of the first layers: what they put out, [L, D]."""
+        """`Forward` of the first layers: their output, [L, D]."""
         output = shallow(input_ids=token_ids, position_ids=position_ids, use_cache=False)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden.index_select(0, wanted_rows)
 
 
 def watch_head(module: Any) -> Watched:
-    """Puts a watch on the head of a causal language model, and returns it."""
+    """Wraps the head of a causal language model, and returns the wrapper."""
     watched = Watched(module.get_output_embeddings())
     module.set_output_embeddings(watched)
     return watched

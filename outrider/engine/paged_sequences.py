@@ -4,7 +4,7 @@ undone, and steps of a draft layer."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import numpy as np
@@ -78,7 +78,11 @@ class PagedSequences:
         """The rows that are wanted, and how many of them each step wants. `whole` is false for
         steps that run less than the whole model."""
         check_steps(steps, self.info, self._max_num_seqs, self.length)
-        with self._appended(steps, whole) as step, torch.inference_mode():
+        with (
+            self._appended(steps, whole) as step,
+            self._making_room(steps, whole),
+            torch.inference_mode(),
+        ):
             rows = run(step)
         if whole:
             self._pool.written(steps)
@@ -120,17 +124,13 @@ class PagedSequences:
         self, run: Callable[[HeldStep], Tensor], steps: Sequence[SequenceStep]
     ) -> list[Tensor]:
         """The rows of each step of a pass through less than the whole model."""
-        run = self._contending(run, steps, False)
         return list(torch.split(*self._run(run, steps, whole=False))) if steps else []
 
-    def _contending(
-        self,
-        run: Callable[[HeldStep], Tensor],
-        steps: Sequence[SequenceStep],
-        is_whole: bool,
-    ) -> Callable[[HeldStep], Tensor]:
-        """`run`, or a version of it that makes room for other processes."""
-        return run
+    def _making_room(
+        self, steps: Sequence[SequenceStep], whole: bool
+    ) -> AbstractContextManager[None]:
+        """Runs a step so that it makes room for other processes."""
+        return nullcontext()
 
     def fork(self, sequence_id: str, branch_id: str) -> None:
         """See `Engine.fork`."""
