@@ -1,10 +1,10 @@
-"""Puts a paged cache in the place of a model's attention, through the library's own interface.
+"""Replaces a model's attention by one that reads a paged cache, through the library's interface.
 
 A module that is set to `PAGED` hands each layer's queries, keys and values to `_paged_attention`,
-and builds no mask. Which step runs is known from a context variable, because not every model passes
-further arguments down to its layers. Which layers there are, and what each keeps and sees of a
-token, is not read from a configuration: `find_layers` lets one token pass through the module and
-notes which blocks ask for attention, with tensors of what shape and under what mask.
+and builds no mask. The current step is in a context variable, because not every model passes
+further arguments down to its layers. `find_layers` does not trust the configuration: it runs one
+token through the module, and notes which blocks call attention, with tensors of what shape and
+under what mask.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from outrider.kv_cache.storage import KeysAndValues, LayerShape
 PAGED = "outrider_paged"
 """Name of the attention that reads and writes pages."""
 _FINDING = "outrider_finding"
-"""Name of the one that only notes who calls it."""
+"""Name of the attention that only notes the block that calls it."""
 _UNKNOWN_ARGUMENTS = ("s_aux", "position_bias")
-"""What attention can be given that would change its result, and is not done here."""
+"""Arguments of attention that change its result, and are not supported."""
 _Allows = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""The library's mask function: (batch, head, query and key index) -> may look."""
+"""The library's mask function: (batch, head, query and key index) -> whether the key is seen."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """One block of a module that asks for attention."""
+    """One block of a module that calls attention."""
 
     block: nn.Module
     shape: LayerShape
@@ -43,14 +43,14 @@ class AttentionLayer:
     window: int | None
     """Tokens that a token sees, itself included; None = all before it."""
     scaling: float
-    """What scores are multiplied by."""
+    """Factor of attention scores."""
     softcap: float | None
-    """A bound on scores, s -> cap tanh(s / cap)."""
+    """A bound on scores: s -> cap tanh(s / cap)."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """Where a layer's keys and values are, and what it sees of them."""
+    """A layer's keys and values, and what the layer sees of them."""
 
     cache: KeysAndValues
     window: int | None
@@ -59,21 +59,21 @@ class LayerPages:
 
 
 Attend = Callable[[Tensor, LayerPages], Tensor]
-"""(queries [1, query heads, T, key width], layer) -> output [1, T, query heads, value width]: how a
-step reads what is in its pages."""
+"""How a step attends to its pages: (queries [1, query heads, T, key width], layer) -> output
+[1, T, query heads, value width]."""
 
 
 _RUNNING: ContextVar[tuple[dict[nn.Module, LayerPages], Tensor, Attend] | None] = ContextVar(
     "outrider_step", default=None
 )
-"""The layers of the step that runs, the slots of its tokens, and how it attends."""
+"""The layers of the current step, the slots of its tokens, and how it attends."""
 _FOUND: ContextVar[tuple[list[AttentionLayer], int]] = ContextVar("outrider_layers")
-"""The layers that were found so far, and how long sequences get."""
+"""The layers found so far, and the longest length of a sequence."""
 
 
 @contextmanager
 def running(layers: dict[nn.Module, LayerPages], slots: Tensor, attend: Attend) -> Iterator[None]:
-    """While it lasts, modules whose blocks are these write the keys and values of the first tokens
+    """In this context, modules with these blocks write the keys and values of their first n tokens
     to `slots` [n] of these pages, and attend to them."""
     token = _RUNNING.set((layers, slots, attend))
     try:
@@ -85,8 +85,8 @@ def running(layers: dict[nn.Module, LayerPages], slots: Tensor, attend: Attend) 
 def find_layers(module: Any, max_model_len: int) -> list[AttentionLayer]:
     """The module's attention layers in the order they run; leaves the module set to `PAGED`.
 
-    Raises `ConfigError` for a module whose attention cannot be replaced, or does what is not done
-    here: sinks, masks other than causal ones and sliding windows, layers that run twice."""
+    Raises `ConfigError` if the attention cannot be replaced, or does what is not supported: sinks,
+    masks other than causal ones and sliding windows, layers that run twice."""
     set_attention(module, _FINDING)
     found: list[AttentionLayer] = []
     token = _FOUND.set((found, max_model_len))
@@ -103,7 +103,7 @@ def find_layers(module: Any, max_model_len: int) -> list[AttentionLayer]:
 
 
 def set_attention(module: Any, name: str) -> None:
-    """Sets the attention that the module runs with. Raises `ConfigError` if it is not to be set."""
+    """Sets the attention that the module runs with. Raises `ConfigError` if that is impossible."""
     try:
         module.set_attn_implementation(name)
     except (ValueError, AttributeError) as error:
@@ -121,8 +121,8 @@ def _paged_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Output [1, T, heads, width] of query [1, heads, T, width], key and value [1, key heads, T,
-    width], which are written to their slots first. Where there are fewer slots than tokens, the
-    last ones have none."""
+    width]. Keys and values are written to their slots first. If there are fewer slots than tokens,
+    the last tokens are padding."""
     step = _RUNNING.get()
     if step is None:
         raise InvariantError("a module that belongs to an engine was called outside of it")
@@ -142,7 +142,7 @@ def _noted_attention(
     softcap: float | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """Notes the block; what it returns has the shape of attention's output and no meaning."""
+    """Notes the block; returns zeros in the shape of attention's output."""
     layers, max_model_len = _FOUND.get()
     if any(layer.block is block for layer in layers):
         raise ConfigError("one of its layers runs twice for each token")
@@ -163,15 +163,15 @@ def _noted_attention(
 def _noted_mask(
     batch_size: int, q_length: int, kv_length: int, mask_function: _Allows, **_: Any
 ) -> Tensor:
-    """A mask that carries the function it is made from."""
+    """A mask with its function as an attribute."""
     mask = torch.ones((batch_size, 1, q_length, kv_length), dtype=torch.bool)
     mask.allows = mask_function  # type: ignore[attr-defined]
     return mask
 
 
 def _window(allows: _Allows, length: int) -> int | None:
-    """The window of a mask over so many tokens. Raises `ConfigError` if it is not one: its rows
-    are tried at both ends and around the window's size."""
+    """The window of a mask over `length` tokens; None = it sees all. Raises `ConfigError` for other
+    masks: rows are tried at both ends and around the window's size."""
     zero = torch.zeros((), dtype=torch.int64)
     keys = torch.arange(length)
 

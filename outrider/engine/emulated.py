@@ -1,17 +1,18 @@
-"""Engines that are no models: a toy pair of languages, and steps that take a stated time.
+"""Emulated engines: a toy pair of target and draft distributions, and steps that take a stated
+time.
 
 At each prefix the target's distribution is a Zipf law over `support` ids, which a keyed hash of the
-last `order` tokens picks out of the vocabulary; every other id has probability zero. The draft has
+last `order` tokens picks from the vocabulary; all other ids have probability zero. The draft has
 the same ids, and log q = log p + `deviation` * a keyed standard Gaussian. So acceptance, entropy
-and step times are chosen, and everything else (services, transport, sessions, sampling) is real.
+and step times can be chosen, while services, transport, sessions and sampling are real.
 
-With `acceptance_rates` the target's law depends on what it verifies: it gives a draft token all
-probability or none, by a keyed number and the token's place in the round. Every rule then accepts
-at these rates, with any drafter and at any temperature. Texts depend on their drafts, and an audit
-finds them wrong.
+With `acceptance_rates` the target's distribution depends on what it verifies: it gives a draft
+token all probability or none, by a keyed number and the token's place in the round. Every rule then
+accepts at these rates, with any drafter and at any temperature. Texts depend on their drafts, and
+audits fail.
 
-With `head_on` the draft's law is that of a head. It drafts on the target, in steps of its own, or
-on draft replicas, from rows of zeros that the target sends.
+With `head_on` the draft's distribution is that of a head, which drafts on the target in steps of
+its own, or on draft replicas from rows of zeros that the target sends.
 """
 
 from __future__ import annotations
@@ -34,16 +35,17 @@ from outrider.models.draft_head import DraftHead, LoadedDraftHead
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _NO_TOKEN = 2**32
-"""Stands for the places before the first token of a short prefix."""
+"""Fills the places before the first token of a short prefix."""
 _SPARE_DRAWS = 64
-"""Beyond twice the support: so many numbers leave too few distinct ids with probability < 1e-50."""
+"""Numbers drawn beyond twice the support. They contain too few distinct ids with probability
+< 1e-50."""
 _DRAFT_KEY = np.uint64(0x6472616674)
 _ACCEPT_KEY = np.uint64(0x616363657074)
 _Words = npt.NDArray[np.uint64]
 
 
 class _Head(DraftHead):
-    """Stands for a head: what it puts out are its logits already."""
+    """Stands for a head; its output already is its logits."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -59,12 +61,12 @@ class _Head(DraftHead):
 
 
 class EmulatedEngine:
-    """Implements `Engine` for one side of a toy pair, and as its `head_on` says `DraftingEngine` or
-    `FeatureKeeper` for a target, or what a `FeatureDrafter` asks of a `HeadEngine`.
+    """Implements `Engine` for one side of a toy pair. By its `head_on` it is also a
+    `DraftingEngine` or a `FeatureKeeper` for a target, or a `HeadEngine` for a `FeatureDrafter`.
 
-    Logits of the target are log p, of the draft unnormalised log q; -inf outside of the support.
-    Where the target refuses a draft token by `acceptance_rates` they are log p without it.
-    Takes at most `max_num_seqs` sequences in a step, and has pages, like an engine of a model.
+    Logits are log p of the target, or unnormalised log q of the draft; -inf outside the support.
+    Where the target refuses a draft token by `acceptance_rates` they are log p without that token.
+    A step has at most `max_num_seqs` sequences, and pages are those of an engine with a model.
     """
 
     draft_layer: LoadedDraftHead | None = None
@@ -93,12 +95,13 @@ class EmulatedEngine:
         self._rows = torch.full((0, spec.vocab_size), -math.inf)
         """Logits of the last step; -inf behind its own."""
         self._written = torch.zeros((0, 1), dtype=torch.int64)
-        """The columns of them that are not."""
+        """The columns of these logits that are not -inf."""
         reached = (1.0, *spec.acceptance_rates, 0.0)
         self._chances = np.array([b / a if a else 0.0 for a, b in pairwise(reached)])
-        """That a draft token is accepted whose predecessors were, by place in the round."""
+        """By place in the round, the chance that a draft token is accepted if all before it were.
+        """
         self._drafts_as = self
-        """Whose law and time are those of drafted tokens."""
+        """The engine that states the distribution and the time of drafted tokens."""
         if spec.head_on:
             self._open_head(spec, role)
         self.info = ModelInfo(
@@ -133,8 +136,8 @@ class EmulatedEngine:
     def _run(
         self, steps: Sequence[SequenceStep], by: EmulatedEngine, whole: bool = True
     ) -> tuple[_Words, torch.Tensor]:
-        """The contexts of all rows, and the logits there `by` an engine's law and time. Slots that
-        are not `whole` are given back."""
+        """The contexts of all rows, and their logits, with the distribution and step time of `by`.
+        The caller gives slots that are not `whole` back."""
         check_steps(steps, self.info, self._max_num_seqs, self.length)
         self._pool.append(steps, whole)
         if whole:
@@ -145,7 +148,7 @@ class EmulatedEngine:
         return contexts, by._logits(contexts)
 
     def features(self) -> list[torch.Tensor]:
-        """See `FeatureEngine.features`: numbers that are never looked at."""
+        """See `FeatureEngine.features`; numbers without a meaning."""
         return [torch.zeros(num, 1) for num in self._num_rows]
 
     def forward_draft(
@@ -185,7 +188,7 @@ class EmulatedEngine:
         return self._step_seconds
 
     def _contexts(self, step: SequenceStep) -> list[list[int]]:
-        """The last `order` tokens before each row of logits of a step that was appended."""
+        """The last `order` tokens before each row of logits of a step, which was appended."""
         order = self._spec.order
         num_held = self.length(step.sequence_id) - len(step.token_ids)
         start = max(0, num_held - order)
@@ -220,8 +223,8 @@ class EmulatedEngine:
         return logits.scatter_(1, ids, torch.from_numpy(values.astype(np.float32)))
 
     def _judge(self, steps: Sequence[SequenceStep], contexts: _Words, logits: torch.Tensor) -> None:
-        """Gives the draft token behind each row all probability, or none. Of siblings that is the
-        first, and the others have none: the rates alone say how much is accepted."""
+        """Gives the draft token behind each row all probability or none. Of siblings only the first
+        may get it, so that acceptance depends on the rates alone."""
         drafted: dict[int, tuple[int, int, int]] = {}
         """By row: the draft token, its place in the round, and the row behind it."""
         siblings: list[tuple[int, int]] = []
@@ -254,8 +257,8 @@ class EmulatedEngine:
         self._written = torch.cat([self._written, others[:, None]], dim=1)
 
     def _blank(self, num_rows: int) -> torch.Tensor:
-        """Rows of -inf, where the last step's may have been: wiping out what little was written is
-        all that a step of many rows can afford."""
+        """Rows of -inf. They are reused from step to step: only what was written is reset, as
+        filling many rows takes too long."""
         self._rows[: len(self._written)].scatter_(1, self._written, -math.inf)
         if num_rows > len(self._rows):
             self._rows = torch.full((num_rows, self._spec.vocab_size), -math.inf)
@@ -284,10 +287,9 @@ def _words(keys: _Words, num: int) -> _Words:
 
 
 def _support_ids(keys: _Words, support: int, vocab_size: int) -> _Words:
-    """`support` distinct ids [n, support] for each key, the likeliest first.
-
-    Where they are few among many, each key's numbers are taken in turn and repeated ids skipped;
-    else the ids with the smallest numbers are taken."""
+    """`support` distinct ids [n, support] for each key, the likeliest first: of a large vocabulary
+    each key's numbers in turn, without repeats; of a small one the ids with the smallest numbers.
+    """
     if support * 8 > vocab_size:
         order = np.argsort(_words(keys, vocab_size), axis=1, kind="stable")
         return order[:, :support].astype(np.uint64)

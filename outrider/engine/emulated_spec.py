@@ -1,4 +1,4 @@
-"""What an emulated pair is, by the setting that names it. Imports nothing that computes."""
+"""The specification of an emulated pair, parsed from a setting. Imports no numeric library."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from outrider.errors import ConfigError
 from outrider.limits import NUM_DRAFT_TOKENS_MAX, SIBLINGS_MAX
 
 SCHEME = "emulated"
-"""A model's name begins with it and a colon; what follows is the specification."""
+"""An emulated model is named `emulated:SPECIFICATION`."""
 VOCAB_SIZE_MAX = 2**20
 PAGES_MAX = 2**16
 FEATURE_WIDTH_MAX = 2**16
 JUDGED_SUPPORT_MIN = SIBLINGS_MAX + 2
-"""A draft token and its siblings may all be refused, and then another token must be left."""
+"""A draft token and all its siblings may be refused, and then one more token must be left."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Parts = BeforeValidator(lambda value: value.split("/") if isinstance(value, str) else value)
-"""Of a value A/B/.."""
+"""Splits a value A/B/.."""
 
 
 class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
-    """What a toy pair is; target and draft must be given the same one."""
+    """A toy pair; target and draft must have the same specification."""
 
     vocab_size: int = Field(default=32_000, ge=2, le=VOCAB_SIZE_MAX)
     support: int = Field(default=64, ge=1)
@@ -36,13 +36,11 @@ class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
     order: int = Field(default=3, ge=1, le=64)
     """Tokens of the prefix that the next distribution depends on."""
     verify_ms: float = Field(default=18.3, ge=0, le=60_000)
-    """Time of a target step ..."""
+    """Time of a target step for every `verify_tokens` new tokens or part of them."""
     verify_tokens: int = Field(default=16, ge=1)
-    """... for each begun so many new tokens in it."""
     draft_ms: float = Field(default=1.3, ge=0, le=60_000)
-    """Time of a draft step ..."""
+    """Time of a draft step for every `draft_branches` rows of logits or part of them."""
     draft_branches: int = Field(default=64, ge=1)
-    """... for each begun so many rows of logits in it."""
     seed: int = Field(default=0, ge=0, lt=2**64)
     max_model_len: int = Field(default=8192, ge=1, le=2**20)
     eos: int = Field(default=-1, ge=-1)
@@ -52,13 +50,14 @@ class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
     acceptance_rates: Annotated[
         tuple[Share, ...], Parts, Field(max_length=NUM_DRAFT_TOKENS_MAX)
     ] = ()
-    """The chances, as A/B/.., that a round accepts at least 1, 2, ... draft tokens, and never more
-    than there are chances; empty = what follows from the two laws."""
+    """The chances, as A/B/.., that a round accepts at least 1, 2, ... draft tokens; a round never
+    accepts more tokens than there are chances. Empty = acceptance follows from the distributions.
+    """
     head_on: Literal["", "target", "draft"] = ""
-    """Where the draft runs as a head that reads the target: on the target, between its steps, or on
-    draft replicas, which the target sends a row of each token; empty = it reads nothing."""
+    """Where the draft runs as a head that reads the target: on the target between its steps, or on
+    draft replicas, to which the target sends a row for each token; empty = it is no head."""
     feature_width: int = Field(default=4096, ge=1, le=FEATURE_WIDTH_MAX)
-    """Numbers of such a row."""
+    """Numbers in such a row."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -97,7 +96,7 @@ Numbers = TypeVar("Numbers", bound=BaseModel)
 
 
 def parse_numbers(kind: type[Numbers], text: str, what: str) -> Numbers:
-    """A model from `key=value,...`. Raises `ConfigError` naming a key that is unknown, repeated, or
+    """A model from `key=value,...`. Raises `ConfigError` for a key that is unknown, repeated, or
     has a bad value."""
     given: dict[str, str] = {}
     for item in filter(None, text.split(",")):

@@ -1,10 +1,10 @@
 """Attention over gathered slots of a paged cache, on any device.
 
-In plain matrix products scores are in the model's own dtype, as in the library's `eager` attention,
-whose rounding it shares. For what an engine runs that is quicker on most CPUs than the fused
-`scaled_dot_product_attention`: with bfloat16, 3 key heads of width 64 for 9 query heads, on one
-thread, a layer takes for 16 sequences of 300 slots 0.5 of its time (one new token each, or five),
-for 128 tokens of a prompt over 1,000 slots 0.4, for one sequence 0.8 (five tokens) to 1.1 (one).
+It uses plain matrix products, with scores in the model's dtype, and rounds as the library's `eager`
+attention does. On most CPUs this is faster than the fused `scaled_dot_product_attention`. Times of
+a layer relative to that, in bfloat16 on one thread, with 3 key heads of width 64 for 9 query heads:
+0.5 for 16 sequences of 300 slots with one or five new tokens each, 0.4 for 128 tokens of a prompt
+over 1,000 slots, 0.8 for one sequence with five new tokens, 1.1 with one.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from outrider.kv_cache.storage import KeysAndValues
 def attend(query: Tensor, layer: LayerPages, groups: Sequence[Group]) -> Tensor:
     """Attention output [1, T, query heads, value width] of queries [1, query heads, T, key width],
     whose keys and values are in the cache; 0 for rows that are in no group. Query head h reads key
-    head h * Hkv // Hq, and no key is repeated for that: the query heads that share one are rows of
-    one matrix."""
+    head h * Hkv // Hq. Keys are not repeated: query heads that share one are rows of one matrix."""
     queries = query[0]
     if len(groups) == 1 and isinstance(groups[0].rows, slice):
         return _attend_group(queries, layer, groups[0])[None]
     num_heads, num_rows, _ = queries.shape
-    # What is made of padding is put behind the last row.
+    # The output of padding goes behind the last row.
     output = queries.new_zeros((num_rows + 1, num_heads, layer.cache.values.shape[2]))
     for group in groups:
         rows = group.rows
@@ -45,8 +44,9 @@ def attend(query: Tensor, layer: LayerPages, groups: Sequence[Group]) -> Tensor:
 def _gathered(cache: KeysAndValues, group: Group) -> tuple[Tensor, Tensor]:
     """Keys and values [heads, N * L, width] of a group's slots.
 
-    Several threads share the rows of a first dimension alone (for 16 sequences of 320 slots on two
-    threads 76 us instead of 120); one thread is quicker by heads (125 us, not 155)."""
+    `index_select` shares only its first dimension among threads. So on several threads all heads'
+    slots are rows of one dimension (76 us instead of 120 for 16 sequences of 320 slots on two
+    threads); on one thread heads are the faster way (125 us instead of 155)."""
     if torch.get_num_threads() == 1:
         return cache.gather(group.slots)
     num_heads, num_slots, _ = cache.keys.shape
@@ -79,7 +79,8 @@ def _attend_group(queries: Tensor, layer: LayerPages, group: Group) -> Tensor:
 
 
 def _attend_group_in_splits(queries: Tensor, layer: LayerPages, group: Group) -> Tensor:
-    """As `_attend_group`, of a group in fixed shapes."""
+    """As `_attend_group`, for a group in fixed shapes: sums over each split, then over splits in
+    order, so that the result does not depend on how many splits follow."""
     num, size = group.num_segments, group.num_tokens
     key_heads, _, key_width = layer.cache.keys.shape
     value_width = layer.cache.values.shape[2]
@@ -111,7 +112,7 @@ def _attend_group_in_splits(queries: Tensor, layer: LayerPages, group: Group) ->
 
 
 def _in_order(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum over axis 2, from the first to the last."""
+    """The sum over axis 2, from first to last."""
     total = parts.select(2, 0).to(dtype, copy=True)
     for index in range(1, parts.shape[2]):
         total.add_(parts.select(2, index))
@@ -119,11 +120,11 @@ def _in_order(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""A module's logits [L, V] of token and position ids [1, T] and logit rows [L]."""
+"""(token ids [1, T], position ids [1, T], logit rows [L]) -> logits [L, V] of a module."""
 
 
 class Steps(Protocol):
-    """How an engine's steps are run on its pages."""
+    """Runs an engine's steps on its pages."""
 
     def run(self, step: HeldStep) -> Tensor:
         """Logits [at least L, V], of which the first L are those that the step wants. Valid until
@@ -132,7 +133,7 @@ class Steps(Protocol):
 
 
 class GatheredSteps(Steps):
-    """On any device, in any dtype."""
+    """Steps on any device, in any dtype."""
 
     def __init__(
         self,

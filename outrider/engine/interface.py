@@ -19,7 +19,8 @@ class ModelInfo:
 
     name: str
     vocab_size: int
-    """Token ids are below it; the width of the logits, padding included, but for ..."""
+    """Token ids are below it. Also the width of the logits, padding included, unless there are
+    `logit_token_ids`."""
     max_model_len: int
     dtype: str
     eos_token_ids: tuple[int, ...]
@@ -27,7 +28,8 @@ class ModelInfo:
     tokenizer_fingerprint: str
     """Empty for a model without a tokenizer."""
     logit_token_ids: tuple[int, ...] = field(default=(), repr=False)
-    """... a head over a part of the vocabulary: the token of each of its columns, ascending."""
+    """Of a head over a part of the vocabulary: the token of each column of its logits, ascending.
+    """
     numerics: str = ""
     """See `ReplicaDescription.numerics`."""
     features: str = ""
@@ -40,12 +42,12 @@ class SequenceStep:
 
     sequence_id: str
     token_ids: tuple[int, ...]
-    """Run after the slots the sequence holds; at least one."""
+    """Run after the slots that the sequence holds; at least one."""
     num_logits: int
-    """Logits are wanted for the last so many of `token_ids`; 0..len(token_ids)."""
+    """How many of the last `token_ids` logits are wanted for; 0..len(token_ids)."""
     parents: tuple[int, ...] = ()
-    """Of a tree: for each of `token_ids` the index of the one that it follows, smaller than its
-    own; -1 is the last slot held. Empty for a chain."""
+    """Of a tree: for each of `token_ids` the index of the token that it follows, smaller than its
+    own; -1 = the last slot held. Empty for a chain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +57,17 @@ class PageCounts:
     num_pages: int
     num_free: int
     num_evictable: int
-    """Held by idle sequences or remembered for their prefix alone."""
+    """Held only by idle sequences, or remembered only for their prefix."""
     prefix_queries: int
-    """Tokens of the sequences that were attached ..."""
+    """Tokens of all sequences that were attached ..."""
     prefix_hits: int
-    """... and those of them that were there."""
+    """... and how many of them were found in the cache."""
     page_size: int = PAGE_SIZE
     """Tokens of a page."""
 
     @property
     def num_slots(self) -> int:
-        """Tokens that all pages hold."""
+        """Tokens that all pages can hold."""
         return self.num_pages * self.page_size
 
     @property
@@ -76,37 +78,36 @@ class PageCounts:
 
 @dataclass(frozen=True, slots=True)
 class FoundPrefix:
-    """The pages on which a sequence can begin, as long as its engine has run no step."""
+    """The pages on which a sequence can begin. Valid until its engine runs a step."""
 
     length: int
-    """Slots of them, all of which hold the sequence's tokens."""
+    """Slots of these pages; all hold the sequence's tokens."""
     pages: tuple[int, ...]
 
 
 class Engine(Protocol):
     """Runs one causal language model over many sequences, and keeps their keys and values.
 
-    One slot holds one token; slots are taken in pages, of which there is a fixed number. A sequence
-    comes into being with `attach`, or with its first step. What is done depends on the calls alone,
-    so that two engines that hear the same calls hold the same pages. Calls are made from one thread
-    at a time; none of them waits on anything but the model. Where the machine fails in a call, the
-    call's sequences are as they were before it, or, if that is not to be had, forgotten; all others
-    are untouched.
+    One slot holds one token. Slots are taken in pages, of which there is a fixed number. A sequence
+    begins with `attach` or with its first step. The state depends on the calls alone, so two
+    engines that get the same calls hold the same pages. Calls are made from one thread at a time,
+    and wait for nothing but the model. If a call fails unexpectedly, its sequences are as they were
+    before it, or, where that is impossible, forgotten; all others are unchanged.
     """
 
     @property
     def info(self) -> ModelInfo:
-        """What runs here; constant."""
+        """What runs; constant."""
         ...
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
-        """Appends each step's tokens to its sequence, and returns per step its logits
-        [num_logits, V], or [num_logits, N] with N `logit_token_ids`; float32, on the model's
-        device: row j follows the j-th of the last `num_logits` tokens. They stand until the next
-        call. At most one step a sequence. Where pages are missing, idle sequences and remembered
-        prefixes are evicted.
+        """Appends each step's tokens to its sequence, at most one step for each. Returns for each
+        step the logits [num_logits, V], or [num_logits, N] with N `logit_token_ids`, in float32 on
+        the model's device: row j predicts the token after the j-th of the last `num_logits` tokens.
+        Valid until the next call. Evicts idle sequences and remembered prefixes if pages are
+        missing.
         Raises `BadRequest` for a token id outside the vocabulary or a sequence longer than
-        `max_model_len`, `OutOfPages` where even eviction does not make room; then no sequence of
+        `max_model_len`, and `OutOfPages` if eviction does not make enough room; then no sequence of
         the call has changed."""
         ...
 
@@ -116,30 +117,30 @@ class Engine(Protocol):
         without: Iterable[str] = (),
         begun: Mapping[str, FoundPrefix] | None = None,
     ) -> bool:
-        """Whether `forward` would find pages for them, eviction included, once the sequences of
-        `without`, none of them in a step, were released, and those of `begun`, none of which is
-        held, attached to what was found of them; changes nothing."""
+        """Whether `forward` would find pages for these steps, eviction included, after the
+        sequences in `without` were released and those in `begun` attached to the given prefixes.
+        None of `without` has a step, none of `begun` is held. Changes nothing."""
         ...
 
     def find(self, token_ids: Sequence[int], salt: str = "") -> FoundPrefix:
-        """What `attach` would begin a sequence on; changes nothing."""
+        """The prefix that `attach` would begin a sequence on; changes nothing."""
         ...
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
-        """Begins a sequence that is not held on the pages that others have left or hold of the same
-        tokens under the same `salt`: as many whole pages as agree, but never all of `token_ids`,
-        so that one is left to run. Returns the slots held now. Evicts nothing."""
+        """Begins a sequence that is not held, on cached pages of the same tokens under the same
+        `salt`: as many whole pages as match, but never all of `token_ids`, so that at least one
+        token is left to run. Returns the number of slots held now. Evicts nothing."""
         ...
 
     def fork(self, sequence_id: str, branch_id: str) -> None:
-        """Begins the unknown `branch_id` with the slots of `sequence_id`. Pages are shared, only
-        the last partial one is copied. Of idle sequences branches are the first to be evicted.
-        Evicts as `forward` does, and raises `OutOfPages` where that does not do."""
+        """Begins the unknown `branch_id` with the slots of `sequence_id`. Whole pages are shared; a
+        partial last page is copied. Idle branches are evicted before other idle sequences. Evicts
+        as `forward` does, and raises `OutOfPages` if that does not make room."""
         ...
 
     def mark_idle(self, sequence_id: str) -> None:
-        """The sequence may be evicted from now on, after those that are idle for longer,
-        and then has length 0. Its next step makes it busy again. Unknown ones are ignored."""
+        """From now on the sequence may be evicted, after those that have been idle for longer; its
+        length is 0 then. Its next step makes it busy again. Unknown ones are ignored."""
         ...
 
     def page_counts(self) -> PageCounts:
@@ -151,8 +152,8 @@ class Engine(Protocol):
         ...
 
     def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> None:
-        """Keeps the first `length` slots, then those slots that `path` names (ascending indices
-        >= `length`), in that order; frees the others. Other sequences are unchanged."""
+        """Keeps the first `length` slots and then the slots in `path` (ascending indices >=
+        `length`), in that order; frees the rest. Other sequences are unchanged."""
         ...
 
     def release(self, sequence_id: str) -> None:
@@ -160,14 +161,13 @@ class Engine(Protocol):
         ...
 
     def take_step_seconds(self) -> float:
-        """Time that the steps since the last call must appear to have taken, and resets it.
-        0 for an engine whose steps take their own time; emulated engines state theirs."""
+        """Seconds that the steps since the last call must appear to have taken; resets them. Only
+        emulated engines state a time; for others it is 0."""
         return 0.0
 
     @property
     def stated_seconds(self) -> float:
-        """What `take_step_seconds` would return now: how far a step that runs is ahead of the
-        clock."""
+        """What `take_step_seconds` would return now."""
         return 0.0
 
 
@@ -188,45 +188,45 @@ class FeatureEngine(Engine, Protocol):
 
 @runtime_checkable
 class ShallowEngine(Engine, Protocol):
-    """An engine that runs tokens through its model's first layers alone, on the same slots, for
-    a drafter that reads what these put out."""
+    """An engine that can run tokens through its model's first layers alone, on the same slots, for
+    a drafter that reads their output."""
 
     def forward_shallow(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
-        """As `forward`, but per step [num_logits, D]: what the last of the first layers put out, in
-        the model's dtype. The slots that it takes are the sequence's own, hold keys and values of
-        these layers alone, and are given back by `keep` before the sequence's next `forward`."""
+        """As `forward`, but returns for each step the output of the first layers [num_logits, D],
+        in the model's dtype. The slots that it takes hold keys and values of these layers alone;
+        the caller gives them back by `keep` before the sequence's next `forward`."""
         ...
 
 
 @runtime_checkable
 class DraftingEngine(FeatureEngine, Protocol):
-    """An engine that runs, as one more layer on the same slots, a head that drafts from pairs: what
-    it makes of the model's layers at a token, and the token behind it. `features` are then what the
-    head makes of them. A slot holds the key and the value of the pair that its token ends."""
+    """An engine that runs a drafting head as one more layer on the same slots. The head reads
+    pairs: a feature, which it makes of the model's layers at a token, and the token behind that.
+    `features` are these. A slot also holds the key and value of the pair that its token ends."""
 
     def forward_draft(
         self, steps: Sequence[SequenceStep], features: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Runs one pair a step, of a feature [D] and the step's only token, behind the slots of a
-        sequence that holds some; returns what the head puts out, [1, D] each, in the model's dtype.
-        The slots that it takes are the sequence's own, hold keys and values of pairs alone, and are
-        given back by `keep` before the sequence's next `forward`."""
+        """Runs one pair for each step, a feature [D] and the step's only token, behind the slots of
+        a sequence that holds some. Returns the head's output, [1, D] each, in the model's dtype.
+        The slots that it takes hold keys and values of pairs alone; the caller gives them back by
+        `keep` before the sequence's next `forward`."""
         ...
 
 
 @runtime_checkable
 class FeatureKeeper(Engine, Protocol):
-    """An engine that may keep, with every slot, what a head that drafts apart from it makes of the
-    model's layers there."""
+    """An engine that may keep, with every slot, the features of a head that drafts elsewhere."""
 
     @property
     def feature_width(self) -> int:
-        """D, the numbers that it keeps of a slot; 0 = none. Constant."""
+        """D, the width of a feature; 0 = none are kept. Constant."""
         ...
 
     def held_features(self, ranges: Sequence[tuple[str, int, int]]) -> Tensor:
-        """Where it does, [n, D]: of sequences the slots from a first one up to an end, all of which
-        hold tokens, one range after another; in the model's dtype, on its device."""
+        """If it keeps them, the features [n, D] of these slots, one range after another, in the
+        model's dtype, on its device. A range is (sequence, first, end), all of whose slots hold
+        tokens."""
         ...
 
 
@@ -236,10 +236,8 @@ def check_steps(
     max_num_seqs: int,
     length: Callable[[str], int],
 ) -> None:
-    """Raises unless these steps may be run on sequences of these lengths; changes nothing.
-
-    `BadRequest` for what a request can cause, `InvariantError` for what only a service can.
-    """
+    """Raises unless these steps can run on sequences of these lengths: `BadRequest` for what a
+    request can cause, `InvariantError` for what only a service can. Changes nothing."""
     check(len(steps) <= max_num_seqs, f"{len(steps)} sequences in a step; at most {max_num_seqs}")
     check(
         len({step.sequence_id for step in steps}) == len(steps),
@@ -260,7 +258,8 @@ def check_steps(
 
 
 def check_kept(held: int, length: int, path: Sequence[int]) -> None:
-    """Raises `InvariantError` unless `Engine.keep` may be asked this of a sequence of `held`."""
+    """Raises `InvariantError` unless these are valid arguments of `Engine.keep` for a sequence that
+    holds `held` slots."""
     check(0 <= length <= held, f"cannot keep {length} of {held} slots")
     previous = length - 1
     for slot in path:

@@ -24,13 +24,13 @@ class StepCosts:
     rows: tuple[int, ...]
     """Measured, ascending; at least one."""
     seconds: tuple[float, ...]
-    """Of a step of one session and so many rows, without a context."""
+    """Of a step of one session with that many rows, without a context."""
     session_s: float = 0.0
-    """Of each further session."""
+    """For each further session."""
     slot_s: float = 0.0
-    """Of each slot that one row of its session reads ..."""
+    """For each slot that a row of its session reads ..."""
     row_slot_s: float = 0.0
-    """... and of each further row that reads it."""
+    """... and for each further row that reads it."""
 
     def __post_init__(self) -> None:
         check(len(self.rows) == len(self.seconds) > 0, "each number of rows has one time")
@@ -39,17 +39,18 @@ class StepCosts:
         check(all(0 <= time < math.inf for time in times), "times must be finite, and 0 or more")
 
     def step_seconds(self, rows: float, sessions: float = 1, context: float = 0) -> float:
-        """The time of a step of `rows` >= 1 tokens of so many sessions, whose contexts have
-        `context` slots together; fractions are means over steps."""
+        """The time of a step of `rows` >= 1 tokens of several sessions, whose contexts have
+        `context` slots in total; fractions are means over steps."""
         attention_s = self.attention_seconds(max(1.0, rows / sessions), context)
         return self.mixed_seconds(rows, sessions, attention_s)
 
     def mixed_seconds(self, rows: float, sessions: float, attention_s: float) -> float:
-        """The same for sessions of unlike rows and contexts; `attention_s` is the sum of theirs."""
+        """The same for sessions with different rows and contexts; `attention_s` is the sum of their
+        `attention_seconds`."""
         return self._base(rows) + self.session_s * (sessions - 1) + attention_s
 
     def attention_seconds(self, rows: float, context: float) -> float:
-        """What a session of `rows` >= 1 tokens adds to a step for its context of so many slots."""
+        """What a session of `rows` >= 1 tokens adds to a step for its `context` slots."""
         return context * (self.slot_s + self.row_slot_s * (rows - 1))
 
     def _base(self, rows: float) -> float:
@@ -63,19 +64,18 @@ class StepCosts:
 MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 MEASURED_SESSIONS = 8
 MEASURED_CONTEXT = 256
-"""Slots of each of those sessions ..."""
+"""Slots of each of those sessions."""
 SHORT_CONTEXT = 16
-"""... and so few that they cost nothing, while all else is done that is done for a context. The
-sessions make the difference stand out: on two cores a slot of the demo target costs 2 us, and a
-step 16 ms."""
+"""A context that costs almost nothing, for comparison. Several sessions are measured to make the
+difference stand out: on two cores a slot of the demo target costs 2 us, and a step 16 ms."""
 CONTEXT_ROWS = 64
-"""Rows that are measured over a context, beside one alone."""
+"""Rows that are measured over a context, besides a single one."""
 CONTEXTS_SHARE = 0.3
-"""Of the time for all: sessions that have no context after that get none."""
+"""Share of the time limit after which no more sessions get a context."""
 TRIES = 3
-"""Of each measurement; the quickest counts, as whatever else runs only makes it slower ..."""
+"""Of each measurement; the fastest counts, as other processes can only slow it down ..."""
 TRIES_SHARE = 0.05
-"""... but none is begun when a measurement has taken this share of the time for all."""
+"""... but no further try starts after this share of the time limit."""
 MANY_ROWS = 64
 _TOKEN_ID = 0
 
@@ -87,12 +87,12 @@ def measure_step_costs(
     clock: Callable[[], float],
     limit_s: float = 3.0,
 ) -> StepCosts:
-    """Runs steps of up to `max_rows` tokens and `max_sessions` sequences on an engine that is not
-    in use yet, on the thread that its steps will run on, and leaves no sequence behind. `clock`
-    gives seconds. What is not measured after `limit_s`, first runs on a device apart, is left out,
-    or taken to cost nothing. An engine that states its time is believed."""
+    """Measures steps of up to `max_rows` tokens and `max_sessions` sequences on an engine that is
+    not in use yet, on the thread that its steps will run on; leaves no sequence behind. `clock`
+    counts seconds. What is not measured within `limit_s` (which excludes warming up a device) is
+    left out, or taken to cost nothing. Of an emulated engine the stated times count."""
     bench = _Bench(engine, clock, limit_s * TRIES_SHARE)
-    bench.least([_step(0, 1)])  # The first step of all warms up: it does not count.
+    bench.least([_step(0, 1)])  # The first step only warms up.
     until = bench.clock() + limit_s
     fitting = min(max_rows, engine.info.max_model_len)
     rows = sorted({*(num for num in MEASURED_ROWS if num < fitting), fitting})
@@ -103,7 +103,7 @@ def measure_step_costs(
     if context > SHORT_CONTEXT and bench.clock() < until:
         num = min(MEASURED_SESSIONS, max_sessions)
         costs = bench.contexts(costs, num, context, bench.clock() + limit_s * CONTEXTS_SHARE)
-    # What takes longest comes last, where it may be left out.
+    # The slowest measurements come last, as they may be left out.
     if len(seconds) == len(few):
         seconds += bench.rows(rows[len(few) :], until)
     known = _costs(rows, seconds)
@@ -111,32 +111,31 @@ def measure_step_costs(
 
 
 def _costs(rows: Sequence[int], seconds: Sequence[float]) -> StepCosts:
-    """Of the first of these rows. A time that is longer than that of more rows is taken for
-    disturbed."""
+    """Costs of as many of `rows` as there are times. A time that exceeds that of more rows is taken
+    to be disturbed, and lowered to it."""
     least = tuple(reversed(list(accumulate(reversed(seconds), min))))
     return StepCosts(tuple(rows[: len(least)]), least)
 
 
 class _Bench:
-    """Sequences are numbered; those that are not begun hold nothing."""
+    """Measures steps of numbered sequences; those that have not begun hold nothing."""
 
     def __init__(self, engine: Engine, clock: Callable[[], float], try_s: float) -> None:
         self._engine = engine
         self._clock = clock
         self._try_s = try_s
         self._first_is_slow = False
-        """On a device a step's first run of its shape compiles what the next ones use:
-        it does not count, and nor does its time ..."""
+        """On a device the first step of each shape compiles kernels, and is not counted."""
         self._excused_s = 0.0
-        """... which is this for all of them."""
+        """Total time of these first steps."""
 
     def clock(self) -> float:
-        """Seconds that have been measured in."""
+        """The time, without first steps of a shape."""
         return self._clock() - self._excused_s
 
     def rows(self, counts: Sequence[int], until: float) -> list[float]:
-        """The least times, s, of steps of so many tokens of one session without a context, as many
-        as there are time and pages for."""
+        """The least times, s, of steps with these numbers of tokens of one session without a
+        context, as far as time and pages allow."""
         found: list[float] = []
         for num in counts:
             step = [_step(0, num)]
@@ -146,8 +145,8 @@ class _Bench:
         return found
 
     def contexts(self, known: StepCosts, num: int, context: int, until: float) -> StepCosts:
-        """What is known, and what `num` sessions and the slots of their contexts cost; of fewer
-        sessions where there is no room for what is measured, or no time to begin them."""
+        """Adds to `known` what `num` sessions and the slots of their contexts cost, or fewer
+        sessions if there are not enough pages or time."""
         begun = 0
         while num and not self._engine.can_hold(
             [_step(index, context + CONTEXT_ROWS, 0) for index in range(num)]
@@ -177,8 +176,8 @@ class _Bench:
         )
 
     def least(self, steps: Sequence[SequenceStep], length: int = 0) -> float:
-        """The least time, s, of such a step of sequences that hold so many slots each; one that
-        holds none is released."""
+        """The least time, s, of such a step of sequences that hold `length` slots each before and
+        after it."""
         self._warm_up(steps, length)
         times: list[float] = []
         enough = self._clock() + self._try_s

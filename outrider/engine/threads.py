@@ -1,4 +1,4 @@
-"""The threads among which torch shares an operator: how many, and at which priority."""
+"""The threads that torch runs an operator on: how many, and at which priority."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 @contextmanager
 def on_threads(num: int) -> Iterator[None]:
-    """Operators of this process have so many threads within the block. Takes less than 1 us."""
+    """Within the block torch uses `num` threads. Takes less than 1 us."""
     before = torch.get_num_threads()
     torch.set_num_threads(num)
     try:
@@ -26,20 +26,20 @@ def on_threads(num: int) -> Iterator[None]:
 
 
 NICENESS = 5
-"""Of the threads that help a step. Where a step has a thread on every core, a message must wait
-until the kernel takes one of them off. Measured on two cores, medians of runs: from sending to
-queue 3.7 ms in 99 of 100 cases instead of 4.7, from verdict to receiver 2.6 instead of 4.4, and
-steps as quick as before. The step's own thread keeps its priority: what it has found out is to be
-told at once."""
+"""Added to the niceness of a step's worker threads. When a step has a thread on every core, an
+incoming message waits until the kernel preempts one of them. Measured on two cores (99th
+percentile, medians of runs): from sending to the queue 3.7 ms instead of 4.7, from verdict to
+receiver 2.6 instead of 4.4, with steps as fast as before. The step's own thread keeps its priority,
+so that its results are sent at once."""
 _log = logging.getLogger(__name__)
 _THREADS = Path("/proc/self/task")
 _ELEMENTS = 2**20
-"""Of an operator that is worth sharing."""
+"""Large enough for torch to use all threads."""
 
 
 def start_workers() -> list[int]:
-    """Starts the threads that will help the thread that calls, and lowers their priority; their
-    ids. Elsewhere than on Linux threads have no priority of their own, and nothing is done."""
+    """Starts the calling thread's worker threads and lowers their priority; returns their ids. Does
+    nothing except on Linux, as elsewhere threads have no priority of their own."""
     if sys.platform != "linux" or not _THREADS.is_dir():
         return []
     before = _thread_ids()
@@ -49,7 +49,7 @@ def start_workers() -> list[int]:
         for worker in workers:
             os.setpriority(os.PRIO_PROCESS, worker, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
     except OSError as error:
-        _log.info("the helpers of a step keep their priority: %r", error)
+        _log.info("the worker threads keep their priority: %r", error)
     return workers
 
 
@@ -58,44 +58,43 @@ def _thread_ids() -> set[int]:
 
 
 SLOW = 3.0
-"""A step that takes so many times as long as usual is slow; ..."""
+"""A step is slow if it takes this many times its usual time."""
 SLOW_STEPS = 2
-"""... so many in a row start a trial, ..."""
+"""Slow steps in a row that start a trial."""
 TRIAL_STEPS = 3
-"""... in which so many steps have fewer threads, and as many between them all."""
+"""Steps of a trial with fewer threads, and as many, alternating, with all threads."""
 GAIN = 2.0
-"""Where fewer threads are so many times as quick, they are kept ..."""
+"""Fewer threads are kept if they are this many times as fast ..."""
 RETREAT_S = 30.0
-"""... for so long."""
+"""... for this long."""
 _WEIGHT = 1 / 16
-"""Of the newest step in the usual time."""
+"""Of the newest step in the average."""
 
 
 class ContendedThreads:
-    """Chooses between all threads, which are quicker as long as nothing else uses the cores, and
-    fewer. Steps are compared with others of their kind alone. `clock` counts seconds."""
+    """Chooses between all threads, which are faster unless other processes use the cores, and
+    fewer. Steps are only compared with others of their kind. `clock` counts seconds."""
 
     def __init__(
         self, fewer: int, every: int, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._fewer, self._every, self._clock = fewer, every, clock
         self._usual_s: dict[Hashable, float] = {}
-        """What a step with all threads takes, by kind: a decayed average."""
+        """Decayed average time of a step with all threads, by kind."""
         self._num_slow = 0
-        """Of the last steps."""
+        """Slow steps in a row."""
         self._trial: Hashable = None
-        """The kind of steps that are tried; None = no trial runs."""
+        """The kind of steps on trial; None = no trial runs."""
         self._all_s: list[float] = []
         """Times of the trial's steps with all threads ..."""
         self._fewer_s: list[float] = []
         """... and with fewer."""
         self._until = 0.0
-        """Fewer threads are kept so long."""
+        """When to return to all threads."""
 
     @contextmanager
     def step(self, kind: Hashable) -> Iterator[None]:
-        """Runs a step of torch. Steps of one kind take about as long; None = one that has all
-        threads in any case."""
+        """Runs a step. Steps of one kind take similar times; None = always on all threads."""
         start = self._clock()
         retreats = start < self._until
         has_fewer = kind is not None and (retreats or self._tries_fewer(kind))
@@ -136,10 +135,10 @@ class ContendedThreads:
         if all_s >= GAIN * fewer_s:
             self._until = self._clock() + RETREAT_S
             _log.info(
-                "steps of few tokens take %.0f ms with %d threads, as others use the cores, and "
-                "%.0f ms with %d, which they have for %g s",
+                "other processes use the cores: short steps take %.0f ms on %d threads and %.0f ms "
+                "on %d, which they use for %g s",
                 all_s * 1e3, self._every, fewer_s * 1e3, self._fewer, RETREAT_S,
             )  # fmt: skip
         else:
-            self._usual_s[self._trial] = all_s  # Whatever threads they have.
+            self._usual_s[self._trial] = all_s
         self._try(None)

@@ -1,12 +1,12 @@
 """vLLM's models and kernels under our own pages and steps.
 
-vLLM serves as a library: its loader with every quantisation that it reads, its tensor parallelism,
+vLLM is used as a library: its loader with all quantisations that it reads, its tensor parallelism,
 its attention backends and their caches. Its scheduler, block manager and engine core do not run.
-Sequences and pages are ours (`PagedSequences`); a page is one block of every layer, windowed or
-not, so sharing, forking and cutting a sequence touch one table.
+Sequences and pages are ours (`PagedSequences`). A page is one block of every layer, windowed or
+not, so sharing, forking and cutting a sequence change one table.
 
-Every import of vLLM is in this file. What it imports moves between releases: one minor version is
-taken at a time, and `tests/vllm` compares every use with the release after it.
+Every import of vLLM is in this file. vLLM's modules move between releases, so one minor version is
+supported at a time, and `tests/vllm` compares every use with the next release.
 """
 
 from __future__ import annotations
@@ -90,16 +90,16 @@ from outrider.models.loading import LoadOptions, describe_files, refusing, use_d
 from outrider.models.medusa import LoadedHeads
 
 _CAPTURED_BYTES = 2**30
-"""Of a device's memory that is left to captured steps, beside the model and its pages."""
+"""Device memory reserved for captured steps, besides the model and its pages."""
 _PAGE_SIZES = {"cpu": 32, "cuda": 16}
-"""Tokens of a page, where the model's attention leaves the choice."""
+"""Tokens of a page, if the model's attention leaves the choice."""
 _PADDING_SLOT = -1
 _CAPTURED_MAX = 512
-"""Tokens of a captured step; a longer one takes its time in its kernels."""
+"""Most tokens of a captured step; longer steps are bound by their kernels anyway."""
 _NAME_BITS = 62
 _RUNNING = Lock()
-"""vLLM keeps a step's context and its CPU kernels' scratch memory by process, and engines may have
-threads of their own."""
+"""vLLM keeps a step's context and its CPU kernels' scratch memory once for the process, while each
+engine may have a thread of its own."""
 
 
 class VllmEngine(PagedSequences):
@@ -124,14 +124,14 @@ class VllmEngine(PagedSequences):
         draft_reads_output: bool = False,
         **options: Unpack[LoadOptions],
     ) -> None:
-        """The model in `path`, or the share of it that one of `ranks` has, with at most
-        `max_num_seqs` sequences and `max_num_batched_tokens` tokens in a step. Its pages take
-        `kv_cache_memory_bytes`, or where that is 0 what `memory_budget` leaves.
+        """The model in `path`, or this rank's share of it, for steps of at most `max_num_seqs`
+        sequences and `max_num_batched_tokens` tokens. Its pages take `kv_cache_memory_bytes`, or,
+        if that is 0, what `memory_budget` leaves.
 
-        Steps are compiled, and captured on a CUDA device, unless `enforce_eager`. `deterministic`:
-        they are not, and logits are bit-equal whatever else is in a step. With `draft_heads` it has
-        `features`. With a `draft_layer`, which only the leader of several ranks has, it has
-        `features` and `forward_draft` for it; every rank has its `draft_check`.
+        Steps are compiled, and captured on a CUDA device, unless `enforce_eager` or
+        `deterministic`. With `deterministic`, logits do not depend on what else is in a step. With
+        `draft_heads` it has `features`. With a `draft_layer`, which only the leader of several
+        ranks has, it has `features` and `forward_draft`; every rank has its `draft_check`.
         `draft_reads_output`: the layer reads the model's output, and none of its layers.
 
         Raises `ConfigError` for a model that vLLM does not load, whose state cannot be cut back, or
@@ -142,7 +142,7 @@ class VllmEngine(PagedSequences):
         self._deterministic = deterministic
         name, compiles = options.get("name", str(path)), not (enforce_eager or deterministic)
         captures = compiles and self._device.type == "cuda"
-        # Trials have so many tokens, and so many are drafted that a draft reads beside others.
+        # A draft also reads the tokens that it drafted, and trials have this many tokens.
         most = max_num_batched_tokens + max_num_seqs * (NUM_DRAFT_TOKENS_MAX + 2)
         most = max(most, BATCHED_TOKENS_DEFAULT)
         with refusing(f"model {name}:"):
@@ -191,7 +191,7 @@ class VllmEngine(PagedSequences):
         compiles: bool,
         options: LoadOptions,
     ) -> Any:
-        """Of steps with so many sequences and tokens."""
+        """vLLM's configuration, for steps with at most these many sequences and tokens."""
         compilation: dict[str, Any] = {"cudagraph_mode": "NONE"}
         if compiles and self._device.type == "cuda":
             size = min(_CAPTURED_MAX, max_num_tokens)
@@ -207,19 +207,19 @@ class VllmEngine(PagedSequences):
         ).create_engine_config()  # fmt: skip
 
     def _set_operators(self) -> None:
-        """Sets which form of an operator is run, as vLLM's worker does. Otherwise norms are Python
-        functions that the compiler does not see: 4 ms of a step of the demo target."""
+        """Chooses the implementation of each operator, as vLLM's worker does. Otherwise norms are
+        Python functions that the compiler does not see, which cost the demo target 4 ms a step."""
         self._config.kernel_config.ir_op_priority.set_default()
         set_default_torch_wrap(self._config.compilation_config.ir_enable_torch_wrap)
 
     def _join_groups(self) -> None:
-        """Makes vLLM's groups of the ranks' own."""
+        """Makes vLLM use the ranks' process group."""
         size, rank = (1, 0) if self._ranks is None else (self._ranks.size, self._ranks.rank)
         if not dist.is_initialized():
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         if self._ranks is not None and self._device.type == "cpu":
-            # Names the memory that ranks of one machine share: the same on all of them.
+            # Names the memory that ranks of one machine share.
             name = least(self._ranks, secrets.randbits(_NAME_BITS), self._device)
             os.environ["VLLM_DIST_IDENT"] = str(name)
         init_batch_invariance()
@@ -231,8 +231,8 @@ class VllmEngine(PagedSequences):
             raise Unavailable(f"the ranks of a model do not find each other: {error}") from error
 
     def _use_caches(self, num_bytes: int, max_num_seqs: int, name: str) -> None:
-        """Allocates the caches of all layers. Layers that keep the same of a token are a group to
-        vLLM; all groups have the same pages."""
+        """Allocates the caches of all layers. Layers with the same cache specification are a group
+        to vLLM; all groups have the same pages."""
         config = self._config
         specs = get_kv_cache_spec(config)
         groups: dict[Any, list[str]] = defaultdict(list)
@@ -260,7 +260,7 @@ class VllmEngine(PagedSequences):
         layouts = get_supported_kv_cache_layouts({layers[one].get_attn_backend() for one in specs})
         layout = next(one for one in layouts if not one.is_block_outermost)
         record_kv_cache_layout(config.cache_config, layout.name)
-        # The last page is no sequence's: rows that pad a step are written to it.
+        # The last page belongs to no sequence: padding is written to it.
         num_blocks, offset, tensors = num_pages + 1, 0, []
         for spec, names in groups.items():
             layer_stride, block_stride, *_ = compute_layout_strides(
@@ -290,9 +290,9 @@ class VllmEngine(PagedSequences):
     def _take_head(
         self, draft_layer: LoadedDraftHead | None, name: str, reads_output: bool
     ) -> None:
-        """Gives a head the model's dtype, and for its embeddings and its last matrix those of the
-        model, where these are the same and whole. Raises `ConfigError` for a model, called `name`,
-        that does not show what a head reads, also on a rank that has none."""
+        """Gives a head the model's dtype, and lets it share weights with the model where both have
+        the same. Raises `ConfigError` for a model, called `name`, that does not show what a head
+        reads, also on ranks without a head."""
         if not reads_output and not supports_eagle3(self._model):
             raise ConfigError(
                 f"model {name}: vLLM's {type(self._model).__name__} does not show what its layers "
@@ -317,7 +317,7 @@ class VllmEngine(PagedSequences):
         self._skips_compiled, self._keeps_tapped = False, self.draft_layer is not None
         if not reads_output:
             self._show(self._read_by_leader(num_layers))
-        # No sequence may have what was read as its prefix: the head has written nothing of it.
+        # The text that was read must not be found as a prefix: the head has written nothing of it.
         self._use_pool(BlockPool(self._pool.num_pages, self._page_size), self._cache, max_num_seqs)
         if self.draft_layer is not None:
             head = self.draft_layer.module
@@ -327,7 +327,8 @@ class VllmEngine(PagedSequences):
             self._draft = DraftLayer(head, self._draft_pages)
 
     def _read_by_leader(self, num_layers: int) -> list[int]:
-        """The layers that the leader's head reads, on all ranks, as their graphs must be alike."""
+        """The layers that the leader's head reads; the same on all ranks, as their graphs must be
+        alike."""
         is_read = torch.zeros(num_layers + 1, dtype=torch.int64, device=self._device)
         if self.draft_layer is not None:
             is_read[[*self.draft_layer.module.layer_ids]] = 1
@@ -337,14 +338,14 @@ class VllmEngine(PagedSequences):
         return layer_ids
 
     def _show(self, layer_ids: Sequence[int]) -> None:
-        """From now on these layers, ascending, show what they read; the last one what it puts
-        out, too, by a number that is one more."""
+        """From now on these layers, ascending, show what they read. The number of layers stands for
+        the output of the last one."""
         self._model.set_aux_hidden_state_layers(tuple(layer_ids))
-        # Compiled models are kept by it.
+        # Part of the key of cached compiled models.
         self._config.additional_config["shown_layers"] = list(layer_ids)
 
     def _read(self, prompt: Sequence[int]) -> Reading:
-        """A `Reader`. All layers show what they read, or none does."""
+        """A `Reader`. Either all layers show what they read, or none does."""
         texts, likeliest, shown = [], [], []
         new = torch.tensor(prompt, device=self._device)
         for _ in range(1 + TOKENS_WRITTEN):
@@ -357,9 +358,9 @@ class VllmEngine(PagedSequences):
         return Reading(torch.cat(texts), hidden, torch.cat(likeliest), len(hidden) - 1)
 
     def _warm_up(self, is_shown: bool) -> None:
-        """Compiles the model. Raises `ConfigError` where logits depend on how a text is cut into
-        steps, as with attention for MLA on CPUs; where layers show what they read, also on what is
-        compiled, of which vLLM keeps files."""
+        """Compiles the model. Raises `ConfigError` if logits depend on how a text is cut into
+        steps, as with MLA on CPUs. `is_shown`: layers show what they read; then compiled steps,
+        which vLLM may load from files, must give the logits and features of uncompiled ones."""
         ids = trial_tokens(self.info)
         self._skips_compiled = is_shown
         [expected] = self.forward([SequenceStep("first", ids, len(ids))])
@@ -377,7 +378,7 @@ class VllmEngine(PagedSequences):
             self.release(sequence)
 
     def _capture(self, max_num_tokens: int) -> None:
-        """Captures the steps of each size, the largest first, as their memory is shared."""
+        """Captures a step of each size, the largest first, as they share memory."""
         sizes = self._config.compilation_config.cudagraph_capture_sizes
         self._sizes = sorted(size for size in sizes if size <= max_num_tokens)
         set_cudagraph_capturing_enabled(True)
@@ -388,7 +389,7 @@ class VllmEngine(PagedSequences):
         set_cudagraph_capturing_enabled(False)
 
     def _check_rows(self, max_num_seqs: int) -> None:
-        """Raises `SettingError` where a row's logits depend on others."""
+        """Raises `SettingError` if a row's logits depend on other rows."""
         num_rows = dependent_at(self, max_num_seqs)
         if num_rows is not None:
             raise SettingError(
@@ -426,9 +427,9 @@ class VllmEngine(PagedSequences):
         return hidden.new_empty((len(hidden), 0)) if logits is None else logits
 
     def _hidden_of(self, step: HeldStep) -> Tensor:
-        """What the model's head reads of the rows that are wanted, [L, D]."""
+        """What the model's head reads for the rows whose logits are wanted, [L, D]."""
         if self._deterministic and len(step.rows.token_ids) == 1:
-            # Products of a single row have kernels of their own.
+            # Products of a single row use other kernels.
             spare = HeldSequence(SequenceStep("", (0,), 0), 0, (self._pool.num_pages,))
             step = HeldStep([*step.sequences, spare], self._page_size)
         sequences, (ids, positions, slots, wanted) = step.sequences, step.rows
@@ -484,7 +485,7 @@ class VllmEngine(PagedSequences):
 
 
 class _Blocks:
-    """The caches of all layers, block by block, and what a draft layer keeps beside them."""
+    """A `PageStore`: vLLM's caches of all layers, and a draft layer's."""
 
     def __init__(
         self,
@@ -517,7 +518,7 @@ class _Blocks:
 
 @contextmanager
 def _without_accelerator(device: torch.device) -> Iterator[None]:
-    """Without a CUDA device torch refuses to empty its cache, as vLLM's loader asks for."""
+    """vLLM's loader empties the accelerator's cache, which torch refuses without a CUDA device."""
     is_cpu = device.type == "cpu"
     with patch.object(torch.accelerator, "empty_cache") if is_cpu else nullcontext():
         yield

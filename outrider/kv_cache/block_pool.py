@@ -1,15 +1,15 @@
-"""Who holds which page of an engine's keys and values: paging, sharing, eviction.
+"""Assigns the pages of an engine's keys and values to sequences: paging, sharing, eviction.
 
-Decides and holds no tensor: the engine copies what it is told to, and then runs its step.
+It holds no tensors: the engine makes the copies that it returns, and then runs its step.
 
     a page is            sequences that hold it    its prefix is known    eviction
     free                 none                      no                     -
     remembered           none                      yes                    in its turn
-    idle                 idle ones alone           either                 with the last of them
-    busy                 a busy one at least       either                 never
+    idle                 only idle ones            either                 with the last of them
+    busy                 at least one busy one     either                 never
 
 A page that another sequence holds, or whose prefix is known, is never written to: a write copies it
-first, or, where no other holds it, forgets its prefix.
+first, or, if no other sequence holds it, forgets its prefix.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _ID_TYPE = "I"
 
 
 class BlockPool:
-    """The pages of one engine, and the sequences on them; see `Engine` for what the calls mean.
+    """The pages of one engine, and the sequences on them; `Engine` documents the calls.
 
-    Depends on its calls alone, and takes time in proportion to the pages that a call touches.
+    Its state depends on its calls alone. A call takes time in proportion to the pages it touches.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -40,19 +40,19 @@ class BlockPool:
         self.page_size = page_size
         """Slots of a page; constant."""
         self._free = list(range(num_pages - 1, -1, -1))
-        """The page that became free last is taken first."""
+        """The page that was freed last is taken first."""
         self._prefixes = PrefixIndex()
         self._sequences: dict[str, PagedSequence] = {}
         self._ids = array(_ID_TYPE, [0]) * (num_pages * page_size)
         """The token in each slot of each page."""
         self._holders = [0] * num_pages
-        """Sequences that hold each page ..."""
+        """How many sequences hold each page ..."""
         self._busy_holders = [0] * num_pages
-        """... and busy ones among them."""
+        """... and how many of them are busy."""
         self._num_busy_pages = 0
         self._idle_branches: OrderedDict[str, None] = OrderedDict()
         self._unused: OrderedDict[str | int, None] = OrderedDict()
-        """Other idle sequences, and remembered pages; those unused for longest first."""
+        """Other idle sequences, and remembered pages; the least recently used first."""
         self._prefix_queries = 0
         self._prefix_hits = 0
 
@@ -62,14 +62,14 @@ class BlockPool:
         return 0 if sequence is None else sequence.length
 
     def pages(self, sequence_id: str) -> Sequence[int]:
-        """The sequence's page table: of page size P its slot i is slot i % P of page i // P here.
-        A view that must not be changed and is stale after the next call; empty for an unknown
-        one."""
+        """The sequence's page table: with page size P, its slot i is slot i % P of page i // P in
+        this table. A view that must not be changed and is stale after the next call; empty for an
+        unknown sequence."""
         sequence = self._sequences.get(sequence_id)
         return () if sequence is None else sequence.pages
 
     def token_ids(self, sequence_id: str, start: int = 0) -> tuple[int, ...]:
-        """The tokens in the sequence's slots, from `start` >= 0 on."""
+        """The tokens in the sequence's slots from `start` >= 0 on."""
         ids, size = array(_ID_TYPE), self.page_size
         for page in self.pages(sequence_id)[start // size :]:
             ids.extend(self._ids[page * size : (page + 1) * size])
@@ -87,7 +87,7 @@ class BlockPool:
         )
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
-        """See `Engine.attach`; the sequence is busy."""
+        """See `Engine.attach`; the sequence is then busy."""
         check(self.length(sequence_id) == 0, f"{sequence_id} is held already")
         self.release(sequence_id)
         sequence = self._sequences[sequence_id] = PagedSequence(salt)
@@ -106,8 +106,9 @@ class BlockPool:
         return FoundPrefix(len(pages) * self.page_size, pages)
 
     def fork(self, sequence_id: str, branch_id: str) -> list[Copy]:
-        """See `Engine.fork`; the branch is busy. Returns the page copies to make before the next
-        step: of the last page, if it is partial. Raises `OutOfPages`, changing nothing."""
+        """See `Engine.fork`; the branch is then busy. Returns the page copies to make before the
+        next step: that of the last page, if it is partial. Raises `OutOfPages`, changing nothing.
+        """
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
             raise InvariantError(f"{sequence_id} is unknown and cannot be forked")
@@ -117,7 +118,7 @@ class BlockPool:
             self._make_room_beside(sequence_id, sequence, 1)
         branch = self._sequences[branch_id] = sequence.branch()
         holders, busy_holders = self._holders, self._busy_holders
-        for page in branch.pages:  # As `_hold`: of a long context this is what a fork costs.
+        for page in branch.pages:  # `_hold`, inlined: with a long context most of a fork's time.
             holders[page] += 1
             self._num_busy_pages += not busy_holders[page]
             busy_holders[page] += 1
@@ -134,14 +135,14 @@ class BlockPool:
         return self._is_roomy(steps) or self._num_missing(steps, without, begun) <= 0
 
     def append(self, steps: Sequence[SequenceStep], whole: bool = True) -> list[Copy]:
-        """Takes slots for the tokens of each step, at most one a sequence, and makes it busy. An
-        unknown sequence begins without salt. Returns the page copies to make before any slot is
-        written. `written` follows; or, where the step fails, `keep` of the length before, and
-        `forget` of copies that were not made, so that nothing unwritten is shared.
+        """Takes slots for the tokens of each step, at most one for each sequence, which becomes
+        busy. An unknown sequence begins without salt. Returns the page copies to make before any
+        slot is written. Afterwards call `written`, or, if the step failed, `keep` with the length
+        before and `forget` for copies that were not made, so that nothing unwritten is shared.
 
-        Evicts what is idle as needed; raises `OutOfPages` where even that does not do, changing
-        nothing. Slots that are not `whole` are never shared, and `keep` gives them back before any
-        that are whole; else `InvariantError` is raised."""
+        Evicts idle sequences as needed; raises `OutOfPages`, changing nothing, if that does not
+        make room. Slots that are not `whole` (shallow ones) are never shared, and must be given
+        back by `keep` before whole ones follow; otherwise raises `InvariantError`."""
         for step in steps if whole else ():
             sequence = self._sequences.get(step.sequence_id)
             is_whole = sequence is None or not sequence.num_shallow
@@ -163,21 +164,21 @@ class BlockPool:
         return copies
 
     def written(self, steps: Sequence[SequenceStep]) -> None:
-        """The slots that `append` has taken for these steps hold their tokens: whole pages of them
-        may be shared."""
+        """The slots that `append` took for these steps are written, so whole pages of them may be
+        shared."""
         for step in steps:
             sequence = self._sequences[step.sequence_id]
             if sequence.chain_length // self.page_size > len(sequence.prefixes):
                 self._remember(sequence)
 
     def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> list[Copy]:
-        """See `Engine.keep`; what is kept is vouched for. Returns the slot moves to make before the
-        next call, each numbered page * page size + place in the page. They are in an order in which
-        they may be made one by one, and may be made all at once. Pages that they write to are
-        shared after the sequence's next step at the earliest; where they fail, `forget` follows.
+        """See `Engine.keep`; all that is kept counts as written. Returns the slot moves to make
+        before the next call, as slot numbers page * page size + place in the page. They may be made
+        one by one in this order, or all at once. Pages that they write to are not shared before the
+        sequence's next step. If a move fails, call `forget`.
 
-        Raises `OutOfPages`, changing nothing, only where `path` moves slots into a page that others
-        hold, as after a fork amid a tree."""
+        Raises `OutOfPages`, changing nothing, only if `path` moves slots into a page that others
+        hold, as after a fork in the middle of a tree."""
         check_kept(self.length(sequence_id), length, path)
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
@@ -196,7 +197,7 @@ class BlockPool:
         return moves
 
     def mark_idle(self, sequence_id: str) -> None:
-        """See `Engine.mark_idle`; one that is idle already keeps its turn."""
+        """See `Engine.mark_idle`; a sequence that is idle already keeps its place in the order."""
         sequence = self._sequences.get(sequence_id)
         if sequence is None or not sequence.busy:
             return
@@ -207,15 +208,15 @@ class BlockPool:
         (self._idle_branches if sequence.is_branch else self._unused)[sequence_id] = None
 
     def release(self, sequence_id: str) -> None:
-        """Forgets the sequence; its whole pages stay remembered for their prefix. Unknown ones are
-        ignored."""
+        """Forgets the sequence; its whole pages stay remembered for their prefix. Ignores unknown
+        ones."""
         if sequence_id in self._sequences:
             self._remember(self._sequences[sequence_id])
             self._drop(sequence_id)
 
     def forget(self, pages: set[int]) -> None:
-        """Forgets the sequences and prefixes that hold any of these pages, which were to be
-        written and were not."""
+        """Forgets the sequences and prefixes that hold any of these pages, because writing to them
+        failed."""
         held = [name for name, one in self._sequences.items() if not pages.isdisjoint(one.pages)]
         for name in held:
             self._drop(name)
@@ -224,8 +225,8 @@ class BlockPool:
                 self._forget(page)
 
     def _is_roomy(self, steps: Sequence[SequenceStep]) -> bool:
-        """Whether so many pages are free that nothing need be counted or evicted: a step takes a
-        copy of the last page at most, and its own pages."""
+        """Whether there are certainly enough free pages: a step needs at most a copy of the last
+        page and its own pages. A quick check that saves counting and eviction."""
         size = self.page_size
         return len(self._free) >= sum([len(step.token_ids) // size + 2 for step in steps])
 
@@ -235,9 +236,8 @@ class BlockPool:
         without: Iterable[str] = (),
         begun: Mapping[str, FoundPrefix] | None = None,
     ) -> int:
-        """Pages that the steps lack even when all that is idle beside them is evicted, the
-        sequences of `without` are gone, and those of `begun` hold theirs; negative if some would be
-        left."""
+        """Pages that the steps still lack after all other idle sequences were evicted, those in
+        `without` released and those in `begun` attached; negative if some would be left."""
         busy, begun = self._busy_holders, begun or {}
         names = [step.sequence_id for step in steps]
         joining = Counter(p for name in names if name in begun for p in begun[name].pages)
@@ -251,7 +251,7 @@ class BlockPool:
         return needed + pinned + self._num_busy_pages - freed - self.num_pages
 
     def _pages_of(self, sequence_id: str, busy: bool) -> Sequence[int]:
-        """The sequence's pages, if it is as busy as that."""
+        """The sequence's pages if it is busy, or, with `busy` false, if it is idle; else none."""
         sequence = self._sequences.get(sequence_id)
         return sequence.pages if sequence is not None and sequence.busy == busy else ()
 
@@ -261,8 +261,8 @@ class BlockPool:
         num_holders: Callable[[int], int],
         joining: Mapping[int, int],
     ) -> int:
-        """Pages that the steps take, where so many of those that hold a page are left to hold it,
-        the steps' own among them; so many of `joining` do not hold it yet."""
+        """Pages that the steps take. `num_holders` is how many sequences will hold a page, those of
+        the steps included; `joining` how many of these do not hold it yet."""
         size, num = self.page_size, 0
         written = Counter[int]()
         for step in steps:
@@ -274,13 +274,13 @@ class BlockPool:
             num += -(-(length + len(step.token_ids)) // size) - len(pages)
             if length % size and self._holders[pages[-1]] + joining.get(pages[-1], 0) > 1:
                 written[pages[-1]] += 1
-        # Of those that share a page and write to it the last one need not copy it.
+        # If all holders of a page write to it, the last one need not copy it.
         return num + sum(
             writers - (writers == num_holders(page)) for page, writers in written.items()
         )
 
     def _make_room(self, steps: Sequence[SequenceStep]) -> None:
-        """Frees as many pages as the steps take, or raises `OutOfPages`."""
+        """Evicts until the steps have enough pages, or raises `OutOfPages`."""
         needed = self._num_needed(steps, self._holders.__getitem__, {})
         if needed <= len(self._free):
             return
@@ -292,7 +292,8 @@ class BlockPool:
         self._evict_until(needed)
 
     def _make_room_beside(self, sequence_id: str, sequence: PagedSequence, num_free: int) -> None:
-        """Frees so many pages, but none of the sequence; or raises `OutOfPages`."""
+        """Evicts until `num_free` pages are free, but none of this sequence's; or raises
+        `OutOfPages`."""
         pinned = sum(not self._busy_holders[page] for page in sequence.pages)
         _require_pages(num_free + pinned + self._num_busy_pages - self.num_pages)
         was_idle = not sequence.busy
@@ -303,7 +304,7 @@ class BlockPool:
             self.mark_idle(sequence_id)
 
     def _evict_until(self, num_free: int) -> None:
-        """Evicts until so many pages are free or nothing is left to evict."""
+        """Evicts until `num_free` pages are free or nothing is left to evict."""
         while len(self._free) < num_free and (self._idle_branches or self._unused):
             oldest = next(iter(self._idle_branches or self._unused))
             if isinstance(oldest, str):
@@ -321,8 +322,9 @@ class BlockPool:
             self._busy_holders[page] += 1
 
     def _drop(self, sequence_id: str, evicted: bool = False) -> None:
-        """Forgets a sequence. Its pages that are known are remembered, the first for longest: after
-        all else that is remembered, or, if it is evicted, before."""
+        """Forgets a sequence. Its known pages are remembered, in an order in which the last page of
+        the sequence is evicted first: after all other remembered pages, or, if the sequence itself
+        was evicted, before them."""
         sequence = self._sequences.pop(sequence_id)
         if not sequence.busy:
             del (self._idle_branches if sequence.is_branch else self._unused)[sequence_id]
@@ -333,18 +335,18 @@ class BlockPool:
         prefixes = sequence.prefixes
         for index in range(len(sequence.pages) - 1, -1, -1):
             page = sequence.pages[index]
-            if sequence.busy and self._busy_holders[page] > 1:  # As `_let_go`, for most of a fork.
+            if sequence.busy and self._busy_holders[page] > 1:  # `_let_go`, inlined for forks.
                 self._holders[page] -= 1
                 self._busy_holders[page] -= 1
             else:
                 self._let_go(sequence, page)
-            # Another's page that stands for the same prefix must outlive those that continue it.
+            # Another sequence's page of the same prefix must outlive the pages that continue it.
             if index < len(prefixes) and prefixes[index].page in self._unused:
                 self._unused.move_to_end(prefixes[index].page)
         sequence.pages.clear()
 
     def _known_prefixes(self, token_ids: Sequence[int], salt: str) -> Iterator[Prefix]:
-        """The known prefixes of these tokens, the shortest first; none of them is all of them."""
+        """The known prefixes of these tokens, the shortest first; never all of the tokens."""
         size, ids = self.page_size, array(_ID_TYPE, token_ids)
         parent: Prefix | str = salt
         for end in range(size, len(ids), size):
@@ -355,7 +357,7 @@ class BlockPool:
             parent = prefix
 
     def _remember(self, sequence: PagedSequence) -> None:
-        """Makes the whole pages of the sequence's chain known."""
+        """Makes the whole pages of the sequence's chain known as prefixes."""
         prefixes = sequence.prefixes
         while prefixes and prefixes[-1].page < 0:
             prefixes.pop()
@@ -371,7 +373,7 @@ class BlockPool:
                 self._free.append(forgotten)
 
     def _own(self, sequence: PagedSequence, index: int) -> list[Copy]:
-        """Lets the sequence write to its page at `index`; returns the page copy to make, if any."""
+        """Makes the sequence's page at `index` writable; returns the page copy to make, if any."""
         page = sequence.pages[index]
         if self._holders[page] == 1:
             if page in self._prefixes:
@@ -386,7 +388,7 @@ class BlockPool:
         return [(page, copy)]
 
     def _write(self, sequence: PagedSequence, token_ids: Sequence[int]) -> None:
-        """Puts the ids into the next slots, on as many new pages as they need."""
+        """Puts the ids into the next slots, taking new pages as needed."""
         size, pages, start = self.page_size, sequence.pages, sequence.length
         missing = -(-(start + len(token_ids)) // size) - len(pages)
         if missing:
@@ -416,12 +418,12 @@ class BlockPool:
         return list(zip(origins, targets, strict=True))
 
     def _slot(self, pages: Sequence[int], place: int) -> int:
-        """The number of a sequence's slot, given its place on these pages."""
+        """The slot number of a place on these pages."""
         index, rest = divmod(place, self.page_size)
         return pages[index] * self.page_size + rest
 
     def _hold(self, sequence: PagedSequence, page: int) -> None:
-        """Counts the sequence among those that hold the page."""
+        """Counts the sequence as a holder of the page."""
         if not self._holders[page]:
             self._unused.pop(page, None)
         self._holders[page] += 1
@@ -430,8 +432,8 @@ class BlockPool:
             self._busy_holders[page] += 1
 
     def _let_go(self, sequence: PagedSequence, page: int, next_out: bool = False) -> None:
-        """Counts it no more. A page without holders is remembered, if its prefix is known: as
-        the last to be evicted, or as the next."""
+        """Undoes `_hold`. A page without holders becomes free, or, if its prefix is known,
+        remembered: as the last to be evicted, or with `next_out` as the next."""
         self._holders[page] -= 1
         if sequence.busy:
             self._busy_holders[page] -= 1

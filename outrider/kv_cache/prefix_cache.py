@@ -1,10 +1,10 @@
-"""Which page holds the keys and values of which prefix, and what a block pool knows of a sequence.
+"""An index of cached prefixes, and what a block pool knows of a sequence.
 
-A slot's keys and values depend on every slot that its token attended to. Only of a chain, where
-each slot follows the one before it, do the ids up to a slot tell what it holds; so only whole pages
-of the chain that a sequence begins with may be shared as a prefix. Behind the chain stand the slots
-of a tree, until `keep` cuts it to a path, slots that were run behind such a tree, and slots that
-hold something in a model's first layers alone.
+A slot's keys and values depend on every slot that its token attended to. Only in a chain, where
+each slot follows the one before it, do the ids up to a slot determine them. So only whole pages of
+the chain that a sequence begins with are shared as a prefix. Behind the chain may be slots of a
+tree, until `keep` cuts it to a path, slots that follow such a tree, and shallow slots, which are
+written in a model's first layers alone.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class Prefix:
 
     def __init__(self, key: tuple[Prefix | str, bytes], page: int) -> None:
         self.key = key
-        """The prefix one page shorter, or the salt before the first page; and the last page's
-        token ids."""
+        """The prefix one page shorter, or the salt for the first page; and the packed ids of the
+        last page."""
         self.page = page
-        """Not to be written to as long as it is here; -1 once it is forgotten."""
+        """Must not be written to; -1 once the prefix is forgotten."""
         self.children: dict[Prefix, None] = {}
 
 
 class PrefixIndex:
-    """The known prefixes. With each of them all shorter ones are known."""
+    """The known prefixes. If a prefix is known, so are all shorter ones."""
 
     def __init__(self) -> None:
         self._by_key: dict[tuple[Prefix | str, bytes], Prefix] = {}
@@ -39,13 +39,13 @@ class PrefixIndex:
         return page in self._by_page
 
     def find(self, parent: Prefix | str, packed_ids: bytes) -> Prefix | None:
-        """The known prefix that continues another, or begins under a salt, by a page of these ids;
-        None if there is none."""
+        """The known prefix that continues `parent`, or begins under that salt, with a page of these
+        ids; None if there is none."""
         return self._by_key.get((parent, packed_ids))
 
     def add(self, parent: Prefix | str, packed_ids: bytes, page: int) -> Prefix:
-        """Makes that prefix known, held by `page`, which must not be written to from now on.
-        Returns the one that was known already, held by another page, if so."""
+        """Makes that prefix known, in `page`, which must not be written to from now on. If it was
+        known already, in another page, returns that one."""
         key = (parent, packed_ids)
         found = self._by_key.get(key)
         if found is not None:
@@ -58,7 +58,7 @@ class PrefixIndex:
         return prefix
 
     def forget(self, page: int) -> list[int]:
-        """Forgets the prefix that `page` holds and all that continue it; returns their pages."""
+        """Forgets the prefix in `page` and all that continue it; returns their pages."""
         first = self._by_page[page]
         if isinstance(first.key[0], Prefix):
             del first.key[0].children[first]
@@ -82,20 +82,19 @@ class PagedSequence:
         self.length = 0
         """Slots held."""
         self.pages: list[int] = []
-        """Of page size P: slot i is slot i % P of page i // P; none is held without need."""
+        """The page table; no more pages than the slots need."""
         self.prefixes: list[Prefix] = []
-        """The prefix that ends with each of the first pages. Another sequence's page may hold it,
-        and those at the end may have been forgotten."""
+        """The prefix that ends with each of the first pages. It may be in a page of another
+        sequence, and the last ones may have been forgotten."""
         self.chain_length = 0
-        """Slots that the sequence begins with and that form a chain."""
+        """Slots at the beginning that form a chain."""
         self.tree: Sequence[int] = ()
-        """`SequenceStep.parents` of the slots behind the chain, where they are those of one tree.
-        """
+        """`SequenceStep.parents` of the slots behind the chain, if these are one tree."""
         self.num_shallow = 0
-        """Slots at the end that hold something in a model's first layers alone."""
+        """Shallow slots at the end."""
 
     def branch(self) -> PagedSequence:
-        """A busy branch with the same slots on the same pages, all of which are whole."""
+        """A busy branch with the same slots on the same pages."""
         check(not self.num_shallow, "a sequence whose last slots are shallow cannot be forked")
         branch = PagedSequence(self.salt, is_branch=True)
         branch.length, branch.chain_length, branch.tree = self.length, self.chain_length, self.tree
@@ -103,8 +102,8 @@ class PagedSequence:
         return branch
 
     def grow(self, num: int, parents: Sequence[int], whole: bool = True) -> None:
-        """Notes `num` more slots; `parents` as in `SequenceStep`. Such as are not `whole` are
-        shallow, and never come to be of the chain."""
+        """Notes `num` more slots; `parents` as in `SequenceStep`. Slots that are not `whole` are
+        shallow, and never become part of the chain."""
         follows_chain = whole and self.chain_length == self.length
         self.length += num
         self.tree = parents if follows_chain else ()
@@ -114,8 +113,8 @@ class PagedSequence:
             self.chain_length += num
 
     def shrink(self, length: int, path: Sequence[int]) -> None:
-        """Notes that the first `length` slots and those of `path` are left. Those of a tree that
-        form a path from its root on continue the chain."""
+        """Notes that only the first `length` slots and those in `path` are left. Slots of a tree
+        that form a path from its root continue the chain."""
         chain, num_whole = self.chain_length, self.length - self.num_shallow
         self.length = length + len(path)
         kept = [*range(min(chain, length), length), *path]

@@ -1,12 +1,11 @@
-"""Which tokens a replica holds of which session, and whether a coordinator's view agrees.
+"""The tokens that a replica holds of each session, and whether a coordinator's view agrees.
 
-    who       writes tokens                       truth about what is held
-    target    after `Engine.forward`              `Engine.length`
-    draft     after `Drafter.propose`             `Engine.length`
+A target records tokens after `Engine.forward`, a draft after `Drafter.propose`. How many are held
+is decided by `Engine.length`.
 
-A round in a service: `align(head)`, and `begin(head)` where nothing is held; run
-`Aligned.new_tokens`, at once or in parts, and what belongs to the service (the proposal, its own
-draws); `record` what was run.
+A round in a service: `align(head)`, and `begin(head)` if nothing is held; run
+`Aligned.new_tokens`, at once or in parts, and the service's own tokens (the proposal, its draws);
+`record` what was run.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from outrider.tokens import EMPTY_DIGEST, TokenSequence
 
 
 class Aligned(NamedTuple):
-    """A session that stands where its coordinator says, and what must be run next."""
+    """A session that agrees with its coordinator, and what to run next."""
 
     sequence: TokenSequence
     """The tokens held, one slot each; owned by the table, valid until its next call."""
     new_tokens: tuple[int, ...]
-    """The committed tokens that are not held; at least one, so that the step has a last row."""
+    """The committed tokens that are not held; at least one, whose logits are wanted."""
 
     @property
     def committed(self) -> tuple[int, ...]:
@@ -38,22 +37,22 @@ class Aligned(NamedTuple):
 
 
 class _Entry:
-    """One session: its tokens, and how many tokens a coordinator vouched for."""
+    """One session: its tokens, and how many of them are known to be committed."""
 
     def __init__(self, age_rank: int) -> None:
         self.age_rank = age_rank
         self.parked = False
         self.sequence = TokenSequence()
         self.confirmed_length = 0
-        """Committed tokens at the last `align`; behind them stand guesses."""
+        """Committed tokens at the last `align`; those behind them are guesses."""
 
 
 class SessionTable:
     """session id -> tokens, beside an engine's slots.
 
-    At most `sequences_max` sessions; the one unused for longest makes room, and is asked for
-    again by `Resync` when it comes back. So one step may align `sequences_max` sessions at most.
-    Not for more than one thread at a time.
+    It holds at most `sequences_max` sessions. The least recently used one makes room, and needs a
+    `Resync` when it comes back; so one step may align at most `sequences_max` sessions. For one
+    thread at a time.
     """
 
     sequences_max = SEQUENCES_PER_REPLICA_MAX
@@ -68,13 +67,13 @@ class SessionTable:
 
     def align(self, head: RoundHead) -> Aligned | Resync:
         """Cuts the session back to what it holds of the committed tokens that `head` states: the
-        prefix, and as much of `head.append` as is held already, such as a prefix that was run in
-        part. The last token is never among those held: its logits are gone. A session that holds
-        nothing may `begin` on what others have left.
+        prefix, and as much of `head.append` as is held already, as of a prefix that was run in
+        part. The last token is never kept, as its logits are gone. A session that holds nothing may
+        `begin` on cached pages.
 
-        Returns `Resync` where the stated prefix is not held: with the longest prefix <=
-        `base_length` that this table knows to be committed. Nothing is cut then.
-        Raises `BadRequest` for an empty prefix.
+        If the stated prefix is not held, returns a `Resync` with the longest prefix <=
+        `base_length` that is known to be committed, and cuts nothing. Raises `BadRequest` for an
+        empty prefix.
         """
         if head.base_length + len(head.append) == 0:
             raise BadRequest("append", "the prefix is empty; at least one token is needed")
@@ -93,8 +92,8 @@ class SessionTable:
         return Aligned(sequence, head.append[num_held:])
 
     def begin(self, head: RoundHead) -> Aligned:
-        """Begins a session that is aligned and holds nothing on what others of its tenant have left
-        of the same tokens, which the engine's `find` tells before. A step of it follows."""
+        """Begins a session that is aligned and holds nothing, on cached pages with the same tokens
+        of its tenant, which the engine's `find` tells in advance. A step of it must follow."""
         entry = self._entries.get(head.session_id)
         if entry is None or len(entry.sequence):
             raise InvariantError(f"session {head.session_id} cannot begin")
@@ -103,8 +102,8 @@ class SessionTable:
         return Aligned(entry.sequence, head.append[num_shared:])
 
     def record(self, session_id: str, token_ids: Sequence[int]) -> int:
-        """Notes that these tokens were run after those held: as many of them as the engine has
-        taken slots for. Returns the length held now."""
+        """Notes that these tokens were run after those held, as many as the engine has taken slots
+        for. Returns the length held now."""
         sequence = self._known(session_id).sequence
         missing = self._engine.length(session_id) - len(sequence)
         check(
@@ -115,15 +114,15 @@ class SessionTable:
         return len(sequence)
 
     def keep(self, session_id: str, length: int) -> int:
-        """Gives up what a session holds behind its first `length` tokens. Returns the length held
-        now, which is less where the engine has evicted it."""
+        """Cuts a session to its first `length` tokens. Returns the length held now, which is less
+        if the engine has evicted it."""
         sequence = self._synced(session_id, self._known(session_id))
         self._cut(session_id, sequence, min(length, len(sequence)))
         return len(sequence)
 
     def rewind(self, session_id: str) -> Aligned | None:
-        """Cuts a session that was aligned back to its committed tokens but the last, which can be
-        run once more for its logits; None where these are not held any more."""
+        """Cuts an aligned session back to its committed tokens without the last, which can then be
+        run again for its logits; None if they are no longer held."""
         entry = self._entries.get(session_id)
         if entry is None:
             return None
@@ -140,8 +139,7 @@ class SessionTable:
         return 0 if entry is None else len(self._synced(session_id, entry))
 
     def age_rank(self, session_id: str) -> float:
-        """Orders sessions by when they were first seen: the smaller, the older. Those that are
-        unknown come last."""
+        """Orders sessions by when they were first seen, the oldest first and unknown ones last."""
         entry = self._entries.get(session_id)
         return math.inf if entry is None else entry.age_rank
 
@@ -155,15 +153,15 @@ class SessionTable:
         return [name for _, name in sorted(held)]
 
     def park(self, session_id: str) -> None:
-        """The session is idle until it is aligned again: the engine may take its slots.
-        Unknown ones are ignored."""
+        """The session is idle until it is aligned again, so the engine may evict it. Ignores
+        unknown ones."""
         entry = self._entries.get(session_id)
         if entry is not None:
             entry.parked = True
             self._engine.mark_idle(session_id)
 
     def free(self, session_id: str) -> None:
-        """Frees the slots of a session that is not forgotten; unknown ones are ignored."""
+        """Frees the slots of a session without forgetting it; ignores unknown ones."""
         entry = self._entries.get(session_id)
         if entry is not None:
             entry.sequence.truncate(0)
@@ -171,7 +169,7 @@ class SessionTable:
             self._engine.release(session_id)
 
     def release(self, session_id: str) -> None:
-        """Forgets the session and frees its slots; unknown ones are ignored."""
+        """Forgets the session and frees its slots; ignores unknown ones."""
         self._entries.pop(session_id, None)
         self._engine.release(session_id)
 
@@ -203,22 +201,21 @@ class SessionTable:
         return entry
 
     def _synced(self, session_id: str, entry: _Entry) -> TokenSequence:
-        """The session's tokens, of which those without slots are forgotten: the engine may have
-        evicted them."""
+        """The session's tokens, without those that the engine has evicted."""
         sequence = entry.sequence
         slots = self._engine.length(session_id)
         if slots < len(sequence):
             sequence.truncate(slots)
             entry.confirmed_length = min(entry.confirmed_length, slots)
         elif slots > len(sequence):
-            # A step that failed between `forward` and `record` left slots of unknown tokens.
+            # A step failed between `forward` and `record`, and left slots of unknown tokens.
             self._engine.keep(session_id, len(sequence))
         return sequence
 
     def _resync(self, head: RoundHead) -> Resync:
-        """What was committed once stays committed, so the confirmed prefix is the safe offer.
-        It holds no guesses, which the whole sequence would. Where it is not shorter than the
-        stated prefix, the two views have parted inside it, at an unknown place."""
+        """Offers the confirmed prefix: committed tokens stay committed, while the rest of the
+        sequence may hold guesses. If it is not shorter than the stated prefix, the two views differ
+        inside it, at an unknown place, and nothing is offered."""
         entry = self._entries[head.session_id]
         held = min(entry.confirmed_length, len(entry.sequence))
         length = held if held < head.base_length else 0

@@ -1,12 +1,11 @@
-"""The tensors of a paged cache: of every attention layer the keys and values of all slots.
+"""The tensors of a paged cache: the keys and values of all slots for every attention layer.
 
     keys     [heads, slots, key width]
     values   [heads, slots, value width]
 
-Slot p * PAGE_SIZE + i is place i of page p. Heads come first, so that gathered slots are a batch
-of matrices that needs no transposing: with bfloat16 on CPU the products then take a third of what
-they take on [slots, heads, width]. Fused CPU kernels read another layout, see
-`BlockedKeysAndValues`.
+Slot p * PAGE_SIZE + i is place i of page p. Heads come first, so that gathered slots are a batch of
+matrices that need no transposing: in bfloat16 on a CPU the products take a third of the time of
+those on [slots, heads, width]. Fused CPU kernels read another layout (`BlockedKeysAndValues`).
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from outrider.limits import KV_CACHE_BYTES_DEFAULT, PAGE_SIZE
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one attention layer keeps of a token."""
+    """What one attention layer keeps for a token."""
 
     num_heads: int
-    """Of keys and values."""
+    """Key-value heads."""
     key_width: int
     value_width: int
     dtype: torch.dtype
@@ -44,7 +43,7 @@ class LayerShape:
 
 
 def pages_in(num_bytes: int, shapes: Sequence[LayerShape]) -> int:
-    """Pages for which so many bytes do. Raises `SettingError` if there is not one."""
+    """How many pages `num_bytes` hold. Raises `SettingError` if that is none."""
     page_bytes = PAGE_SIZE * sum(shape.slot_bytes for shape in shapes)
     if num_bytes < page_bytes:
         raise SettingError(
@@ -60,12 +59,12 @@ def memory_budget(
     num_gpus: float | None,
     num_others: int = 0,
 ) -> int:
-    """Bytes for keys and values beside a model that is loaded: on a GPU, of which this process may
-    have `num_gpus` or all, what the weights and `num_others` bytes leave of that part; elsewhere a
-    fixed number."""
+    """Bytes for keys and values beside a loaded model. On a GPU, of which this process may use the
+    share `num_gpus` or all: what the weights and `num_others` bytes leave; elsewhere a fixed
+    number."""
     if device.type != "cuda":
         return KV_CACHE_BYTES_DEFAULT
-    torch.cuda.empty_cache()  # Else what was loaded and then fused counts as taken.
+    torch.cuda.empty_cache()  # Weights that were loaded and then fused would count as taken.
     free, total = torch.cuda.mem_get_info(device)
     share = min(1.0, num_gpus or 1.0)
     taken = torch.cuda.memory_reserved(device)
@@ -74,7 +73,7 @@ def memory_budget(
 
 
 class KeysAndValues:
-    """The cache of one layer; or of several of one shape, whose heads follow each other."""
+    """The cache of one layer, or of several of one shape with their heads one after another."""
 
     def __init__(self, shape: LayerShape, num_slots: int, num_layers: int = 1) -> None:
         def tensor(width: int) -> Tensor:
@@ -91,8 +90,8 @@ class KeysAndValues:
         return self.keys.index_select(1, slots), self.values.index_select(1, slots)
 
     def gather_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """As `gather` of slots [n], given as rows [heads * n] of all heads' slots one after
-        another, which several threads share."""
+        """As `gather`, for slots given as rows [heads * n] of the flattened heads and slots, which
+        several threads can share."""
         shape = (self.keys.shape[0], len(rows) // self.keys.shape[0], -1)
         keys, values = (
             tensor.view(-1, tensor.shape[2]).index_select(0, rows).view(shape)
@@ -101,7 +100,7 @@ class KeysAndValues:
         return keys, values
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Puts keys and values [heads, n, width] into slots [n]."""
+        """Writes keys and values [heads, n, width] to slots [n]."""
         self.keys.index_copy_(1, slots, keys)
         self.values.index_copy_(1, slots, values)
 
@@ -110,21 +109,21 @@ class KeysAndValues:
         for tensor in (self.keys, self.values):
             size = (tensor.shape[0], tensor.shape[1] // unit, unit, tensor.shape[2])
             units = tensor.view(size)
-            # `index_select` copies first, so that sources and targets may overlap.
+            # `index_select` copies first, so sources and targets may overlap.
             units.index_copy_(1, targets, units.index_select(1, sources))
 
 
 class BlockedKeysAndValues:
-    """The cache of one layer, page by page, as vLLM's attention for CPUs and its relatives read it;
-    or of several, whose pages follow each other. Keys and values have the same width."""
+    """The cache of one layer page by page, in the layout of vLLM's CPU attention; or of several
+    layers with their pages one after another. Keys and values have the same width."""
 
     def __init__(self, shape: LayerShape, num_pages: int, num_layers: int = 1) -> None:
         check(shape.key_width == shape.value_width, "keys and values have the same width")
         size = (num_layers * num_pages, shape.num_heads, PAGE_SIZE, shape.key_width)
         self._first_pages = num_pages * torch.arange(num_layers)[:, None]
         self.keys = torch.zeros(size, dtype=shape.dtype, device=shape.device)
-        """[pages, heads, page size, width] by shape, while the numbers of a page's head are stored
-        as [width, page size]: a column for each slot."""
+        """[pages, heads, page size, width] by shape; but the numbers of each page and head are
+        stored as [width, page size], with a column for each slot."""
         self.values = torch.zeros_like(self.keys)
         """[pages, heads, page size, width]."""
         self._columns = self.keys.view(*size[:2], size[3], size[2])
@@ -155,9 +154,9 @@ class KVCache:
         is_blocked: bool = False,
         plain_shapes: Sequence[LayerShape] = (),
     ) -> None:
-        """`is_blocked`: layers are `BlockedKeysAndValues`, but for those of `plain_shapes`."""
+        """`is_blocked`: layers are `BlockedKeysAndValues`, except those of `plain_shapes`."""
         self._stacks: list[Any] = []
-        """Of layers of one shape, which are copied at once."""
+        """The caches of all layers of one shape in one, which are copied at once."""
         self.layers = self._new_layers(shapes, num_pages, is_blocked)
         self.plain_layers = self._new_layers(plain_shapes, num_pages, False)
         slot_bytes = sum(shape.slot_bytes for shape in (*shapes, *plain_shapes))
@@ -197,7 +196,7 @@ class KVCache:
     def _copy(self, copies: Sequence[Copy], unit: int) -> None:
         """Copies runs of `unit` slots, numbered in such units."""
         places = torch.tensor(copies)
-        with on_threads(1):  # They are not worth a wait for a helper whose core is in use.
+        with on_threads(1):  # Copies are too short to wait for a thread whose core is in use.
             for stack in self._stacks:
                 stack.copy(*places.to(stack.keys.device).unbind(1), unit)
 

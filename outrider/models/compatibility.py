@@ -1,9 +1,9 @@
-"""Which models a paged engine can run, told from what they are and from what they answer.
+"""Which models a paged engine can run, by their configuration and by a trial.
 
-A model is refused that keeps more of a token than one key and one value a layer, or whose result
-for one sequence would depend on what else is in a step. What cannot be told from a configuration
-is tried: a few tokens, in two steps and two sequences, against the module's own dense attention;
-for a deterministic engine, some more of them in steps of all sizes, against themselves.
+A model is refused if it keeps more for a token than one key and one value in each layer, or if its
+result for one sequence would depend on what else is in a step. The trial runs a few tokens, in two
+steps and two sequences, against the module's own dense attention. For a deterministic engine it
+also compares steps of all sizes with each other.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from outrider.engine.interface import (
 from outrider.errors import ConfigError
 
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-"""Kinds of layer whose whole state is one key and one value per token."""
+"""Kinds of layers whose whole state is one key and one value per token."""
 TRIAL_SEQUENCES = 2
 _TRIAL_TOKENS = 21
 _TRIAL_CHUNK = 13
-"""Tokens of one sequence of the trial that are run in a step before the others."""
+"""Tokens of one sequence of the trial that are run in a first step of their own."""
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
-"""Of the norm of all logits of the trial: what rounding in another order may change. Attention over
-the wrong slots, or at the wrong positions, changes it by about 1."""
+"""Allowed difference, relative to the norm of all logits of the trial, for rounding in another
+order. Attention to wrong slots, or at wrong positions, makes a difference of about 1."""
 _HALF_TOLERANCE = 0.2
 _LONG_TRIAL_TOKENS = 136
-"""Of the sequence that is tried in steps of all sizes: enough for more than one split."""
+"""Tokens of the sequence for steps of all sizes: enough for more than one split."""
 _ALONE_TOKENS = 5
-"""Of it in a step of its own."""
+"""How many of them are run in a step for reference."""
 _CROWDED_ROWS = (8, 16, 32, 64, 128, 256, 512)
-"""Those sizes, in tokens of all sequences."""
+"""The sizes of those steps, in tokens of all sequences."""
 CROWD_SLOTS = 1024
-"""Slots that the largest of them takes, with the pages that are begun."""
+"""Slots that the largest step takes, with partial pages."""
 _Model = Any
 
 
 def check_supported(module: _Model, info: ModelInfo) -> None:
-    """Raises `ConfigError` for a model whose configuration tells that it cannot be run."""
+    """Raises `ConfigError` for a model that cannot run, by its configuration."""
     config = module.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
     recurrent = getattr(module, "_is_stateful", False)
@@ -60,7 +60,7 @@ def check_supported(module: _Model, info: ModelInfo) -> None:
     if getattr(config, "num_kv_shared_layers", 0):
         raise ConfigError("some of its layers read the keys and values of others")
     if "position_ids" not in inspect.signature(module.forward).parameters:
-        raise ConfigError("it cannot be told the positions of its tokens")
+        raise ConfigError("it does not take the positions of its tokens (position_ids)")
     limit = _unscaled_length(config)
     if limit is not None and info.max_model_len > limit:
         raise ConfigError(
@@ -70,8 +70,8 @@ def check_supported(module: _Model, info: ModelInfo) -> None:
 
 
 def _unscaled_length(config: Any) -> int | None:
-    """Tokens up to which a model with the rotary embedding `longrope` uses fixed frequencies; None
-    for a model without."""
+    """The length up to which a model with the rotary embedding `longrope` uses fixed frequencies;
+    None for other models."""
     parameters = getattr(config, "rope_parameters", None) or {}
     by_layer = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
     lengths = [
@@ -83,7 +83,7 @@ def _unscaled_length(config: Any) -> int | None:
 
 
 def trial_tokens(info: ModelInfo) -> tuple[int, ...]:
-    """The tokens of the trial; fewer for a model that takes few."""
+    """The tokens of the trial; fewer for a model with a short `max_model_len`."""
     return _varied_tokens(min(_TRIAL_TOKENS, info.max_model_len), info)
 
 
@@ -92,7 +92,7 @@ def _varied_tokens(num: int, info: ModelInfo) -> tuple[int, ...]:
 
 
 def dense_logits(module: _Model, token_ids: Sequence[int]) -> Tensor:
-    """The module's own logits [T, V], without a cache; leaves it set to that attention."""
+    """The module's own logits [T, V], without a cache; leaves it set to dense attention."""
     set_attention(module, "eager")
     with torch.inference_mode():
         ids = torch.tensor([token_ids], device=next(module.parameters()).device)
@@ -117,13 +117,13 @@ def check_answers(engine: Engine, expected: Tensor) -> None:
 
 
 def check_first_layers(engine: ShallowEngine, expected: Tensor) -> None:
-    """Runs the end of a sequence of the trial, which is over, once more through the first layers;
-    raises `ConfigError` unless they put out `expected` [T, D]."""
+    """After the trial, runs the end of one of its sequences again through the first layers. Raises
+    `ConfigError` unless their output is `expected` [T, D]."""
     ids = trial_tokens(engine.info)
     chunk = min(_TRIAL_CHUNK, len(ids) - 1)
     engine.keep("whole", chunk)
     [found] = engine.forward_shallow([SequenceStep("whole", ids[chunk:], len(ids) - chunk)])
-    what = "run alone, its first layers put out what differs by {} of its norm"
+    what = "run alone, the output of its first layers differs by {} of its norm"
     _check_close(found, expected[chunk:], what)
 
 
@@ -135,9 +135,9 @@ def check_features(engine: FeatureEngine, expected: Tensor) -> None:
 
 
 def _check_close(found: Tensor, expected: Tensor, what: str) -> None:
-    """By the norm of all rows: a model in half precision may have a single one that means little.
-    (What the demo target's layer 15 reads of the trial's second token is 0.57 of its norm off in
-    bfloat16, and 0.03 at most of any other.)"""
+    """Compares by the norm of all rows, as in half precision a single row may be far off: what the
+    demo target's layer 15 reads at the trial's second token is off by 0.57 of its norm in bfloat16,
+    and by 0.03 at most at any other token."""
     exact = expected.double()
     difference = (found.double() - exact).norm() / exact.norm()
     tolerance = _TOLERANCES.get(expected.dtype, _HALF_TOLERANCE)
@@ -146,14 +146,14 @@ def _check_close(found: Tensor, expected: Tensor, what: str) -> None:
 
 
 def dependent_at(engine: Engine, max_num_seqs: int) -> int | None:
-    """The fewest tokens of a step in which a sequence's logits are not bit-equal to those that it
-    gets alone, of sizes up to those for which the engine has pages; None if there is none. Leaves
-    nothing but remembered prefixes behind. Ranks that share a model all run all steps."""
+    """The size in tokens of the smallest step in which a sequence's logits are not bit-equal to
+    those that it gets alone; None if they always are. Tries sizes for which the engine has pages,
+    and leaves only remembered prefixes behind. All ranks of a model run all steps."""
     ids = _varied_tokens(min(_LONG_TRIAL_TOKENS, engine.info.max_model_len), engine.info)
     alone = _logits_in_parts(engine, ids, _ALONE_TOKENS, _ALONE_TOKENS, max_num_seqs)
     differ = []
     for num_rows in _CROWDED_ROWS:
-        # One less than there are rows, so that no two stand at the same place in their steps.
+        # One less than the rows of a step, so that parts are at different rows of their steps.
         crowded = _logits_in_parts(engine, ids, num_rows - 1, num_rows, max_num_seqs)
         if not torch.equal(crowded, alone):
             differ.append(num_rows)
@@ -163,8 +163,8 @@ def dependent_at(engine: Engine, max_num_seqs: int) -> int | None:
 def _logits_in_parts(
     engine: Engine, ids: tuple[int, ...], part: int, num_rows: int, max_num_seqs: int
 ) -> Tensor:
-    """Logits [T, V] of `ids`, run in such parts, each behind as many other tokens as make up
-    `num_rows`, if there is room."""
+    """Logits [T, V] of `ids`, run in parts of `part` tokens, each behind other sequences that fill
+    the step up to `num_rows`, if there is room."""
     rows = []
     for start in range(0, len(ids), part):
         chunk = ids[start : start + part]
@@ -180,7 +180,7 @@ def _logits_in_parts(
 
 
 def _crowd(info: ModelInfo, num_tokens: int, num_sequences: int) -> list[SequenceStep]:
-    """New sequences of so many tokens together, or of as many as they take."""
+    """At most `num_sequences` new sequences with up to `num_tokens` tokens in total."""
     steps: list[SequenceStep] = []
     while num_tokens > 0 and len(steps) < num_sequences:
         ids = _varied_tokens(min(num_tokens, info.max_model_len), info)

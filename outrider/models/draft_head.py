@@ -1,4 +1,5 @@
-"""What runs as one more layer on a target's pages, whatever its kind: see `draft_layer.py`."""
+"""The interface of a drafting head that runs as one more layer on a target's pages
+(`outrider/engine/draft_layer.py`)."""
 
 from __future__ import annotations
 
@@ -10,34 +11,35 @@ import torch
 from torch import Tensor, nn
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Of queries [N, heads, key width], keys [N, kv heads, key width] and values [N, kv heads, value
-width] of N pairs: what each query makes of the pairs up to its own, [N, heads, value width]."""
+"""Attention of N pairs, each to the pairs up to its own: queries [N, heads, key width], keys [N, kv
+heads, key width] and values [N, kv heads, value width] to [N, heads, value width]."""
 
 
 OUTPUT = -1
+"""See `DraftHead.layer_ids`."""
 
 
 class DraftHead(nn.Module):
-    """A head of width D that reads pairs: of g, what it makes of a target's layers at a token, and
-    the token behind it. Wherever shapes begin with .., they may begin with any sizes."""
+    """A head of width D that reads pairs. A pair is a feature g, which the head makes of the
+    target's layers at a token, and the token behind that. `..` stands for any leading sizes."""
 
     width: int
     num_kv_heads: int
     key_width: int
     value_width: int
     scaling: float
-    """What scores of attention are multiplied by."""
+    """Factor of attention scores."""
     layer_ids: tuple[int, ...]
-    """The taps: i is what the target's layer i reads, counted from 0; what the norm behind the
-    last layer reads is one more, and what that puts out is `OUTPUT`, which stands alone."""
+    """The taps, which are what these layers of the target read, counted from 0. The number of
+    layers stands for what the norm behind them reads; `OUTPUT`, alone, for the norm's output."""
 
     def ways(self, num_layers: int) -> dict[str, Any]:
-        """How it may have been made to read a target of so many layers, by what people call what
-        it reads; the stated way first."""
+        """The ways in which it may have been trained to read a target with `num_layers` layers, by
+        a name for people; the stated way first."""
         raise NotImplementedError
 
     def read_as(self, way: Any) -> None:
-        """Reads the target in one of the `ways` from now on."""
+        """From now on reads the target in one of the `ways`."""
         raise NotImplementedError
 
     def fuse(self, hidden: Tensor) -> Tensor:
@@ -58,7 +60,7 @@ class DraftHead(nn.Module):
         raise NotImplementedError
 
     def carry(self, hidden: Tensor) -> Tensor:
-        """[.., D]: what stands for a feature in the pair that follows h [.., D]."""
+        """[.., D]: the feature of the pair that follows h [.., D]."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -66,9 +68,10 @@ class DraftHead(nn.Module):
         raise NotImplementedError
 
     def unroll(self, features: Tensor, token_ids: Tensor, num_depths: int) -> Iterator[Tensor]:
-        """h [B, L, D] of the first, second, .. pair of a chain that starts at each pair of B texts
-        and goes on as the text does, with gradients: of features [B, L, D] and the tokens [B, L +
-        num_depths - 1] behind them. A chain sees the text's pairs up to its start, then its own."""
+        """Drafts a chain of `num_depths` pairs behind each of L places of B texts, with gradients,
+        and yields h [B, L, D] of each depth. Takes the features [B, L, D] and the tokens [B, L +
+        num_depths - 1] behind them. Chains follow the text; each sees the text's pairs up to its
+        start, and then its own."""
         num_pairs = features.shape[1]
         pairs: list[tuple[Tensor, Tensor]] = []
 

@@ -1,16 +1,15 @@
-"""Whether a published head reads its target as it was trained to: told from what it says on a short
-text, for its files may state the layers that it reads by another count, or not at all, and nothing
-fails where they are the wrong ones.
+"""Checks on a short text whether a published head reads its target as it was trained to. Its files
+may count layers differently, or not name them at all, and reading the wrong ones raises no error.
 
-The target writes the text. At each place of it the head's likeliest token is compared with the
-target's, behind the text itself and behind one pair of its own, for each way to read the target:
+The target writes the text. At each place the head's likeliest token is compared with the target's,
+after the text itself and after one drafted pair, for each way to read the target:
 
 way                   feature of the pair that ends at token j
 stated                what the stated layers read at j - 1
-one layer up or down  what the layers behind or before these read at j - 1
-before the last norm  what that reads at j - 1, for MTP layers, which read what it puts out; and
-                      for the second pair what their own norm reads, in place of what it puts out
-pairs one off         what the stated layers read at j; named, and not served: token j has not run
+one layer up or down  what the layers after or before these read at j - 1
+before the last norm  for MTP layers, which read the output of the target's last norm: what that
+                      norm reads at j - 1; and for the second pair what their own norm reads
+pairs one off         what the stated layers read at j; only reported, as token j has not run yet
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from outrider.tokenizer import TokenizerText
 
 TOKENS_WRITTEN = 64
 AGREEMENT_MIN = 0.2
-"""Share of the places where a head that is used as it was made agrees, at least: published ones do
-at 0.6 and more, read by a wrong layer at 0.1."""
+"""Least share of places at which a head that works agrees with its target. Published heads reach
+0.6 and more, and 0.1 when they read a wrong layer."""
 _GAIN_MIN = 0.1
-"""By which another way to read must be better than the stated one to be taken: more than chance
-makes of so many tokens."""
+"""Another way to read is taken if its share is higher than the stated one's by this much, which is
+more than chance."""
 _DEPTHS = 2
 _PROMPT = "Explain in a few sentences why the sky is blue."
 _log = logging.getLogger(__name__)
@@ -46,21 +45,20 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A prompt, `TOKENS_WRITTEN` tokens that the target wrote behind it, and what it makes of all
-    of them."""
+    """A prompt and `TOKENS_WRITTEN` tokens that the target wrote behind it, with the target's
+    hidden states and answers."""
 
     token_ids: Tensor
     """[T]"""
     hidden: Sequence[Tensor]
-    """What each layer reads [T, D], and then what the norm behind the last one does, if there is
-    one."""
+    """What each layer reads [T, D], then what the norm behind the last layer reads, if any."""
     likeliest: Tensor
-    """[T]: the likeliest token behind each."""
+    """[T]: the likeliest token after each."""
     num_layers: int
 
 
 Reader = Callable[[Sequence[int]], Reading]
-"""Of a prompt."""
+"""Makes a `Reading` of a prompt."""
 DraftCheck = Callable[[LoadedDraftHead | None, Reader, ModelInfo], LoadedDraftHead | None]
 """`checked_head`, for one target."""
 
@@ -68,9 +66,9 @@ DraftCheck = Callable[[LoadedDraftHead | None, Reader, ModelInfo], LoadedDraftHe
 def checked_head(
     loaded: LoadedDraftHead | None, read: Reader, info: ModelInfo, tokenizer: Any | None, name: str
 ) -> LoadedDraftHead | None:
-    """The head called `name`, set to read what it agrees best with, and a `note` for people where
-    that is not what is stated, or where it agrees too little whatever it reads. A rank that has no
-    head reads along with the leader."""
+    """The head called `name`, set to the way of reading with which it agrees best. It gets a `note`
+    if that is not the stated way, or if it agrees too little in every way. A rank without a head
+    reads along with the leader."""
     note = ""
     try:
         with torch.inference_mode():
@@ -78,7 +76,7 @@ def checked_head(
             reading = read(prompt)
             if loaded is not None:
                 note = _check(loaded, reading, len(prompt))
-    except Exception as error:  # noqa: BLE001 (it costs speed, at most, and is said)
+    except Exception as error:  # noqa: BLE001 (an unchecked head costs speed at most)
         _log.debug("the check of drafter %s has failed", name, exc_info=True)
         note = f"is not checked: {error!r}"
     if not note or loaded is None:
@@ -89,7 +87,7 @@ def checked_head(
 
 
 def _prompt(info: ModelInfo, tokenizer: Any | None) -> Sequence[int]:
-    """As for an assistant, where the target is one: that is what heads are trained on."""
+    """In the target's chat format, if it has one, as heads are trained on it."""
     if tokenizer is None:
         return trial_tokens(info)
     text = TokenizerText(tokenizer, info.name)
@@ -105,10 +103,10 @@ def _check(loaded: LoadedDraftHead, reading: Reading, prompt_length: int) -> str
     text, hidden, likeliest = reading.token_ids, reading.hidden, reading.likeliest
     ways = head.ways(reading.num_layers)
     token_ids = torch.tensor(loaded.token_ids, device=text.device)
-    first = max(0, prompt_length - 2)  # The chain whose first token is the first one written.
+    first = max(0, prompt_length - 2)  # The first chain that begins with a written token.
 
     def agreement(way: str, offset: int = 0) -> float:
-        """The share of places where the head agrees, of all depths together."""
+        """The share of places where the head agrees with its target, over all depths."""
         head.read_as(ways[way])
         features = head.fuse(torch.cat([hidden[index] for index in head.layer_ids], -1))
         num_chains = len(text) - _DEPTHS
@@ -131,11 +129,11 @@ def _check(loaded: LoadedDraftHead, reading: Reading, prompt_length: int) -> str
     tried = [f"{way}: {share:.0%}" for way, share in found.items()]
     tried.append(f"pairs one off: {one_off:.0%}")
     summary = f"of {_DEPTHS * TOKENS_WRITTEN} places ({'; '.join(tried)})"
-    _log.info("the head agrees with its target at so many %s", summary)
+    _log.info("agreement of the head with its target, %s", summary)
     if found[best] < AGREEMENT_MIN:
         return (
             f"agrees with its target at {found[best]:.0%} {summary}, where {AGREEMENT_MIN:.0%} is "
-            "little: it was made for another target, or reads it in a way that is not known here"
+            "little: it was made for another target, or reads it in an unknown way"
         )
     if best != stated:
         return f"reads the {best} in place of the {stated}, {summary}"
@@ -143,7 +141,7 @@ def _check(loaded: LoadedDraftHead, reading: Reading, prompt_length: int) -> str
 
 
 def library_reader(target: Any, ranks: Ranks | None) -> Reader:
-    """Of a module of the library, with attention of its own, or of one that `ranks` share."""
+    """For a module of the library that has its own attention, whole or shared by `ranks`."""
     return partial(_read, target, ranks)
 
 
@@ -163,7 +161,7 @@ def _read(target: Any, ranks: Ranks | None, prompt: Sequence[int]) -> Reading:
 
 
 def likeliest_tokens(logits: Tensor, ranks: Ranks | None) -> Tensor:
-    """[..] of logits [.., V], which of ranks the leader alone has."""
+    """[..] of logits [.., V], which only the leader of several ranks has."""
     if ranks is None:
         return logits.argmax(-1)
     return of_leader(ranks, logits.argmax(-1) if ranks.rank == 0 else logits.sum(-1).long())

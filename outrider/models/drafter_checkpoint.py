@@ -1,10 +1,10 @@
-"""Files of drafters that were made for one target: what all kinds have in common.
+"""Files of drafters that were trained for one target: what all kinds have in common.
 
 file                what it holds
-`drafter.json`      which kind it is, and whose drafter (`TrainedDescription`)
-`model.safetensors` every weight that is not the target's; matrices as int8 with one scale a row
-                    (`NAME.scale`); `draft_token_ids`, ascending, the tokens whose rows of the
-                    target's head it has
+`drafter.json`      the kind and the target (`TrainedDescription`)
+`model.safetensors` all weights that are not the target's, matrices as int8 with one scale per row
+                    (`NAME.scale`); `draft_token_ids`, ascending: the tokens that the drafter may
+                    propose, whose rows of the target's head it uses
 `README.md`         the model card
 """
 
@@ -35,15 +35,15 @@ FORMAT: Final = 3
 TOKEN_IDS = "draft_token_ids"  # noqa: S105 (a tensor's name)
 _NUM_LAYERS = "num_layers"
 _DOWN = "down.weight"
-"""How the names of the weights [D, M] end that lead back from the inner width of a head."""
+"""Suffix of the weights [D, M] that map from a head's inner width back to D."""
 _SCALE = ".scale"
 _INT8_MAX = 127
 _OF_TARGET = frozenset({"embeddings", "head.weight"})
-"""The parameters of a head that are its target's."""
+"""The parameters of a head that it shares with its target."""
 
 
 class TrainedKind(StrEnum):
-    """What a drafter of a directory is."""
+    """The kind of a trained drafter."""
 
     STUDENT = "student"
     """A small model of the target's architecture (`student.py`)."""
@@ -55,15 +55,15 @@ class TrainedKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedDescription:
-    """Whose drafter it is."""
+    """The content of `drafter.json`."""
 
     format: Literal[3]
-    """Of the directory; `FORMAT`, the only one that is read here."""
+    """`FORMAT`, the only one that can be read."""
     kind: TrainedKind
     target: str
-    """What the target was called; for people."""
+    """The target's name; for people."""
     target_fingerprint: str
-    """`tensors_fingerprint` of the only target that it is for."""
+    """`tensors_fingerprint` of the target."""
     vocab_size: int
     """Of that target."""
     draft_vocab_size: int
@@ -73,7 +73,7 @@ class TrainedDescription:
 
 
 class Whose(TypedDict):
-    """What a drafter is called, and the target that it was made for."""
+    """A drafter's name, and the target that it is loaded for."""
 
     name: str
     target_directory: Path
@@ -81,13 +81,12 @@ class Whose(TypedDict):
 
 
 def is_trained_drafter(directory: Path) -> bool:
-    """Whether the directory holds a drafter that was made for one target, of whatever kind, and no
-    model that stands alone."""
+    """Whether the directory holds a drafter that was trained for one target, of any kind."""
     return (directory / DESCRIPTION_FILE).is_file()
 
 
 def read_description(directory: Path, name: str) -> TrainedDescription:
-    """What `drafter.json` says. Raises `ConfigError` where it says it otherwise than it must."""
+    """The content of `drafter.json`. Raises `ConfigError` if it is invalid."""
     path = directory / DESCRIPTION_FILE
     wrong = f"drafter {name}: {path}"
     try:
@@ -113,8 +112,8 @@ def read_description(directory: Path, name: str) -> TrainedDescription:
 
 
 def check_target(directory: Path, kind: TrainedKind, **whose: Unpack[Whose]) -> TrainedDescription:
-    """What the drafter in `directory` is. Raises `ConfigError` unless it is of this kind and was
-    made for these weights."""
+    """The description of the drafter in `directory`. Raises `ConfigError` unless it is of this kind
+    and was made for these weights."""
     name, target = whose["name"], whose["target_name"]
     description = read_description(directory, name)
     if description.kind != kind:
@@ -141,8 +140,9 @@ def save_head(
     num_layers: int = 0,
     shared: Collection[str] = _OF_TARGET,
 ) -> None:
-    """Writes the description and the weights of a drafter, behind so many layers of the target,
-    whose logits are of `token_ids` [N]. The `shared` ones are its target's, and left out."""
+    """Writes the description and the weights of a drafter that may propose `token_ids` [N]; of an
+    exit head also the `num_layers` of the target before it. Leaves out the `shared` weights, which
+    are the target's."""
     tensors = {TOKEN_IDS: token_ids.to(torch.int32)}
     if num_layers:
         tensors[_NUM_LAYERS] = torch.tensor([num_layers], dtype=torch.int32)
@@ -150,13 +150,13 @@ def save_head(
         if name not in shared:
             tensors |= stored(name, weight.detach().cpu())
     save_file(tensors, str(directory / WEIGHTS_FILE), metadata={"format": "pt"})
-    (directory / WEIGHTS_FILE).chmod(0o644)  # The library lets nobody else read it.
+    (directory / WEIGHTS_FILE).chmod(0o644)  # The library lets only the owner read it.
     text = json.dumps(asdict(description), indent=2)
     (directory / DESCRIPTION_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 class TargetHead(nn.Module):
-    """What drafts from a target's hidden states, with rows of the target's head [N, D]."""
+    """A drafter that reads a target's hidden states, and has rows of the target's head [N, D]."""
 
     def __init__(self, head: nn.Parameter) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class TargetHead(nn.Module):
         self.head.weight = head
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[.., N], float32, of hidden states [.., D] that the head has made."""
+        """[.., N], float32, of the drafter's own hidden states [.., D]."""
         logits: Tensor = self.head(hidden)
         return logits.float()
 
@@ -175,13 +175,13 @@ Head = TypeVar("Head", bound=TargetHead)
 
 @dataclass(frozen=True)
 class LoadedHead(Generic[Head]):
-    """A head, or heads, made for one target."""
+    """A head, or Medusa heads, for one target."""
 
     module: Head
     token_ids: tuple[int, ...]
-    """[N], ascending: of its logits."""
+    """[N], ascending: the tokens of its logits."""
     num_layers: int = 0
-    """Of the target, that stand before an exit head."""
+    """Layers of the target before an exit head."""
 
 
 def load_head(
@@ -191,9 +191,9 @@ def load_head(
     make: Callable[[nn.Parameter, int, int], Head],
     **whose: Unpack[Whose],
 ) -> LoadedHead[Head]:
-    """The head in `directory` for a target whose own head is `rows` [V, D]. `make` gives one
-    without values, of its rows of these, its inner width and the number of its parts of such a
-    width. Raises `ConfigError`, also for a target that it was not made for."""
+    """The head in `directory` for a target whose own head is `rows` [V, D]. `make` creates the
+    module without values from its part of `rows`, its inner width and its number of heads. Raises
+    `ConfigError`, also if it was made for another target."""
     name = whose["name"]
     with refusing(f"drafter {name}:"):
         description = check_target(directory, kind, **whose)
@@ -222,12 +222,12 @@ def head_of(rows: Tensor, token_ids: Tensor) -> nn.Parameter:
 
 
 def as_stored(values: Tensor) -> Tensor:
-    """What is left of a weight once it has been stored and loaded, in its own dtype."""
+    """A weight after it has been stored and loaded, in its own dtype."""
     return restored("", stored("", values)).to(values.dtype)
 
 
 def stored(name: str, values: Tensor) -> dict[str, Tensor]:
-    """What a weight is in a drafter's file: of a matrix int8 and a scale for each row."""
+    """The tensors of a weight in a drafter's file: for a matrix, int8 and a scale for each row."""
     if values.dim() != 2:
         return {name: values.contiguous()}
     rows = values.float()
@@ -236,7 +236,7 @@ def stored(name: str, values: Tensor) -> dict[str, Tensor]:
 
 
 def restored(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    """A weight of a drafter's file. Raises `ValueError` unless each row has its scale."""
+    """A weight of a drafter's file. Raises `ValueError` unless each row has a scale."""
     values = tensors[name]
     if values.dtype != torch.int8:
         return values
@@ -247,7 +247,7 @@ def restored(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def checked_token_ids(tensors: Mapping[str, Tensor], description: TrainedDescription) -> Tensor:
-    """The tokens [N] of the head's rows. Raises `ValueError` for such as cannot be."""
+    """The tokens [N] of the head's rows. Raises `ValueError` for impossible ones."""
     token_ids = tensors[TOKEN_IDS]
     shape, num, size = [*token_ids.shape], description.draft_vocab_size, description.vocab_size
     if shape != [num] or token_ids.dtype not in (torch.int32, torch.int64):
@@ -264,8 +264,8 @@ def put_weights(
     device: torch.device,
     drafter: str,
 ) -> None:
-    """Puts these weights of a module on the device, from a drafter's file. Raises `ConfigError` for
-    such as are missing, misfit, or not finite."""
+    """Gives a module these weights from a drafter's file, on the device. Raises `ConfigError` for
+    weights that are missing, do not fit, or are not finite."""
     found: dict[str, Tensor] = {}
     for name in names:
         if name not in tensors:

@@ -1,22 +1,22 @@
-"""EAGLE-3 heads as they are published: one more layer, beside a target (arXiv 2503.01840).
+"""EAGLE-3 heads as they are published: one more layer beside a target (arXiv 2503.01840).
 
-    g_i    = fc [h_a, h_b, ..]           what the target's layers a, b, .. read at position i
+    g_i    = fc [h_a, h_b, ..]           of what the target's layers a, b, .. read at position i
     pair j = (g_{j-1}, token j), from 1; its rotary position is j - 1
     x_j    = [norm(embedding of token j), norm(g_{j-1})];  q, k and v are linear in it
     y_j    = r_j + O attention(q_j, keys and values of the pairs 1 .. j)
     h_j    = y_j + MLP(norm(y_j))
     logits of the token behind token j = lm_head(norm(h_j))
 
-r_j is g_{j-1}, or its norm (`norm_before_residual`). In a drafted pair h, or its norm
-(`norm_output`), stands for g. Taps may be normed before `fc`, one by one (`fc_norm`) or together
+r_j is g_{j-1}, or its norm (`norm_before_residual`). A drafted pair has h, or its norm
+(`norm_output`), in place of g. Taps may be normed before `fc`, one by one (`fc_norm`) or together
 (`norm_before_fc`).
 
 form         config.json                                           tensors
 speculators  `transformer_layer_config`, ids as in `hidden_states`  `layers.0.*`
-raw          of a Llama, ids may count from one lower               `midlayer.*`, `layers.0.*`
+raw          of a Llama; ids may be one lower                       `midlayer.*`, `layers.0.*`
 
-Both have `fc`, `norm`, `lm_head`, and `d2t` where the draft vocabulary is a part of the target's;
-`embed_tokens` and `lm_head` are the target's where they are not stored.
+Both have `fc`, `norm`, `lm_head`, and `d2t` if the draft vocabulary is a part of the target's.
+`embed_tokens` and `lm_head` are the target's if they are not stored.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from outrider.models.loading import parameters_on_meta, refusing
 from outrider.models.published_drafters import read_config, read_tensors
 
 _LAYER = "transformer_layer_config"
-"""Where the speculators form has the sizes of the layer; the raw form has them at the top."""
+"""The key of the layer's sizes in the speculators form; in the raw form they are at the top."""
 _LAYER_FIELDS = (
     "attention_bias", "head_dim", "hidden_act", "hidden_size", "intermediate_size",
     "max_position_embeddings", "mlp_bias", "num_attention_heads", "num_key_value_heads",
@@ -57,22 +57,22 @@ _LAYER_IDS = (
     "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids",
 )  # fmt: skip
 _NEUTRAL_AT_ONE = ("logit_scale", "partial_rotary_factor")
-"""Factors of other models' formulas."""
+"""Factors in other models' formulas."""
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Those whose angles depend on nothing but the position."""
+"""Types whose angles depend on the position alone."""
 _OUTPUT_BIAS = "layers.0.self_attn.o_proj.bias"
-"""Files of some kinds of layers have biases of queries, keys and values alone: zeros, then."""
+"""Zeros if it is missing: some files have biases of queries, keys and values alone."""
 _EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _NOT_WEIGHTS = ("inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
-"""How the names of tensors end that some checkpoints hold, and no head needs."""
+"""Suffixes of tensors in some checkpoints that no head needs."""
 _SPECULATORS_VERSION = "0.9.0"
-"""Of the library whose form is written."""
+"""The version of the library whose form is written."""
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Config:
-    """What a head is, whatever the form of its files."""
+    """A head's configuration, from either form of files."""
 
     layer: LlamaConfig
     draft_vocab_size: int
@@ -88,14 +88,14 @@ class Eagle3Config:
 
 
 class Eagle3LayerConfig(LlamaConfig):  # type: ignore[misc]
-    """Of a layer whose heads need not be, together, as wide as it is."""
+    """Of a layer whose width need not be a multiple of its number of heads."""
 
     def validate_architecture(self) -> None:
-        """Nothing: the library wants a width that is a multiple of the number of heads."""
+        """Does nothing, where the library checks that."""
 
 
 class _Attention(nn.Module):
-    """The projections of the layer, called one by one."""
+    """The projections of the layer; `Eagle3Head` calls them one by one."""
 
     def __init__(self, config: LlamaConfig, qk_norm: bool) -> None:
         super().__init__()
@@ -126,11 +126,11 @@ class _Layer(nn.Module):
 
 
 class Eagle3Head(DraftHead):
-    """A head of width D for a target with hidden states of width D_t. Its parameters have the
-    names of the speculators form. Attention scores are scaled by head_dim ** -0.5."""
+    """A head of width D for a target with hidden states of width D_t. Its parameters have the names
+    of the speculators form. Attention scores are scaled by head_dim ** -0.5."""
 
     def __init__(self, config: Eagle3Config) -> None:
-        """With the library's initial weights; embeddings are [vocab_size, D]."""
+        """Has the library's initial weights; embeddings are [vocab_size, D]."""
         super().__init__()
         layer, num_taps = config.layer, len(config.layer_ids)
         width, eps = layer.hidden_size, layer.rms_norm_eps
@@ -157,8 +157,7 @@ class Eagle3Head(DraftHead):
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
-        """The taps: indices into the library's `hidden_states`; i is what the target's layer i
-        reads, counted from 0."""
+        """The taps, as indices into the library's `hidden_states`."""
         return self.config.layer_ids
 
     @layer_ids.setter
@@ -179,11 +178,11 @@ class Eagle3Head(DraftHead):
         self.layer_ids = way
 
     def drop_pairs(self) -> None:
-        """Frees all but what `fuse` needs; nothing else may be called then."""
+        """Frees all that `fuse` does not need. Then only `fuse` may be called."""
         del self.embed_tokens, self.layers, self.norm, self.lm_head
 
     def drop_fuse(self) -> None:
-        """Frees what only `fuse` needs, which may not be called then."""
+        """Frees what only `fuse` needs. Then `fuse` must not be called."""
         del self.fc, self.input_norm, self.fc_norm
 
     def fuse(self, hidden: Tensor) -> Tensor:
@@ -219,7 +218,7 @@ class Eagle3Head(DraftHead):
         return hidden
 
     def carry(self, hidden: Tensor) -> Tensor:
-        """[.., D]: what stands for a feature in the pair that follows h [.., D]."""
+        """[.., D]: the feature of the pair that follows h [.., D]."""
         normed: Tensor = self.norm(hidden) if self.config.norm_output else hidden
         return normed
 
@@ -299,8 +298,8 @@ def _require(fits: bool, field: str, given: Any, allowed: str) -> None:
 def _draft_vocabulary(
     tensors: Mapping[str, Tensor], target: Any, target_name: str
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The tokens [N], ascending, of the head's logits, and the weights with `lm_head` in this order
-    and with `embed_tokens`, which both may be the target's."""
+    """The tokens [N], ascending, of the head's logits; and the weights, with `lm_head` in this
+    order and with `embed_tokens`, both of which may be the target's."""
     weights = {key: values for key, values in tensors.items() if key not in ("d2t", "t2d")}
     weights.setdefault(_EMBEDDINGS, target.get_input_embeddings().weight)
     rows = target.get_output_embeddings().weight
@@ -333,7 +332,7 @@ def _head_config(
     target: Any,
     target_name: str,
 ) -> Eagle3Config:
-    """What the head of these files is."""
+    """The configuration of a head by its files."""
     places = (stated, stated.get("eagle_config") or {})
 
     def find(*keys: str) -> Any:
@@ -385,7 +384,7 @@ def _head_config(
 
 
 def _layer_config(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LlamaConfig:
-    """The layer as it is stated, or else as its tensors are."""
+    """The layer's configuration as it is stated, or else by its tensors."""
     values = {key: stated[key] for key in _LAYER_FIELDS if stated.get(key) is not None}
     num_layers, heads = stated.get("num_hidden_layers", 1), stated.get("num_attention_heads", 0)
     kv_heads = values.get("num_key_value_heads", heads)
@@ -453,10 +452,9 @@ def save_speculators(
     architectures: Sequence[str],
     num_draft_tokens: int,
 ) -> None:
-    """Writes a head in the speculators form, for a target of these architectures: its logits are of
-    `token_ids`, and so many tokens are to be drafted with it by default. Its embeddings
-    are written even where they are the target's: version 0.9.0 of the library leaves them unset
-    else."""
+    """Writes a head in the speculators form, for a target of these architectures. Its logits are of
+    `token_ids`; `num_draft_tokens` are drafted with it by default. Embeddings are written even if
+    they are the target's, as version 0.9.0 of the library would leave them unset."""
     config, layer = head.config, head.config.layer
     method = {"proposal_type": "greedy", "speculative_tokens": num_draft_tokens}
     stated = {
@@ -490,5 +488,5 @@ def save_speculators(
         tensors["t2d"] = torch.zeros(layer.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, str(directory / WEIGHTS_FILE), metadata={"format": "pt"})
-    (directory / WEIGHTS_FILE).chmod(0o644)  # The library lets its owner alone read it.
+    (directory / WEIGHTS_FILE).chmod(0o644)  # The library lets only the owner read it.
     (directory / CONFIG_FILE).write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")

@@ -1,15 +1,14 @@
-"""A head that says, after a model's first layers, what comes next: the model drafts for itself.
+"""A head behind a target's first layers: the target drafts for itself.
 
-    h  what the model's layer N puts out at a token, [R, D]
+    h  output of the target's layer N at a token, [R, D]
     x = h / rms(h) * w
     f = x + M x + down (silu(gate x) * up x)
     logits of the token behind it = H f
 
 w [D], M [D, D], gate and up [M', D], down [D, M'] are trained; H [N', D] has the rows of the
-model's own head for a part of its vocabulary. With w as in the model's last norm and all else zero
-it is that norm and that head, on what was not meant for them. Layers that draft for those behind
-them: LayerSkip (arXiv 2404.16710), which trains them for it, and Kangaroo (2404.18911), which
-leaves them as they are and trains what reads them.
+target's head for a part of its vocabulary. With w of the target's last norm and all other weights
+zero this is that norm and head, applied to layer N. Related: LayerSkip (arXiv 2404.16710) trains
+the layers for it; Kangaroo (2404.18911), as here, trains only what reads them.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ def layers_of(module: Any) -> nn.ModuleList:
 
 
 def last_norm(module: Any) -> nn.Module:
-    """What stands between the decoder's last layer and the head. Raises `ConfigError` where that
-    is not called as in Llama, Qwen and Gemma."""
+    """The norm between the decoder's last layer and the head. Raises `ConfigError` unless it has
+    the name that it has in Llama, Qwen and Gemma."""
     norm = getattr(module.base_model, "norm", None)
     if not isinstance(norm, nn.Module):
         raise ConfigError(f"a {type(module).__name__} has no norm behind its layers")
@@ -51,8 +50,8 @@ def last_norm(module: Any) -> nn.Module:
 
 
 def norm_weight(norm: nn.Module, width: int) -> Tensor:
-    """[D]: what a norm, of the root mean square or of the deviation, multiplies by; found by asking
-    it, as families store it in their own ways."""
+    """[D]: the factors of an RMS or layer norm. They are measured, as model families store them in
+    different ways."""
     like = next(norm.parameters(), torch.empty(0))
     ones = torch.ones(width, dtype=like.dtype, device=like.device)
     ones[1::2] = -1
@@ -62,20 +61,19 @@ def norm_weight(norm: nn.Module, width: int) -> Tensor:
 
 
 def check_exit(module: Any, num_layers: int) -> None:
-    """Raises `ConfigError` for a model that cannot be left behind so many of its layers."""
+    """Raises `ConfigError` unless a model can exit after its first `num_layers` layers."""
     last_norm(module)
     most = len(layers_of(module)) - 1
     if not 1 <= num_layers <= most:
         raise ConfigError(
-            f"it cannot be left behind {num_layers} of its {most + 1} layers; 1 to {most} are "
-            "possible"
+            f"it cannot exit after {num_layers} of its {most + 1} layers; 1 to {most} are possible"
         )
 
 
 def first_layers(module: Any, num_layers: int) -> Any:
-    """The base of a causal language model with its first layers alone, and nothing behind them:
-    `last_hidden_state` is what layer `num_layers` puts out. Its layers and embeddings are the
-    model's. Raises `ConfigError` as `check_exit`."""
+    """The base of a causal language model with its first layers alone, so that `last_hidden_state`
+    is the output of layer `num_layers`. It shares layers and embeddings with the model. Raises as
+    `check_exit`."""
     check_exit(module, num_layers)
     base = module.base_model
     shallow = copy.copy(base)
@@ -154,14 +152,14 @@ def watched_layers(module: Any, indices: Sequence[int]) -> Iterator[list[Watched
 
 
 _EPS = 1e-6
-"""Under the root of the mean square."""
+"""Added to the mean square."""
 
 
 class ExitHead(TargetHead):
-    """Of width D and inner width M', with a head [N', D] that is the model's own."""
+    """Of width D and inner width M', with rows of the target's head [N', D]."""
 
     def __init__(self, head: nn.Parameter, inner: int, _: int = 1) -> None:
-        """The weights, but for the head's, are without values."""
+        """All weights but the head's have no values yet."""
         super().__init__(head)
         width, dtype = head.shape[1], head.dtype
         with torch.device("meta"):
@@ -187,7 +185,7 @@ LoadedExit = LoadedHead[ExitHead]
 
 def load_exit(path: Path, target: Any, **whose: Unpack[Whose]) -> LoadedExit:
     """The exit head in `path` on a target's module, of its dtype and on its device. Raises
-    `ConfigError`, also for a target that it was not made for."""
+    `ConfigError`, also if it was made for another target."""
     rows = target.get_output_embeddings().weight
     loaded = load_head(path, TrainedKind.EARLY_EXIT, rows, ExitHead, **whose)
     try:

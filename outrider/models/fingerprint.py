@@ -1,4 +1,4 @@
-"""Names for weights and tokenizers, so that two replicas can tell whether they run the same."""
+"""Fingerprints of weights and tokenizers, by which replicas tell whether they run the same."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _BLOCKS_PER_TENSOR = 4
 _HEADER_BYTES_MAX = 100 * 2**20
 """The safetensors format's own bound on a header."""
 PICKLED_FILE = "pytorch_model.bin"
-"""Many published EAGLE-3 heads are in this form alone; only its tensors are read, and they only
-where there are no safetensors."""
+"""The only file of many published EAGLE-3 heads. Only its tensors are read, and only if there are
+no safetensors."""
 _digest = partial(hashlib.blake2b, digest_size=16)
 _COUNTS = frozenset({"cpu_name", "num_logical_cores", "num_physical_cores", "num_sockets"})
-"""What torch says of a processor beside its instructions and caches."""
+"""Capabilities that torch names besides a processor's instructions and caches."""
 _VOLATILE_CONFIG_KEYS = frozenset(
     {"_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
 )
 
 
 def numerics_fingerprint(device: torch.device, *details: object) -> str:
-    """Of the versions of torch, transformers and this project, whose noise may change, the
-    instructions and caches of the processor or the model of the device, and of what else logits
-    depend on beside the weights."""
+    """A fingerprint of what logits depend on besides the weights: the versions of torch,
+    transformers and this project (whose noise may change), the processor's instructions and caches
+    or the device's model, and `details`."""
     import torch
 
     if device.type == "cuda":
@@ -49,8 +49,8 @@ def numerics_fingerprint(device: torch.device, *details: object) -> str:
 
 
 def file_fingerprint(path: Path) -> str:
-    """Of a file's size and blocks spread evenly over it: quick for files of any size, and tells
-    apart files that anyone would meet, but not ones made to deceive it."""
+    """A fingerprint of a file's size and of blocks spread evenly over it. Fast for files of any
+    size; tells ordinary files apart, but not files made to deceive it."""
     digest = _digest()
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -60,7 +60,7 @@ def file_fingerprint(path: Path) -> str:
 
 
 def weights_fingerprint(directory: Path) -> str:
-    """Of the configuration and of all tensors."""
+    """A fingerprint of the configuration and of all tensors."""
     config = json.loads((directory / "config.json").read_text("utf-8"))
     essentials = {k: v for k, v in config.items() if k not in _VOLATILE_CONFIG_KEYS}
     text = json.dumps(essentials, sort_keys=True) + tensors_fingerprint(directory)
@@ -68,9 +68,9 @@ def weights_fingerprint(directory: Path) -> str:
 
 
 def tensors_fingerprint(directory: Path) -> str:
-    """Of the names, types, shapes and sampled blocks of all tensors: the same however they are
-    spread over safetensors files, and whatever the configuration beside them says. Where there are
-    none: of the file that torch wrote."""
+    """A fingerprint of the names, types, shapes and sampled blocks of all tensors. It does not
+    depend on how they are spread over safetensors files, nor on the configuration. If there are no
+    safetensors: of torch's own file."""
     entries: dict[str, bytes] = {}
     paths = sorted(directory.glob("*.safetensors"))
     if not paths and (pickled := directory / PICKLED_FILE).is_file():
@@ -98,7 +98,7 @@ def tensors_fingerprint(directory: Path) -> str:
 def _add_range(
     digest: hashlib.blake2b, file: BinaryIO, begin: int, end: int, num_blocks: int
 ) -> None:
-    """Blocks spread evenly over the bytes from `begin` to `end`."""
+    """Adds blocks spread evenly over the bytes from `begin` to `end`."""
     last = max(0, end - begin - _BLOCK_BYTES)
     for start in sorted({last * i // (num_blocks - 1) for i in range(num_blocks)}):
         file.seek(begin + start)
@@ -106,11 +106,11 @@ def _add_range(
 
 
 TokenizerTable = dict[str, str]
-"""What the ids of a tokenizer mean: "id N" -> token as the vocabulary spells it, added and special
-ones included, and "merge N" -> the pair that a byte-pair encoding merges then.
+"""What the ids of a tokenizer mean: "id N" -> the token in the vocabulary's spelling, added and
+special ones included; "merge N" -> the N-th pair that a byte-pair encoding merges.
 
-Which ids begin, end or pad a text is left out: a base model may draft for its instruction-tuned
-sibling, which ends texts with another id of the same table.
+Which ids begin, end or pad a text is left out, so that a base model may draft for its
+instruction-tuned sibling, which ends texts with another id of the same table.
 """
 
 
@@ -127,7 +127,7 @@ def tokenizer_table(tokenizer: Any) -> TokenizerTable:
 
 
 def tokenizer_fingerprint(tokenizer: Any | None) -> str:
-    """Of a loaded tokenizer: the same for equal tables, in every process; empty without one."""
+    """A fingerprint of a loaded tokenizer's table, the same in every process; empty without one."""
     if tokenizer is None:
         return ""
     content = json.dumps([*tokenizer_table(tokenizer).items()])
@@ -137,10 +137,10 @@ def tokenizer_fingerprint(tokenizer: Any | None) -> str:
 def compare_tokenizers(
     target_name: str, target: TokenizerTable | None, draft_name: str, draft: TokenizerTable | None
 ) -> None:
-    """Raises `ConfigError` with both names and a difference unless every id means the same.
+    """Raises `ConfigError`, with both names and one difference, unless every id means the same.
 
-    How wide the models' logits are does not matter: padding has no tokens. Two models without
-    tokenizers (None) are taken as made for each other.
+    The width of the models' logits does not matter, as padding has no tokens. Two models without
+    tokenizers (None) are taken to fit.
     """
     if target == draft:
         return

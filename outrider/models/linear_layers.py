@@ -16,13 +16,13 @@ from outrider.engine.cpu.kernels import PaceKernels
 from outrider.models.module_probes import PROBE_ERRORS, agree, probe_rows
 
 _PACKED_FOR_ROWS = 16
-"""Rows that the layout is chosen for. Those for 5..64 are the same and within 2 % of the best for
-1..256 rows; the one for 1 row costs float32 up to twice the time at more."""
+"""Number of rows that the layout is optimised for. For 5..64 the layout is the same, and within 2 %
+of the best for 1..256 rows; the layout for 1 row makes float32 up to twice as slow with more."""
 
 
 class InferenceLinear(nn.Module):
-    """`nn.Linear` for inference: [..., in] -> [..., out], of the rows' dtype, without a gradient.
-    It takes no hooks: to call it is to call its `forward`."""
+    """`nn.Linear` for inference: [..., in] -> [..., out], in the rows' dtype, without a gradient.
+    Calls go straight to `forward`, without hooks."""
 
     def __init_subclass__(cls) -> None:
         cls.__call__ = cls.forward  # type: ignore[method-assign]
@@ -31,13 +31,12 @@ class InferenceLinear(nn.Module):
         """Of `weight` [out, in] and `bias` [out]."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        # Not parameters: those are looked up at each use, which costs as much as a small operator.
+        # Not a parameter, whose lookup at each use costs as much as a small operator.
         self.bias = None if bias is None else bias.detach().contiguous()
 
     @property
     def weight(self) -> Tensor:
-        """A dense copy of the weight [out, in] that it multiplies by; for the few models that read
-        more of a layer than its result."""
+        """The weight [out, in] in dense form, for the few models that read it."""
         raise NotImplementedError
 
 
@@ -45,7 +44,7 @@ class FusedLinear(InferenceLinear):
     """The product of fused kernels, in their dtype."""
 
     def __init__(self, kernels: PaceKernels, weight: Tensor, bias: Tensor | None) -> None:
-        """Copies `weight` into the layout of the kernels; it must be one that they `can_pack`."""
+        """Copies `weight`, which the kernels `can_pack`, into their layout."""
         super().__init__(weight, bias)
         self.kernels = kernels
         self.packed = kernels.pack(weight.detach().contiguous())
@@ -67,12 +66,12 @@ class FusedLinear(InferenceLinear):
 class PackedLinear(InferenceLinear):
     """In oneDNN's layout, on a CPU.
 
-    The first call with a new number of rows takes up to 0.7 ms longer, in which oneDNN prepares
-    its kernel; it remembers 1,024 of them a process.
+    The first call with a new number of rows takes up to 0.7 ms longer, as oneDNN prepares a kernel.
+    It keeps 1,024 of them for the process.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Copies `weight` into the layout; in bfloat16 or float32."""
+        """Copies `weight`, in bfloat16 or float32, into the layout."""
         super().__init__(weight, bias)
         operators = torch.ops.mkldnn
         dense = weight.detach().contiguous()
@@ -90,16 +89,16 @@ class PackedLinear(InferenceLinear):
 
 
 _ROWS_MIN = 4
-"""Rows from which on the weight is widened."""
+"""The weight is widened for at least this many rows."""
 _BLOCK_WEIGHTS = 2**20
-"""Weights that are widened at once, as far as one output's are fewer."""
+"""Weights that are widened at a time; at least those of one output."""
 
 
 class WidenedLinear(InferenceLinear):
-    """In bfloat16 on a CPU without products of it."""
+    """In bfloat16, on a CPU that cannot multiply in bfloat16: in float32, block by block."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Shares `weight`, unless its rows are not one after another."""
+        """Shares `weight` if it is contiguous."""
         super().__init__(weight, bias)
         self._dense = weight.detach().contiguous()
 
@@ -120,8 +119,8 @@ class WidenedLinear(InferenceLinear):
 def quick(
     weight: Tensor, bias: Tensor | None, kernels: PaceKernels | None = None
 ) -> InferenceLinear | None:
-    """The quickest layer with that weight [out, in] on this machine: on the kernels, where they
-    have a product for it, or with oneDNN; None where that is the library's own."""
+    """The fastest layer with that weight [out, in] on this machine: with the kernels if they can
+    pack it, or with oneDNN. None if that is the library's own layer."""
     if weight.device.type != "cpu" or weight.dim() != 2 or weight.numel() == 0:
         return None
     if kernels is not None and weight.dtype == kernels.dtype and kernels.can_pack(*weight.shape):
@@ -134,19 +133,19 @@ def quick(
 
 
 _GROUP = 32
-"""Weights of a row that share a scale and an offset at 4 bits."""
+"""Weights of a row that share a scale and an offset, at 4 bits."""
 _LEVELS = 15
 """Steps between the least and the greatest weight of a group."""
 _CENTRE = 8
-"""The level that the kernel takes for its offset."""
+"""The level that the kernel's offset stands for."""
 _INNER_TILES = 2
-"""Of the packed layout; the CPU's kernel takes any."""
+"""Of the packed layout; the CPU kernel takes any value."""
 _WIDE_ROWS = 32
-"""Rows from which widening a weight of 8 bits, and a plain product, is the quicker way."""
+"""From this many rows on it is faster to widen an 8-bit weight and use a plain product."""
 
 
 class QuantizedLinear(InferenceLinear, ABC):
-    """With a rounded weight."""
+    """A linear layer with a rounded weight."""
 
     def forward(self, rows: Tensor) -> Tensor:
         """Of each row."""
@@ -161,7 +160,7 @@ class QuantizedLinear(InferenceLinear, ABC):
 
 
 class Int8Linear(QuantizedLinear):
-    """Weights of 8 bits, one scale for each row of the weight."""
+    """8-bit weights with a scale for each row of the weight."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight, bias)
@@ -183,10 +182,10 @@ class Int8Linear(QuantizedLinear):
 
 
 class Int4Linear(QuantizedLinear):
-    """Weights of 4 bits, a scale and an offset for each group of a row. On CPU."""
+    """4-bit weights with a scale and an offset for each group of a row. On a CPU."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """The width of `weight` must be a multiple of the group."""
+        """The width of `weight` must be a multiple of the group's size."""
         super().__init__(weight, bias)
         groups = weight.detach().float().reshape(self.out_features, -1, _GROUP)
         least, greatest = groups.amin(2), groups.amax(2)
@@ -216,8 +215,8 @@ _KINDS: dict[int, type[QuantizedLinear]] = {8: Int8Linear, 4: Int4Linear}
 
 
 def quantized(weight: Tensor, bias: Tensor | None, bits: int) -> nn.Module | None:
-    """A layer with `weight` [out, in] rounded to 8 or 4 bits; None where this machine has no kernel
-    that does what it is to do for a weight of that device, dtype and shape."""
+    """A layer with `weight` [out, in] rounded to 8 or 4 bits; None if this machine has no correct
+    kernel for a weight of that device, dtype and shape."""
     if not _has_kernel(bits, weight.shape, weight.dtype, weight.device):
         return None
     return _KINDS[bits](weight, bias)
@@ -225,9 +224,9 @@ def quantized(weight: Tensor, bias: Tensor | None, bits: int) -> nn.Module | Non
 
 @cache
 def _has_kernel(bits: int, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:
-    """Asked once for each shape, of a random weight: whether a layer's weight is the given one but
-    for half a step of rounding, the widest that there is in each row, and rows give what that
-    weight gives in float64."""
+    """Tries a random weight, once for each shape: the rounded weight must be within half a rounding
+    step (the widest of each row) of the given one, and the products those of the rounded weight in
+    float64."""
     generator = torch.Generator().manual_seed(shape[0])
     weight = torch.randn(shape, generator=generator).to(device, dtype)
     rows = probe_rows(shape[1], weight)
@@ -242,8 +241,8 @@ def _has_kernel(bits: int, shape: torch.Size, dtype: torch.dtype, device: torch.
 
 
 _BLOCK_ROWS = 16
-"""Of a product whose rows are bit-equal: oneDNN was seen to leave the tiles (AMX, bfloat16) alone
-up to 32, and rounded weights are widened from there on."""
+"""Most rows of a product with bit-equal rows. oneDNN was seen to use other kernels than AMX tiles
+(bfloat16) up to 32 rows; rounded weights are widened from there on."""
 
 
 class BlockedLinear(nn.Module):
@@ -254,7 +253,7 @@ class BlockedLinear(nn.Module):
         self.linear = linear
 
     def __getattr__(self, name: str) -> Any:
-        """The layer's own weight and bias, for the few models that read more than its result."""
+        """The layer's own weight and bias, for the few models that read them."""
         if name in ("weight", "bias"):
             return getattr(self.linear, name)
         return super().__getattr__(name)
@@ -267,27 +266,28 @@ class BlockedLinear(nn.Module):
 
 
 def block_rows(module: nn.Module) -> None:
-    """Every linear layer of a model takes its rows in blocks from now on."""
+    """Makes every linear layer of a model take its rows in blocks."""
     _wrap(module, BlockedLinear, (nn.Linear, InferenceLinear))
 
 
 _ACTIVATION_ELEMENTS = 2**14
-"""Elements that one thread does alone: torch shares GELU out beyond so many, others beyond twice
-as many."""
+"""Most elements for one thread: torch uses several for more elements of GELU, or for more than
+twice as many of other functions."""
 _LANES = 64
-"""Elements that a vectorised loop takes at a time, or a multiple of them."""
+"""A multiple of the elements that a vectorised loop takes at a time."""
 _ELEMENT_WISE = (
     nn.GELU,
     *(
         entry[0] if isinstance(entry, tuple) else entry
         for name, entry in ACT2CLS.items()
-        if name not in ("prelu", "xielu")  # they have parameters
+        if name not in ("prelu", "xielu")  # These have parameters.
     ),
 )
 
 
 class AlignedActivation(nn.Module):
-    """An element-wise function, [...] to [...], in whole vectors on one thread a piece."""
+    """An element-wise function, [...] to [...], run in pieces of whole vectors on one thread each,
+    so that an element's result does not depend on its place."""
 
     def __init__(self, function: nn.Module) -> None:
         super().__init__()
@@ -309,7 +309,7 @@ def align_activations(module: nn.Module) -> None:
 def _wrap(
     module: nn.Module, wrapper: Callable[[Any], nn.Module], kinds: tuple[type[nn.Module], ...]
 ) -> None:
-    """Puts a wrapper around every module of these kinds that has none."""
+    """Wraps every module of these kinds that is not wrapped yet."""
     for parent in list(module.modules()):
         if parent.__class__ is wrapper:
             continue

@@ -47,7 +47,7 @@ def read_weights(path: Path) -> dict[str, Any]:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """As the library picks them: some repositories hold the same weights twice."""
+    """The files that the library would load: some repositories hold the same weights twice."""
     if (path / _SINGLE).is_file():
         return [path / _SINGLE]
     if (path / _INDEX).is_file():
@@ -57,8 +57,8 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def stored_names(module: Any, wanted: Mapping[str, Any], stored: Iterable[str]) -> dict[str, str]:
-    """The stored name of each tensor by the one that it has in the model, whose tensors' names are
-    the keys of `wanted`: the library knows how they were named in earlier versions."""
+    """The stored name of each tensor by its name in the model, of which `wanted` has all names. The
+    library knows how tensors were named in earlier versions."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -75,9 +75,9 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
-"""What `--dtype` takes besides `auto`, which is what the weights are stored in."""
+"""Values of `--dtype` besides `auto`, the dtype in which the weights are stored."""
 MAX_MODEL_LEN_DEFAULT = 2048
-"""For a model whose configuration states no length."""
+"""For models whose configuration states no length."""
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
@@ -87,15 +87,15 @@ _LOADING_ERRORS = (
     ValueError, OSError, ImportError, KeyError, TypeError, RuntimeError, AssertionError,
     SafetensorError,
 )  # fmt: skip
-"""What the library raises for files that are broken or that it does not know."""
+"""What the library raises for broken or unknown files."""
 
 _log = logging.getLogger(__name__)
 
 
 @contextmanager
 def refusing(what: str, quantization: str = "") -> Iterator[None]:
-    """Within, what the library raises for broken or unknown files is a `ConfigError`, which says
-    what may run weights of that `quantization`."""
+    """Turns what the library raises for broken or unknown files into a `ConfigError`, which also
+    says what may run weights of that `quantization`."""
     try:
         yield
     except _LOADING_ERRORS as error:
@@ -103,7 +103,7 @@ def refusing(what: str, quantization: str = "") -> Iterator[None]:
 
 
 def quantization_of(config: Any) -> str:
-    """How a checkpoint's weights are quantised, by its configuration; empty where they are not."""
+    """How a checkpoint's weights are quantised, by its configuration; empty if they are not."""
     stated = getattr(config, "quantization_config", None) or {}
     stated = stated if isinstance(stated, dict) else stated.to_dict()
     return str(stated.get("quant_method", "unnamed")) if stated else ""
@@ -112,14 +112,14 @@ def quantization_of(config: Any) -> str:
 def _hint_of(quantization: str) -> str:
     if not quantization:
         return ""
-    return f"; its weights are quantised ({quantization}), `--engine vllm` may run it"
+    return f"; its weights are quantised ({quantization}), which `--engine vllm` may run"
 
 
 class LoadOptions(TypedDict, total=False):
     """How a model is loaded."""
 
     name: str
-    """What it is called in messages; its directory by default."""
+    """Its name in messages; by default its directory."""
     dtype: str
     """A key of `DTYPES`, or `auto`."""
     device: str
@@ -131,8 +131,8 @@ class LoadOptions(TypedDict, total=False):
 
 
 def load_model(path: Path, **options: Unpack[LoadOptions]) -> tuple[nn.Module, ModelInfo]:
-    """The model in `path`, in evaluation mode on its device, and what it is. Raises `ConfigError`
-    naming the setting that is wrong."""
+    """The model in `path`, in evaluation mode on its device, and its description. Raises
+    `ConfigError` with the setting that is wrong."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -153,14 +153,14 @@ def load_model(path: Path, **options: Unpack[LoadOptions]) -> tuple[nn.Module, M
             local_files_only=True,
             trust_remote_code=remote,
             output_loading_info=True,
-            # Layers for quantised weights are chosen by the device, and some cannot move to it.
+            # The device decides on layers for quantised weights, and some cannot be moved.
             **({"device_map": {"": str(where)}} if quantization and where.type != "cpu" else {}),
         )
     wrong = ""
-    if loading["missing_keys"]:  # the library would go on with random numbers
+    if loading["missing_keys"]:  # The library would use random numbers.
         wrong = f"its files lack the weights {min(loading['missing_keys'])}"
     elif quantization_of(module.config) and getattr(module, "hf_quantizer", None) is None:
-        # It would take the stored numbers as they are.
+        # It would use the stored numbers as they are.
         wrong = "the library does not know how its weights are stored"
     if wrong:
         raise ConfigError(f"model {name}: {wrong}{_hint_of(quantization)}")
@@ -170,8 +170,7 @@ def load_model(path: Path, **options: Unpack[LoadOptions]) -> tuple[nn.Module, M
 
 
 def describe(module: Any, path: Path, **options: Unpack[LoadOptions]) -> ModelInfo:
-    """What the model of `path` is, whether or not its parameters have values yet. Raises
-    `ConfigError`."""
+    """The description of the model of `path`, with or without values. Raises `ConfigError`."""
     head = getattr(module.get_output_embeddings(), "weight", None)
     vocab_size = module.config.get_text_config().vocab_size if head is None else len(head)
     return describe_files(path, module.config, vocab_size, str(module.dtype), **options)
@@ -180,7 +179,7 @@ def describe(module: Any, path: Path, **options: Unpack[LoadOptions]) -> ModelIn
 def describe_files(
     path: Path, config: Any, vocab_size: int, loaded_dtype: str, **options: Unpack[LoadOptions]
 ) -> ModelInfo:
-    """What the model of `path` is, loaded with this configuration. Raises `ConfigError`."""
+    """The description of the model of `path` with this configuration. Raises `ConfigError`."""
     name = options.get("name", str(path))
     tokenizer = load_tokenizer(path, trust_remote_code=options.get("trust_remote_code", False))
     stated, length = _stated_length(config), options.get("max_model_len")
@@ -203,9 +202,8 @@ def describe_files(
 
 
 def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any | None:
-    """The tokenizer beside a model's weights; None where there is none.
-
-    Raises `ConfigError` where there is one that cannot be loaded."""
+    """The tokenizer beside a model's weights; None if there is none. Raises `ConfigError` if it
+    cannot be loaded."""
     if not any((path / file).is_file() for file in _TOKENIZER_FILES):
         return None
     from transformers import AutoTokenizer
@@ -217,23 +215,23 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any | None
 
 
 def stated_length(path: Path, *, trust_remote_code: bool = False) -> int | None:
-    """Tokens that a model takes by its configuration, read without its weights; None where that
-    does not say. Raises `ConfigError` for a configuration that cannot be read."""
+    """The longest length of a model by its configuration, read without its weights; None if that
+    states none. Raises `ConfigError` for a configuration that cannot be read."""
     return _stated_length(_config(path, trust_remote_code))
 
 
 def stated_tokens(path: Path, *, trust_remote_code: bool = False) -> tuple[int, str]:
-    """What a model's ids mean, read without its weights: the stated width of its logits, 0 where
-    that is not stated, and its tokenizer's fingerprint, empty where it has none. Raises
-    `ConfigError` for files that cannot be read."""
+    """A model's vocabulary, read without its weights: the stated width of its logits (0 if not
+    stated) and its tokenizer's fingerprint (empty without one). Raises `ConfigError` for files that
+    cannot be read."""
     text_config = _config(path, trust_remote_code).get_text_config()
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     return int(getattr(text_config, "vocab_size", None) or 0), tokenizer_fingerprint(tokenizer)
 
 
 def stated_eos_token_ids(path: Path, tokenizer: Any) -> tuple[int, ...]:
-    """All ids that any of a model's files names as the end of a text, read without its weights;
-    the tokenizer is that of the same directory."""
+    """All ids that any of a model's files names as the end of a text, read without its weights.
+    `tokenizer` is that of the same directory."""
     from transformers import AutoConfig, GenerationConfig
 
     sources = [tokenizer]
@@ -267,9 +265,9 @@ def use_device(**options: Unpack[LoadOptions]) -> torch.device:
 
 
 def resolve_device(device: str, rank: int = 0) -> torch.device:
-    """`auto` is `cuda` where there is a CUDA device, else the CPU. `cuda` is a device for each
-    `rank`, of those that its process sees: on Ray those that it was given. A CUDA device has an
-    index in any case. Raises `SettingError`."""
+    """`auto` is `cuda` if there is a CUDA device, otherwise the CPU. `cuda` is one device for each
+    `rank`, of those that the process sees; on Ray it sees those that it was assigned. The result
+    has an index if it is a CUDA device. Raises `SettingError`."""
     num_visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "auto":
         device = "cuda" if num_visible else "cpu"
@@ -287,13 +285,13 @@ def resolve_device(device: str, rank: int = 0) -> torch.device:
     if index >= num_visible:
         raise SettingError(
             "device",
-            f"{device!r} given, but a replica counts the {num_visible} that it is given from 0",
+            f"{device!r} given, but a replica sees {num_visible} CUDA devices, counted from 0",
         )
     return torch.device("cuda", index)
 
 
 def resolve_dtype(dtype: str) -> torch.dtype | str:
-    """The dtype that `from_pretrained` takes for a `--dtype`."""
+    """The argument of `from_pretrained` for a `--dtype`."""
     if dtype == "auto":
         return dtype
     if dtype not in DTYPES:
@@ -329,9 +327,9 @@ def _eos_in(sources: Iterable[Any]) -> tuple[int, ...]:
 def empty_model(
     path: Path, *, takes_quantised: bool = False, **options: Unpack[LoadOptions]
 ) -> Any:
-    """A model whose parameters have no values yet, while its other tensors (rotations, scales),
-    which are in no file, have. One whose files are quantised is refused unless that is taken: as
-    it is without."""
+    """A model whose parameters have no values yet; its other tensors (rotations, scales), which are
+    in no file, have theirs. Refuses quantised files, or, if it `takes_quantised`, ignores that they
+    are."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     name, remote = options.get("name", str(path)), options.get("trust_remote_code", False)
@@ -355,7 +353,7 @@ def empty_model(
 
 
 def _resolve_stored_dtype(config: Any, dtype: str, path: Path) -> torch.dtype:
-    """`auto` is what the configuration states, else what the first stored tensor has."""
+    """`auto` is the dtype of the configuration, or else of the first stored tensor."""
     if dtype != "auto":
         return DTYPES[dtype]
     stated = getattr(config.get_text_config(), "dtype", None)
@@ -369,15 +367,15 @@ def _resolve_stored_dtype(config: Any, dtype: str, path: Path) -> torch.dtype:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Within, every new parameter loses its values as soon as a module registers it, so that the
-    memory it was given has never been written to."""
+    """In this context every new parameter moves to the meta device as soon as a module registers
+    it, before its memory is written to."""
 
     def emptied(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
             return None
         return nn.Parameter(parameter.to("meta"), requires_grad=False)
 
-    # Its annotation says that a hook returns nothing; its documentation, what it may return.
+    # By its documentation a hook may return a parameter; its annotation does not say so.
     hook = nn.modules.module.register_module_parameter_registration_hook(emptied)  # type: ignore[arg-type]
     try:
         yield

@@ -1,14 +1,14 @@
-"""Heads that draft for the model they sit on, from what its own head reads.
+"""Heads on a target that draft from what the target's own head reads.
 
-    f_0 = what the model's own head read at the token before the newest one
+    f_0 = what the target's head read at the token before the newest one
     f_i = f_{i-1} + D_i (silu(G_i u_i) * (U_i u_i)),    u_i = [norm(f_{i-1}), norm(e_i)]
     logits of the i-th token behind the newest one = H f_i
 
 e_1 is the embedding of the newest token, which f_0 did not see, e_2 that of the first drafted one,
-and so on; norm divides by the root mean square. H has the rows of the model's own head for a part
-of its vocabulary. Heads that see the tokens between are those of Hydra (arXiv 2402.05109) and of
-the MLP speculator (2404.19124); Medusa's (2401.10774) see f_0 alone, so their second token does not
-know the first.
+and so on; norm divides by the root mean square. H has the rows of the target's head for a part of
+its vocabulary. Like the heads of Hydra (arXiv 2402.05109) and of the MLP speculator (2404.19124),
+these see the drafted tokens; Medusa's own (2401.10774) see f_0 alone, so the second token does not
+depend on the first.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from outrider.models.drafter_checkpoint import (
 )
 
 _EPS = 1e-6
-"""Under the root of the mean square."""
+"""Added to the mean square."""
 
 
-class DraftHead(nn.Module):
-    """One depth's step, of width D and inner width M."""
+class MedusaHead(nn.Module):
+    """The head of one depth, of width D and inner width M."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -50,20 +50,20 @@ class DraftHead(nn.Module):
 
 
 class DraftHeads(TargetHead):
-    """A head for each depth, with embeddings [V, D] and a head [N, D] that are the model's own."""
+    """A head for each depth, with the target's embeddings [V, D] and rows of its head [N, D]."""
 
     def __init__(
         self, embeddings: nn.Parameter, head: nn.Parameter, inner: int, num_heads: int
     ) -> None:
-        """The weights of the heads are without values."""
+        """The heads' weights have no values yet."""
         super().__init__(head)
         self.embeddings = embeddings
         with torch.device("meta"):
-            heads = [DraftHead(head.shape[1], inner) for _ in range(num_heads)]
+            heads = [MedusaHead(head.shape[1], inner) for _ in range(num_heads)]
         self.heads = nn.ModuleList(heads).to(head.dtype)
 
     def advance(self, depth: int, features: Tensor, token_ids: Tensor) -> Tensor:
-        """f_{depth+1} [R, D] from f_depth [R, D] and the tokens [R] behind it; `depth` from 0."""
+        """f_{depth+1} [R, D] of f_depth [R, D] and the tokens [R] behind it; `depth` from 0."""
         embedded = nn.functional.embedding(token_ids, self.embeddings)
         advanced: Tensor = self.heads[depth](features, embedded)
         return advanced

@@ -1,10 +1,9 @@
-"""Whether a module computes what its replacement does, asked of the modules themselves.
+"""Probes that compare a module with its replacement by calling both.
 
-Names and shapes tell which replacement could fit; only a call tells that there is no clamp, no
-offset, no other rotation between them. Probes are a few random rows of different sizes (so that a
-clamp and an epsilon both show), run through the original and the replacement; a module that fails
-them keeps its library's code. The last layer of a block, which the replacement takes over, does
-not run: it may be one that waits for other ranks.
+Names and shapes tell which replacement could fit; only a call shows that there is no clamp, no
+offset and no other rotation. A probe is a few random rows of different magnitudes, so that a clamp
+and an epsilon both show. A module whose replacement fails keeps the library's code. The last layer
+of a block, which the replacement takes over, does not run, as it may wait for other ranks.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
 PROBE_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
-"""What a module raises for a probe that it was not made for."""
+"""What modules raise for a probe that they cannot take."""
 _SIZES = (1e-3, 1.0, 1.0, 1e2)
 """Magnitudes of the rows of a probe."""
 _ROUNDINGS = 64
-"""How many machine epsilons of a row's largest value two results may differ by, where sums are
-rounded to it; ..."""
+"""Allowed difference of two results, in machine epsilons of a row's largest value; ..."""
 _ROUNDINGS_SHORT = 8
-"""... and in dtypes under 32 bits, where sums are wider and results alone are rounded."""
+"""... and in dtypes under 32 bits, where sums are wider and only results are rounded."""
 _PROBE = "outrider_probe"
 
 
 def probe_rows(width: int, like: Tensor) -> Tensor:
-    """Rows [1, 4, width] of `_SIZES`, of the dtype and device of `like`; always the same ones."""
+    """Random rows [1, 4, width] with magnitudes `_SIZES`, of the dtype and device of `like`; always
+    the same ones."""
     generator = torch.Generator().manual_seed(width)
     rows = torch.randn(1, len(_SIZES), width, generator=generator, dtype=torch.float64)
     return (rows * torch.tensor(_SIZES, dtype=torch.float64)[:, None]).to(like)
@@ -51,7 +50,7 @@ def agree(one: Tensor, other: Tensor) -> bool:
 def same_rows(
     original: nn.Module, replacement: nn.Module, width: int, like: Tensor, last: str = ""
 ) -> bool:
-    """Whether two modules map rows [1, 4, width] to the same ones, up to their layer `last`."""
+    """Whether two modules map rows [1, 4, width] to the same rows, without their layer `last`."""
     rows = probe_rows(width, like)
     replaced = {last: nn.Identity()} if last else {}
     try:
@@ -62,8 +61,8 @@ def same_rows(
 
 
 def same_wiring(layer: nn.Module, replacement: Callable[[Any], nn.Module]) -> bool:
-    """Whether a layer and its replacement do the same with what their blocks give, which are others
-    meanwhile: what they make of a few numbers, and what their attention is called with besides."""
+    """Whether a layer and its replacement connect their blocks in the same way: with simple
+    functions for blocks, both give the same output, and pass the same arguments to attention."""
     called: list[dict[str, Any]] = []
 
     def attend(hidden_states: Tensor, **given: Any) -> tuple[Tensor, None]:
@@ -97,15 +96,15 @@ class _Stub(nn.Module):
 def call_attention(
     block: Any, width: int, like: Tensor, rotated: int
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]] | None:
-    """What `block` makes of rows [1, 4, width], up to its layer `o_proj`: query, key and value as
-    the attention function gets them and what it gives `o_proj`, and what else that function gets
-    but for what the block itself was given. Angles are of `rotated` elements of each head. None if
-    it cannot be called as Llama's can."""
+    """Runs rows [1, 4, width] through an attention `block`, up to its layer `o_proj`. Returns the
+    query, key and value that the attention function gets, the input of `o_proj`, and the options
+    that the block itself passes to the attention function. There are angles for `rotated` elements
+    of each head. None if the block cannot be called like Llama's."""
     rows, angles = probe_rows(width, like), probe_rows(rotated, like)
     calls: list[Any] = []
     mask, given = object(), {"position_ids": angles[..., 0].long(), "calls": calls}
     try:
-        config = deepcopy(block.config)  # Sub-configs are told, too.
+        config = deepcopy(block.config)  # Setting the attention also changes sub-configurations.
         config._attn_implementation = _PROBE
         with _replaced(block, config=config, o_proj=nn.Identity()):
             output, _ = block(
@@ -130,7 +129,7 @@ def _note(
     attention_mask: Any,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function that attends to nothing: its output is the query."""
+    """An attention function that notes its arguments, and returns the query."""
     options["calls"].append(((query, key, value), attention_mask, options))
     return query.transpose(1, 2).contiguous(), None
 
@@ -140,7 +139,7 @@ AttentionInterface.register(_PROBE, _note)
 
 @contextmanager
 def _replaced(block: Any, **attributes: Any) -> Iterator[None]:
-    """Within it, these attributes of `block` are others."""
+    """Replaces these attributes of `block` in this context."""
     before = {name: getattr(block, name) for name in attributes}
     try:
         for name, value in attributes.items():

@@ -1,20 +1,20 @@
-"""Makes a loaded model faster in place: replacements of its modules, each with the same call
-signature and the same result up to rounding.
+"""Makes a loaded model faster in place, by replacing modules. A replacement has the same call
+signature, and the same result up to rounding.
 
 what                          replaces                               where
 `NativeRMSNorm`               root mean square norms                 everywhere
 `FusedMLP`                    gated MLPs                             everywhere
 `FusedAttention`              attention with rotary positions        everywhere
 `DirectLayer`                 layers of norm, attention, norm, MLP   everywhere
-`FusedLinear`                 linear layers, what is fused included  CPU with fused kernels
+`FusedLinear`                 linear layers, fused ones included     CPU with fused kernels
 `PackedLinear`                the same                               CPU, bfloat16 and float32
 `WidenedLinear`               the same                               CPU that has no bfloat16
-`Int8Linear`, `Int4Linear`    the same, where rounding is wanted     8 bits anywhere, 4 on CPU
+`Int8Linear`, `Int4Linear`    the same, if weights are to be rounded 8 bits anywhere, 4 on CPU
 
-A module that is not of the expected build, or whose replacement does not give the same result
-(`module_probes.py`), stays as it is; its linear layers are packed all the same. Modules with hooks,
-or with a `forward` of their own, are not the library's and stay too. Replacements take no hooks: to
-call one is to call its `forward`, which saves a step of 30 layers a millisecond.
+A module stays as it is if it is built differently, or if its replacement fails a probe
+(`module_probes.py`); its linear layers are replaced all the same. Modules with hooks, or with a
+`forward` set on the instance, also stay. Replacements take no hooks: a call goes straight to
+`forward`, which saves a step of 30 layers a millisecond.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class NativeRMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * (weight + offset) over the last axis, at least float32 inside:
-    [..., D] -> [..., D].
+    """x / sqrt(mean(x^2) + eps) * (weight + offset) over the last axis, computed at least in
+    float32: [..., D] -> [..., D].
 
-    On a CPU five operators, where the library's own norm takes eight and `functional.rms_norm`
-    nine: sqrt(mean(x^2) + eps) is hypot(|x|, sqrt(D eps)) / sqrt(D).
+    It takes five operators on a CPU, where the library's norm takes eight and `functional.rms_norm`
+    nine, as sqrt(mean(x^2) + eps) is hypot(|x|, sqrt(D eps)) / sqrt(D).
     """
 
     def __init__(self, weight: nn.Parameter, eps: float, offset: float) -> None:
@@ -76,9 +76,8 @@ class NativeRMSNorm(nn.Module):
 
 
 class FusedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)), with gate and up in one product: [..., D] -> [..., D].
-
-    Takes from the library's `block` its `gate_proj`, `up_proj`, `down_proj` and `act_fn`."""
+    """down(act(gate(x)) * up(x)), with gate and up in one product: [..., D] -> [..., D]. Replaces
+    the library's `block`."""
 
     def __init__(self, block: Any) -> None:
         super().__init__()
@@ -97,11 +96,11 @@ class FusedMLP(nn.Module):
 
 
 class DirectLayer(nn.Module):
-    """A layer of a model with less between its blocks: [..., D] -> [..., D].
+    """A decoder layer with less overhead between its blocks: [..., D] -> [..., D].
 
-    h + attention(norm(h)), and then to that + mlp(norm(.)); in a layer of four norms (Gemma's) what
-    attention and MLP put out is normed, too. Takes from the library's `layer` its blocks, and all
-    that it knows of itself. What it is called with goes to its attention.
+    h' = h + attention(norm(h)); output = h' + mlp(norm(h')). In a layer of four norms (Gemma's) the
+    outputs of attention and MLP are normed, too. Takes the blocks and attributes of the library's
+    `layer`. Further arguments of a call go to attention.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -110,7 +109,7 @@ class DirectLayer(nn.Module):
         self.input_layernorm: Any = layer.input_layernorm
         self.self_attn: Any = layer.self_attn
         self.attention_norm: Any = None
-        """Of what attention puts out; or None."""
+        """Of the output of attention; or None."""
         self.mlp_input_norm: Any = layer.post_attention_layernorm
         self.mlp: Any = layer.mlp
         self.mlp_output_norm: Any = None
@@ -136,9 +135,9 @@ class DirectLayer(nn.Module):
 class FusedAttention(nn.Module):
     """Attention with rotary positions, with queries, keys and values in one product.
 
-    Keeps all that the library's `block` knows of itself (`config`, `layer_idx`,
-    `num_key_value_groups`, ...), because attention functions read it there. They are called with
-    `interface_options`, as that block calls them; `eager` is its own function for attention.
+    Keeps the attributes of the library's `block` (`config`, `layer_idx`, `num_key_value_groups`,
+    ...), as attention functions read them. `interface_options` are those that the block passes to
+    attention functions; `eager` is its default one.
     """
 
     config: Any
@@ -170,13 +169,12 @@ class FusedAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Of `hidden_states` [B, T, D] and the positions' cosines and sines, each [B or 1, T, head
-        width], the block's output [B, T, D] and what the attention function says of weights. The
-        library's caches are not written to: keys and values are the attention function's to keep.
-        """
+        width]: the output [B, T, D], and the attention function's weights. Keys and values are kept
+        by the attention function, not by the library's caches."""
         if past_key_values is not None:
-            raise InvariantError("a model that was sped up has no cache of the library's")
+            raise InvariantError("a model that was sped up takes no cache of the library")
         shape = hidden_states.shape[:-1]
-        # [B, T, all heads, head width]; parts of it stay views until the cache takes them.
+        # [B, T, all heads, head width]; its parts stay views until the cache copies them.
         heads = self.qkv_proj(hidden_states).view(*shape, -1, 2 * self._half)
         rotating, value = heads.split_with_sizes(self._rotating_and_rest, 2)
         rotated = self._rotated(self._normed(rotating), *position_embeddings)
@@ -205,12 +203,12 @@ class FusedAttention(nn.Module):
 
 
 def _own_knowledge(block: nn.Module) -> dict[str, Any]:
-    """What a block of the library holds that not every module does."""
+    """The attributes of a block of the library that not every module has."""
     return {name: value for name, value in vars(block).items() if name not in _OF_EVERY_MODULE}
 
 
 def _joined(*linears: nn.Linear) -> nn.Linear:
-    """One layer whose output is theirs, side by side."""
+    """One layer with the outputs of all, side by side."""
     weight = torch.cat([linear.weight.detach() for linear in linears])
     biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
     joined = nn.Linear(weight.shape[1], weight.shape[0], bias=bool(biases), device="meta")
@@ -236,14 +234,13 @@ _log = logging.getLogger(__name__)
 def speed_up(
     module: nn.Module, bits: int | None = None, kernels: PaceKernels | None = None
 ) -> None:
-    """Swaps what it can of a causal language model in evaluation mode, for inference alone. With
-    `bits` of 8 or 4 its linear layers are rounded to so many; raises `ConfigError` where none can.
-    Others have the product of the `kernels`, where that fits.
+    """Replaces modules of a causal language model in evaluation mode, for inference alone. With
+    `bits` of 8 or 4 linear layers are rounded; raises `ConfigError` if none can be. Otherwise they
+    use the `kernels`, if these fit.
 
-    The weights that a replacement has taken over, in its own order or layout, are given back as it
-    takes them: beyond the model's size this needs the room of one block. Only a head that shares
-    its weight with the embedding is copied, because the embedding keeps its rows. Call this last:
-    neither `to` nor `load_state_dict` reaches a replacement's weights.
+    The weights that a replacement copies are freed one block at a time, so this needs the memory of
+    one block more than the model. Only a head that shares its weight with the embedding remains
+    twice. Call this last: `to` and `load_state_dict` do not reach a replacement's weights.
     """
     check(not module.training, "only a model in evaluation mode can be sped up")
     swapped: Counter[str] = Counter()
@@ -260,7 +257,7 @@ def speed_up(
                     "multiples of 32"
                 )
         _swap(module, partial(_quick_linear, kernels=kernels), swapped)
-    _log.info("modules swapped: %s", dict(swapped) or "none")
+    _log.info("replaced modules: %s", dict(swapped) or "none")
 
 
 def _swap(
@@ -316,7 +313,7 @@ def _fused_attention(block: Any) -> nn.Module | None:
     if not head_dim or head_dim % 2 or any(p.out_features % head_dim for p in linears):
         return None
     if call_attention(block, width, weight, head_dim // 2) is not None:
-        return None  # It rotates as much of each head as there are angles for: in GLM a part.
+        return None  # It rotates only a part of each head, as in GLM.
     called = call_attention(block, width, weight, head_dim)
     if called is None or not all(isinstance(v, _PLAIN_OPTION) for v in called[1].values()):
         return None
@@ -355,7 +352,7 @@ def _linear_weight(layer: Any) -> Tensor | None:
 
 
 def _joinable(*linears: nn.Module) -> bool:
-    """Whether these can become one layer: plain, of the same input, all or none with a bias."""
+    """Whether these can become one layer: plain, with the same input, all or none with a bias."""
     return all(
         _is_plain(linear)
         and not _is_hooked(linear)

@@ -1,25 +1,24 @@
-"""A target's own layer for multi-token prediction (MTP, arXiv 2412.19437), as one more layer beside
-it:
+"""A target's own layer for multi-token prediction (MTP, arXiv 2412.19437), run as a drafting head:
 
-    g_i    = what the target's last norm puts out at position i
+    g_i    = output of the target's last norm at position i
     pair j = (g_{j-1}, token j), from 1; its rotary position is j - 1
     x_j    = eh_proj [enorm(embedding of token j), hnorm(g_{j-1})]
     h_j    = layer(x_j), where the layer, of the target's own kind, sees the pairs 1 .. j
     logits of the token behind token j = head(norm(h_j))
 
-In a drafted pair norm(h) stands for g, and the same layer runs again. So do the library and
-`speculators` define it. vLLM takes h itself there for DeepSeek and GLM, and zeros for the embedding
-of their first pair. `ways` has the first of these two.
+A drafted pair has norm(h) in place of g, and runs the same layer again, as in the library and in
+`speculators`. For DeepSeek and GLM vLLM takes h itself there (`ways` has that, too), and zeros for
+the embedding of the first pair.
 
 family                  tensors in the target's files
 deepseek_v3, glm4_moe   `model.layers.N.` of N layers of the target: `enorm`, `hnorm`, `eh_proj`,
-                        `shared_head.norm`, and those of a layer; `embed_tokens` and
+                        `shared_head.norm`, and those of a decoder layer; `embed_tokens` and
                         `shared_head.head` are copies of the target's
 qwen3_next              `mtp.`: `pre_fc_norm_embedding`, `pre_fc_norm_hidden`, `fc`, `norm`, and
-                        `layers.0.` with those of a layer
+                        `layers.0.` with those of a decoder layer
 
-Of several such layers the first is used, as it is by vLLM where it drafts more tokens than there
-are layers.
+Of several MTP layers only the first is used, as by vLLM when it drafts more tokens than there are
+layers.
 """
 
 from __future__ import annotations
@@ -51,27 +50,27 @@ _PREFIXES = {
     "glm4_moe": "model.layers.{num_hidden_layers}.",
     "qwen3_next": "mtp.",
 }
-"""How the names of the first layer's tensors begin, by the target's `model_type`."""
+"""Prefix of the first MTP layer's tensors, by the target's `model_type`."""
 _EMBEDDINGS, _HEAD = "embed_tokens.weight", "shared_head.head.weight"
 _LATER = "mtp.layers."
-"""What the names of later layers of the second form begin with, before their number."""
+"""Prefix of the tensors of numbered layers in the second form."""
 _SCALE, _BLOCK = "_scale_inv", (128, 128)
-"""Behind the name of a weight in float8, of its scales; rows and columns that share one."""
+"""Suffix of the scales of a float8 weight; rows and columns that share a scale."""
 _ATTENTION = "outrider_mtp"
-"""Name of the attention that calls the `attend` that the layer was called with."""
+"""Name of the attention function that calls the layer's `attend` argument."""
 _OWN = ", and its own before its norm"
 _WAYS = {
     f"hidden states {side} the last norm{own}": (side == "behind", own != _OWN)
     for own in ("", _OWN)
     for side in ("behind", "before")
 }
-"""Whether the target's last norm is run on what is read of it, and the layer's own norm on what is
-carried from pair to pair."""
+"""Whether the target's last norm is applied to what is read of the target, and the layer's own norm
+to what is carried from pair to pair."""
 
 
 class MtpHead(DraftHead):
-    """An MTP layer of the library, `layer`, of a target whose norm behind its `num_layers` layers
-    is `norm`; None = what is read of the target has been through it."""
+    """The library's MTP layer, `layer`, of a target with `num_layers` layers and the last norm
+    `norm`; None = what it reads has already been through that norm."""
 
     def __init__(
         self,
@@ -83,7 +82,7 @@ class MtpHead(DraftHead):
         embeddings: Tensor,
         head: Tensor,
     ) -> None:
-        """With its weights. Embeddings and head are [vocabulary, D]."""
+        """`layer` has its weights. Embeddings and head are [vocabulary, D]."""
         super().__init__()
         block = layer.mtp_block
         block.self_attn.config._attn_implementation = _ATTENTION
@@ -105,16 +104,15 @@ class MtpHead(DraftHead):
         self.value_width = values.shape[-1]
 
     def ways(self, num_layers: int) -> dict[str, Any]:
-        """Behind and before the target's last norm, and its own; programs differ in which ones they
-        read."""
+        """Behind or before the target's last norm and its own; programs differ in this."""
         return {name: way for name, way in _WAYS.items() if way[0] or self.target_norm is not None}
 
     def read_as(self, way: tuple[bool, bool]) -> None:
-        """Reads what these norms put out, or what they read."""
+        """Whether to read the output of each of the two norms, or its input."""
         self._is_normed, self._carries_normed = way
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        """g [.., D] of what the target's last norm reads, or has put out, [.., D]."""
+        """g [.., D] of the input, or output, of the target's last norm [.., D]."""
         if self.target_norm is None or not self._is_normed:
             return hidden
         normed: Tensor = self.target_norm(hidden)
@@ -177,7 +175,7 @@ class MtpHead(DraftHead):
 def _attention(
     block: nn.Module, query: Tensor, key: Tensor, value: Tensor, _: None, attend: Attend, **__: Any
 ) -> tuple[Tensor, None]:
-    """Of [B, heads, L, width] each: what `attend` makes of [B, L, heads, width]."""
+    """Calls `attend` with [B, L, heads, width] in place of [B, heads, L, width]."""
     heads = (rows.transpose(1, 2).contiguous() for rows in (query, key, value))
     return attend(*heads), None
 
@@ -186,8 +184,8 @@ ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _attention)
 
 
 def check_mtp(path: Path, name: str) -> str:
-    """How the names of the tensors of the first MTP layer begin in the files of the model in
-    `path`, called `name`. Raises `ConfigError` where it has none that can be used."""
+    """The prefix of the first MTP layer's tensors in the files of the model in `path`, called
+    `name`. Raises `ConfigError` if it has no such layer that can be used."""
     with refusing(f"model {name}:"):
         stated = read_config(path)
         with open_weights(path) as files:
@@ -249,8 +247,7 @@ def load_mtp(
 def _dequantized(
     tensors: dict[str, Tensor], stated: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The tensors, with those in float8 that have scales by blocks multiplied by these, and of
-    `dtype`."""
+    """The tensors, with float8 weights multiplied by their scales and converted to `dtype`."""
     quantization = stated.get("quantization_config") or {}
     rows, columns = quantization.get("weight_block_size") or _BLOCK
     found = {}
@@ -271,7 +268,7 @@ def _dequantized(
 
 
 def _own_or_shared(own: Tensor | None, shared: Tensor, name: str) -> Tensor:
-    """The target's weight, unless the layer's own copy of it is another one."""
+    """The target's weight, or the layer's own one if that differs."""
     if own is None:
         return shared
     if own.shape != shared.shape:
@@ -282,7 +279,7 @@ def _own_or_shared(own: Tensor | None, shared: Tensor, name: str) -> Tensor:
 
 def _with_weights(target: Any, tensors: dict[str, Tensor]) -> Any:
     """The library's model of one MTP layer for `target`, with these weights."""
-    like = copy(target)  # With a configuration of its own.
+    like = copy(target)  # To change its configuration.
     like.config = deepcopy(target.config)
     sizes = like.config.get_text_config()
     sizes.num_mtp_layers = 1
@@ -307,7 +304,7 @@ def _with_weights(target: Any, tensors: dict[str, Tensor]) -> Any:
             dtype_plan=target._get_dtype_plan(target.dtype), device_map={"": target.device},
         ),
     )  # fmt: skip
-    # Embeddings and head are the target's, and given to the layer apart.
+    # Embeddings and head are the target's, and passed to the layer separately.
     if missing := [key for key in found.missing_keys if key.startswith("layers.")]:
         raise ConfigError(f"its files lack the weights {min(missing)}")
     if found.unexpected_keys:

@@ -1,11 +1,11 @@
-"""What kind of drafter a directory holds, told by its files.
+"""Recognises the kind of a published drafter by its files.
 
-kind     by
+kind     recognised by
 eagle3   `speculators_model_type`, or tensors of a layer with a `hidden_norm` beside an `fc`
-mtp      `speculators_model_type`, or the tensors of a model's own MTP layers, and no layer 0
+mtp      `speculators_model_type`, or tensors of a model's own MTP layers without a layer 0
 pard     `pard_token` in the configuration of a causal language model
 
-Others that are known are refused by name; a directory that holds none of them may be a model.
+Other known kinds are refused by name. A directory with none of these may hold a model.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from outrider.models.loading import open_weights, read_weights, refusing
 
 
 class DrafterFormat(StrEnum):
-    """A kind of published drafter that is not refused here. MTP layers belong to a target, and are
-    served from its files; a start refuses those that lie apart."""
+    """A kind of published drafter that is not refused here. MTP layers are only served from their
+    target's files; a deployment refuses those in a directory of their own."""
 
     EAGLE3 = "eagle3"
     MTP = "mtp"
@@ -51,19 +51,19 @@ _UNSERVED_KEYS = {
     "pard2_target_layers": "PARD-2",
     "ptd_token_id": "P-EAGLE",
 }
-"""What only the configurations of these kinds have."""
+"""Keys that only the configurations of these kinds have."""
 _SHAPES: dict[str, tuple[Any, str]] = {
     "transformer_layer_config": (dict, "an object is allowed"),
     "eagle_config": (dict | None, "an object is allowed"),
     "pard_token": (int, "a token's number is allowed"),
 }
-"""What the values are that the code of the kinds relies on, where they are stated."""
+"""Types of values that the code of each kind relies on, if they are stated."""
 
 
 def recognise(directory: Path) -> DrafterFormat | None:
-    """The kind of published drafter in `directory`; None where it holds a drafter of our own, or
-    no drafter that is known. Raises `ConfigError` for kinds that are not served, and for files that
-    cannot be read."""
+    """The kind of published drafter in `directory`; None if it holds one of ours, or no known
+    drafter. Raises `ConfigError` for kinds that are not served, and for files that cannot be read.
+    """
     if is_trained_drafter(directory) or not (directory / CONFIG_FILE).is_file():
         return None
     with refusing(f"drafter {directory}:"):
@@ -84,7 +84,7 @@ def recognise(directory: Path) -> DrafterFormat | None:
 
 
 def _unserved_kind(stated: dict[str, Any], names: set[str]) -> str:
-    """What a drafter that is not served is called; empty for others."""
+    """The name of the kind if it is not served; else empty."""
     declared = stated.get("speculators_model_type")
     if declared is not None and declared not in (DrafterFormat.EAGLE3, DrafterFormat.MTP):
         return str(declared)
@@ -113,13 +113,12 @@ def _has_mtp_layers(names: set[str]) -> bool:
 
 
 def _is_model(names: set[str]) -> bool:
-    """Whether there are layers of a model, wherever it has them: `model.language_model.layers.0.`,
-    say."""
+    """Whether there are layers of a model under any prefix, say `model.language_model.layers.0`."""
     return any("layers.0." in name and not name.startswith("mtp.") for name in names)
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """What `config.json` of a published drafter says. Raises `OSError`, `ValueError`."""
+    """The content of a published drafter's `config.json`. Raises `OSError`, `ValueError`."""
     stated = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
     if not isinstance(stated, dict):
         raise ValueError(f"{path / CONFIG_FILE} holds no object")
@@ -133,14 +132,14 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a published drafter: of safetensors or, where there are none, of torch's own
-    file, of which nothing runs. Raises `ValueError`, or what the libraries raise."""
+    """Every tensor of a published drafter, from safetensors or, if there are none, from torch's own
+    file without running code in it. Raises `ValueError`, or what the libraries raise."""
     pickled = path / PICKLED_FILE
     if any(path.glob("*.safetensors")) or not pickled.is_file():
         return read_weights(path)
     try:
         found = load_state_dict(pickled)
-    # The unpickler has errors of its own for what it does not run.
+    # The unpickler has its own errors for what it refuses to run.
     except Exception as error:
         raise ValueError(f"{pickled} cannot be read as tensors alone: {error}") from error
     if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):

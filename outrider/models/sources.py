@@ -2,10 +2,10 @@
 
 name                        directory
 `demo`                      the GGUF file inside the installed demo wheel, converted and cached
-`demo-drafter`              the drafter made for it, which is shipped with this package
+`demo-drafter`              the drafter for it that comes with this package
 a `.gguf` file              converted and cached
 a directory                 itself
-anything else               a snapshot of that hub repository, fetched if need be
+anything else               a snapshot of that hub repository, fetched if needed
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _DRAFTERS = Path(__file__).parents[1] / "drafters"
 _PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _CONFIG = "config.json"
 _DESCRIPTION = "drafter.json"
-"""Of a drafter that was made for one target; what drafts on it has no configuration beside it."""
+"""Of a drafter that was trained for one target; heads on a target have no `config.json` besides."""
 _SNAPSHOT_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 
 _log = logging.getLogger(__name__)
 
 
 def cache_dir() -> Path:
-    """Where models are kept: `$OUTRIDER_CACHE`, by default `~/.cache/outrider`."""
+    """The directory for cached models: `$OUTRIDER_CACHE`, by default `~/.cache/outrider`."""
     configured = os.environ.get("OUTRIDER_CACHE")
     return Path(configured).expanduser() if configured else Path.home() / ".cache" / "outrider"
 
@@ -46,10 +46,9 @@ def cache_dir() -> Path:
 def resolve_model(
     name: str, *, trust_remote_code: bool = False, heads: bool = False, drafts: bool = False
 ) -> Path:
-    """The local directory of a model, or of draft `heads` or of an exit head, see the table above.
-    May take minutes the first time. One that `drafts` may be a published head.
-
-    Raises `ConfigError` where there is no such model, or where its weights are not safetensors.
+    """The local directory of a model by its name, see the table above; with `heads` that of Medusa
+    heads or an exit head, with `drafts` also that of a published head. May take minutes the first
+    time. Raises `ConfigError` if there is no such model, or its weights are not safetensors.
     """
     check_name(name, heads=heads, drafts=drafts)
     gguf = gguf_file(name)
@@ -63,13 +62,13 @@ def resolve_model(
 
 
 def _local(name: str) -> Path:
-    """Of a drafter that comes with this package its directory, else the path of this name."""
+    """The directory of a drafter that comes with this package, or else the path of this name."""
     return _DRAFTERS / name if name in SHIPPED.values() else Path(name).expanduser()
 
 
 def gguf_file(name: str) -> Path | None:
-    """The GGUF file that a model is converted from; None for one that comes otherwise. Raises
-    `ConfigError` where the demo is not installed."""
+    """The GGUF file that a model is converted from; None for other models. Raises `ConfigError` if
+    the demo is not installed."""
     if name == DEMO_MODEL:
         return _demo_gguf()
     path = Path(name).expanduser()
@@ -77,8 +76,7 @@ def gguf_file(name: str) -> Path | None:
 
 
 def check_name(name: str, *, heads: bool = False, drafts: bool = False) -> None:
-    """What can be told of a model's name without fetching or reading much. Raises `ConfigError`
-    where `resolve_model` certainly would."""
+    """Raises `ConfigError` if `resolve_model` certainly would. Fetches nothing, reads little."""
     if not name:
         raise ConfigError("the model's name is empty; give a directory, a .gguf file or a hub id")
     if name == DEMO_MODEL:
@@ -94,14 +92,14 @@ def check_name(name: str, *, heads: bool = False, drafts: bool = False) -> None:
 
 
 def check_weights(directory: Path, name: str, *, heads: bool = False, drafts: bool = False) -> None:
-    """Raises `ConfigError` unless the directory holds a configuration and safetensors, or, for what
-    `drafts`, torch's own file of a head whose tensors alone are read from it."""
+    """Raises `ConfigError` unless the directory holds a configuration and safetensors; with
+    `drafts` also torch's own file of a published head, of which only tensors are read."""
     config = _DESCRIPTION if heads else _CONFIG
     if not (directory / config).is_file():
         hint = ""
         if (directory / _DESCRIPTION).is_file():
             kind = _kind_of(directory / _DESCRIPTION)
-            hint = f"; draft heads go by `{kind}:{name}`, and serve no one but their target"
+            hint = f"; it holds draft heads for one target: use `{kind}:{name}`"
             if kind == FORMER_KIND:
                 hint = f"; {FORMER_KIND_IS_GONE}"
         raise ConfigError(f"model {name}: no {config} in {directory}{hint}")
@@ -119,7 +117,7 @@ def check_weights(directory: Path, name: str, *, heads: bool = False, drafts: bo
 
 
 def _has_draft_vocabulary(directory: Path) -> bool:
-    """Whether the configuration is that of a head with a vocabulary of its own, as of EAGLE-3."""
+    """Whether the configuration is that of a head with its own vocabulary, such as EAGLE-3."""
     try:
         return "draft_vocab_size" in json.loads((directory / _CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):
@@ -127,7 +125,7 @@ def _has_draft_vocabulary(directory: Path) -> bool:
 
 
 def _kind_of(description: Path) -> str:
-    """For messages."""
+    """The drafter's kind, for messages."""
     try:
         return str(json.loads(description.read_text(encoding="utf-8"))["kind"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -135,7 +133,7 @@ def _kind_of(description: Path) -> str:
 
 
 def _demo_gguf() -> Path:
-    """The wheel's package is not imported: it would load another inference library."""
+    """Does not import the wheel's package, which would load another inference library."""
     try:
         files = metadata.files(DEMO_DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
@@ -165,45 +163,43 @@ def _snapshot(name: str, trust_remote_code: bool, drafts: bool) -> Path:
         if drafts and not any(path.glob("*.safetensors")) and _has_draft_vocabulary(path):
             path = Path(snapshot_download(name, allow_patterns=[*patterns, PICKLED_FILE]))
         return path
-    # The hub client raises errors of many libraries; all of them mean that the model is not to
-    # be had under this name now.
+    # The hub client raises errors of many libraries; all mean that the model is not available.
     except Exception as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(
-            f"model {name}: not a local directory, and the hub does not give it (it cannot be "
-            f"reached, or knows no such model): {reason}"
+            f"model {name}: not a local directory, and not available from the hub (which cannot be "
+            f"reached, or has no such model): {reason}"
         ) from error
 
 
 CONVERSION_VERSION = 1
-"""Grows when the same file would be converted differently; older results are not used then."""
+"""Raised whenever the same file would be converted differently, so that older results are ignored.
+"""
 
 
 def converted(gguf: Path, cache: Path) -> Path:
-    """The safetensors directory of a GGUF file, converted now if the cache has none.
-
-    Weights are dequantised to bfloat16; tokenizer, chat template and generation settings are kept.
-    Raises `ConfigError` where the file is no model that can be read.
-    """
+    """The safetensors directory of a GGUF file, converted now if it is not cached. Weights become
+    bfloat16; tokenizer, chat template and generation settings are kept. Raises `ConfigError` for a
+    file that cannot be read as a model."""
     return made_once(cached_path(gguf, cache), lambda directory: _convert(gguf, directory))
 
 
 def cached_path(gguf: Path, cache: Path, suffix: str = "") -> Path:
-    """Where the cache keeps what is made of a GGUF file. The name holds the file's fingerprint, so
-    a changed file is converted anew."""
+    """The cache's path for what is made from a GGUF file. It contains the file's fingerprint, so a
+    changed file is converted again."""
     fingerprint = file_fingerprint(gguf)[:16]
     return cache / "models" / f"{gguf.stem}-{fingerprint}-bf16-v{CONVERSION_VERSION}{suffix}"
 
 
 def made_once(path: Path, make: Callable[[Path], None]) -> Path:
-    """`path`, a file or a directory, made now if it is not there: `make` is given another path of
-    the same name to write to. One process does it while others wait; what has its name is
-    complete."""
+    """`path`, a file or a directory, made now if it does not exist: `make` writes it to another
+    place, from where it is renamed, so `path` is always complete. One process does this while
+    others wait."""
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path.with_name(f"{path.name}.lock")):
-        if not path.exists():  # another process may have been first
+        if not path.exists():  # Another process may have been first.
             with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as work:
                 made = Path(work) / path.name
                 make(made)
@@ -221,8 +217,7 @@ def _convert(gguf: Path, directory: Path) -> None:
     )
     from transformers.utils import logging as transformers_logging
 
-    # Commands report progress themselves. The reader of GGUF files has a bar of its own, which does
-    # not obey the library's switch.
+    # Commands report progress themselves. The GGUF reader's own progress bar ignores the switch.
     transformers_logging.disable_progress_bar()
     modeling_gguf_pytorch_utils.tqdm = transformers_logging.tqdm
     _log.info("converting %s to safetensors; this happens once", gguf.name)

@@ -1,8 +1,8 @@
-"""A student: a small model that was made for one target, and stores what it does not share with it.
+"""A student: a small model that was trained for one target, and shares embeddings and head with it.
 
 file                what it holds
 `config.json`       the student's own architecture; its vocabulary is the target's
-`model.safetensors` every weight but those of embeddings and head, which are the target's
+`model.safetensors` all weights except embeddings and head
 
 and what every trained drafter has (`drafter_checkpoint.py`).
 """
@@ -46,8 +46,8 @@ def load_drafter(
     path: Path, target_directory: Path, *, target: str, **options: Unpack[LoadOptions]
 ) -> tuple[nn.Module, ModelInfo]:
     """The drafter in `path` with embeddings and head of the target in `target_directory`; otherwise
-    as `load_model`. Its logits are [.., N], for the `logit_token_ids` of what it is. Raises
-    `ConfigError`, also for a target that it was not made for."""
+    as `load_model`. Its logits are [.., N], for the `logit_token_ids` of its description. Raises
+    `ConfigError`, also if it was made for another target."""
     name = options.get("name", str(path))
     description = check_target(
         path, TrainedKind.STUDENT,
@@ -79,7 +79,7 @@ def load_drafter(
 
 
 def narrow_head(module: Any, num_rows: int) -> nn.Linear:
-    """Gives the model a head of so many rows without values, and returns it."""
+    """Gives the model a head of `num_rows` rows without values, and returns it."""
     head = module.get_output_embeddings()
     check(isinstance(head, nn.Linear), "the head of a drafter is a linear layer")
     weight: Tensor = head.weight
@@ -94,14 +94,14 @@ def save_drafter(
     directory: Path, module: Any, token_ids: Tensor, description: TrainedDescription
 ) -> None:
     """Writes configuration, description and weights of a drafter whose head has the target's rows
-    of `token_ids` [N]; its embeddings and its head are left out."""
+    of `token_ids` [N]. Embeddings and head are left out."""
     module.config.save_pretrained(directory)
     save_head(directory, module, token_ids, description, shared=_shared_with_target(module))
 
 
 def target_ends(directory: Path, *, drafter: str, **options: Unpack[LoadOptions]) -> Any:
-    """The model in `directory` with its embeddings and its head, and without other values, for a
-    drafter that is called `drafter`. Raises `ConfigError`."""
+    """The model in `directory` with the values of its embeddings and head alone, for a drafter
+    called `drafter`. Raises `ConfigError`."""
     where = use_device(**options)
     empty = empty_model(directory, takes_quantised=True, **options)
     check(empty.get_output_embeddings().bias is None, "drafters are made for heads without a bias")
@@ -114,13 +114,13 @@ def target_ends(directory: Path, *, drafter: str, **options: Unpack[LoadOptions]
 
 
 def target_weights(module: Any, target_directory: Path, name: str) -> tuple[Tensor, Tensor]:
-    """Embeddings [V, D] and head [V, D] as the target's files have them; `module` is the target's
-    or a drafter's of its architecture, with or without values. Raises `ConfigError`."""
+    """Embeddings [V, D] and head [V, D] from the target's files. `module` is the target's, or a
+    drafter's of the same architecture, with or without values. Raises `ConfigError`."""
     embeddings, head = _shared_with_target(module)
     with open_weights(target_directory) as files:
         names = stored_names(module, dict(module.named_parameters()), files)
         has_head = any(key.startswith(head.removesuffix("weight")) for key in names)
-        # A target without a head in its files has its embeddings for one.
+        # A target without a head in its files uses its embeddings.
         found = (embeddings, head if has_head else embeddings)
         if lacking := [key for key in found if key not in names]:
             raise ConfigError(f"drafter {name}: the target's files lack the weights {lacking[0]}")
@@ -128,14 +128,14 @@ def target_weights(module: Any, target_directory: Path, name: str) -> tuple[Tens
     for key, tensor in values.items():
         if tensor.dtype not in DTYPES.values():
             raise ConfigError(
-                f"drafter {name}: the target's files have {key} as {tensor.dtype}, and a drafter "
-                "takes floating point of 16 bits or more from there"
+                f"drafter {name}: the target's files have {key} as {tensor.dtype}; a drafter needs "
+                "it in floating point of 16 bits or more"
             )
     return values[found[0]], values[found[1]]
 
 
 def _shared_with_target(module: Any) -> tuple[str, str]:
-    """The names of the embeddings and of the head, which is a part of the target's."""
+    """The names of the embeddings and of the head."""
     wanted = (module.get_input_embeddings().weight, module.get_output_embeddings().weight)
     names = {id(found): name for name, found in module.named_parameters()}
     embeddings, head = (names[id(parameter)] for parameter in wanted)

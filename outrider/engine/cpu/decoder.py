@@ -1,13 +1,12 @@
 """A decoder of the Llama family on fused kernels.
 
-It is put together from a model whose blocks were replaced and probed before
-(`outrider/models/module_replacement.py`), so what they compute is known: norms of the root mean
-square, one product for queries, keys and values, rotary positions, causal attention, one product, a
-gated MLP, in layers of two norms (Llama, Mistral, Qwen 2 and 3) or four (Gemma 3). What stands
-around the layers is observed while the library runs its own model with other layers in their
-places: what the first one reads, which rotation each one is given, and what is made of what the
-last one puts out. A model that does anything else is refused by name, and runs as the library has
-it.
+It is assembled from a model whose blocks were replaced and probed before
+(`outrider/models/module_replacement.py`), so what they compute is known: RMS norms, one product for
+queries, keys and values, rotary positions, causal attention, one product, a gated MLP, in layers of
+two norms (Llama, Mistral, Qwen 2 and 3) or four (Gemma 3). What surrounds the layers is observed
+while the library runs its own model with placeholders for layers: what the first layer reads, which
+rotation each layer gets, and what becomes of the last layer's output. A model that does anything
+else is refused by name, and runs on the library's own code.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from outrider.models.module_replacement import DirectLayer, FusedAttention, Fuse
 _POSITIONS_AT_ONCE = 4096
 _OBSERVED_TOKENS = 4
 _CHANGING_ROTATIONS = frozenset({"dynamic", "longrope"})
-"""Kinds whose angles are others beyond some length."""
+"""Kinds whose angles change beyond some length."""
 _Rotation = tuple[Tensor, Tensor]
 """Cosines and sines [positions, width / 2]."""
 
 
 class CannotFuse(OutriderError):
-    """Why a model does not run on fused kernels."""
+    """A model cannot run on fused kernels; says why."""
 
 
 class FusedDecoder:
-    """The decoder and its head. Shares the weights of its model."""
+    """The decoder and its head, which share the weights of their model."""
 
     def __init__(
         self,
@@ -49,8 +48,8 @@ class FusedDecoder:
         max_model_len: int,
         kernels: PaceKernels,
     ) -> None:
-        """Of a causal language model whose modules were replaced for these kernels, with the
-        `layers` that `find_layers` found. Raises `CannotFuse`."""
+        """`module` is a causal language model whose modules were replaced for these kernels;
+        `layers` are those of `find_layers`. Raises `CannotFuse`."""
         base = module.base_model
         blocks: list[Any] = list(getattr(base, "layers", ()))
         if not blocks or [layer.block for layer in layers] != [
@@ -82,7 +81,7 @@ class FusedDecoder:
         self._head = module.get_output_embeddings()
 
     def logits(self, rows: Tensor, residual: Tensor) -> Tensor:
-        """Logits [1, L, V] of what the last layer puts out and what that is added to, [1, L, D]."""
+        """Logits [1, L, V] of the last layer's output and the residual, [1, L, D] each."""
         logits: Tensor
         if rows.numel():  # kernels take no empty matrices
             rows = self.layers.add_norm(rows, residual, self._last_norm)[0]
@@ -115,7 +114,7 @@ class FusedDecoder:
 
 
 def _sizes(block: Any, layer: AttentionLayer, kernels: PaceKernels, eps: float) -> LayerSizes:
-    """Raises `CannotFuse` for a layer that is not made of the kernels' operators alone."""
+    """Raises `CannotFuse` for a layer that needs more than the kernels' operators."""
     for found, kind, what in (
         (block, DirectLayer, "a layer"),
         (layer.block, FusedAttention, "attention"),
@@ -152,7 +151,7 @@ def _activation(function: Any, kernels: PaceKernels) -> str | None:
 
 
 def _norm(norm: Any, kernels: PaceKernels) -> Tensor:
-    """What it multiplies by, in the kernels' dtype where that holds it."""
+    """The factors of a norm, in the kernels' dtype if that represents them exactly."""
     if not isinstance(norm, NativeRMSNorm):
         raise CannotFuse(f"it has a norm of another build, {type(norm).__name__}")
     weight = norm.factor.to(kernels.dtype)
@@ -164,7 +163,7 @@ def _optional_norm(norm: Any, kernels: PaceKernels) -> Tensor | None:
 
 
 class _NotingLayer(nn.Module):
-    """Stands in a layer's place: notes what it reads, and puts that out."""
+    """A placeholder for a layer: notes what it reads, and returns that."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -182,8 +181,8 @@ class _NotingLayer(nn.Module):
 
 @torch.inference_mode()
 def _observe(module: Any, blocks: Sequence[Any], num_positions: int) -> list[_Rotation]:
-    """Runs the model with other layers in the place of its own; returns the rotation of each.
-    Raises `CannotFuse` where what is around them is not an embedding, a norm and a head."""
+    """Runs the model with placeholders for its layers, and returns the rotation of each. Raises
+    `CannotFuse` unless the layers are surrounded by an embedding, a norm and a head alone."""
     base = module.base_model
     parts = {name for name, _ in base.named_children()}
     if parts != {"embed_tokens", "layers", "norm", "rotary_emb"}:
@@ -215,7 +214,7 @@ def _observe(module: Any, blocks: Sequence[Any], num_positions: int) -> list[_Ro
 
 
 def _rotation(parts: Sequence[_Rotation]) -> _Rotation:
-    """Cosines and sines [positions, width / 2] of what a layer was given, [1, positions, width]."""
+    """Cosines and sines [positions, width / 2] of those that a layer got, [1, positions, width]."""
     tables = []
     for table in (torch.cat([part[which][0] for part in parts]) for which in (0, 1)):
         half = table.shape[1] // 2
@@ -226,7 +225,7 @@ def _rotation(parts: Sequence[_Rotation]) -> _Rotation:
 
 
 def _number(tables: list[_Rotation], rotation: _Rotation) -> int:
-    """Which of the `tables` a rotation is, to which a new one is added."""
+    """The index of a rotation in `tables`, to which a new one is appended."""
     for number, known in enumerate(tables):
         if all(torch.equal(*pair) for pair in zip(known, rotation, strict=True)):
             return number

@@ -1,12 +1,11 @@
 """Runs steps on a fused decoder.
 
 The new tokens of a step are cut into *spans*: consecutive tokens of one sequence, each of which
-sees its sequence's slots up to itself, few enough that a token's attention is bit-equal in spans of
-any length.
+sees its sequence's slots up to itself. Spans are short enough for a token's attention to be
+bit-equal in spans of any length.
 
-The kernels' attention is causal, and a tree has several paths. So the pages of a sequence with a
-tree are copied, one layer after another; there each path is a sequence of its own, and the
-attention of its tokens is what it would be in a chain.
+The kernels' attention is causal, while a tree has several paths. So in each layer the pages of a
+sequence with a tree are copied, and on the copies each path is a sequence of its own.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from outrider.kv_cache.storage import BlockedKeysAndValues, LayerShape
 from outrider.limits import PAGE_SIZE
 
 _ONE_STEP = Lock()
-"""Held during a step: attention of the kernels has one working memory for the whole process, and
-two engines may run in it."""
+"""Held during a step: the kernels' attention has one working memory for the whole process, which
+may run two engines."""
 
 
 SPAN_TOKENS_MAX = 16
-"""Longer ones are no quicker: 512 tokens of a prompt of the demo target take 823 ms on one thread
-in spans of 8 as of 64, 1,024 take 1,770 and 2,170."""
+"""Longer spans are not faster: on one thread 512 tokens of a prompt of the demo target take 823 ms
+in spans of 8 and of 64, and 1,024 take 1,770 in spans of 8 and 2,170 in spans of 64."""
 
 
 class FusedSteps(Steps):
-    """On a fused decoder."""
+    """Steps on a fused decoder."""
 
     def __init__(
         self,
@@ -51,14 +50,15 @@ class FusedSteps(Steps):
         is_scripted: bool = True,
         taps: Sequence[int] = (),
     ) -> None:
-        """Runs as many of the first layers as there are caches. If those are not the `whole` model,
-        rows are what they put out. `taps` are layers, counted from 0, whose inputs are kept."""
+        """Runs as many of the first layers as there are caches. Unless that is the whole model
+        (`is_whole`), rows are their output and no logits. `taps` are layers, counted from 0, whose
+        input is kept."""
         self._decoder = decoder
         self._span_tokens = span_tokens
         self._is_whole = is_whole
         self._taps = sorted(taps)
         self.tapped: dict[int, Tensor] = {}
-        """What each of them read in the last step, [T, D]."""
+        """What each of `taps` read in the last step, [T, D]."""
         self._keys = [cache.keys for cache in caches]
         self._values = [cache.values for cache in caches]
         self._layers: Any = decoder.layers.eval()
@@ -66,7 +66,7 @@ class FusedSteps(Steps):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # Of TorchScript.
                 self._layers = torch.jit.script(self._layers)
-            # A call of a method that is not inlined costs 0.3 us, of a dozen a layer.
+            # A layer has a dozen calls, of which each costs 0.3 us unless it is inlined.
             torch._C._jit_pass_inline(self._layers.graph)
 
     def run(self, step: HeldStep) -> Tensor:
@@ -87,8 +87,7 @@ class FusedSteps(Steps):
             for tables in zip(*decoder.rotations, strict=True)
         )
         has_trees = bool(copies.pages)
-        # Without "optimized" the first steps of each shape need not wait for a compiler that gains
-        # nothing here.
+        # "optimized" would compile the first steps of each shape, and gain nothing.
         with _ONE_STEP, torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
             found, residual, tapped = self._layers(
                 decoder.embed(ids[None]), cos, sin, slots, self._keys, self._values,
@@ -103,7 +102,7 @@ class FusedSteps(Steps):
 
 
 class _Spans:
-    """The spans of a step as they are found."""
+    """Collects the spans of a step."""
 
     def __init__(self, decoder: FusedDecoder, span_tokens: int) -> None:
         self._decoder = decoder
@@ -114,7 +113,7 @@ class _Spans:
         self._pages: list[Sequence[int]] = []
 
     def add(self, length: int, rows: Sequence[int], pages: Sequence[int]) -> None:
-        """Consecutive tokens, which stand in these rows of the step and follow `length` others."""
+        """Adds consecutive tokens, in these rows of the step, that follow `length` others."""
         for done in (*range(self._size, len(rows), self._size), len(rows)):
             self._starts.append(len(self._rows) + done)
             self._ends.append(length + done)
@@ -122,7 +121,7 @@ class _Spans:
         self._rows.extend(rows)
 
     def made(self, *, is_all: bool = False) -> Attention | None:
-        """None where there are none. `is_all`: they are all rows of the step, in its order."""
+        """None if there are none. `is_all`: they are all rows of the step, in its order."""
         if not self._ends:
             return None
         table = np.zeros((len(self._pages), max(map(len, self._pages))), dtype=np.int32)
@@ -141,7 +140,7 @@ class _Spans:
 
 
 class _Paths:
-    """The paths of a step's trees as they are found, and the copies on which they are sequences."""
+    """Collects the paths of a step's trees, and the page copies on which they are sequences."""
 
     def __init__(self, spans: _Spans) -> None:
         self.pages: list[int] = []
@@ -151,7 +150,7 @@ class _Paths:
         self._slots: list[int] = []
 
     def add(self, held: HeldSequence, first_row: int) -> None:
-        """A sequence with a tree, whose tokens stand in the rows from `first_row` on."""
+        """Adds a sequence with a tree, whose tokens are the rows from `first_row` on."""
         parents, size = held.step.parents, PAGE_SIZE
         num_whole, num_loose = divmod(held.length, size)
         whole = [self._copy(page) for page in held.pages[:num_whole]]
@@ -184,16 +183,16 @@ _ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 65, 96)
 _NUM_ROWS = 96
 _FIRST_LENGTH = 128
 _NUM_PAGES = 257
-"""Of the cache that is tried; longer contexts repeat them."""
+"""Of the cache for the trial; longer contexts repeat them."""
 
 
 @torch.inference_mode()
 def find_span_tokens(
     decoder: FusedDecoder, max_model_len: int, thread_counts: Sequence[int]
 ) -> int | None:
-    """The most tokens of a span with which rows are bit-equal, however many there are in a step, at
-    the end of sequences of all lengths, on any of these numbers of threads; None where they are not
-    even with spans of one token. Layers of one kind are alike, so only the first of each is run."""
+    """The longest span, in tokens, with which rows are bit-equal however many a step has: at the
+    end of sequences of all lengths, on any of these numbers of threads. None if they are not even
+    in spans of one token. Layers of one kind are alike, so only the first of each kind is run."""
     kinds = [layer.kind for layer in decoder.layers.weights]
     sizes, kernels = decoder.sizes, decoder.kernels
     shape = LayerShape(
@@ -209,18 +208,18 @@ def find_span_tokens(
     num_own = -(-_NUM_ROWS // PAGE_SIZE) + 1
 
     def rows(span: int, begin: int, num: int, length: int) -> Tensor:
-        """Of so many tokens of a sequence, which follow `begin` others, and what it will hold."""
+        """Rows of `num` tokens of a sequence that follow `begin` others, on pages for `length`."""
         before = torch.arange(-(-length // PAGE_SIZE)) % (_NUM_PAGES - num_own)
         pages = [*before.tolist()[:-num_own], *range(_NUM_PAGES - num_own, _NUM_PAGES)]
         ids = tuple(7919 * place % vocabulary for place in range(begin, begin + num))
         held = HeldSequence(SequenceStep("", ids, num), begin, pages)
-        has_logits = length <= _NUM_ROWS  # They know no context.
+        has_logits = length <= _NUM_ROWS  # Logits do not depend on the context's length.
         steps = FusedSteps(decoder, caches, span, has_logits, is_scripted=False)
         return steps.run(HeldStep([held], PAGE_SIZE))
 
     def equal(num_threads: int, span: int, length: int, num: int, counts: Iterable[int]) -> bool:
-        """Whether so many of the last `num` tokens of a sequence have in a step of their own what
-        all have in spans of one, and on the first number of threads."""
+        """Whether parts of the last `num` tokens of a sequence, each run in a step of its own, have
+        the rows that all of them have in spans of one token on the first number of threads."""
         first = length - num
         with on_threads(thread_counts[0]):
             expected = rows(1, first, num, length)

@@ -1,8 +1,8 @@
 """The fused CPU kernels of `amd-pace`: bfloat16, on processors with AVX-512 BF16.
 
-`amd-pace` pins versions of packages that its own server needs, so it is installed without its
-dependencies, and its package is not imported here: its shared library alone is loaded, which
-registers the operators `torch.ops.pace`. The library is built for one version of torch.
+`amd-pace` pins packages that only its own server needs, so it is installed without dependencies,
+and its Python package is not imported. Only its shared library is loaded, which registers the
+operators `torch.ops.pace`. The library is built for one version of torch.
 """
 # Annotations are not postponed: TorchScript reads those of `FusedLayers`.
 
@@ -18,7 +18,7 @@ from outrider.errors import OutriderError
 PACKAGE = "amd-pace"
 VERSION = "1.3.0"
 TORCH_VERSION = "2.13"
-"""What `VERSION` of the library is built for."""
+"""The version that `VERSION` of the library is built for."""
 _LIBRARY = "pace/lib/libpace_cpp.so"
 _OUT_UNIT = 32
 _IN_UNIT = 64
@@ -28,37 +28,37 @@ _ISA = "vec16"
 
 
 class KernelsUnavailable(OutriderError):
-    """Why a library's kernels cannot be used."""
+    """A library's kernels cannot be used; says why."""
 
 
 class Attention(NamedTuple):
-    """What Q rows of a step attend to, in S spans: consecutive tokens of one sequence each."""
+    """What Q rows of a step attend to, in S spans of consecutive tokens of one sequence each."""
 
     rows: Tensor | None
     """[Q]: the rows, in the order of the spans; None = all of the step, in its order."""
     starts: Tensor
-    """[S + 1], int32: the row that each span begins with, and the number of rows."""
+    """[S + 1], int32: the first row of each span, and the number of rows."""
     ends: Tensor
-    """[S], int32: the length of its sequence up to and with its last token."""
+    """[S], int32: the length of the span's sequence up to and including the span's last token."""
     pages: Tensor
-    """[S, any], int32: the page table of its sequence."""
+    """[S, any], int32: the page table of the span's sequence."""
     schedules: list[Tensor]
-    """How the work is shared among threads, for each kind of layer."""
+    """How threads share the work, for each kind of layer."""
 
 
 class Copies(NamedTuple):
-    """Pages of a layer's cache that the paths of trees attend to copies of."""
+    """Copies of a layer's pages, to which the paths of trees attend."""
 
     pages: Tensor
     """[P]: the page that each is a copy of."""
     rows: Tensor
-    """[W]: rows of the step whose keys and values are written to the copies ..."""
+    """[W]: rows of the step whose keys and values are also written to the copies ..."""
     slots: Tensor
     """... and their slots there, [W]."""
 
 
 class LayerWeights(NamedTuple):
-    """One layer of a decoder, and what is its own; linear weights are packed."""
+    """The weights and options of one layer of a decoder; linear weights are packed."""
 
     first_norm: Tensor
     qkv: Tensor
@@ -68,25 +68,25 @@ class LayerWeights(NamedTuple):
     output: Tensor
     output_bias: Tensor | None
     attention_norm: Tensor | None
-    """Of what attention puts out, in layers of four norms."""
+    """Of the output of attention, in layers with four norms."""
     second_norm: Tensor
     gate: Tensor
     up: Tensor
     down: Tensor
     mlp_norm: Tensor | None
     rotation: int
-    """Which of the decoder's tables of cosines and sines."""
+    """Index of the decoder's table of cosines and sines."""
     kind: int
-    """Which schedule its attention has."""
+    """Index of the schedule of its attention."""
     scaling: float
     softcap: float
     """0 = none."""
     window: int
-    """Tokens before its own that a token sees; -1 = all."""
+    """Tokens before a token that it sees; -1 = all."""
 
 
 class LayerSizes(NamedTuple):
-    """What all layers of a decoder have in common."""
+    """Sizes that all layers of a decoder share."""
 
     query_heads: int
     key_heads: int
@@ -99,10 +99,10 @@ class LayerSizes(NamedTuple):
 class FusedLayers(nn.Module):
     """All layers of a decoder.
 
-    A step of 30 layers calls more than 300 operators, and after each one Python takes back its
-    lock, which the thread that talks to other processes may hold. TorchScript runs them all without
-    the lock, and saves 1 ms of a step. It is deprecated, but part of the one version of torch that
-    the operators are built for. Rows are [1, T, D], contiguous.
+    A step of 30 layers calls more than 300 operators. From Python, each call would take the global
+    lock again, for which other threads compete. TorchScript runs all of them without it, and saves
+    1 ms a step. It is deprecated, but part of the one version of torch that the operators are built
+    for. Rows are [1, T, D], contiguous.
     """
 
     weights: list[LayerWeights]
@@ -126,9 +126,10 @@ class FusedLayers(nn.Module):
         copies: Copies | None,
         taps: list[int],
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Of embeddings [1, T, D], cosines and sines [1, T, width / 2] of each rotation, slots [T]
-        and the layers' caches, as many as are to run: what the last layer puts out, what that is
-        yet to be added to, and what the layers of `taps`, counted from 0, read, in their order."""
+        """Runs as many layers as there are caches, on embeddings [1, T, D], with cosines and sines
+        [1, T, width / 2] of each rotation and slots [T]. Returns the last layer's output, the
+        residual that it has yet to be added to, and what the layers in `taps`, ascending and
+        counted from 0, read."""
         residual = rows
         tapped: list[Tensor] = []
         for i in range(len(keys)):
@@ -175,7 +176,7 @@ class FusedLayers(nn.Module):
     def after(
         self, layer: LayerWeights, attended: Tensor, residual: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The rest of a layer: what it puts out, and what that is yet to be added to."""
+        """The rest of a layer: its output, and the residual that it has yet to be added to."""
         rows = attended.view(1, attended.size(0), -1)
         rows = self.linear(rows, layer.output, layer.output_bias)
         attention_norm, mlp_norm = layer.attention_norm, layer.mlp_norm
@@ -196,7 +197,7 @@ class FusedLayers(nn.Module):
         output: Tensor,
         spans: Attention,
     ) -> None:
-        """Puts into `output` [T, heads, width] the attention of some rows in a layer."""
+        """Writes the attention of the rows of `spans` to `output` [T, heads, width]."""
         rows = spans.rows
         if rows is None:
             self.attend(layer, query, keys, values, output, spans)
@@ -217,8 +218,8 @@ class FusedLayers(nn.Module):
         )
 
     def norm(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """rows / sqrt(mean(rows^2) + eps) * weight, over the last axis. A weight of another dtype
-        is one that the rows' cannot hold, as 1 + w of Gemma's in bfloat16."""
+        """rows / sqrt(mean(rows^2) + eps) * weight, over the last axis. A weight has another dtype
+        if the rows' dtype cannot hold it, as 1 + w of Gemma in bfloat16."""
         if weight.dtype == rows.dtype:
             return torch.ops.pace.rmsnorm(rows, weight, self.eps)  # type: ignore[no-any-return]
         wide = rows.to(weight.dtype)
@@ -247,7 +248,7 @@ class FusedLayers(nn.Module):
         values: Tensor,
         slots: Tensor,
     ) -> None:
-        """Puts keys and values [n, heads, width] into slots [n] of a layer's cache."""
+        """Writes keys and values [n, heads, width] to slots [n] of a layer's cache."""
         torch.ops.pace.paged_attention_reshape_and_cache(key, value, keys, values, slots, self.isa)
 
     def attend(
@@ -259,8 +260,8 @@ class FusedLayers(nn.Module):
         output: Tensor,
         spans: Attention,
     ) -> None:
-        """Puts into `output` the causal attention of queries [Q, heads, width] to their own
-        sequences' slots, their own included."""
+        """Writes to `output` the causal attention of queries [Q, heads, width] to the slots of
+        their own sequences."""
         torch.ops.pace.paged_attention_with_kv_cache(
             query, keys, values, output, spans.starts, spans.ends, layer.scaling, True, None,
             layer.window, 0, spans.pages, layer.softcap,
@@ -269,7 +270,7 @@ class FusedLayers(nn.Module):
 
 
 class PaceKernels:
-    """The operators, and what they need."""
+    """The operators, and their requirements."""
 
     name: str = f"{PACKAGE} {VERSION}"
     dtype: torch.dtype = torch.bfloat16
@@ -283,7 +284,7 @@ class PaceKernels:
         return num_out % _OUT_UNIT == 0 and num_in % _IN_UNIT == 0
 
     def pack(self, weight: Tensor) -> Tensor:
-        """A weight [out, in] in the kernels' layout: [out / 32, in / 64, 32, 32, 2]."""
+        """A weight [out, in] in the kernels' layout, [out / 32, in / 64, 32, 32, 2]."""
         num_out, num_in = weight.shape
         tiles = weight.view(num_out // _OUT_UNIT, _OUT_UNIT, num_in // _IN_UNIT, _IN_UNIT // 2, 2)
         return tiles.permute(0, 2, 3, 1, 4).contiguous()
@@ -300,10 +301,10 @@ class PaceKernels:
     def schedule(
         self, starts: Tensor, ends: Tensor, sizes: LayerSizes, window: int | None
     ) -> Tensor:
-        """How attention shares its work among threads, for all layers of one window. It is never
-        split along the context, where the number of splits, and with it the order of a row's sums,
-        would depend on the rest of the step. The kernels ask OpenMP for the number of threads,
-        which torch sets on a thread that is new when it is first asked for it."""
+        """How threads share the work of attention, for all layers with one window. Contexts are
+        never split, as the number of splits, and with it the order of a row's sums, would depend on
+        the rest of the step. The kernels ask OpenMP for the number of threads; torch sets that for
+        a new thread when `get_num_threads` is first called there."""
         torch.get_num_threads()
         found: Tensor = torch.ops.pace.get_paged_attention_scheduler_metadata(
             len(ends), sizes.query_heads, sizes.key_heads, sizes.width, ends, self.dtype, starts,

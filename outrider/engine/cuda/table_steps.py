@@ -1,7 +1,7 @@
-"""Steps on a CUDA device: each is sent there as tables, in one copy, and a kernel attends to the
-pages where they are (`triton_kernels.py`).
+"""Steps on a CUDA device. Each is sent there as tables, in one copy, and a kernel attends to the
+pages in place (`triton_kernels.py`).
 
-New tokens of one sequence are cut into *blocks*, which are what the kernel works on. All tables are
+The new tokens of a sequence are cut into *blocks*, the units of the kernel's work. All tables are
 64-bit words:
 
     token ids, positions, slots    of each row
@@ -32,33 +32,33 @@ from outrider.limits import PAGE_SIZE
 KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 BLOCK_WORDS = 6
 BLOCK_ROWS_MAX = 64
-"""Rows that a block of the kernel has at most: its tokens times the query heads of a key head."""
+"""Most rows of a block: its tokens times the query heads of a key head."""
 _BLOCK_ROWS_MIN = 16
-"""Of a product on the device's matrix units."""
+"""Least rows of a product on the device's matrix units."""
 _WIDTH_MIN = 16
 _BLOCK_SLOTS = 64
 _WIDE = 128
-"""Above this width of a head a block of slots is half as long: it must fit beside the others."""
+"""For heads wider than this, a block has half as many slots, to fit the device's shared memory."""
 _SPLITS = (16, 4, 1)
-"""Parts that a context is cut into; few choices, since the kernel is compiled for each."""
+"""Numbers of parts that a context may be cut into; few, as the kernel is compiled for each."""
 _SPLIT_SLOTS_MIN = 256
-"""Shorter parts cost more to put together than they save."""
+"""Merging shorter parts costs more than they save."""
 _WARPS = 4
 _STAGES = 2
-"""Blocks of slots that are on their way at a time; with three, wide heads in float32 do not fit."""
+"""Blocks of slots that are loaded ahead; with three, wide heads in float32 do not fit."""
 _PROGRAMS_EACH = 2
-"""Programs that a multiprocessor runs side by side; with fewer it waits for memory."""
+"""Programs that each multiprocessor runs at a time; with fewer it waits for memory."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class KernelForm:
-    """What the kernel is compiled for beside a model's sizes."""
+    """What the kernel is compiled for besides a model's sizes."""
 
     block_tokens: int
-    """A power of two; a block has as many tokens or fewer."""
+    """Most tokens of a block; a power of two."""
     num_splits: int
-    """Parts of a context that are attended to side by side."""
+    """Parts of a context that programs attend to in parallel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,8 @@ class TableStep:
     pages: Tensor
     page_size: int
     ancestors: Tensor | None
-    """Where there are trees [R, W], uint8: whether a row looks at the i-th new token of its tree.
-    Rows of chains are 0 and are not read."""
+    """If there are trees [R, W], uint8: whether a row sees the i-th new token of its tree. Rows of
+    chains are 0 and are not read."""
 
     @classmethod
     def of(cls, step: HeldStep, form: KernelForm, device: torch.device) -> TableStep:
@@ -103,7 +103,7 @@ class TableStep:
 
 
 def _begins(counts: Sequence[int]) -> list[int]:
-    """Where each of so many begins, one after another, and where the last one ends."""
+    """The begin of each of several consecutive parts of these sizes, and the end of the last."""
     return [0, *accumulate(counts)]
 
 
@@ -122,14 +122,14 @@ def _ancestors(
 
 
 def _blocks(held: HeldSequence, row: int, table: int, block_tokens: int) -> npt.NDArray[np.int64]:
-    """The words of each block of new tokens that begin at `row` of the step:
+    """The words of each block of a sequence whose new tokens begin at `row` of the step:
 
-    0    its first row
-    1    how many rows it has
-    2    where its page table begins
-    3    the slots, from the first on, behind which it sees none
-    4    of a tree: the slots before its new tokens; of a chain as word 3
-    5    the first row of all new tokens
+    0    first row of the block
+    1    number of its rows
+    2    where the sequence's page table begins
+    3    number of slots that the block may see
+    4    of a tree the number of slots before its new tokens; of a chain as word 3
+    5    first row of the sequence
     """
     num = len(held.step.token_ids)
     starts = np.arange(0, num, block_tokens)
@@ -144,8 +144,8 @@ def _blocks(held: HeldSequence, row: int, table: int, block_tokens: int) -> npt.
 def kernel_form(
     sequences: Sequence[HeldSequence], shared_heads: int, key_heads: int, num_programs: int
 ) -> KernelForm:
-    """The form for a step, where `shared_heads` query heads share one of `key_heads` key heads.
-    `num_programs` is how many programs the device runs side by side."""
+    """The form for a step. `shared_heads` query heads share one of `key_heads` key heads;
+    the device runs `num_programs` programs at a time."""
     counts = [len(held.step.token_ids) for held in sequences]
     block_tokens = min(_padded_power(max(counts)), _block_tokens_max(shared_heads))
     num_blocks = sum(-(-num // block_tokens) for num in counts)
@@ -218,20 +218,20 @@ def attend_tables(query: Tensor, layer: LayerPages, step: TableStep) -> Tensor:
 
 
 TableAttention = Callable[[Tensor, LayerPages, TableStep], Tensor]
-"""`attend_tables`, or what tests put in its place."""
+"""`attend_tables`, or a substitute in tests."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceBackend:
-    """How an engine runs its steps, if not by gathering slots."""
+    """Attention kernels of a device."""
 
     attend: TableAttention
     num_programs: int
-    """Programs of a kernel that the device runs side by side."""
+    """Programs of a kernel that the device runs at a time."""
 
 
 def find_backend(device: torch.device, dtype: torch.dtype) -> DeviceBackend | None:
-    """What the device offers to a model of this dtype; None for nothing."""
+    """The kernels for a model of this dtype on the device; None if there are none."""
     if device.type != "cuda" or dtype not in KERNEL_DTYPES:
         return None
     if importlib.util.find_spec("triton") is None:  # the kernel's compiler
@@ -242,7 +242,7 @@ def find_backend(device: torch.device, dtype: torch.dtype) -> DeviceBackend | No
 
 
 class TableSteps(Steps):
-    """Not for more than one thread at a time."""
+    """Steps with a device's attention kernels; for one thread at a time."""
 
     def __init__(
         self,
@@ -252,7 +252,7 @@ class TableSteps(Steps):
         heads: tuple[int, int],
         device: torch.device,
     ) -> None:
-        """`heads`: of queries and of keys, in a layer where the most share one."""
+        """`heads`: query and key heads of a layer in which the most query heads share one."""
         self._backend = backend
         self._forward = forward
         self._layers = layers
@@ -271,10 +271,10 @@ class TableSteps(Steps):
             return self._forward(tables.token_ids, tables.position_ids, tables.logit_rows)
 
     def try_kernel(self) -> None:
-        """Runs every form of the kernel on every layer, whatever the steps of a trial need: in
-        chains and trees, blocks of all lengths, splits of all numbers. On page 0, which no
-        sequence may hold. Raises what the first form raised that does not run; by then the pass
-        has ended, so that ranks which wait for each other within it are not left alone."""
+        """Runs every form of the kernel on every layer, for chains and trees, so that none is
+        compiled while requests wait. Uses page 0, which no sequence may hold. Raises the error of
+        the first form that fails, after the pass has ended, so that other ranks of the model do not
+        wait for this one in its middle."""
         powers = range(_block_tokens_max(self._shared_heads).bit_length())
         forms = [KernelForm(1 << power, splits) for power in powers for splits in _SPLITS]
         tokens = [HeldSequence(SequenceStep("", (0,), 1, tree), 0, (0,)) for tree in ((), (-1,))]

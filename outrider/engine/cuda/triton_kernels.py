@@ -1,10 +1,10 @@
-"""The attention of a step's tables as two Triton kernels. Imported where there is Triton alone.
+"""The attention of a step's tables as two Triton kernels. Import it only where Triton is installed.
 
 `attend_blocks` has a program for each block of new tokens, each key head and each split of its
-context. It goes over the split `BLOCK_SLOTS` slots at a time and keeps, for every row, the largest
-score, the sum of weights under it and the weighted sum of values (Milakov and Gimelshein, 2018; Dao
-et al., 2022). With one split it writes the output; with several the parts, which `merge_splits`
-puts together (Dao et al., 2023).
+context. It goes through the split `BLOCK_SLOTS` slots at a time and keeps for every row the largest
+score, the sum of weights relative to it and the weighted sum of values (Milakov and Gimelshein,
+2018; Dao et al., 2022). With one split it writes the output; with several the parts, which
+`merge_splits` combines (Dao et al., 2023).
 
 A block's rows are its tokens times the query heads that share its key head, so that keys are read
 once for all of them.
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 
-# What differs from step to step makes no form of its own, which a request would wait for.
+# Values that change from step to step are not specialised, as a request would wait for a compiler.
 @triton.jit(
     do_not_specialize=["ancestor_width", "num_rows_of_step"],
     do_not_specialize_on_alignment=["positions", "blocks", "pages", "ancestors"],
@@ -113,7 +113,7 @@ def attend_blocks(
         if HAS_SOFTCAP:
             # tanh(x) = 1 - 2 / (exp(2x) + 1)
             scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
-        stands_at = place  # positions of what stands in the slots
+        stands_at = place  # the position of each slot's token
         is_seen = (place[None, :] <= position[:, None]) & is_held[None, :]
         if HAS_TREES:
             is_new = is_held & (place >= before_tree)

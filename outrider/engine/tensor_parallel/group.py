@@ -1,9 +1,9 @@
-"""What the ranks of one model do together in a step.
+"""Collective operations of the ranks of one model.
 
-Sums and gathers go through `torch.distributed`, with a timeout: NCCL where every rank has a GPU of
-its own, Gloo on CPUs and where ranks share a GPU, which NCCL refuses. On one machine, small sums
-take a shorter way than Gloo (`group.py`). What is to be done goes as frames from the
-leader to its followers (`rank_rpc.py`).
+They go through `torch.distributed`, with a timeout: NCCL if every rank has a GPU of its own, Gloo
+on CPUs and if ranks share a GPU, which NCCL refuses. On one machine small sums go through sockets,
+which is faster than Gloo (`SocketAllReduce`). The leader's calls reach its followers as frames
+(`rank_rpc.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LEADER = 0
 
 
 class RankGroup(Ranks):
-    """The ranks of one model. One in a process at a time."""
+    """The ranks of one model; one such group at a time in a process."""
 
     def __init__(
         self,
@@ -49,19 +49,18 @@ class RankGroup(Ranks):
         step_timeout_s: float,
         in_order: bool,
     ) -> None:
-        """Returns when every rank is there. They may take `timeout_s` to load, and
-        `step_timeout_s` for each sum. On one machine small sums of what is not on a GPU go through
-        sockets. `in_order`: whatever its size, a sum is made in the order of the ranks. Raises
-        `Unavailable` where a rank is not there in time."""
+        """Returns when every rank has joined. Ranks may take `timeout_s` to load, and
+        `step_timeout_s` for each collective. `in_order`: sums of all sizes are computed in the
+        order of the ranks. Raises `Unavailable` if a rank does not join in time."""
         self.rank = rank
         self.size = size = rendezvous.num_ranks
         self._store = store
         self._timeout_s, self._num_waits = timeout_s, 0
         self._sockets: SocketAllReduce | None = None
-        self._in_order = in_order and size > 2  # of two numbers the order does not matter
+        self._in_order = in_order and size > 2  # The order of two does not matter.
         if rendezvous.host == LOOPBACK:
-            # The libraries would else listen on whatever address the machine's name has, or on what
-            # was set for ranks on several machines.
+            # Otherwise the libraries listen on the address of the machine's name, or on what is set
+            # for ranks on several machines.
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ[name] = _loopback_interface()
             self._sockets = _sockets(store, rendezvous, rank, step_timeout_s)
@@ -113,7 +112,7 @@ class RankGroup(Ranks):
         return None if parts is None else torch.cat(parts, dim=-1).to(tensor.device)
 
     def close(self) -> None:
-        """Leaves; the others' collectives fail from here on."""
+        """Leaves the group; the other ranks' collectives fail from now on."""
         self._store = None
         if self._sockets is not None:
             self._sockets.close()
@@ -139,8 +138,7 @@ def lead(
     in_order: bool = False,
 ) -> tuple[RankGroup, FrameSender]:
     """Waits for the followers of an open rendezvous, once. `in_order` as in `RankGroup`. Raises
-    `Unavailable` where one does not come within `timeout_s`; they may take as long again to
-    load."""
+    `Unavailable` if one does not join within `timeout_s`; they have as long again to load."""
     connections = opened.accept(timeout_s)
     for connection in connections.values():
         tune(connection, step_timeout_s)
@@ -159,7 +157,7 @@ def join(
     in_order: bool = False,
 ) -> tuple[RankGroup, FrameReceiver]:
     """Joins a rendezvous as the follower `rank`, with the leader's `in_order`. Raises `Unavailable`
-    where the leader does not answer within `timeout_s`."""
+    if the leader does not answer within `timeout_s`."""
     connection = connect(rendezvous, rendezvous.frames_port, rank, timeout_s)
     try:
         store = _store(rendezvous, timeout_s)
@@ -170,8 +168,8 @@ def join(
 
 
 def _store(rendezvous: Rendezvous, timeout_s: float, listening_fd: int | None = None) -> Any:
-    """The table through which ranks learn each other's addresses; the leader serves it. It lets
-    any process in, so what the ranks of a rendezvous write is found by its token alone."""
+    """The table of the ranks' addresses, which the leader serves. Any process may connect to it, so
+    the keys of a rendezvous begin with its secret token."""
     table = dist.TCPStore(  # type: ignore[attr-defined]
         rendezvous.host,
         rendezvous.store_port,
@@ -184,7 +182,7 @@ def _store(rendezvous: Rendezvous, timeout_s: float, listening_fd: int | None = 
 
 
 def _sockets(store: Any, rendezvous: Rendezvous, rank: int, timeout_s: float) -> SocketAllReduce:
-    """A connection to every other rank: to those before this one, and from those after it."""
+    """Connections to the ranks before this one, and from those after it."""
     listening, port = listen(rendezvous.host)
     with listening:
         store.set(f"sockets/{rank}", str(port))
@@ -199,7 +197,7 @@ def _sockets(store: Any, rendezvous: Rendezvous, rank: int, timeout_s: float) ->
 
 
 def _backend(store: Any, rank: int, size: int, device: torch.device) -> str:
-    """NCCL or Gloo; the ranks tell each other which device they have."""
+    """NCCL or Gloo, by the devices of all ranks."""
     if device.type != "cuda":
         return "gloo"
     uuid = str(torch.cuda.get_device_properties(device).uuid)
@@ -220,14 +218,14 @@ def _together(collective: Callable[..., Any], *arguments: Any) -> None:
 
 
 SUM_BYTES_MAX = 64 * 2**10
-"""Of a tensor that is summed here. A rank may be a sum ahead of another, so that twice as much
-must fit between them before they are read."""
+"""Largest tensor that is summed through sockets. A rank may be one sum ahead of another, so twice
+as much must fit into the buffers between them."""
 _BUFFER_BYTES = 4 * SUM_BYTES_MAX
 
 
 def added_up(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of two tensors or more, from the first to the last. `sum` over a dimension takes some
-    elements in another order, which ones depends on how many there are."""
+    """The sum of two or more tensors, from first to last. `sum` over a dimension would add some
+    elements in another order, depending on their number."""
     if len(parts) == 2:
         return parts[0] + parts[1]
     total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
@@ -237,12 +235,12 @@ def added_up(parts: Sequence[Tensor]) -> Tensor:
 
 
 class SocketAllReduce:
-    """The connections of one rank to all others."""
+    """Sums over one rank's connections to all others."""
 
     def __init__(
         self, rank: int, connections: Mapping[int, socket.socket], timeout_s: float
     ) -> None:
-        """`connections` by rank; each call on one may take `timeout_s`."""
+        """`connections` by rank; each call may take `timeout_s`."""
         self._rank = rank
         self._connections = dict(sorted(connections.items()))
         for connection in self._connections.values():
@@ -252,8 +250,8 @@ class SocketAllReduce:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum of every rank's tensor, of at most `SUM_BYTES_MAX` bytes, in the order of the
-        ranks and therefore bit-equal on all. Raises `Unavailable` where a rank is gone or silent
-        beyond the timeout."""
+        ranks and therefore bit-equal on all. Raises `Unavailable` if a rank is gone or does not
+        answer within the timeout."""
         parts = tensor.new_empty((len(self._connections) + 1, *tensor.shape))
         parts[self._rank] = tensor
         stored = parts.view(-1).view(torch.uint8).numpy().data
@@ -275,6 +273,6 @@ class SocketAllReduce:
         return added_up(parts.unbind())
 
     def close(self) -> None:
-        """The others' sums fail from here on."""
+        """The other ranks' sums fail from now on."""
         for connection in self._connections.values():
             connection.close()

@@ -35,11 +35,10 @@ _log = logging.getLogger(__name__)
 class ParallelEngine:
     """An `Engine`: the leader's share of a model, with the followers' behind it.
 
-    A call that changes state is made here first; once it has succeeded it is noted, and goes to the
-    followers with the next step. Engines do the same when they hear the same, so that all ranks
-    hold the same pages. A step is refused before the followers are told of it. One that fails after
-    that, or a call that fails in its middle, has left the ranks in different states: from then on
-    every step raises `EngineLost`.
+    A call that changes state is made here first; if it succeeds, it is sent to the followers with
+    the next step. An engine's state depends on its calls alone, so all ranks hold the same pages. A
+    step that is refused is not sent. If a step fails after it was sent, or a call fails in its
+    middle, the ranks' states differ: from then on every step raises `EngineLost`.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class ParallelEngine:
         max_num_seqs: int,
         leave: Callable[[], None] = lambda: None,
     ) -> None:
-        """`leave` ends this rank's part in what the others' steps do together."""
+        """`leave` ends this rank's part in the collectives of the others' steps."""
         self._leave = leave
         self._engine: Any = engine
         self.info, self.length, self.page_counts = engine.info, engine.length, engine.page_counts
@@ -93,8 +92,8 @@ class ParallelEngine:
     def forward_draft(
         self, steps: Sequence[SequenceStep], features: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """See `DraftingEngine.forward_draft`. The leader has all of the draft layer; its followers
-        take the same slots, and give them back where it fails to draft."""
+        """See `DraftingEngine.forward_draft`. Only the leader has the draft layer. The followers
+        take the same slots, and give them back if it fails."""
         lengths = {step.sequence_id: self.length(step.sequence_id) for step in steps}
         try:
             found: list[torch.Tensor] = self._changed("forward_draft", steps, features)
@@ -111,7 +110,7 @@ class ParallelEngine:
         return seconds
 
     def close(self) -> None:
-        """The followers end, those in the middle of a step too."""
+        """Ends the followers, also in the middle of a step."""
         self._followers.close()
         self._leave()
 
@@ -121,8 +120,8 @@ class ParallelEngine:
         return result
 
     def _changed(self, name: str, *arguments: Any) -> Any:
-        """Makes a call here. What is refused has changed nothing, or what `StepUndone` says. What
-        fails otherwise has, and the followers have not heard of it."""
+        """Makes a call on the leader's engine. An `OutriderError` has changed nothing, but for
+        `StepUndone`; other errors may have, without the followers knowing."""
         try:
             return getattr(self._engine, name)(*arguments)
         except OutriderError:
@@ -132,7 +131,7 @@ class ParallelEngine:
             raise
 
     def _note(self, call: bytes) -> None:
-        """The followers hear of it with the next step, or when there is much to hear."""
+        """Sends a call to the followers with the next step, or once there is much to send."""
         self._unsent += call
         if len(self._unsent) >= _UNSENT_BYTES_MAX:
             frame = self._taken()
@@ -147,7 +146,7 @@ class ParallelEngine:
         return frame
 
     def _break(self, error: BaseException) -> None:
-        """No step follows any more."""
+        """No more steps can run."""
         self._broken = error
         self.close()
 
@@ -166,13 +165,14 @@ def pack_steps(name: str, steps: Sequence[SequenceStep]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """What MessagePack has no type for: another sequence of token ids, or a number of one."""
+    """A list for another kind of sequence, an int for another kind of number, as MessagePack has no
+    types for these."""
     return list(value) if isinstance(value, Sequence) else int(value)
 
 
 def replay(frame: bytes, engine: Engine) -> None:
     """Makes the calls of a frame on another engine. Raises what they raise, and `InvariantError`
-    for a call that is none of an engine's."""
+    for an unknown call."""
     calls = msgpack.Unpacker(use_list=False, max_buffer_size=FRAME_OF_CALLS_BYTES_MAX)
     calls.feed(frame)
     for name, *arguments in calls:
@@ -184,9 +184,8 @@ def replay(frame: bytes, engine: Engine) -> None:
 
 
 def follow(frames: FrameReceiver, engine: Engine) -> None:
-    """Repeats the leader's calls until it ends. Raises what a call raised: this rank's state is
-    then no longer the leader's, and the caller must end the process's part in it
-    (`RankGroup.close`, `FrameReceiver.close`), so that the leader's step fails instead of waiting.
-    """
+    """Repeats the leader's calls until it ends. Raises what a call raised: then this rank's state
+    differs from the leader's, and the caller must leave the group (`RankGroup.close`,
+    `FrameReceiver.close`), so that the leader's step fails instead of waiting."""
     while (frame := frames.receive()) is not None:
         replay(frame, engine)

@@ -1,8 +1,8 @@
-"""One rank of a model in a process of its own: the leader's join, and the whole of a follower.
+"""Processes of a model on several ranks: how the leader starts, and the whole of a follower.
 
-A leader is the replica's own process, which serves (`host.py`). A follower takes no requests:
-it does what the leader's steps do, and ends with the leader. Where a rank cannot go on, its part in
-the others' steps ends too, so that none of them waits for it.
+The leader is the replica's own process, which serves (`host.py`). A follower takes no requests: it
+repeats the leader's steps, and ends with the leader. A rank that cannot go on leaves the group, so
+that no other rank waits for it.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RankAssignment:
-    """Which rank a follower is, and where it joins."""
+    """The rank of a follower, and where it joins the others."""
 
     rendezvous: Rendezvous
     rank: int
     num_neighbours: int
-    """Ranks of the same model on the follower's machine, itself included."""
+    """Ranks of the model on this machine, this one included."""
 
 
 class RankLeader(OpenRendezvous):
-    """What the leader of several ranks needs before it loads its share."""
+    """The leader of several ranks, from before it loads its share."""
 
     def __init__(self, num_ranks: int, num_neighbours: int, timeout_s: float) -> None:
-        """Listens for the followers: on loopback where all ranks are neighbours on this machine.
-        They may take `timeout_s` to join, and as long again to load."""
+        """Listens for the followers, on loopback if all ranks are on this machine. They have
+        `timeout_s` to join, and as long again to load."""
         alone = num_neighbours == num_ranks
         host = LOOPBACK if alone else socket.gethostbyname(socket.gethostname())
         super().__init__(host, num_ranks)
@@ -59,7 +59,7 @@ class RankLeader(OpenRendezvous):
 
     def engine(self, config: ReplicaConfig, num_threads: int) -> Engine:
         """The engine of the shared model, once all ranks have loaded. Blocks; raises `ConfigError`,
-        and `Unavailable` where a rank is gone or not there in time."""
+        and `Unavailable` if a rank ends or does not join in time."""
         from outrider.engine.tensor_parallel.group import lead
         from outrider.engine.tensor_parallel.parallel_engine import ParallelEngine
         from outrider.models.loading import use_device
@@ -81,10 +81,10 @@ def engine_of_a_replica(
     num_threads: int,
     leadership: RankLeader | None,
 ) -> Engine:
-    """The engine that a configuration names, on this process alone or on all ranks. Blocks; raises
-    as `build_engine` and `RankLeader.engine`. Call it on a passing thread: without ranks the
-    calling thread gives way to replicas that serve on the same cores. Threads that ranks start for
-    their sums keep their priority."""
+    """The engine that a configuration names, in this process or on all ranks. Blocks; raises as
+    `build_engine` and `RankLeader.engine`. Call it on a passing thread: without ranks it lowers the
+    calling thread's priority, for replicas that serve on the same cores. With ranks it does not, as
+    threads for their sums would inherit it."""
     if leadership is None:
         give_way(LOADING_NICENESS)
         return build_engine(config, num_threads)
@@ -94,13 +94,14 @@ def engine_of_a_replica(
 def threads_of_a_rank(
     config: ReplicaConfig, num_cores: int, ranks: RankLeader | RankAssignment | None
 ) -> int:
-    """What the configuration says, else an equal part of the cores for each rank on the machine."""
+    """`num_threads` of the configuration, or else an equal share of the cores for each rank on the
+    machine."""
     return config.num_threads or max(1, num_cores // (1 if ranks is None else ranks.num_neighbours))
 
 
 class RankHost(PlacedActor):
-    """A follower; an actor, as the replica that leads it is. Everything heavy is imported by
-    `start`, so that finding a place is quick."""
+    """A follower; an actor, like the replica that leads it. `start` imports everything heavy, so
+    that placing the actor is fast."""
 
     def __init__(self) -> None:
         self._ended = asyncio.Event()
@@ -117,7 +118,7 @@ class RankHost(PlacedActor):
         log_directory: str,
     ) -> None:
         """Joins, loads this rank's share and follows; returns once it is ready for steps. Raises
-        `ConfigError`, and `Unavailable` where the leader does not answer within `timeout_s`."""
+        `ConfigError`, and `Unavailable` if the leader does not answer within `timeout_s`."""
         num_threads = threads_of_a_rank(config, cores_for(config.role), assignment)
         use_threads(num_threads, config.model_engine)
         log_to(log_directory, f"{config.log_name}-rank-{assignment.rank}", config.log_level)
@@ -129,13 +130,13 @@ class RankHost(PlacedActor):
         self._following = asyncio.create_task(self._follow(engine))
 
     async def wait(self) -> None:
-        """Returns when the leader has ended. Raises what this rank could not go on for."""
+        """Returns when the leader has ended. Raises the error if this rank had to stop."""
         await self._ended.wait()
         if self._following is not None:
             await self._following
 
     async def stop(self, grace_s: float) -> None:
-        """Follows no more; a step that runs has `grace_s` to end."""
+        """Stops following; a running step has `grace_s` to end."""
         if self._frames is not None:
             self._frames.close()
         if self._following is not None:
@@ -190,6 +191,6 @@ class RankHost(PlacedActor):
 
 
 def _digest(engine: Engine) -> bytes:
-    """Names what an engine runs, and in how many pages."""
+    """A digest of what an engine runs, and of its number of pages."""
     described = f"{engine.info!r} {engine.page_counts().num_pages}"
     return hashlib.blake2b(described.encode(), digest_size=32).digest()

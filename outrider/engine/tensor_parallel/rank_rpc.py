@@ -1,5 +1,5 @@
-"""How the ranks of one model find each other, and the frames that the leader sends to its followers
-over TCP. Imports no numeric library.
+"""How the ranks of one model connect to each other, and the frames that the leader sends to its
+followers over TCP. Imports no numeric library.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _HELLO = struct.Struct(f"{_TOKEN_BYTES}sq")
 """Token and rank of a follower that joins."""
 _LEAST_WAIT_S = 0.01
 _HELLO_TIMEOUT_S = 5.0
-"""Time that a new connection has to say which rank it is of."""
+"""Time that a new connection has to name its rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the ranks of one model meet. A process that knows the token may join."""
+    """The leader's addresses. A process that knows the token may join."""
 
     host: str
     store_port: int
@@ -43,10 +43,10 @@ class Rendezvous:
 
 
 class OpenRendezvous:
-    """The leader's side of a rendezvous, from before its followers know of it."""
+    """The leader's side of a rendezvous: listens before the followers start."""
 
     def __init__(self, host: str, num_ranks: int) -> None:
-        """Listens on `host` alone. Raises `ConfigError` where that is no address to listen on."""
+        """Listens on `host` alone. Raises `ConfigError` if that is no address of this machine."""
         check(1 < num_ranks <= TENSOR_PARALLEL_SIZE_MAX, f"a rendezvous of {num_ranks} ranks")
         self._store_socket, store_port = listen(host)
         self._frames_socket, frames_port = listen(host)
@@ -54,24 +54,24 @@ class OpenRendezvous:
         self.rendezvous = Rendezvous(host, store_port, frames_port, num_ranks, token)
 
     def accept(self, timeout_s: float) -> dict[int, socket.socket]:
-        """The connections of all followers by rank, once. Raises as `accept`."""
+        """The connections of all followers by rank; may be called once. Raises as `accept`."""
         followers = range(1, self.rendezvous.num_ranks)
         with self._frames_socket as listening:
             return accept(listening, self.rendezvous.token, followers, timeout_s)
 
     def take_store_fd(self) -> int:
-        """The socket for the ranks' table of addresses, once; it is the caller's to close."""
+        """The socket for the ranks' table of addresses, once. The caller closes it."""
         return self._store_socket.detach()
 
     def close(self) -> None:
-        """Listens no more."""
+        """Stops listening."""
         self._store_socket.close()
         self._frames_socket.close()
 
 
 def listen(host: str) -> tuple[socket.socket, int]:
-    """A socket that listens on any free port, and that. Raises `ConfigError` for a host that is no
-    address of this machine."""
+    """A socket that listens on a free port, and that port. Raises `ConfigError` for a host that is
+    no address of this machine."""
     try:
         listening = socket.create_server((host, 0), backlog=TENSOR_PARALLEL_SIZE_MAX)
     except OSError as error:
@@ -80,8 +80,8 @@ def listen(host: str) -> tuple[socket.socket, int]:
 
 
 def connect(rendezvous: Rendezvous, port: int, rank: int, timeout_s: float) -> socket.socket:
-    """A connection, without a timeout, to a rank that listens on `port`, which hears that it is
-    `rank` that calls. Raises `Unavailable` where there is no answer within `timeout_s`."""
+    """A connection of `rank`, without a timeout, to the rank that listens on `port`. Raises
+    `Unavailable` if there is no answer within `timeout_s`."""
     try:
         connection = socket.create_connection((rendezvous.host, port), timeout_s)
         connection.sendall(_HELLO.pack(rendezvous.token, rank))
@@ -94,8 +94,8 @@ def connect(rendezvous: Rendezvous, port: int, rank: int, timeout_s: float) -> s
 def accept(
     listening: socket.socket, token: bytes, ranks: Iterable[int], timeout_s: float
 ) -> dict[int, socket.socket]:
-    """The connections of these ranks; strangers are turned away. Raises `Unavailable` where one
-    does not come within `timeout_s`."""
+    """The connections of these ranks; others are closed. Raises `Unavailable` if a rank does not
+    connect within `timeout_s`."""
     end = time.monotonic() + timeout_s
     missing = set(ranks)
     found: dict[int, socket.socket] = {}
@@ -120,7 +120,7 @@ def accept(
 
 
 def _greet(connection: socket.socket, token: bytes) -> int | None:
-    """The rank that has connected; None for one without the token."""
+    """The rank that has connected; None without the right token."""
     connection.settimeout(_HELLO_TIMEOUT_S)
     try:
         hello = read_exactly(connection, _HELLO.size)
@@ -137,9 +137,9 @@ _KEEPALIVE_PROBES = 3
 
 
 def tune(connection: socket.socket, timeout_s: float | None) -> socket.socket:
-    """Small frames leave at once, and a peer whose machine is gone is noticed. `timeout_s` bounds
-    each call; None waits. The kernel keeps the time: Python's own timeouts ask it once more before
-    every call."""
+    """Sends small frames at once, and notices if the peer's machine is gone. `timeout_s` bounds
+    each call; None = no bound. The kernel keeps the time, as Python's own timeouts take a system
+    call more for each call."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -158,16 +158,15 @@ def tune(connection: socket.socket, timeout_s: float | None) -> socket.socket:
 
 
 class FrameSender:
-    """The leader's ends."""
+    """The leader's connections to its followers."""
 
     def __init__(self, connections: dict[int, socket.socket]) -> None:
-        """`connections` by the follower's rank, with the time that a send may take."""
+        """`connections` by the follower's rank, with a timeout for sending."""
         self._connections = connections
 
     def confirm(self, digest: bytes, timeout_s: float) -> None:
-        """Waits until every follower is ready for the first frame. Raises `ConfigError` where one
-        has loaded something else than `digest` names, `Unavailable` where one has ended or is not
-        ready in time."""
+        """Waits until every follower is ready for the first frame. Raises `ConfigError` if one has
+        not loaded what `digest` names, `Unavailable` if one has ended or is not ready in time."""
         end = time.monotonic() + timeout_s
         for rank, connection in self._connections.items():
             connection.settimeout(max(_LEAST_WAIT_S, end - time.monotonic()))
@@ -184,7 +183,7 @@ class FrameSender:
                 )
 
     def send(self, frame: bytes) -> None:
-        """Sends one frame to every follower. Raises `Unavailable` naming one that is gone."""
+        """Sends a frame to every follower. Raises `Unavailable`, with the rank, if one is gone."""
         check(len(frame) <= FRAME_OF_CALLS_BYTES_MAX, f"a frame of {len(frame)} bytes")
         frame = _HEADER.pack(len(frame)) + frame
         for rank, connection in self._connections.items():
@@ -201,15 +200,15 @@ class FrameSender:
 
 
 class FrameReceiver:
-    """A follower's end."""
+    """A follower's connection to its leader."""
 
     def __init__(self, connection: socket.socket) -> None:
         """`connection` without a timeout."""
         self._connection = connection
 
     def confirm(self, digest: bytes) -> None:
-        """Tells the leader that this rank is ready, and what it has loaded. Raises `Unavailable`
-        for one that is gone."""
+        """Tells the leader that this rank is ready, and what it has loaded. Raises `Unavailable` if
+        the leader is gone."""
         try:
             self._connection.sendall(digest)
         except OSError as error:
@@ -225,15 +224,15 @@ class FrameReceiver:
         return read_exactly(self._connection, num_bytes)
 
     def close(self) -> None:
-        """The leader's next `send` fails, and a `receive` that waits returns None."""
-        with contextlib.suppress(OSError):  # the leader may have ended before
+        """Makes the leader's next `send` fail, and a waiting `receive` return None."""
+        with contextlib.suppress(OSError):  # The leader may have ended already.
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
 
 def read_exactly(connection: socket.socket, num_bytes: int) -> bytes | None:
-    """So many bytes; None where the peer ends before. Raises `TimeoutError` past the connection's
-    own timeout."""
+    """The next `num_bytes`; None if the peer ends before. Raises `TimeoutError` after the
+    connection's own timeout."""
     parts = bytearray()
     while len(parts) < num_bytes:
         try:
@@ -249,8 +248,8 @@ def read_exactly(connection: socket.socket, num_bytes: int) -> bytes | None:
 
 
 def _check_open(connection: socket.socket) -> None:
-    """A follower says nothing once it has joined, so whatever there is to read is its end. Raises
-    `ConnectionError`."""
+    """Raises `ConnectionError` if a follower has ended. Followers send nothing once they have
+    joined, so anything to read means the end."""
     try:
         connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:

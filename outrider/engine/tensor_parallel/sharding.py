@@ -1,7 +1,7 @@
-"""Puts in a model's place what one rank runs of it: plain modules on plain tensors.
+"""Reduces a model to one rank's share of it: plain modules on plain tensors.
 
-A block of a decoder works on the heads and the columns that its weights have, so between the two
-ends of a block nothing changes; only its ends speak to the other ranks.
+A block of a decoder works on the heads and columns that its weights have, so nothing changes inside
+of a block; only at its ends the ranks exchange tensors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROWWISE_SPLIT = "rowwise_split_input"
 _BY_COLUMNS = {ROWWISE, ROWWISE_SPLIT}
 _SHARED = {COLWISE, COLWISE_GATHERED, *_BY_COLUMNS}
 _WITHOUT_EFFECT = {"replicated_with_grad_allreduce", "embedding_rowwise"}
-"""What needs nothing here: gradients, and the embedding, which is shared out anyway."""
+"""Styles that need nothing here: one is for gradients, and the embedding is always shared out."""
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _ATTENTION = re.compile(r"(^|\.)(self_)?(attn|attention)\.")
 _log = logging.getLogger(__name__)
@@ -45,16 +45,15 @@ _log = logging.getLogger(__name__)
 
 def plan_for(module: Any, size: int, name: str, key: str) -> dict[str, str]:
     """The style of each linear layer that the library's plan shares out, by its path. Raises
-    `SettingError` about the setting `key` for a model without a plan, for a plan with a style that
-    is not known here, and, naming the sizes that do, unless `size` ranks get equal shares of
-    everything that it shares out."""
+    `SettingError` about the setting `key` for a model without a plan, for a plan with an unknown
+    style, and if `size` ranks cannot get equal shares; then it names the sizes that can."""
     styles: Mapping[str, str] = getattr(module, "tp_plan", None) or {}
     what = f"model {name} ({type(module).__name__})"
     if not {COLWISE, COLWISE_GATHERED}.intersection(styles.values()):
-        raise SettingError(key, f"{what} has no plan to be shared out by; use 1")
+        raise SettingError(key, f"{what} has no plan for tensor parallelism; use 1")
     unknown = sorted(set(styles.values()) - _SHARED - _WITHOUT_EFFECT)
     if unknown:
-        reason = f"its plan asks for {unknown[0]}, which is not known here"
+        reason = f"its plan has the unknown style {unknown[0]}"
         raise SettingError(key, f"{what} cannot be shared out: {reason}; use 1")
     head = module.get_output_embeddings()
     plan = {
@@ -77,7 +76,7 @@ def plan_for(module: Any, size: int, name: str, key: str) -> dict[str, str]:
 
 
 def _widths(module: Any, plan: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    """What is shared out in equal parts, each kind once, the heads first."""
+    """(width, name) of everything that is shared out in equal parts, attention heads first."""
     config = module.config.get_text_config()
     if any(style == COLWISE and _ATTENTION.search(path) for path, style in plan.items()):
         for attribute, what in (
@@ -85,7 +84,7 @@ def _widths(module: Any, plan: Mapping[str, str]) -> Iterator[tuple[str, int]]:
             ("num_key_value_heads", "key-value heads"),
         ):
             found = getattr(config, attribute, None)
-            # Some models have a number for each layer.
+            # In some models the number varies by layer.
             for heads in {found} if isinstance(found, int) else sorted(set(found or ())):
                 yield what, heads
     for path, style in plan.items():
@@ -95,23 +94,23 @@ def _widths(module: Any, plan: Mapping[str, str]) -> Iterator[tuple[str, int]]:
 
 
 class Ranks(Protocol):
-    """The ranks that run a model together; rank 0 is the leader. Every rank calls the same, in the
-    same order. Calls raise `Unavailable` where a rank is gone or not there in time."""
+    """The ranks that run a model together; rank 0 is the leader. All ranks make the same calls in
+    the same order. Calls raise `Unavailable` if a rank is gone or does not answer in time."""
 
     rank: int
     size: int
 
     def wait_for_all(self) -> None:
-        """Returns once every rank has called it. They load for as long as their machines take,
-        while all other calls wait for a step's time at most."""
+        """Returns once every rank has called it. Unlike other calls, which wait for the time of a
+        step at most, it leaves ranks the time to load."""
         ...
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum of every rank's `tensor`, which it may overwrite; bit-equal on all ranks."""
+        """The sum of every rank's `tensor`, bit-equal on all ranks. May overwrite `tensor`."""
         ...
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Every rank's `tensor` [..., w], side by side: [..., size * w]."""
+        """All ranks' tensors [..., w] side by side, [..., size * w]."""
         ...
 
     def gather(self, tensor: Tensor) -> Tensor | None:
@@ -121,8 +120,8 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Of a stored tensor that is `width` wide along `dim`, what one rank holds: the places from
-    `start` to `stop`, followed by zeros up to `size` places."""
+    """One rank's share of a stored tensor of size `width` along `dim`: the places from `start` to
+    `stop`, padded with zeros to `size` places."""
 
     dim: int
     width: int
@@ -132,31 +131,31 @@ class Share:
 
     @classmethod
     def of(cls, width: int, ranks: Ranks, dim: int) -> Share:
-        """The share of a rank; only the last ones have fewer places than they are wide."""
+        """The share of a rank; only those of the last ranks are padded."""
         size = -(-width // ranks.size)
         start = min(width, ranks.rank * size)
         return cls(dim, width, start, min(width, start + size), size)
 
 
 class RowwiseLinear(nn.Module):
-    """A linear layer of which each rank has some columns; the products are summed."""
+    """A linear layer of which each rank has some columns; the ranks sum their products."""
 
     def __init__(self, local: nn.Linear, ranks: Ranks, cut: slice | None) -> None:
-        """`cut`: of whole inputs the columns of this rank."""
+        """`cut`: the columns of this rank, if inputs come whole."""
         super().__init__()
         self.local, self.bias = local, local.bias
         local.bias = None  # type: ignore[assignment]
         self._ranks, self._cut = ranks, cut
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., in / size], or [..., in] where the input is cut here, to [..., out]."""
+        """[..., in / size], or [..., in] if the input is cut here, to [..., out]."""
         mine = hidden if self._cut is None else hidden[..., self._cut]
         product = self._ranks.all_reduce(self.local(mine))
         return product if self.bias is None else product + self.bias
 
 
 class GatheredLinear(nn.Module):
-    """A linear layer of which each rank has some rows; every rank gets all of the outputs."""
+    """A linear layer of which each rank has some rows; every rank gets all outputs."""
 
     def __init__(self, local: nn.Linear, ranks: Ranks) -> None:
         super().__init__()
@@ -169,13 +168,13 @@ class GatheredLinear(nn.Module):
 
 
 class VocabularyEmbedding(nn.Module):
-    """An embedding of which each rank has some rows. A token's row is one rank's; the others add
-    zeros, so that the sum is exact."""
+    """An embedding of which each rank has some rows. The other ranks add zeros to a token's row, so
+    that the sum is exact."""
 
     def __init__(self, embedding: nn.Embedding, share: Share, ranks: Ranks) -> None:
         super().__init__()
         self._share, self._ranks = share, ranks
-        # The instance stays, for what its class may do besides: Gemma's scales its rows.
+        # Keeps the instance, as its class may do more than look up: Gemma's scales rows.
         embedding.num_embeddings, embedding.padding_idx = share.size, None
         self.local = embedding
 
@@ -188,8 +187,8 @@ class VocabularyEmbedding(nn.Module):
 
 
 class VocabularyHead(nn.Module):
-    """A head of which each rank has some rows. The leader gets the logits; the others get none of
-    them, [..., 0], as only the leader is asked for them."""
+    """A head of which each rank has some rows. The leader gets the logits; the others get none,
+    [..., 0]."""
 
     def __init__(self, local: nn.Linear, vocab_size: int, ranks: Ranks) -> None:
         super().__init__()
@@ -205,21 +204,21 @@ class VocabularyHead(nn.Module):
 
 
 def least(ranks: Ranks, number: int, device: torch.device) -> int:
-    """The least of every rank's number; the ranks exchange them on `device`."""
+    """The least of all ranks' numbers, which they exchange on `device`."""
     return int(ranks.all_gather(torch.tensor([number], device=device)).min())
 
 
 def of_leader(ranks: Ranks, tensor: Tensor) -> Tensor:
-    """The leader's `tensor`; all ranks give one of its shape and dtype."""
+    """The leader's `tensor`; all ranks pass one of the same shape and dtype."""
     return ranks.all_gather(tensor)[..., : tensor.shape[-1]]
 
 
 def _cut_to_share(module: Any, plan: Mapping[str, str], ranks: Ranks) -> dict[str, Share]:
-    """Cuts what is shared out to this rank's size, still without values (on the meta device).
-    Returns the shares by the names that the tensors are stored by."""
+    """Reduces shared parameters to this rank's size, without values (on the meta device). Returns
+    the shares by the parameters' names."""
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
-    check(isinstance(embedding, nn.Embedding), "a model whose embedding is none")
-    check(isinstance(head, nn.Linear), "a model whose head is no linear layer")
+    check(isinstance(embedding, nn.Embedding), "the model's embedding is no nn.Embedding")
+    check(isinstance(head, nn.Linear), "the model's head is no linear layer")
     columns = {f"{path}.weight" for path, style in plan.items() if style in _BY_COLUMNS}
     whole = {f"{path}.bias" for path, style in plan.items() if style in _BY_COLUMNS}
     owners = {found for path, found in module.named_modules() if path in plan} | {embedding, head}
@@ -232,7 +231,7 @@ def _cut_to_share(module: Any, plan: Mapping[str, str], ranks: Ranks) -> dict[st
             shape = [*parameter.shape]
             shape[dim] = share.size
             values = torch.empty(shape, dtype=parameter.dtype, device="meta")
-            # Two names of one tensor, as of a tied head, lead to one.
+            # Two names of one tensor, as with a tied head, share one parameter.
             smaller = cut.setdefault(id(parameter), nn.Parameter(values, requires_grad=False))
             setattr(*_owner(module, name), smaller)
     return shares
@@ -241,7 +240,7 @@ def _cut_to_share(module: Any, plan: Mapping[str, str], ranks: Ranks) -> dict[st
 def _join_ranks(
     module: Any, plan: Mapping[str, str], shares: Mapping[str, Share], ranks: Ranks
 ) -> None:
-    """Puts around what is shared out that which speaks to the other ranks."""
+    """Wraps shared layers in modules that exchange tensors with the other ranks."""
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     paths = {found: path for path, found in module.named_modules()}
     vocab_size = head.out_features
@@ -261,7 +260,7 @@ def _join_ranks(
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that has a tensor or a module of this name, and what it is called there."""
+    """The module that has a tensor or a submodule of this name, and its name there."""
     path, _, attribute = name.rpartition(".")
     return module.get_submodule(path), attribute
 
@@ -269,9 +268,9 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 def load_shard(
     path: Path, ranks: Ranks, *, key: str, **options: Unpack[LoadOptions]
 ) -> tuple[nn.Module, ModelInfo]:
-    """This rank's share of the model in `path`, in evaluation mode on its device, and what the
-    whole model is; otherwise as `load_model`. `key` is the setting that the number of ranks comes
-    from. Raises `ConfigError`."""
+    """This rank's share of the model in `path`, in evaluation mode on its device, and a description
+    of the whole model; otherwise as `load_model`. `key` is the setting of the number of ranks.
+    Raises `ConfigError`."""
     name = options.get("name", str(path))
     check_weights(path, name)
     where = use_device(**options)
@@ -289,14 +288,14 @@ def load_shard(
 def check_shares(
     path: Path, size: int, *, key: str, name: str, trust_remote_code: bool = False
 ) -> None:
-    """Raises `ConfigError` about the setting `key` unless `size` ranks can share out the model in
-    `path`. Reads its configuration alone."""
+    """Raises `ConfigError` about the setting `key` unless `size` ranks can share the model in
+    `path`. Reads only its configuration."""
     module = empty_model(path, name=name, dtype="float32", trust_remote_code=trust_remote_code)
     plan_for(module, size, name, key)
 
 
 def _fill(module: Any, shares: Mapping[str, Share], path: Path, name: str) -> None:
-    """Gives every tensor its values. One read for all names of one tensor."""
+    """Reads the values of every tensor, once for all names of one tensor."""
     tensors = module.state_dict(keep_vars=True)
     shared: dict[int, list[str]] = {}
     for key, tensor in tensors.items():
@@ -320,8 +319,8 @@ def _fill(module: Any, shares: Mapping[str, Share], path: Path, name: str) -> No
 
 
 def _read(file: Any, stored: str, tensor: Tensor, share: Share | None) -> Tensor | None:
-    """What a tensor is to hold of a stored one, in its dtype; None where the stored one has another
-    shape than the model's."""
+    """The share of a stored tensor that `tensor` holds, in its dtype; None if the stored shape does
+    not fit."""
     view = file.get_slice(stored)
     expected, place = [*tensor.shape], [slice(None)] * tensor.dim()
     missing = 0

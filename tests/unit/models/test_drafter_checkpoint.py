@@ -107,7 +107,7 @@ def _drop(name: str) -> Callable[[dict[str, torch.Tensor]], Any]:
         (
             "early-exit",
             _fill("num_layers", 2),
-            "of the target tiny: it cannot be left behind 2 of its 2 layers; 1 to 1 are",
+            "of the target tiny: it cannot exit after 2 of its 2 layers; 1 to 1 are",
         ),
     ],
     indirect=["case"],

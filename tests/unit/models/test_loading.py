@@ -135,7 +135,7 @@ def test_a_cuda_device_has_an_index_and_is_the_threads_own(
     assert not found
     where = loading.use_device(device=f"cuda:{index}")
     assert found == [(threading.get_ident(), where)]
-    with pytest.raises(ConfigError, match=f"counts the {num_visible} that it is given"):
+    with pytest.raises(ConfigError, match=f"sees {num_visible} CUDA devices"):
         loading.use_device(device=f"cuda:{num_visible}")
 
 

@@ -133,7 +133,7 @@ def test_a_target_has_the_heads_that_were_made_for_it(
         (other, f"{kind}:{heads}", "was made for the target tiny"),
         (tiny, f"{kind}:{tiny}", r"no drafter\.json"),
         (tiny, f"{other_kind}:{heads}", f"kind `{kind}`, and is named as a `{other_kind}`"),
-        (tiny, str(heads), f"draft heads go by `{kind}:"),
+        (tiny, str(heads), f"it holds draft heads for one target: use `{kind}:"),
     ):
         with pytest.raises(SettingError, match=f"draft_model: .*{message}"):
             resolved(model, draft_model=named)

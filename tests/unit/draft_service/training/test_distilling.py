@@ -244,7 +244,7 @@ def test_the_command_makes_one_that_serves(
     [
         (["--layers", "9"], "--layers: 9 is more than the target's 2"),
         (["--heads", "2"], "--heads: a drafter of the kind `student` has none"),
-        (["--kind", "early-exit", "--layers", "2"], "--layers: it cannot be left behind 2 of its"),
+        (["--kind", "early-exit", "--layers", "2"], "--layers: it cannot exit after 2 of its"),
         (["--kind", "eagle"], "early-exit, eagle3; did you mean eagle3?"),
         (["--kind", "eagle3"], "--kind: an EAGLE-3 head reads three layers of its target, which"),
         (["--draft-vocab", "1"], "--draft-vocab: '1' is wrong"),

@@ -166,4 +166,4 @@ def test_nothing_that_must_be_quick_comes_before_all_have_loaded(
     with caplog.at_level("INFO"), pytest.raises(_AllHere):
         build_engine(config, 1, _FirstRank())
     assert "loading share 1 of 2" in caplog.text
-    assert "modules swapped" in caplog.text
+    assert "replaced modules" in caplog.text
