@@ -263,16 +263,21 @@ def put_weights(
     tensors: Mapping[str, Tensor],
     device: torch.device,
     drafter: str,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Gives a module these weights from a drafter's file, on the device. Raises `ConfigError` for
-    weights that are missing, do not fit, or are not finite."""
+    """Gives a module these weights from a drafter's file, on the device, with their parameters'
+    dtype or another one. Raises `ConfigError` for weights that are missing, do not fit, or are not
+    finite."""
     found: dict[str, Tensor] = {}
     for name in names:
         if name not in tensors:
             raise ConfigError(f"drafter {drafter}: its files lack the weights {name}")
         parameter = module.get_parameter(name)
         values = restored(name, tensors)
-        if values.shape != parameter.shape or not values.isfinite().all():
-            raise ConfigError(f"drafter {drafter}: {name} does not fit, or is not finite")
-        found[name] = values.to(device, parameter.dtype)
+        if values.shape != parameter.shape:
+            shapes = f"{[*values.shape]}; {[*parameter.shape]} is needed"
+            raise ConfigError(f"drafter {drafter}: {name} is {shapes}")
+        found[name] = values.to(device, dtype or parameter.dtype)
+        if not found[name].isfinite().all():
+            raise ConfigError(f"drafter {drafter}: {name} is not finite")
     module.load_state_dict(found, strict=False, assign=True)

@@ -42,7 +42,7 @@ from transformers.models.llama.modeling_llama import (
 
 from outrider.errors import ConfigError
 from outrider.models.draft_head import Attend, DraftHead, LoadedDraftHead
-from outrider.models.drafter_checkpoint import CONFIG_FILE, WEIGHTS_FILE
+from outrider.models.drafter_checkpoint import CONFIG_FILE, WEIGHTS_FILE, put_weights
 from outrider.models.loading import parameters_on_meta, refusing
 from outrider.models.published_drafters import read_config, read_tensors
 
@@ -284,10 +284,15 @@ def load_eagle3(path: Path, target: Any, *, name: str, target_name: str) -> Load
                 tensors.setdefault(_OUTPUT_BIAS, torch.zeros(config.layer.hidden_size))
             with parameters_on_meta():
                 module = Eagle3Head(config)
-            _put_weights(module, tensors, target.get_input_embeddings().weight)
+            wanted = [key for key, _ in module.named_parameters()]
+            if unknown := tensors.keys() - {*wanted}:
+                raise ConfigError(f"its files have weights {min(unknown)}, which no such head has")
         except ConfigError as error:
             raise ConfigError(f"drafter {name}: {error}") from error
-    return LoadedEagle3(module.requires_grad_(False).eval(), tuple(token_ids.tolist()))
+        like = target.get_input_embeddings().weight
+        put_weights(module, wanted, tensors, like.device, name, like.dtype)
+    module = module.to(like.device).requires_grad_(False).eval()
+    return LoadedEagle3(module, tuple(token_ids.tolist()))
 
 
 def _require(fits: bool, field: str, given: Any, allowed: str) -> None:
@@ -420,27 +425,6 @@ def _layer_config(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> L
         return Eagle3LayerConfig(**values)
     except StrictDataclassError as error:
         raise ConfigError(f"{CONFIG_FILE}: {error}") from error
-
-
-def _put_weights(module: Eagle3Head, tensors: Mapping[str, Tensor], like: Tensor) -> None:
-    """Gives the head its weights, on the device and of the dtype of `like`."""
-    wanted = dict(module.named_parameters())
-    if missing := wanted.keys() - tensors.keys():
-        raise ConfigError(f"its files lack the weights {min(missing)}")
-    if unknown := tensors.keys() - wanted.keys():
-        raise ConfigError(f"its files have the weights {min(unknown)}, which no such head has")
-    found = {}
-    for name, parameter in wanted.items():
-        values = tensors[name].to(like.device, like.dtype)
-        _require(
-            values.shape == parameter.shape, name, [*values.shape],
-            f"{[*parameter.shape]} is needed",
-        )  # fmt: skip
-        if not values.isfinite().all():
-            raise ConfigError(f"{name} is not finite")
-        found[name] = values
-    module.load_state_dict(found, assign=True)
-    module.to(like.device)
 
 
 def save_speculators(

@@ -18,10 +18,12 @@ from outrider.limits import PAGE_SIZE
 FAMILIES = (
     "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "gpt_neox", "gpt2",
 )  # fmt: skip
+FUSED = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma3")
+"""Families that run on fused kernels."""
 PAGE_BYTES = 2 * 2 * 8 * 16 * 2 * 8
 """Of a tiny Llama in float64: keys and values, heads, width, slots, layers, bytes."""
 EXACT = 1e-10
-"""What sums in another order may differ by in float64, for logits of about 10."""
+"""Allowed difference in float64 of sums in another order, for logits of about 10."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -53,6 +55,8 @@ def test_equals_the_modules_own_forward(
     sliding window and than a page)."""
     module = tiny_module(tiny_config(family, VOCAB), dtype=dtype)
     engine = make_engine(module)
+    if make_engine.fused and dtype == torch.float64:
+        assert bool(engine.kernels_name) == (family in FUSED)
     rows, start = [], 0
     for size in (13, 1, 4, 1, 9, 12):
         rows.append(run(engine, "s", ids(40)[start : start + size], size))
@@ -88,8 +92,8 @@ def test_a_tree_gives_the_rows_of_its_paths(family: str, make_engine: EngineMake
 
 
 def test_rows_are_those_of_the_tokens_held(make_engine: EngineMaker) -> None:
-    """Random sequences that share prefixes, branch, run chains and trees beside each other, are
-    cut anywhere and released: each row is that of a pass over what its sequence holds."""
+    """Random sequences share prefixes, branch, run chains and trees beside each other, are cut
+    anywhere and released: each row is that of a pass over the tokens of its sequence."""
     module = llama()
     engine, library = make_engine(module), twin(module)
     chance = random.Random(16)
@@ -138,8 +142,8 @@ def test_what_can_never_fit_is_refused(make_engine: EngineMaker) -> None:
 
 
 def test_bfloat16_gives_float32_logits(make_engine: EngineMaker) -> None:
-    """And about those of the same weights in float64: within 3 times what the library's own
-    attention is off by."""
+    """They are close to those of the same weights in float64: within 3 times the error of the
+    library's own attention."""
     module = llama(torch.bfloat16)
     library, exact_module = twin(module), twin(module).double()
     engine = make_engine(module)
@@ -162,8 +166,8 @@ def test_a_bad_token_changes_nothing(bad: int, make_engine: EngineMaker) -> None
 def test_a_step_that_fails_midway_is_undone(
     make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A failure behind the first layer leaves all as before the call, and what was to be written is
-    no prefix for others."""
+    """A failure behind the first layer leaves all sequences as before the call, and what was to be
+    written is not found as a prefix."""
     module = llama()
     engine, library = make_engine(module), twin(module)
     for name in ("a", "b"):
@@ -193,9 +197,9 @@ def test_a_step_that_fails_midway_is_undone(
 def test_what_cannot_be_copied_is_forgotten_and_nothing_else(
     make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device without room for a copy: before a step, for a branch, for the path of a tree. The
-    sequence that it was for is gone; what shares its pages or its step goes on; and what was not
-    copied is nobody's prefix."""
+    """Copies fail before a step, for a branch and for the path of a tree, as on a full device. The
+    sequence concerned is forgotten; others on its pages or in its step go on; and what was not
+    copied is not found as a prefix."""
     module = llama()
     engine, library = make_engine(module), twin(module)
     for name, cut in (("a", 40), ("b", 20), ("c", 40)):
@@ -233,8 +237,8 @@ def test_what_cannot_be_copied_is_forgotten_and_nothing_else(
 
 
 def test_copies_of_copies_are_made_at_once(make_engine: EngineMaker) -> None:
-    """Forks of forks between two steps, on pages that a cut or an end gives back meanwhile; and of
-    a path of a tree, whose slots move first."""
+    """Forks of forks between two steps, on pages that are freed by cuts and releases meanwhile; and
+    of a path of a tree, whose slots move first."""
     module = llama()
     engine, library = make_engine(module, num_bytes=2**16), twin(module)
     tokens = ids(20)

@@ -1,4 +1,4 @@
-"""Steps through a model's first layers: what they put out, and that nothing is left of them."""
+"""Steps through a model's first layers: their output, and that they leave nothing behind."""
 
 from typing import Any
 
@@ -100,7 +100,7 @@ def test_nothing_is_left_of_them(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("ending", ["keep", "release", "evict", "more", "cut"])
 def test_their_pages_are_never_shared(ending: str) -> None:
-    """However the sequence goes on: nobody finds more than what was run whole."""
+    """However the sequence goes on, no more is found as a prefix than what was run whole."""
     _, engine = built(kv_cache_memory_bytes=12 * _PAGE_BYTES)
     assert engine.page_counts().num_pages == 12
     engine.forward([SequenceStep("a", TEXT, 1)])
@@ -124,7 +124,7 @@ def test_their_pages_are_never_shared(ending: str) -> None:
 
 
 def test_a_whole_step_behind_them_is_refused() -> None:
-    """It would attend to slots whose deeper layers nobody has written."""
+    """It would attend to slots that were not written in deeper layers."""
     _, engine = built()
     engine.forward([SequenceStep("a", TEXT, 1)])
     engine.forward_shallow([SequenceStep("a", (8,), 1)])

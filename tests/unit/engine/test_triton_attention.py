@@ -77,8 +77,8 @@ def difference(
     softcap: float | None = None,
     num_splits: int = 1,
 ) -> float:
-    """The largest between the kernel's output and that of gathered slots, in float64, whose slots
-    of nobody hold no numbers."""
+    """The largest difference between the kernel's output and the attention of gathered slots in
+    float64. Slots of no sequence hold NaN."""
     num_heads, key_heads = heads
     num_rows = sum(len(each.step.token_ids) for each in held)
     generator = torch.Generator().manual_seed(3)

@@ -1,6 +1,6 @@
-"""What the workers of a target and a draft ask of a CUDA device for the sessions of a step, of
-verdicts, masks, features, drafts by models and heads, and look-ahead. `test_steps.py` says what is
-not seen."""
+"""How often the workers of a target and a draft read from a CUDA device, send to it and start
+operators: for verdicts, masks, features, drafts by models and heads, and look-ahead.
+`test_steps.py` says what cannot be seen."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -234,11 +234,11 @@ CASES: dict[str, tuple[Case, tuple[int, int, int]]] = {
     "ahead coupled": (ahead(Rule.COUPLED, WARM), (5, 10, 132)),
     "ahead greedy": (ahead(Rule.GREEDY, GREEDY), (5, 6, 66)),
 }
-"""Reads, sends and operators for 1 and for 16 sessions, and so for any number: the most that may be
-needed, beside those of the library's modules, with a pass of a model of two layers, or two passes
-for two drafts, or five for proposals that are looked ahead of."""
+"""The most reads, sends and operators for 1 and for 16 sessions, and so for any number, without
+those of the library's modules. They include a pass of a model of two layers, two passes for two
+drafts, or five for look-ahead."""
 OPERATORS_A_SESSION = {"apart": 11}
-"""Beside those: it keeps what attention sees of each session in tensors of its own."""
+"""Further operators for each session: it has tensors of its own for what attention sees."""
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,8 +1,8 @@
-"""What steps of the engine ask of a CUDA device, on tensors without numbers (`fake_cuda.py`): how
-often they wait for it, send to it, and start a kernel, for 1 and for 16 sessions.
+"""How often an engine's steps wait for a CUDA device, send to it and start a kernel, for 1 and for
+16 sessions, on tensors without numbers (`fake_cuda.py`).
 
-Not seen are streams, events, pinned memory and the order in which things happen; operators whose
-result has a size that depends on numbers, as `nonzero`, fail here; and no kernel of ours is run.
+These tests do not see streams, events, pinned memory and the order of operations, and run no kernel
+of ours. Operators whose result's size depends on numbers, such as `nonzero`, fail in them.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The fake device finds what a suite on it is to find; each of these is planted."""
+"""The fake device finds planted faults of each kind that its tests are to find."""
 
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,5 +1,5 @@
-"""Pages of sequences: what is shared, copied, remembered and evicted, and in which order; and the
-pool against an engine that remembers, for each slot, what was written there."""
+"""Pages of sequences: what is shared, copied, remembered and evicted, in which order; and the pool
+against a model that remembers what was written to each slot."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def pool() -> BlockPool:
 
 
 def test_whole_pages_of_a_running_sequence_are_shared(pool: BlockPool) -> None:
-    """As soon as they are written, and never the last token that is asked for."""
+    """As soon as they are written, but never the last of the tokens to attach."""
     steps = [step("a", *PROMPT, 7)]
     pool.append(steps)
     assert pool.attach("too early", PROMPT) == 0
@@ -58,7 +58,7 @@ def test_whole_pages_of_a_running_sequence_are_shared(pool: BlockPool) -> None:
 
 
 def test_branches_go_first_then_what_is_unused_for_longest(pool: BlockPool) -> None:
-    """Of a prefix the last page goes first, and all that goes is only what must."""
+    """The last page of a prefix goes first, and no more pages go than needed."""
     run(pool, "old", *PROMPT[: 2 * SIZE])
     run(pool, "gone", 1, 2, 3, 4, 5, 6, 7, 8)
     run(pool, "new", 9)
@@ -149,8 +149,8 @@ class ModelSequence:
 
 
 class PoolAndModel(RuleBasedStateMachine):
-    """Whatever is begun, run, cut, branched and evicted: each sequence finds in its slots what was
-    run for it, or is gone because it was idle; what raises has changed nothing."""
+    """Sequences begin, run, are cut, branch and are evicted in any order. Each finds in its slots
+    what was run for it, or is gone because it was idle. A call that raises has changed nothing."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -59,8 +59,8 @@ PROMPT = list(range(10)) * 4
 
 
 def test_a_new_session_begins_on_what_others_have_left_of_its_tokens() -> None:
-    """Two whole pages; of another tenant none; and never the last token, whose logits are gone.
-    Nothing is looked up for one that only asks."""
+    """On two whole pages; for another tenant on none; and never with the last token, whose logits
+    are gone. `align` alone looks nothing up."""
     replica = Replica()
     replica.answer(head(PROMPT, 0, session_id="a"))
     replica.table.release("a")
@@ -100,9 +100,9 @@ TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=4)
 
 
 class CoordinatorAndReplica(RuleBasedStateMachine):
-    """Whatever is committed, guessed, evicted, repeated or delayed: a session that is aligned
-    stands on exactly the stated prefix, and a coordinator that follows `Resync` gets there in one
-    more message."""
+    """Tokens are committed, guessed, evicted, repeated and delayed in any order. An aligned session
+    holds exactly the stated prefix, and a coordinator that follows a `Resync` needs one more
+    message."""
 
     def __init__(self) -> None:
         super().__init__()

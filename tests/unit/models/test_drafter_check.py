@@ -1,4 +1,4 @@
-"""The check of a head when it is loaded: which layers it reads, and whether it is of use."""
+"""The check of a head when it is loaded: which layers it reads, and whether it works."""
 
 import logging
 from typing import Any
@@ -93,7 +93,7 @@ def test_the_sides_of_norms_that_an_mtp_layer_was_made_for_are_found(
 
 
 def test_a_head_that_is_of_no_use_is_named(target: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """A random one, with the layers that were stated; and one that cannot be checked is served."""
+    """A random head, which keeps the stated layers; and a head that cannot be checked is served."""
     loaded = tiny_eagle3(target, range(VOCAB), layer_ids=LAYER_IDS)
     found: Any = checked_head(loaded, library_reader(target, None), INFO, None, "HEAD")
     assert found.module.layer_ids == LAYER_IDS

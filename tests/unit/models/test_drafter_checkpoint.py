@@ -101,8 +101,8 @@ def _drop(name: str) -> Callable[[dict[str, torch.Tensor]], Any]:
     ("case", "change", "message"),
     [
         ("medusa", _drop("heads.1.gate_up.weight"), "lack the weights heads.1.gate_up.weight"),
-        ("medusa", _put("heads.0.down.weight", 0.0), "heads.0.gate_up.weight does not fit"),
-        ("medusa", _fill("heads.0.down.weight.scale", torch.nan), "heads.0.down.weight does"),
+        ("medusa", _put("heads.0.down.weight", 0.0), r"heads.0.gate_up.weight is .*; .* is needed"),
+        ("medusa", _fill("heads.0.down.weight.scale", torch.nan), "down.weight is not finite"),
         ("early-exit", _put("num_layers", 1.0), "num_layers is no whole number"),
         (
             "early-exit",

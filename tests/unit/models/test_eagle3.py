@@ -142,25 +142,6 @@ def test_chains_are_those_of_the_definition(changes: dict[str, Any]) -> None:
                     pairs.append((carried, int(tokens[row, place]), place))
 
 
-def test_pairs_from_a_cache_are_those_of_a_whole_text() -> None:
-    """`keys_and_values` of all pairs but the last, then `step` for that one over them."""
-    head = tiny_head(tiny_target())
-    torch.manual_seed(0)
-    features, tokens = torch.randn(9, head.width), torch.randint(0, VOCAB, (9,))
-    positions = torch.arange(9)
-    cached = head.keys_and_values(features[:-1], tokens[:-1], positions[:-1])
-
-    def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        keys, values = (torch.cat(parts) for parts in zip(cached, (keys, values), strict=True))
-        return torch.nn.functional.scaled_dot_product_attention(
-            *(heads.transpose(0, 1) for heads in (queries, keys, values)), enable_gqa=True
-        ).transpose(0, 1)
-
-    hidden = head.step(features[-1:], tokens[-1:], positions[-1:], attend)
-    [whole] = head.unroll(features[None], tokens[None], 1)
-    torch.testing.assert_close(hidden[0], whole[0, -1])
-
-
 @pytest.mark.parametrize("flag", ["", "fc_norm", "norm_before_fc"])
 def test_taps_are_normed_as_the_files_say(flag: str, tmp_path: Path) -> None:
     target = tiny_target()
@@ -353,7 +334,7 @@ def test_a_whole_vocabulary_needs_no_table(tmp_path: Path) -> None:
         ({"draft_vocab_size": 8}, "draft_vocab_size is 8"),
         ({"target_hidden_size": 24}, "target_hidden_size is 24"),
         ({"num_key_value_heads": 4}, r"k_proj.weight is \[16, 48\]; \[32, 48\]"),
-        ({"attention_bias": True}, r"lack the weights layers.0.self_attn.k_proj.bias"),
+        ({"attention_bias": True}, r"lack the weights layers.0.self_attn.q_proj.bias"),
         ({"fc_norm": True}, "lack the weights fc_norm.0.weight"),
         ({"layer_types": ["sliding_attention"]}, "full_attention"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic.*yarn are served"),

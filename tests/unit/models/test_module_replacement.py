@@ -1,5 +1,5 @@
-"""Stand-ins against the library's own modules: one by one, in whole models, and what they leave
-alone."""
+"""Replacements against the library's own modules: one by one, in whole models, and what they leave
+unchanged."""
 
 import weakref
 from collections import Counter
@@ -132,8 +132,8 @@ def test_what_is_swapped_in_the_llama_family(
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2"])
 @pytest.mark.parametrize("dtype", [LONG, SHORT])
 def test_weights_that_were_taken_over_are_given_back(family: str, dtype: torch.dtype) -> None:
-    """What parameters remain is the embedding, norms, and on paths that are not packed what was
-    there; of the old matrices nothing is alive."""
+    """Only embeddings and norms remain parameters, or, where weights are not packed, as many as
+    before; the old matrices are freed."""
     module = tiny_module(tiny_config(family, VOCAB), dtype=dtype)
     embedding = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
     old = [weakref.ref(p) for p in module.parameters() if p.dim() == 2 and id(p) not in embedding]
@@ -149,8 +149,8 @@ def test_weights_that_were_taken_over_are_given_back(family: str, dtype: torch.d
 
 
 def test_modules_with_hooks_stay() -> None:
-    """A hook belongs to the module that it was put on: neither that one nor a product that would
-    take it in is swapped, and it still runs."""
+    """A hook belongs to its module, so neither that nor a product that would contain it is
+    replaced, and the hook still runs."""
     module = tiny_module(tiny_config("llama", VOCAB), dtype=torch.float32)
     layer, seen = module.model.layers[0], []
     layer.self_attn.q_proj.register_forward_hook(lambda *_: seen.append("q"))
@@ -194,7 +194,7 @@ def test_norms_of_rows_of_any_size(dtype: torch.dtype, offset: float) -> None:
 
 
 def test_weights_of_a_kind_of_their_own_are_left_alone() -> None:
-    """Quantised ones are parameters of another class, which cannot be joined nor put in order."""
+    """Quantised weights are parameters of another class, which cannot be joined or packed."""
 
     class Rounded(nn.Parameter):
         pass

@@ -1,5 +1,4 @@
-"""Drafters that were made for one target: what they store, what they take from it, whom they
-refuse."""
+"""Students: what they store, what they share with their target, and which targets they refuse."""
 
 import json
 import shutil

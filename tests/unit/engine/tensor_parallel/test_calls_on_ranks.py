@@ -1,4 +1,4 @@
-"""What a leader does to its engine, its followers do to theirs; and when that ends."""
+"""Followers repeat the calls of their leader, until either ends."""
 
 import socket
 from collections.abc import Iterator, Sequence
@@ -37,7 +37,7 @@ INFO = ModelInfo("toy", 100, 64, "float32", (), "weights", "")
 
 
 class RecordingEngine:
-    """Holds lengths alone, and remembers the calls that change something."""
+    """Holds only lengths, and records the calls that change something."""
 
     info = INFO
     failure: Exception | None = None
@@ -164,7 +164,7 @@ def test_followers_make_the_leaders_calls_in_its_order() -> None:
 
 
 def test_what_is_refused_is_refused_before_the_followers_hear_of_it() -> None:
-    """They are not left waiting for a step that the leader does not run, and go on afterwards."""
+    """So they do not wait for a step that the leader does not run, and go on afterwards."""
     with _team() as (leader, recorders, loops):
         with pytest.raises(BadRequest, match="100 is not in"):
             leader.forward([_step("a", 100)])
@@ -183,7 +183,7 @@ def test_what_is_refused_is_refused_before_the_followers_hear_of_it() -> None:
 
 
 def test_many_calls_without_a_step_go_out_by_themselves() -> None:
-    """Else they would pile up for as long as no step is run."""
+    """Otherwise they would pile up until the next step."""
     with _team() as (leader, recorders, loops):
         for _ in range(30):
             leader.attach("a", range(4000), "")
@@ -194,8 +194,8 @@ def test_many_calls_without_a_step_go_out_by_themselves() -> None:
 
 
 def test_a_follower_that_fails_ends_the_steps() -> None:
-    """Its state is no longer the leader's: the step after it fails with the rank's name, and so do
-    all that follow, at once."""
+    """Its state differs from the leader's: the next step fails with the rank's name, and so do all
+    that follow, at once."""
     with _team(num_followers=2) as (leader, recorders, loops):
         recorders[2].failure = RuntimeError("no memory")
         leader.forward([_step("a", 1)])
@@ -221,7 +221,7 @@ def test_a_follower_that_fails_ends_the_steps() -> None:
 def test_a_leader_that_fails_ends_its_followers(
     call: tuple[Any, ...], error: type[Exception]
 ) -> None:
-    """In a step or between steps: what they hold is no longer what it holds."""
+    """In a step or between steps, as their state differs from its own."""
     name, *arguments = call
     with _team() as (leader, recorders, loops):
         leader.forward([_step("a", 1, 2, 3)])

@@ -65,10 +65,10 @@ def _cpu_seconds(pid: int) -> float:
 def test_ranks_sum_and_gather_and_wait_without_work_beyond_every_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On loopback, whatever was set for ranks on several machines. One that loads for longer than
-    the timeout of a step is waited for. Idle for longer than that, followers use no core and then
-    take part at once. Strangers with another token are not let in. When the leader ends, they
-    end."""
+    """On loopback, whatever is set for ranks on several machines. The others wait for a rank that
+    loads for longer than the timeout of a step. Followers that are idle for longer than that use no
+    CPU, and then take part at once. A connection with another token is closed. Followers end with
+    their leader."""
     for name in INTERFACES:
         monkeypatch.setenv(name, "nowhere0")
     opened = OpenRendezvous(LOOPBACK, 3)
@@ -95,8 +95,8 @@ def test_ranks_sum_and_gather_and_wait_without_work_beyond_every_timeout(
             group.close()
 
 
-def test_who_does_not_know_the_token_finds_nothing_in_the_table() -> None:
-    """Nor does one who has joined another rendezvous, at the same port."""
+def test_the_table_shows_nothing_without_the_token() -> None:
+    """Nor with the token of another rendezvous at the same port."""
     opened = OpenRendezvous(LOOPBACK, 2)
     ours = _store(opened.rendezvous, JOIN_S, opened.take_store_fd())
     ours.set("loaded/0", "")
@@ -110,8 +110,8 @@ def test_who_does_not_know_the_token_finds_nothing_in_the_table() -> None:
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_or_stands_still_fails_the_step_within_its_timeout(end: int) -> None:
-    """Killed: as soon as the leader looks. Standing still: after the timeout, in a small sum as in
-    a large one. Never a hang."""
+    """A killed rank is noticed at once, a stopped one after the timeout, in small and large sums.
+    Nothing hangs."""
     with _team(1) as (group, frames, followers):
         _step(group, frames)
         os.kill(followers[0].pid, end)
@@ -128,7 +128,7 @@ def test_a_rank_that_dies_or_stands_still_fails_the_step_within_its_timeout(end:
 
 
 def test_a_rank_that_never_comes_and_a_leader_that_is_not_there() -> None:
-    """Both are noticed in the time that was given."""
+    """Both are noticed within the given time."""
     opened = OpenRendezvous(LOOPBACK, 2)
     with pytest.raises(Unavailable, match=r"rank 1 has not joined within 0\.2 s"):
         lead(opened, CPU, 0.2)
@@ -143,7 +143,7 @@ def test_a_rank_that_never_comes_and_a_leader_that_is_not_there() -> None:
 def test_a_row_is_added_up_alike_alone_and_beside_others(
     dtype: torch.dtype, num_ranks: int
 ) -> None:
-    """Of odd widths too, whose last elements go through other code in a sum over a dimension."""
+    """Also with odd widths, whose last elements are summed by other code over a dimension."""
     parts = torch.randn(
         num_ranks, 7, 45, generator=torch.Generator().manual_seed(1), dtype=torch.float64
     ).to(dtype)

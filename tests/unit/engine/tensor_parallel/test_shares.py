@@ -1,5 +1,4 @@
-"""A model that is shared out gives the logits of the whole one, and no rank holds or reads more
-than its share."""
+"""A model on several ranks gives the logits of the whole one; each rank holds only its share."""
 
 from pathlib import Path
 from typing import Any
@@ -73,9 +72,8 @@ def _numbers(module: torch.nn.Module) -> int:
 def test_the_leader_has_the_logits_of_the_whole_model(
     tmp_path: Path, family: str, size: int
 ) -> None:
-    """In float64 to 1e-10, whatever the plan's styles and however the head is tied; the other
-    ranks get none. Every rank knows the same of the whole model, and holds little beyond its
-    share."""
+    """In float64 to 1e-10, for all styles of plans, with tied heads and others; the other ranks get
+    none. Every rank has the same description of the model, and holds little beyond its share."""
     path = _saved(tmp_path, family)
     whole, info = load_model(path)
     ranks = thread_ranks(size)
@@ -122,12 +120,12 @@ def test_a_model_that_cannot_be_shared_out_is_refused_with_the_reason(tmp_path: 
         architectures=["MixtralForCausalLM"],
     )  # fmt: skip
     experts.save_pretrained(tmp_path / "mixtral")
-    with pytest.raises(SettingError, match="plan asks for moe_tp_experts"):
+    with pytest.raises(SettingError, match="unknown style moe_tp_experts"):
         check_shares(tmp_path / "mixtral", 2, key=KEY, name="tiny")
 
 
 def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    """A tensor that is missing would else be random, and one that is larger would be cut."""
+    """Otherwise a missing tensor would be random, and a larger one would be cut."""
     path = save_tiny_model(tmp_path)
     stored = load_file(path / "model.safetensors")
     wrong = "model.layers.0.mlp.up_proj.weight"
