@@ -83,7 +83,8 @@ class PairLayer:
         pair of a sequence's first token is never read."""
         rows = step.rows
         arrays = [rows.token_ids, _places(rows.positions), rows.slots]
-        self.put(*shipped(arrays, features.device), features)
+        token_ids, places, slots = shipped(arrays, features.device)
+        self.put(token_ids, places, slots, features)
 
     def put(self, token_ids: Tensor, places: Tensor, slots: Tensor, features: Tensor) -> None:
         """As `write`, for tokens [T] with these rotary positions and slots."""

@@ -97,18 +97,16 @@ class PagedEngine(PagedSequences):
         what the pages hold.
 
         contended_threads  of steps with fewer than `WIDE_STEP_ROWS` tokens while other processes
-                           use the cores; otherwise steps have the threads that torch is set to now
+                           use the cores; other steps have torch's threads
         deterministic      the logits of a chain's tokens are bit-equal however they are run: alone
                            or beside others, at once or in parts, or after a cached prefix
         backend            runs steps on a device; not used if the trial fails with it on any rank
         least              the least of all ranks' numbers: ranks agree on trials and pages by it
         draft_heads        Medusa heads: adds `features`
         exit_head          adds `forward_shallow`
-        draft_layer        adds `features` and `forward_draft`. Has the module's dtype and device;
-                           only the leader of several ranks has one
+        draft_layer        adds `features` and `forward_draft`; only the leader of ranks has one
         drafts_apart       the draft layer drafts elsewhere: adds `held_features` instead
-        kernels            fused kernels that the modules were replaced for (`speed_up`); used if
-                           the model fits them and passes the trial
+        kernels            those that modules were replaced for; used if they pass the trial
 
         Raises `ConfigError` for a model that cannot run on pages, or not deterministically."""
         check(max_num_seqs > 0, "max_num_seqs must be positive")

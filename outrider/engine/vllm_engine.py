@@ -125,26 +125,22 @@ class VllmEngine(PagedSequences):
         **options: Unpack[LoadOptions],
     ) -> None:
         """The model in `path`, or this rank's share of it, for steps of at most `max_num_seqs`
-        sequences and `max_num_batched_tokens` tokens. Its pages take `kv_cache_memory_bytes`, or,
-        if that is 0, what `memory_budget` leaves.
-
-        Steps are compiled, and captured on a CUDA device, unless `enforce_eager` or
-        `deterministic`. With `deterministic`, logits do not depend on what else is in a step. With
-        `draft_heads` it has `features`. With a `draft_layer`, which only the leader of several
-        ranks has, it has `features` and `forward_draft`; every rank has its `draft_check`.
+        sequences and `max_num_batched_tokens` tokens. Its pages take `kv_cache_memory_bytes`; 0 =
+        what `memory_budget` leaves. Steps are compiled, and captured on a CUDA device, unless
+        `enforce_eager` or `deterministic`, with which logits do not depend on what else is in a
+        step. With `draft_heads` it has `features`; with a `draft_layer`, which only the leader of
+        several ranks has, `features` and `forward_draft`. Every rank has its `draft_check`.
         `draft_reads_output`: the layer reads the model's output, and none of its layers.
-
         Raises `ConfigError` for a model that vLLM does not load, whose state cannot be cut back, or
         that does not show what the layer reads."""
         self._device, self._ranks = use_device(**options), ranks
-        self.draft_heads = draft_heads
+        self._deterministic, self.draft_heads = deterministic, draft_heads
         self.shows_features = draft_heads is not None or draft_layer is not None
-        self._deterministic = deterministic
         name, compiles = options.get("name", str(path)), not (enforce_eager or deterministic)
         captures = compiles and self._device.type == "cuda"
-        # A draft also reads the tokens that it drafted, and trials have this many tokens.
-        most = max_num_batched_tokens + max_num_seqs * (NUM_DRAFT_TOKENS_MAX + 2)
-        most = max(most, BATCHED_TOKENS_DEFAULT)
+        # A draft also reads the tokens that it drafted; trials have `BATCHED_TOKENS_DEFAULT`.
+        drafted = max_num_seqs * (NUM_DRAFT_TOKENS_MAX + 2)
+        most = max(max_num_batched_tokens + drafted, BATCHED_TOKENS_DEFAULT)
         with refusing(f"model {name}:"):
             self._config = self._new_config(path, max_num_seqs, most, compiles, options)
             self._set_operators()
@@ -170,10 +166,8 @@ class VllmEngine(PagedSequences):
             torch.zeros(most, dtype=torch.int64, device=self._device) for _ in range(2)
         )
         self._sizes: list[int] = []  # Of captured steps, ascending: steps are padded to them.
-        self._skips_compiled = False
-        self._keeps_tapped = False
-        self._tapped: list[Tensor] = []
-        """What the layers that are shown read in the last step, if that is kept."""
+        self._skips_compiled = self._keeps_tapped = False
+        self._tapped: list[Tensor] = []  # What shown layers read in the last step, if kept.
         with refusing(f"model {name}:"):
             if draft_check is not None:
                 self._use_draft_layer(draft_check, max_num_seqs, draft_reads_output)

@@ -293,9 +293,9 @@ def test_a_constraint_takes_no_other_draft_off_the_device(
     """Of 16 drafts, 8 are held to a schema."""
     drawn: list[int] = []
 
-    def noted(logits: torch.Tensor, params: Any, *rest: Any) -> Any:
+    def noted(logits: torch.Tensor, params: Any, *rest: Any, **options: Any) -> Any:
         drawn.append(len(params))
-        return draw_on_device(logits, params, *rest)
+        return draw_on_device(logits, params, *rest, **options)
 
     monkeypatch.setattr(autoregressive_draft, "draw_on_device", noted)
     watch.counted(constrained(drafts, Rule.COUPLED, is_mixed=True)(16))
