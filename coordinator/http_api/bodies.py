@@ -365,9 +365,7 @@ class ResumeBody(Body):
         """A body of this kind with these fields and `more`."""
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options", NO_STREAM)
-        return kind.model_construct(
-            **more, **{name: getattr(self, name) for name in type(self).model_fields}
-        )
+        return kind.model_construct(**dict(self), **more)
 
 
 class CalledFunction(Body):

@@ -27,13 +27,11 @@ from random import random
 
 import httpx2
 from fastapi import FastAPI, HTTPException, Request, Response
-from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from coordinator.auth.access_control import OPEN
 from coordinator.http_api.reading import (
     Entrance,
-    Unsent,
     add_error_handlers,
     read_body,
     whole_body,
@@ -285,10 +283,6 @@ def build_gateway(
 
     @app.api_route("/{path:path}", methods=list(_METHODS))
     async def forward(request: Request) -> Response:
-        try:
-            body = await whole_body(request, num_bytes)
-        except ClientDisconnect:
-            return Unsent()
-        return Forwarded(coordinators, request, body, closing)
+        return Forwarded(coordinators, request, await whole_body(request, num_bytes), closing)
 
     return app

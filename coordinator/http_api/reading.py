@@ -134,6 +134,8 @@ def error_response(error: Exception) -> Response:
 def add_error_handlers(app: FastAPI) -> None:
 
     async def raised(request: Request, error: Exception) -> Response:
+        if isinstance(error, ClientDisconnect):
+            return Unsent()
         if isinstance(error, RequestValidationError):
             error = wrong_body(error.errors())
         elif isinstance(error, HTTPException):
@@ -146,7 +148,8 @@ def add_error_handlers(app: FastAPI) -> None:
             return json_response(body, status, error.headers)
         return error_response(error)
 
-    for kind in (OutriderError, RequestValidationError, HTTPException, Exception):
+    kinds = OutriderError, RequestValidationError, HTTPException, ClientDisconnect, Exception
+    for kind in kinds:
         app.add_exception_handler(kind, raised)
 
 
@@ -220,10 +223,7 @@ class BodyRoute(APIRoute):
         async def read(request: Request) -> Response:
             state = request.app.state
             state.access.check_rate(request.state.caller)
-            try:
-                request._body = data = await whole_body(request, state.num_bytes)
-            except ClientDisconnect:
-                return Unsent()
+            request._body = data = await whole_body(request, state.num_bytes)
             if data:  # `_json` is what `Request.json` returns.
                 is_json = "json" in request.headers.get("content-type", "").lower()
                 request._json = read_body(data) if is_json else None

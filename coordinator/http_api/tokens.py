@@ -53,15 +53,14 @@ class TokenizeBody(Body):
         """The request with this prompt. Raises `BadRequest`."""
         if (self.prompt is None) is (self.messages is None):
             raise BadRequest("prompt", "or messages must be given; allowed: one of the two")
-        given = {name: getattr(self, name) for name in self.model_fields_set}
         if self.messages is None:
             for name in ("tools", "chat_template_kwargs"):
                 if getattr(self, name):
                     raise BadRequest(name, "is for messages; leave it out")
-            return CompletionBody.model_construct(**given).translate()
+            return CompletionBody.model_construct(**dict(self)).translate()
         if self.add_special_tokens:
             raise BadRequest("add_special_tokens", "is for a prompt; give false, or leave it out")
-        return ChatBody.model_construct(**given).translate()
+        return ChatBody.model_construct(**dict(self)).translate()
 
 
 class Tokenized(BaseModel):
