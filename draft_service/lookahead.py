@@ -310,7 +310,7 @@ class LookAhead:
             try:
                 rows = likely_rows(joined_rows(parts), sampling, self._drafter.vocabulary)
             except OutriderError as error:
-                _log.debug("the outcomes of a round cannot be guessed: %s", error)
+                _log.debug("the outcomes of a round cannot be predicted: %s", error)
                 for index in indices:
                     alone = ([rounds[index]], [logits[index]])
                     found[index] = None if len(indices) == 1 else self._likely_rows(*alone)[0]
@@ -330,7 +330,7 @@ class LookAhead:
         try:
             now.guesses = guess_outcomes(rows, now.sampling, noise, now.drafted, RANKS_MAX)
         except OutriderError as error:
-            _log.debug("the outcomes of a round cannot be guessed: %s", error)
+            _log.debug("the outcomes of a round cannot be predicted: %s", error)
             return
         corrections = now.guesses.corrections
         now.chances = {

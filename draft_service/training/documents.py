@@ -190,7 +190,7 @@ def _records(path: Path, vocab_size: int) -> Iterator[_Text | _Conversation]:
                     record = _RECORD.validate_json(line, strict=True)
                     ids = [] if isinstance(record, _Text) else record.prompt + record.answer
                     if max(ids, default=0) >= vocab_size:
-                        raise ValueError(f"{max(ids)} is no token")
+                        raise ValueError(f"{max(ids)} is not a token id")
                 except ValueError as error:
                     raise SettingError(
                         "corpus",

@@ -105,11 +105,11 @@ def check_out(out: Path) -> Path:
             names = {path.name for path in out.iterdir()} if out.is_dir() else set()
             if not out.is_dir() or (names and not _holds_drafter(out)):
                 raise SettingError(
-                    "out", f"{out} is there already, and holds no drafter that was made here"
+                    "out", f"{out} exists and contains no drafter made by `outrider distill`"
                 )
             if others := names - _DRAFTER_FILES:
                 raise SettingError(
-                    "out", f"{out} holds {min(others)} beside a drafter, and is not replaced"
+                    "out", f"{out} holds {min(others)} beside a drafter, so it is not replaced"
                 )
         out.parent.mkdir(parents=True, exist_ok=True)
         with _beside(out):

@@ -213,7 +213,7 @@ def ask(module: Any, documents: Sequence[Document], shown: Shown) -> dict[str, A
             read = nn.functional.rms_norm(output, output.shape[-1:])
         kept = read.half()
         if not kept.isfinite().all():
-            raise ConfigError("what the target's head reads is beyond the range of float16")
+            raise ConfigError("the input of the target's head exceeds the range of float16")
         answers["features"] = kept.cpu().numpy()
     return answers
 
@@ -255,8 +255,8 @@ def check_head(module: Any) -> None:
         same = torch.allclose(head(hidden).float(), whole, rtol=1e-2, atol=1e-2)
     if not same or head.bias is not None:
         raise ConfigError(
-            f"no drafter can be made of a {type(module).__name__} yet: its logits are not its "
-            "head's product alone"
+            f"no drafter can be made for a {type(module).__name__}: its logits are not computed "
+            "by its head alone"
         )
 
 

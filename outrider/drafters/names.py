@@ -37,8 +37,8 @@ QUANTIZED_BITS = (8, 4)
 """Bits a weight for a target that is its own draft."""
 _FORMS = (
     "`auto`, `ngram`, `suffix`, a model, `quantized:8`, `quantized:4`, `medusa:DIR`, "
-    "`early-exit:DIR`, `eagle3:DIR_OR_ID`, `mtp` or `hybrid:LOOKUP,MODEL`, whose MODEL may be "
-    "heads, too"
+    "`early-exit:DIR`, `eagle3:DIR_OR_ID`, `mtp` or `hybrid:LOOKUP,MODEL`, whose MODEL may "
+    "also be heads"
 )
 
 

@@ -96,12 +96,14 @@ class GrammarTokenizer:
         """`tokenizer` is a fast tokenizer of Hugging Face, or the JSON of its backend. Takes about
         a second. Raises `ConfigError` for any other tokenizer, and without end tokens."""
         if not eos_token_ids:
-            raise ConfigError("the model has no token that ends a text, as a constraint needs")
+            raise ConfigError("a constraint needs a token that ends a text; the model has none")
         try:
             text = tokenizer if isinstance(tokenizer, str) else backend_json(tokenizer)
             self.tokens = LLTokenizer(text, eos_token=list(eos_token_ids))
         except Exception as error:
-            raise ConfigError(f"the model's tokenizer tells no masks: {error}") from error
+            raise ConfigError(
+                f"the model's tokenizer does not support constraints: {error}"
+            ) from error
         self._limits = LLParserLimits(max_lexer_states=LEXER_STATES_MAX, verbose_errors=False)
         self.eos_token_ids = frozenset(eos_token_ids)
         words = bytearray(-(-self.tokens.vocab_size // 8))
@@ -205,7 +207,9 @@ class Grammars:
                 self._drop(key)
             is_known = self._known(key) is not None
         if not is_known and used_up.compile_s > MASK_S_MAX:
-            raise BadRequest(used_up.constraint.kind, "is used up here, and slow to compile again")
+            raise BadRequest(
+                used_up.constraint.kind, "has used up its states, and is slow to compile again"
+            )
         return self.get(used_up.constraint, used_up.tenant)
 
     def note_slow(self, grammar: Grammar) -> None:
@@ -247,7 +251,7 @@ class Grammars:
             found = _Refusal(error)
         except Exception:
             logger.exception("a constraint could not be compiled")
-            ours = InvariantError(f"{constraint.kind}: could not be compiled, by a fault of ours")
+            ours = InvariantError(f"{constraint.kind}: could not be compiled: internal error")
             found = _Refusal(ours, self.now() + TOO_SLOW_S)
         if isinstance(found, Grammar) and found.compile_s > COMPILE_S_MAX:
             reason = f"takes more than {COMPILE_S_MAX:g} s to compile; simplify it"
@@ -303,7 +307,7 @@ def _check_strict(schema: dict[str, Any], field: str) -> None:
     silently."""
     options = schema.get("x-guidance")
     if isinstance(options, dict) and options.get("lenient", False) is not False:
-        raise BadRequest(field, "x-guidance.lenient is not allowed: no part is passed over")
+        raise BadRequest(field, "x-guidance.lenient is not allowed: it would ignore parts")
 
 
 def _literal(text: str) -> str:
@@ -335,7 +339,7 @@ def check_alternatives(schema: dict[str, Any], field: str) -> None:
     try:
         found = _Document(schema).num_alternatives()
     except RecursionError:
-        raise BadRequest(field, "has too many references that lead to one another") from None
+        raise BadRequest(field, "has too many nested references") from None
     if found > ALTERNATIVES_MAX:
         raise BadRequest(
             field,

@@ -51,7 +51,7 @@ class Constraint:
             _check_size(schema, CONSTRAINT_BYTES_MAX, field)
             schema = _loaded(schema, field)
         if not isinstance(schema, Mapping):
-            raise BadRequest(field, "is no JSON object; a schema is one")
+            raise BadRequest(field, "must be a JSON object")
         _check_depth(schema, field)
         text = _dumped(schema, field)
         _check_size(text, CONSTRAINT_BYTES_MAX, field)
@@ -67,11 +67,11 @@ class Constraint:
         """Text that a regular expression matches completely; anchors around the whole expression
         have no effect. Raises `BadRequest` for an empty or too long one."""
         if not isinstance(regex, str):
-            raise BadRequest(field, "is no text")
+            raise BadRequest(field, "must be a string")
         _check_size(regex, REGEX_BYTES_MAX, field)
         bare = _without_anchors(regex)
         if not bare:
-            raise BadRequest(field, "is empty; an expression that matches some text is needed")
+            raise BadRequest(field, "is empty; it must match some text")
         return cls(ConstraintKind.REGEX, bare)
 
     @classmethod
@@ -82,7 +82,7 @@ class Constraint:
             raise BadRequest(field, f"got {len(listed)} choices; allowed: 1..{CHOICES_MAX}")
         for index, choice in enumerate(listed):
             if not isinstance(choice, str) or not choice:
-                raise BadRequest(f"{field}[{index}]", "is no text, or an empty one")
+                raise BadRequest(f"{field}[{index}]", "must be a non-empty string")
         text = _dumped(list(dict.fromkeys(listed)), field)
         _check_size(text, CONSTRAINT_BYTES_MAX, field)
         return cls(ConstraintKind.CHOICE, text)
@@ -101,10 +101,10 @@ class Constraint:
             _check_size(text, CONSTRAINT_BYTES_MAX, f"{field}.text")
             choices = _loaded(text, f"{field}.text")
             if not isinstance(choices, list):
-                raise BadRequest(f"{field}.text", "is no JSON list; choices are one")
+                raise BadRequest(f"{field}.text", "must be a JSON list")
             return cls.of_choices(choices, f"{field}.text")
         allowed = ", ".join(ConstraintKind)
-        raise BadRequest(f"{field}.kind", f"{kind[:64]!r} is no kind; allowed: {allowed}")
+        raise BadRequest(f"{field}.kind", f"{kind[:64]!r} is not a kind; allowed: {allowed}")
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -124,7 +124,7 @@ def _loaded(text: str, field: str) -> Any:
     except RecursionError:
         raise BadRequest(field, f"is nested more than {SCHEMA_DEPTH_MAX} deep") from None
     except ValueError as error:
-        raise BadRequest(field, f"is no JSON: {error}") from None
+        raise BadRequest(field, f"is not valid JSON: {error}") from None
 
 
 def _dumped(value: Any, field: str) -> str:
@@ -136,7 +136,7 @@ def _dumped(value: Any, field: str) -> str:
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _check_size(text: str, bytes_max: int, field: str) -> None:

@@ -18,7 +18,7 @@ from outrider.grammar.token_mask import TokenMask
 from outrider.limits import FOLLOWED_AT_ONCE, MASK_S_MAX, MATCHERS_MAX
 from outrider.newest import Newest
 
-_USED_UP = "it alone takes too many states"
+_USED_UP = "it needs too many states"
 
 
 class PrefixMatcher:
@@ -46,7 +46,7 @@ class PrefixMatcher:
         Raises `Incompatible` if so and the grammar has been too slow for that."""
         self._is_ahead = is_ahead
         if is_ahead and self.grammar in self._grammars.slow_ahead:
-            raise Incompatible(f"{self.grammar.constraint.kind}: is too slow behind draft tokens")
+            raise Incompatible(f"{self.grammar.constraint.kind}: is too slow after draft tokens")
 
     def stand(self, length: int, token_ids: Sequence[int]) -> int:
         """Moves to the state after the first `length` current tokens and `token_ids`, as far as the

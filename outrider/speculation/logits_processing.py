@@ -245,7 +245,7 @@ def check_maxima(maxima: Sequence[float]) -> None:
     for row, largest in enumerate(maxima):
         check(
             math.isfinite(largest),
-            f"logits of row {row} are no numbers to sample from: their maximum is {largest}",
+            f"logits of row {row} cannot be sampled from: their maximum is {largest}",
         )
 
 

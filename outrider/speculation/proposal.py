@@ -284,15 +284,15 @@ def draft_tree(parents: tuple[int, ...], num_tokens: int) -> DraftTree:
     if not parents:
         parents = tuple(range(ROOT, num_tokens - 1))
     if len(parents) != num_tokens:
-        raise _bad(f"names {len(parents)} parents of {num_tokens} tokens; each has one")
+        raise _bad(f"has {len(parents)} parents for {num_tokens} tokens; each needs one")
     if num_tokens > TREE_TOKENS_MAX:
-        raise _bad(f"is of {num_tokens} tokens; at most {TREE_TOKENS_MAX} are verified")
+        raise _bad(f"has {num_tokens} tokens; at most {TREE_TOKENS_MAX} are verified")
     children: list[list[int]] = [[] for _ in range(num_tokens + 1)]
     depths: list[int] = []
     ranks: list[int] = []
     for index, parent in enumerate(parents):
         if not ROOT <= parent < index:
-            raise _bad(f"lets token {index} follow {parent}; -1..{index - 1} stand before it")
+            raise _bad(f"lets token {index} follow {parent}; allowed: -1..{index - 1}")
         children[parent + 1].append(index)
         depth = 0 if parent == ROOT else depths[parent] + 1
         ranks.append(depths.count(depth))

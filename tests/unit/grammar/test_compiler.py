@@ -202,7 +202,7 @@ async def test_a_model_without_an_end_of_text_has_no_constraints() -> None:
     with pytest.raises(BadRequest, match="json_object: the model has no token that ends a text"):
         await known.prepare(Constraint.any_object())
     known.close()
-    with pytest.raises(ConfigError, match="tokenizer tells no masks"):
+    with pytest.raises(ConfigError, match="tokenizer does not support constraints"):
         GrammarTokenizer(object(), (0,))
 
 

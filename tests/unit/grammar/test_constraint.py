@@ -61,8 +61,8 @@ def test_anchors_around_an_expression_say_nothing() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Constraint.of_schema("{"), "json_schema: is no JSON"),
-        (lambda: Constraint.of_schema('{"a": NaN}'), "json_schema: is no JSON: NaN"),
+        (lambda: Constraint.of_schema("{"), "json_schema: is not valid JSON"),
+        (lambda: Constraint.of_schema('{"a": NaN}'), "json_schema: is not valid JSON: NaN"),
         (lambda: Constraint.of_schema('{"a": 1e999}'), "json_schema: cannot be written"),
         (lambda: Constraint.of_schema(r'{"a": "\ud800"}'), "json_schema: is not Unicode"),
         (lambda: Constraint.of_schema(deep(33)), "json_schema: is nested more than 32 deep"),
@@ -70,10 +70,13 @@ def test_anchors_around_an_expression_say_nothing() -> None:
         (lambda: Constraint.of_regex(""), "regex: is empty"),
         (lambda: Constraint.of_regex("a" * 16_385), "regex: has 16385 bytes"),
         (lambda: Constraint.of_choices(["a"] * 1025), "choice: got 1025 choices"),
-        (lambda: Constraint.of_choices(["a", ""]), r"choice\[1\]: is no text"),
+        (lambda: Constraint.of_choices(["a", ""]), r"choice\[1\]: must be a non-empty"),
         (lambda: Constraint.of_choices(["x" * 65_536]), "choice: has 65540 bytes"),
-        (lambda: Constraint.read("lark", "x"), "constraint.kind: 'lark' is no kind; allowed: json"),
-        (lambda: Constraint.read("choice", "{}"), "constraint.text: is no JSON list"),
+        (
+            lambda: Constraint.read("lark", "x"),
+            "constraint.kind: 'lark' is not a kind; allowed",
+        ),
+        (lambda: Constraint.read("choice", "{}"), "constraint.text: must be a JSON list"),
     ],
 )
 def test_what_is_no_constraint_is_told_by_its_field(make: Any, said: str) -> None:

@@ -56,8 +56,8 @@ def test_what_cannot_be_filled_is_refused_beforehand(tmp_path: Path) -> None:
     (tmp_path / "theirs" / "config.json").write_text('{"speculators_model_type": "eagle3"}')
     (tmp_path / "theirs" / "README.md").write_text("# A head by others")
     for out, message in {
-        "theirs": "is there already, and holds no drafter that was made here",
-        "other": "is there already, and holds no drafter that was made here",
+        "theirs": "exists and contains no drafter made by",
+        "other": "exists and contains no drafter made by",
         "shared": "holds thesis.tex beside a drafter",
         "file/out": "no drafter can be written there",
         "loop": "no drafter can be written there",
