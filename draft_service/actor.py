@@ -23,14 +23,11 @@ class DraftActor(ReplicaHost):
         self, config: DraftConfig, executor: ThreadExecutor, engine: Any, costs: StepCosts | None
     ) -> DraftService:
         from .feature_drafter import FeatureDrafter, HeadEngine
-        from .parallel_drafter import parallel_token
+        from .model_drafter import ModelDrafter
+        from .parallel_drafter import ParallelDrafter, parallel_token
         from .service import DraftService
 
-        options: dict[str, Any] = {
-            "max_num_seqs": config.max_num_seqs,
-            "max_num_batched_tokens": config.max_num_batched_tokens,
-            "grammars": build_grammars(config),
-        }
+        drafter: ModelDrafter
         with blaming("draft_model"):
             head = getattr(engine, "head", None)  # An emulated engine may have one.
             if engine is None:
@@ -38,10 +35,16 @@ class DraftActor(ReplicaHost):
                 engine = HeadEngine(
                     head, info, max_num_seqs=config.max_num_seqs, kv_cache_memory_bytes=num_bytes
                 )
-            elif head is None:
-                return DraftService.with_model(
-                    engine, executor, costs=costs, parallel_token=parallel_token(config), **options
-                )
-        executor.call(lambda: try_drafting_kernels(head))
-        drafter = FeatureDrafter(head, engine)
-        return DraftService.with_features(drafter, executor, **options)
+            if head is not None:
+                # A pass of many committed tokens attends for the last one alone: costs do not fit.
+                drafter, costs = FeatureDrafter(head, engine), None
+            elif (token := parallel_token(config)) is not None:
+                drafter = ParallelDrafter(engine, token)
+            else:
+                drafter = ModelDrafter(engine)
+        if head is not None:
+            executor.call(lambda: try_drafting_kernels(head))
+        return DraftService(
+            drafter, executor, costs=costs, max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens, grammars=build_grammars(config),
+        )  # fmt: skip

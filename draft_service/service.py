@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 
 from draft_service.feature_drafter import FeatureDrafter
@@ -11,11 +10,10 @@ from draft_service.model_drafter import ModelDrafter
 from draft_service.parallel_drafter import ParallelDrafter
 from draft_service.worker import Proposer
 from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline
-from outrider.engine.interface import Engine
 from outrider.engine.step_costs import StepCosts
 from outrider.grammar.compiler import Grammars
 from outrider.limits import BATCHED_TOKENS_DEFAULT
-from outrider.messages import DraftItem, ReplicaDescription
+from outrider.messages import DraftItem
 from outrider.replica.executors import StepExecutor
 from outrider.replica.service import SteppedService, describe_model
 from outrider.replica.step_request import AnswerSender, StepRequest
@@ -27,13 +25,26 @@ class DraftService(SteppedService):
 
     def __init__(
         self,
-        proposer: Proposer,
+        drafter: ModelDrafter,
         executor: StepExecutor,
-        description: ReplicaDescription,
-        note_seconds: Callable[[float], None] | None = None,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int = BATCHED_TOKENS_DEFAULT,
+        costs: StepCosts | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
-        super().__init__(proposer, executor, description, note_seconds)
-        self._proposer = proposer
+        """Steps are limited as in `TargetService`. A drafter that looks ahead pushes at most
+        `LOOK_AHEAD_BYTES_MAX` bytes of proposals for a round of a session. With `grammars` (of the
+        engine's tokenizer) it drafts what a session's constraint allows. Coordinators are told the
+        `costs`, except of a `ParallelDrafter`, none of whose passes is of one token."""
+        budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
+        self._proposer = Proposer(drafter, budget, grammars)
+        told = None if isinstance(drafter, ParallelDrafter) else costs
+        description = replace(
+            describe_model(drafter.engine.info, max_num_seqs, told),
+            reads_features=isinstance(drafter, FeatureDrafter),
+        )
+        super().__init__(self._proposer, executor, description, budget.note_seconds)
 
     def _work(self, item: DraftItem, sender: AnswerSender) -> StepRequest:
         """The time limit of an item's draws starts here. If a session looks ahead, tokens of a
@@ -47,47 +58,3 @@ class DraftService(SteppedService):
         if not proposer.looks_ahead(item) and deadline is not NO_DEADLINE:
             work.deadline = deadline
         return work
-
-    @classmethod
-    def with_model(
-        cls,
-        engine: Engine,
-        executor: StepExecutor,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int = BATCHED_TOKENS_DEFAULT,
-        costs: StepCosts | None = None,
-        grammars: Grammars | None = None,
-        parallel_token: int | None = None,
-    ) -> DraftService:
-        """Drafts with a model. Steps are limited as in `TargetService`. Looks ahead, and pushes at
-        most `LOOK_AHEAD_BYTES_MAX` bytes of proposals for a round of a session. With `grammars` (of
-        the engine's tokenizer) it drafts what a session's constraint allows. With a
-        `parallel_token` it uses a `ParallelDrafter`, and coordinators are told no `costs`, as no
-        pass is of one token."""
-        budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
-        drafter = ModelDrafter(engine)
-        if parallel_token is not None:
-            drafter, costs = ParallelDrafter(engine, parallel_token), None
-        proposer = Proposer(drafter, budget, grammars)
-        description = describe_model(engine.info, max_num_seqs, costs)
-        return cls(proposer, executor, description, budget.note_seconds)
-
-    @classmethod
-    def with_features(
-        cls,
-        drafter: FeatureDrafter,
-        executor: StepExecutor,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int = BATCHED_TOKENS_DEFAULT,
-        grammars: Grammars | None = None,
-    ) -> DraftService:
-        """Drafts from features that its target sends; with `grammars` what a session's constraint
-        allows. Coordinators are told no costs, because a pass of many committed tokens computes
-        attention for the last one alone."""
-        budget = TokenBudget(max_num_batched_tokens, max_num_seqs, None)
-        described = describe_model(drafter.engine.info, max_num_seqs, None)
-        proposer = Proposer(drafter, budget, grammars)
-        description = replace(described, reads_features=True)
-        return cls(proposer, executor, description, budget.note_seconds)

@@ -12,6 +12,7 @@ from toy_engine import ToyEngine
 from twin_store import TwinStore
 
 from coordinator.service import CoordinatorService
+from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
 from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import NgramDrafter
@@ -76,7 +77,9 @@ class Bench:
         loop = asyncio.get_running_loop()
         executor = InlineExecutor(lambda: STEP_S)
         self.target = target or TargetService(ToyEngine(), executor, max_num_seqs=8)
-        self.draft = draft or DraftService.with_model(ToyEngine(salt=2), executor, max_num_seqs=8)
+        self.draft = draft or DraftService(
+            ModelDrafter(ToyEngine(salt=2)), executor, max_num_seqs=8
+        )
         self.target_link = SeverableLink(self.target)
         self.store = store or TwinStore(lambda: loop.time() * 1e3)
         self.service = CoordinatorService(

@@ -7,6 +7,8 @@ from typing import Any, Self
 
 from pages import check_pages
 
+from draft_service.model_drafter import ModelDrafter
+from draft_service.parallel_drafter import ParallelDrafter
 from draft_service.service import DraftService
 from outrider.errors import LinkLost, check
 from outrider.grammar.constraint import Constraint
@@ -151,15 +153,26 @@ async def ask(link: Link, listener: Listener, item: Any) -> Any:
     return (await listener.wait(before + 1))[before]
 
 
+def model_drafter(engine: Any, parallel_token: int | None = None) -> ModelDrafter:
+    """Drafts in one pass if given a parallel token."""
+    if parallel_token is None:
+        return ModelDrafter(engine)
+    return ParallelDrafter(engine, parallel_token)
+
+
 class Replica:
     """A target or a draft over an engine, in process, and a link to it."""
 
     def __init__(self, role: str, engine: Any, step_s: float | None = None, **options: Any) -> None:
-        make: Any = TargetService if role == "target" else DraftService.with_model
+        make: Any = TargetService
+        served = engine
+        if role == "draft":
+            make = DraftService
+            served = model_drafter(engine, options.pop("parallel_token", None))
         seconds = engine.take_step_seconds if step_s is None else lambda: step_s
         self.engine = engine
         self.service: Any = make(
-            engine, InlineExecutor(seconds), **({"max_num_seqs": 64} | options)
+            served, InlineExecutor(seconds), **({"max_num_seqs": 64} | options)
         )
         self.link, self.listener = self.connect()
 

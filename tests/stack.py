@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from models import byte_level_tokenizer
+from rounds import model_drafter
 from toy_engine import ToyEngine
 
 from coordinator.auth.access_control import OPEN, AccessControl
@@ -82,9 +83,10 @@ def _draft_service(
     if engine is None:  # It is not asked, and fits any target.
         engine = ToyEngine()
         engine.info = replace(engine.info, tokenizer_fingerprint="")
-    if isinstance(engine, FeatureDrafter):
-        return DraftService.with_features(engine, executor, **options)
-    return DraftService.with_model(engine, executor, parallel_token=parallel_token, **options)
+    drafter = (
+        engine if isinstance(engine, FeatureDrafter) else model_drafter(engine, parallel_token)
+    )
+    return DraftService(drafter, executor, **options)
 
 
 def coordinator_api(coordinator: CoordinatorService, access: AccessControl = OPEN) -> Service:

@@ -28,6 +28,7 @@ from rich.console import RenderableType
 
 from benchmarks.report import table
 from coordinator.service import CoordinatorService
+from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
 from outrider.clock import cancelling_others, run_virtually
 from outrider.config import EMULATED, DeploymentConfig, DraftConfig
@@ -283,7 +284,7 @@ class _Replica:
         self.service: Any = (
             TargetService(self.engine, executor, delays_batches=True, **bounds)
             if role == "target"
-            else DraftService.with_model(self.engine, executor, **bounds)
+            else DraftService(ModelDrafter(self.engine), executor, **bounds)
         )
 
 

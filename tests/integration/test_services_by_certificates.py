@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 from rounds import Listener, make_head
 from toy_engine import ToyEngine
 
+from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
 from outrider.config import DraftConfig, TargetConfig
 from outrider.errors import SettingError, Unavailable
@@ -62,7 +63,7 @@ async def hosted(role: Role, directory: Path) -> AsyncIterator[str]:
         address = await host.serve(target, TargetConfig(internal_tls_dir=tls))
     else:
         executor = ThreadExecutor("draft", lambda: 0.0)
-        draft = DraftService.with_model(ToyEngine(), executor, max_num_seqs=4)
+        draft = DraftService(ModelDrafter(ToyEngine()), executor, max_num_seqs=4)
         address = await host.serve(draft, DraftConfig(internal_tls_dir=tls))
     try:
         yield address

@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rounds import PATIENCE_S, Listener, ask, make_head, session_name
 from toy_engine import ToyEngine
 
+from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
 from outrider.errors import LinkLost, Unavailable
 from outrider.grammar.constraint import Constraint
@@ -60,7 +61,7 @@ async def pair() -> AsyncIterator[Pair]:
     engine, draft_engine = ToyEngine(), ToyEngine(salt=2)
     target, target_server = await start_target(engine)
     executor = ThreadExecutor("draft", draft_engine.take_step_seconds)
-    draft = DraftService.with_model(draft_engine, executor, max_num_seqs=256)
+    draft = DraftService(ModelDrafter(draft_engine), executor, max_num_seqs=256)
     draft_server = RpcServer([ReplicaServicer(draft, DRAFT).grpc_service])
     await draft_server.start()
     made = Pair(target, draft, target_server, draft_server, engine)

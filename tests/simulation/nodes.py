@@ -207,13 +207,13 @@ def target_service(kind: type[QuickEngine] = QuickEngine, drafter: Any = None) -
 def draft_service(kind: type[QuickEngine] = QuickEngine) -> DraftService:
     engine = kind(SPEC, "draft", NUM_SEQUENCES)
     executor = InlineExecutor(engine.take_step_seconds)
-    return DraftService.with_model(engine, executor, max_num_seqs=NUM_SEQUENCES)
+    return DraftService(ModelDrafter(engine), executor, max_num_seqs=NUM_SEQUENCES)
 
 
 def head_service() -> DraftService:
     drafter = CheckedHead(SPEC, NUM_SEQUENCES)
     executor = InlineExecutor(lambda: HEAD_STEP_S)
-    return DraftService.with_features(drafter, executor, max_num_seqs=NUM_SEQUENCES)
+    return DraftService(drafter, executor, max_num_seqs=NUM_SEQUENCES)
 
 
 Builders = dict[str, Callable[[], Any]]

@@ -18,6 +18,7 @@ from stack import running_stack
 from toy_engine import ToyEngine
 
 import target_service.verifier
+from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
 from outrider.clock import run_virtually
 from outrider.limits import AUDITS_CHOSEN_MAX, NUM_DRAFT_TOKENS_MAX
@@ -64,7 +65,7 @@ class AuditedBench(Bench):
         executor = InlineExecutor(lambda: 0.001)
         super().__init__(
             target=TargetService(self.engine, executor, max_num_seqs=8),
-            draft=DraftService.with_model(drafting, executor, max_num_seqs=8),
+            draft=DraftService(ModelDrafter(drafting), executor, max_num_seqs=8),
             observation=heard, telemetry="prometheus=0", audit_share=audit_share,
             num_draft_tokens=4, max_sessions=64,
         )  # fmt: skip

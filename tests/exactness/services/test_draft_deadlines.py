@@ -24,7 +24,6 @@ from coordinator.routing.draft_client import DraftClient
 from coordinator.routing.replica_pool import ReplicaPool
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
-from draft_service.worker import Proposer
 from outrider.clock import run_virtually
 from outrider.config import CoordinatorConfig
 from outrider.drafters.drafter import DraftDeadline
@@ -32,7 +31,6 @@ from outrider.errors import LinkLost, Overloaded
 from outrider.grammar.token_mask import TokenMask
 from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, ReplicaDescription
 from outrider.replica.executors import InlineExecutor
-from outrider.replica.token_budget import TokenBudget
 from outrider.speculation.accept_reject import decide
 from outrider.speculation.logits_processing import (
     NO_HISTORY,
@@ -72,13 +70,6 @@ class EndsAtTwo:
 
     def behind(self, committed: Sequence[int]) -> EndsAtTwo:
         raise NotImplementedError
-
-
-class GrammarProposer(Proposer):
-    """Drafts by that grammar without a tokenizer."""
-
-    def _allowed(self, *arguments: Any) -> EndsAtTwo:
-        return EndsAtTwo()
 
 
 class LookUp:
@@ -142,9 +133,9 @@ class Bench:
         link: Callable[[DraftService], MemoryLink] = MemoryLink,
     ) -> None:
         engine = ToyEngine(vocab_size=VOCAB, salt=DRAFT_SALT, pass_s=pass_s)
-        worker = GrammarProposer(ModelDrafter(engine), TokenBudget(512, 8))
         executor = InlineExecutor(engine.take_step_seconds)
-        self.service = DraftService(worker, executor, DESCRIPTION)
+        self.service: Any = DraftService(ModelDrafter(engine), executor, max_num_seqs=8)
+        self.service._proposer._allowed = lambda *arguments: EndsAtTwo()  # No tokenizer is needed.
         self._fallback: Any = fallback or LookUp()
         self._pool = ReplicaPool("draft")
         self._pool.admit("r0", link(self.service), DESCRIPTION)

@@ -13,6 +13,7 @@ from toy_engine import ToyEngine, toy_logits
 
 from coordinator.decoding.loop import COMMIT_GRACE_S
 from coordinator.service import TROUBLE_S
+from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
 from outrider.errors import (
     DataLoss,
@@ -63,8 +64,8 @@ class BrokenDraft(MemoryLink):
 
 async def test_a_session_leaves_a_draft_whose_q_is_not_for_its_tokens() -> None:
     loop = asyncio.get_running_loop()
-    link = BrokenDraft(DraftService.with_model(
-        ToyEngine(salt=2), InlineExecutor(lambda: STEP_S), max_num_seqs=8
+    link = BrokenDraft(DraftService(
+        ModelDrafter(ToyEngine(salt=2)), InlineExecutor(lambda: STEP_S), max_num_seqs=8
     ))  # fmt: skip
     async with bench(drafts={"d": link}) as b:
         request = replace(REQUEST, rule=Rule.TOKEN, sampling=SamplingParams())
@@ -368,7 +369,9 @@ async def test_nothing_ends_an_answer_before_min_tokens(
     the first token after it may be one."""
     executor = InlineExecutor(lambda: STEP_S)
     target = TargetService(ToyEngine(salt=1, eos_token_ids=ENDS), executor, max_num_seqs=8)
-    draft = DraftService.with_model(ToyEngine(salt=1, eos_token_ids=ENDS), executor, max_num_seqs=8)
+    draft = DraftService(
+        ModelDrafter(ToyEngine(salt=1, eos_token_ids=ENDS)), executor, max_num_seqs=8
+    )
     reasons, lengths = set(), set()
     async with bench(target=target, draft=draft, look_ahead=look_ahead) as b:
         for seed in range(12):

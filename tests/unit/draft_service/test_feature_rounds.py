@@ -134,7 +134,7 @@ async def running(num_pages: int = 64) -> AsyncIterator[Pair]:
     num_bytes = num_pages * PAGE_SIZE * 2 * 2 * 8 * 8
     described = replace(info, name="head", logit_token_ids=HEAD_IDS)
     drafting = HeadEngine(drafts, described, max_num_seqs=8, kv_cache_memory_bytes=num_bytes)
-    draft = DraftService.with_features(
+    draft = DraftService(
         FeatureDrafter(drafts, drafting), InlineExecutor(lambda: 0.0), max_num_seqs=8
     )
     link = MemoryLink(draft)

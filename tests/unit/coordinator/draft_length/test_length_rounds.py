@@ -11,6 +11,7 @@ from toy_engine import ToyEngine
 from twin_store import TwinStore
 
 from coordinator.service import CoordinatorService
+from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
 from outrider.clock import run_virtually
 from outrider.config import CoordinatorConfig, DraftConfig
@@ -102,8 +103,8 @@ def generate(
             engines[0], InlineExecutor(lambda: STEP_S), max_num_seqs=8,
             costs=StepCosts((1, 17), (STEP_S, STEP_S)),
         )  # fmt: skip
-        draft = DraftService.with_model(
-            engines[1], InlineExecutor(lambda: draft_step_s), max_num_seqs=8,
+        draft = DraftService(
+            ModelDrafter(engines[1]), InlineExecutor(lambda: draft_step_s), max_num_seqs=8,
             costs=StepCosts((1, 17), (draft_step_s, draft_step_s)),
         )  # fmt: skip
         drafted_by = None if lookup is None else DraftConfig()
