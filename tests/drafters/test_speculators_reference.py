@@ -1,4 +1,4 @@
-"""EAGLE-3 heads against `speculators`, which runs in an environment of its own (`make
+"""EAGLE-3 heads compared with `speculators`, which runs in an environment of its own (`make
 test-drafters`)."""
 
 import os
@@ -86,8 +86,8 @@ def save(directory: Path, head: Eagle3Head, token_ids: list[int], target: Path) 
 def greedy_draft(
     loaded: LoadedDraftHead, features: Tensor, token_ids: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """[NUM_DEPTHS]: the chain behind the last of these pairs, from keys and values of the earlier
-    ones; and what each pair carries on [NUM_DEPTHS, D]."""
+    """[NUM_DEPTHS]: the chain after the last of these pairs, from keys and values of the earlier
+    ones; and the state after each pair [NUM_DEPTHS, D]."""
     module, length = loaded.module, len(token_ids)
     places = torch.arange(length + NUM_DEPTHS)
     keys, values = module.keys_and_values(features[:-1], token_ids[:-1], places[: length - 1])
@@ -111,7 +111,7 @@ def greedy_draft(
 
 
 def read(target: Any, texts: Tensor, layer_ids: Iterable[int]) -> dict[str, Tensor]:
-    """Pairs of the texts [N, T + 1], and what the target's last norm read at their tokens."""
+    """Pairs of the texts [N, T + 1], and the input of the target's last norm at their tokens."""
     last: list[Tensor] = []
     hook = target.model.norm.register_forward_pre_hook(lambda _, inputs: last.append(inputs[0]))
     with torch.no_grad():
@@ -122,8 +122,8 @@ def read(target: Any, texts: Tensor, layer_ids: Iterable[int]) -> dict[str, Tens
 
 
 def check_equal(directory: Path, target: Any, texts: Tensor, prefixes: list[int]) -> None:
-    """Of the checkpoint in `directory`: hidden states and logits of chains behind each pair of the
-    texts, and greedy drafts behind the prefixes of so many pairs of each."""
+    """Compares for the checkpoint in `directory`: hidden states and logits of chains after each
+    pair of the texts, and greedy drafts after the prefixes of these lengths."""
     loaded = load_eagle3(directory, target, name="HEAD", target_name="TARGET")
     module = loaded.module
     given = read(target, texts, module.layer_ids)
@@ -181,7 +181,7 @@ def test_heads_of_ours_do_the_same_there(
 def test_a_head_that_the_library_trained_does_the_same_here(
     tiny_target: Path, tmp_path: Path
 ) -> None:
-    """With its loss, and saved by its own code."""
+    """With its loss, saved by its own code."""
     target = AutoModelForCausalLM.from_pretrained(tiny_target)
     texts = random_texts(target, 1, NUM_PAIRS)
     save_file(read(target, texts, (1, 2, 4)), str(tmp_path / "inputs"))
@@ -190,7 +190,7 @@ def test_a_head_that_the_library_trained_does_the_same_here(
 
 
 def test_a_head_that_distill_made_does_the_same_there(tiny_target: Path, tmp_path: Path) -> None:
-    """Behind 20 prompts, from its files as they lie there."""
+    """After 20 prompts, from its files."""
     whose = Target("tiny", tiny_target, Template((0, 5), (3, 6)), None)
     options = DistillOptions(
         out=tmp_path / "head", kind="eagle3", draft_vocab=24, tokens=4000, steps=12
@@ -201,7 +201,7 @@ def test_a_head_that_distill_made_does_the_same_there(tiny_target: Path, tmp_pat
 
 
 def test_an_mtp_layer_does_the_same_there(tmp_path: Path) -> None:
-    """Of Qwen3-Next, the only family served of which the library has one."""
+    """Of Qwen3-Next, the only served family that the library has."""
     made = MtpReference(mtp_target("qwen3_next", max_model_len=NUM_PAIRS + NUM_DEPTHS))
     loaded = load_mtp(made.save(tmp_path), made.target, target_name="TARGET")
     [text] = random_texts(made.target, 1, NUM_PAIRS)

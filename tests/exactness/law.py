@@ -1,4 +1,4 @@
-"""The law of a completion's first tokens, by enumeration, and Pearson's test of samples against a
+"""The law of a completion's first tokens by enumeration, and Pearson's test of samples against a
 law."""
 
 from collections.abc import Callable, Sequence
@@ -13,13 +13,13 @@ from outrider.speculation.logits_processing import TokenHistory, masked_logits, 
 from outrider.speculation.sampling_params import SamplingParams
 
 FALSE_ALARM = 1e-6
-"""Probability that one test rejects what is exact."""
+"""Probability that a test rejects an exact law."""
 POOLED_BELOW = 10.0
 """Cells of smaller expected count are pooled, so that the chi-square law holds."""
 
 
 def no_mask(prefix: tuple[int, ...]) -> None:
-    """Of a completion that may go on in any way."""
+    """The mask of an unconstrained completion."""
 
 
 def completion_law(
@@ -29,8 +29,8 @@ def completion_law(
     params: SamplingParams,
     mask: Callable[[tuple[int, ...]], Any] = no_mask,
 ) -> dict[tuple[int, ...], float]:
-    """Probability of every completion of `length` tokens: the model's own dense forward pass over
-    every prefix, the `mask` behind it, then the sampling transforms."""
+    """Probability of every completion of `length` tokens: the model's dense forward pass over every
+    prefix, then the `mask`, then the sampling transforms."""
     law: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(length):
         ids = torch.tensor([[*prompt, *prefix] for prefix in law])
@@ -64,13 +64,14 @@ class Fit:
 
 
 def power(tv: float, num_samples: int, degrees: int) -> float:
-    """For a given distance sum d^2 / p is smallest, 4 tv^2, where half of the mass moves evenly."""
+    """For a given distance, sum d^2 / p is smallest, 4 tv^2, where half of the mass moves
+    evenly."""
     noncentrality = 4 * num_samples * tv**2
     return float(ncx2.sf(chi2.isf(FALSE_ALARM, degrees), degrees, noncentrality))
 
 
 def chi_square(cells: np.ndarray, law: np.ndarray) -> Fit:
-    """`cells`: the place of every sample in `law`; -1 where it has none."""
+    """`cells`: the index of every sample in `law`; -1 if it has none."""
     law = law.ravel()
     observed = np.bincount(cells + 1, minlength=law.size + 1)
     if observed[0] or observed[1:][law == 0].any():

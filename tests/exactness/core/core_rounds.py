@@ -1,7 +1,7 @@
 """Many sequences at once through the product's own kernels, round after round.
 
-Nothing of a rule is stated here: draft draws, verdicts, uniforms and acceptance come from
-`outrider.speculation`; this file only moves tokens, states and lengths along.
+No rule is restated here: draft draws, verdicts, uniforms and acceptance come from
+`outrider.speculation`; this file only advances tokens, states and lengths.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ PROMPT_LENGTH = 5
 
 @dataclass
 class Seen:
-    """All that a controller may have read of its sequences' last round, [N] or [N, K_MAX(+1)];
-    what no slot had is 0."""
+    """All that a controller may have read of its sequences' last round, [N] or [N, K_MAX(+1)]; 0
+    for missing slots."""
 
     num_drafted: torch.Tensor
     num_accepted: torch.Tensor
@@ -48,26 +48,26 @@ class Seen:
                    ids(K_MAX + 1))  # fmt: skip
 
     def thrown_away(self, values: torch.Tensor) -> torch.Tensor:
-        """Of each sequence the value in the slot behind the one that was corrected; 0 if none."""
+        """For each sequence the value in the slot after the corrected one; 0 if there is none."""
         slot = self.num_accepted + 1
         at = values.gather(1, slot.clamp(max=K_MAX - 1)[:, None])[:, 0]
         return torch.where(slot < self.num_drafted, at, torch.zeros_like(at))
 
 
 Plan = tuple[torch.Tensor, torch.Tensor]
-"""K and drafter of every sequence's next round, each [N]."""
+"""K and drafter of each sequence's next round, [N] each."""
 Controller = Callable[[Seen], Plan]
 
 
 @dataclass(frozen=True)
 class Broken:
-    """Where a test puts a fault in; by default there is none."""
+    """Where a test plants a fault; none by default."""
 
     noise: type[NoiseRows] = NoiseRows
     drawn_from: torch.Tensor | None = None
     """[D, S, V]: what drafts are really drawn from, instead of what is sent."""
     rows: Callable[[torch.Tensor], torch.Tensor] = field(default=lambda p: p)
-    """What is done to the rows p_1..p_{K+1} before they are scored."""
+    """Applied to the rows p_1..p_{K+1} before they are scored."""
 
 
 def generate(
@@ -168,21 +168,21 @@ def fixed(k: int, drafter: int = 0) -> Controller:
 
 
 def varying(seen: Seen) -> Plan:
-    """K and drafter change from round to round and sequence to sequence, blindly."""
+    """K and drafter change between rounds and sequences, independently of what was seen."""
     turn = torch.arange(len(seen.num_accepted)) * 5 + seen.round * 3
     return turn % (K_MAX + 1), turn // 7 % 2
 
 
 def stops_after_a_weak_slot(seen: Seen) -> Plan:
-    """Drafts nothing next if the thrown-away slot's acceptance was under 0.5."""
+    """Drafts nothing next if the discarded slot's acceptance was under 0.5."""
     thrown = seen.num_accepted + 1 < seen.num_drafted
     weak = thrown & (seen.thrown_away(seen.accept) < 0.5)
     return torch.where(weak, 0, K_MAX), torch.zeros_like(seen.num_accepted)
 
 
 def reads_everything(seen: Seen) -> Plan:
-    """Tries to keep what it likes of the thrown-away slots: their uniforms, tokens, acceptance and
-    corrections choose K and the drafter of the next round."""
+    """Tries to keep good discarded slots: their uniforms, tokens, acceptance and corrections choose
+    K and the drafter of the next round."""
     lucky = seen.thrown_away(seen.uniforms) < 0.5
     wanted = seen.thrown_away(seen.drafted) == seen.thrown_away(seen.correction[:, :K_MAX])
     strong = seen.thrown_away(seen.accept) >= 0.7

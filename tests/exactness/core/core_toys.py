@@ -1,5 +1,5 @@
-"""Toy language-model pairs whose every law can be written down, and the exact law of one round of
-them, by adding up everything that can happen in it."""
+"""Toy language-model pairs whose laws can be computed exactly, and the exact law of one of their
+rounds, by summing over all events."""
 
 import itertools
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from outrider.speculation.verification import DraftRows
 
 RATIO_RULES = [Rule.TOKEN, Rule.BLOCK]
 EXACT = 1e-12
-"""How far rounding may take an exact law from its closed form."""
+"""Largest rounding error of an exact law."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ToyPair:
         return self.p.shape[1]
 
     def draft_rows(self, token_ids: torch.Tensor, states: torch.Tensor, drafter: int) -> DraftRows:
-        """Proposals `token_ids` [B, K] drafted in `states` [B, K], as the scorer wants them."""
+        """Proposals `token_ids` [B, K] drafted in `states` [B, K], for the scorer."""
         mass = self.mass[drafter][states]
         support = torch.arange(self.mass.shape[2]).expand(mass.shape)
         return draft_rows(token_ids, support, mass)
@@ -86,7 +86,7 @@ def make_pair(p: torch.Tensor, drafters: torch.Tensor, entries_max: int = 64) ->
 
 
 def random_pair(vocab_size: int, seed: int) -> ToyPair:
-    """Small whole weights: zeros and ties everywhere, equal rows, one-hot and disjoint ones."""
+    """Small integer weights: zeros and ties everywhere, equal, one-hot and disjoint rows."""
     random = np.random.default_rng(seed)
     num_states = 1 + vocab_size + vocab_size**2
     p = random.integers(0, 4, (num_states, vocab_size)).astype(float)
@@ -111,8 +111,8 @@ def flat_pair(p: list[float], *drafters: list[float], entries_max: int = 64) -> 
 
 
 def sampling_pair() -> ToyPair:
-    """Vocabulary 3 for Monte Carlo: contexts matter, some tokens are impossible for one side, some
-    rows are tied; drafter 0 is fair, drafter 1 bad and knows only the first two tokens."""
+    """Vocabulary 3 for Monte Carlo: context matters, some tokens are impossible for one side, some
+    rows are tied. Drafter 0 is fair; drafter 1 is bad and knows only the first two tokens."""
     random = np.random.default_rng(17)
     p = random.dirichlet([2.0, 2.0, 2.0], 13) + 0.05
     q = np.stack([random.dirichlet([1.5, 1.5, 1.5], 13) + 0.1, np.ones((13, 3))])
@@ -134,7 +134,7 @@ def accepted_law(rule: Rule, accept: np.ndarray) -> np.ndarray:
 
 
 GoesOn = Callable[[tuple[int, ...]], float]
-"""The chance that a further token is drawn behind these draft tokens."""
+"""The probability of another draw after these draft tokens."""
 
 
 def round_law(
@@ -145,10 +145,10 @@ def round_law(
     *,
     decides_late: bool = False,
 ) -> tuple[np.ndarray, float]:
-    """The law of k+1 tokens, [V] * (k+1), when one round of K = k under token or block is followed
-    by the target alone; and the expected number of accepted draft tokens. Before each draw
-    `goes_on` decides whether it is made; or, as it must not be, after it: `decides_late` asks for
-    the path with the new token, which is dropped where the answer is no."""
+    """The law of k+1 tokens, [V] * (k+1), if one round of K = k under token or block is followed by
+    the target alone; and the expected number of accepted draft tokens. `goes_on` decides before
+    each draw whether to make it. With `decides_late` it decides after the draw (a fault): it gets
+    the path with the new token, which is dropped if it says no."""
     law = np.zeros((pair.vocab_size,) * (k + 1))
     accepted = 0.0
     for length in range(k + 1):
@@ -190,7 +190,7 @@ def _ends_chance(
 
 
 def stopping_rule(seed: int) -> GoesOn:
-    """One that depends on the path alone: sure to go on, sure to stop, or either."""
+    """Depends on the path alone: always continues, always stops, or either."""
     known: dict[tuple[int, ...], float] = {}
 
     def goes_on(path: tuple[int, ...]) -> float:
@@ -201,9 +201,9 @@ def stopping_rule(seed: int) -> GoesOn:
 
 
 def own_draw_law(pair: ToyPair, rule: Rule, k: int, seed: int) -> np.ndarray:
-    """The law of k+1 tokens when one round of the target's own draws t_i ~ p_i is followed by the
-    target alone, with draft tokens that depend on those draws in an arbitrary way (as they do when
-    noise is shared): x_i is drawn from a row that t_i picks."""
+    """The law of k+1 tokens if one round of the target's own draws t_i ~ p_i is followed by the
+    target alone, with draft tokens that depend on those draws (as with shared noise): x_i is drawn
+    from a row that t_i selects."""
     random = np.random.default_rng(seed)
     drafter = random.dirichlet([0.5] * pair.vocab_size, pair.vocab_size)
     law = np.zeros((pair.vocab_size,) * (k + 1))

@@ -1,4 +1,4 @@
-"""Every rule against full enumeration: no samples, no thresholds, equality to 1e-12."""
+"""Every rule by full enumeration: no samples, no thresholds, equality to 1e-12."""
 
 import numpy as np
 import pytest
@@ -32,8 +32,8 @@ CELLS = [
 
 @pytest.mark.parametrize(("vocab_size", "k", "seed"), CELLS)
 def test_ratio_rules(vocab_size, k, seed):
-    """Token and block are exact with zeros, ties, equal, disjoint and one-hot rows; block accepts
-    as many tokens as token or more."""
+    """Token and block with zeros, ties, equal, disjoint and one-hot rows; block accepts at least as
+    many tokens as token."""
     pair = random_pair(vocab_size, seed)
     accepted = [assert_exact(pair, rule, k) for rule in RATIO_RULES]
     assert accepted[1] >= accepted[0] - EXACT
@@ -43,8 +43,8 @@ def test_ratio_rules(vocab_size, k, seed):
 @pytest.mark.parametrize(("vocab_size", "k"), [(3, 0), (3, 1), (3, 2), (4, 2), (8, 1)])
 @pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.GREEDY])
 def test_own_draw_rules(rule, vocab_size, k, seed):
-    """Coupled is exact however the draft tokens depend on the target's draws; so is greedy, whose
-    draws are sure."""
+    """Coupled is exact however draft tokens depend on the target's draws; so is greedy, whose draws
+    are certain."""
     pair = random_pair(vocab_size, seed)
     if rule is Rule.GREEDY:
         likeliest = target_probabilities(pair.p.log(), SamplingParams(temperature=0.0))
@@ -73,8 +73,8 @@ def test_own_draw_verdicts_are_what_the_enumeration_takes_them_for(rule):
 @pytest.mark.parametrize(("vocab_size", "k"), [(3, 1), (3, 2), (3, 3), (4, 2)])
 @pytest.mark.parametrize("rule", RATIO_RULES)
 def test_stopping_before_a_draw(rule, vocab_size, k):
-    """Exact however the decision to draw one token more depends on those that were drawn. Rules
-    differ in what they accept: they do stop."""
+    """Exact however the decision to draw again depends on the tokens drawn before. The rules do
+    stop, as the numbers of accepted tokens differ."""
     accepted = set()
     for seed in range(8):
         pair = random_pair(vocab_size, seed % 3)
@@ -86,7 +86,7 @@ def test_stopping_before_a_draw(rule, vocab_size, k):
 
 @pytest.mark.parametrize("rule", RATIO_RULES)
 def test_deciding_after_the_draw_is_not_exact(rule):
-    """The planted fault: a token is drawn, and dropped for what it is."""
+    """The planted fault: a drawn token is dropped because of its value."""
     pair = random_pair(3, 1)
     distances = []
     for seed in range(8):
@@ -116,7 +116,7 @@ def test_the_example_of_the_block_paper():
     ],
 )
 def test_transformed_targets(rule, params):
-    """p is what the target's whole pipeline gives; q whatever the draft was drawn from."""
+    """p after the target's transforms; q is whatever the draft was drawn from."""
     pair = random_pair(5, 2)
     target = target_probabilities((pair.p + 1e-3).log(), params)
     assert_exact(make_pair(target, pair.q), rule, 2)
@@ -125,7 +125,7 @@ def test_transformed_targets(rule, params):
 @pytest.mark.parametrize("rule", RATIO_RULES)
 @pytest.mark.parametrize("entries_max", [1, 2, 3])
 def test_truncated_drafts(rule, entries_max):
-    """However few entries of q travel: drafts are drawn from those, so nothing is lost."""
+    """Drafts are drawn from the truncated q that is sent, so few entries lose nothing."""
     pair = random_pair(6, 4)
     assert_exact(make_pair(pair.p, pair.q, entries_max), rule, 2)
 
@@ -133,8 +133,8 @@ def test_truncated_drafts(rule, entries_max):
 @pytest.mark.parametrize("rule", RATIO_RULES)
 @pytest.mark.parametrize("draft_vocab", [4, 7])
 def test_vocabularies_of_different_width(rule, draft_vocab):
-    """A draft padded wider than the target proposes tokens that do not exist; one that is narrower
-    never proposes the last ones. Both are exact."""
+    """A wider draft vocabulary proposes tokens that do not exist; a narrower one never proposes the
+    last tokens. Both are exact."""
     narrow = random_pair(5, 6)
     random = np.random.default_rng(3)
     mass = torch.from_numpy(random.multinomial(2**16, np.ones(draft_vocab) / draft_vocab,

@@ -1,7 +1,6 @@
-"""Under a grammar, whose masks are a function of the tokens so far, the law of what is committed is
-that of the masked target alone, step by step: by adding up everything that can happen in a round.
-The draft has masks, or none, and then proposes what the grammar forbids. So it is where ends of a
-text are masked for its first tokens alone."""
+"""Under a grammar, whose masks depend on the tokens so far, the law of what is committed is that of
+the masked target alone, by summing over all events of a round. The draft uses the masks, or
+proposes forbidden tokens, too. The same with ends masked for the first tokens of a text."""
 
 from __future__ import annotations
 
@@ -31,17 +30,17 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 
 V = 3
 OVER = 2
-"""A token that ends the completion where it stands behind another one of its kind."""
+"""Ends the completion where it follows itself."""
 FAILS = -1
-"""Ends a text behind which the constraint cannot be followed."""
+"""Ends a text after which the constraint cannot be followed."""
 Law = dict[tuple[int, ...], float]
 Shift = Callable[[list[TokenMask | None]], list[TokenMask | None]]
 
 
 @dataclass(frozen=True)
 class Held:
-    """A grammar over a toy's states: `flags` [S, V]. Implements `Allowed` from state 0 on. Where it
-    is `failing` it cannot be followed."""
+    """A grammar over a toy's states: `flags` [S, V]. Implements `Allowed` from state 0 on. It
+    cannot be followed in the `failing` states."""
 
     pair: ToyPair
     flags: torch.Tensor
@@ -67,7 +66,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Late(Held):
-    """What `min_tokens` of `num` allows, for 1 or 2 of them, which a toy's states can tell."""
+    """What `min_tokens` of 1 or 2 allows, which a toy's states can represent."""
 
     num: int = 1
 
@@ -79,8 +78,8 @@ class Late(Held):
 
 
 def constrained(seed: int, fails: bool, min_tokens: int = 0) -> tuple[ToyPair, Held, ToyPair]:
-    """A random pair; a random grammar that leaves the target something in each state, or what
-    `min_tokens` allows; and the pair as both sides would be under it."""
+    """A random pair; a random grammar that allows the target some token in each state, or
+    `min_tokens`; and the masked pair."""
     random = np.random.default_rng([seed, 99])
     raw = random_pair(V, seed)
     flags = torch.from_numpy(random.random(raw.p.shape) < 0.6)
@@ -92,7 +91,7 @@ def constrained(seed: int, fails: bool, min_tokens: int = 0) -> tuple[ToyPair, H
         flags[: 1 if min_tokens == 1 else 1 + V, OVER] = False
     drafters = raw.q * flags
     nothing = drafters.sum(dim=2) == 0
-    drafters[nothing] = 1.0  # Nobody draws there.
+    drafters[nothing] = 1.0  # Nothing is drawn there.
     states = np.random.default_rng(seed).permutation(np.arange(1, len(raw.p))) if fails else ()
     failing = frozenset(int(state) for state in states[: len(states) // 2])
     held = Late(raw, flags, num=min_tokens) if min_tokens else Held(raw, flags, failing)
@@ -103,7 +102,7 @@ def draws(
     raw: ToyPair, held: Held, masked: ToyPair, k: int, draft_masks: bool
 ) -> list[tuple[tuple[int, ...], list[int], list[torch.Tensor], float]]:
     """Every proposal that may be drawn: its tokens, the states along it, the q of each, its
-    probability. One that the grammar leaves nothing ends there."""
+    probability. It ends where the grammar allows nothing."""
     found = []
 
     def grow(
@@ -124,7 +123,7 @@ def draws(
 
 
 def plain_law(masked: ToyPair, held: Held, state: int, length: int) -> Law:
-    """The masked target's law of the next tokens, in which a text ends that reaches a failure."""
+    """The masked target's law of the next tokens; a text that reaches a failure ends."""
     if state in held.failing:
         return {(FAILS,): 1.0}
     law = {(): 1.0} if length == 0 else {}
@@ -161,8 +160,8 @@ def committed_law(
     seed: int, rule: Rule, k: int, draft_masks: bool, fails: bool = False, shift: Shift = list,
     min_tokens: int = 0,
 ) -> tuple[Law, Law, int]:  # fmt: skip
-    """The law of k + 1 tokens when one round is followed by the masked target alone; the law that
-    it must be; and how many outcomes end as the constraint cannot be followed."""
+    """The law of k + 1 tokens if one round is followed by the masked target alone; the expected
+    law; and how many outcomes end because the constraint cannot be followed."""
     raw, held, masked = constrained(seed, fails, min_tokens)
     rest = {
         (state, left): plain_law(masked, held, state, left)
@@ -191,8 +190,8 @@ def committed_law(
 def test_what_is_committed_has_the_masked_targets_law(
     rule: Rule, k: int, draft_masks: bool, fails: bool
 ) -> None:
-    """Also where a text ends because its constraint cannot be followed any further. A failure
-    behind a draft token that is refused changes nothing."""
+    """Also for texts that end because their constraint cannot be followed. A failure after a
+    rejected draft token changes nothing."""
     num_ended = 0
     for seed in range(16 if k < 4 else 6):
         law, expected, num = committed_law(seed, rule, k, draft_masks, fails)
@@ -208,7 +207,7 @@ def test_what_is_committed_has_the_masked_targets_law(
 def test_ends_are_masked_before_min_tokens(
     rule: Rule, k: int, min_tokens: int, draft_masks: bool
 ) -> None:
-    """Within a block of draft tokens, too, whose later rows have no mask any more."""
+    """Also within a block of draft tokens whose later rows have no mask."""
     for seed in range(6):
         law, expected, _ = committed_law(seed, rule, k, draft_masks, min_tokens=min_tokens)
         for text in law.keys() | expected.keys():
@@ -222,7 +221,7 @@ def test_ends_are_masked_before_min_tokens(
 )
 @pytest.mark.parametrize("rule", RATIO_RULES)
 def test_masks_at_the_wrong_rows_are_found(rule: Rule, shift: Shift) -> None:
-    """What this file finds: each row's mask must follow its own draft tokens."""
+    """The planted fault: each row's mask must follow its own draft tokens."""
 
     def is_found(seed: int) -> bool:
         try:

@@ -41,8 +41,8 @@ def pair() -> ToyPair:
 @pytest.mark.parametrize("controller", CONTROLLERS)
 @pytest.mark.parametrize("rule", SAMPLED_RULES)
 def test_sequences_have_the_targets_law(pair, rule, controller):
-    """The law of the first four tokens is the target's, whoever chooses K and the drafter from
-    whatever was seen. False alarm <= 1e-6."""
+    """The law of the first four tokens, whatever chooses K and the drafter from what was seen.
+    False alarm <= 1e-6."""
     seeds = seeds_of(NUM_SEQUENCES, test_seed=1)
     tokens = generate(pair, rule, CONTROLLERS[controller], seeds, NUM_TOKENS)
     result = chi_square(cells_of(tokens, 3), pair.law(NUM_TOKENS))
@@ -51,7 +51,7 @@ def test_sequences_have_the_targets_law(pair, rule, controller):
 
 @pytest.mark.parametrize("controller", CONTROLLERS)
 def test_coupled_sequences_do_not_depend_on_the_drafter(pair, controller):
-    """Under coupled the tokens are those of plain decoding with the same seed, every one."""
+    """All tokens are those of plain decoding with the same seed."""
     seeds = seeds_of(20_000, test_seed=2)
     plain = generate(pair, Rule.COUPLED, fixed(0), seeds, NUM_TOKENS)
     drafted = generate(pair, Rule.COUPLED, CONTROLLERS[controller], seeds, NUM_TOKENS)
@@ -60,7 +60,6 @@ def test_coupled_sequences_do_not_depend_on_the_drafter(pair, controller):
 
 @pytest.mark.parametrize("controller", CONTROLLERS)
 def test_greedy_sequences_are_the_likeliest_tokens(pair, controller):
-    """At temperature 0 all sequences are the one that follows the likeliest token."""
     likeliest = target_probabilities(pair.p.log(), SamplingParams(temperature=0.0))
     greedy = ToyPair(likeliest, pair.q, pair.mass, pair.step)
     tokens = generate(greedy, Rule.GREEDY, CONTROLLERS[controller], seeds_of(20_000, 3), NUM_TOKENS)
@@ -68,5 +67,5 @@ def test_greedy_sequences_are_the_likeliest_tokens(pair, controller):
 
 
 def test_power():
-    """The bar of the tests above: TV 0.02 is found with probability 0.99."""
+    """TV 0.02 is found with probability 0.99."""
     assert power(0.02, NUM_SEQUENCES, degrees=80) > 0.99

@@ -1,5 +1,5 @@
-"""Faults that real implementations had, each put in on purpose and found by the same statistic
-that passes without it (`test_sequences_have_the_targets_law`). False alarm <= 1e-6 each."""
+"""Faults of real implementations, planted and found by the statistic that passes without them
+(`test_sequences_have_the_targets_law`). False alarm <= 1e-6 each."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ def run(
 
 
 class DraftNoiseForResiduals(NoiseRows):
-    """The token after a refusal is drawn by the noise that drew the refused token."""
+    """The token after a rejection uses the noise that drew the rejected token."""
 
     def correction_keys(self, num_draft_tokens: int) -> RowKeys:
         keys = super().correction_keys(num_draft_tokens)
@@ -56,7 +56,7 @@ class DraftNoiseForResiduals(NoiseRows):
 
 
 class AbsolutePlaces(NoiseRows):
-    """Every draw is keyed by its absolute position, thrown-away slots and all."""
+    """Every draw is keyed by its absolute position, discarded slots included."""
 
     def _places(self, lengths: WordArray, indices: WordArray) -> tuple[WordArray, WordArray]:
         return lengths + indices, np.uint64(0) * indices
@@ -76,14 +76,13 @@ def test_mutant_shared_noise_for_draft_and_residual(rule):
 
 
 def test_mutant_absolute_keys_under_block():
-    """Even with K fixed: block looks behind the slot it stops at."""
+    """Even with K fixed: block reads beyond the slot where it stops."""
     assert run(Rule.BLOCK, Broken(noise=AbsolutePlaces), num_tokens=4).rejects
     assert not run(Rule.BLOCK, num_tokens=4).rejects
 
 
 def test_mutant_absolute_keys_under_token():
-    """Exact with K fixed (so such a test would pass it), biased with a controller that has read
-    what a thrown-away slot showed."""
+    """Exact with K fixed, biased with a controller that has read a discarded slot."""
     broken = Broken(noise=AbsolutePlaces)
     assert not run(Rule.TOKEN, broken, WEAK_SLOT_PAIR).rejects
     assert run(Rule.TOKEN, broken, WEAK_SLOT_PAIR, stops_after_a_weak_slot).rejects
@@ -91,8 +90,8 @@ def test_mutant_absolute_keys_under_token():
 
 
 class ReadsItsOwnRound:
-    """A `Controller` that drafts nothing where the round's first uniform is high, or where its
-    first draft token would be 0."""
+    """A `Controller` that drafts nothing if the round's first uniform is high, or if its first
+    draft token would be 0."""
 
     def __init__(self, rule: Rule, seeds: np.ndarray, pair: ToyPair, *, by_token: bool) -> None:
         self._rule, self._seeds, self._by_token = rule, seeds, by_token
@@ -125,8 +124,8 @@ def test_mutant_k_reads_its_own_round(rule, by_token):
 
 @pytest.mark.parametrize("rule", RATIO_RULES)
 def test_mutant_raw_q(rule):
-    """Drafts drawn from the truncated distribution, but verified against the raw one; the other way
-    round, a token outside the q that came with it is refused outright."""
+    """Drafts drawn from the truncated distribution but verified against the raw one. The other way
+    round, a token outside its q is refused."""
     pair = flat_pair([0.2, 0.3, 0.5], [0.45, 0.35, 0.2], entries_max=2)
     assert not run(rule, EXACT, pair).rejects
     raw = ToyPair(pair.p, pair.q, pair.q, pair.step)
@@ -152,7 +151,7 @@ def test_mutant_bonus_from_p_of_the_last_draft_token(rule):
 
 @pytest.mark.parametrize("rule", RATIO_RULES)
 def test_mutant_residual_without_the_padded_vocabulary(rule, monkeypatch):
-    """The draft knows two tokens of three; a residual over those two loses the third."""
+    """The draft knows two of three tokens; a residual over those two loses the third."""
     pair = flat_pair([0.5, 0.3, 0.2], [0.7, 0.3, 0.0])
     assert not run(rule, EXACT, pair).rejects
     whole = verification._Places.subtract

@@ -1,5 +1,5 @@
-"""Where real implementations lost exactness: one test a trap, numbered. Statistical ones have a
-false alarm <= 1e-6 for each statistic. Trap 8, a draft token that is dropped for what it is, is in
+"""Traps in which real implementations lost exactness, numbered. Statistical tests have a false
+alarm <= 1e-6 for each statistic. Trap 8, a draft token that is dropped because of its value, is in
 `test_core_enumeration.py`."""
 
 import math
@@ -12,11 +12,10 @@ from core_toys import RATIO_RULES, ToyPair, assert_exact, flat_pair, make_pair, 
 from exactness.law import chi_square
 from verdict_laws import NoiseRows, draft_token, score
 
-from outrider.errors import BadRequest, InvariantError
 from outrider.speculation.accept_reject import Verdict, decide
 from outrider.speculation.gumbel_max import _exponentials, race, token_keys, uniforms
 from outrider.speculation.logits_processing import target_probabilities
-from outrider.speculation.proposal import Proposal, SealedProposal, require_q
+from outrider.speculation.proposal import Proposal
 from outrider.speculation.random_streams import RoundNoise, Stream, row_keys, row_words, uniform
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokens import TokenSequence
@@ -26,7 +25,7 @@ NUM_SEQUENCES = 90_000
 
 @pytest.mark.parametrize("rule", RATIO_RULES)
 def test_trap_02_greedy_drafts_are_one_hot(rule):
-    """A draft that takes its likeliest token says so; with a softmax q it would be biased."""
+    """A draft that takes its likeliest token must say so; a softmax q would bias the result."""
     pair = sampling_pair()
     likeliest = target_probabilities(pair.q[0].log(), SamplingParams(temperature=0.0))
     assert draft_token(likeliest[1], RoundNoise(1, rule, 5), 0)[1] is None
@@ -38,19 +37,9 @@ def test_trap_02_greedy_drafts_are_one_hot(rule):
 
 
 @pytest.mark.parametrize("rule", RATIO_RULES)
-def test_trap_04_a_missing_q_is_no_one_hot_q(rule):
-    """Tokens without q are refused; they never silently become one-hot draws."""
-    rows = torch.full((2, 3), 1 / 3, dtype=torch.float64)
-    with pytest.raises(BadRequest, match=r"proposal\.q"):
-        require_q(SealedProposal((1,)), rule)
-    with pytest.raises(InvariantError, match="needs q"):
-        score(rows, Proposal((1,)), RoundNoise(0, rule, 3))
-
-
-@pytest.mark.parametrize("rule", RATIO_RULES)
 def test_trap_05_draft_accept_and_residual_share_no_noise(rule):
-    """Four streams at one place are independent numbers: 100,000 of each fill the cells of a
-    4-dimensional grid evenly; and 10/60/30 comes out as 10/60/30."""
+    """Four streams at one place are independent: 100,000 numbers of each fill a 4-dimensional grid
+    evenly; and 10/60/30 comes out as 10/60/30."""
     num = 100_000
     places = [RoundNoise(0, rule, length).place(0) for length in range(num)]
     streams = (Stream.TARGET, Stream.DRAFT, Stream.ACCEPT, Stream.RESIDUAL)
@@ -67,8 +56,8 @@ def test_trap_05_draft_accept_and_residual_share_no_noise(rule):
 
 @pytest.mark.parametrize("rule", Rule)
 def test_trap_06_no_uniform_accepts_the_impossible(rule):
-    """The smallest uniform is 2^-33, not 0, so an acceptance of 0 refuses; the largest is under 1
-    and an acceptance of 1 accepts; uniforms are not constant."""
+    """The smallest uniform is 2^-33, so an acceptance of 0 rejects; the largest is under 1, so an
+    acceptance of 1 accepts; uniforms differ."""
     smallest, largest = uniform(0), uniform(2**32 - 1)
     assert decide(Verdict((0.0,), (1, 2)), (0,), rule, (smallest,)).num_accepted == 0
     assert decide(Verdict((1.0,), (1, 2)), (0,), rule, (largest,)).num_accepted == 1
@@ -78,9 +67,9 @@ def test_trap_06_no_uniform_accepts_the_impossible(rule):
 
 
 def test_trap_09_the_tail_of_the_noise_is_resolved():
-    """Waiting times reach down to 2^-53 without becoming 0, so a Gumbel number reaches 36.7 where
-    float32 would stop at 16.6; the smallest ones stay distinct, and unlikely tokens win as often as
-    they should."""
+    """Waits reach down to 2^-53 without becoming 0, so a Gumbel number reaches 36.7 where float32
+    would stop at 16.6. The smallest ones are distinct, and unlikely tokens win as often as they
+    should."""
     waits = _exponentials(np.array([-1, -1 - 2**12, 0]))
     assert -math.log(waits[0]) > 36.7
     assert 0 < waits[0] < waits[1] < waits[2] < 37
@@ -94,8 +83,8 @@ def test_trap_09_the_tail_of_the_noise_is_resolved():
 
 @pytest.mark.parametrize("rule", Rule)
 def test_trap_10_a_verdict_is_a_function_of_the_logits_it_is_given(rule):
-    """Exact given the pass's logits: the same rows give the same verdict every time, and row i
-    alone (not its neighbours, nor K) decides what token i's place says."""
+    """The same rows always give the same verdict, and token i depends on row i alone, not on its
+    neighbours or K."""
     pair = sampling_pair()
     noise = RoundNoise(5, rule, 30)
     rows = pair.p[[0, 1, 5, 9]]
@@ -116,8 +105,8 @@ def test_trap_10_a_verdict_is_a_function_of_the_logits_it_is_given(rule):
 
 
 def test_trap_12_a_lost_token_is_noticed():
-    """Any change of a prefix (a token lost, added, swapped, replaced) changes its digest, and a
-    rollback restores the digest of what is kept."""
+    """Each change of a prefix changes its digest, and a rollback restores the digest of what is
+    kept."""
     sequence = TokenSequence([3, 1, 4, 1, 5])
     digests = [sequence.digest(n) for n in range(6)]
     changed = [[3, 1, 4, 1], [3, 1, 4, 1, 5, 0], [1, 3, 4, 1, 5], [3, 1, 4, 1, 6], [0, 1, 4, 1, 5]]

@@ -1,5 +1,5 @@
-"""Trees of draft tokens: the law of a round by enumeration, of several rounds by their own noise,
-and the target's own tokens under the rules that take these."""
+"""Trees of draft tokens: the law of one round by enumeration, of several rounds by their own noise,
+and the target's own tokens under coupled and greedy."""
 
 import dataclasses
 import itertools
@@ -31,7 +31,7 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 
 SAMPLED = SamplingParams()
 SHAPES = {
-    "comb": caterpillar_tree((2, 1)),
+    "caterpillar": caterpillar_tree((2, 1)),
     "two of two": (-1, -1, 0, 0, 1, 1),
     "behind the second": (-1, -1, 1, 1),
     "three at once": (-1, -1, -1),
@@ -41,15 +41,15 @@ NUM_SEQUENCES = 2_500
 
 
 def entry(pair: ToyPair, state: int) -> DraftDistribution | None:
-    """What is drafted from in a state, as it goes on the wire."""
+    """What is drafted from in a state, as it is sent."""
     counts = (pair.mass[0][state] * COUNT_TOTAL).long().tolist()
     ids = tuple(i for i, count in enumerate(counts) if count > 0)
     return DraftDistribution(ids, tuple(counts[i] for i in ids)) if len(ids) > 1 else None
 
 
 def orders(q: DraftDistribution | None, only: int, count: int):
-    """Every ordered draw of `count` tokens without replacement, with its chance; of a one-hot q
-    its token and those that come next by number."""
+    """Every ordered draw of `count` tokens without replacement, with its probability; for a one-hot
+    q its token and the next ones by number."""
     if q is None:
         yield tuple((only + i) % 3 for i in range(count)), 1.0
         return
@@ -63,8 +63,9 @@ def orders(q: DraftDistribution | None, only: int, count: int):
 
 
 def drafted_trees(pair: ToyPair, parents: tuple[int, ...]):
-    """Every proposal of this shape that can be drafted, its chance, and the state behind the last
-    committed token and each draft token; without those whose q has too few tokens for a group."""
+    """Every proposal of this shape that can be drafted, its probability, and the state after the
+    last committed token and each draft token. Skips those whose q has too few tokens for a
+    group."""
     tree = draft_tree(parents, len(parents))
     found = [((), (), 1.0, {-1: 0})]
     for group in tree.groups:
@@ -85,7 +86,7 @@ def drafted_trees(pair: ToyPair, parents: tuple[int, ...]):
 
 
 def accepted_paths(tree: DraftTree, accept, node: int = -1, chance: float = 1.0):
-    """Every path that may be accepted, with its chance: siblings are tried in turn."""
+    """Every path that may be accepted, with its probability: siblings are tried in turn."""
     left = chance
     for child in tree.children[node + 1]:
         yield from accepted_paths(tree, accept, child, left * accept[child])
@@ -98,7 +99,7 @@ def path_to(tree: DraftTree, node: int) -> list[int]:
 
 
 def fits(pair: ToyPair, parents: tuple[int, ...]) -> bool:
-    """Whether every q that can come up has tokens for its group."""
+    """Whether every possible q has enough tokens for its group."""
     tree = draft_tree(parents, len(parents))
     most = max(map(len, tree.groups))
     sizes = [(row > 0).sum().item() for row in pair.mass[0]]
@@ -106,8 +107,8 @@ def fits(pair: ToyPair, parents: tuple[int, ...]) -> bool:
 
 
 def tree_round_law(pair: ToyPair, parents: tuple[int, ...], num_tokens: int, is_drafted):
-    """The law of `num_tokens` tokens of rounds with the trees of this shape that are drafted, which
-    the target goes on from alone."""
+    """The law of `num_tokens` tokens of rounds with the drafted trees of this shape, continued by
+    the target alone."""
     tree = draft_tree(parents, len(parents))
     law = np.zeros((3,) * num_tokens)
     for proposal, chance, states in drafted_trees(pair, parents):
@@ -142,8 +143,8 @@ def test_a_round_with_a_tree_has_the_targets_law(shape, seed):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("num_siblings", [1, 2])
 def test_a_tree_may_stop_by_what_was_drawn(num_siblings, seed):
-    """Whether there is a second place depends on the candidates for the first one, siblings
-    included: decided before it is drawn, as a deadline does."""
+    """Whether there is a second position depends on the candidates for the first, siblings
+    included; decided before it is drawn, as by a deadline."""
     short, long = caterpillar_tree((num_siblings,)), caterpillar_tree((num_siblings, 1))
     pairs = (random_pair(3, 100 * seed + i) for i in itertools.count())
     pair = next(p for p in pairs if fits(p, long) and bool((p.mass[0][0] > 0).all()))
@@ -159,7 +160,7 @@ def test_a_tree_may_stop_by_what_was_drawn(num_siblings, seed):
 
 
 def by_what_was_thrown_away(verdict: Verdict | None) -> tuple[int, ...]:
-    """An adversary's choice: a large tree behind a round whose last slot was a weak one."""
+    """An adversary: a large tree after a round whose last slot was weak."""
     if verdict is None or not verdict.accept_probability:
         return (1, 1)
     return (2, 1) if verdict.accept_probability[-1] < 0.5 else (0, 1)
@@ -168,8 +169,8 @@ def by_what_was_thrown_away(verdict: Verdict | None) -> tuple[int, ...]:
 def play(
     pair: ToyPair, rule: Rule, shape: tuple[int, ...] | None, seed: int, num_tokens: int
 ) -> list[int]:
-    """The first tokens of a sequence that is decoded with combs of this shape; None = of one that
-    the round before has a say in."""
+    """The first tokens of a sequence decoded with caterpillar trees of this shape; None = a shape
+    that depends on the previous round."""
     params = SamplingParams(temperature=0.0) if rule is Rule.GREEDY else SAMPLED
     tokens: list[int] = []
     state = 0
@@ -207,8 +208,8 @@ def cells(pair: ToyPair, rule: Rule, shape: tuple[int, ...] | None, num_tokens: 
 
 @pytest.mark.parametrize("shape", [(1, 1), None], ids=["fixed", "by what was thrown away"])
 def test_rounds_with_trees_have_the_targets_law(shape):
-    """Several rounds, two candidates at each of two depths, or as many as an adversary likes; the
-    noise that the product draws."""
+    """Several rounds with the product's noise: two candidates at each of two depths, or as many as
+    an adversary chooses."""
     pair = sampling_pair()
     assert power(0.09, NUM_SEQUENCES, 8) > 0.99
     num_tokens = 2 if shape else 3
@@ -244,7 +245,7 @@ def test_own_tokens_do_not_depend_on_the_tree(rule):
 
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.COUPLED, Rule.GREEDY])
 def test_the_first_sibling_is_what_a_chain_has(rule):
-    """And the others are different tokens, drawn from what it came with."""
+    """The others are different tokens, drawn from the same distribution."""
     random = np.random.default_rng(5)
     params = SamplingParams(temperature=0.0) if rule is Rule.GREEDY else SAMPLED
     for seed in range(50):
@@ -267,7 +268,7 @@ def test_block_has_no_tree():
 
 
 def test_a_path_is_decided_by_siblings_in_turn():
-    """The first that passes goes on with its own children; behind a leaf comes a bonus."""
+    """The first that passes continues with its own children; a bonus follows a leaf."""
     parents = (-1, -1, 1, 1)
     verdict = Verdict((0.1, 0.9, 0.1, 0.9), (10, 11, 12, 13, 14))
     expected = {

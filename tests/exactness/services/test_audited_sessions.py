@@ -1,4 +1,4 @@
-"""The audit of live sessions: quiet where services are honest, loud where they are not."""
+"""The audit of live sessions: no alarm for honest services, a clear one for planted faults."""
 
 import asyncio
 import json
@@ -57,7 +57,7 @@ class Heard(Observation):
 
 
 class AuditedBench(Bench):
-    """On engines of a small vocabulary; it hears what becomes of audits."""
+    """Engines of a small vocabulary; records what becomes of audits."""
 
     def __init__(self, heard: Heard, audit_share: float = 1.0) -> None:
         self.heard = heard
@@ -158,7 +158,7 @@ REQUEST = GenerateRequest((1, 2, 3), seed=5, max_tokens=40)
 
 
 async def test_a_seed_is_audited_once() -> None:
-    """Answers that repeat would else count as if they were news; greedy ones draw nothing."""
+    """Repeated answers would be counted as independent; greedy ones draw nothing."""
     heard = Heard()
     greedy = replace(REQUEST, sampling=SamplingParams(temperature=0.0))
     async with running(AuditedBench(heard)) as bench:
@@ -174,7 +174,7 @@ def together(num: int, first: int = 20) -> list[GenerateRequest]:
 async def test_no_more_are_chosen_than_may_wait() -> None:
     heard = Heard()
     async with running(AuditedBench(heard)) as bench:
-        for _ in range(2):  # Those that have been audited make room.
+        for _ in range(2):  # Finished audits make room.
             num = len(heard.outcomes)
             await asyncio.gather(*(bench.events(one) for one in together(20, first=20 + num)))
             assert heard.outcomes[num:][:4] == ["busy"] * 4
@@ -204,7 +204,7 @@ async def test_a_target_whose_seats_are_taken_is_left_alone() -> None:
 
 
 async def test_a_share_is_a_share() -> None:
-    """Of 200 sessions a half; outside 65..135 once in 2 million runs."""
+    """Half of 200 sessions; outside 65..135 once in 2 million runs."""
     heard = Heard()
     async with running(AuditedBench(heard, 0.5)) as bench:
         for seed in range(200):
@@ -214,8 +214,8 @@ async def test_a_share_is_a_share() -> None:
     assert 65 <= len(heard.outcomes) <= 135
 
 
-async def test_tokens_count_of_whoever_s_client_goes() -> None:
-    """Clients go when they have seen enough: without them what is left is no fair sample."""
+async def test_tokens_count_after_the_client_has_gone() -> None:
+    """Clients leave when they have seen enough: without them the sample would be biased."""
     heard = Heard()
     async with running(AuditedBench(heard)) as bench:
         async with aclosing(bench.service.generate(REQUEST)) as events:
@@ -228,7 +228,7 @@ async def test_tokens_count_of_whoever_s_client_goes() -> None:
                 break
         await asyncio.sleep(10)
         assert bench.service._auditor._num_chosen == 0
-    assert heard.outcomes == ["audited"]  # Of the other there are no tokens.
+    assert heard.outcomes == ["audited"]  # The other has no tokens.
     (sums,) = heard.sums.values()
     assert 1 <= sums.num_tokens < 40
 
@@ -247,7 +247,7 @@ async def test_a_target_that_fails_ends_an_audit_of_which_counts_what_it_has_fou
 
 
 async def test_a_coordinator_that_closes_gives_its_audits_up() -> None:
-    """That which runs, and those that wait."""
+    """The running one, and those that wait."""
     heard = Heard()
     async with running(AuditedBench(heard)) as bench:
         await asyncio.gather(*(bench.events(request) for request in together(8)))
@@ -266,8 +266,8 @@ CONSTRAINED = GenerateRequest(
 
 @pytest.mark.virtual(False)
 async def test_constrained_completions_are_within_chance(tmp_path: Path) -> None:
-    """Beyond 5 once in 1.7 million runs. Under the target's law without the mask most tokens would
-    be far more surprising than is expected. Each that ends by itself is what the schema says."""
+    """Beyond 5 once in 1.7 million runs. Without the mask most tokens would be far more surprising
+    than expected. Each completion that ends by itself meets the schema."""
     heard = Heard()
     async with running_stack(
         EndingEngine(1), EndingEngine(2), tmp_path, grammars=grammars,

@@ -1,6 +1,6 @@
-"""Deadlines with each drafter that draws token by token. A draw takes a time here that depends on
-the token, so that a drafter keeps the law only if it decides before each draw whether to make it,
-and proposes everything that it has drawn (`test_stopping_before_a_draw`)."""
+"""Deadlines with each drafter that draws token by token. The time of a draw depends on its token
+here, so a drafter keeps the law only if it decides before each draw whether to make it and proposes
+everything it has drawn (`test_stopping_before_a_draw`)."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -44,8 +44,7 @@ TOGETHER = 50
 
 
 class Draws:
-    """What is drawn for each seed, and the time that it takes: four times as long for half of the
-    tokens."""
+    """The draws of each seed and their time: four times as long for half of the tokens."""
 
     def __init__(self) -> None:
         self.seconds: dict[int, float] = defaultdict(float)
@@ -53,14 +52,14 @@ class Draws:
         self.begun: dict[int, list[float]] = defaultdict(list)
 
     def note(self, noise: RoundNoise, token_ids: tuple[int, ...]) -> None:
-        """Of the round that is asked for; what is drawn ahead is another one's."""
+        """Records draws of the requested round, not those of look-ahead."""
         if noise.committed_length == len(PROMPT):
             self.begun[noise.seed].append(self.seconds[noise.seed])
             self.groups[noise.seed].append(token_ids)
             self.seconds[noise.seed] += SLOW_S if token_ids[0] // 2 % 2 else QUICK_S
 
     def watch(self, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Both functions by which drafters draw, as a module knows them."""
+        """Wraps both functions by which drafters draw, as a module imports them."""
         draw_from_logits, draw_siblings = module.draw_from_logits, module.draw_siblings
 
         def drawn(logits: Any, params: Any, noises: Sequence[RoundNoise], *rest: Any) -> Any:
@@ -90,7 +89,7 @@ def draws(monkeypatch: pytest.MonkeyPatch) -> Draws:
 
 
 Propose = Callable[[Sequence[int], Draws, float, tuple[int, ...]], list[Proposal]]
-"""Proposals for seeds, with the time that each has, and siblings."""
+"""Proposals for seeds, with the time of each, and siblings."""
 
 
 @lru_cache
@@ -199,7 +198,7 @@ def proposed(
 KINDS = ("medusa", "early-exit", "eagle3", "apart", "model", "look-ahead")
 SIBLINGS = (2, 1, 1)
 CELLS = [(kind, ()) for kind in KINDS] + [(kind, SIBLINGS) for kind in (*KINDS[:-1], "parallel")]
-"""Chains that are drafted in parallel are drawn together: `test_parallel_drafts.py`."""
+"""Parallel drafters draw chains together: `test_parallel_drafts.py`."""
 
 
 @pytest.mark.parametrize("ends_at", [0.0, 0.5, 1.5, 4.5, 60.0])
@@ -207,7 +206,7 @@ CELLS = [(kind, ()) for kind in KINDS] + [(kind, SIBLINGS) for kind in (*KINDS[:
 def test_a_draw_is_made_while_there_is_time_and_then_proposed(
     kind: str, siblings: tuple[int, ...], ends_at: float, draws: Draws
 ) -> None:
-    """All of them, with their siblings."""
+    """All draws, with their siblings."""
     lengths = set()
     for seed, proposal in proposed(drafting(kind), draws, ends_at, 30, siblings):
         tree = proposal.tree

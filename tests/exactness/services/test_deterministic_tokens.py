@@ -1,5 +1,5 @@
-"""Bfloat16 through the services, with deterministic engines and with fused kernels: a request's
-tokens are those that it gets alone and without a draft."""
+"""Bfloat16 through the services, with deterministic engines and fused kernels: a request's tokens
+are those that it gets alone and without a draft."""
 
 import asyncio
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ def tiny_engine(family: str, seed: int) -> PagedEngine:
 def request(
     prompt: Prompt, seed: int, k: int, num_tokens: int, temperature: float = 1.0
 ) -> GenerateRequest:
-    """Coupled is what a request with a seed gets."""
+    """Coupled is the default of a request with a seed."""
     return GenerateRequest(
         prompt, sampling=SamplingParams(temperature=temperature), max_tokens=num_tokens, seed=seed,
         num_draft_tokens=k,
@@ -103,7 +103,7 @@ async def test_tokens_depend_on_neither_k_nor_the_batch(family: str, tmp_path: P
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("fused", "num_tokens"), [(False, 7), (True, 24)])
 async def test_the_real_target_too(fused: bool, num_tokens: int, tmp_path: Path) -> None:
-    """The demo target, a 4-layer cut of it as draft, 4 sessions."""
+    """The demo target, with a 4-layer cut of it as draft, 4 sessions."""
     torch.set_num_threads(1)
     directory = resolve_model("demo")
     cut = depth_cut(directory, tmp_path / "cut", 4)
@@ -120,8 +120,8 @@ async def test_the_real_target_too(fused: bool, num_tokens: int, tmp_path: Path)
 @pytest.mark.xdist_group("identity")
 @pytest.mark.parametrize("num_threads", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_rows_of_fused_steps_are_bit_equal(num_threads: int) -> None:
-    """The demo target's logits of the end of a context of 1,200 tokens: token by token, in chunks,
-    as the path of a tree, beside others, and behind a shared prefix."""
+    """The demo target's logits at the end of a context of 1,200 tokens: token by token, in chunks,
+    as the path of a tree, beside others, and after a shared prefix."""
     torch.set_num_threads(num_threads)
     engine = fused_engine_of(*load_model(resolve_model("demo"), name="demo", dtype="bfloat16"))
     assert engine.info.numerics

@@ -1,10 +1,9 @@
-"""Completions that come out of the real services are distributed as if the target had written
-them alone: tiny random models, real gRPC between the services, real Redis, the joint law of all
-tokens by enumeration.
+"""Completions from the real services are distributed as if the target had written them alone: tiny
+random models, real gRPC between the services, real Redis, the joint law of all tokens by
+enumeration.
 
-Each cell: Pearson's chi-square, false alarm 1e-6; enough samples that a law at total variation
-0.05 (0.09 in the cells that always run) is found with probability 0.99, which the test asserts of
-itself.
+Each cell: Pearson's chi-square, false alarm 1e-6, and enough samples to find a law at total
+variation 0.05 (0.09 in the cells that always run) with probability 0.99, which the test asserts.
 """
 
 import asyncio
@@ -138,32 +137,32 @@ class Cell:
     num_draft_tokens: int
     params: str = "plain"
     drafter: str = "model"
-    """`parallel`: a model in one pass, whose last token stands for those to come; `heads`, `exit`,
-    `eagle3` or `mtp`: the target itself; `apart`: an EAGLE-3 head that it sends features; or
-    `none`."""
+    """`parallel`: a model that drafts in one pass, with its last token as parallel token; `heads`,
+    `exit`, `eagle3` or `mtp`: the target itself; `apart`: an EAGLE-3 head that the target sends
+    features; `none`."""
     token_ids: tuple[int, ...] = ()
-    """Those of the target's that are drafted; empty = as many as the next one says."""
+    """The target's tokens that are drafted; empty = `draft_vocab_size` tokens."""
     draft_vocab_size: int = 3
     vocab_size: int = 3
     lookup: LookupKind | None = None
-    """Drafts where no model does, or in its place where it is confident."""
+    """Drafts without a model, or in its place where it is confident."""
     draft_seed: int = 4
-    """That of the target's weights is 3."""
+    """The seed of the target's weights is 3."""
     draft_bits: int | None = None
-    """What the draft's weights are rounded to."""
+    """Bits that the draft's weights are rounded to."""
     num_heads: int = 3
     siblings: int = 0
-    """Candidates beside each draft token: proposals are trees then."""
+    """Candidates beside each draft token: proposals are trees."""
     length_control: bool = False
-    """Whether K is chosen, up to what is said above."""
+    """Whether K is chosen, up to `num_draft_tokens`."""
     grammar: bool = False
-    """Whether completions follow `CONSTRAINT`, of a vocabulary of 4."""
+    """Whether completions follow `CONSTRAINT`, over a vocabulary of 4."""
     repeated: bool = False
     """Whether each seed is used twice; the second completions count."""
     num_tokens: int = 3
-    """Tokens whose joint law is tested: the first ones of ..."""
+    """The first tokens of a completion, whose joint law is tested."""
     max_tokens: int = 4
-    """... completions of this length. A round drafts no further than that."""
+    """Length of the completions; a round drafts no further."""
     num_samples: int = 9_600
     detects: float = 0.05
 
@@ -182,8 +181,8 @@ MANY_ROUNDS = Cell(
     Rule.BLOCK, 2, "top-k", draft_seed=12, num_tokens=5, max_tokens=6, num_samples=5_400,
     detects=0.07,
 )  # fmt: skip
-"""The law of so many tokens sees drafted rounds follow each other, and what one lends the next. The
-draft is one of those under which such a fault shows most."""
+"""The law of this many tokens shows what one drafted round passes on to the next. The draft is one
+of those with which such a fault shows most."""
 CELLS = [
     # Trees by a draft that knows two tokens more than the target, which are never accepted.
     Cell(
@@ -241,8 +240,8 @@ ADAPTIVE_CELLS = [
         for drafter in ("heads", "exit", "apart", "eagle3")
     ),
 ]  # fmt: skip
-"""What may go wrong where more than the target's answers decides what is drafted, in few samples:
-faults of this kind are large."""
+"""Faults where more than the target's answers decides what is drafted, in few samples, because
+these faults are large."""
 WIDE: dict[str, Any] = {"max_tokens": 6, "num_samples": 13_500}
 GRID = [
     *OTHER_CELLS,
@@ -314,7 +313,7 @@ def engine_of(module: Any, eos: tuple[int, ...], **options: Any) -> PagedEngine:
 
 
 def engines_of(cell: Cell, module: Any) -> dict[str, Any]:
-    """What `running_stack` is given for a cell, with a twin of the target's module."""
+    """The engines of a cell for `running_stack`; the target's has a copy of the module."""
     eos, ids = ((END,) if cell.ends else ()), cell.token_ids
     options: dict[str, Any] = {}
     found: dict[str, Any] = {"draft_engine": None}
@@ -355,13 +354,13 @@ def lookup_of(kind: LookupKind | None) -> LookupDrafter | None:
 
 
 async def sample(stack: Stack, cell: Cell) -> tuple[list[tuple[int, ...]], int]:
-    """All completions, and how many draft tokens were accepted in all."""
+    """All completions, and the total number of accepted draft tokens."""
     gate = asyncio.Semaphore(CONCURRENCY)
     client = Client(InProcessTransport(stack.coordinator))
     num_accepted = 0
 
     async def two(number: int) -> tuple[int, ...]:
-        """The second one with a seed, while the first runs or behind it."""
+        """The second completion with a seed, while the first runs or after it."""
         first = asyncio.create_task(one(number))
         await (first if number % 2 else asyncio.sleep(0))
         second = await one(number)
@@ -392,8 +391,8 @@ async def sample(stack: Stack, cell: Cell) -> tuple[list[tuple[int, ...]], int]:
 
 @contextmanager
 def drafting_pays() -> Iterator[None]:
-    """Length control takes plain decoding for slow: drafts of tiny models cost as much as their
-    targets, and would hardly be used."""
+    """Makes length control overestimate plain decoding: drafts of tiny models cost as much as their
+    targets and would hardly be used."""
     forecast = RoundCosts.forecast
 
     def slower(*arguments: Any) -> Forecast:
@@ -406,7 +405,7 @@ def drafting_pays() -> Iterator[None]:
 
 
 async def measure(cell: Cell, directory: Path) -> tuple[Fit, int]:
-    """How well completions fit the law, and how many draft tokens were accepted in all."""
+    """How well completions fit the law, and the total number of accepted draft tokens."""
     if cell.drafter == "mtp":
         module = flatter(mtp_target("deepseek_v3", cell.vocab_size))
     else:
@@ -449,8 +448,8 @@ async def test_completions_follow_the_targets_law(cell: Cell, tmp_path: Path) ->
 async def test_noise_that_rounds_share_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fault put in on purpose: under block every number is keyed by its absolute position, so
-    that a slot that was thrown away lends its noise to the next round."""
+    """The planted fault: under block every number is keyed by its absolute position, so that a
+    discarded slot lends its noise to the next round."""
 
     def absolute(self: RoundNoise, index: int, sibling: int = 0) -> Place:
         return Place(self.committed_length + index, 0)

@@ -1,5 +1,5 @@
-"""Deadlines of drafts on a virtual clock, with a grammar that ends some proposals early: how long
-drafting takes then depends on the tokens that are drawn."""
+"""Deadlines of drafts on a virtual clock, with a grammar that ends some proposals early, so that
+the drafting time depends on the drawn tokens."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ TARGET_SALT, DRAFT_SALT = 10, 4
 PASS_S, DEADLINE_MS = 0.010, 25
 NUM_ROUNDS = 1_000
 TV = 0.12
-"""What each cell detects with a power of 0.99; a deadline that drops what was drawn is off by
+"""Each cell detects this with a power of 0.99; a deadline that drops what was drawn is off by
 0.24."""
 NAMES = itertools.count(1)
 DESCRIPTION = ReplicaDescription("toy", "w", "", VOCAB, "float32", 0, (), 8)
@@ -56,7 +56,7 @@ PLAIN = SamplingParams()
 
 
 class EndsAtTwo:
-    """Any text of tokens 0 and 1; token 2 ends it, and is all that may follow itself."""
+    """Any text of tokens 0 and 1; token 2 ends it, and may only be followed by itself."""
 
     def after(self, drafted: Sequence[int]) -> TokenMask | None:
         if END not in drafted:
@@ -84,7 +84,7 @@ class LookUp:
 
 
 class LossyLink(MemoryLink):
-    """Each third question has no proposal for an answer, whatever would have been drawn."""
+    """Every third question gets no proposal, whatever would have been drawn."""
 
     def __init__(self, how: str, service: DraftService) -> None:
         super().__init__(service)
@@ -102,7 +102,7 @@ class LossyLink(MemoryLink):
 
 
 class SelectingLink(MemoryLink):
-    """Loses proposals for the token that they begin with."""
+    """Loses proposals that begin with a certain token."""
 
     def listen(self, on_answer: Any, on_lost: Any) -> None:
         def heard(answer: DraftAnswer) -> None:
@@ -115,7 +115,7 @@ class SelectingLink(MemoryLink):
 
 @dataclass
 class Found:
-    """First tokens of rounds, one under each seed, and how many tokens were proposed."""
+    """First tokens of rounds, one for each seed, and how many tokens were proposed."""
 
     tokens: list[tuple[int, ...]] = field(default_factory=list)
     lengths: Counter[int] = field(default_factory=Counter)
@@ -124,7 +124,7 @@ class Found:
 
 
 class Bench:
-    """A draft service, and clients of it."""
+    """A draft service, and its clients."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Bench:
         self._pool.admit("r0", link(self.service), DESCRIPTION)
 
     async def draft(self, noise: RoundNoise, deadline_ms: int | None, siblings: Any) -> Any:
-        """What one round has, of a session of its own."""
+        """What one round gets, in a session of its own."""
         self._pool.replicas["r0"].away = False
         name = f"{next(NAMES):032x}"
         one = session(PROMPT, noise.rule, name, noise.seed)
@@ -210,8 +210,8 @@ CELLS = [
 
 @pytest.mark.parametrize(("rule", "siblings"), CELLS)
 def test_a_deadline_keeps_the_law(rule: Rule, siblings: tuple[int, ...]) -> None:
-    """K = 4, 10 ms a pass and a deadline of 25 ms: proposals are cut to the tokens that there was
-    time for, and none is dropped. False alarm 1e-6 a cell."""
+    """K = 4, 10 ms a pass and a deadline of 25 ms: proposals have the tokens that there was time
+    for, and none is dropped. False alarm 1e-6 a cell."""
     found = first_tokens(rule, DEADLINE_MS, siblings=siblings)
     assert found.lengths.keys() == {1, 2, 3}, "some proposals are cut, others end by the grammar"
     assert max(found.waits) <= DEADLINE_MS / 1e3 + PASS_S
@@ -225,7 +225,7 @@ def test_a_deadline_keeps_the_law(rule: Rule, siblings: tuple[int, ...]) -> None
 def test_a_deadline_that_drops_what_was_drawn_is_found(
     rule: Rule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The planted fault: the draft draws on, and the coordinator waits no longer."""
+    """The planted fault: the draft continues to draw, and the coordinator stops waiting."""
     monkeypatch.setattr(draft_side, "SILENT_DRAFT_S", 0.0)
     monkeypatch.setattr(DraftDeadline, "allows_draw", lambda self: True)
     found = first_tokens(rule, DEADLINE_MS)
@@ -238,8 +238,8 @@ def test_a_deadline_that_drops_what_was_drawn_is_found(
     ["is silent", *(pytest.param(how, marks=pytest.mark.full) for how in ("refuses", "breaks"))],
 )
 def test_a_look_up_in_the_place_of_a_draft_that_does_not_answer_keeps_the_law(how: str) -> None:
-    """It proposes in a third of the rounds. In the others the draft does, however late it is; the
-    time that it takes depends on its tokens. False alarm 1e-6."""
+    """It proposes in a third of the rounds. In the others the draft does, however late; its time
+    depends on its tokens. False alarm 1e-6."""
     found = first_tokens(Rule.TOKEN, DEADLINE_MS, fallback=LookUp(1), link=partial(LossyLink, how))
     assert found.num_looked_up == NUM_ROUNDS // 3
     assert found.lengths.keys() == {1, 2, 3}
@@ -250,21 +250,21 @@ def test_a_look_up_in_the_place_of_a_draft_that_does_not_answer_keeps_the_law(ho
 
 
 def test_a_look_up_that_proposes_for_what_a_draft_has_drawn_is_found() -> None:
-    """The loss of a draft that depends on its tokens, which docs/exactness.md assumes away."""
+    """A draft whose loss depends on its tokens, which docs/exactness.md excludes."""
     found = first_tokens(Rule.TOKEN, DEADLINE_MS, fallback=LookUp(1), link=SelectingLink)
     assert 0 < found.num_looked_up < NUM_ROUNDS
     assert fit(found.tokens, law()).rejects
 
 
 def test_a_deadline_costs_coupled_tokens_nothing() -> None:
-    """They are the same as without one, each."""
+    """All tokens are the same as without one."""
     cut, whole = (first_tokens(Rule.COUPLED, deadline, 200) for deadline in (DEADLINE_MS, None))
     assert cut.tokens == whole.tokens
     assert cut.lengths[4] == 0 < whole.lengths[4]
 
 
 def test_no_time_for_a_first_token_is_told_at_once() -> None:
-    """Not when the pass ends: nothing was drawn, so nothing is dropped."""
+    """Before the pass ends: nothing was drawn, so nothing is dropped."""
     found = first_tokens(Rule.TOKEN, DEADLINE_MS, 50, pass_s=0.4)
     assert found.lengths.keys() == {0}
     assert found.waits == {DEADLINE_MS / 1e3}

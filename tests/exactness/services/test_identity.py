@@ -1,6 +1,6 @@
-"""Token identity in float32, real target, real services: greedy equals `transformers`' generate,
-alone, beside others, after preemption and behind a shared prefix; coupled gives the same tokens
-whatever drafts, and however far."""
+"""Token identity in float32 with the real target and real services: greedy equals `transformers`'
+generate, alone, beside others, after preemption and after a shared prefix; coupled gives the same
+tokens for every draft and K."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -82,7 +82,7 @@ def draft_engine(module: Any, info: Any) -> PagedEngine:
 
 
 class Target(PagedEngine):
-    """Counts the sequences of its fullest step."""
+    """Records the largest number of sequences in a step."""
 
     most_at_once = 0
 
@@ -121,7 +121,7 @@ async def with_cut(real: Real, tmp_path: Path) -> AsyncIterator[Stack]:
 
 @dataclass
 class Asked:
-    """A request, and what it is to be answered."""
+    """A request and its expected answer."""
 
     prompt: tuple[int, ...]
     num_draft_tokens: int
@@ -168,7 +168,7 @@ async def check_greedy(stack: Stack, real: Real, prompts: list[str], num_tokens:
 async def test_greedy_equals_the_library(
     with_cut: Stack, real: Real, prompts: list[str], num_tokens: int
 ) -> None:
-    """K in {0, 3, 8}, a 4-layer cut of the target as draft."""
+    """K in {0, 3, 8}, with a 4-layer cut of the target as draft."""
     await check_greedy(with_cut, real, prompts, num_tokens)
 
 
@@ -185,7 +185,7 @@ async def check_at_once(stack: Stack, asked: Sequence[Asked]) -> None:
 async def test_greedy_equals_the_library_in_a_batch(
     real: Real, crowd: list[Asked], tmp_path: Path
 ) -> None:
-    """K in {0, 3, 8} mixed; most of the sessions in one step."""
+    """K in {0, 3, 8} mixed; most sessions share steps."""
     target = target_engine(real)
     async with drafted_by_cut(real, target, tmp_path) as stack:
         await check_at_once(stack, crowd)
@@ -197,8 +197,8 @@ async def test_greedy_equals_the_library_in_a_batch(
 async def test_greedy_equals_the_library_after_preemption(
     real: Real, crowd: list[Asked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same on pages for half of their prompts: younger sessions lose theirs to older ones again
-    and again, and resync."""
+    """On pages for half of their prompts: younger sessions repeatedly lose theirs to older ones,
+    and resync."""
     shorten_pages(monkeypatch, SMALL_PAGE)
     config = real.module.config
     slot_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
@@ -215,7 +215,7 @@ async def test_greedy_equals_the_library_after_preemption(
 async def test_greedy_equals_the_library_behind_a_shared_prefix(
     with_cut: Stack, real: Real
 ) -> None:
-    """Three requests with one preface, K 0, 3 and 8: of its whole pages the later two run none."""
+    """Three requests with one preface, K 0, 3 and 8: the later two run none of its whole pages."""
     num_whole = len(real.encode(PREFACE)) // PAGE_SIZE * PAGE_SIZE
     for index, (k, prompt) in enumerate(zip(NUM_DRAFT_TOKENS, PROMPTS[1::7], strict=False)):
         ids = real.encode(PREFACE, prompt)
@@ -230,9 +230,9 @@ async def test_greedy_equals_the_library_behind_a_shared_prefix(
 async def test_coupled_tokens_do_not_depend_on_the_draft(
     with_cut: Stack, real: Real, tmp_path: Path
 ) -> None:
-    """Temperature 1, coupled: the same tokens for K = 0, 3, 8 and for three drafters: a 4-layer cut
-    of the target; the one that comes with the package; and a hybrid of the target's weights in 8
-    bits with suffix decoding, which has seen the same answer before."""
+    """Temperature 1: the same tokens for K = 0, 3, 8 and for three drafters: a 4-layer cut of the
+    target; the shipped one; and a hybrid of the target's weights in 8 bits with suffix decoding,
+    which has seen the same answer before."""
     prompt = real.encode(PROMPTS[3])
     expected = await complete(with_cut, prompt, 12, 0, seed=0)
 
@@ -259,7 +259,7 @@ async def test_coupled_tokens_do_not_depend_on_the_draft(
 
 
 class Counted:
-    """A `SelfDrafter` that knows how much it drafted."""
+    """A `SelfDrafter` that counts its draft tokens."""
 
     def __init__(self, drafter: SelfDrafter | None) -> None:
         assert drafter is not None
@@ -276,7 +276,7 @@ class Counted:
 
 
 class CountedHead(FeatureDrafter):
-    """Knows how much it drafted."""
+    """Counts its draft tokens."""
 
     num_tokens = 0
 
@@ -302,7 +302,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def tiny_engine(module: Any, **own: Any) -> Target:
-    """On so few pages that many sessions at once preempt each other."""
+    """With so few pages that concurrent sessions preempt each other."""
     info = ModelInfo("tiny", TINY_VOCAB, 128, "float64", (), "w", "tiny")
     slot_bytes = 3 * 2 * 2 * 8 * 8
     if (layer := own.get("draft_layer")) is not None:
@@ -313,8 +313,8 @@ def tiny_engine(module: Any, **own: Any) -> Target:
 
 
 async def check_tiny(stack: Stack, module: Any) -> None:
-    """Greedy equals the library, and coupled tokens are the same for K = 0 and 4, many sessions at
-    once."""
+    """Greedy equals the library, and coupled tokens are the same for K = 0 and 4, with many
+    sessions at once."""
     random = torch.Generator().manual_seed(5)
     prompts = [
         tuple(torch.randint(TINY_VOCAB, (8 + n,), generator=random).tolist()) for n in range(CROWD)
@@ -356,7 +356,7 @@ async def test_a_target_that_drafts_itself_writes_what_it_would_without(
 async def test_a_head_apart_from_its_target_leaves_the_text_as_it_is(
     tiny: Any, tmp_path: Path, siblings: int
 ) -> None:
-    """Both are short of pages; what either loses is computed, or sent, again."""
+    """Both are short of pages; what either loses is computed or sent again."""
     original, ids = twin(tiny), tuple(range(0, TINY_VOCAB, 2))
     head = tiny_eagle3(tiny, ids)
     target = tiny_engine(tiny, draft_layer=head, drafts_apart=True)
@@ -379,7 +379,7 @@ async def test_a_head_apart_from_its_target_leaves_the_text_as_it_is(
 async def test_a_draft_in_one_pass_leaves_the_text_as_it_is(
     tiny: Any, tmp_path: Path, siblings: int
 ) -> None:
-    """Chains, whose outcomes are worked out ahead, or trees. Its first token is the target's."""
+    """Chains with look-ahead, or trees. It knows the target's weights."""
     original, draft = twin(tiny), tiny_engine(twin(tiny))
     target = tiny_engine(tiny)
     async with running_stack(

@@ -1,5 +1,5 @@
-"""Drafts that are given a time: they decide before each draw, and answer with what they have; those
-beside one whose time is over may be left unended by a step."""
+"""Drafts with a time limit decide before each draw and answer with what they have; a step may leave
+other drafts unfinished when the time of one is over."""
 
 import asyncio
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class Heard:
 
 
 def answers_to(*sent: tuple[float, DraftItem], **options: Any) -> list[Heard]:
-    """What a draft whose passes take 10 ms answers to items that are sent at these times."""
+    """A draft's answers to items that are sent at these times; a pass takes 10 ms."""
 
     async def main() -> list[Heard]:
         loop = asyncio.get_running_loop()
@@ -66,9 +66,9 @@ def answers_to(*sent: tuple[float, DraftItem], **options: Any) -> list[Heard]:
 def test_a_proposal_has_the_tokens_that_there_was_time_for(
     budget_ms: float, look_ahead: int
 ) -> None:
-    """They are the first ones of the proposal without a bound. The pass of a draw that was allowed
-    is not broken off; the first draw is decided on behind the pass that reads the prefix, or with
-    look-ahead, of whose steps each is a pass, before it. None is too late by more than a pass."""
+    """The first tokens of the unlimited proposal. The pass of a permitted draw is not interrupted.
+    The first draw is decided after the pass that reads the prefix, or with look-ahead, where each
+    step is a pass, before it. No answer is late by more than a pass."""
     heard = [
         one
         for one in answers_to((0.0, item(budget_ms, look_ahead=look_ahead)))
@@ -85,9 +85,9 @@ def test_a_proposal_has_the_tokens_that_there_was_time_for(
         assert found.at <= budget_ms / 1e3 + PASS_S + 1e-6
 
 
-def test_who_waits_for_a_step_is_told_when_the_time_is_over() -> None:
+def test_an_item_that_waits_for_a_step_is_answered_when_its_time_is_over() -> None:
     """Another session's step runs until 40 ms. The answer says that nothing was drawn; the prefix
-    is read all the same, and an empty proposal says so."""
+    is read nevertheless, and an empty proposal reports it."""
     heard = answers_to((0.0, item(0)), (0.005, item(10, session=2)))
     of_two = [one for one in heard if one.answer.key.session_id == session_name(2)]
     assert [type(one.answer) for one in of_two] == [Refused, ProposalReply]
@@ -104,7 +104,7 @@ LONG_PROMPT = tuple(n % 7 for n in range(150))
 
 @pytest.mark.parametrize("look_ahead", [0, 2])
 def test_a_prefix_that_is_read_in_parts_costs_a_round_its_time_alone(look_ahead: int) -> None:
-    """Three parts of 64 tokens at most, 10 ms each: before the second one ends the time is over."""
+    """Three parts of at most 64 tokens, 10 ms each: the time is over before the second one ends."""
     asked = item(15, look_ahead=look_ahead, tokens=LONG_PROMPT)
     told, *later = answers_to((0.0, asked), max_num_batched_tokens=64)
     assert (told.answer.code, told.at <= 0.015 + PASS_S) == (LATE_CODE, True)
@@ -112,10 +112,8 @@ def test_a_prefix_that_is_read_in_parts_costs_a_round_its_time_alone(look_ahead:
     assert (ready.proposal, ready.out_of_time) == (NOTHING_SEALED, True)
 
 
-SHORT, LONG, FRESH = 1, 2, 3
-"""Sessions."""
-NUM_DRAWN = 3
-"""Tokens that a step draws until the time of the short one is over."""
+SHORT, LONG, FRESH = 1, 2, 3  # Sessions.
+NUM_DRAWN = 3  # Tokens that a step draws in the time of the short one.
 
 
 def unbounded(session: int, num_tokens: int, **fields: Any) -> DraftItem:
@@ -123,7 +121,7 @@ def unbounded(session: int, num_tokens: int, **fields: Any) -> DraftItem:
 
 
 class Interrupted:
-    """A draft behind a step that has ended for one of two sessions."""
+    """A draft after a step that ended for one of two sessions."""
 
     def __init__(self) -> None:
         self.engine = ToyEngine(pass_s=PASS_S)
@@ -143,7 +141,7 @@ class Interrupted:
 
 
 def undisturbed() -> tuple[int, ...]:
-    """What the long proposal is without another one beside it."""
+    """The long proposal without another session."""
     engine = ToyEngine()
     proposer = Proposer(ModelDrafter(engine), TokenBudget(512, 8))
     [reply] = proposer.step([unbounded(LONG, 16)])
@@ -152,7 +150,7 @@ def undisturbed() -> tuple[int, ...]:
 
 
 def test_an_unended_draft_goes_on_with_what_it_has_drawn() -> None:
-    """Beside new ones, and runs nothing twice."""
+    """Beside new ones, and it runs nothing twice."""
     draft = Interrupted()
     reply, fresh = draft.step(draft.long, unbounded(FRESH, 2))
     assert reply.proposal.token_ids == undisturbed()

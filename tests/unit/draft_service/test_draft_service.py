@@ -30,7 +30,7 @@ async def setting() -> AsyncIterator[Replica]:
 def expected_proposal(
     prefix: Sequence[int], count: int, rule: Rule, sampling: SamplingParams, prompt_length: int
 ) -> tuple[list[int], list[DraftDistribution | None]]:
-    """Token by token, each from logits that were computed anew."""
+    """Token by token, each from newly computed logits."""
     noise = RoundNoise(7, rule, len(prefix))
     tokens = list(prefix)
     q = []
@@ -48,8 +48,8 @@ def expected_proposal(
 async def test_a_proposal_is_the_pure_function_of_its_item(
     setting: Replica, rule: Rule, penalty: float
 ) -> None:
-    """Equal to drawing token by token from fresh logits; penalties count what was drafted; q is
-    what each token was drawn from, under the rules that look at it."""
+    """It equals drawing token by token from new logits; penalties count draft tokens; q is what
+    each token was drawn from, under rules that use it."""
     sampling = SamplingParams(
         temperature=0.0 if rule is Rule.GREEDY else 0.8, top_k=5, frequency_penalty=penalty
     )
@@ -63,8 +63,8 @@ async def test_a_proposal_is_the_pure_function_of_its_item(
     assert setting.engine.length(session_name(1)) == reply.cached_length
 
 
-async def test_a_ragged_batch_proposes_what_each_session_would_alone(setting: Replica) -> None:
-    """Sessions with different rules, K and parameters share the steps and do not mix."""
+async def test_a_batch_proposes_what_each_session_would_alone(setting: Replica) -> None:
+    """Sessions with different rules, K and parameters share steps."""
     kinds = [
         (Rule.TOKEN, 4, SamplingParams(temperature=0.7)),
         (Rule.TOKEN, 2, SamplingParams(temperature=0.7)),
@@ -86,8 +86,8 @@ async def test_a_ragged_batch_proposes_what_each_session_would_alone(setting: Re
 
 
 async def test_a_prefix_outside_its_vocabulary_gets_an_empty_proposal(setting: Replica) -> None:
-    """A target's vocabulary may be wider: nothing is drafted, nothing is refused, and a session
-    beside it is drafted for."""
+    """A target's vocabulary may be wider. Nothing is refused, and other sessions are drafted
+    for."""
     wide, normal = await setting.send(
         DraftItem(make_head((1, 9, 2)), 3), DraftItem(make_head(PROMPT, session=2), 3)
     )
@@ -112,8 +112,8 @@ async def test_a_prefix_near_its_length_gets_a_shorter_proposal(length: int, pro
 async def test_a_pass_that_fails_behind_drawn_tokens_leaves_them_proposed(
     setting: Replica, rule: Rule
 ) -> None:
-    """Logits that are no numbers after the second of four tokens: two are proposed, a session
-    beside it gets all of its own, and the next round goes on from what is held."""
+    """NaN logits after the second of four tokens: two are proposed, another session gets all of its
+    own, and the next round continues from what is held."""
     sampling = GREEDY if rule is Rule.GREEDY else SamplingParams()
     tokens, q = expected_proposal(PROMPT, 4, rule, sampling, 1)
     setting.engine.breaks_after = lambda held: list(held) == [*PROMPT, *tokens[:2]]
@@ -135,8 +135,8 @@ async def test_a_pass_that_fails_behind_drawn_tokens_leaves_them_proposed(
 
 
 async def test_a_lost_engine_is_no_items_own_error(setting: Replica) -> None:
-    """Nor one of a draft's first tokens, which are proposed: the next step says so. It is not tried
-    again for each session, and the replica is unhealthy at once."""
+    """Nor one of a draft's first tokens, which are proposed; the next step reports it. It is not
+    retried for each session, and the replica is unhealthy at once."""
     setting.engine.breaks_after = lambda held: lose(len(held) == len(PROMPT) + 1)
 
     def lose(now: bool) -> bool:

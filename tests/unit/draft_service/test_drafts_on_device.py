@@ -1,5 +1,5 @@
-"""Drafts that are drawn on the device of their logits, beside others that are not, against the same
-drafts drawn on the CPU: on a CUDA device, and on a CPU with substitutes for its kernels."""
+"""Drafts drawn on the device of their logits, compared with drafts drawn on the CPU: on a CUDA
+device, otherwise with substitutes for its kernels."""
 
 from dataclasses import replace
 
@@ -28,7 +28,8 @@ def request(
 
 
 def requests() -> list[DraftRequest]:
-    """Every rule, and other parameters and lengths for each; the last three are not drawn there."""
+    """Every rule, with different parameters and lengths; the last three are not drawn on the
+    device."""
     return [
         request("a", ids(14, 1), 5, Rule.TOKEN, SamplingParams(temperature=0.9)),
         request("b", ids(5, 2), 3, Rule.BLOCK, SamplingParams(top_p=0.8)),
@@ -45,7 +46,7 @@ def requests() -> list[DraftRequest]:
 def test_the_same_proposals(
     token_ids: tuple[int, ...], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Token ids, and q but for what sums in another order round otherwise."""
+    """Equal token ids; q up to rounding."""
     draw_without_kernels(monkeypatch)
     module = tiny_module(tiny_config("llama", VOCAB))
     module = (tiny_drafter(module, token_ids) if token_ids else module).to(device)

@@ -1,4 +1,4 @@
-"""A head that drafts apart from its target, from features that this sends: rounds of both
+"""A head that drafts apart from its target, from features that this sends: rounds through both
 services."""
 
 from collections.abc import AsyncIterator, Sequence
@@ -42,7 +42,7 @@ TOLERANCE = 1e-2
 
 @dataclass
 class Pair:
-    """A target that keeps features, its module once more, and a draft that reads them."""
+    """A target that keeps features, a copy of its module, and a draft that reads them."""
 
     module: Any
     head: LoadedEagle3
@@ -68,7 +68,7 @@ class Pair:
         return reply
 
     async def verify_together(self, lengths: Sequence[int]) -> list[VerdictReply]:
-        """In one step, without a proposal, for sessions of these lengths, from the first token
+        """In one step, without proposals, for sessions of these lengths, from the first token
         on."""
         items = [
             VerifyItem(make_head(range(length), session=number), features_from=0)
@@ -93,7 +93,7 @@ class Pair:
         return reply
 
     def features(self, tokens: Sequence[int], first: int, end: int | None = None) -> Features:
-        """Of these places, by the library's own pass; as they travel."""
+        """Features of these positions by the library's own pass, as they are sent."""
         states = self.module(torch.tensor([tokens]), output_hidden_states=True).hidden_states
         taps = torch.cat([states[index][0] for index in self.head.module.layer_ids], -1)
         rows = self.head.module.fuse(taps)[first : len(tokens) - 1 if end is None else end]
@@ -151,9 +151,9 @@ async def running(num_pages: int = 64) -> AsyncIterator[Pair]:
 async def test_what_is_drafted_round_after_round(
     rule: Rule, sampling: SamplingParams, rows_max: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With draft tokens accepted and refused, from what each verdict has sent: what the head draws
-    that sees all of it at once. Where a message has few rows, the prompt's come with several
-    verdicts, and nothing is drafted until the last ones are there."""
+    """With draft tokens accepted and rejected, from what each verdict sends: the same as a head
+    that sees all features at once. If a message has few rows, the prompt's come with several
+    verdicts, and nothing is drafted until all are there."""
     monkeypatch.setattr(hidden_states, "FEATURES_MAX", rows_max)
     async with running() as pair:
         tokens, proposal, accepted, shown = list(PROMPT), NOTHING_SEALED, [], b""
@@ -188,7 +188,7 @@ def _close(ours: Features, theirs: Features) -> bool:
 
 
 async def test_a_tree_sends_the_path_that_was_accepted() -> None:
-    """The spine is the chain's; where a candidate beside it is accepted, its features are sent."""
+    """The spine is the chain's; if a candidate beside it is accepted, its features are sent."""
     async with running() as pair:
         text, options = [*PROMPT, 7], {"rule": Rule.COUPLED}
         features = pair.features(text, 0)
@@ -207,7 +207,7 @@ async def test_a_tree_sends_the_path_that_was_accepted() -> None:
 
 
 async def test_features_of_all_that_is_held_can_be_had_again() -> None:
-    """Behind a prefix that another session has left, and as often as they are asked for."""
+    """After a prefix that another session has left, and repeatedly."""
     text = [*PROMPT, *(i * 7 % VOCAB for i in range(3 * PAGE_SIZE))]
     async with running() as pair:
         for session in (1, 2):
@@ -239,7 +239,7 @@ async def test_a_step_sends_so_many_features_first_to_those_that_lack_fewest(
 async def test_a_verdict_comes_without_features_that_cannot_be_had(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As where the device has no memory for them."""
+    """As when the device has no memory for them."""
 
     def fail(ranges: Any) -> Any:
         raise torch.OutOfMemoryError("no memory")
@@ -252,7 +252,7 @@ async def test_a_verdict_comes_without_features_that_cannot_be_had(
 
 
 async def test_sessions_are_drafted_for_together_each_from_its_own() -> None:
-    """Of several lengths and rules, one of them on pages that another has left."""
+    """With several lengths and rules, one on pages that another has left."""
     text = [*PROMPT, *(i * 7 % VOCAB for i in range(40))]
     asked = {1: (12, Rule.TOKEN, 2), 2: (38, Rule.COUPLED, 3), 3: (2, Rule.TOKEN, 1)}
     async with running() as pair:
@@ -291,7 +291,7 @@ async def test_the_pair_that_is_drafted_from_is_written_once(
 
 
 async def test_a_session_that_was_forgotten_is_asked_for_again() -> None:
-    """By what it holds a coordinator knows which features it lacks."""
+    """What it holds tells a coordinator which features it lacks."""
     text = [*PROMPT, *(i * 5 % VOCAB for i in range(20))]
     async with running() as pair:
         await pair.propose(text[:20], pair.features(text[:20], 0))
@@ -309,7 +309,7 @@ async def test_a_session_that_was_forgotten_is_asked_for_again() -> None:
 
 
 async def test_features_of_few_tokens_take_pages_for_these_alone() -> None:
-    """However long their session is: it is the older one, and others keep what they have."""
+    """However long their session is; it is the older one, and others keep their pages."""
     long, short = ([i * step % VOCAB for i in range(3 * PAGE_SIZE)] for step in (5, 7))
     async with running(num_pages=3) as pair:
         for end, session in ((3, 1), (3, 2), (6, 1)):
@@ -320,7 +320,7 @@ async def test_features_of_few_tokens_take_pages_for_these_alone() -> None:
 
 
 async def test_features_of_tokens_that_were_never_committed_are_forgotten() -> None:
-    """As when a coordinator that has died had decided more than was stored."""
+    """As when a coordinator died after deciding more than was stored."""
     first, second = ([*PROMPT, *(i * step % VOCAB for i in range(12))] for step in (5, 7))
     async with running() as pair:
         await pair.propose(first, pair.features(first, 0), rule=Rule.TOKEN)
@@ -336,7 +336,7 @@ async def test_features_of_tokens_that_were_never_committed_are_forgotten() -> N
     [(Features(0, 4, bytes(8)), "features.width"), (Features(0, 24, bytes(7 * 48)), "features")],
 )
 async def test_features_that_cannot_be_are_refused(features: Features, name: str) -> None:
-    """And harm no other session of the step."""
+    """Without effect on other sessions of the step."""
     async with running() as pair:
         text = (1, 2, 3, 4, 1, 2, 3)
         good = pair.features(text, 0)
@@ -351,7 +351,7 @@ async def test_features_that_cannot_be_are_refused(features: Features, name: str
 
 @pytest.mark.parametrize("parks", [True, False])
 async def test_a_draft_that_is_given_up_leaves_no_slots_of_its_guesses(parks: bool) -> None:
-    """Its step ends as another session's time is over; then its stream closes, or a newer item
+    """Its step ends because another session's time is over; then its stream closes, or a newer item
     comes. What is committed next is what it had drawn."""
     async with running() as pair:
         worker, text = pair.service._worker, list(PROMPT)

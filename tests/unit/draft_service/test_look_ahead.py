@@ -1,5 +1,5 @@
-"""The draft service works out what has not happened yet: what it pushes, when, what it costs those
-who wait, and what is left where it fails or is needed no more."""
+"""Look-ahead of the draft service: what it pushes and when, its cost for waiting sessions, and what
+remains after failures and at the end."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -63,8 +63,8 @@ async def draft() -> AsyncIterator[Replica]:
 
 @pytest.mark.parametrize("rule", list(Rule))
 async def test_what_is_pushed_is_what_would_be_proposed(draft: Replica, rule: Rule) -> None:
-    """Under every rule, q included; for the round behind the one that was asked for. Some assume
-    that all draft tokens pass, some that one is refused."""
+    """Under every rule, with q, for the next round. Some assume that all draft tokens are accepted,
+    some that one is rejected."""
     asked = item(PROMPT, rule=rule)
     answer, *pushed = await draft.send(asked)
     sampling = GREEDY if rule is Rule.GREEDY else PLAIN
@@ -96,14 +96,14 @@ async def test_a_round_goes_on_from_the_proposal_that_is_held(draft: Replica) ->
 
 
 async def test_an_outcome_that_is_known_is_answered_before_anything_runs(draft: Replica) -> None:
-    """As when the push has crossed the question on its way."""
+    """As when the push and the question cross."""
     _, *pushed = await draft.send(item(PROMPT))
     chosen = pushed[1]
     committed = (*PROMPT, *chosen.assumed)
     num_passes = len(draft.engine.batches)
     draft.link.send(item(committed, chosen.cached_length, round_index=1))
     answer = (await draft.listener.wait(10))[9]
-    assert len(draft.engine.batches) <= num_passes + 2  # The step that reads it comes after it.
+    assert len(draft.engine.batches) <= num_passes + 2  # The step that reads it comes later.
     assert answer.proposal == chosen.proposal
     assert (answer.key.round, answer.base_length, answer.assumed) == (1, len(committed), ())
     await draft.settle()
@@ -111,7 +111,7 @@ async def test_an_outcome_that_is_known_is_answered_before_anything_runs(draft: 
 
 
 @pytest.mark.parametrize("has_news", [False, True])
-async def test_a_step_has_two_passes_where_nobody_waits_and_nothing_has_come(
+async def test_a_step_has_two_passes_if_no_session_waits_and_no_item_has_come(
     has_news: bool,
 ) -> None:
     class Counted(ToyEngine):
@@ -128,14 +128,14 @@ async def test_a_step_has_two_passes_where_nobody_waits_and_nothing_has_come(
     draft = draft_over(Counted(salt=2, max_model_len=256))
     await draft.send(item(PROMPT, count=5))
     passes = [after - before for before, after in pairwise(ends) if after > before]
-    # Five draws are waited for; then come five of refusals, and one later as many of the bonus.
+    # Five requested draws, then five for rejections, and from one pass later five for the bonus.
     assert passes == [1] * 11 if has_news else passes == [1, 1, 1, 1, 1, 2, 2, 1, 1]
     await draft.close()
 
 
 async def test_how_far_a_late_outcome_is_drafted_says_nothing_of_its_tokens() -> None:
-    """One that has come true with half of its tokens is answered as it is: with as many for every
-    seed, as `docs/exactness.md` needs."""
+    """One that comes true with half of its tokens is answered as it is: with the same number for
+    every seed, as `docs/exactness.md` requires."""
     lengths, tokens = set(), set()
     for seed in range(1, 21):
         draft = draft_over()
@@ -161,7 +161,7 @@ async def test_how_far_a_late_outcome_is_drafted_says_nothing_of_its_tokens() ->
 
 @pytest.mark.virtual
 async def test_a_step_corrects_what_steps_cost_unless_its_answer_was_known() -> None:
-    """Steps of 10 ms, of which 20 were foretold; one that is answered at once runs no round."""
+    """Steps take 10 ms where 20 were predicted; a step that is answered at once runs no round."""
     draft = draft_over(step_s=0.010, costs=StepCosts((1, 64), (0.020, 0.020)))
     budget = draft.service._proposer._budget
     _, *pushed = await draft.send(item(PROMPT))
@@ -177,7 +177,7 @@ async def test_a_step_corrects_what_steps_cost_unless_its_answer_was_known() -> 
 
 @pytest.mark.virtual
 async def test_without_look_ahead_a_step_is_foretold_by_its_passes() -> None:
-    """Three passes take 30 ms; each was foretold to take 20."""
+    """Three passes take 30 ms; each was predicted to take 20."""
     draft = draft_over(step_s=0.030, costs=StepCosts((1, 64), (0.020, 0.020)))
     await draft.send(item(PROMPT, look_ahead=0))
     corrections = draft.service._proposer._budget._corrections
@@ -210,8 +210,7 @@ async def test_what_came_otherwise_is_drafted_as_ever(draft: Replica) -> None:
 
 
 async def test_a_round_pushes_no_more_bytes_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was worked out all the same is answered with when it is asked for, and not drafted
-    twice."""
+    """What was drafted but not pushed is sent when it is asked for, and not drafted twice."""
     draft = draft_over()
     with monkeypatch.context() as patch:
         patch.setattr("draft_service.lookahead.LOOK_AHEAD_BYTES_MAX", 200)
@@ -239,12 +238,12 @@ async def test_a_round_pushes_no_more_bytes_than_it_may(monkeypatch: pytest.Monk
 async def test_without_looking_ahead_there_is_one_answer(
     draft: Replica, changes: dict[str, Any]
 ) -> None:
-    """None is asked for; and penalties would count tokens that are not there."""
+    """Without a request for it, and with penalties, which would count draft tokens."""
     assert len(await draft.send(item(PROMPT, **changes))) == 1
 
 
 async def test_pages_that_are_needed_are_there() -> None:
-    """Outcomes take what is free and give way to sessions that come, however many there are."""
+    """Outcomes use free pages and give them up to new sessions."""
     draft = draft_over(ToyEngine(salt=2, max_model_len=64, num_pages=24))
     for session in range(1, 6):
         [answer, *_] = await draft.send(item([1] * 13, session=session, look_ahead=16))
@@ -268,8 +267,8 @@ async def test_a_session_that_loses_its_pages_is_answered_what_it_has(draft: Rep
 
 
 async def check_begins_anew(draft: Replica, committed: tuple[int, ...], length: int) -> None:
-    """The draft has lost a session's pages: a round that builds on what it held is told so, and
-    one that states all tokens is drafted."""
+    """The draft has lost a session's pages: a round that builds on them is answered with `Resync`,
+    and one that states all tokens is drafted."""
     [again] = await draft.send(item(committed, length, round_index=2))
     assert isinstance(again, Resync)
     assert again.cached_length == 0
@@ -279,8 +278,10 @@ async def check_begins_anew(draft: Replica, committed: tuple[int, ...], length: 
 
 
 @pytest.mark.parametrize("crash", [RuntimeError("out of memory"), BadRequest("token_ids", "no")])
-async def test_a_failure_while_looking_ahead_harms_nobody(draft: Replica, crash: Exception) -> None:
-    """It comes after the answer, or beside somebody's drawn tokens, which are proposed then."""
+async def test_a_failure_while_looking_ahead_harms_no_session(
+    draft: Replica, crash: Exception
+) -> None:
+    """It comes after the answer, or beside drawn tokens, which are then proposed."""
     draft.link.send(item(PROMPT))
     await draft.listener.wait(1)
     draft.engine.crash = crash

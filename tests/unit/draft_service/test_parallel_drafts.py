@@ -1,6 +1,6 @@
-"""Drafts of several tokens from one pass, against the library's own forward on the input that the
-paper (arXiv 2504.18583) defines: the whole prefix and K - 1 parallel tokens, of which the last K
-rows are drawn from."""
+"""Drafts of several tokens from one pass, compared with the library's own forward on the input that
+the paper (arXiv 2504.18583) defines: the whole prefix and K - 1 parallel tokens, whose last K rows
+are drawn from."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ Rows = Callable[[Sequence[int], int], torch.Tensor]
 
 
 class Alternating:
-    """Even and odd tokens take turns; the completion ends behind four."""
+    """Even and odd tokens alternate; the completion ends after four."""
 
     def after(self, drafted: Sequence[int]) -> TokenMask:
         wanted = drafted[-1] % 2 == 0 if drafted else True
@@ -87,8 +87,8 @@ def toy_rows(prefix: Sequence[int], count: int) -> torch.Tensor:
 
 
 def test_proposals_are_those_of_the_whole_input() -> None:
-    """In rounds that keep some of the tokens and add one, sessions of all rules side by side: token
-    ids, and q but for a rounded count; and what is held is what is committed."""
+    """Rounds that keep some tokens and add one, for sessions of all rules side by side: token ids,
+    q up to rounding, and only committed tokens are held."""
     module = tiny_module(tiny_config("qwen3", VOCAB))
     library = twin(module)
 
@@ -123,8 +123,8 @@ def test_proposals_are_those_of_the_whole_input() -> None:
 
 @pytest.mark.parametrize("rule", list(Rule))
 async def test_outcomes_are_drafted_in_a_pass(rule: Rule) -> None:
-    """What is pushed is what would be proposed: one pass for the proposal, one that reads it, and
-    one for all outcomes, from which the next round goes on."""
+    """What is pushed is what would be proposed: one pass for the proposal, one that reads it, one
+    for all outcomes."""
     asked = item((1, 2, 3), rule=rule)
     async with draft_over(parallel_token=TOY_MASK) as draft:
         answer, *pushed = await draft.send(asked)
@@ -170,7 +170,7 @@ def test_tokens_before_a_row_that_cannot_be_drawn_from_are_proposed() -> None:
     ("ends_at", "lengths"), [(0.5, [0, 0]), (1.5, [4, 1]), (2.5, [4, 2]), (9.0, [4, 4])]
 )
 def test_there_is_time_for_all_draws_or_for_each(ends_at: float, lengths: list[int]) -> None:
-    """Each question takes a second."""
+    """Each call of the clock takes a second."""
     drafter = ParallelDrafter(ToyEngine(TOY_VOCAB, salt=2), TOY_MASK)
     found = []
     for sampling in (SamplingParams(), PENALISED):

@@ -15,7 +15,7 @@ from outrider.tokens import TokenSequence
 
 
 def search(ids: list[int], ngrams: tuple[int, int], num_tokens: int) -> tuple[int, ...]:
-    """The definition, by comparing every place with the end of the text."""
+    """The definition: compares every place with the end of the text."""
     matches: list[tuple[int, int]] = []
     for end in range(len(ids) - 1, 0, -1):
         length = 0
@@ -39,7 +39,7 @@ NGRAMS = st.builds(lambda low, more: (low, low + more), st.integers(1, 3), st.in
 @given(ids=st.lists(st.integers(0, 2), max_size=60), ngrams=NGRAMS, k=st.integers(0, 8))
 @settings(max_examples=400, deadline=None)
 def test_a_guess_is_what_a_search_finds(ids: list[int], ngrams: tuple[int, int], k: int) -> None:
-    """Three token ids, so that matches of every length abound."""
+    """Three token ids, so that there are matches of every length."""
     guess = NgramDrafter(*ngrams).guess(request(ids, k))
     assert guess.token_ids == search(ids, ngrams, k)
 
@@ -52,8 +52,8 @@ def test_a_guess_is_what_a_search_finds(ids: list[int], ngrams: tuple[int, int],
 def test_a_proposal_depends_on_the_committed_tokens_alone(
     parts: list[list[int]], ngrams: tuple[int, int], cut: int
 ) -> None:
-    """A drafter that has followed the session, was taken back, or met other sessions says the same
-    as one that meets it for the first time."""
+    """A drafter that has followed the session, was rolled back, or has served others gives the same
+    as a new one."""
     drafter = NgramDrafter(*ngrams)
     committed: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -92,7 +92,7 @@ def test_a_round_reads_the_new_tokens_only() -> None:
 
 @pytest.mark.parametrize("rule", list(Rule))
 def test_proposals_are_one_hot(rule: Rule) -> None:
-    """Where a rule looks at q, each position says that it is one-hot."""
+    """Under rules that use q each position has one."""
     (proposal,) = NgramDrafter().propose([request([1, 2, 3, 1, 2], 2, rule=rule)])
     expected_q = (None, None) if rule in (Rule.TOKEN, Rule.BLOCK) else ()
     assert proposal == Proposal((3, 1), expected_q)

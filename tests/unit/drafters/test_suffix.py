@@ -1,4 +1,4 @@
-"""Suffix decoding against its definition; what is kept, for whom, and for how long."""
+"""Suffix decoding compared with its definition; what is kept, for which tenant, and how long."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def common(text: Sequence[int], end: int, tail: Sequence[int]) -> int:
 def defined(
     ids: Sequence[int], outputs: Sequence[Sequence[int]], k: int, config: SuffixConfig
 ) -> tuple[tuple[int, ...], float]:
-    """The definition: every place of every text, the best over all lengths of a match."""
+    """The definition: every place of every text, the best over all match lengths."""
     tail = ids[-config.depth :]
     own = [(ids, end, common(ids, end, tail)) for end in range(len(ids) - 1, 0, -1)]
     old = [
@@ -75,7 +75,7 @@ TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=24)
 def test_a_guess_is_what_most_often_followed(
     ids: list[int], outputs: list[list[int]], k: int, min_score: float
 ) -> None:
-    """Three token ids, so that matches of every length abound."""
+    """Three token ids, so that there are matches of every length."""
     config = replace(SMALL, min_score=min_score)
     drafter = SuffixDrafter(config)
     for number, output in enumerate(outputs):
@@ -98,7 +98,7 @@ def finish(
 
 
 def test_an_answer_serves_the_next_session_of_its_tenant_alone() -> None:
-    """With the prompt's last tokens before it, and never the others."""
+    """With the last tokens of the prompt before it."""
     drafter = SuffixDrafter(SuffixConfig())
     finish(drafter, "a", (1, 2, 3, 4, 5, 6), tenant="one", seed=1)
     again = request((9, 8, 1, 2), session_id="b", tenant="one", seed=2)
@@ -109,8 +109,8 @@ def test_an_answer_serves_the_next_session_of_its_tenant_alone() -> None:
 
 @pytest.mark.parametrize("rule", list(Rule))
 def test_a_seed_that_was_had_before_steers_no_draft(rule: Rule) -> None:
-    """The second session of a seed reads no history where its noise is that of the first, and
-    writes none, so that the first does not read it either."""
+    """The second session of a seed reads no history if its noise is the first one's, and writes
+    none, so that the first does not read it either."""
     drafter = SuffixDrafter(SuffixConfig())
     drafter.propose([request((1, 2), session_id="first", seed=7)])
     finish(drafter, "other", (1, 2, 3, 4), seed=8)
@@ -123,7 +123,7 @@ def test_a_seed_that_was_had_before_steers_no_draft(rule: Rule) -> None:
 
 
 def test_a_session_that_comes_back_is_not_the_first_any_more() -> None:
-    """What it wrote when it was released is not read with its own noise."""
+    """Its earlier output, now in the history, has its own noise."""
     drafter = SuffixDrafter(SuffixConfig())
     finish(drafter, "first", (1, 2, 3, 4), seed=7)
     again = request((5, 1, 2), session_id="first", seed=7)
@@ -133,8 +133,8 @@ def test_a_session_that_comes_back_is_not_the_first_any_more() -> None:
 
 
 def test_a_seed_is_forgotten_with_what_its_session_wrote() -> None:
-    """Sessions of another tenant push it out, which leaves what was written after it: a later
-    session of that seed is drafted this, and nothing of the first."""
+    """Sessions of another tenant push it out; outputs written later stay, and a later session of
+    that seed can use them."""
     drafter = SuffixDrafter(SuffixConfig(), seeds_max=3)
     for seed, tenant in enumerate(["one", "two", "one", "two"]):
         first = 10 * seed
@@ -152,7 +152,7 @@ def test_a_seed_is_forgotten_with_what_its_session_wrote() -> None:
 def test_of_every_seed_with_an_answer_it_is_known_who_had_it(
     sessions: list[tuple[str, int, list[int]]], seeds_max: int, per_tenant: int
 ) -> None:
-    """However many seeds there are, of which no more than the bound are remembered."""
+    """However many seeds there are."""
     config = replace(SMALL, tokens_per_tenant=per_tenant, tokens_total=60)
     drafter = SuffixDrafter(config, seeds_max=seeds_max)
     for number, (tenant, seed, token_ids) in enumerate(sessions):
@@ -171,8 +171,7 @@ def test_of_every_seed_with_an_answer_it_is_known_who_had_it(
 def test_a_history_holds_the_latest_answers_within_its_bounds(
     added: list[tuple[str, list[int]]], per_tenant: int, total: int
 ) -> None:
-    """Of each tenant an end of what it was answered; nothing of a gram that was cut off is found,
-    and everything of those that were not."""
+    """Of each tenant the last tokens; every n-gram of these is found, and no other."""
     history = History(per_tenant, total)
     everything: dict[str, list[int]] = {}
     for seed, (tenant, token_ids) in enumerate(added):

@@ -1,4 +1,4 @@
-"""Constraints are compiled once, off the event loop, within a time; what cannot be is told."""
+"""Constraints are compiled once, off the event loop, within a time limit; errors are reported."""
 
 import asyncio
 import threading
@@ -27,7 +27,7 @@ ITSELF = {"$ref": "#/$defs/a"}
 
 
 def alike(count: int, alternative: dict[str, Any]) -> Constraint:
-    """Values of so many kinds that nothing tells apart, one within the other."""
+    """Nested values of many kinds that nothing distinguishes."""
     kinds = [alternative] * count
     return Constraint.of_schema({"$defs": {"a": {"anyOf": [*kinds, {"type": "null"}]}}, **ITSELF})
 
@@ -110,7 +110,7 @@ async def test_a_constraint_is_compiled_once_for_all_that_wait() -> None:
 async def test_a_grammar_that_somebody_holds_is_found_however_many_came_since(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By an item that waits for a step, or by a session that has begun."""
+    """Held by an item that waits for a step, or by a running session."""
     monkeypatch.setattr(compiler, "GRAMMARS_MAX", 2)
     known = grammars()
     held = await known.prepare(CONSTRAINTS["regex"])
@@ -129,7 +129,6 @@ async def test_a_grammar_that_somebody_holds_is_found_however_many_came_since(
 
 
 async def test_tenants_share_neither_grammars_nor_refusals() -> None:
-    """What one has asked, or has made slow, another does not see."""
     known, regex = grammars(), CONSTRAINTS["regex"]
     first = await known.prepare(regex, "a")
     assert known.find(regex.digest(), "b") is None
@@ -221,7 +220,7 @@ async def test_a_model_without_an_end_of_text_has_no_constraints() -> None:
     ],
 )  # fmt: skip
 def test_the_largest_constraints_take_less_than_what_is_allowed(constraint: Constraint) -> None:
-    """Whether they are compiled or refused; and no token is waited for as long."""
+    """Whether they are compiled or refused; and each mask takes less than allowed."""
     began = time.thread_time()
     with suppress(BadRequest, Incompatible):
         matcher = PrefixMatcher(tokens().compile(constraint), grammars())

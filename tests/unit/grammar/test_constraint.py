@@ -1,4 +1,4 @@
-"""A constraint is one value however it was written, and what is none is told by its field."""
+"""A constraint is one value however it was written; errors name the field."""
 
 import json
 from typing import Any
@@ -26,7 +26,7 @@ def test_the_same_schema_has_one_text_and_one_digest() -> None:
 
 
 def test_different_constraints_have_different_digests() -> None:
-    """Also where their kinds alone differ."""
+    """Even if only their kinds differ."""
     each = [
         Constraint.of_schema({"properties": {"a": {}, "b": {}}}),
         Constraint.of_schema({"properties": {"b": {}, "a": {}}}),  # Their order is the answer's.

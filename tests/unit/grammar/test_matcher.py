@@ -1,4 +1,4 @@
-"""What the tokens so far allow is a function of them, whatever was tried and thrown away."""
+"""What may follow the tokens so far is a function of them, whatever was tried and discarded."""
 
 import random
 
@@ -29,8 +29,8 @@ from outrider.limits import FOLLOWED_AT_ONCE, MASK_S_MAX, TOO_SLOW_S
 def test_after_any_extends_and_rollbacks_the_mask_is_that_of_a_fresh_matcher(
     name: str, seed: int, steps: list[int]
 ) -> None:
-    """Extends by legal tokens (ends of text among them) and by wrong ones, in one call each, and
-    goes back by any number."""
+    """Extends by legal tokens, end tokens among them, and by wrong ones, and goes back by any
+    number."""
     chosen = random.Random(seed)
     matcher, token_ids = PrefixMatcher(grammar(name), grammars()), []
     for step in steps:
@@ -93,7 +93,7 @@ def test_sessions_are_followed_anew_after_their_matcher_was_dropped(
     drafted = ids[5:8]
     assert first.num_legal([*drafted, eos()]) == 3
     mask = first.after(drafted)
-    matchers.follow("b", schema, [])  # makes room of a
+    matchers.follow("b", schema, [])  # Drops the matcher of a.
     assert len(matchers._matchers) == 1
     again = matchers.follow("a", schema, ids[:7])
     there = again.after(ids[7:8])
@@ -131,7 +131,7 @@ def with_states(lexer_states_max: int) -> Grammars:
 
 
 def test_sessions_that_use_a_grammar_up_go_on_with_the_next() -> None:
-    """And so do those that were in the middle, to the same masks; whoever begins gets one, too."""
+    """Sessions in progress, with the same masks, and new ones."""
     chosen = random.Random(2)
     known, letters = with_states(300), [hf_tokenizer().encode(c)[0] for c in "abcd"]
     first = known.get(MANY_STATES)
@@ -166,7 +166,7 @@ def test_a_completion_too_hard_for_any_grammar_is_refused_and_hurts_no_other() -
 
 @pytest.mark.parametrize("num_tokens", [0, 3, FOLLOWED_AT_ONCE + 1])
 def test_a_grammar_that_is_slow_twice_is_refused_for_a_while(num_tokens: int) -> None:
-    """By the time that it takes to say what follows, or to follow so many tokens."""
+    """By the time it takes to compute a mask or to follow this many tokens."""
     seconds = [0.0, 0.0]
     known = grammars()
     known.clock, known.now = lambda: seconds[0], lambda: seconds[1]

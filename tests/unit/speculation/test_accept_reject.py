@@ -1,4 +1,4 @@
-"""decide(): which draft tokens a verdict and uniforms accept; and acceptance over a text."""
+"""Which draft tokens a verdict and uniforms accept; acceptance over a text."""
 
 import itertools
 import math
@@ -36,7 +36,7 @@ PROPOSED = (1, 2, 3)
     ],
 )
 def test_left_rules_stop_and_block_looks_at_all(uniforms, left, block):
-    """Token, coupled and greedy stop at the first refusal; block takes the longest prefix whose
+    """Token, coupled and greedy stop at the first rejection; block takes the longest prefix whose
     own test passes. A uniform equal to the acceptance probability accepts."""
     for rule in Rule:
         accepted = block if rule is Rule.BLOCK else left
@@ -47,7 +47,7 @@ def test_left_rules_stop_and_block_looks_at_all(uniforms, left, block):
 
 
 def test_an_empty_proposal_gives_the_bonus():
-    """K = 0 is plain decoding: one token, of the target's own."""
+    """K = 0 is plain decoding."""
     assert decide(Verdict((), (7,)), (), Rule.BLOCK, ()) == Outcome((), (7,), (B,))
 
 
@@ -63,7 +63,7 @@ def test_count_accepted_against_its_definition(passes):
 
 @given(st.sampled_from(list(Rule)), st.lists(st.floats(0, 1), max_size=5))
 def test_survival_against_the_law_of_the_count(rule, accept):
-    """The chance of n or more accepted tokens, by a sum over which of the tests pass."""
+    """The probability of n or more accepted tokens, by summing over which tests pass."""
     expected = [0.0] * len(accept)
     for passes in itertools.product((False, True), repeat=len(accept)):
         chance = math.prod(a if passed else 1 - a for a, passed in zip(accept, passes, strict=True))
@@ -73,7 +73,7 @@ def test_survival_against_the_law_of_the_count(rule, accept):
 
 
 def test_each_window_has_ratios_of_its_own() -> None:
-    """Two texts, of which one has no window of two tokens."""
+    """Two texts, one of which has no window of two tokens."""
     texts = [[np.array([1.0, 0.5, 0.25]), np.array([0.2, 0.4])], [np.array([0.6])]]
     found = acceptance_of_windows(texts, 3)
     assert found[0] == pytest.approx((1.0 + 0.5 + 0.25 + 0.6) / 4)

@@ -1,4 +1,4 @@
-"""Sums of an audit against the plain formulas."""
+"""The sums of an audit, compared with the plain formulas."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Draft draws: quantised before they are sampled, and keyed as the target expects."""
+"""Draft draws: quantised before they are sampled, with the noise that the target expects."""
 
 import itertools
 import math
@@ -36,8 +36,8 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
     entries_max=st.integers(1, 20),
 )
 def test_quantise(weights, entries_max):
-    """Positive counts that sum to 2^16 over at most so many of the likeliest tokens, each within
-    one of its share."""
+    """Positive counts that sum to 2^16 over at most `entries_max` of the likeliest tokens, each
+    within one of its share."""
     probabilities = torch.tensor(weights, dtype=torch.float64)
     q = quantise(probabilities, entries_max)
     assert sum(q.counts) == COUNT_TOTAL
@@ -52,7 +52,7 @@ def test_quantise(weights, entries_max):
 
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
 def test_the_draw_is_where_a_uniform_falls_on_the_counts(rule):
-    """Token and block draw by DRAFT noise from the very numbers that go on the wire."""
+    """Token and block draw by DRAFT noise from exactly what is sent."""
     probabilities = torch.rand(500, dtype=torch.float64) ** 4
     seen = set()
     for index in range(40):
@@ -91,9 +91,8 @@ def _on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_same_tokens_and_the_same_q(
     vocab_size: int, entries_max: int, rules: tuple[Rule, ...], is_reduced: bool, device: str
 ) -> None:
-    """Every rule under all sampling parameters, in one batch: token ids and q to the count; also
-    where the logits are those of every third token. A sum that rounds differently changes a
-    count with a probability under 1e-8."""
+    """Every rule with all sampling parameters, in one batch, also for logits of every third token:
+    equal tokens and q. Rounding changes a count with a probability under 1e-8."""
     asked = [
         (sampling, RoundNoise(SEED_MAX - 7 * i, rule, 1_000 + i))
         for i, (sampling, rule) in enumerate((s, r) for s in SAMPLINGS for r in rules)
@@ -165,7 +164,7 @@ def vocabulary() -> DraftVocabulary:
 
 @pytest.fixture(scope="module")
 def logits(vocabulary: DraftVocabulary) -> torch.Tensor:
-    """Over the columns; none are tied, as any of tied ones may be listed."""
+    """Over the columns, without ties."""
     generator = torch.Generator().manual_seed(5)
     return torch.randn(ROWS, NUM_COLUMNS, generator=generator, dtype=torch.float64) * 2
 
@@ -181,7 +180,7 @@ def noises(rule: Rule) -> list[RoundNoise]:
 
 
 def history(vocabulary: DraftVocabulary) -> TokenHistory:
-    """With repeats, and tokens of both kinds."""
+    """With repeats, and with tokens inside and outside the vocabulary."""
     listed = vocabulary.token_ids.tolist()
     return TokenHistory((*listed[:20], 0, 1, 2), (*listed[10:30], *listed[10:12], 4, 3, 8, 8))
 
@@ -191,8 +190,7 @@ def history(vocabulary: DraftVocabulary) -> TokenHistory:
 def test_it_draws_as_the_whole_vocabulary_with_nothing_elsewhere(
     vocabulary: DraftVocabulary, logits: torch.Tensor, name: str, rule: Rule
 ) -> None:
-    """Same tokens, same distributions, by the target's ids, from logits and from probabilities:
-    bias, penalties and filters mean the same in the small space."""
+    """The same tokens and distributions in the target's ids, from logits and from probabilities."""
     params = PARAMS[name]
     rule = Rule.GREEDY if params.greedy else rule
     places, seen = list(range(ROWS)), history(vocabulary)

@@ -1,4 +1,4 @@
-"""Sampling transforms against plain statements of what each of them means."""
+"""Sampling transforms compared with their plain definitions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ INF = float("inf")
 
 
 def naive_row(logits: list[float], params: SamplingParams) -> list[float]:
-    """Temperature, min-p, top-k and top-p by the book, on sorted lists."""
+    """Temperature, min-p, top-k and top-p on sorted lists."""
     scaled = [x / params.temperature for x in logits]
     largest = max(scaled)
     weights = [math.exp(x - largest) for x in scaled]
@@ -63,7 +63,7 @@ def naive_row(logits: list[float], params: SamplingParams) -> list[float]:
     min_p=st.sampled_from([0.0, 0.013, 0.37, 1.0]),
 )
 def test_filters_against_the_naive_form(rows, temperature, top_p, top_k, min_p):
-    """Every combination of filters, with ties and forbidden tokens, equals the sorted-list form."""
+    """Every combination of filters, with ties and forbidden tokens."""
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     logits = torch.tensor(rows, dtype=torch.float64)
     result = target_probabilities(logits, params)
@@ -75,7 +75,7 @@ def test_filters_against_the_naive_form(rows, temperature, top_p, top_k, min_p):
 @pytest.mark.parametrize("spread", [0.0, 0.5, 2.0, 6.0])
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.95, 0.9999])
 def test_top_p_of_wide_rows(spread, top_p):
-    """The bucket search behind the first 64 tokens finds the same head as a full sort."""
+    """The bucket search finds the same tokens as a full sort."""
     torch.manual_seed(1)
     logits = torch.randn(3, 5000) * spread
     logits[2] = (logits[2] * 4).round() / 4
@@ -91,7 +91,6 @@ def test_top_p_of_wide_rows(spread, top_p):
 
 
 def test_exact_ties_keep_the_lowest_ids():
-    """Exactly k tokens survive top-k and the smallest head survives top-p, whatever is tied."""
     flat = torch.zeros(2, 1000)
     assert target_probabilities(flat, SamplingParams(top_k=3)).nonzero().tolist() == [
         [row, v] for row in range(2) for v in range(3)
@@ -103,7 +102,6 @@ def test_exact_ties_keep_the_lowest_ids():
 
 
 def test_greedy_is_one_hot_at_the_lowest_of_the_likeliest():
-    """Under T = 1e-5 the likeliest token after bias and penalties has everything."""
     logits = torch.tensor([[1.0, 3.0, 3.0], [-INF, -5.0, -6.0]])
     params = SamplingParams(temperature=0.0, top_p=0.1)
     assert target_probabilities(logits, params).tolist() == [[0, 1, 0], [0, 1, 0]]
@@ -113,8 +111,8 @@ def test_greedy_is_one_hot_at_the_lowest_of_the_likeliest():
 
 
 def test_penalties_count_what_each_row_has_seen():
-    """Repetition looks at prompt and output; presence and frequency at the output only; row i
-    counts x_1..x_{i-1}; bias comes before all of them."""
+    """Repetition counts prompt and output, presence and frequency the output only; row i counts
+    x_1..x_{i-1}; bias comes first."""
     history = TokenHistory(prompt_ids=[0, 7], output_ids=[1, 1], drafted_ids=[2, 1])
     params = SamplingParams(
         repetition_penalty=2.0,
@@ -138,7 +136,6 @@ def test_penalties_count_what_each_row_has_seen():
 
 
 def test_the_hardest_parameters_stay_numbers():
-    """At every limit at once rows are still distributions."""
     logits = torch.tensor([[3e4, -3e4, 0.0, -INF]])
     for penalty in (1e-308, 5e-324, 10.0):
         params = SamplingParams(
@@ -154,7 +151,7 @@ def test_the_hardest_parameters_stay_numbers():
 
 
 def test_raw_logprobs():
-    """Logprobs ignore every parameter; a token outside the vocabulary has none; ties by id."""
+    """Independent of the parameters; -inf outside the vocabulary; ties by id."""
     logits = torch.tensor([[1.0, 2.0, 2.0, -INF], [0.0, 0.0, 0.0, 0.0]])
     exact = logits.double().log_softmax(dim=1)
     entries = raw_logprobs(logits, [1, 3, 9, 2], 2, rows=[0, 0, 0, 1])
@@ -179,7 +176,7 @@ def mask_of(ids: Sequence[int], vocab_size: int = V) -> TokenMask:
 
 
 class Listed:
-    """Allows what it lists behind each path."""
+    """Allows what it lists for each path."""
 
     def __init__(self, listed: dict[tuple[int, ...], TokenMask | OutriderError | None]) -> None:
         self.listed = listed
@@ -201,7 +198,7 @@ class Listed:
 
 @pytest.mark.parametrize("width", [V - 10, V, V + 40])
 def test_rows_are_masked_each_by_its_own(width: int) -> None:
-    """Tokens that the tokenizer lacks, as those of a padded vocabulary, may not stand either."""
+    """Tokens beyond the mask, as in a padded vocabulary, are forbidden, too."""
     logits = torch.randn(3, width)
     before = logits.clone()
     masked = masked_logits(logits, [mask_of([1, 5]), None, mask_of([2])])
@@ -236,7 +233,7 @@ def test_each_row_of_a_tree_has_the_mask_of_its_path() -> None:
 def test_a_legal_draft_token_behind_which_nothing_is_told_is_no_error(
     behind: OutriderError | None,
 ) -> None:
-    """It may be refused. Nothing is asked behind it, and a forbidden token is not one of them."""
+    """It may be rejected. Nothing is asked after it, and forbidden tokens are not reported."""
     allowed = Listed({(): mask_of([10]), (10,): behind})
     found = row_masks(allowed, Proposal((10, 20, 11), (), (-1, 0, -1)))
     assert found.masks == [allowed.listed[()], None, None, None]

@@ -1,4 +1,4 @@
-"""Guesses of corrections: the order in which the round's own race would let them win."""
+"""Predicted corrections, in the order of the round's own race."""
 
 import math
 import random
@@ -33,7 +33,7 @@ def logits(seed: int = 0) -> torch.Tensor:
 
 
 def waits(noise: RoundNoise, index: int, stream: Stream) -> np.ndarray:
-    """Of the tokens at one place."""
+    """The waits of the tokens at one position."""
     keys = row_keys(noise.seed, [noise.place(index)], [stream])
     ones = torch.ones(1, V, dtype=torch.float64)
     return 1 / scores_of(ones, torch.arange(V)[None], keys)[0].numpy()
@@ -59,8 +59,8 @@ def test_the_order_is_by_log_q_and_the_rounds_noise(rule: Rule, params: Sampling
 
 @pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.GREEDY])
 def test_what_won_by_much_is_likely_to_win_again(rule: Rule) -> None:
-    """The evidence for a draft token is what its score is ahead of the next one's; for one that is
-    not among the likeliest nothing speaks."""
+    """The evidence is the lead over the next score; there is none for a token that is not among the
+    likeliest."""
     params = SamplingParams(temperature=0.0) if rule is Rule.GREEDY else HOT
     noise = RoundNoise(5, rule, 40)
     scores = []
@@ -102,7 +102,7 @@ def test_a_reduced_vocabulary_is_guessed_in_the_targets_ids() -> None:
 
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.COUPLED])
 def test_rows_that_were_seen_need_not_be_run_again(rule: Rule) -> None:
-    """Refusals by them alone, and then the bonus by its own row, are what all rows give."""
+    """They give the same rejections; with the bonus's own row everything is the same."""
     noise = RoundNoise(5, rule, 40)
     whole = guess_outcomes(likely_rows(logits(), HOT), HOT, noise, DRAFTED, 5)
     *seen, bonus = likely_rows(logits(), HOT).split([1] * (K + 1))
@@ -126,7 +126,7 @@ def guesses(evidence: list[float], scores: list[float] = SCORES) -> OutcomeGuess
 
 
 def learned(weight: float, offset: float, sharpness: float, num_rounds: int = 3000) -> OutcomeModel:
-    """After rounds that came out by the law of these numbers."""
+    """A model after rounds drawn with these coefficients."""
     draw = random.Random(3)
     fan_out = OutcomeModel()
     shares = [math.exp(sharpness * score) for score in SCORES]
@@ -149,7 +149,6 @@ def chance(total: float) -> float:
 def test_chances_are_those_of_the_law_that_rounds_follow(
     weight: float, offset: float, sharpness: float
 ) -> None:
-    """Of a draft token by what speaks for it, of a correction by its score."""
     fan_out = learned(weight, offset, sharpness)
     seen = guesses([0.5, 2.5, 1.0, 1.5])
     plan = fan_out.plan(seen, LOOK_AHEAD_MAX)
@@ -185,7 +184,7 @@ def test_a_plan_has_the_likeliest_outcomes_once_each(num_drafted: int, num_guess
 
 
 def test_what_is_not_a_guess_is_not_planned() -> None:
-    """Rows with fewer guesses than others, or without any; evidence without bounds."""
+    """Rows with fewer guesses than others, or none; extreme evidence."""
     rows = np.array([[3.0, -np.inf], [-np.inf, -np.inf], [2.0, 1.0]])
     seen = OutcomeGuesses([[7], [], [8, 9]], rows, np.array([-16.0, 16.0]))
     fan_out = OutcomeModel()
@@ -199,7 +198,7 @@ def test_what_is_not_a_guess_is_not_planned() -> None:
 
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
 def test_a_session_with_a_seed_that_another_had_learns_alone(rule: Rule) -> None:
-    """The first one's outcomes depend on the numbers that it will have, too."""
+    """Its noise is that of the first session's outcomes."""
     known = OutcomeModels()
     shared = known.of("a", 1, rule, 1.0)
     alone = known.of("b", 1, rule, 1.0)

@@ -1,4 +1,4 @@
-"""encode_q and decode_q: inverse to each other, and never trusting what a peer sent."""
+"""Encoding of q, which trusts no peer; trees."""
 
 import itertools
 import struct
@@ -44,7 +44,6 @@ def distributions(draw):
 @settings(deadline=None)
 @given(st.lists(st.none() | distributions(), max_size=5))
 def test_round_trip(q):
-    """What is encoded decodes to itself, one-hot positions included."""
     token_ids = [entry.token_ids[-1] if entry else 5 for entry in q]
     assert decode_q(encode_q(q), [(token_id,) for token_id in token_ids]) == tuple(q)
 
@@ -52,7 +51,7 @@ def test_round_trip(q):
 @settings(deadline=None)
 @given(st.binary(max_size=60), st.lists(st.integers(0, 9), max_size=3))
 def test_hostile_bytes_are_refused_or_sound(data, token_ids):
-    """Any bytes give either sound distributions or BadRequest, and nothing else."""
+    """Any bytes give sound distributions or `BadRequest`."""
     try:
         q = decode_q(data, [(token_id,) for token_id in token_ids])
     except BadRequest:
@@ -61,7 +60,7 @@ def test_hostile_bytes_are_refused_or_sound(data, token_ids):
 
 
 def test_layout():
-    """Fixed for every implementation: uint16 n, n uint32 ids, n uint16 counts, little endian."""
+    """uint16 n, n uint32 ids, n uint16 counts, little endian."""
     q = (DraftDistribution((7, 70_000), (1, COUNT_TOTAL - 1)), None)
     assert encode_q(q) == bytes.fromhex("0200 07000000 70110100 0100 ffff 0000")
 
@@ -86,7 +85,7 @@ def packed(ids, counts):
     ],
 )
 def test_what_is_refused(data, token_ids, words):
-    """Each lie a peer could tell is refused with the field, the position and the reason."""
+    """With the field, the position and the reason."""
     with pytest.raises(BadRequest, match=words) as caught:
         decode_q(data, [(token_id,) for token_id in token_ids])
     assert caught.value.field == "proposal.q"
@@ -108,7 +107,7 @@ GOOD = packed((1, 2), (HALF, HALF))
     ],
 )
 def test_how_far_a_proposal_can_be_read(second, num_readable, is_broken):
-    """Only what is wrong before a token is drawn is a reason to cut it off without a bias."""
+    """Only a fault that precedes the draw of a token allows an unbiased cut."""
     proposal = SealedProposal((1, 2), GOOD + second)
     cut = SealedProposal((1, 2)[:num_readable], (GOOD + second)[: len(GOOD) * num_readable])
     assert proposal.readable() == (cut, is_broken)
@@ -135,7 +134,7 @@ def test_a_tree() -> None:
     assert [tree.shared_with_spine(path) for path in ((), (0,), (0, 4), (1, 3))] == [0, 1, 2, 0]
 
 
-def test_combs() -> None:
+def test_caterpillar_trees() -> None:
     assert caterpillar_tree((2, 0, 1)) == (-1, -1, -1, 0, 3, 3)
     assert caterpillar_tree((0, 0)) == caterpillar_tree(()) == ()
 
@@ -164,7 +163,7 @@ def test_large_trees_are_refused() -> None:
 
 
 def test_a_sealed_tree_opens() -> None:
-    """One q for each group of siblings; each of them is among its tokens."""
+    """With one q for each group of siblings."""
     q = DraftDistribution((3, 4, 5), (COUNT_TOTAL - 2, 1, 1))
     proposal = Proposal((4, 3, 9), (q, None), (-1, -1, 0))
     assert SealedProposal.of(proposal).open() == proposal
@@ -176,7 +175,7 @@ def test_a_sealed_tree_opens() -> None:
 
 
 def test_a_sealed_tree_is_cut_by_places() -> None:
-    """With the q of those that are left; a chain is left where no siblings are."""
+    """With the remaining q; without siblings it becomes a chain."""
     q = DraftDistribution((3, 4, 5), (COUNT_TOTAL - 2, 1, 1))
     tree = SealedProposal.of(Proposal((9, 4, 5, 7), (None, q, None), (-1, 0, 0, 1)))
     assert tree.cut(4) is tree

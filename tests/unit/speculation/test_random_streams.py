@@ -1,4 +1,4 @@
-"""Keyed noise: known answers, ranges, and the same numbers from every way of asking."""
+"""Keyed noise: known answers, ranges, and the same numbers however they are computed."""
 
 import numpy as np
 import pytest
@@ -41,14 +41,14 @@ SEEDS = st.integers(0, 2**64 - 1)
 
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN_ANSWERS)
 def test_known_answers(counter, key, words):
-    """The generator is Philox4x32-10, word for word (vectors of the Random123 distribution)."""
+    """Philox4x32-10, by the vectors of the Random123 distribution."""
     assert " ".join(f"{word:08x}" for word in rounds(*counter, *key)) == words
 
 
 @settings(deadline=None)
 @given(rows=st.lists(st.tuples(SEEDS, WORDS, WORDS, st.integers(0, 4)), min_size=1, max_size=20))
 def test_words_of_rows_are_those_of_single_counters(rows):
-    """Few rows and many, which are computed one by one and as arrays."""
+    """For few rows, computed one by one, and for many, computed as arrays."""
     keys = [(a, b, stream, seed & FULL, seed >> 32) for seed, a, b, stream in rows]
     words = np.stack(row_words(np.array(keys, dtype=np.uint64)), axis=1).tolist()
     assert words == [
@@ -57,7 +57,7 @@ def test_words_of_rows_are_those_of_single_counters(rows):
 
 
 def test_numbers_have_the_finaliser_of_splitmix64(device):
-    """Known answers, of the seed 1234567; and the same from tensors, whose shifts extend signs."""
+    """Known answers for the seed 1234567; tensors, whose shifts extend signs, give the same."""
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     first, second = np.array([[1234567]]), np.array([[0]])
     found = numbers((first, second), np.array([[1, 2, 3]]))
@@ -76,7 +76,7 @@ def test_numbers_have_the_finaliser_of_splitmix64(device):
 
 @pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.GREEDY])
 def test_absolute_places(rule):
-    """Coupled and greedy key by absolute position, in two halves, all on the target's stream."""
+    """Coupled and greedy: keyed by absolute position, on the target's stream."""
     noise = RoundNoise(1, rule, 2**32 - 1)
     assert noise.place(0) == Place(FULL, 0)
     assert noise.place(1) == Place(0, 1)
@@ -86,7 +86,7 @@ def test_absolute_places(rule):
 
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
 def test_round_places(rule):
-    """Token and block key by (committed length at the round's start, sibling and index)."""
+    """Token and block: keyed by committed length at the round's start, sibling and index."""
     noise = RoundNoise(1, rule, 77)
     assert noise.place(0) == Place(77, 0x80000000)
     assert noise.place(5, sibling=2) == Place(77, 0x80020005)
@@ -117,7 +117,7 @@ def test_many_rounds_have_the_keys_that_each_has_alone(rule):
 
 
 def test_choice_seeds():
-    """Choice 0 has the request's seed; the others words 0 and 1 of their own counter."""
+    """Choice 0 has the request's seed, the others words 0 and 1 of their own counter."""
     assert choice_seed(2**64 - 1, 0) == 2**64 - 1
     low, high, *_ = rounds(2, 0, 0, 4, 9, 1)
     assert choice_seed(1 << 32 | 9, 2) == high << 32 | low

@@ -1,4 +1,4 @@
-"""score(): verdicts on single proposals, checked against the formulas written out."""
+"""Verdicts on single proposals, compared with the formulas."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def winner(weights: torch.Tensor, noise: RoundNoise, index: int, stream: Stream)
 
 
 def test_token_rule_by_hand(device):
-    """min(1, p/q), residuals by RESIDUAL noise at their index, bonus by TARGET noise at K."""
+    """min(1, p/q); residuals by RESIDUAL noise at their index, the bonus by TARGET noise at K."""
     noise = RoundNoise(3, Rule.TOKEN, 20)
     verdict = score(P.to(device), Proposal((0, 1), (Q1, Q2)), noise)
     assert verdict.accept_probability == (0.2 / 0.5, 0.4 / 0.75)
@@ -57,8 +57,8 @@ def test_block_rule_by_hand(device):
 
 
 def test_an_empty_residual_falls_back_to_p():
-    """Where p = q nothing is left over; the correction that nobody asks for is still a token that
-    the target could say."""
+    """Where p = q nothing is left; the correction, which is never used, is still a possible
+    token."""
     p = torch.tensor([[0.25, 0.75, 0.0], [0.0, 1.0, 0.0]], dtype=torch.float64)
     for rule in (Rule.TOKEN, Rule.BLOCK):
         noise = RoundNoise(6, rule, 8)
@@ -78,7 +78,7 @@ def test_an_empty_residual_falls_back_to_p():
     ],
 )
 def test_what_does_not_fit_is_refused(rows, proposal, rule):
-    """Wrong shapes, a missing q, and a draft token outside its own q never become a verdict."""
+    """Wrong shapes, a missing q, a draft token outside its own q."""
     with pytest.raises(InvariantError):
         score(rows, proposal, RoundNoise(0, rule, 4))
 
@@ -89,7 +89,7 @@ NO_HISTORY = TokenHistory()
 
 @st.composite
 def rows_of_logits(draw_from, num_rows):
-    """Peaked, flat and tied rows of many widths, some tokens of which are forbidden."""
+    """Peaked, flat and tied rows of many widths, with forbidden tokens."""
     vocab_size = draw_from(st.sampled_from([1, 2, 7, 60, 300, 3000]))
     torch.manual_seed(draw_from(st.integers(0, 2**32)))
     spread = torch.tensor([draw_from(st.sampled_from([0.0, 0.7, 3.0, 9.0]))] * num_rows)
@@ -126,8 +126,8 @@ HISTORY = TokenHistory(prompt_ids=[0, 3], output_ids=[5, 5, 1], drafted_ids=[2, 
 def test_a_fused_verdict_is_the_verdict_on_full_rows(
     logits, params, rule, seed, num_draft_tokens, one_hot
 ):
-    """From float64 logits: bit-equal tokens, and acceptance within 1e-12, for drafts near the
-    target and far from it (and, every now and then, with a token that the target does not have)."""
+    """From float64 logits: equal tokens, and acceptance within 1e-12, for drafts near the target
+    and far from it, some with a token that the target does not have."""
     noise = RoundNoise(seed, rule, 40 + num_draft_tokens)
     near = logits.double() + torch.randn(logits.shape, dtype=torch.float64)
     wide = torch.cat([near, near[:, :1]], dim=1)[:num_draft_tokens]
@@ -153,8 +153,8 @@ def test_a_fused_verdict_is_the_verdict_on_full_rows(
     "params", [SamplingParams(), SamplingParams(temperature=0.7, top_p=0.9, top_k=3000, min_p=1e-4)]
 )
 def test_float32_rows_are_the_float64_ones_to_their_precision(dtype, rule, params):
-    """Acceptance within 1e-5 of itself, and the same tokens: a race that differs has two scores
-    within 1e-5 of each other, which these seeds do not have."""
+    """Acceptance within 1e-5, and the same tokens: a race differs only if two scores are within
+    1e-5 of each other, which does not occur for these seeds."""
     generator = torch.Generator().manual_seed(3)
     for seed in range(20):
         logits = (torch.randn(4, 20_000, generator=generator) * 3).to(dtype)
@@ -173,8 +173,8 @@ def test_float32_rows_are_the_float64_ones_to_their_precision(dtype, rule, param
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_sessions_in_one_pass_have_the_verdicts_that_each_has_alone(dtype):
-    """Bit for bit, of every rule, chains of several lengths, a tree, filters and penalties, with
-    the threads of a pass over many rows."""
+    """Bit for bit: all rules, chains of several lengths, a tree, filters and penalties, two
+    threads."""
     generator = torch.Generator().manual_seed(5)
     questions = []
     for index, rule in enumerate([*Rule, *Rule, Rule.TOKEN]):
@@ -210,7 +210,6 @@ def test_sessions_in_one_pass_have_the_verdicts_that_each_has_alone(dtype):
 @pytest.mark.parametrize("rule", Rule)
 @pytest.mark.parametrize("presence_penalty", [0.0, 1.0])
 def test_logits_that_are_no_numbers_name_their_row(bad, rule, presence_penalty):
-    """As with full rows, under every rule, penalised or not."""
     temperature = 0.0 if rule is Rule.GREEDY else 1.0
     params = SamplingParams(temperature=temperature, presence_penalty=presence_penalty)
     logits = torch.zeros(2, 4)

@@ -1,5 +1,5 @@
 """Sessions with a constraint, played against target and draft in process: what is committed meets
-it, whatever was drafted, thrown away or forgotten on the way."""
+it, whatever was drafted, discarded or forgotten."""
 
 import asyncio
 import threading
@@ -81,7 +81,7 @@ async def ended(player: Player, num_draft_tokens: int, siblings: tuple[int, ...]
 
 
 def check_meets(name: str, completion: Sequence[int]) -> None:
-    """Each token stands in the mask of those before it."""
+    """Each token is in the mask of those before it."""
     matcher = PrefixMatcher(grammar(name), grammars())
     for index, token_id in enumerate(completion):
         assert token_id in allowed_ids(matcher), hf_tokenizer().decode(completion)
@@ -97,7 +97,7 @@ BOUNDED = ("schema", "regex", "choice")
 async def test_completions_meet_their_constraint_and_end(
     rule: Rule, name: str, draft_masks: bool
 ) -> None:
-    """Under coupled and greedy they are those of plain decoding, token for token."""
+    """Under coupled and greedy they equal plain decoding."""
     async with running(grammars(), grammars() if draft_masks else None) as pair:
         for seed in range(3):
             texts = []
@@ -139,8 +139,8 @@ async def test_a_draft_with_masks_proposes_what_is_allowed_and_stops_at_the_end(
 
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK, Rule.COUPLED])
 async def test_a_verdict_is_that_of_the_masked_logits(rule: Rule) -> None:
-    """Rows behind a forbidden draft token, and behind one outside the vocabulary, count for
-    nothing; log-probabilities stay those of the raw logits."""
+    """Rows after a forbidden draft token, or one outside the vocabulary, do not count;
+    log-probabilities are those of the raw logits."""
     written = hf_tokenizer().encode('{"')
     committed = (*PROMPT, *written)
     legal = fresh_mask("schema", written)[0]
@@ -181,8 +181,8 @@ async def test_a_verdict_is_that_of_the_masked_logits(rule: Rule) -> None:
 async def test_a_constraint_too_hard_behind_a_draft_token_ends_a_session_only_if_it_is_accepted(
     rule: Rule, siblings: bool
 ) -> None:
-    """What follows a quote takes more than a step may. Accepted, the quote is committed and the
-    next round fails, as in plain decoding; refused, it has no effect."""
+    """What follows a quote takes more than a step may. If accepted, the quote is committed and the
+    next round fails, as in plain decoding; if rejected, it has no effect."""
     strings = [{"type": "string", "pattern": f"^.{{0,{i}}}[a-x].{{0,{i}}}$"} for i in range(256)]
     constraint = Constraint.of_schema({"anyOf": [*strings, {"type": "integer"}]})
     quote, digit = (hf_tokenizer().encode(text)[0] for text in '"1')
@@ -235,7 +235,7 @@ def failing() -> Any:
         ),
     ],
 )
-async def test_what_a_target_cannot_hold_to_is_refused_and_hurts_nobody_else(
+async def test_what_a_target_cannot_hold_to_is_refused_alone(
     make: Callable[[], Grammars | None], constraint: Constraint, said: str
 ) -> None:
     async with running(make(), None) as pair:
@@ -263,8 +263,8 @@ async def test_a_completion_that_breaks_its_constraint_is_refused() -> None:
 
 
 async def test_a_step_compiles_nothing_however_many_constraints_are_in_flight() -> None:
-    """More than a process keeps wait for one step; each is compiled once, on a thread of its own,
-    and not again for the rounds that follow."""
+    """More constraints than a process keeps wait for one step. Each is compiled once, on a thread
+    of its own, and not again for the next rounds."""
     names: list[str] = []
     free = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""Both services on engines with few pages: long prompts in parts, and nobody waits for ever."""
+"""Both services on engines with few pages: long prompts in parts, and no session waits for ever."""
 
 import asyncio
 
@@ -20,9 +20,9 @@ def replica(role: str, engine: ToyEngine, max_num_batched_tokens: int = 512) -> 
 
 
 @pytest.mark.virtual
-async def test_a_session_that_fell_silent_keeps_its_pages_from_nobody() -> None:
-    """Its release was lost. Whoever needs its pages waits for as long as silence is patience, and
-    not longer; it is asked for what it lacks when it comes back."""
+async def test_a_silent_session_keeps_its_pages_only_for_a_while() -> None:
+    """Its release was lost. A session that needs its pages waits for the limit of silence and no
+    longer; when it returns it is asked for what it lacks."""
     at = replica("target", ToyEngine(num_pages=4))
     await at.ask(VerifyItem(make_head([1] * 10)))
     start = asyncio.get_running_loop().time()
@@ -36,9 +36,9 @@ async def test_a_session_that_fell_silent_keeps_its_pages_from_nobody() -> None:
     await at.close()
 
 
-async def test_a_draft_that_finds_no_pages_proposes_nothing_and_delays_nobody() -> None:
-    """The older session keeps drafting; the younger's rounds go on without; when the older has
-    gone, the younger is drafted for again."""
+async def test_a_draft_that_finds_no_pages_proposes_nothing_at_once() -> None:
+    """The older session is drafted for, the younger's rounds continue without a draft until the
+    older one has gone."""
     at = replica("draft", ToyEngine(num_pages=4))
     first = await at.ask(DraftItem(make_head([1] * 9), 3))
     assert len(first.proposal) == 3

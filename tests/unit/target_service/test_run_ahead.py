@@ -25,7 +25,7 @@ def target(**options: Any) -> Replica:
 
 
 async def frames_of(setting: Replica, item: VerifyItem) -> list[Sequence[VerifyAnswer]]:
-    """What another connection hears of an item."""
+    """The answers to an item on another connection."""
     frames: list[Sequence[VerifyAnswer]] = []
     connection = setting.service.connect(frames.append)
     connection.receive([item])
@@ -35,7 +35,7 @@ async def frames_of(setting: Replica, item: VerifyItem) -> list[Sequence[VerifyA
 
 
 async def answers_alone(item: VerifyItem) -> list[VerifyAnswer]:
-    """What a target answers that has heard of nothing else."""
+    """The answers of a target that has seen nothing else."""
     alone = target()
     answers = await alone.send(item)
     await alone.close()
@@ -49,7 +49,7 @@ async def setting() -> AsyncIterator[Replica]:
 
 
 async def plain_tokens(count: int) -> list[int]:
-    """What the target writes when each round is asked for."""
+    """The target's tokens when each round is asked for."""
     other = target()
     player = Player(PROMPT, RULE, SamplingParams(), (other.link, other.listener))
     for _ in range(count):
@@ -59,7 +59,7 @@ async def plain_tokens(count: int) -> list[int]:
 
 
 def own_tokens(answers: Sequence[VerifyAnswer]) -> dict[int, int]:
-    """Round -> token, of the verdicts; a repeated one must agree."""
+    """Round -> token of the verdicts; repeated ones must agree."""
     tokens: dict[int, int] = {}
     for answer in answers:
         assert isinstance(answer, VerdictReply), answer
@@ -74,8 +74,8 @@ def ask_round(tokens: Sequence[int], base: int, round_index: int, run_ahead: int
 
 
 async def test_it_goes_on_as_far_as_allowed_with_the_same_tokens(setting: Replica) -> None:
-    """One question with an allowance of 5 gives 6 verdicts, those of 6 questions. The one asked for
-    leaves at once; those behind it leave with the last of the allowance."""
+    """One question with an allowance of 5 gives 6 verdicts, equal to those of 6 questions. The
+    first leaves at once, the others with the last of the allowance."""
     wanted = await plain_tokens(6)
     frames = await frames_of(setting, ask_round(PROMPT, 0, 0, 5))
     assert [[answer.key.round for answer in frame] for frame in frames] == [[0], [1, 2, 3, 4, 5]]
@@ -94,7 +94,7 @@ async def test_a_verdict_that_ends_the_text_takes_held_ones_along() -> None:
 
 
 def refused(session: int, message: str) -> Refused:
-    """An answer that is told by its words."""
+    """An answer identified by its message."""
     return Refused(ReplyKey(session_name(session), 1, 0), 13, message)
 
 
@@ -127,8 +127,8 @@ async def test_a_held_answer_leaves_in_time_or_with_a_later_one_of_its_session()
 
 
 async def test_a_question_on_the_way_extends_and_repeats_nothing(setting: Replica) -> None:
-    """Round 2, asked for after rounds 0..3 were answered, raises the allowance to round 6; seven
-    rounds are seven forward passes. Asked for again, it brings the verdicts from 2 on again."""
+    """Round 2, asked for after rounds 0..3 were answered, extends the allowance to round 6; seven
+    rounds are seven forward passes. Asked for again, it returns the verdicts from 2 on."""
     wanted = await plain_tokens(7)
     await setting.send(ask_round(PROMPT, 0, 0, 3))
     passes = sum(session_name(1) in batch for batch in setting.engine.batches)
@@ -153,7 +153,7 @@ async def test_over_another_connection_known_verdicts_come_again(setting: Replic
 
 async def test_one_that_allows_fewer_rounds_gets_no_more_than_those(setting: Replica) -> None:
     """A session resumed with an epoch that was given twice: its coordinator may draft in a round
-    that was run ahead for the first one, so it gets no verdict of it."""
+    that was run ahead for the first one, so it gets no verdict of that round."""
     wanted = await plain_tokens(3)
     await setting.send(ask_round(PROMPT, 0, 0, 4))
     frames = await frames_of(setting, ask_round(PROMPT, 0, 0, 1))
@@ -163,8 +163,8 @@ async def test_one_that_allows_fewer_rounds_gets_no_more_than_those(setting: Rep
 
 
 async def test_a_proposal_takes_over(setting: Replica) -> None:
-    """A question with a proposal, for a round that was run ahead of, restarts from its own prefix
-    and gets the verdict it would have got alone."""
+    """A question with a proposal, for a round that was run ahead, restarts from its own prefix and
+    gets the verdict that it would get alone."""
     wanted = await plain_tokens(2)
     head = make_head(wanted[:4], 3, rule=RULE, round_index=1)
     item = VerifyItem(head, SealedProposal.of(Proposal((4, 5), (None, None))))
@@ -183,7 +183,7 @@ async def test_a_proposal_takes_over(setting: Replica) -> None:
 
 
 async def test_other_tokens_than_its_own_restart_it(setting: Replica) -> None:
-    """A coordinator that committed something else is right: its prefix is decoded on."""
+    """What the coordinator committed counts: decoding continues from its prefix."""
     wanted = await plain_tokens(1)
     other = (wanted[3] + 1) % 8
     await setting.send(ask_round(PROMPT, 0, 0, 4))
@@ -193,7 +193,7 @@ async def test_other_tokens_than_its_own_restart_it(setting: Replica) -> None:
 
 
 async def test_another_past_with_the_same_last_token_is_no_extension(setting: Replica) -> None:
-    """The digest of the stated prefix tells: the replica asks for what it does not hold."""
+    """The digest of the prefix differs, so the replica asks for what it lacks."""
     wanted = await plain_tokens(2)
     other = (wanted[3] + 1) % 8
     await setting.send(ask_round(PROMPT, 0, 0, 4))
@@ -202,8 +202,8 @@ async def test_another_past_with_the_same_last_token_is_no_extension(setting: Re
 
 
 async def test_it_stops_at_the_models_length() -> None:
-    """With room for 6 tokens, rounds end when the prefix fills it; none is refused, none invented;
-    the round after that is refused when it is asked for."""
+    """With room for 6 tokens, rounds end when the prefix is full; none is refused, and the next one
+    is refused when it is asked for."""
     setting = target(max_model_len=6)
     tokens = own_tokens(await setting.send(ask_round(PROMPT, 0, 0, 10)))
     assert list(tokens) == [0, 1, 2, 3]

@@ -1,4 +1,4 @@
-"""A target that drafts itself: what it proposes, and that a verdict does not suffer from it."""
+"""A target that drafts itself: its proposals, which do not affect its verdicts."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ ON_PAGES = {EARLY_EXIT: "forward_shallow", EAGLE3: "forward_draft"}
 
 
 class Target(Replica):
-    """A target that drafts itself, its module once more, and a link to it."""
+    """A target that drafts itself, a copy of its module, and a link to it."""
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class Target(Replica):
         return reply
 
     def num_drafted(self, wanted: int) -> int:
-        """Heads draft no more tokens than there are of them."""
+        """Heads draft at most as many tokens as there are heads."""
         return wanted if self.engine.draft_heads is None else min(wanted, NUM_HEADS)
 
     def logits(self, tokens: Sequence[int], drafted: Sequence[int]) -> torch.Tensor:
-        """What follows the newest of `tokens` and the drafted ones, which `drafted` are."""
+        """The logits after the newest of `tokens` and the drafted ones, `drafted`."""
         if self.engine.exit_head is not None:
             text = torch.tensor([[*tokens[:-1], *drafted]])
             states = self.module(text, output_hidden_states=True).hidden_states
@@ -118,7 +118,7 @@ def drafter_of(engine: PagedEngine) -> SelfDrafter:
 
 
 def tiny_engine(kind: str, **options: Any) -> tuple[Any, PagedEngine]:
-    """Of a target that drafts itself; and its module once more."""
+    """The engine of a target that drafts itself, and a copy of its module."""
     module = flat_module(VOCAB, LENGTH)
     original = twin(module)
     info = ModelInfo("tiny", VOCAB, LENGTH, "float64", (), "w", "t")
@@ -137,9 +137,9 @@ def tiny_engine(kind: str, **options: Any) -> tuple[Any, PagedEngine]:
 async def test_what_is_proposed_behind_each_outcome(
     kind: str, rule: Rule, sampling: SamplingParams
 ) -> None:
-    """Round after round, with draft tokens accepted and refused: what heads draw from the features
-    of the token before the newest one, an exit head from what the first layers put out, or an
-    EAGLE-3 head from all pairs of the text, with the next round's noise."""
+    """In many rounds, with draft tokens accepted and rejected and the next round's noise: heads
+    draw from the features of the token before the newest one, an exit head from the output of the
+    first layers, an EAGLE-3 head from all pairs of the text."""
     async with Target(kind=kind) as target:
         tokens, proposal = list(PROMPT), NOTHING_SEALED
         accepted = []
@@ -160,8 +160,8 @@ async def test_what_is_proposed_behind_each_outcome(
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.COUPLED, Rule.GREEDY])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_siblings_stand_beside_what_is_drawn(kind: str, rule: Rule) -> None:
-    """The spine is the chain's; beside it stand others, of which some are accepted in their turn,
-    and the next proposal goes on from there."""
+    """The spine is the chain's; siblings are accepted at times, and the next proposal continues
+    there."""
     sampling = GREEDY if rule is Rule.GREEDY else SamplingParams()
     async with Target(kind=kind) as target:
         tokens, proposal, beside = list(PROMPT), NOTHING_SEALED, 0
@@ -182,7 +182,7 @@ async def test_siblings_stand_beside_what_is_drawn(kind: str, rule: Rule) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_rounds_of_several_sessions_are_drafted_for_together(kind: str) -> None:
-    """Some want a proposal and some do not, of different rules: each gets its own."""
+    """Sessions of different rules, not all of which want a proposal."""
     wants = {1: (Rule.TOKEN, 2), 2: (Rule.COUPLED, 0), 3: (Rule.COUPLED, 3), 4: (Rule.TOKEN, 1)}
     async with Target(kind=kind) as target:
         items = [
@@ -221,7 +221,7 @@ async def test_no_more_is_proposed_than_fits(kind: str) -> None:
 
 
 async def test_a_verdict_stands_without_a_proposal() -> None:
-    """Whatever goes wrong in drafting costs speed alone."""
+    """A failure in drafting costs only speed."""
 
     class Broken:
         reads_features = True
@@ -246,8 +246,8 @@ async def test_the_target_says_that_it_drafts() -> None:
 
 @pytest.mark.parametrize("kind", ON_PAGES)
 async def test_drafting_on_pages_leaves_the_target_as_it_was(kind: str) -> None:
-    """After a refused draft the engine holds what is committed but for the newest token, and no
-    page more; the next proposal says so, too."""
+    """After a rejected draft the engine holds all committed tokens but the newest, and no further
+    page; the next proposal reports that."""
     async with Target(kind=kind) as target:
         tokens, proposal = list(PROMPT), NOTHING_SEALED
         for index in range(4):
@@ -263,7 +263,7 @@ async def test_drafting_on_pages_leaves_the_target_as_it_was(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ON_PAGES)
 async def test_a_session_goes_on_at_another_target(kind: str) -> None:
-    """Which has seen nothing of it: it runs the text again, and drafts as the first one would."""
+    """Which knows nothing of it: it runs the text again, and drafts the same."""
     async with Target(kind=kind) as first, Target(kind=kind) as second:
         tokens, proposal = list(PROMPT), NOTHING_SEALED
         for index in range(4):
@@ -278,8 +278,8 @@ async def test_a_session_goes_on_at_another_target(kind: str) -> None:
 async def test_no_more_is_proposed_than_there_are_pages_for(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two sessions at the ends of their pages, and one page that is left: one goes on, the other
-    has what fitted. Both verdicts stand."""
+    """Two sessions at the ends of their pages, and one page left: one continues, the other has what
+    fitted. Both get their verdicts."""
     shorten_pages(monkeypatch, 4)
     slot_numbers = 2 * 2 * 2 * 8
     if kind == EAGLE3:  # A key, a value and what the head made of the token.
@@ -306,7 +306,7 @@ async def test_no_more_is_proposed_than_there_are_pages_for(
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("kind", ON_PAGES)
 async def test_what_is_drawn_is_proposed_where_steps_fail(kind: str, depth: int) -> None:
-    """And the target is left as it was."""
+    """The target is left as it was."""
     async with Target(kind=kind) as target:
         steps, whole = 0, getattr(target.engine, ON_PAGES[kind])
 
@@ -331,7 +331,7 @@ async def test_what_is_drawn_is_proposed_where_steps_fail(kind: str, depth: int)
 
 @pytest.mark.parametrize("kind", ON_PAGES)
 async def test_nothing_is_drafted_behind_what_is_not_committed(kind: str) -> None:
-    """A sequence that holds less, or more, is left alone."""
+    """A sequence that holds less or more is left unchanged."""
     _, engine = tiny_engine(kind)
     drafter = drafter_of(engine)
     noise = RoundNoise(1, Rule.COUPLED, len(PROMPT) + 1)
@@ -349,7 +349,7 @@ async def test_nothing_is_drafted_behind_what_is_not_committed(kind: str) -> Non
 async def test_a_target_that_drafts_itself_answers_with_what_it_has(
     kind: str, budget_s: float
 ) -> None:
-    """The deadline is told at 1 s, drafting begins at 2 s, and each look takes a second."""
+    """The deadline is set at 1 s, drafting begins at 2 s, and each check takes a second."""
     seconds = itertools.count(1)
     async with Target(kind=kind, clock=lambda: float(next(seconds))) as target:
         text = list(PROMPT)

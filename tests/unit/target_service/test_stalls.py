@@ -1,5 +1,5 @@
-"""How much a long prompt slows other sessions, and how long it takes itself: on a virtual clock,
-with an engine that states its time and costs that were measured on it."""
+"""How much a long prompt slows other sessions, and how long it takes: on a virtual clock, with an
+engine that states its time and costs measured on it."""
 
 import asyncio
 import statistics
@@ -18,8 +18,8 @@ PROMPT = [(7 * i) % 64 for i in range(4000)]
 
 
 def measured(knows_costs: bool) -> tuple[float, float, float]:
-    """The median gap between a session's answers before a long prompt comes; the 99th percentile
-    while it is run; and how long that takes. All in s."""
+    """The median gap between a session's answers before a long prompt comes, the 99th percentile
+    while it runs, and how long it takes; in s."""
 
     async def main() -> tuple[float, float, float]:
         engine = EmulatedEngine(SPEC, "target")
@@ -58,8 +58,8 @@ def measured(knows_costs: bool) -> tuple[float, float, float]:
 
 
 def test_a_long_prompt_does_not_stall_other_sessions() -> None:
-    """A gap of theirs at most triples, in 99 of 100 cases; the prompt takes longer than alone, and
-    no longer than sharing each step with them must. Without costs they would be stalled."""
+    """Their gaps at most triple, in 99 of 100 cases; the prompt takes longer than alone, but no
+    longer than sharing steps requires. Without costs they would stall."""
     before, during, took = measured(knows_costs=True)
     assert 0.010 <= before < 0.012
     assert during <= 3 * before + 1e-6

@@ -1,4 +1,4 @@
-"""What a replica's steps tell of pages, prefixes, and parts of prompts."""
+"""Metrics of a replica's steps: pages, prefixes, parts of prompts."""
 
 from rounds import Replica, make_head, session_name
 from scraping import Memory
@@ -9,7 +9,7 @@ from outrider.telemetry.step_spans import ObservedSteps
 
 
 def values(memory: Memory) -> dict[str, float]:
-    """Sums by name without the prefix; of `step_answers` by kind."""
+    """Sums by name without the prefix; `step_answers` by kind."""
     found: dict[str, float] = {}
     for metric, points in memory.points("target").items():
         for point in points:
@@ -20,8 +20,8 @@ def values(memory: Memory) -> dict[str, float]:
 
 
 async def test_pages_prefixes_parts_and_preemptions_are_told() -> None:
-    """Of 40 pages: session 1 takes 38 in parts; session 2 shares 2 of its 3 and takes one more.
-    Then session 1 needs 3 more than are free, and session 2 gives way."""
+    """Of 40 pages session 1 takes 38 in parts; session 2 shares 2 of its 3 and takes one more. Then
+    session 1 needs 3 more than are free, and session 2 is preempted."""
     memory = Memory("target")
     exports = memory.exports["target"]
     engine = ToyEngine(max_model_len=160, num_pages=40)

@@ -1,4 +1,5 @@
-"""The target service in process: verdicts, what is refused, and that only the guilty are hurt."""
+"""The target service in process: verdicts, refusals, and that errors affect only their own
+session."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -50,8 +51,8 @@ def expected_rows(prefix: tuple[int, ...], drafted: tuple[int, ...], salt: int =
 async def test_a_verdict_is_the_pure_function_of_its_item(
     setting: Replica, rule: Rule, proposal: Proposal
 ) -> None:
-    """What the service answers is `score` over the transforms of the model's logits, penalties
-    of committed and drafted tokens included: the same tokens, and acceptance but for rounding."""
+    """It equals `score` over the transformed logits, with penalties of committed and drafted
+    tokens: the same tokens, and acceptance up to rounding."""
     sampling = SamplingParams(temperature=0.0 if rule is Rule.GREEDY else 0.9, presence_penalty=0.7)
     head = make_head(PROMPT, rule=rule, sampling=sampling, prompt_length=2)
     reply = await setting.ask(VerifyItem(head, SealedProposal.of(proposal)))
@@ -72,7 +73,7 @@ async def test_a_verdict_is_the_pure_function_of_its_item(
 
 
 async def test_a_prefix_that_is_not_held_is_asked_for(setting: Replica) -> None:
-    """An unknown base is answered by what is held; the full prefix then gets its verdict."""
+    """An unknown base is answered with what is held; the full prefix then gets its verdict."""
     reply = await setting.ask(VerifyItem(make_head((*PROMPT, 4), 3)))
     assert reply == Resync(make_head(PROMPT).key, 0, EMPTY_DIGEST)
     full = await setting.ask(VerifyItem(make_head((*PROMPT, 4))))
@@ -109,7 +110,7 @@ BAD_ITEMS = [
 async def test_a_bad_item_is_refused_and_its_neighbours_are_answered(
     field: str, bad: VerifyItem
 ) -> None:
-    """The refusal names the field; the other items of the same step get their verdicts."""
+    """With the field; the other items of the step get their verdicts."""
     setting = target(ToyEngine(max_model_len=8))
     others = [VerifyItem(make_head(PROMPT, session=session)) for session in (2, 3)]
     answers = await setting.send(others[0], bad, others[1])
@@ -125,7 +126,7 @@ async def test_a_bad_item_is_refused_and_its_neighbours_are_answered(
 
 
 async def test_draft_tokens_outside_the_vocabulary_are_never_accepted(setting: Replica) -> None:
-    """A draft's vocabulary may be padded wider: such tokens have p = 0, whatever follows them."""
+    """A draft's vocabulary may be padded wider: such tokens have p = 0."""
     for session, rule in enumerate(Rule, start=1):
         q = (None, None, None) if rule.needs_q else ()
         item = VerifyItem(
@@ -156,7 +157,7 @@ async def test_logits_that_are_no_numbers_hurt_their_own_session_only(setting: R
 
 async def test_sessions_of_a_closed_stream_give_way_and_are_asked_for_again() -> None:
     """With room for two sequences, the third takes the pages of one whose stream has closed; when
-    that one comes back it is resynchronised, and gets the verdict it would have got."""
+    that one returns it is resynchronised and gets the same verdict."""
     roomy, tight = target(), target(ToyEngine(num_pages=2))
     for setting in (roomy, tight):
         for session in (1, 2):

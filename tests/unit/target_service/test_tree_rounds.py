@@ -20,8 +20,8 @@ def running() -> Pair:
 
 @pytest.mark.parametrize("rule", [Rule.GREEDY, Rule.COUPLED])
 async def test_own_tokens_do_not_depend_on_siblings(rule: Rule) -> None:
-    """Rounds with trees, of which siblings are accepted, too, write what plain decoding does: the
-    slots of the accepted path are the ones that are kept."""
+    """Rounds with trees, some of whose siblings are accepted, write what plain decoding does: the
+    slots of the accepted path are kept."""
     sampling = GREEDY if rule is Rule.GREEDY else SAMPLED
     taken = 0
     for seed in range(6):
@@ -33,7 +33,7 @@ async def test_own_tokens_do_not_depend_on_siblings(rule: Rule) -> None:
             player = pair.player(PROMPT, rule, sampling, seed=seed)
             while len(player.tokens) < len(plain.tokens):
                 await player.play(3, (2, 1, 1))
-                # What is held of the target is the committed path, whatever siblings there were.
+                # The target holds the committed path, whatever siblings there were.
                 assert pair.target.engine.held[session_name(1)] == player.tokens[:-1]
             assert player.tokens[: len(plain.tokens)] == plain.tokens
             taken += player.num_beside
@@ -41,7 +41,7 @@ async def test_own_tokens_do_not_depend_on_siblings(rule: Rule) -> None:
 
 
 async def test_a_tree_of_candidates_is_drafted_and_judged() -> None:
-    """Under token, too; and siblings are accepted now and then."""
+    """Under token, too; siblings are accepted at times."""
     async with running() as pair:
         reply = await pair.draft.ask(
             DraftItem(make_head(PROMPT, rule=Rule.TOKEN, sampling=SAMPLED), 2, siblings=(2, 1)),
@@ -62,7 +62,7 @@ async def test_a_tree_of_candidates_is_drafted_and_judged() -> None:
 
 
 async def test_logprobs_of_a_tree_are_from_the_rows_before_its_tokens() -> None:
-    """Of the raw logits: 2K + 1 entries, of the draft tokens and then of the corrections."""
+    """From the raw logits: 2K + 1 entries, the draft tokens and then the corrections."""
     parents = (-1, -1, 1)
     proposal = SealedProposal.of(Proposal((4, 5, 6), (), parents))
     async with running() as pair:
@@ -86,7 +86,7 @@ BAD = [
 async def test_what_no_tree_may_be_is_refused(
     field: str, rule: Rule, sampling: SamplingParams, proposal: Proposal
 ) -> None:
-    """With the field's name; the session goes on with a chain."""
+    """With the field; the session continues with a chain."""
     async with running() as pair:
         head = make_head(PROMPT, rule=rule, sampling=sampling)
         refused = await pair.target.ask(VerifyItem(head, SealedProposal.of(proposal)))

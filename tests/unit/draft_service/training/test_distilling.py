@@ -1,5 +1,5 @@
-"""`outrider distill` on tiny random targets: it gets better, and a run that is killed ends as one
-that was not; what the command makes and says."""
+"""`outrider distill` on tiny random targets: acceptance grows, a killed run ends as an undisturbed
+one; what the command makes and prints."""
 
 import json
 import shutil
@@ -45,7 +45,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 
 def silent(stage: str, part: float, point: Point | None) -> None:
-    """Hears nothing."""
+    """Ignores all reports."""
 
 
 def run(target: Target, place: Path, report: Report = silent, **changes: object) -> Distilled:
@@ -64,7 +64,7 @@ def check_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -
 
 @pytest.fixture(scope="module")
 def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Point]]:
-    """A student's run that nobody killed, and what it measured."""
+    """An undisturbed student's run, and its measurements."""
     place, points = tmp_path_factory.mktemp("whole"), list[Point]()
     run(target, place, lambda stage, part, point: points.extend([point] if point else []))
     return place, points
@@ -117,7 +117,7 @@ def test_a_run_that_is_killed_ends_as_one_that_was_not(
 
 
 def test_another_dtype_finds_nothing_of_the_former(target: Target, tmp_path: Path) -> None:
-    """Neither text, nor answers, nor a student: what they hold would be another's."""
+    """No text, answers or student, which would belong to another target."""
 
     def folders(dtype: str) -> set[str]:
         run(replace(target, dtype=dtype), tmp_path, steps=1, tokens=1500)
@@ -130,7 +130,7 @@ def test_another_dtype_finds_nothing_of_the_former(target: Target, tmp_path: Pat
 
 
 def test_two_runs_for_one_target_do_not_mix(target: Target, tmp_path: Path) -> None:
-    """The second is refused at every stage of the first, which it leaves as it is."""
+    """The second is refused at every stage of the first, which is not disturbed."""
     stages: set[str] = set()
 
     def meanwhile(stage: str, part: float, point: Point | None) -> None:
@@ -146,8 +146,8 @@ def test_two_runs_for_one_target_do_not_mix(target: Target, tmp_path: Path) -> N
 def test_prompts_to_measure_with_are_not_learned_from(
     target: Target, whole: tuple[Path, list[Point]], tmp_path: Path
 ) -> None:
-    """Each is answered at both temperatures; the drafter is the same as without them. One that is
-    learned from, is too long, or too few tokens are refused before anything is run."""
+    """Each is answered at both temperatures; the drafter is the same as without them. A prompt that
+    is learned from or too long, and too few tokens, are refused before anything runs."""
     prompts = ((0, 5, 9, 3, 6), (0, 5, 11, 12, 3, 6), (0, 5, 13, 3, 6))
     for key, said, changes in (
         ("measure", "number 2 is also number 1 of --prompts", {"prompts": prompts[1:2]}),
@@ -172,7 +172,7 @@ def test_prompts_to_measure_with_are_not_learned_from(
 def test_a_drafter_learns_on(
     target: Target, whole: tuple[Path, list[Point]], tmp_path: Path
 ) -> None:
-    """From where it stood, with the head that it has; what was there before is left as it is."""
+    """From where it stood, with its own head; the old drafter is unchanged."""
     points: list[Point] = []
     before = weights(whole[0])
     shutil.copytree(whole[0] / "cache", tmp_path / "cache")
@@ -194,8 +194,8 @@ def test_the_command_makes_one_that_serves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     kind: str, wishes: list[str],
 ) -> None:  # fmt: skip
-    """With a chat template, prompts, texts and conversations of its own; one JSON object, or what
-    to type next. What comes out may learn on, by its directory, in which the next one may lie."""
+    """With a chat template, prompts, texts and conversations; prints one JSON object, or the next
+    command. The result can be trained further in place."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     model = save_tiny_model(
         tmp_path / "target", vocab_size=336, eos_token_id=0, num_layers=7,

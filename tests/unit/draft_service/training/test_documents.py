@@ -1,4 +1,4 @@
-"""Texts that are given: what is read, and what of it is held out."""
+"""Given texts: what is read, and what of it is held out."""
 
 import gzip
 import json
@@ -19,8 +19,8 @@ def write_conversations(path: Path, *records: Any) -> Path:
 
 
 def test_a_folder_of_texts_and_conversations_is_read(tmp_path: Path) -> None:
-    """Long texts in pieces; of conversations what all prompts begin with is not learned, and what
-    does not fit is left out."""
+    """Long texts in pieces; the common beginning of all prompts is not learned, and what does not
+    fit is dropped."""
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "b.md").write_text("x" * 25)
     (tmp_path / "ignored.py").write_text("x")
@@ -45,8 +45,8 @@ def test_a_folder_of_texts_and_conversations_is_read(tmp_path: Path) -> None:
 
 
 def read(directory: Path, numbers: range) -> list[list[Document]]:
-    """A corpus of texts, of up to four pieces, and of conversations, three answers to a prompt:
-    those of these numbers."""
+    """A corpus for these numbers: texts of up to four pieces, and conversations with three answers
+    to each prompt."""
     directory.mkdir()
     texts = [{"text": f"{number} " * (1 + 5 * (number % 4))} for number in numbers]
     conversations = [
@@ -65,8 +65,8 @@ def read(directory: Path, numbers: range) -> list[list[Document]]:
 
 def test_texts_are_held_out_whole_and_for_ever(tmp_path: Path) -> None:
     """With all pieces, and conversations with all answers to a prompt: one in 32 (of 1,000, 31 +-
-    5.5 expected; the figures are no draw, but follow from the key). A corpus that has grown holds
-    out nothing that was learned."""
+    5.5 expected; the result is fixed by the key). A corpus that has grown holds out nothing that
+    was learned before."""
     texts = read(tmp_path / "first", range(1000))
     assert all(len({piece.is_held_out for piece in pieces}) == 1 for pieces in texts)
     assert any(len(pieces) > 1 and pieces[0].is_held_out for pieces in texts)

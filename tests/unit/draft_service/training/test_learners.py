@@ -1,5 +1,5 @@
-"""Drafters of every kind as they learn: which token, hidden state and answer belong together, what
-a new one does, and that what is stored is what was measured."""
+"""Drafters of every kind in training: which token, hidden state and answer belong together, how a
+new one starts, and that what is stored is what was measured."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -63,7 +63,7 @@ def new(module: Any, kind: str, seed: int = 0, **wishes: object) -> Any:
 
 
 def loud(module: Any, kind: str) -> Any:
-    """One that changes much of what it is given, by all that it sees."""
+    """One whose weights all have a visible effect."""
     learner = new(module, kind)
     for name, weight in learner.weights.items():
         if kind != "student" and name.split(".")[-2:][0] in LOUD:
@@ -75,7 +75,7 @@ def loud(module: Any, kind: str) -> Any:
 def dataset_of(
     module: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Learner], Dataset]:
-    """Of documents some of which are too short for the later draft tokens."""
+    """With some documents that are too short for the later draft tokens."""
     random = np.random.default_rng(0)
     ids = [random.integers(0, VOCAB, 5 + i % 9).astype(np.int32) for i in range(3 * HELD_OUT_EVERY)]
     documents = [
@@ -93,8 +93,8 @@ def dataset_of(
 
 
 def chains(module: Any, learner: Any, document: Document) -> Iterator[list[tuple[Any, int]]]:
-    """Of one document, chain by chain: what the head reads of each draft token by the definition,
-    and the place whose answer it is scored against."""
+    """For one document, chain by chain, by the definition: what the head reads for each draft
+    token, and the position whose answer it is compared with."""
     ids = torch.from_numpy(document.token_ids.astype(np.int64))
     first, length = document.first, len(ids)
     with torch.inference_mode():
@@ -131,8 +131,7 @@ def chains(module: Any, learner: Any, document: Document) -> Iterator[list[tuple
 def test_hidden_states_tokens_and_answers_of_a_chain_belong_together(
     module: Any, dataset_of: Callable[[Learner], Dataset], kind: str
 ) -> None:
-    """Against the definition, document by document: what each draft token is made from, and that it
-    is scored against what the target says of the place that it would stand at."""
+    """Compared with the definition, document by document."""
     learner = loud(module, kind)
     dataset = dataset_of(learner)
     indices = dataset.learned[:7]
@@ -161,8 +160,8 @@ def test_hidden_states_tokens_and_answers_of_a_chain_belong_together(
 def test_what_is_measured_is_what_serving_would_find(
     module: Any, dataset_of: Callable[[Learner], Dataset], kind: str
 ) -> None:
-    """Against the definition, with q as it goes on the wire; of chains whose first draft token is
-    an answer's."""
+    """Compared with the definition, with q as it is sent, for chains whose first draft token
+    belongs to an answer."""
     learner = loud(module, kind)
     dataset = dataset_of(learner)
     measured = measure(learner, dataset, dataset.held_out)
@@ -207,7 +206,7 @@ def test_what_is_measured_is_what_serving_would_find(
 
 @pytest.mark.parametrize("family", ["llama", "gemma"])
 def test_a_new_exit_is_the_targets_own_norm_and_head(family: str) -> None:
-    """Whichever way the norm's weight is stored; but less sure."""
+    """However the norm's weight is stored; but less confident."""
     module = tiny_module(tiny_config(family, VOCAB))
     norm = module.model.norm
     torch.nn.init.uniform_(norm.weight, 0.5, 2.0)
@@ -228,8 +227,8 @@ def test_heads_that_begin_otherwise_resume_nothing_of_each_other(
 
 
 def test_a_new_student_is_the_target() -> None:
-    """With all its layers it computes the same; only the embeddings are shared, and they are not
-    trained. Nothing is made anew, in half precision either, in which rotations keep float32."""
+    """With all layers it computes the same; only the embeddings are shared, and they are not
+    trained. Nothing is newly initialised, and in half precision rotations keep float32."""
     module = tiny_module(tiny_config("llama", VOCAB), dtype=torch.bfloat16)
     random = torch.get_rng_state()
     learner = new(module, "student", layers=2)
@@ -255,8 +254,8 @@ def test_the_first_layers_the_last_and_two_that_copy_are_kept() -> None:
 
 
 class Looking:
-    """A model whose layers look at the token `before`, at the one `after` an earlier occurrence, or
-    at themselves."""
+    """A model whose layers attend to the previous token, to the token after an earlier occurrence,
+    or to themselves."""
 
     def __init__(self, *looks: str) -> None:
         self.looks = looks
@@ -299,7 +298,7 @@ def test_layers_that_copy_are_found_behind_those_that_gather() -> None:
 
 
 def loaded(kind: str, out: Path, target: Target) -> tuple[Any, Any]:
-    """As it is loaded to be served: its module, and the tokens of its logits."""
+    """Its module and the tokens of its logits, as loaded for serving."""
     names: Any = {"name": "out", "target_directory": target.directory, "target_name": "tiny"}
     if kind == "student":
         found, info = load_drafter(out, target.directory, name="out", target="tiny")
@@ -318,8 +317,8 @@ def loaded(kind: str, out: Path, target: Target) -> tuple[Any, Any]:
 def test_what_is_stored_is_what_was_measured_and_learns_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Logit for logit, once it is loaded to be served, or to learn on: behind the layers and with
-    the tokens that it has. Nothing else learns."""
+    """Logit for logit, loaded for serving or for further training, with the same layers and tokens.
+    Nothing else is trained."""
     torch.set_num_threads(1)
     directory = save_tiny_model(tmp_path / "target", eos_token_id=3, num_layers=NUM_LAYERS)
     target = Target("tiny", directory, Template((0, 5), (3, 6)), None)

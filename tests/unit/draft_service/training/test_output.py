@@ -26,7 +26,7 @@ def fill(out: Path) -> None:
 def test_an_earlier_drafter_an_empty_directory_and_nothing_are_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also by a link, which stays, and from within, and with nothing left beside it."""
+    """Also through a link, which stays, and from within; nothing is left beside it."""
     place = tmp_path / "place"
     drafter(place / "earlier")
     (place / "empty").mkdir()
@@ -72,7 +72,7 @@ def test_what_cannot_be_filled_is_refused_beforehand(tmp_path: Path) -> None:
 def test_a_failure_at_the_end_leaves_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
-    """At every one of its renames, and while the new one is written."""
+    """At each rename, and while the new one is written."""
     out = drafter(tmp_path / "out")
     rename = Path.rename
 

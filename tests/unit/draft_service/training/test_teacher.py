@@ -34,9 +34,8 @@ def documents() -> list[Document]:
 def test_answers_are_the_targets_distribution(
     module: Any, documents: list[Document], tmp_path: Path
 ) -> None:
-    """Of every learned token, from the tokens before it alone: the likeliest in order, the token
-    that stands there, and what the head read; documents of other lengths beside it change
-    nothing."""
+    """For every learned token: the likeliest tokens in order, the text's token, and what the head
+    read; other documents in the batch change nothing."""
     cache = TeacherCache(tmp_path, documents, module, 0)
     cache.fill(1e9, lambda part: None)
     assert sorted(map(id, cache.known)) == sorted(map(id, documents))
@@ -57,7 +56,7 @@ def test_answers_are_the_targets_distribution(
 def test_the_head_is_for_the_tokens_with_most_of_the_mass(
     module: Any, documents: list[Document], tmp_path: Path
 ) -> None:
-    """Over what is learned, as far as it is among the likeliest."""
+    """Over learned text, as far as tokens are among the likeliest."""
     cache = TeacherCache(tmp_path, documents, module)
     cache.fill(1e9, lambda part: None)
     learned = np.zeros(VOCAB)
@@ -70,7 +69,7 @@ def test_the_head_is_for_the_tokens_with_most_of_the_mass(
 
 
 def test_an_epoch_is_every_learned_document_once(module: Any, tmp_path: Path) -> None:
-    """In batches within their size, in an order that seed and number give; none held out."""
+    """In batches within their size, in an order given by seed and number; without held-out ones."""
     documents = [
         Document(np.zeros(6 + i % 9, np.int32), 1, 1, None, i % 32 == 0) for i in range(96)
     ]

@@ -1,4 +1,4 @@
-"""The loss and its gradient against their definition, differentiated by the library."""
+"""The loss and its gradient, compared with their definition as differentiated by the library."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ ROWS, WIDTH, COLUMNS, LISTED = 7, 6, 20, 5
 
 
 def teacher_rows() -> TeacherRows:
-    """Of some rows a part of the mass is on tokens that the head has not, or is not listed."""
+    """Some rows have mass on tokens that the head lacks or that are not listed."""
     generator = torch.Generator().manual_seed(2)
     columns = torch.stack(
         [torch.randperm(COLUMNS, generator=generator)[:LISTED] for _ in range(ROWS)]

@@ -32,8 +32,8 @@ def lines(directory: Path) -> dict[int, dict[str, Any]]:
 
 
 def test_a_conversation_has_the_templates_form(tmp_path: Path) -> None:
-    """A turn between what the template puts around it, drawn by the target, then the answer; what
-    is learned begins with the turn."""
+    """A turn drawn by the target between the template's parts, then the answer; learning begins
+    with the turn."""
     found = write(tmp_path, 200)
     for index, record in lines(tmp_path).items():
         prompt = record["prompt"]
@@ -72,7 +72,7 @@ def test_a_torn_line_is_written_anew(tmp_path: Path) -> None:
 
 
 def test_prompts_are_answered_first(tmp_path: Path) -> None:
-    """And are not learned, for the target did not write them."""
+    """They are not learned, because the target did not write them."""
     prompts = ((0, 1, 9, 2, 3, 4), (0, 1, 8, 8, 2, 3, 4))
     documents = write(tmp_path, 100, prompts=prompts).documents()
     assert [record["prompt"] for record in lines(tmp_path).values()].count(list(prompts[1])) == 1
@@ -87,8 +87,8 @@ def test_without_a_template_any_token_begins_a_text(tmp_path: Path) -> None:
 
 
 def test_tokens_are_drawn_from_the_distribution() -> None:
-    """Evenly spread numbers hit each token as often as it is likely, to one of them; greedy rows
-    take the likeliest, and a floor leaves out what is far below it."""
+    """Evenly spaced numbers draw each token as often as its probability, within one; greedy rows
+    take the likeliest, and a floor drops unlikely tokens."""
     num = 4000
     logits = torch.tensor([0.0, 1.0, -1.0, 2.0, -4.0])
     uniforms = ((np.arange(num) + 0.5) / num).tolist()
