@@ -30,7 +30,7 @@ from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.errors import EngineLost, OutOfPages, OutriderError
 from outrider.kv_cache.session_table import SessionTable
-from outrider.limits import DRAFT_SUPPORT_ENTRIES, LOOK_AHEAD_BYTES_MAX
+from outrider.limits import LOOK_AHEAD_BYTES_MAX
 from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, ReplyKey
 from outrider.replica.step_request import Answers, refusal
 from outrider.replica.worker import draft_request
@@ -321,7 +321,7 @@ class LookAhead:
     def _begin_outcomes(self, now: RoundAhead, read: LikelyTokens | None) -> None:
         """Branches off each outcome that is worth drafting, as long as there are pages, and ends
         those that are not worth it any more. With `read` the rows end with that of the bonus."""
-        parts = [row.first(DRAFT_SUPPORT_ENTRIES) for row in now.seen]
+        parts = [*now.seen]
         if read is not None:
             parts.append(read)
         if not parts:

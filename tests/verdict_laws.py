@@ -195,6 +195,4 @@ def draft_tokens(
     keys = draft_keys(noises, indices)
     if rule is Rule.COUPLED:
         return raced(probabilities, keys, vocabulary)
-    return quantised_draws(
-        likely_by_weight(probabilities, entries_max, vocabulary), keys, entries_max
-    )
+    return quantised_draws(likely_by_weight(probabilities, entries_max, vocabulary), keys)

@@ -251,19 +251,16 @@ class DraftSampler:
         noises = [draft.request.noise for draft in drafts]
         counts = [draft.num_candidates for draft in drafts]
         if max(counts) > 1:
-            return draw_siblings(
-                logits, sampling, noises, depths, counts, vocabulary=self.vocabulary
-            ), [None] * len(drafts)
+            groups = draw_siblings(logits, sampling, noises, depths, counts, self.vocabulary)
+            return groups, [None] * len(drafts)
         drawn_from: Sequence[LikelyTokens | None]
         if can_draw_on_device(logits, sampling):
             params = [draft.request.sampling for draft in drafts]
-            tokens, drawn_from = draw_on_device(
-                logits, params, noises, depths, vocabulary=self.vocabulary
-            )
+            tokens, drawn_from = draw_on_device(logits, params, noises, depths, self.vocabulary)
         else:
             history = drafts[0].history
             tokens, likely = draw_from_logits(
-                logits, sampling, noises, depths, history=history, vocabulary=self.vocabulary
+                logits, sampling, noises, depths, history, self.vocabulary
             )
             drawn_from = [
                 None if likely is None else likely.row(place) for place in range(len(drafts))

@@ -81,10 +81,6 @@ class LikelyTokens:
         ids = np.concatenate([part.ids for part in parts])
         return cls(ids, np.concatenate([part.mass for part in parts]))
 
-    def first(self, count: int) -> LikelyTokens:
-        """The `count` likeliest tokens of each row, as views."""
-        return LikelyTokens(self.ids[:, :count], self.mass[:, :count])
-
     def split(self, sizes: Sequence[int]) -> list[LikelyTokens]:
         """Consecutive parts of these numbers of rows, as views."""
         ends = [*accumulate(sizes)][:-1]
@@ -101,7 +97,6 @@ def draw_from_logits(
     params: SamplingParams,
     noises: Sequence[RoundNoise],
     indices: Sequence[int],
-    entries_max: int = DRAFT_SUPPORT_ENTRIES,
     history: TokenHistory = NO_HISTORY,
     vocabulary: DraftVocabulary | None = None,
 ) -> tuple[list[DraftedToken], LikelyTokens | None]:
@@ -111,7 +106,6 @@ def draw_from_logits(
     the rows, or None where the likeliest token is taken. Raises `InvariantError` where
     `target_probabilities` does."""
     check(len(noises) == len(indices) == len(logits), "one noise and index for each row")
-    _check_entries(entries_max)
     if not noises:
         return [], None
     rule = _shared_rule(noises)
@@ -121,12 +115,12 @@ def draw_from_logits(
     if params.greedy or rule is Rule.GREEDY:
         return one_hot(likeliest(logits, params, history), vocabulary), None
     keys = draft_keys(noises, indices)
-    count = min(max(entries_max, DRAFT_SUPPORT_ENTRIES), logits.shape[1])
     if rule is Rule.COUPLED:
         weights = _weights(logits, params, history)
+        count = min(DRAFT_SUPPORT_ENTRIES, logits.shape[1])
         return raced(weights, keys, vocabulary), likely_by_weight(weights, count, vocabulary)
-    rows = likely_tokens(logits, params, history, vocabulary, count)
-    return quantised_draws(rows, keys, entries_max), rows
+    rows = likely_tokens(logits, params, history, vocabulary)
+    return quantised_draws(rows, keys), rows
 
 
 def draw_siblings(
@@ -135,7 +129,6 @@ def draw_siblings(
     noises: Sequence[RoundNoise],
     indices: Sequence[int],
     counts: Sequence[int],
-    entries_max: int = DRAFT_SUPPORT_ENTRIES,
     vocabulary: DraftVocabulary | None = None,
 ) -> list[DraftedGroup]:
     """Draws up to `counts[b]` candidates for one position of each of B sessions that share rule and
@@ -144,7 +137,6 @@ def draw_siblings(
     in the race among the `DRAFT_SUPPORT_ENTRIES` likeliest tokens; under greedy they are the next
     likeliest."""
     check(len(noises) == len(indices) == len(counts) == len(logits), "a count for each row")
-    _check_entries(entries_max)
     check(not params.penalised, "penalties would count siblings")
     rule = _shared_rule(noises)
     if vocabulary is not None:
@@ -154,7 +146,8 @@ def draw_siblings(
         check_maxima(logits.amax(dim=1).tolist())
         adjusted = adjusted_logits(logits, params, NO_HISTORY)
         likely = [_likeliest_first(row, count) for row, count in zip(adjusted, counts, strict=True)]
-        return [_certain(columns, vocabulary) for columns in likely]
+        drawn = [one_hot(columns, vocabulary) for columns in likely]
+        return [(tuple(token_id for token_id, _ in group), None) for group in drawn]
     keys = draft_keys(noises, indices)
     if rule is Rule.COUPLED:
         weights = _weights(logits, params, NO_HISTORY)
@@ -166,12 +159,13 @@ def draw_siblings(
             for (token_id, _), ids, count in zip(first, arrivals, counts, strict=True)
         ]
         return [(group, None) for group in groups]
-    rows = likely_tokens(logits, params, NO_HISTORY, vocabulary, entries_max)
+    rows = likely_tokens(logits, params, vocabulary=vocabulary)
+    distributions = _as_distributions(rows.ids, _host_levels(rows.mass))
     wanted = np.arange(max(counts))[None]
     numbers = uniforms(token_keys(keys), wanted).tolist()
     return [
         (_without_replacement(q, row[:count]), q if len(q.token_ids) > 1 else None)
-        for q, row, count in zip(_distributions(rows, entries_max), numbers, counts, strict=True)
+        for q, row, count in zip(distributions, numbers, counts, strict=True)
     ]
 
 
@@ -180,12 +174,11 @@ def likely_tokens(
     params: SamplingParams,
     history: TokenHistory = NO_HISTORY,
     vocabulary: DraftVocabulary | None = None,
-    count: int = DRAFT_SUPPORT_ENTRIES,
 ) -> LikelyTokens:
-    """The `count` likeliest tokens of each row of a draft's `logits` [R, V] under `params`. With
+    """The `DRAFT_SUPPORT_ENTRIES` likeliest tokens of each row of a draft's `logits` [R, V] under `params`. With
     a `vocabulary`, parameters and history are in its columns. Raises as `target_probabilities`
     does."""
-    count = min(count, logits.shape[1])
+    count = min(DRAFT_SUPPORT_ENTRIES, logits.shape[1])
     if not params.tempered_alone:
         return likely_by_weight(_weights(logits, params, history), count, vocabulary)
     width = -(-logits.shape[1] // BLOCK) * BLOCK
@@ -223,10 +216,8 @@ def quantise(
 
     The support may have one entry; on the wire that is None.
     """
-    _check_entries(entries_max)
-    return _distributions(
-        likely_by_weight(probabilities[None], entries_max, vocabulary), entries_max
-    )[0]
+    rows = likely_by_weight(probabilities[None], entries_max, vocabulary)
+    return _as_distributions(rows.ids, _host_levels(rows.mass))[0]
 
 
 def count_levels(mass: _Reals) -> _Reals:
@@ -290,19 +281,14 @@ def _token_ids(columns: Tensor, vocabulary: DraftVocabulary | None) -> IntArray:
     return tokens
 
 
-def quantised_draws(rows: LikelyTokens, keys: RowKeys, entries_max: int) -> list[DraftedToken]:
-    kept = rows.first(entries_max)
-    levels = _host_levels(kept.mass)
-    tokens = draw_quantised(kept.ids, levels, keys).tolist()
+def quantised_draws(rows: LikelyTokens, keys: RowKeys) -> list[DraftedToken]:
+    """A token of each row, by the quantised distribution over its tokens."""
+    levels = _host_levels(rows.mass)
+    tokens = draw_quantised(rows.ids, levels, keys).tolist()
     return [
         (token_id, q if len(q.token_ids) > 1 else None)
-        for token_id, q in zip(tokens, _as_distributions(kept.ids, levels), strict=True)
+        for token_id, q in zip(tokens, _as_distributions(rows.ids, levels), strict=True)
     ]
-
-
-def _distributions(rows: LikelyTokens, entries_max: int) -> list[DraftDistribution]:
-    kept = rows.first(entries_max)
-    return _as_distributions(kept.ids, _host_levels(kept.mass))
 
 
 def _as_distributions(ids: IntArray, levels: RealArray) -> list[DraftDistribution]:
@@ -337,10 +323,6 @@ def _likeliest_first(logits: Tensor, count: int) -> list[int]:
     return found
 
 
-def _certain(columns: Sequence[int], vocabulary: DraftVocabulary | None) -> DraftedGroup:
-    return tuple(token_id for token_id, _ in one_hot(columns, vocabulary)), None
-
-
 def one_hot(columns: Sequence[int], vocabulary: DraftVocabulary | None) -> list[DraftedToken]:
     """The tokens of these columns, as certain draws."""
     if vocabulary is not None:
@@ -363,10 +345,6 @@ def _shared_rule(noises: Sequence[RoundNoise]) -> Rule:
     return rule
 
 
-def _check_entries(entries_max: int) -> None:
-    check(1 <= entries_max <= COUNT_TOTAL, f"entries_max {entries_max} is not in 1..{COUNT_TOTAL}")
-
-
 _ROW_WORDS = 16
 """The words of each row: six for `weigh_rows`; whether it is coupled, and whether it is quantised;
 six for `settle_rows`; and the drawn count as a float64."""
@@ -385,7 +363,6 @@ def draw_on_device(
     params: Sequence[SamplingParams],
     noises: Sequence[RoundNoise],
     indices: Sequence[int],
-    entries_max: int = DRAFT_SUPPORT_ENTRIES,
     vocabulary: DraftVocabulary | None = None,
 ) -> tuple[list[DraftedToken], list[LikelyTokens | None]]:
     """As `draw_from_logits`, for sessions of any rules and parameters, with one wait for the device
@@ -407,7 +384,7 @@ def draw_on_device(
         rows = send([words], logits.device).view(torch.int64).view(words.shape)
         any_coupled, any_filtered = bool(is_coupled.any()), any(one.filtered for one in params)
         with on_device(logits.device):
-            parts = _drawn_columns(logits, rows, entries_max, vocabulary, any_coupled, any_filtered)
+            parts = _drawn_columns(logits, rows, vocabulary, any_coupled, any_filtered)
     drawn = torch.cat(parts, dim=1).cpu().numpy()
     check_maxima(drawn[:, 1].tolist())
     tokens: list[DraftedToken] = [(int(token_id), None) for token_id in drawn[:, 0]]
@@ -421,7 +398,7 @@ def draw_on_device(
         likely[index] = found.row(index)
         if not is_coupled[index]:
             own = slice(index, index + 1)
-            [q] = _as_distributions(found.ids[own, : levels.shape[1]], levels[own])
+            [q] = _as_distributions(found.ids[own], levels[own])
             if len(q.token_ids) > 1:
                 tokens[index] = tokens[index][0], q
     return tokens, likely
@@ -436,14 +413,12 @@ def _likeliest_columns(logits: Tensor, vocabulary: DraftVocabulary | None) -> li
 def _drawn_columns(
     logits: Tensor,
     rows: Tensor,
-    entries_max: int,
     vocabulary: DraftVocabulary | None,
     any_coupled: bool,
     any_filtered: bool,
 ) -> list[Tensor]:
-    """The token of each row and the largest logit, [R, 1] each; its likeliest tokens and their
-    masses; and the `count_levels` of the first `entries_max`. `rows` holds the words of the
-    rows."""
+    """The token of each row and the largest logit, [R, 1] each; its likeliest tokens, their
+    masses and the `count_levels` of these. `rows` holds the words of the rows."""
     reals, flags = rows.view(torch.float64), rows.view(torch.bool)
     token, maxima = _likeliest_columns(logits, vocabulary)
     if any_coupled or any_filtered:
@@ -458,9 +433,9 @@ def _drawn_columns(
             weights = wide.index_copy_(1, vocabulary.table(logits.device), weights)
         settle(weights, found, rows, rows.view(-1)[_KEYS:], rows.stride(0))
         token = torch.where(flags[:, _COUPLED * 8, None], found[-1, :, None], token)
-    values, columns = largest(logits, max(entries_max, DRAFT_SUPPORT_ENTRIES))
+    values, columns = largest(logits, DRAFT_SUPPORT_ENTRIES)
     ids, mass = _ids_on_device(columns, vocabulary), ((values - maxima) / reals[:, :1]).exp()
-    levels = count_levels(mass[:, :entries_max])
+    levels = count_levels(mass)
     winner = ids.gather(1, place_of(levels, reals[:, _COUNT, None])[:, None])
     token = torch.where(flags[:, _QUANTISED * 8, None], winner, token)
     return [token, maxima, ids, mass, levels]

@@ -88,21 +88,16 @@ def race(weights: Tensor, keys: RowKeys) -> Tensor:
     return torch.from_numpy(_pruned_race(weights.numpy(), tops.numpy(), token_keys(keys)))
 
 
-def speeds(weights: Tensor, token_ids: Tensor, keys: tuple[Tensor, Tensor]) -> Tensor:
-    """The scores w / t of the listed tokens: [R, M], float64. `token_ids` ([R, M] or [1, M],
-    int64, >= 0) are the tokens of `weights` [R, M]. The largest score of all tokens wins the
-    row's race."""
-    blocks = numbers(keys, (token_ids >> _BLOCK_BITS) + _BLOCK_NUMBERS)
-    later = _exponentials(numbers(keys, token_ids))
+def scores(weights: Tensor, token_ids: Tensor, keys: RowKeys) -> Tensor:
+    """The scores w / t of the listed tokens, on the CPU: [R, M], float64. `token_ids` ([R, M] or
+    [1, M], int64, >= 0) are the tokens of `weights` [R, M]. The largest score of all tokens wins
+    the row's race."""
+    low, high = map(torch.from_numpy, token_keys(keys))
+    blocks = numbers((low, high), (token_ids >> _BLOCK_BITS) + _BLOCK_NUMBERS)
+    later = _exponentials(numbers((low, high), token_ids))
     is_least = (blocks & (BLOCK - 1)) == (token_ids & (BLOCK - 1))
     waits: Tensor = _exponentials(blocks) / BLOCK + later.masked_fill_(is_least, 0.0)
     return weights / waits
-
-
-def scores(weights: Tensor, token_ids: Tensor, keys: RowKeys) -> Tensor:
-    """`speeds` of rows on the CPU, from their `RowKeys`."""
-    low, high = token_keys(keys)
-    return speeds(weights, token_ids, (torch.from_numpy(low), torch.from_numpy(high)))
 
 
 def _pruned_race(

@@ -251,8 +251,8 @@ def test_the_first_sibling_is_what_a_chain_has(rule):
     for seed in range(50):
         logits = torch.from_numpy(random.normal(0, 2, (2, 300)))
         noises = [RoundNoise(seed, rule, 9), RoundNoise(seed + 1, rule, 3)]
-        alone, _ = draw_from_logits(logits, params, noises, [0, 2], 16)
-        groups = draw_siblings(logits, params, noises, [0, 2], [4, 1], 16)
+        alone, _ = draw_from_logits(logits, params, noises, [0, 2])
+        groups = draw_siblings(logits, params, noises, [0, 2], [4, 1])
         assert [(ids[0], q) for ids, q in groups] == alone
         assert [len(set(ids)) for ids, _ in groups] == [4, 1]
         if rule is Rule.TOKEN:

@@ -13,6 +13,7 @@ from verdict_laws import draft_token, draft_tokens
 
 from outrider.errors import InvariantError
 from outrider.limits import SEED_MAX
+from outrider.speculation import draft_sampling
 from outrider.speculation.draft_sampling import (
     can_draw_on_device,
     draw_from_logits,
@@ -85,14 +86,20 @@ def _on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [50, 3_001])
-@pytest.mark.parametrize("entries_max", [1, 7, 64])
+@pytest.mark.parametrize("num_entries", [1, 7, 64])
 @pytest.mark.parametrize("is_reduced", [False, True])
 @pytest.mark.parametrize("rules", [tuple(Rule), (Rule.TOKEN,), (Rule.COUPLED,), (Rule.GREEDY,)])
 def test_the_same_tokens_and_the_same_q(
-    vocab_size: int, entries_max: int, rules: tuple[Rule, ...], is_reduced: bool, device: str
+    vocab_size: int,
+    num_entries: int,
+    rules: tuple[Rule, ...],
+    is_reduced: bool,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every rule with all sampling parameters, in one batch, also for logits of every third token:
     equal tokens and q. Rounding changes a count with a probability under 1e-8."""
+    monkeypatch.setattr(draft_sampling, "DRAFT_SUPPORT_ENTRIES", num_entries)
     asked = [
         (sampling, RoundNoise(SEED_MAX - 7 * i, rule, 1_000 + i))
         for i, (sampling, rule) in enumerate((s, r) for s in SAMPLINGS for r in rules)
@@ -103,11 +110,11 @@ def test_the_same_tokens_and_the_same_q(
     vocabulary = DraftVocabulary(3 * np.arange(vocab_size) + 2) if is_reduced else None
     for depth, rows in enumerate(logits):
         tokens, likely = draw_on_device(
-            rows.to(device), samplings, noises, [depth] * len(asked), entries_max, vocabulary
+            rows.to(device), samplings, noises, [depth] * len(asked), vocabulary
         )
         for index, (sampling, noise) in enumerate(asked):
             [token], row = draw_from_logits(
-                rows[index][None], sampling, [noise], [depth], entries_max, vocabulary=vocabulary
+                rows[index][None], sampling, [noise], [depth], vocabulary=vocabulary
             )
             found = likely[index]
             assert tokens[index] == token
@@ -194,9 +201,9 @@ def test_it_draws_as_the_whole_vocabulary_with_nothing_elsewhere(
     params = PARAMS[name]
     rule = Rule.GREEDY if params.greedy else rule
     places, seen = list(range(ROWS)), history(vocabulary)
-    got, _ = draw_from_logits(logits, params, noises(rule), places, 16, seen, vocabulary)
+    got, _ = draw_from_logits(logits, params, noises(rule), places, seen, vocabulary)
     wide = scattered(logits, vocabulary, -torch.inf)
-    assert got == draw_from_logits(wide, params, noises(rule), places, 16, seen)[0]
+    assert got == draw_from_logits(wide, params, noises(rule), places, seen)[0]
     assert {token_id for token_id, _ in got} <= set(vocabulary.token_ids.tolist())
     small = target_probabilities(logits, vocabulary.params(params), vocabulary.history(seen))
-    assert draft_tokens(small, noises(rule), places, 16, vocabulary) == got
+    assert draft_tokens(small, noises(rule), places, vocabulary=vocabulary) == got

@@ -62,7 +62,6 @@ def question(
     num: int = 4,
     vocab_size: int = 1_000,
     seed: int = 1,
-    entries_max: int = 16,
     logits: torch.Tensor | None = None,
     is_masked: bool = False,
 ) -> Question:
@@ -74,9 +73,7 @@ def question(
     noise = RoundNoise(seed, rule, 100 + seed)
     flatter = replace(params, temperature=1.25 * params.temperature, top_p=1.0, logit_bias=())
     flatter = replace(flatter, repetition_penalty=1.0)
-    drafted, _ = draw_from_logits(
-        logits[:-1], flatter, [noise] * num, range(num), entries_max=entries_max
-    )
+    drafted, _ = draw_from_logits(logits[:-1], flatter, [noise] * num, range(num))
     q = tuple(q for _, q in drafted) if rule.needs_q else ()
     proposal = Proposal(tuple(token_id for token_id, _ in drafted), q)
     history = TokenHistory((1, 2), (3, 3), proposal.token_ids) if params.penalised else NO_HISTORY
