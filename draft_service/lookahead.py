@@ -139,7 +139,7 @@ class LookAhead:
         self._outcome_models = OutcomeModels()
         self._numbers = count()
         self._stale: list[AutoregressiveDraft] = []
-        """Kept for rounds that are over."""
+        """Sequences kept for rounds that are over."""
 
     def works_on(self, item: DraftItem) -> bool:
         """Whether the round of exactly this item has begun."""
@@ -349,7 +349,7 @@ class LookAhead:
         self._release([*begun.values()])
 
     def _branch_off(self, now: RoundAhead, outcome: Outcome) -> None:
-        """Begins an outcome. Raises `OutOfPages`."""
+        """Begins to draft an outcome. Raises `OutOfPages`."""
         name = f"{now.session_id}/{next(self._numbers)}"
         at_basis = now.basis is not None and not now.is_read
         source = now.basis.sequence_id if now.basis and at_basis else now.session_id

@@ -1,1 +1,1 @@
-"""Scores proposals with the target model: the replica that has the last word."""
+"""Verifies proposals with the target model."""

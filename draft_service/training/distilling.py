@@ -221,8 +221,8 @@ class _Run:
         return corpus
 
     def _ask(self, corpus: WrittenCorpus, seconds: float) -> TeacherCache:
-        """What the target says of that and of what is given. It may have begun with a prompt to
-        measure with by itself: that is held out."""
+        """The target's answers about the written and the given texts. Conversations whose prompt is
+        one to measure with are held out."""
         measured = set(self._options.measure)
         written = [
             replace(document, is_held_out=document.is_held_out or document.prompt in measured)
@@ -259,8 +259,8 @@ class _Run:
 
 
 def _check_prompts(options: DistillOptions, longest: int, given: Sequence[Document]) -> None:
-    """Raises `SettingError` for a prompt that is too long for the target to answer, and for one to
-    measure with that is to be learned from."""
+    """Raises `SettingError` for a prompt that is too long for the target to answer, and for a
+    prompt to measure with that would be learned from."""
     learned = {document.prompt: "the prompt of a conversation in --corpus" for document in given}
     for number, prompt in enumerate(options.prompts, start=1):
         learned[prompt] = f"number {number} of --prompts"

@@ -147,15 +147,15 @@ class Trainer:
 
     @property
     def part(self) -> float:
-        """Of the budget that is over."""
+        """The share of the budget that is used."""
         if self._options.steps is not None:
             return min(1.0, self.now.num_steps / self._options.steps)
         return min(1.0, self.spent.seconds / max(self._seconds, 1e-9))
 
     def run(self, progress: Callable[[float, Point], None]) -> None:
-        """Trains until the budget is over; tells `progress` what part is, and what was measured
-        last. Where it is broken off, what was learned since the last checkpoint is lost, and its
-        time does not count."""
+        """Trains until the budget is used; calls `progress` with the share and the last
+        measurement. After an interruption, steps since the last checkpoint are lost and their time
+        does not count."""
         now = self.now
         with self.spent.working():
             saved = time.monotonic()

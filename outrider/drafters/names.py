@@ -192,26 +192,26 @@ class DrafterDescription:
 
 DRAFTERS = (
     DrafterDescription(
-        AUTO, "as suffix", "none", "as that one", "none", "one-hot",
+        AUTO, "as suffix", "none", "as suffix", "none", "one-hot",
     ),
     DrafterDescription(
         "ngram", "what followed the longest earlier match in the session",
         "none", "200 bytes a token", "none", "one-hot",
     ),
     DrafterDescription(
-        "suffix", "what most often followed, there and in earlier answers to the tenant",
-        "none", "200 bytes a token; history is bounded", "none", "one-hot",
+        "suffix", "what most often followed in the session and the tenant's earlier answers",
+        "none", "200 bytes a token; bounded history", "none", "one-hot",
     ),
     DrafterDescription(
         "PATH_OR_ID", "what a model of the target's tokenizer draws",
         "the model's", "its weights, keys and values", "none", "sparse",
     ),
     DrafterDescription(
-        "PATH_OR_ID of PARD", "what such a model draws, all tokens in one pass",
+        "PATH_OR_ID of PARD", "what such a model draws in one pass",
         "the model's", "its weights, keys and values", "none", "sparse",
     ),
     DrafterDescription(
-        "quantized:BITS", "what the target's own weights draw, rounded to 8 or 4 bits",
+        "quantized:BITS", "what the target's own weights draw when rounded to 8 or 4 bits",
         "the target's", "a half to a third of its weights; its keys and values", "none", "sparse",
     ),
     DrafterDescription(
@@ -221,25 +221,25 @@ DRAFTERS = (
     ),
     DrafterDescription(
         "early-exit:DIR",
-        "what a head behind the target's first layers draws, sent with its verdicts",
+        "what a head after the target's first layers draws, sent with its verdicts",
         "outrider distill --kind early-exit", "its weights", "needed", "sparse",
     ),
     DrafterDescription(
         "eagle3:DIR_OR_ID",
-        "what an EAGLE-3 head draws on the target, or from rows that it sends a draft",
+        "what an EAGLE-3 head draws on the target, or apart from hidden states that it sends",
         "a published head, or outrider distill --kind eagle3",
-        "its weights; of a token one layer's key and value, and a row of its width",
-        "needed where not published", "sparse",
+        "its weights; for each token one layer's key and value, and a hidden state",
+        "needed unless published", "sparse",
     ),
     DrafterDescription(
         MTP, "what the target's own MTP layer draws, sent with its verdicts", "the target's",
-        "its weights; of a token one layer's key and value, and a row of its width",
+        "its weights; for each token one layer's key and value, and a hidden state",
         "none", "sparse",
     ),
     DrafterDescription(
         "hybrid:LOOKUP,MODEL",
-        "as ngram or suffix where confident, else as its model, heads or exit head",
-        "the model's", "both parts'", "the model's", "one-hot or sparse",
+        "as its look-up where that is confident, otherwise as its model or heads",
+        "the model's", "of both parts", "the model's", "one-hot or sparse",
     ),
 )  # fmt: skip
 """The default first, then every kind, cheapest first."""

@@ -35,7 +35,7 @@ class Rule(StrEnum):
 
     @property
     def needs_q(self) -> bool:
-        """Whether the verdict depends on the draft's distributions, not only on its tokens."""
+        """Whether verdicts depend on the draft's distributions."""
         return self in (Rule.TOKEN, Rule.BLOCK)
 
 
