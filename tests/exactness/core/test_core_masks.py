@@ -57,12 +57,6 @@ class Held:
         bits = np.packbits(self.flags[state].numpy(), bitorder="little")
         return TokenMask(bits, is_over=state == 1 + V * (1 + OVER) + OVER)
 
-    def num_legal(self, drafted: Sequence[int]) -> int:
-        raise NotImplementedError
-
-    def behind(self, committed: Sequence[int]) -> Held:
-        raise NotImplementedError
-
 
 @dataclass(frozen=True)
 class Late(Held):

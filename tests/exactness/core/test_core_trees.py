@@ -10,9 +10,8 @@ import torch
 from core_rounds import cells_of
 from core_toys import EXACT, ToyPair, flat_pair, random_pair, sampling_pair
 from exactness.law import chi_square, power
-from verdict_laws import score, tree_law, verdict_from_logits
+from verdict_laws import tree_law, verdict_from_logits
 
-from outrider.errors import InvariantError
 from outrider.speculation import accept_reject as decision
 from outrider.speculation import random_streams as noise
 from outrider.speculation.accept_reject import Verdict, decide
@@ -257,14 +256,6 @@ def test_the_first_sibling_is_what_a_chain_has(rule):
         assert [len(set(ids)) for ids, _ in groups] == [4, 1]
         if rule is Rule.TOKEN:
             assert all(set(ids) <= set(q.token_ids) for ids, q in groups)
-
-
-def test_block_has_no_tree():
-    proposal = Proposal((0, 1), (None,), (-1, -1))
-    with pytest.raises(InvariantError, match="no tree"):
-        score(
-            torch.full((3, 3), 1 / 3, dtype=torch.float64), proposal, RoundNoise(0, Rule.BLOCK, 1)
-        )
 
 
 def test_a_path_is_decided_by_siblings_in_turn():

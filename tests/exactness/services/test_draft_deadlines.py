@@ -65,12 +65,6 @@ class EndsAtTwo:
             return None
         return TokenMask(np.packbits([0, 0, 1], bitorder="little"), is_over=True)
 
-    def num_legal(self, drafted: Sequence[int]) -> int:
-        raise NotImplementedError
-
-    def behind(self, committed: Sequence[int]) -> EndsAtTwo:
-        raise NotImplementedError
-
 
 class LookUp:
     def __init__(self, *token_ids: int) -> None:

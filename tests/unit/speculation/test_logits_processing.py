@@ -189,12 +189,6 @@ class Listed:
             raise found
         return found
 
-    def num_legal(self, drafted: Sequence[int]) -> int:
-        raise NotImplementedError
-
-    def behind(self, committed: Sequence[int]) -> Listed:
-        raise NotImplementedError
-
 
 @pytest.mark.parametrize("width", [V - 10, V, V + 40])
 def test_rows_are_masked_each_by_its_own(width: int) -> None:

@@ -74,11 +74,12 @@ def test_an_empty_residual_falls_back_to_p():
         (P, Proposal((0, 1)), Rule.TOKEN),
         (P, Proposal((0, 1), (Q1,)), Rule.BLOCK),
         (P, Proposal((1, 1), (Q1, Q2)), Rule.TOKEN),
+        (P, Proposal((0, 1), (None,), (-1, -1)), Rule.BLOCK),
         (P[0], Proposal(), Rule.TOKEN),
     ],
 )
 def test_what_does_not_fit_is_refused(rows, proposal, rule):
-    """Wrong shapes, a missing q, a draft token outside its own q."""
+    """Wrong shapes, a missing q, a draft token outside its own q, a tree under block."""
     with pytest.raises(InvariantError):
         score(rows, proposal, RoundNoise(0, rule, 4))
 
