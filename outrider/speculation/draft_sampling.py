@@ -175,9 +175,9 @@ def likely_tokens(
     history: TokenHistory = NO_HISTORY,
     vocabulary: DraftVocabulary | None = None,
 ) -> LikelyTokens:
-    """The `DRAFT_SUPPORT_ENTRIES` likeliest tokens of each row of a draft's `logits` [R, V] under `params`. With
-    a `vocabulary`, parameters and history are in its columns. Raises as `target_probabilities`
-    does."""
+    """The `DRAFT_SUPPORT_ENTRIES` likeliest tokens of each row of a draft's `logits` [R, V] under
+    `params`. With a `vocabulary`, parameters and history are in its columns. Raises as
+    `target_probabilities` does."""
     count = min(DRAFT_SUPPORT_ENTRIES, logits.shape[1])
     if not params.tempered_alone:
         return likely_by_weight(_weights(logits, params, history), count, vocabulary)

@@ -198,7 +198,7 @@ async def test_a_model_without_an_end_of_text_has_no_constraints() -> None:
         return GrammarTokenizer(hf_tokenizer(), ())
 
     known = Grammars(load)
-    with pytest.raises(BadRequest, match="json_object: the model has no token that ends a text"):
+    with pytest.raises(BadRequest, match="json_object: a constraint needs a token that ends"):
         await known.prepare(Constraint.any_object())
     known.close()
     with pytest.raises(ConfigError, match="tokenizer does not support constraints"):
