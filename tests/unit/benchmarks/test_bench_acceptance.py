@@ -1,4 +1,4 @@
-"""`bench acceptance`: against sums over the whole vocabulary, and on results worked out by hand."""
+"""`bench acceptance`: compared with sums over the whole vocabulary and with hand calculations."""
 
 import json
 from pathlib import Path
@@ -56,7 +56,7 @@ def measured(reader: Any, num_prompts: int = 4, **options: Any) -> dict[str, Any
 
 
 def test_the_target_as_its_own_draft_is_always_accepted() -> None:
-    """And its outcomes are guessed; those of another model the more often the more are planned."""
+    """And its outcomes are predicted. With another model, more predictions hit more often."""
     found = measured(ModelReader(engine(1)), hits=True)
     assert found["greedy"] == 1.0
     assert found["sampled"] == pytest.approx(1.0, abs=1e-3)
@@ -71,7 +71,7 @@ def test_the_target_as_its_own_draft_is_always_accepted() -> None:
 
 
 def test_one_prefill_gives_what_sums_over_the_vocabulary_give() -> None:
-    """p and q of every prefix on their own. Where q is cut off, less is accepted."""
+    """With p and q of each prefix computed separately. Less is accepted if q is truncated."""
     found = measured(ModelReader(engine(SALT)), num_prompts=1)
     ids = (1, 2, 0)
     asked = [Answer("", 0, ids, 20)]
@@ -99,7 +99,7 @@ def test_lookup_proposes_what_followed_before_or_nothing() -> None:
 
 
 def test_suffix_decoding_has_what_was_read_at_that_temperature_as_its_history() -> None:
-    """And nothing of another one. Behind the last token nothing is known."""
+    """And nothing of another temperature. Nothing follows the last token."""
     reader = LookupReader(SuffixDrafter())
     for expected in ([None] * 3, [(7,), (8,), None]):
         for temperature in (0.0, 1.0):
@@ -109,7 +109,7 @@ def test_suffix_decoding_has_what_was_read_at_that_temperature_as_its_history() 
 
 
 def test_answers_side_by_side_are_those_alone() -> None:
-    """float32 and a tiny model: the same tokens, also where one ends before the others."""
+    """The same tokens, also if one answer ends before the others."""
     asked = [
         Answer("", 5, (1, 2, 3), 20), Answer("", 6, (3, 1), 4), Answer("", 7, (2, 2, 2, 1), 12)
     ]  # fmt: skip
@@ -160,7 +160,7 @@ NUM_PLACES = 60_000
 
 
 def test_matched_is_how_often_two_races_with_one_noise_agree() -> None:
-    """Standard error at most 0.005: 0.03 is passed in error less than once in 10^8."""
+    """Standard error at most 0.005, so the bound fails by chance with probability below 1e-8."""
     noise = np.random.default_rng(3).gumbel(size=(NUM_PLACES, 3))
     ours, theirs = (np.log(P) + noise).argmax(axis=1), (np.log(Q) + noise).argmax(axis=1)
     for token_id in range(3):
@@ -171,7 +171,7 @@ def test_matched_is_how_often_two_races_with_one_noise_agree() -> None:
 
 
 def test_race_ranks_are_those_of_two_races_with_one_noise() -> None:
-    """Drawn from the law that the winner leaves; standard error 0.004, bound 0.03."""
+    """Drawn given the winner; standard error 0.004, bound 0.03."""
     generator = np.random.default_rng(11)
     noise = generator.exponential(size=(NUM_PLACES, 3))
     winners = (noise / P).argmin(axis=1)
@@ -186,7 +186,7 @@ def test_race_ranks_are_those_of_two_races_with_one_noise() -> None:
 
 
 def test_hit_rates_add_up_the_likeliest_outcomes() -> None:
-    """By hand, K = 1 with acceptance 0.8: bonus guesses 0.8 * (0.6, 0.4), recoveries 0.2 * 0.5."""
+    """By hand for K = 1, acceptance 0.8: bonuses 0.8 * (0.6, 0.4), recoveries 0.2 * 0.5."""
     guessing = Guessing()
     for rank in (0, None):
         note_guess(guessing.recovery, rank)

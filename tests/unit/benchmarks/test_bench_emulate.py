@@ -1,4 +1,4 @@
-"""`bench emulate`: its figures by hand, the pair's law against its engines, and one small run."""
+"""`bench emulate`: figures compared with hand calculations, and one small run."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ from outrider.speculation.sampling_params import Rule
 
 
 def test_a_window_of_rounds_is_without_the_first_and_those_behind_the_last_token() -> None:
-    """Tokens 1 | 2..4 | 5, 6, 7 | 8 | 9, 10, a second each: four are dropped."""
+    """Rounds of a second with tokens 1 | 2..4 | 5, 6, 7 | 8 | 9, 10: four tokens are dropped."""
     rounds = [
         Round(
             RoundReport(index, (0,) * drafted, 0, 0, 0, 0, 0, 0, look_ahead_hit=index == 2),
@@ -46,7 +46,7 @@ def test_the_ideal_is_a_step_of_the_target_a_round(monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def delays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[float]:
-    """The services are in this process, with quick engines; what is asked for of links."""
+    """Runs the services in this process with fast engines; returns the delays of links."""
     asked: list[float] = []
 
     def engine_of(config: Any) -> EmulatedEngine:
@@ -64,7 +64,7 @@ def delays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[float]:
 def test_rows_for_a_head_on_a_draft_go_over_both_links(
     delays: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """2 bytes for each number of each committed token, on each link."""
+    """2 bytes on each link for each number of each committed token."""
     assert main(["bench", "emulate", "--parts", "features", "--tokens", "60", "--json"]) == 0
     on_target, *on_draft = json.loads(capsys.readouterr().out)["features"]
     assert delays == [0.0, *[0.0, 0.5, 2.5] * 2]
@@ -83,7 +83,7 @@ def test_rows_for_a_head_on_a_draft_go_over_both_links(
 def test_the_command_measures_every_mode_and_prints_one_json_object(
     rates: str, delays: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At stated rates each rule accepts by them, here nothing."""
+    """With stated rates every rule accepts accordingly, here nothing."""
     stated = ["--acceptance-rates", rates] if rates else []
     assert main(["bench", "emulate", "--tokens", "60", "--json", *stated]) == 0
     shown = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""`bench engine`: its waits against values known beforehand, and one small run."""
+"""`bench engine`: its waits, and one small run."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_one_run_prints_every_figure(
 
 
 def test_gaps_of_tokens_that_come_together_share_the_time_to_the_next() -> None:
-    """Two tokens at 1 s, one at 2 s, one at 5 s; a gap that lies outside in part counts."""
+    """Two tokens at 1 s, one at 2 s, one at 5 s; a gap that overlaps the interval counts."""
     assert gaps([[1.0, 1.0, 2.0, 5.0]], 0.0, 9.0) == [0.5, 0.5, 3.0]
     assert gaps([[1.0, 1.0, 2.0, 5.0]], 3.0, 4.0) == [3.0]
 

@@ -1,4 +1,4 @@
-"""Answers with drafts are held against plain ones, prompt by prompt."""
+"""`bench identity`: answers with drafts are compared with plain ones."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from outrider.speculation.sampling_params import Rule
 
 
 class Side(BenchClient):
-    """Answers with the length of its prompt, but otherwise to one that is drafted for."""
+    """Answers with the length of the prompt; with drafts differently to the prompt `differs`."""
 
     def __init__(self, differs: str = "", accepts: int = 1) -> None:
         self.differs, self.accepts = differs, accepts
@@ -27,7 +27,7 @@ class Side(BenchClient):
 
 @pytest.mark.parametrize("side", [Side(), Side(differs="b"), Side(accepts=0)])
 async def test_all_ways_are_held_against_plain_decoding(side: Side, tmp_path: Path) -> None:
-    """A difference fails, and so do drafts that were never accepted."""
+    """Fails for a difference, and if no draft token was accepted."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "a"}\n{"prompt": "b"}\n', "utf-8")
     options = IdentityOptions(prompts=prompts, num_draft_tokens=(1, 8))

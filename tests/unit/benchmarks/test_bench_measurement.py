@@ -1,5 +1,4 @@
-"""The order in which sides take turns, what is kept of it, and how requests are made. What
-`HttpClient` reads is tested by `bench serve`."""
+"""Turns of sides and their results, and gRPC requests. `bench serve` tests `HttpClient`."""
 
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -36,7 +35,7 @@ def silent(_line: str) -> None:
 
 
 async def test_a_pair_is_decoded_back_to_back_in_alternating_order() -> None:
-    """After two prompts of warm-up. Both sides of a prompt have its seed."""
+    """After two warm-up prompts. Both sides of a prompt use its seed."""
     side = ScriptedSide(lambda prompt, decoding: (10, 1.0 if decoding.num_draft_tokens else 2.0))
     results = await measure(PROMPTS[:3], pair(side, seed=SEED_MAX), silent)
     seeds = [found.seed for _, found in side.calls]
@@ -53,7 +52,7 @@ async def test_a_pair_is_decoded_back_to_back_in_alternating_order() -> None:
 
 
 async def test_several_at_a_time_are_bounded_keep_their_order_and_share_wall_time() -> None:
-    """Later prompts end sooner here. Either side comes first with every second prompt."""
+    """Later prompts end sooner here. Each side comes first for every second prompt."""
     side = ScriptedSide(lambda prompt, decoding: (10 + int(prompt.text[1:]), 9.0)
                         if prompt.text[0] == "p" else (1, 1.0))  # fmt: skip
     results = await measure(PROMPTS, pair(side, concurrency=3), silent)
@@ -68,7 +67,7 @@ async def test_several_at_a_time_are_bounded_keep_their_order_and_share_wall_tim
 
 
 async def test_a_library_that_takes_all_prompts_of_a_turn_is_timed_by_the_last() -> None:
-    """It decodes them one after the other, and each of its times is from the first one's start."""
+    """It decodes one after the other, with times since the start of the first."""
 
     class Library(ScriptedSide):
         async def generate_all(self, jobs: Sequence[Job], concurrency: int) -> list[Completion]:
@@ -85,7 +84,7 @@ async def test_a_library_that_takes_all_prompts_of_a_turn_is_timed_by_the_last()
 
 @pytest.mark.parametrize("failing", [WARM_UPS[1], "p2"])
 async def test_a_side_that_may_fail_is_left_out(failing: str) -> None:
-    """Whether it fails while it warms up or later; the other side decodes all prompts."""
+    """Whether it fails during the warm-up or later; the other side decodes all prompts."""
 
     def script(prompt: BenchPrompt, decoding: Decoding) -> tuple[int, float]:
         if prompt.text == failing and decoding.num_draft_tokens > 0:
@@ -120,7 +119,7 @@ class RecordingClient:
 
 @pytest.mark.parametrize("raw", [False, True])
 async def test_a_request_says_all_that_is_measured(raw: bool) -> None:
-    """A prompt may ask for JSON. One that was cut short is no measurement."""
+    """A prompt may require JSON. An answer that was cut short is an error."""
     schema = {"type": "json_schema", "json_schema": {"schema": {"type": "array"}}}
     [prompt] = parse_prompts(json.dumps({"prompt": "Hello.", "response_format": schema}), "here")
     decoding = Decoding(33, temperature=0.5, rule=Rule.BLOCK, seed=4, num_draft_tokens=8)

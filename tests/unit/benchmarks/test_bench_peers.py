@@ -1,5 +1,5 @@
-"""`bench peers`: its arithmetic, and the whole of it over a side that decodes nothing, a tiny
-model's library sides and fakes of other libraries and their servers."""
+"""`bench peers`: its arithmetic, and whole runs with a scripted deployment, a tiny model, and fakes
+of other libraries and their servers."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -26,7 +26,7 @@ from outrider.models.sources import resolve_model
 
 
 def result(*pairs: tuple[int, float]) -> SideResult:
-    """Completions of so many tokens in so many seconds, with the first after a tenth of them."""
+    """Completions of (tokens, seconds), with the first token after a tenth of the time."""
     completions = tuple(
         Completion(tuple(range(number)), 0.0, seconds, number, chunk_s=(seconds / 10,))
         for number, seconds in pairs
@@ -46,7 +46,7 @@ THEIRS = {
 
 
 def test_ratios_are_to_the_fastest_peer_of_all_tokens_over_all_time() -> None:
-    """Ours writes 20 tokens a second plain and 40 with drafts, vllm 25 and 32, openvino 10."""
+    """Tokens/s: ours 20 plain and 40 with drafts, vllm 25 and 32, openvino 10."""
     first, second = level_of(0.0, 1, OURS | THEIRS), level_of(1.0, 8, OURS)
     assert first["plain_ratio"] == pytest.approx(20 / 25)
     assert first["speculative_ratio"] == pytest.approx(40 / 32)
@@ -77,7 +77,7 @@ async def measured(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, known: bool = True,
     http_url: str = "", **changes: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """What is said of a deployment where plain and speculative decoding are one side."""
+    """The report of a scripted deployment."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("RECORD", str(tmp_path / "record"))
     alone = [replace(one, bindings=one.bindings[:1], drafting=one.drafting[-1:]) for one in PEERS]
@@ -107,7 +107,7 @@ async def measured(
 async def test_every_side_decodes_every_prompt(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library one request at a time; what is not installed, or fails, is missing."""
+    """Transformers one request at a time; peers that are not installed, or fail, are missing."""
     for name in ("vllm", "openvino"):
         make_environment(tmp_path / "peers", name)
     found = await measured(tiny, tmp_path, monkeypatch, concurrency=(1, 2))
@@ -134,7 +134,7 @@ async def test_a_deployment_whose_files_are_elsewhere_has_no_peers(
 async def test_our_servers_are_asked_without_drafts_and_with_them(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By HTTP, with the deployment's key; a peer without a server is missing."""
+    """By HTTP with the deployment's key; peers without a server are missing."""
     for name in ("vllm", "llama-cpp"):
         make_environment(tmp_path / "peers", name)
     with serving(lambda body: Reply()) as ours:

@@ -1,4 +1,4 @@
-"""`bench serve`: when requests are sent, the figures, and the whole of it by gRPC and by HTTP."""
+"""`bench serve`: times of requests, figures, and whole runs by gRPC and HTTP."""
 
 import asyncio
 import json
@@ -28,8 +28,8 @@ NUMBER = 20_000
 
 @pytest.mark.parametrize(("burstiness", "tail"), [(0.25, 24.0), (4.0, 1.5)])
 def test_gaps_have_the_mean_and_the_variance_of_their_law(burstiness: float, tail: float) -> None:
-    """Gamma of shape k and mean 1/R: the variance is 1 / (k R^2), its excess kurtosis 6 / k. Mean
-    and variance are held to 5 standard errors, which a right one misses with probability 6e-7."""
+    """Gamma of shape k and mean 1/R has variance 1 / (k R^2) and excess kurtosis 6 / k. The bounds
+    are 5 standard errors, which fail by chance with probability 6e-7."""
     rate = 8.0
     times = [0.0, *islice(arrival_times(rate, burstiness, 0), NUMBER)]
     found = np.array([after - before for before, after in pairwise(times)])
@@ -39,7 +39,7 @@ def test_gaps_have_the_mean_and_the_variance_of_their_law(burstiness: float, tai
 
 
 class ScriptedServer(BenchClient):
-    """Answers four tokens, one a second, unless the script says an error."""
+    """Answers with four tokens, one a second, or with the error of the script."""
 
     def __init__(self, fails: Callable[[int], str] = lambda _: "") -> None:
         self.fails = fails
@@ -69,7 +69,7 @@ def play(options: ServeOptions, server: ScriptedServer) -> Load:
 
 
 def test_without_a_rate_all_come_at_once_and_a_failure_ends_nothing(tmp_path: Path) -> None:
-    """A prompt may say how long its answer is."""
+    """A prompt may have its own `max_tokens`."""
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a", "max_tokens": 7}\n{"prompt": "b"}\n', "utf-8")
     server = ScriptedServer(fails=lambda index: "no room" if index == 1 else "")
@@ -91,7 +91,7 @@ def test_a_fixed_concurrency_is_kept_full_and_never_passed() -> None:
 
 
 def test_what_a_rate_holds_back_waits_outside_of_its_latency() -> None:
-    """One a second, and each takes four: the i-th waits 3 i seconds here, and takes four."""
+    """One a second, each takes 4 s: the i-th waits 3 i seconds in the client."""
     options = ServeOptions(num_prompts=5, request_rate=1.0, burstiness=math.inf, max_concurrency=1)
     load = play(options, ScriptedServer())
     waits = [record.started_s - record.due_s for record in load.records]
@@ -121,7 +121,7 @@ ONE = Completion((), 0.0, 0.6, chunk_s=(0.5,), counted_tokens=1)
 
 
 def test_the_figures_of_a_load() -> None:
-    """Tokens are shared out evenly over chunks, which come at 1.5, 2 and 3.5 s."""
+    """Tokens are spread evenly over chunks, which arrive at 1.5, 2 and 3.5 s."""
     options = ServeOptions(goodput=(("tpot", 334.0), ("e2el", 2499.0)))
     records = [Record(1.0, 1.0, ANSWER), Record(1.0, 4.0, ONE), Record(0.0, 0.0, "no room")]
     load = Load(5.0, 2, records, [0.02])
@@ -151,7 +151,7 @@ def measured(
 def test_chats_and_texts_by_http(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three chunks of six tokens, 20 ms apart: TPOT is by token, ITL by chunk."""
+    """Six tokens in three chunks, 20 ms apart: TPOT is per token, ITL per chunk."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     told = {
         "speculative_decoding": {
@@ -206,7 +206,7 @@ def test_a_request_that_fails_is_counted_and_told(
 
 
 def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a model's name nothing can begin; with one, every request fails."""
+    """Without a model's name the command fails; with one, every request does."""
     url = ["--base-url", "http://127.0.0.1:9", "--num-prompts", "2"]
     assert main(["bench", "serve", *url]) == 1
     assert "error: http://127.0.0.1:9/v1/models: ConnectError(" in capsys.readouterr().err
@@ -218,7 +218,7 @@ def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_report_is_one_page_with_the_same_numbers(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """It loads nothing. What a model is called cannot leave its text."""
+    """It is self-contained. The name of a model is escaped."""
     path = tmp_path / "report.html"
     flags = ("--num-prompts", "3", "--report", str(path), "--model", '</script><script src="x">&')
     with serving(lambda body: Reply(gap_s=0.01)) as server:
@@ -254,7 +254,7 @@ def test_wrong_flags_are_named(
 async def test_a_load_by_grpc_is_counted_as_the_coordinator_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Draft and target are one model. One request is refused, with the coordinator's words."""
+    """Draft and target are the same model. One prompt is refused by the coordinator."""
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a"}\n{"prompt": "b", "max_tokens": 5000}\n', "utf-8")
     target, draft = (ToyEngine(VOCAB, salt=1, max_model_len=4096) for _ in range(2))

@@ -1,5 +1,4 @@
-"""`outrider scale`, `autoscale` and `upgrade` with a fake reconciler; `tests/integration` has a real
-one."""
+"""`outrider scale`, `autoscale` and `upgrade` with a fake reconciler."""
 
 import os
 import secrets
