@@ -69,7 +69,7 @@ class PromptOptions(Options):
     """JSONL with `prompt` and optionally `category`, `max_tokens` and `response_format`; unset =
     the built-in prompts."""
     num_prompts: NumPrompts = None
-    """Number of prompts, taken evenly from the categories; unset = all."""
+    """Number of prompts, taken evenly from the categories."""
     max_tokens: MaxTokens = 256
     """Most tokens of a completion."""
     raw: bool = False

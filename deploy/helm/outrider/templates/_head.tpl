@@ -63,8 +63,8 @@ volumeMounts:
   - {name: state, mountPath: /var/lib/outrider}
 {{- end -}}
 
-{{/* It has no readiness probe: while the head's pod is not ready, workers may not find Ray, and
-without workers it would never be. When it ends, it is started anew. */}}
+{{/* No readiness probe: workers may not find Ray until the head's pod is ready, and `serve` is not
+ready without workers. Kubernetes restarts it when it ends. */}}
 {{- define "outrider.serve" -}}
 name: outrider
 image: {{ include "outrider.image" . }}
@@ -87,7 +87,7 @@ env:
   - name: RAY_AUTH_TOKEN
     valueFrom:
       secretKeyRef:
-        # Without a name the operator makes one that is called like the cluster.
+        # Without a name the operator makes a Secret with the name of the cluster.
         name: {{ default (include "outrider.fullname" .) .Values.ray.auth.secret }}
         key: auth_token
   {{- end }}

@@ -25,7 +25,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 
-{{/* Takes the root and the component: redis for sessions, gcs for what Ray's head knows. */}}
+{{/* Takes the root and the component: redis for sessions, gcs for the state of Ray's head. */}}
 {{- define "outrider.redisLabels" -}}
 app.kubernetes.io/name: {{ .root.Chart.Name }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
@@ -38,7 +38,7 @@ app.kubernetes.io/component: {{ .component }}
 {{- int (ceil (divf $actors (default 1 .slots))) -}}
 {{- end -}}
 
-{{/* NAME=AMOUNT that each actor of a role asks of Ray, and that its pods have as often as slots. */}}
+{{/* The Ray resource, NAME=AMOUNT, that each actor of a role needs; its pods have it per slot. */}}
 {{- define "outrider.resource" -}}outrider_{{ . }}{{- end -}}
 
 {{- define "outrider.redisUrl" -}}

@@ -52,7 +52,7 @@ runtimeClassName: {{ . }}
 enableServiceLinks: false
 {{- end -}}
 
-{{/* Of processes that Ray starts, and of those that talk to it. */}}
+{{/* Variables of processes that Ray starts, and of those that call it. */}}
 {{- define "outrider.rayEnv" -}}
 - name: HOME
   value: /home/outrider
