@@ -171,9 +171,11 @@ class Admissions:
                 continue
             if head.session_id in begun:
                 entry = self._table.begin(head)
-            is_whole = granted == token_demand.num_tokens
+            is_whole, num_new = granted == token_demand.num_tokens, len(entry.new_tokens)
             self.figures.num_prefill_chunks += not is_whole
-            admissions[index] = Admitted(entry, len(entry.new_tokens) if is_whole else granted)
+            # Sessions that lost their pages above may have left a longer prefix than was found.
+            num_granted = num_new if is_whole else min(granted, num_new)
+            admissions[index] = Admitted(entry, num_granted)
         return admissions
 
     def _token_demand(self, demand: SlotDemand, aligned: Aligned, begun: _Begun) -> TokenDemand:
