@@ -29,7 +29,7 @@ from coordinator.requests.validation import (
 from coordinator.routing.discovery import Discovery
 from coordinator.routing.draft_client import open_drafts
 from coordinator.routing.drafts import Drafts
-from coordinator.routing.replica_pool import ReplicaPool, SessionContext
+from coordinator.routing.replica_pool import ReplicaConnection, ReplicaPool, SessionContext
 from coordinator.routing.target_client import TargetClient
 from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import LookupDrafter
@@ -137,7 +137,7 @@ class CoordinatorService:
         self._served: ReplicaDescription | None = None
         self._lengths: LengthControls | None = None
         self._trial_lengths: tuple[str, LengthControls] | None = None
-        """Name and length controls of the draft on trial."""
+        """Name and length controls of the replica on trial."""
         self._meter = RoundMeter()
         self._load = ProcessLoad()
         self._trial = TrialMeter()
@@ -162,7 +162,7 @@ class CoordinatorService:
         await self.drafts.join_all(self._links["draft"])
         if config.length_control:
             self._lengths = LengthControls(
-                target, self.drafts.first_kept, config.run_ahead_rounds,
+                self.targets.first_kept or target, self.drafts.first_kept, config.run_ahead_rounds,
                 delays=config.drafting_delays, watches=self._looks_up,
             )  # fmt: skip
         self._served = replace(target, model=config.served_model_name or target.model)
@@ -621,10 +621,7 @@ class CoordinatorService:
             context.observer.opened(session.session_id, session.prompt_length, parameters.seed)
             self._committer.add(session)
             target = TargetClient(self.targets, context, self._config)
-            draft = open_drafts(
-                self.drafts, context, self._fallback, self._config,
-                target_drafts=target.drafts_itself,
-            )  # fmt: skip
+            draft = open_drafts(self.drafts, target, self._fallback, self._config)
             run = SessionRun(
                 context,
                 replayed,
@@ -654,9 +651,14 @@ class CoordinatorService:
             stop_token_ids=parameters.sampling.stop_token_ids,
         )
 
+    @property
+    def _on_trial(self) -> ReplicaConnection | None:
+        return self.targets.on_trial or self.drafts.on_trial
+
     def _session_trial(self, draft: Drafts | None) -> SessionTrial | None:
-        """Measures a session with a draft replica, while a replica is on trial."""
-        replica = self.drafts.on_trial
+        """Measures a session that a draft replica or its target drafts for, while a replica is on
+        trial."""
+        replica = self._on_trial
         if replica is None or draft is None or draft.on_trial is None:
             return None
         return self._trial.begin(replica.name)
@@ -670,7 +672,7 @@ class CoordinatorService:
             return FixedLength(num_draft_tokens, self._config.run_ahead_rounds, siblings)
         num_elsewhere = sum(peer.load for peer in self.fleet.peers)
         self._lengths.hear_load(self.targets.num_present, num_elsewhere, self.drafts.first_kept)
-        lengths, tried = self._lengths, self.drafts.on_trial
+        lengths, tried = self._lengths, self._on_trial
         if tried is not None and draft is not None and draft.on_trial:
             if self._trial_lengths is None or self._trial_lengths[0] != tried.name:
                 self._trial_lengths = tried.name, lengths.of_another(tried.description)

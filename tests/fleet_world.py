@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from memory_registry import MemoryRegistry
@@ -13,7 +14,7 @@ from coordinator.decoding.trial import TrialSums
 from deploy.fleet.ray_cluster import Actor, Demand
 from deploy.fleet.replica_set import Fleet
 from deploy.fleet.spec import FleetSpec, plan_fleet
-from outrider.config import load_config
+from outrider.config import DeploymentConfig, load_config
 from outrider.errors import ConfigError, OutriderError
 from outrider.registry.registry import Engagement, Role
 from outrider.replica.process_setup import Place
@@ -129,6 +130,12 @@ class Machines:
         return found
 
 
+def resolved(config: DeploymentConfig) -> DeploymentConfig:
+    """With the target's heads, as `resolve_models` names them."""
+    heads = config.draft.drafter.on_target or ""
+    return replace(config, target=replace(config.target, heads=heads))
+
+
 class World:
     """A fleet that runs."""
 
@@ -141,7 +148,7 @@ class World:
         self.running: asyncio.Task[None] | None = None
 
     def _plan(self, **changes: Any) -> FleetSpec:
-        config = load_config(SETTINGS | self.settings | changes, {})
+        config = resolved(load_config(SETTINGS | self.settings | changes, {}))
         return plan_fleet(config, config, {"CPU": 64, "GPU": self.gpus}, "d", local=True)
 
     async def upgrade(self, **changes: Any) -> None:

@@ -202,11 +202,13 @@ def _description(
     )  # fmt: skip
 
 
-def _filled(module: Any, linears: Iterable[Any], dtype: torch.dtype, seed: int) -> Any:
+def _filled(
+    module: Any, linears: Iterable[Any], dtype: torch.dtype, seed: int, spread: float = _SPREAD
+) -> Any:
     """The module, with random weights in these of its layers."""
     generator = torch.Generator().manual_seed(seed)
     for linear in linears:
-        values = torch.randn(linear.weight.shape, generator=generator) * _SPREAD
+        values = torch.randn(linear.weight.shape, generator=generator) * spread
         linear.weight = torch.nn.Parameter(values.to(dtype), requires_grad=False)
     return module.eval()
 
@@ -227,14 +229,19 @@ def tiny_heads(
 
 
 def tiny_exit(
-    target: Any, token_ids: Sequence[int], num_layers: int = 1, seed: int = 1
+    target: Any,
+    token_ids: Sequence[int],
+    num_layers: int = 1,
+    seed: int = 1,
+    spread: float = _SPREAD,
 ) -> LoadedExit:
-    """A random exit head behind a layer of a target's module, with logits of `token_ids`."""
+    """A random exit head behind a layer of a target's module, with logits of `token_ids`. With a
+    `spread` of 0 it is the target's own norm, of ones, and head."""
     width = target.config.hidden_size
     module = ExitHead(_shared(target, token_ids)[1], 2 * width)
     module.scale = torch.nn.Parameter(torch.ones(width, dtype=target.dtype), requires_grad=False)
     linears = (module.mix, module.gate_up, module.down)
-    filled = _filled(module, linears, target.dtype, seed)
+    filled = _filled(module, linears, target.dtype, seed, spread)
     return LoadedExit(filled, tuple(token_ids), num_layers)
 
 
@@ -302,11 +309,15 @@ def save_tiny_heads(
 
 
 def save_tiny_exit(
-    directory: Path, target: Path, token_ids: Sequence[int], num_layers: int = 1
+    directory: Path,
+    target: Path,
+    token_ids: Sequence[int],
+    num_layers: int = 1,
+    spread: float = _SPREAD,
 ) -> Path:
     """Saves such an exit head of the model in `target`; returns `directory`."""
     module = AutoModelForCausalLM.from_pretrained(target)
-    made = tiny_exit(module, token_ids, num_layers)
+    made = tiny_exit(module, token_ids, num_layers, spread=spread)
     return _save_head(directory, TrainedKind.EARLY_EXIT, target, module, made)
 
 

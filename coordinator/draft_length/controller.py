@@ -177,7 +177,7 @@ class _KnownSeeds:
 
 
 class LengthControls:
-    """Creates the length controls of one coordinator's sessions, or of those with a draft on
+    """Creates the length controls of one coordinator's sessions, or of those with a drafter on
     trial."""
 
     def __init__(
@@ -216,10 +216,15 @@ class LengthControls:
     def costs(self) -> RoundCosts:
         return self.learned.costs
 
-    def of_another(self, draft: ReplicaDescription) -> LengthControls:
-        """For sessions with another draft: they share load and seeds, but learn separately."""
+    def of_another(self, drafter: ReplicaDescription) -> LengthControls:
+        """For sessions with another draft, or another target that drafts: they share load and
+        seeds, but learn separately."""
         found = copy(self)
-        found._draft, found._learned = draft, None
+        found._learned = None
+        if drafter.drafts_itself:
+            found._target = drafter
+        else:
+            found._draft = drafter
         return found
 
     def hear_load(

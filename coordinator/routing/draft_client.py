@@ -35,7 +35,16 @@ from outrider.limits import (
     SILENT_DRAFT_S,
     UNTIMED_DRAFT_S,
 )
-from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, Resync, VerdictReply
+from outrider.messages import (
+    DraftAnswer,
+    DraftItem,
+    ProposalReply,
+    Refused,
+    Resync,
+    VerdictReply,
+    VerifyAnswer,
+    VerifyItem,
+)
 from outrider.sessions.store import CacheState
 from outrider.speculation.proposal import SealedProposal, require_q
 from outrider.speculation.random_streams import RoundNoise
@@ -468,9 +477,13 @@ class SelfDraftClient(_ModelDrafts):
     that the target ran ahead, the look-up proposes."""
 
     def __init__(
-        self, context: SessionContext, lookup: SessionLookup, config: CoordinatorConfig
+        self,
+        target: SessionRoute[VerifyItem, VerifyAnswer],
+        lookup: SessionLookup,
+        config: CoordinatorConfig,
     ) -> None:
-        super().__init__(context, lookup, config)
+        super().__init__(target.context, lookup, config)
+        self._target = target
         self._wanted = NOTHING_WANTED
         """What the target was asked for with the newest verdict."""
         self._next_max = 0
@@ -478,6 +491,10 @@ class SelfDraftClient(_ModelDrafts):
         self._is_rejected = False
         self._reply: VerdictReply | None = None
         """The newest verdict, if its proposal can be used."""
+
+    @property
+    def on_trial(self) -> bool | None:
+        return self._target.on_trial
 
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
         """Does not wait. Whether the look-up or the target proposes does not depend on the tokens
@@ -556,19 +573,17 @@ def check_wanted(
 
 def open_drafts(
     pool: ReplicaPool,
-    context: SessionContext,
+    target: SessionRoute[VerifyItem, VerifyAnswer],
     lookup: LookupDrafter,
     config: CoordinatorConfig,
-    *,
-    target_drafts: bool,
 ) -> Drafts | None:
     """The source of a session's proposals; None for a session without drafts."""
-    parameters = context.parameters
+    context, parameters = target.context, target.context.parameters
     if parameters.num_draft_tokens == 0:
         return None
     of_session = SessionLookup(lookup, context.session, parameters.sampling)
-    if target_drafts:
-        return SelfDraftClient(context, of_session, config)
+    if target.drafts_itself:
+        return SelfDraftClient(target, of_session, config)
     if config.lookup is not None and config.lookup.drafter.is_lookup:
         return Drafts(of_session)
     return None if pool.first is None else DraftClient(pool, context, of_session, config)

@@ -166,13 +166,14 @@ class ReplicaPool:
 
     def newest(self, weights: str = "") -> ReplicaDescription | None:
         """Description of the present replica that joined last, or if none is present of any; None
-        if there is none. Only replicas with these `weights` (`ReplicaDescription.weights`) count;
-        empty = any."""
+        if there is none. Replicas on trial count only without others. Only replicas with these
+        `weights` (`ReplicaDescription.weights`) count; empty = any."""
         replicas = [
             replica for replica in self.replicas.values()
             if weights in ("", replica.description.weights)
         ]  # fmt: skip
         found = [replica for replica in replicas if replica.is_open] or replicas
+        found = [replica for replica in found if not replica.trial_share] or found
         return found[-1].description if found else None
 
     @property
@@ -266,6 +267,8 @@ class ReplicaPool:
             found = fitting
         if preferred in (one.name for one in found):
             return self.replicas[preferred]
+        if numerics:
+            found = [one for one in found if one.description.numerics == numerics] or found
         if any(one.trial_share for one in found):
             place = _place(session_id)
             found = (
@@ -273,8 +276,6 @@ class ReplicaPool:
                 or [one for one in found if not one.trial_share]
                 or found
             )
-        if numerics:
-            found = [one for one in found if one.description.numerics == numerics] or found
         seats = min((one.description.max_num_seqs for one in found), default=0)
         name = choose(affinity, {one.name: len(one.routes) for one in found}, seats)
         return None if name is None else self.replicas[name]

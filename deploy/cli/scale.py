@@ -171,9 +171,10 @@ def parsed_bounds(words: Sequence[str]) -> dict[str, Any]:
     _wait_option("a trial has ended and all replicas are replaced"),
     option(
         "--trial-share", type=Seconds(0, SHARE_MAX), metavar="SHARE",
-        help="try a change of draft replicas (such as --draft-model) first: one new replica gets "
-        "this share of the new sessions, and all are replaced only if sessions decode faster with "
-        "it; best 1 / (N + 1) beside N replicas; 0 ends the running trial",
+        help="try a change of draft replicas (such as --draft-model), or another head on the "
+        "target, first: one new replica gets this share of the new sessions, and all are replaced "
+        "only if sessions decode faster with it; best 1 / (N + 1) beside N replicas; 0 ends the "
+        "running trial",
     ),
     option(
         "--trial-minutes", type=Seconds(0.01, MINUTES_MAX), default=MINUTES_DEFAULT,

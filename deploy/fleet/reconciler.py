@@ -49,7 +49,7 @@ from .ray_cluster import (
 )
 from .replica_set import FIRST_REST_S, Fleet, Overview
 from .spec import FleetSpec, plan_fleet
-from .trial import Trial, TrialReport, added, check_share, check_trial, judged
+from .trial import Trial, TrialReport, added, check_share, check_trial, check_weights, judged
 
 _SAME_REDIS = "sessions stay in their Redis"
 _SCALE = "use `outrider scale`"
@@ -236,9 +236,10 @@ class Reconciler(PlacedActor):
             raise
 
     async def begin_trial(self, values: dict[str, Value], share: float, seconds: float) -> None:
-        """Begins a trial: one draft replica with these settings gets a share of the new sessions,
-        and all get the settings if they are better. Idempotent. Raises as `change`, and
-        `ConfigError` for settings that cannot be tried."""
+        """Begins a trial: one replica with these settings gets a share of the new sessions, and all
+        get the settings if they are better. The replica is a draft, or a target if heads on the
+        target are tried. Idempotent. Raises as `change`, and `ConfigError` for settings that cannot
+        be tried."""
         await self._ready()
         async with self._changing:
             (changes, gpus, tried), fleet = self._changes, self._fleet
@@ -249,14 +250,16 @@ class Reconciler(PlacedActor):
             spec = await self._plan(changes | values, _shared(values, gpus))
             check_trial(fleet.spec, spec)
             fleet.settled(spec)
-            if self._overview().num_stale or not fleet.wanted["draft"]:
+            trial = Trial(values, share, seconds, spec)
+            if self._overview().num_stale or not fleet.wanted[trial.role]:
                 raise ConfigError(
-                    "--trial-share: needs running draft replicas with the same settings: wait for "
-                    "the end of the upgrade, or start one with `outrider scale draft=1`"
+                    f"--trial-share: needs running {trial.role} replicas with the same settings: "
+                    f"wait for the end of the upgrade, or start one with `outrider scale "
+                    f"{trial.role}=1`"
                 )
-            check_share(share, fleet.wanted["draft"])
+            check_share(share, trial.role, fleet.wanted[trial.role])
             await self._save(changes, gpus, (values, share, seconds))
-            self._try_out(Trial(values, share, seconds, spec))
+            self._try_out(trial)
 
     def _try_out(self, trial: Trial) -> None:
         self._report = TrialReport(trial.spec.given.draft.model, trial.share)
@@ -290,6 +293,10 @@ class Reconciler(PlacedActor):
         replica = fleet.on_trial
         if replica is None or not replica.address:
             return None, "its replica is being started"
+        if trial.role == "target":
+            reason = check_weights(await self._registry.records("target"))
+            if reason:
+                return False, reason
         self._trial_over_at = min(self._trial_over_at, now + trial.seconds)
         serving = [one for one in fleet.of("coordinator") if one.address and not one.leaves]
         found = await asyncio.gather(

@@ -353,7 +353,7 @@ class Fleet:
         self._num_started = 0
         self._troubles = {role: Trouble() for role in ROLES}
         self.trial: Trial | None = None
-        """The running trial, with one draft replica beside the wanted ones."""
+        """The running trial, with one replica beside the wanted ones."""
         self.trial_failure = ""
         """Why that replica did not start, or died."""
         self._ports: dict[int, dict[str, int]] = {}
@@ -462,14 +462,14 @@ class Fleet:
     def on_trial(self) -> Replica | None:
         """The replica of the running trial, if there is one."""
         plan = "" if self.trial is None else self.trial.plan
-        return next((one for one in self.of("draft") if one.plan == plan and not one.leaves), None)
+        return next((one for one in self.replicas if one.plan == plan and not one.leaves), None)
 
     def _is_tried(self, one: Replica) -> bool:
         """Whether a replica on trial stays. If its settings were adopted, it stays until another
         one with them serves."""
-        plan = self.spec.plans["draft"]
-        is_taken = one.plan == PLAN + plan and self.wanted["draft"] > 0
-        serves = any(other.address and other.plan == plan for other in self.of("draft"))
+        plan = self.spec.plans[one.role]
+        is_taken = one.plan == PLAN + plan and self.wanted[one.role] > 0
+        serves = any(other.address and other.plan == plan for other in self.of(one.role))
         return one is self.on_trial or (is_taken and not serves)
 
     def _forget_troubles(self) -> None:
@@ -504,11 +504,11 @@ class Fleet:
             self.trial is not None
             and self.on_trial is None
             and not self.trial_failure
-            and "draft" not in held_back
+            and self.trial.role not in held_back
         ):
-            self._follow(self._new("draft", self.trial.plan))
+            self._follow(self._new(self.trial.role, self.trial.plan))
         leaves += [
-            one.name for one in self.of("draft")
+            one.name for one in self.replicas
             if one.on_trial and not one.leaves and not self._is_tried(one)
         ]  # fmt: skip
         for name in leaves:

@@ -1,5 +1,6 @@
-"""The trial of a drafter: one draft replica with other settings, for a share of the sessions. It is
-better if its sessions get more tokens per second of decoding. Pure."""
+"""The trial of a drafter: one draft replica with other settings, or one target with another head,
+for a share of the sessions. It is better if its sessions get more tokens per second of decoding.
+Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Literal
 
 from coordinator.decoding.trial import DrafterSums, TrialSums
 from outrider.errors import ConfigError, SettingError
-from outrider.registry.registry import ROLES
+from outrider.registry.registry import ROLES, ReplicaRecord, Role
 from outrider.settings import Value
 
 from .spec import FleetSpec
@@ -44,8 +45,13 @@ class Trial:
     """The spec of a deployment with these settings."""
 
     @property
+    def role(self) -> Role:
+        """Role of its replica."""
+        return drafts_on(self.spec)
+
+    @property
     def plan(self) -> str:
-        return PLAN + self.spec.plans["draft"]
+        return PLAN + self.spec.plans[self.role]
 
 
 @dataclass(frozen=True)
@@ -62,38 +68,77 @@ class TrialReport:
         return f"{tried}: {self.state}: {self.reason}"
 
 
+def drafts_on(spec: FleetSpec) -> Role:
+    """The role whose replicas draft."""
+    drafter = spec.config.draft.drafter
+    if drafter.is_lookup:
+        return "coordinator"
+    return "target" if drafter.model is None else "draft"
+
+
 def check_trial(before: FleetSpec, tried: FleetSpec) -> None:
-    """Raises `ConfigError` for changes that one draft replica cannot try beside the others."""
+    """Raises `ConfigError` for changes that one replica cannot try beside the others."""
     now, then = (spec.config.draft.model for spec in (before, tried))
+    cannot = f"{then!r} cannot be tried beside {now!r}"
     at_once = "without --trial-share it is replaced at once"
-    for spec, model in ((before, now), (tried, then)):
-        if "draft" not in spec.demands:
-            raise SettingError(
-                "draft_model",
-                f"{then!r} cannot be tried beside {now!r}: a trial compares draft replicas, and "
-                f"{model!r} has none; {at_once}",
-            )
-    if before.plans["draft"] == tried.plans["draft"]:
-        raise ConfigError("--trial-share: nothing to try; draft replicas would not change")
-    others = [role for role in ROLES if role != "draft" and before.plans[role] != tried.plans[role]]
-    if others:
+    role = drafts_on(tried)
+    if role == "coordinator" or role != drafts_on(before):
         raise SettingError(
             "draft_model",
-            f"{then!r} cannot be tried beside {now!r}: a trial changes draft replicas alone, and "
-            f"these settings change each {' and each '.join(others)}, too; {at_once}",
+            f"{cannot}: {now!r} runs on {drafts_on(before)}s and {then!r} on {role}s, but a trial "
+            f"needs both on draft replicas, or both on targets; {at_once}",
+        )
+    if role == "target" and (others := _other_settings(before, tried)):
+        raise SettingError(
+            others[0], "a trial on targets changes nothing but their head (--draft-model)"
+        )
+    if before.plans[role] == tried.plans[role]:
+        raise ConfigError(f"--trial-share: nothing to try; {role} replicas would not change")
+    roles = [
+        one for one in ROLES
+        if one != role and one in tried.demands and before.plans[one] != tried.plans[one]
+    ]  # fmt: skip
+    if roles:
+        raise SettingError(
+            "draft_model",
+            f"{cannot}: a trial changes {role} replicas alone, and "
+            f"these settings change each {' and each '.join(roles)}, too; {at_once}",
         )
 
 
-def check_share(share: float, num_drafts: int) -> None:
+def _other_settings(before: FleetSpec, tried: FleetSpec) -> list[str]:
+    """Changed settings other than the drafter."""
+    values = before.given.values()
+    return [
+        key for key, value in tried.given.values().items()
+        if key != "draft_model" and value != values[key]
+    ]  # fmt: skip
+
+
+def check_share(share: float, role: Role, num_replicas: int) -> None:
     """Raises `ConfigError` for a share that would load the replica on trial much more or less than
     the others."""
-    fair = 1 / (num_drafts + 1)
+    fair = 1 / (num_replicas + 1)
     least, most = fair / 2, min(2 * fair, SHARE_MAX)
     if not least <= share <= most:
         raise ConfigError(
-            f"--trial-share: {share:g} is wrong beside {num_drafts} draft replicas; it must be "
+            f"--trial-share: {share:g} is wrong beside {num_replicas} {role} replicas; it must be "
             f"from {least:.3g} to {most:.3g}, best {fair:.3g}, so that all have similar queues"
         )
+
+
+def check_weights(records: Iterable[ReplicaRecord]) -> str:
+    """Why sessions could not move between the target on trial and the others, from the records of
+    all; empty if they can."""
+    records = [*records]
+    kept = {one.weights for one in records if not one.trial_share}
+    for one in records:
+        if one.trial_share and kept and one.weights not in kept:
+            return (
+                f"its target runs {one.weights} (weights/dtype/max_model_len), others "
+                f"{', '.join(sorted(kept))}: sessions could not move; give --max-model-len"
+            )
+    return ""
 
 
 def added(found: Iterable[TrialSums | None], replica: str) -> TrialSums:

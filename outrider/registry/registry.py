@@ -89,7 +89,7 @@ class ReplicaRecord:
     load: _Number = 0
     """Sessions that it runs."""
     trial_share: Annotated[float, between(0, 1)] = 0.0
-    """Of a draft on trial: its share of new sessions; 0 = not on trial."""
+    """Of a draft or target on trial: its share of new sessions; 0 = not on trial."""
     figures: Figures = NO_FIGURES
 
     def to_json(self) -> str:

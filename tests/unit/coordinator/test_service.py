@@ -1,7 +1,7 @@
 """The coordinator with its replicas and store in one process: how sessions end."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from coordinator.decoding.loop import COMMIT_GRACE_S
 from coordinator.service import TROUBLE_S
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
+from outrider.drafters.drafter import DraftRequest
 from outrider.errors import (
     DataLoss,
     DeadlineExceeded,
@@ -28,6 +29,7 @@ from outrider.errors import (
 from outrider.messages import ProposalReply
 from outrider.replica.executors import InlineExecutor
 from outrider.request import (
+    Event,
     Finished,
     GenerateRequest,
     PromptTokens,
@@ -36,7 +38,7 @@ from outrider.request import (
     Tokens,
 )
 from outrider.sessions.store import FinishReason, SessionRecord
-from outrider.speculation.proposal import DraftDistribution, SealedProposal, encode_q
+from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal, encode_q
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.link import MemoryLink
 from target_service.service import TargetService
@@ -430,3 +432,51 @@ async def test_sessions_of_a_draft_on_trial_learn_separately_but_know_all_seeds(
         b.service.drafts.replicas["kept"] = kept
         await drafted(seed=4)
         assert lengths._draft is kept.description
+
+
+class Repeats:
+    """Drafts on a target: one token over and over."""
+
+    reads_features = False
+
+    def propose(
+        self, requests: Sequence[DraftRequest], hidden_states: Sequence[Any] = ()
+    ) -> list[Proposal]:
+        return [Proposal((1,) * one.num_draft_tokens) for one in requests]
+
+
+def token_ids(events: Sequence[Event]) -> list[int]:
+    return [one for event in events if isinstance(event, Tokens) for one in event.token_ids]
+
+
+async def test_sessions_of_a_target_on_trial_learn_and_are_counted_apart() -> None:
+    """Also once it is lost: they go on with the other target, and are counted there."""
+    targets = [
+        TargetService(
+            ToyEngine(), InlineExecutor(lambda: STEP_S), max_num_seqs=8, self_drafter=Repeats()
+        )
+        for _ in range(2)
+    ]
+    async with bench(target=targets[0], length_control=True) as b:
+        request = replace(REQUEST, seed=None, sampling=SamplingParams(temperature=0.0))
+        text = token_ids(await b.events(request))
+        lengths = b.service._lengths
+        assert lengths is not None
+        before = lengths.costs.num_drafted
+        link = SeverableLink(targets[1])
+        await b.service.targets.join("tried", link, trial_share=1.0)
+        assert token_ids(await b.events(request)) == text
+        assert b.service._trial_lengths is not None
+        tried = b.service._trial_lengths[1].costs.num_drafted
+        assert lengths.costs.num_drafted == before > 0 < tried
+        await asyncio.sleep(1)
+        sums = b.service.trial_sums
+        assert (sums.replica, sums.old.num_rounds) == ("tried", 0)
+        assert sums.new.num_rounds > 0
+        running = asyncio.create_task(b.events(request))
+        await asyncio.sleep(5 * STEP_S)
+        link.sever(LinkLost("down"), reachable=False)
+        assert token_ids(await running) == text
+        await asyncio.sleep(1)
+        assert b.service.trial_sums.old.num_rounds > 0
+    await targets[1].close()

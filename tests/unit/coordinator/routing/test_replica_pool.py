@@ -312,10 +312,11 @@ async def test_a_draft_reads_only_the_features_of_its_own_head() -> None:
     assert not early.move()
 
 
-async def test_a_share_of_the_sessions_goes_to_a_draft_on_trial() -> None:
+@pytest.mark.parametrize("role", ["draft", "target"])
+async def test_a_share_of_the_sessions_goes_to_a_replica_on_trial(role: str) -> None:
     """The same sessions at each coordinator, and no others: 0.25 of 1,000, within five standard
-    deviations. All stay until it leaves; a draft that is alone has all of them."""
-    pools = [pool_of(described(), described(), role="draft") for _ in range(2)]
+    deviations. All stay until it leaves; a replica that is alone has all of them."""
+    pools = [pool_of(described(), described(), role=role) for _ in range(2)]
     routes = []
     for pool in pools:
         early = SessionRoute[Any, Any](pool, context_of(session(name="f" * 32)))
@@ -335,6 +336,24 @@ async def test_a_share_of_the_sessions_goes_to_a_draft_on_trial() -> None:
     [other] = [route for route in routes[1] if not route.on_trial][:1]
     assert other.move()
     assert other.on_trial
+
+
+async def test_a_target_on_trial_keeps_to_its_share_where_it_differs() -> None:
+    """Sessions that move prefer equal numerics, and new ones get the weights of the others unless
+    it is alone."""
+    avx, sse = (replace(TOY, numerics=name) for name in ("avx", "sse"))
+    pool = pool_of(described(avx))
+    early = SessionRoute[Any, Any](pool, context_of(session(name="f" * 32)))
+    await pool.join("r1", described(avx))
+    await pool.join("tried", described(replace(sse, max_model_len=9)), 1.0)
+    pool.retire("r0")
+    assert early.move()
+    assert early.replica == "r1"
+    assert pool.newest() == pool.first_kept == avx
+    new = SessionRoute[Any, Any](pool, context_of(session(name="0" * 32)))
+    assert new.on_trial
+    pool.retire("r1")
+    assert pool.newest() == pool.replicas["tried"].description
 
 
 async def test_whether_the_target_drafts_depends_on_the_sessions_own_target() -> None:

@@ -1,6 +1,7 @@
 """Proposals of targets that draft for themselves, which come with verdicts."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,7 +38,8 @@ def self_drafts(
         )  # fmt: skip
         config = replace(CONFIG, lookup=hybrid)
     lookup = SessionLookup(NgramDrafter(), one, SamplingParams())
-    return SelfDraftClient(context_of(one, **fields), lookup, config)
+    target: Any = SimpleNamespace(context=context_of(one, **fields), on_trial=None)
+    return SelfDraftClient(target, lookup, config)
 
 
 def verdict(proposal: SealedProposal, base_length: int = len(PROMPT)) -> VerdictReply:

@@ -11,7 +11,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 import ray
-from fleet_world import World
+from fleet_world import World, resolved
 
 from coordinator.decoding.trial import DrafterSums, TrialSums
 from deploy.fleet import reconciler as module
@@ -26,6 +26,7 @@ from outrider.errors import (
     StoreUnavailable,
     Unavailable,
 )
+from outrider.registry.registry import ReplicaRecord, Role
 from outrider.replica.process_setup import Place
 
 pytestmark = pytest.mark.virtual
@@ -54,7 +55,7 @@ class Host:
     def _resolve(self, config: DeploymentConfig) -> DeploymentConfig:
         if config.draft.model in self.missing:
             raise SettingError("draft_model", "is not to be had")
-        return config
+        return resolved(config)
 
     async def start(self) -> Reconciler:
         found = Reconciler(self.world.spec, "outrider-d")
@@ -292,29 +293,36 @@ def sums_of(host: Host, gain: float) -> None:
 
 
 TRIED = {"draft_num_threads": 3}
+HEADS = {"engine": "transformers", "model": "large", "draft_model": "medusa:a"}
+OTHER_HEADS = {"draft_model": "medusa:b"}
 
 
+@pytest.mark.parametrize("role", ["draft", "target"])
 @pytest.mark.parametrize("crashes", [False, True])
 @pytest.mark.parametrize(("gain", "state"), [(1.1, "taken"), (0.9, "not taken")])
 async def test_a_drafter_on_trial_is_taken_only_where_it_is_better(
-    monkeypatch: pytest.MonkeyPatch, gain: float, state: str, crashes: bool
+    monkeypatch: pytest.MonkeyPatch, gain: float, state: str, crashes: bool, role: Role
 ) -> None:
     """It runs beside the wanted replicas, which serve all the time; other changes must wait for its
     end. It continues after a restart of the reconciler."""
-    async with playing(monkeypatch, num_drafts=2) as (host, found):
+    key, tried_with, settings = "num_threads", TRIED, {"num_drafts": 2}
+    if role == "target":
+        key, tried_with, settings = "heads", OTHER_HEADS, HEADS | {"num_targets": 2}
+    [value] = (str(one).removeprefix("medusa:") for one in tried_with.values())
+    async with playing(monkeypatch, **settings) as (host, found):
         before = await found.spec()
-        names = [one.name for one in (await found.overview()).of("draft")]
+        names = [one.name for one in (await found.overview()).of(role)]
         for _ in range(2):  # It may be asked again.
-            await found.begin_trial(TRIED, 0.25, 600.0)
+            await found.begin_trial(tried_with, 0.25, 600.0)
         await asyncio.sleep(10)
         if crashes:
             found = await host.restart(found)
             await asyncio.sleep(10)
-        drafts = (await found.overview()).of("draft")
-        assert [one.name for one in drafts if not one.on_trial] == names
-        [tried] = (one for one in drafts if one.on_trial)
+        there = (await found.overview()).of(role)
+        assert [one.name for one in there if not one.on_trial] == names
+        [tried] = (one for one in there if one.on_trial)
         config = host.world.actor(tried.name).config
-        assert (config.num_threads, config.membership.trial_share) == (3, 0.25)
+        assert (str(getattr(config, key)), config.membership.trial_share) == (value, 0.25)
         with pytest.raises(ConfigError, match=r"on 25% of the sessions: runs: .* end it with"):
             await found.change({"deadline_ms": 999})
         await found.change({"autoscale_targets": "1:4"})
@@ -327,19 +335,56 @@ async def test_a_drafter_on_trial_is_taken_only_where_it_is_better(
         host.world.machines.loading.set()
         for _ in range(600):
             overview = await found.overview()
-            assert len(overview.addresses("draft")) >= 2
+            assert len(overview.addresses(role)) >= 2
             await asyncio.sleep(0.1)
         assert overview.trial is not None
         assert (overview.trial.state, overview.num_stale) == (state, 0)
         assert f"{gain - 1:+.1%}" in overview.trial.reason
-        assert [one.name for one in overview.of("draft")] == names or gain > 1
+        assert [one.name for one in overview.of(role)] == names or gain > 1
         spec = await found.spec()
-        assert spec.given.draft.num_threads == (3 if gain > 1 else before.given.draft.num_threads)
+        kept = before if gain < 1 else spec
+        assert spec.plans == kept.plans
         assert spec.config.autoscale.bounds == {"target": (1, 4)}
-        drafts = overview.of("draft")
-        assert len(drafts) == 2
-        configs = [host.world.actor(one.name).config for one in drafts]
+        configs = [host.world.actor(one.name).config for one in overview.of(role)]
+        assert len(configs) == 2
+        assert all((str(getattr(one, key)) == value) == (gain > 1) for one in configs)
         assert not any(one.membership.trial_share for one in configs)
+
+
+async def test_a_head_is_taken_where_no_further_target_has_a_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That of the trial serves while the only other one makes room."""
+    async with playing(monkeypatch, **HEADS) as (host, found):
+        await found.begin_trial(OTHER_HEADS, 0.5, 600.0)
+        await asyncio.sleep(10)
+        host.world.machines.room = len(host.world.machines.actors)
+        sums_of(host, 1.1)
+        for _ in range(1200):
+            overview = await found.overview()
+            assert overview.addresses("target")
+            await asyncio.sleep(0.1)
+        assert overview.num_stale == 0
+        [one] = overview.of("target")
+        assert host.world.actor(one.name).config.heads == "b"
+
+
+async def test_a_head_that_leaves_room_for_other_lengths_is_not_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sessions could not move from it to other targets, nor back."""
+    async with playing(monkeypatch, **HEADS) as (host, found):
+        kept = ReplicaRecord("target", "kept", "h:1", "h", 1, weights="w/float32/99")
+        tried = replace(kept, name="tried", weights="w/float32/90", trial_share=0.5)
+        await found.begin_trial(OTHER_HEADS, 0.5, 600.0)
+        for _ in range(10):  # Their leases are short.
+            await host.world.registry.announce(kept)
+            await host.world.registry.announce(tried)
+            await asyncio.sleep(1)
+        trial = (await found.overview()).trial
+        assert trial is not None
+        assert trial.state == "not taken"
+        assert "give --max-model-len" in trial.reason
 
 
 @pytest.mark.parametrize("ends", ["time", "command", "death", "start"])
@@ -414,16 +459,21 @@ async def test_a_drafter_that_is_gone_ends_its_trial(
 @pytest.mark.parametrize(
     ("first", "values", "said"),
     [
-        ("emulated", {"draft_model": "suffix"}, "'suffix' has none; without --trial-share it is"),
-        ("suffix", {"draft_model": "emulated"}, "'suffix' has none; without --trial-share it is"),
+        ("emulated", {"draft_model": "suffix"}, "on drafts and 'suffix' on coordinators, but a t"),
+        ("suffix", {"draft_model": "emulated"}, "'suffix' runs on coordinators and 'emulated' on"),
+        ("suffix", {"draft_model": "ngram"}, "both on draft replicas, or both on targets; without"),
+        ("small", {"draft_model": "medusa:b"}, "'small' runs on drafts and 'medusa:b' on targets"),
+        ("medusa:a", {"draft_model": "small"}, "'medusa:a' runs on targets and 'small' on drafts"),
+        ("medusa:a", {"max_num_seqs": 7}, "max_num_seqs: a trial on targets changes nothing but"),
         ("emulated", {"max_num_seqs": 7}, "change each coordinator and each target, too|target, t"),
         ("emulated", {"deadline_ms": 7}, "nothing to try; draft replicas"),
     ],
 )
-async def test_what_draft_replicas_alone_cannot_try_is_refused(
+async def test_what_replicas_of_one_role_cannot_try_is_refused(
     monkeypatch: pytest.MonkeyPatch, first: str, values: dict[str, Any], said: str
 ) -> None:
-    async with playing(monkeypatch, draft_model=first) as (_, found):
+    settings = {} if first in ("emulated", "suffix") else HEADS
+    async with playing(monkeypatch, **settings | {"draft_model": first}) as (_, found):
         with pytest.raises(ConfigError, match=said):
             await found.begin_trial(values, 0.5, 600.0)
         assert (await found.overview()).trial is None
