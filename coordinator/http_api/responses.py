@@ -283,7 +283,7 @@ class ResponsesBody(GenerationBody):
             turns.append({"role": "system", "content": self.instructions})
         check_arguments([item.arguments for item in items if isinstance(item, CallItem)], "input")
         for index, item in enumerate(items):
-            if isinstance(item, ReasoningItem) and not item.content:
+            if isinstance(item, ReasoningItem) and not _lines(item.content):
                 continue
             turn = item.turn(f"input[{index}]")
             last = turns[-1] if turns and turns[-1]["role"] == turn["role"] == "assistant" else None

@@ -116,6 +116,7 @@ CALLED = {
                 "input": [
                     message("developer", [{"type": "input_text", "text": one} for one in "xy"]),
                     {"type": "reasoning", "id": "rs_1", "summary": [], "content": None},
+                    {**THOUGHT, "content": [{"type": "reasoning_text", "text": ""}]},
                     ANSWERED,
                     message("user", "c"),
                 ]
