@@ -15,7 +15,7 @@ import os
 import secrets
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -166,8 +166,7 @@ class VllmEngine(PagedSequences):
             torch.zeros(most, dtype=torch.int64, device=self._device) for _ in range(2)
         )
         self._sizes: list[int] = []  # Of captured steps, ascending: steps are padded to them.
-        self._skips_compiled = self._keeps_tapped = False
-        self._tapped: list[Tensor] = []  # What shown layers read in the last step, if kept.
+        self._skips_compiled = False
         with refusing(f"model {name}:"):
             if draft_check is not None:
                 self._use_draft_layer(draft_check, max_num_seqs, draft_reads_output)
@@ -306,9 +305,9 @@ class VllmEngine(PagedSequences):
         num_layers = self._config.model_config.hf_text_config.num_hidden_layers
         if not reads_output:
             self._show(range(num_layers + 1))
-        self._skips_compiled = self._keeps_tapped = True
+        self._skips_compiled = True
         self.draft_layer = draft_check(self.draft_layer, self._read, self.info)
-        self._skips_compiled, self._keeps_tapped = False, self.draft_layer is not None
+        self._skips_compiled = False
         if not reads_output:
             self._show(self._read_by_leader(num_layers))
         # The text that was read must not be found as a prefix: the head has written nothing of it.
@@ -317,7 +316,7 @@ class VllmEngine(PagedSequences):
             head = self.draft_layer.module
             ascending = sorted(head.layer_ids)
             self._taps = [ascending.index(layer_id) for layer_id in head.layer_ids]
-            """Where in `_tapped` is what the head reads."""
+            """Which of the shown layers the head reads."""
             self._draft = DraftLayer(head, self._draft_pages)
 
     def _read_by_leader(self, num_layers: int) -> list[int]:
@@ -342,10 +341,15 @@ class VllmEngine(PagedSequences):
         """A `Reader`. Either all layers show what they read, or none does."""
         texts, likeliest, shown = [], [], []
         new = torch.tensor(prompt, device=self._device)
+
+        def run(step: HeldStep) -> Tensor:
+            hidden, tapped = self._hidden_of(step)
+            shown.append([rows[: len(new)].clone() for rows in tapped])
+            return self._rows_of_logits(hidden)
+
         for _ in range(1 + TOKENS_WRITTEN):
-            [logits] = self.forward([SequenceStep("text", tuple(new.tolist()), len(new))])
+            [logits] = self._logits(run, [SequenceStep("text", tuple(new.tolist()), len(new))])
             texts.append(new)
-            shown.append([rows[: len(new)].clone() for rows in self._tapped])
             likeliest.append(likeliest_tokens(logits, self._ranks))
             new = likeliest[-1][-1:]
         hidden = [torch.cat(rows) for rows in zip(*shown, strict=True)]
@@ -403,25 +407,34 @@ class VllmEngine(PagedSequences):
         if not steps:
             return []
         check(not any(step.parents for step in steps), "vLLM runs no trees")
+        return self._logits(self._run_whole, steps)
+
+    def _logits(
+        self, run: Callable[[HeldStep], Tensor], steps: Sequence[SequenceStep]
+    ) -> list[Tensor]:
         with _RUNNING:
-            rows, sizes = self._run(self._run_whole, steps)
+            rows, sizes = self._run(run, steps)
         return list(torch.split(rows.to(torch.float32, copy=True), sizes))
 
     def _run_whole(self, step: HeldStep) -> Tensor:
         """The model's part of a step, and its drafter's."""
-        hidden = self._hidden_of(step)
+        hidden, tapped = self._hidden_of(step)
         if self._draft is not None:
-            found = self._draft.write(step, [self._tapped[at] for at in self._taps])
+            found = self._draft.write(step, [tapped[at] for at in self._taps])
             self._features = newest_rows(found, step)
         elif self.draft_heads is not None:
             sizes = [held.step.num_logits for held in step.sequences]
             self._features = torch.split(hidden, sizes)
+        return self._rows_of_logits(hidden)
+
+    def _rows_of_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor | None = self._model.compute_logits(hidden)
         # Of the ranks that share a model, only the leader has logits.
         return hidden.new_empty((len(hidden), 0)) if logits is None else logits
 
-    def _hidden_of(self, step: HeldStep) -> Tensor:
-        """What the model's head reads for the rows whose logits are wanted, [L, D]."""
+    def _hidden_of(self, step: HeldStep) -> tuple[Tensor, list[Tensor]]:
+        """What the model's head reads for the rows whose logits are wanted, [L, D]; and what the
+        shown layers read, as of `_call`."""
         if self._deterministic and len(step.rows.token_ids) == 1:
             # Products of a single row use other kernels.
             spare = HeldSequence(SequenceStep("", (0,), 0), 0, (self._pool.num_pages,))
@@ -453,9 +466,7 @@ class VllmEngine(PagedSequences):
         )  # fmt: skip
         mapping = build_slot_mappings_by_layer([slots_] * num_groups, self._caches)
         hidden, tapped = self._call(attention, mapping, size, size in self._sizes)
-        if self._keeps_tapped:
-            self._tapped = tapped
-        return hidden.index_select(0, wanted_)
+        return hidden.index_select(0, wanted_), tapped
 
     def _padded(self, num_tokens: int) -> int:
         place = bisect_left(self._sizes, num_tokens)
