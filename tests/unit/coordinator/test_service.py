@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from coordinator_bench import CONFIG, REQUEST, STEP_S, Bench, SlowText, bench, failing
+from coordinator_bench import CONFIG, REQUEST, STEP_S, Bench, SlowText, bench, failing, running
 from rounds import SeverableLink
 from stack import toy_text
 from toy_engine import ToyEngine, toy_logits
@@ -16,6 +16,7 @@ from coordinator.service import TROUBLE_S
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
 from outrider.drafters.drafter import DraftRequest
+from outrider.engine.step_costs import StepCosts
 from outrider.errors import (
     DataLoss,
     DeadlineExceeded,
@@ -451,12 +452,14 @@ def token_ids(events: Sequence[Event]) -> list[int]:
 
 async def test_sessions_of_a_target_on_trial_learn_and_are_counted_apart() -> None:
     """Also once it is lost: they go on with the other target, and are counted there."""
+    costs = [StepCosts((1,), (seconds,)) for seconds in (STEP_S, 2 * STEP_S)]
     targets = [
         TargetService(
-            ToyEngine(), InlineExecutor(lambda: STEP_S), max_num_seqs=8, self_drafter=Repeats()
+            ToyEngine(), InlineExecutor(lambda: STEP_S), max_num_seqs=8, self_drafter=Repeats(),
+            costs=one,
         )
-        for _ in range(2)
-    ]
+        for one in costs
+    ]  # fmt: skip
     async with bench(target=targets[0], length_control=True) as b:
         request = replace(REQUEST, seed=None, sampling=SamplingParams(temperature=0.0))
         text = token_ids(await b.events(request))
@@ -469,6 +472,8 @@ async def test_sessions_of_a_target_on_trial_learn_and_are_counted_apart() -> No
         assert b.service._trial_lengths is not None
         tried = b.service._trial_lengths[1].costs.num_drafted
         assert lengths.costs.num_drafted == before > 0 < tried
+        both = (lengths, b.service._trial_lengths[1])
+        assert [one._target.step_costs for one in both] == costs
         await asyncio.sleep(1)
         sums = b.service.trial_sums
         assert (sums.replica, sums.old.num_rounds) == ("tried", 0)
@@ -480,3 +485,17 @@ async def test_sessions_of_a_target_on_trial_learn_and_are_counted_apart() -> No
         await asyncio.sleep(1)
         assert b.service.trial_sums.old.num_rounds > 0
     await targets[1].close()
+
+
+async def test_lengths_are_learned_for_a_target_that_is_not_on_trial() -> None:
+    """Also where the target on trial is the first that a coordinator knows."""
+    made = Bench(length_control=True)
+    costs = StepCosts((1,), (STEP_S,))
+    tried = TargetService(ToyEngine(), InlineExecutor(lambda: STEP_S), max_num_seqs=8, costs=costs)
+    await made.service.targets.join("tried", SeverableLink(tried), trial_share=1.0)
+    async with running(made) as b:
+        assert b.service.targets.first is not None
+        assert b.service.targets.first.step_costs == costs
+        assert b.service._lengths is not None
+        assert b.service._lengths._target.step_costs is None
+    await tried.close()
