@@ -130,10 +130,9 @@ def rules_at(temperature: float) -> tuple[Rule, ...]:
 class ModelReader:
     """A draft model, which reads an answer of the target in one pass."""
 
-    def __init__(self, engine: Any, entries_max: int = DRAFT_SUPPORT_ENTRIES) -> None:
+    def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._vocabulary = DraftVocabulary.of(engine.info.logit_token_ids)
-        self._entries_max = entries_max
         self.max_model_len = engine.info.max_model_len
 
     def distributions(
@@ -147,7 +146,7 @@ class ModelReader:
         finally:
             self._engine.release(_SEQUENCE)
         return [
-            quantise(row, self._entries_max, self._vocabulary)
+            quantise(row, DRAFT_SUPPORT_ENTRIES, self._vocabulary)
             for row in target_probabilities(logits, SAMPLED if params.greedy else params)
         ]
 

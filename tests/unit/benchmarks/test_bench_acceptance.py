@@ -11,6 +11,7 @@ from command_lines import reported
 from models import byte_level_tokenizer, save_tiny_model
 from toy_engine import ToyEngine, toy_logits
 
+from benchmarks import acceptance
 from benchmarks.acceptance import (
     SAMPLED,
     Answer,
@@ -70,7 +71,9 @@ def test_the_target_as_its_own_draft_is_always_accepted() -> None:
         assert 0 < shares[0] < 0.99
 
 
-def test_one_prefill_gives_what_sums_over_the_vocabulary_give() -> None:
+def test_one_prefill_gives_what_sums_over_the_vocabulary_give(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With p and q of each prefix computed separately. Less is accepted if q is truncated."""
     found = measured(ModelReader(engine(SALT)), num_prompts=1)
     ids = (1, 2, 0)
@@ -86,7 +89,8 @@ def test_one_prefill_gives_what_sums_over_the_vocabulary_give() -> None:
     assert found["greedy"] == pytest.approx(np.mean(hits), abs=1e-4)
     assert 0 < found["greedy"] < 1
     assert found["sampled"] == pytest.approx(np.mean(overlaps), abs=ROUNDING)
-    cut = measured(ModelReader(engine(1), entries_max=2))
+    monkeypatch.setattr(acceptance, "DRAFT_SUPPORT_ENTRIES", 2)
+    cut = measured(ModelReader(engine(1)))
     assert cut["greedy"] == 1.0
     assert cut["sampled"] < 0.95
 
