@@ -540,8 +540,9 @@ class ChatFormats:
             return None
         read, form = json.loads(answer_form), AnswerForm(Content)
         if "tools" in read:
-            make_reader = self._reader_of_calls(*read["tools"])
-            form = AnswerForm(make_reader, not read["tools"][1], self._has_short_ids)
+            names, named, is_required, several = read["tools"]
+            make_reader = self._reader_of_calls(names, named, is_required, several)
+            form = AnswerForm(make_reader, not named, self._has_short_ids)
         if "reasoning" not in read:
             return form
         make = form.make_reader
