@@ -188,8 +188,9 @@ def ask(module: Any, documents: Sequence[Document], shown: Shown) -> dict[str, A
     name."""
     device = module.device
     ids, rows, following = (torch.from_numpy(part).to(device) for part in packed(documents))
-    layer_ids = shown if isinstance(shown, tuple) else (shown or 0,)
-    watching: Any = watched_layers(module, layer_ids) if shown else nullcontext()
+    watching: Any = nullcontext()
+    if shown:
+        watching = watched_layers(module, (shown,) if isinstance(shown, int) else shown)
     with torch.inference_mode(), watching as watched:
         # No mask is needed: a causal model does not read the padding after a text.
         hidden = module.base_model(input_ids=ids, use_cache=False).last_hidden_state
