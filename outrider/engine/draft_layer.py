@@ -28,6 +28,8 @@ from outrider.engine.gathered_attention import attend
 from outrider.kv_cache.storage import KeysAndValues, LayerShape
 from outrider.models.draft_head import DraftHead
 
+_Ints = npt.NDArray[np.int64]
+
 
 def pair_shape(head: DraftHead, dtype: torch.dtype, device: torch.device) -> LayerShape:
     """What a slot holds of its pair: a key and a value."""
@@ -126,9 +128,6 @@ class DraftLayer:
         found = self._features.put(slots, tapped)
         self._pairs.put(token_ids, places, slots, self._features.at(before))
         return found
-
-
-_Ints = npt.NDArray[np.int64]
 
 
 def _places(positions: _Ints) -> _Ints:
