@@ -12,8 +12,9 @@ END = "<!-- end of settings -->\n"
 
 
 def table() -> str:
-    """A row per setting: flag, default, description and allowed values."""
-    rows = ["| flag | default | what it is |\n", "| --- | --- | --- |\n"]
+    """A row per setting: flag, default, description and allowed values. A setting of the draft that
+    says the same as the target's shares its row."""
+    rows: dict[str, list[str]] = {}
     for setting in deployment_settings().values():
         default = "" if setting.default in (None, "") else f"`{str(setting.default).lower()}`"
         if isinstance(setting.default, str) and setting.default:
@@ -21,8 +22,16 @@ def table() -> str:
         words = setting.doc.replace("|", "\\|")
         if setting.choices or "minimum" in setting.schema:
             words += f" ({setting.allowed})"
-        rows.append(f"| `{setting.flag}` | {default} | {words} |\n")
-    return "".join(rows)
+        name = setting.flag.removeprefix("--draft-")
+        for other in (f"--{name}", f"--target-{name}"):
+            if rows.get(other, [])[1:] == [default, words]:
+                rows[other][0] += f", `{setting.flag}`"
+                break
+        else:
+            rows[setting.flag] = [f"`{setting.flag}`", default, words]
+    lines = ["| flag | default | what it is |", "| --- | --- | --- |"]
+    lines += [f"| {' | '.join(row)} |" for row in rows.values()]
+    return "\n".join(lines) + "\n"
 
 
 def with_table(text: str) -> str:
