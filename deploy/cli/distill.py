@@ -54,7 +54,7 @@ _SETTINGS = {
     option(
         "--start-from", metavar="DRAFTER",
         help="continue training this drafter of the same target and --kind: a directory, a hub id "
-        "or " + " or ".join(f"`{name}`" for name in SHIPPED.values()),
+        "or " + " or ".join(f"`{name}`" for name in SHIPPED),
     ),
     option(
         "--prompts", type=Path, metavar="FILE",
@@ -134,7 +134,7 @@ def _check_start(name: str) -> None:
     with suppress(SettingError):
         if parse_drafter(name) == DrafterChoice(None, DraftModel(name)):
             return
-    shipped = " or ".join(SHIPPED.values())
+    shipped = " or ".join(SHIPPED)
     raise SettingError(
         "start_from",
         f"{name!r} cannot be trained; it must be a directory, a hub id or {shipped}",

@@ -119,7 +119,7 @@ def check_names(config: DeploymentConfig) -> DeploymentConfig:
     if config.target.emulated is not None:
         emulated_spec(config.target.emulated)
         return config
-    from outrider.models.sources import check_name
+    from outrider.models.sources import check_name, local_path
 
     with blaming("model"):
         check_name(config.target.model)
@@ -127,7 +127,7 @@ def check_names(config: DeploymentConfig) -> DeploymentConfig:
         return config
     with blaming("draft_model"):
         check_name(name, heads=is_head, drafts=True)
-    where = Path(name).expanduser()
+    where = local_path(name)
     return config if is_head or not where.is_dir() else _with_kind(config, name, where)
 
 

@@ -10,8 +10,10 @@ from outrider.errors import SettingError, did_you_mean
 
 AUTO = "auto"
 """Suffix decoding; `docs/performance.md` has the reason."""
-SHIPPED = {"demo": "demo-drafter"}
-"""Targets whose drafter is shipped with this package, and the drafter's name."""
+DEMO = "demo"
+SHIPPED = (f"{DEMO}-drafter", f"{DEMO}-head")
+"""Drafters for the target `demo` that are shipped with this package: a model, and an EAGLE-3
+head."""
 _QUANTIZED = "quantized"
 _HYBRID = "hybrid"
 MEDUSA = "medusa"
@@ -55,7 +57,7 @@ class LookupKind(StrEnum):
 
 
 _LOOKUPS = {kind.value: kind for kind in LookupKind}
-_WORDS = (AUTO, *_LOOKUPS, *SHIPPED, *SHIPPED.values(), *_KINDS)
+_WORDS = (AUTO, *_LOOKUPS, DEMO, *SHIPPED, *_KINDS)
 """What a name of `--draft-model` without a slash is, or begins with."""
 
 
@@ -150,7 +152,7 @@ def check_model_name(name: str) -> None:
     """Checks a draft model that is no local file and so is looked for on the hub. A name without a
     slash that resembles one of the words above counts as a mistake: a hub id can be written as
     `OWNER/NAME`, a directory as `./NAME`. Raises `SettingError`."""
-    if "/" in name or name in SHIPPED or name in SHIPPED.values():
+    if "/" in name or name in (DEMO, *SHIPPED):
         return
     if hint := did_you_mean(name, _WORDS, NEAR_WORD):
         raise SettingError(

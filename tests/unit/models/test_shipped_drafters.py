@@ -6,24 +6,27 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
-from outrider.drafters.names import SHIPPED
-from outrider.models.drafter_checkpoint import is_trained_drafter, read_description
+from outrider.drafters.names import DEMO, SHIPPED
+from outrider.models.drafter_checkpoint import read_description
+from outrider.models.eagle3 import load_eagle3
 from outrider.models.fingerprint import tensors_fingerprint
+from outrider.models.loading import load_model
 from outrider.models.sources import check_name, resolve_model
 from outrider.models.student import load_drafter
 
+MODEL, HEAD = SHIPPED
 BYTES_MAX = 24 * 2**20
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("name", SHIPPED.values())
+@pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_drafter_is_whole_and_small(name: str) -> None:
     check_name(name)
     directory = resolve_model(name)
-    assert is_trained_drafter(directory)
     files = [path for path in directory.iterdir() if path.is_file()]
-    assert {"README.md", "loss.svg", "config.json"} <= {path.name for path in files}
+    assert {"README.md", "config.json", "model.safetensors"} <= {path.name for path in files}
     assert sum(path.stat().st_size for path in files) <= BYTES_MAX
     with (ROOT / "pyproject.toml").open("rb") as file:
         patterns = tomllib.load(file)["tool"]["setuptools"]["package-data"]["outrider"]
@@ -31,14 +34,27 @@ def test_a_shipped_drafter_is_whole_and_small(name: str) -> None:
     assert set(files) <= packaged
 
 
-@pytest.mark.parametrize(("target", "name"), SHIPPED.items())
-def test_it_is_for_its_target(target: str, name: str) -> None:
-    """Of which its card says the same."""
-    directory, targets = resolve_model(name), resolve_model(target)
+@pytest.mark.parametrize("name", SHIPPED)
+def test_its_card_names_its_target(name: str) -> None:
+    card = (resolve_model(name) / "README.md").read_text()
+    assert tensors_fingerprint(resolve_model(DEMO)) in card
+
+
+def test_the_model_is_for_its_target() -> None:
+    name, target = MODEL, resolve_model(DEMO)
+    directory = resolve_model(name)
     description = read_description(directory, name)
-    assert description.target_fingerprint == tensors_fingerprint(targets)
-    assert description.target_fingerprint in (directory / "README.md").read_text()
-    module, info = load_drafter(directory, targets, name=name, target=target)
+    assert description.target_fingerprint == tensors_fingerprint(target)
+    module, info = load_drafter(directory, target, name=name, target=DEMO)
     assert len(info.logit_token_ids) == description.draft_vocab_size
     [layers] = re.findall(r" in (\d+) layers, begun", (directory / "README.md").read_text())
     assert module.config.num_hidden_layers == int(layers)
+
+
+def test_the_head_is_for_its_target() -> None:
+    """Its rows are those of the target's head, and embeddings that are not stored the target's."""
+    target, _ = load_model(resolve_model(DEMO), dtype="bfloat16", device="cpu")
+    head = load_eagle3(resolve_model(HEAD), target, name=HEAD, target_name=DEMO)
+    embeddings = target.get_input_embeddings().weight
+    assert torch.equal(head.module.embed_tokens.weight, embeddings)
+    assert torch.equal(head.module.lm_head.weight, embeddings[[*head.token_ids]])

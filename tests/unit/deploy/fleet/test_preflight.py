@@ -24,6 +24,7 @@ from mtp_models import MtpReference, mtp_target
 
 from deploy.fleet.preflight import (
     check_before_start,
+    check_names,
     check_ports,
     check_same_tokens,
     resolve_models,
@@ -112,6 +113,11 @@ def test_coordinators_are_told_of_a_look_up_and_nothing_of_draft_replicas(tiny: 
     assert lookup(draft_model=f"hybrid:ngram,{link}") != before
     assert lookup(draft_model=hybrid, draft_num_threads=2, draft_port=7001) == before
     assert lookup(draft_model=hybrid, suffix_depth=8) != before
+
+
+def test_a_shipped_head_is_known_by_its_files() -> None:
+    found = check_names(load_config({"model": "demo", "draft_model": "demo-head"}, {}))
+    assert found.draft.model == "eagle3:demo-head"
 
 
 @pytest.mark.parametrize(
