@@ -440,8 +440,15 @@ async def _own_deployment(arguments: Arguments) -> AsyncIterator[Deployment]:
 
     config = own_config(arguments)
     task = asyncio.current_task()
-    if task is not None:  # SIGTERM stops the deployment before this process ends.
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    if task is not None:
+        loop = asyncio.get_running_loop()
+
+        def stop() -> None:
+            """Stops the deployment before this process ends. A second signal ends it at once."""
+            loop.remove_signal_handler(signal.SIGTERM)
+            task.cancel()
+
+        loop.add_signal_handler(signal.SIGTERM, stop)
     with tempfile.TemporaryDirectory(prefix="outrider-") as state:
         async with Deployment(config, Path(state), report=progress) as deployment:
             progress.rest()
