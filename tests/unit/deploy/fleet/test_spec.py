@@ -204,6 +204,20 @@ def test_ranks_ask_for_as_much_each_beside_other_roles() -> None:
     assert beyond(both, enough | {"GPU": 0.75}) == both[1:]
 
 
+@pytest.mark.parametrize(
+    ("key", "gpus", "preloads"),
+    [
+        ("engine", 0, ["tcmalloc_minimal", "tcmalloc_minimal", ""]),
+        ("draft_engine", 0, ["", "tcmalloc_minimal", ""]),
+        ("engine", 1, ["", "", ""]),
+    ],
+)
+def test_vllm_on_cpus_gets_another_allocator(key: str, gpus: int, preloads: list[str]) -> None:
+    config = load_config({"draft_model": "small", key: "vllm"}, {})
+    demands = plan(config, {"GPU": gpus}).demands
+    assert [demands[role].preload for role in ("target", "draft", "coordinator")] == preloads
+
+
 def test_ranks_stand_on_one_machine_where_one_is_large_enough() -> None:
     ranks = Demand("target", 1.0, 1.0, 4)
     small, large = {"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0, "GPU": 4.0}
