@@ -2,9 +2,9 @@
 
 | class | parses |
 | --- | --- |
-| `HeldCalls`, `HeldArguments` | answers that a grammar constrains to calls |
+| `Reader` | text without calls |
 | `Hermes`, `Llama3`, `Mistral`, `DeepSeek` | text with calls as this family of models writes them |
-| `Content` | text without calls |
+| `HeldCalls`, `HeldArguments` | answers that a grammar constrains to calls |
 | `Reasoning` | `<think>...</think>`, and then what another parser takes |
 
 A parser is a generator that continues with each piece of text. Text that may be the beginning of a
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -34,24 +35,31 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Reading = Generator[None, None, T]
 """Waits for more text at each `yield`."""
+Kind = Literal["content", "reasoning", "name", "arguments"]
 
 _OPENINGS_KEPT = 64
 """Cache entries: for which variables the chat template begins the reasoning itself."""
 _SPACE_MAX = 256
 """Characters of white space before a mark that are left out."""
 _HEAD_CHARS_MAX = 256
-"""Characters of a call up to the end of a mark after its name."""
+"""Characters of a call before its arguments."""
 _SOME_TURN = {"role": "user", "content": "x"}
 _OTHER_CALLS = ("<function=", "<arg_key>")
 """In templates whose `<tool_call>` does not contain JSON."""
-_ARGUMENTS = ("arguments", "parameters")
-"""Keys of a call's arguments; Llama uses the second."""
+_NAME_OF_OBJECT = re.compile(
+    r'\s*\{\s*(?:"\w+"\s*:\s*"[^"]*"\s*,\s*)*?"name"\s*:\s*"(?P<name>[^"\\]*)"'
+)
+_HEAD_OF_OBJECT = re.compile(
+    _NAME_OF_OBJECT.pattern + r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+"""The usual beginning of a call as an object; Llama says `parameters`."""
+_JSON_MARK = re.compile(r'[\\"{}\[\]]')
 
 
 class Part(NamedTuple):
     """A piece of an answer. A call is its whole name, then its arguments as pieces of JSON."""
 
-    kind: Literal["content", "reasoning", "name", "arguments"]
+    kind: Kind
     text: str
 
 
@@ -62,19 +70,21 @@ def joined(parts: Iterable[Part]) -> Iterator[Part]:
         yield from (Part(kind, text) for text in (texts if kind == "name" else ["".join(texts)]))
 
 
-class _TextEndsError(Exception):
-    """The text has ended, or the rest is ignored."""
-
-
-class _NoCallError(Exception):
-    """The text read is not a call."""
-
-
 class Reader:
-    """Base class of the parsers."""
+    """Parses text whose calls begin with a mark. This base class knows no marks: all is content."""
 
     shown_tokens: ClassVar[tuple[str, ...]] = ()
     """Marks that the text must contain even where they are special tokens."""
+    marks: ClassVar[tuple[str, ...]] = ()
+    """Marks around calls, which are not content. Calls follow the first one."""
+    named_head: ClassVar[re.Pattern[str] | None] = None
+    """The beginning of a call that is no object, up to its arguments; None = there is no such."""
+    shows_mark = False
+    """Whether the mark is content, too, where no call follows it."""
+    begins_with_calls = False
+    """Whether an object at the beginning of the text is a call without a mark."""
+    knows_names = False
+    """Whether an object with another name than those of the tools is content."""
     has_content = True
     """Whether text besides calls is content; if not, it is dropped."""
 
@@ -83,15 +93,15 @@ class Reader:
         self._names = names
         self._several = several
         self._num_calls = 0
+        self._is_extra = False
+        """Whether the text is that of a call that does not count, or follows one."""
         self._text = ""
         """Text that is not parsed yet."""
-        self._call_texts: list[str] = []
-        """Text of the current call so far."""
         self._parts: list[Part] = []
         """Parts that are not returned yet."""
         self._follows_mark = False
         self._is_over = False
-        self._reading = self._read_all()
+        self._reading = self._read()
 
     def push(self, text: str) -> list[Part]:
         """The parts that are certain after this text."""
@@ -108,201 +118,152 @@ class Reader:
         found, self._parts = self._parts, []
         return found
 
-    def _read_all(self) -> Reading[None]:
-        try:
-            yield from self._read()
-        except _TextEndsError:
-            self._add("content", self._text)
-
     def _read(self) -> Reading[None]:
-        """Parses the whole text. Raises `_TextEndsError` at its end."""
-        raise NotImplementedError
+        """Parses the whole text."""
+        if not self.marks:
+            yield from self._all("content")
+        if self.begins_with_calls and (yield from self._peek()) == "{":
+            yield from self._calls()
+        while mark := (yield from self._until("content", *self.marks)):
+            if mark == self.marks[0]:
+                yield from self._calls(mark if self.shows_mark else "")
 
-    def _more(self) -> Reading[None]:
-        if self._is_over:
-            raise _TextEndsError
-        yield
-
-    def _add(self, kind: Literal["content", "reasoning", "arguments"], text: str) -> None:
-        if text and (kind != "content" or self.has_content):
+    def _add(self, kind: Kind, text: str) -> None:
+        if text and not self._is_extra and (kind != "content" or self.has_content):
             self._parts.append(Part(kind, text))
 
-    def _all(self, kind: Literal["content", "arguments"]) -> Reading[None]:
-        while True:
-            self._add(kind, self._text)
-            self._text = ""
-            yield from self._more()
-
-    def _until(self, kind: Literal["content", "reasoning"], *marks: str) -> Reading[str]:
-        """Adds the text up to one of the marks, which it returns."""
+    def _until(self, kind: Kind, *marks: str) -> Reading[str]:
+        """Adds the text up to one of the marks, which it returns, or up to the end."""
         while True:
             if self._follows_mark:
                 self._text = self._text.lstrip()
-            found = self._found(marks)
-            if found is not None:
-                at, mark = found
-                self._add(kind, _without_space(self._text[:at]))
-                self._text = self._text[at + len(mark) :]
+            if (found := _any_of(marks).search(self._text)) is not None:
+                self._add(kind, _without_space(self._text[: found.start()]))
+                self._text = self._text[found.end() :]
                 self._follows_mark = True
-                return mark
-            held = max(overlap(self._text, mark) for mark in marks)
-            certain = _without_space(self._text[: len(self._text) - held])
+                return found[0]
+            certain = self._text
+            if not self._is_over:
+                held = max(overlap(certain, mark) for mark in marks)
+                certain = _without_space(certain[: len(certain) - held])
             self._follows_mark = self._follows_mark and not certain
             self._add(kind, certain)
             self._text = self._text[len(certain) :]
             if self._is_over:
-                self._add(kind, self._text)
-                self._text = ""
-            yield from self._more()
-
-    def _found(self, marks: Collection[str]) -> tuple[int, str] | None:
-        """The place of the first mark in the text, and the mark."""
-        found = [(at, mark) for mark in marks if (at := self._text.find(mark)) >= 0]
-        return min(found, default=None)
-
-    def _begins_with(self, mark: str) -> Reading[bool]:
-        """Takes a mark at the beginning of the text. Returns whether it is there."""
-        yield from self._peek()
-        while not (text := self._text.lstrip()).startswith(mark):
-            if not mark.startswith(text) or self._is_over:
-                return False
+                return ""
             yield
-        self._text = text[len(mark) :]
-        return True
+
+    def _all(self, kind: Kind) -> Reading[None]:
+        """Adds the text up to the end."""
+        while True:
+            self._add(kind, self._text)
+            self._text = ""
+            yield
 
     def _peek(self) -> Reading[str]:
-        """The next character that is not white space; the text stays as it is."""
+        """The next character that is not white space, or nothing at the end; the text stays as it
+        is."""
         num_seen = 0
-        while not (text := self._text[num_seen:].lstrip()):
+        while not (text := self._text[num_seen:].lstrip()) and not self._is_over:
             num_seen = len(self._text)
-            yield from self._more()
-        return text[0]
+            yield
+        return text[:1]
 
-    # Calls: their text is kept in `_call_texts` until it is certainly a call.
+    def _take(self, char: str) -> Reading[str]:
+        """Takes the next character, and white space before it, if it is one of these."""
+        found = yield from self._peek()
+        if found and found in char:
+            self._text = self._text.lstrip()[1:]
+            return found
+        return ""
 
-    def _called(self, mark: str = "") -> Reading[bool]:
-        """Parses a call. Returns whether it was one; if not, its text is content, with the mark
-        before it."""
-        if self._num_calls and not self._several:
-            self._text = ""
-            raise _TextEndsError
-        num_before = self._num_calls
-        self._call_texts = [mark]
-        try:
-            yield from self._read_call()
-        except (_NoCallError, _TextEndsError) as error:
-            if self._num_calls == num_before:
-                if isinstance(error, _TextEndsError):
-                    self._take(len(self._text))
-                self._add("content", "".join(self._call_texts))
-                self._follows_mark = False
-            if isinstance(error, _TextEndsError):
-                raise
-        return self._num_calls > num_before
+    def _calls(self, mark: str = "") -> Reading[None]:
+        """Parses calls up to the first that is none: a list of them, several with a comma or a
+        semicolon between, or one. If there is none, the mark is content."""
+        before = mark + (opening := (yield from self._take("[")))
+        while (yield from self._call(before)):
+            before = ""
+            yield from self._take(",;")
+            if (yield from self._peek()) != "{":
+                break
+        if opening and not before:
+            yield from self._take("]")
 
-    def _read_call(self) -> Reading[None]:
-        """An object with a `name` and `arguments`."""
-        has_arguments, early = False, "{}"
-        num_before = self._num_calls
-        yield from self._expect("{")
-        while (yield from self._peek()) != "}":
-            key = yield from self._string()
-            yield from self._expect(":")
-            is_object = (yield from self._peek()) == "{"
-            if key == "name":
-                self._begin_call((yield from self._string()))
-            elif key in _ARGUMENTS and is_object and self._num_calls > num_before:
-                yield from self._value(is_added=True)
-                has_arguments = True
-            else:
-                value = yield from self._value()
-                if key in _ARGUMENTS:
-                    early = value
-            if (yield from self._peek()) == ",":
-                yield from self._expect(",")
-        yield from self._expect("}")
-        if self._num_calls == num_before:
-            raise _NoCallError
-        if not has_arguments:
-            self._add("arguments", _unquoted(early))
+    def _call(self, before: str) -> Reading[bool]:
+        """Parses a call. Returns whether it was one; if not, the text `before` it and the object
+        that it seemed to be are content."""
+        self._is_extra = self._num_calls > 0 and not self._several
+        is_object = (yield from self._peek()) == "{"
+        head, found, whole = _HEAD_OF_OBJECT if is_object else self.named_head, None, ""
+        while head is not None:
+            if "{" in self._text:
+                found = head.match(self._text, 0, _HEAD_CHARS_MAX)
+            is_late = len(self._text) >= _HEAD_CHARS_MAX or "}" in self._text
+            if found is not None or is_late or self._is_over:
+                break
+            yield
+        if found is not None and self._is_known(found["name"]):
+            self._text = self._text[found.end() :]
+            self._begin_call(found["name"])
+            yield from self._value(is_added=True)
+            if is_object:  # Nothing after the arguments matters.
+                yield from self._value(depth=1)
+            return True
+        if is_object:
+            whole = yield from self._value()
+            call = _loaded(whole)
+            if call is None and (cut := _NAME_OF_OBJECT.match(whole)) and self._is_over:
+                call = {"name": cut["name"], "arguments": ""}
+            if isinstance(call, dict) and self._is_known(call.get("name")):
+                self._begin_call(call["name"])
+                self._add("arguments", _arguments(call))
+                return True
+        self._add("content", before + whole)
+        self._follows_mark = False
+        return False
+
+    def _is_known(self, name: object) -> bool:
+        return isinstance(name, str) and (name in self._names or not self.knows_names)
 
     def _begin_call(self, name: str) -> None:
         self._num_calls += 1
         self._follows_mark = True
-        self._parts.append(Part("name", name))
+        self._add("name", name)
 
-    def _take(self, number: int) -> str:
-        """Takes the next characters of a call."""
-        taken, self._text = self._text[:number], self._text[number:]
-        self._call_texts.append(taken)
-        return taken
-
-    def _up_to(self, *marks: str) -> Reading[tuple[str, str]]:
-        """Takes the text of a call up to one of the marks, which must be near. Returns the text and
-        the mark."""
-        while (found := self._found(marks)) is None and len(self._text) < _HEAD_CHARS_MAX:
-            yield from self._more()
-        if found is None or found[0] + len(found[1]) > _HEAD_CHARS_MAX:
-            raise _NoCallError
-        return self._take(found[0]), found[1]
-
-    def _past(self, mark: str) -> Reading[str]:
-        """Takes the text of a call up to a mark, which must be near, and the mark. Returns the
-        text."""
-        before, _ = yield from self._up_to(mark)
-        self._take(len(mark))
-        return before
-
-    def _expect(self, char: str) -> Reading[None]:
-        if (yield from self._peek()) != char:
-            raise _NoCallError
-        self._take(self._text.index(char) + 1)
-
-    def _string(self) -> Reading[str]:
-        value = yield from self._value()
-        found = _loaded(value)
-        if not isinstance(found, str):
-            raise _NoCallError
-        return found
-
-    def _value(self, *, is_added: bool = False) -> Reading[str]:
-        """Takes a JSON value, and returns it. It is added as arguments if it `is_added`. Only its
-        end is determined: the value may be invalid."""
-        if (yield from self._peek()) in ",:]}":
-            raise _NoCallError
-        self._take(len(self._text) - len(self._text.lstrip()))
-        depth, is_in_string, is_escaped, whole = 0, False, False, ""
+    def _value(self, depth: int = 0, *, is_added: bool = False) -> Reading[str]:
+        """Takes the text up to the end of an object, or of the text, and returns it. Of its
+        brackets, `depth` are taken already. It is added as arguments if it `is_added`. Only its
+        end is determined: it may be invalid."""
+        taken, is_in_string, escaped = list[str](), False, -1
         while True:
-            end, has_ended = len(self._text), False
-            for place, char in enumerate(self._text):
-                if is_in_string:
-                    is_in_string = is_escaped or char != '"'
-                    is_escaped = char == "\\" and not is_escaped
-                elif depth == 0 and (whole or place) and char in ",:]} \t\r\n":
-                    end, has_ended = place, True  # After a number or a word.
-                    break
+            end = None
+            for found in _JSON_MARK.finditer(self._text):
+                char = found[0]
+                if found.start() == escaped:
+                    continue
+                if char == "\\":
+                    escaped = found.end()
                 elif char == '"':
-                    is_in_string = True
-                else:
-                    depth += (char in "{[") - (char in "}]")
-                if char in '"}]' and depth <= 0 and not is_in_string:
-                    end, has_ended = place + 1, True
-                    break
-            taken = self._take(end)
-            whole += taken
+                    is_in_string = not is_in_string
+                elif not is_in_string:
+                    depth += 1 if char in "{[" else -1
+                    if depth == 0:
+                        end = found.end()
+                        break
+            piece, rest = self._text[:end], "" if end is None else self._text[end:]
+            escaped -= len(piece)  # It may be the first character of the next piece.
+            self._text = rest
+            taken.append(piece)
             if is_added:
-                self._add("arguments", taken)
-            if has_ended:
-                return whole
-            yield from self._more()
+                self._add("arguments", piece)
+            if end is not None or self._is_over:
+                return "".join(taken)
+            yield
 
-    def _list(self) -> Reading[None]:
-        """Parses a list of calls, up to the first that is none."""
-        yield from self._expect("[")
-        while (yield from self._called()) and (yield from self._peek()) == ",":
-            yield from self._expect(",")
-        if (yield from self._peek()) == "]":
-            yield from self._expect("]")
+
+@lru_cache
+def _any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, marks)))
 
 
 def _without_space(text: str) -> str:
@@ -318,10 +279,13 @@ def _loaded(text: str) -> Any:
         return None
 
 
-def _unquoted(arguments: str) -> str:
-    """Arguments as an object: some models write it within a string, or null for none."""
-    found = _loaded(arguments)
-    return found if isinstance(found, str) else "{}" if found is None else arguments
+def _arguments(call: dict[str, Any]) -> str:
+    """The arguments of a call as an object: some models write it within a string, or null, or
+    nothing, for none."""
+    found = call.get("arguments", call.get("parameters"))
+    if isinstance(found, str):
+        return found
+    return json.dumps({} if found is None else found, ensure_ascii=False)
 
 
 class HeldCalls(Reader):
@@ -330,13 +294,11 @@ class HeldCalls(Reader):
     has_content = False
 
     def _read(self) -> Reading[None]:
-        yield from self._list()
+        yield from self._calls()
 
 
 class HeldArguments(Reader):
     """The arguments of the only tool that may be called."""
-
-    has_content = False
 
     def _read(self) -> Reading[None]:
         [name] = self._names
@@ -361,78 +323,30 @@ class AnswerForm:
         return digest[:9] if self.has_short_ids else f"call_{digest}"
 
 
-class Content(Reader):
-    """Text without calls."""
-
-    def _read(self) -> Reading[None]:
-        yield from self._all("content")
-
-
 class Hermes(Reader):
     """`<tool_call>{"name": .., "arguments": {..}}</tool_call>`, any number of them; Qwen's models,
     too."""
 
-    shown_tokens = ("<tool_call>", "</tool_call>")
-
-    def _read(self) -> Reading[None]:
-        begin, _ = self.shown_tokens
-        while True:
-            if (yield from self._until("content", *self.shown_tokens)) == begin:
-                yield from self._called(begin)
+    shown_tokens = marks = ("<tool_call>", "</tool_call>")
+    shows_mark = True
 
 
 class Llama3(Reader):
     """`{"name": .., "parameters": {..}}` at the beginning, or after `<|python_tag|>`; several with
     semicolons between. An object whose name is not that of a tool is content."""
 
-    shown_tokens = ("<|python_tag|>",)
-
-    def _read(self) -> Reading[None]:
-        [mark] = self.shown_tokens
-        if (yield from self._peek()) == "{":
-            yield from self._calls()
-        while True:
-            yield from self._until("content", mark)
-            yield from self._calls()
-
-    def _calls(self) -> Reading[None]:
-        while (yield from self._called()) and (yield from self._peek()) in ";,{":
-            if (yield from self._peek()) != "{":
-                self._text = self._text.lstrip()[1:]
-
-    def _begin_call(self, name: str) -> None:
-        if name not in self._names:
-            raise _NoCallError
-        super()._begin_call(name)
+    shown_tokens = marks = ("<|python_tag|>",)
+    begins_with_calls = knows_names = True
 
 
 class Mistral(Reader):
     """`[TOOL_CALLS]` and a list of calls; newer models, before each call, and write it as
     `name[ARGS]{..}` or `name{..}`."""
 
-    shown_tokens = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
-
-    def _read(self) -> Reading[None]:
-        mark, *_ = self.shown_tokens
-        while True:
-            yield from self._until("content", mark)
-            if (yield from self._peek()) == "[":
-                yield from self._list()
-            else:
-                yield from self._called()
-
-    def _read_call(self) -> Reading[None]:
-        if (yield from self._peek()) == "{":
-            yield from super()._read_call()
-            return
-        before, mark = yield from self._up_to("{", "[CALL_ID]", "[ARGS]")
-        name = before.strip()
-        if not name or " " in name:
-            raise _NoCallError
-        if mark != "{":
-            yield from self._past("[ARGS]")
-        self._begin_call(name)
-        yield from self._value(is_added=True)
+    shown_tokens = marks = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+    named_head = re.compile(
+        r"\s*(?P<name>[^\s{\[]+)\s*(?:(?:\[CALL_ID\][^{\[]*)?\[ARGS\])?\s*(?=\{)"
+    )
 
 
 class DeepSeek(Reader):
@@ -443,20 +357,13 @@ class DeepSeek(Reader):
         "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
         "<｜tool▁calls▁end｜>",
     )  # fmt: skip
-
-    def _read(self) -> Reading[None]:
-        _, begin, *_ = self.shown_tokens
-        while True:
-            if (yield from self._until("content", *self.shown_tokens)) == begin:
-                yield from self._called()
-
-    def _read_call(self) -> Reading[None]:
-        name = yield from self._past("<｜tool▁sep｜>")
-        if (yield from self._peek()) != "{":
-            name = yield from self._past("```json")
-        self._begin_call(name.strip())
-        yield from self._value(is_added=True)
-        yield from self._past("<｜tool▁call▁end｜>")
+    marks = (
+        "<｜tool▁call▁begin｜>", "```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
+    )  # fmt: skip
+    named_head = re.compile(
+        r"(?:\s*function<｜tool▁sep｜>)?\s*(?P<name>[^{<`]+?)\s*(?:<｜tool▁sep｜>|```json)\s*(?=\{)"
+    )
 
 
 class Reasoning(Reader):
@@ -472,7 +379,12 @@ class Reasoning(Reader):
 
     def _read(self) -> Reading[None]:
         begin, end = self.shown_tokens
-        if (yield from self._begins_with(begin)) or self._is_open:
+        while begin.startswith(text := self._text.lstrip()) and text != begin:
+            if self._is_over:
+                break
+            yield
+        if text.startswith(begin) or self._is_open:
+            self._text = text.removeprefix(begin)
             self._follows_mark = True
             yield from self._until("reasoning", end)
             yield from self._peek()
@@ -482,11 +394,11 @@ class Reasoning(Reader):
             self._text = ""
             if self._is_over:
                 self._parts += self._rest.finish()
-            yield from self._more()
+            yield
 
 
 CALL_READERS: dict[str, type[Reader]] = {
-    "hermes": Hermes, "llama3": Llama3, "mistral": Mistral, "deepseek": DeepSeek, "none": Content
+    "hermes": Hermes, "llama3": Llama3, "mistral": Mistral, "deepseek": DeepSeek, "none": Reader
 }  # fmt: skip
 """By their names for `--tool-call-parser`."""
 
@@ -538,31 +450,26 @@ class ChatFormats:
         """The form of the answer to a request with this `answer_form`. Raises as `fitted`."""
         if not answer_form:
             return None
-        read, form = json.loads(answer_form), AnswerForm(Content)
+        read, form = json.loads(answer_form), AnswerForm(Reader)
         if "tools" in read:
             names, named, is_required, several = read["tools"]
-            make_reader = self._reader_of_calls(names, named, is_required, several)
-            form = AnswerForm(make_reader, not named, self._has_short_ids)
+            reader: Callable[[], Reader] = partial(self._calls or Reader, names, several=several)
+            if named:
+                reader = partial(HeldArguments, [named])
+            elif is_required:
+                reader = partial(HeldCalls, several=several)
+            elif self._calls is None and self._template:
+                raise BadRequest(
+                    "tool_choice",
+                    f"got auto, but the chat template does not show how the model writes calls; "
+                    f"give the server --tool-call-parser (one of {', '.join(CALL_READERS)}), or "
+                    "say required",
+                )
+            form = AnswerForm(reader, not named, self._has_short_ids)
         if "reasoning" not in read:
             return form
         make = form.make_reader
         return replace(form, make_reader=lambda: Reasoning(make(), is_open=read["reasoning"]))
-
-    def _reader_of_calls(
-        self, names: list[str], named: str, is_required: bool, several: bool
-    ) -> Callable[[], Reader]:
-        if named:
-            return partial(HeldArguments, [named])
-        if is_required:
-            return partial(HeldCalls, several=several)
-        if self._calls is None and self._template:
-            allowed = ", ".join(CALL_READERS)
-            raise BadRequest(
-                "tool_choice",
-                f"got auto, but the chat template does not show how the model writes calls; give "
-                f"the server --tool-call-parser (one of {allowed}), or say required",
-            )
-        return partial(self._calls or Content, names, several=several)
 
     def _opens_with(self, variables: str) -> bool:
         """Whether the chat template begins the reasoning itself; its variables are in JSON."""
@@ -577,10 +484,9 @@ class ChatFormats:
 
 def _calls_in(template: str) -> str:
     """The name of the parser for the calls in a chat template; empty = none fits."""
-    if "<｜tool▁call▁begin｜>" in template:
-        return "deepseek"
-    if "[TOOL_CALLS]" in template:
-        return "mistral"
+    for name in ("deepseek", "mistral"):
+        if CALL_READERS[name].marks[0] in template:
+            return name
     if "<tool_call>" in template and not any(one in template for one in _OTHER_CALLS):
         return "hermes"
     if "<|eot_id|>" in template and '"parameters"' in template:

@@ -19,7 +19,6 @@ from coordinator.http_api.bodies import ChatBody, TranslatedBody
 from coordinator.http_api.reading import wrong_body
 from coordinator.http_api.tool_parsers import (
     ChatFormats,
-    Content,
     DeepSeek,
     HeldArguments,
     HeldCalls,
@@ -110,7 +109,6 @@ MANY = [tool(f"t{number}") for number in range(TOOLS_MAX + 1)]
         ({"tools": [tool("a b")]}, "tools[0].function.name"),
         ({"tools": [WEATHER, tool("weather")]}, "tools[1].function.name"),
         ({"tools": [tool("a", description="x" * 2**18)]}, "tools"),
-        ({"tools": [tool("a", parameters={"a": [0] * 2**16})]}, "tools[0].function.parameters"),
         ({"tools": [tool("a", parameters={"x": "y" * 2**16})], "tool_choice": "required"}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": NAMED}, "tool_choice"),
@@ -214,7 +212,7 @@ TEXTS: list[tuple[Callable[[], Reader], str, Parts]] = [
     (Mistral, f"Yes.[TOOL_CALLS]{LISTED}", [("content", "Yes."), *F, *G]),
     (Mistral, '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{}', F + G),
     (Mistral, '[TOOL_CALLS]f[CALL_ID]Xy3456789[ARGS]{"a": 1}', F),
-    (Mistral, "[TOOL_CALLS] [1]", [("content", "1]")]),
+    (Mistral, "[TOOL_CALLS] [1]", [("content", "[1]")]),
     # DeepSeek V3 and V3.1
     (DeepSeek, f"{BEGIN}{BLOCK}\n{CALL}function{SEP}g\n```json\n{{}}\n```{END}{ALL_END}", F + G),
     (DeepSeek, f'Now.{BEGIN}{CALL}f{SEP}{{"a": 1}}{END}{CALL}g{SEP}{{}}{END}{ALL_END}',
@@ -223,11 +221,11 @@ TEXTS: list[tuple[Callable[[], Reader], str, Parts]] = [
     (lambda: Reasoning(Hermes(), is_open=False), "<think>\nwhy\n\nso\n</think>\n\nok <tool_call>"
      '{"name": "f", "arguments": {"a": 1}}</tool_call>',
      [("reasoning", "why\n\nso"), *OK, *F]),
-    (lambda: Reasoning(Content(), is_open=True), "\nwhy</think>\nok",
+    (lambda: Reasoning(Reader(), is_open=True), "\nwhy</think>\nok",
      [("reasoning", "why"), *OK]),
-    (lambda: Reasoning(Content(), is_open=True), "<think>why</thi", [("reasoning", "why</thi")]),
-    (lambda: Reasoning(Content(), is_open=False), " ok <think>", [("content", " ok <think>")]),
-    (lambda: Reasoning(Content(), is_open=False), "<thi", [("content", "<thi")]),
+    (lambda: Reasoning(Reader(), is_open=True), "<think>why</thi", [("reasoning", "why</thi")]),
+    (lambda: Reasoning(Reader(), is_open=False), " ok <think>", [("content", " ok <think>")]),
+    (lambda: Reasoning(Reader(), is_open=False), "<thi", [("content", "<thi")]),
 ]  # fmt: skip
 
 
@@ -259,7 +257,7 @@ def test_what_is_certain_is_told_at_once() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("make", [Hermes, partial(Reasoning, Content(), is_open=False), Mistral])
+@pytest.mark.parametrize("make", [Hermes, partial(Reasoning, Reader(), is_open=False), Mistral])
 @pytest.mark.parametrize("text", ["\n", "[TOOL_CALLS]f", "<tool_call> ", '<tool_call>{"a":"x'])
 def test_no_text_takes_long(make: Callable[[], Reader], text: str) -> None:
     """However long the awaited mark is missing."""
@@ -302,7 +300,7 @@ def test_the_template_says_how_calls_are_written(mark: str, kind: type[Reader] |
     again = formats.form(fitted.requests[0].answer_form) if kind else None
     for form in (fitted.form, again or fitted.form):
         assert form is not None
-        assert type(form.make_reader()) is (kind or Content)
+        assert type(form.make_reader()) is (kind or Reader)
     held = formats.fitted(chat(tools=BOTH, tool_choice="required"))
     assert held.form is not None
     assert type(held.form.make_reader()) is HeldCalls
