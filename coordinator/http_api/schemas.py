@@ -68,42 +68,28 @@ class ChatLogprobs(Schema):
 
 
 class CalledFunction(Schema):
-    name: str
+    name: str = ""
+    """In a stream only at the beginning of the call, as its id."""
     arguments: str
     """JSON as the model wrote it, which may be invalid."""
 
 
 class ToolCall(Schema):
-    id: str
-    type: Literal["function"]
+    index: int = 0
+    """In a stream: the call that this is a part of."""
+    id: str = ""
+    type: Literal["function"] = "function"
     function: CalledFunction
 
 
 class AssistantMessage(Schema):
-    role: Literal["assistant"]
-    content: str | None
-    refusal: None
+    """A message, or what a chunk adds to it."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None = None
+    refusal: None = None
     reasoning_content: str = ""
     tool_calls: list[ToolCall] = []
-
-
-class FunctionDelta(Schema):
-    name: str = ""
-    arguments: str
-
-
-class ToolCallDelta(Schema):
-    index: int
-    id: str = ""
-    type: Literal["function"] = "function"
-    function: FunctionDelta
-
-
-class AssistantDelta(Schema):
-    role: Literal["assistant"] = "assistant"
-    content: str = ""
-    reasoning_content: str = ""
-    tool_calls: list[ToolCallDelta] = []
 
 
 class ChatChoice(Choice):
@@ -112,7 +98,7 @@ class ChatChoice(Choice):
 
 
 class ChatCompletionChunkChoice(Choice):
-    delta: AssistantDelta
+    delta: AssistantMessage
     logprobs: ChatLogprobs | None
 
 
@@ -129,22 +115,19 @@ class CompletionChoice(Choice):
     logprobs: CompletionLogprobs | None
 
 
-class Envelope(Schema):
+class Chunk(Schema):
     id: str
     created: int
     model: str
-
-
-class Whole(Envelope):
-    usage: Usage
-    metrics: AnswerMetrics
-
-
-class Chunk(Envelope):
     usage: Usage | None = None
     """In the last chunk or in each, depending on stream_options."""
     metrics: AnswerMetrics | None = None
     """In the last chunk."""
+
+
+class Whole(Chunk):
+    usage: Usage
+    metrics: AnswerMetrics
 
 
 class ChatCompletion(Whole):
