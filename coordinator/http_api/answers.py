@@ -384,7 +384,7 @@ class CompletionAnswer(Answer):
     message = delta
 
     def logprobs(self, tokens: Sequence[Scored]) -> Json:
-        """See `Answer.logprobs`. The token itself is among the likeliest ones, too."""
+        """The token itself is among the likeliest ones, too."""
         own = [one[0] for _, one in tokens]
         likeliest: list[Json | None] = []
         for _, each in tokens:  # Of several with the same text, the first counts.

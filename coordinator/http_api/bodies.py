@@ -44,7 +44,6 @@ from outrider.limits import (
     CHAT_MESSAGES_MAX,
     CHAT_PARTS_MAX,
     CHOICES_MAX,
-    CONSTRAINT_BYTES_MAX,
     HTTP_FIELDS_MAX,
     LOGIT_BIAS_ENTRIES_MAX,
     PROMPTS_MAX,
@@ -133,22 +132,6 @@ def must_be(words: str) -> WrapValidator:
     return WrapValidator(validate)
 
 
-def _few_values(value: Any) -> Any:
-    """Refuses more nested values than `CONSTRAINT_BYTES_MAX` bytes can hold."""
-    num_values, left = 0, [value]
-    while left:
-        inner = left.pop()
-        if isinstance(inner, dict | list):
-            num_values += len(inner)
-            left += inner.values() if isinstance(inner, dict) else inner
-        if num_values > CONSTRAINT_BYTES_MAX // 2:  # Each takes at least two, with a comma.
-            raise ValueError(f"has more values than fit into {CONSTRAINT_BYTES_MAX} bytes")
-    return value
-
-
-Described = Annotated[dict[str, Any], BeforeValidator(_few_values)]
-
-
 B = TypeVar("B", bound=Body)
 NO_STREAM = "is for streams; set stream to true, or leave it out"
 
@@ -219,7 +202,7 @@ class GenerationBody(Body):
     deadline_ms: int | None = None
     """When the answer is cut off, ms from now."""
     speculation: Speculation = Speculation()
-    structured_outputs: Described = {}
+    structured_outputs: dict[str, Any] = {}
     """The form of the answer, as in vLLM: one of json, json_object, regex and choice."""
 
 
@@ -239,9 +222,9 @@ class ChoicesBody(GenerationBody):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     """Add the token ids to the text."""
-    response_format: Described | None = None
+    response_format: dict[str, Any] | None = None
     """The form of the answer: text, json_object, or json_schema with its schema."""
-    guided_json: Annotated[dict[str, Any] | str, BeforeValidator(_few_values)] | None = None
+    guided_json: dict[str, Any] | str | None = None
     """A schema, as in vLLM before structured_outputs."""
     guided_regex: str | None = None
     """A regular expression."""
@@ -393,6 +376,11 @@ class TextPart(Body):
     text: str
 
 
+def lines(content: str | list[Any]) -> str:
+    """The text of a message; parts are its lines."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
 def _known_role(role: str) -> str:
     if role == "function":
         raise ValueError(f"{role!r} is not supported; say tool")
@@ -432,11 +420,8 @@ class Message(Body):
         return self
 
     def turn(self, place: str) -> ChatMessage:
-        """The message for the chat template, with text parts as lines of one text. Raises
-        `BadRequest` for wrong arguments of a call, with the message's `place` in the body."""
-        content = self.content or ""
-        if not isinstance(content, str):
-            content = "\n".join(part.text for part in content)
+        """The message for the chat template. Raises `BadRequest` for wrong arguments of a call,
+        with the message's `place` in the body."""
         more: dict[str, Any] = {}
         if self.reasoning_content:
             more["reasoning_content"] = self.reasoning_content
@@ -452,7 +437,7 @@ class Message(Body):
             ]
         if self.tool_call_id is not None:
             more["tool_call_id"] = self.tool_call_id
-        return ChatMessage(self.role, content, more)
+        return ChatMessage(self.role, lines(self.content or ""), more)
 
 
 class FunctionTool(Body):
@@ -463,7 +448,7 @@ class FunctionTool(Body):
     name: str
     """1 to 64 letters, digits, - and _."""
     description: str = ""
-    parameters: Described = {}
+    parameters: dict[str, Any] = {}
     """Their JSON schema; empty = the function has none."""
 
 

@@ -15,14 +15,15 @@ from coordinator.http_api.bodies import (
     ANY_VALUE,
     Body,
     ChatBody,
-    Described,
     GenerationBody,
+    NamedFunction,
     Several,
     TemplateVariables,
     TranslatedBody,
     Unserved,
     asks_nothing,
     few_parts,
+    lines,
     must_be,
 )
 from coordinator.http_api.tool_parsers import Part, joined
@@ -78,7 +79,7 @@ class MessageItem(Body):
         """The fields of the `ChatMessage` for this item, or for the part of one that it is. Raises
         `BadRequest`, with the item's `place` in the body."""
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": _lines(self.content)}
+        return {"role": role, "content": lines(self.content)}
 
 
 class CallItem(Body):
@@ -93,7 +94,6 @@ class CallItem(Body):
     """A JSON object, as text."""
 
     def turn(self, place: str) -> Json:
-        """See `MessageItem.turn`."""
         call = parsed_call(self.call_id, self.name, self.arguments, f"{place}.arguments")
         return {"role": "assistant", "tool_calls": [call]}
 
@@ -108,8 +108,7 @@ class OutputItem(Body):
     output: str | Several[ItemText]
 
     def turn(self, place: str) -> Json:
-        """See `MessageItem.turn`."""
-        return {"role": "tool", "content": _lines(self.output), "tool_call_id": self.call_id}
+        return {"role": "tool", "content": lines(self.output), "tool_call_id": self.call_id}
 
 
 class ReasoningText(Body):
@@ -128,12 +127,7 @@ class ReasoningItem(Body):
     content: Several[ReasoningText] = Field(default=[])
 
     def turn(self, place: str) -> Json:
-        """See `MessageItem.turn`."""
-        return {"role": "assistant", _REASONING: _lines(self.content)}
-
-
-def _lines(content: str | Sequence[ItemText | ReasoningText]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+        return {"role": "assistant", _REASONING: lines(self.content)}
 
 
 def _kind(value: Any) -> str | None:
@@ -177,17 +171,16 @@ class ResponsesTool(Body):
     name: str
     """1 to 64 letters, digits, - and _."""
     description: str = ""
-    parameters: Described = Field(default={})
+    parameters: dict[str, Any] = Field(default={})
     """Their JSON schema; empty = the function has none."""
     strict: bool = True
     """Ignored: calls that the answer must make always meet the schema."""
 
 
-class NamedResponsesTool(Body):
+class NamedResponsesTool(NamedFunction):
     """The tool that the answer must call."""
 
     type: Literal["function"]
-    name: str
 
 
 class TextOptions(Body):
@@ -195,7 +188,7 @@ class TextOptions(Body):
 
     unserved = asks_nothing("verbosity", "medium")
 
-    format: Described = Field(default={"type": "text"})
+    format: dict[str, Any] = Field(default={"type": "text"})
     """text, json_object, or json_schema with its schema."""
 
 
@@ -283,7 +276,7 @@ class ResponsesBody(GenerationBody):
             turns.append({"role": "system", "content": self.instructions})
         check_arguments([item.arguments for item in items if isinstance(item, CallItem)], "input")
         for index, item in enumerate(items):
-            if isinstance(item, ReasoningItem) and not _lines(item.content):
+            if isinstance(item, ReasoningItem) and not lines(item.content):
                 continue
             turn = item.turn(f"input[{index}]")
             last = turns[-1] if turns and turns[-1]["role"] == turn["role"] == "assistant" else None
