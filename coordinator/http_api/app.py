@@ -47,7 +47,6 @@ from coordinator.http_api.schemas import (
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
-    CompletionChunk,
     DocumentedApp,
     Health,
     Model,
@@ -500,7 +499,7 @@ def _add_generation(app: FastAPI, runs: Generations) -> None:
         """Continues a conversation."""
         return runs.answer(request, body, ChatAnswer, headers)
 
-    @app.post("/v1/completions", responses=answers(Completion, CompletionChunk))
+    @app.post("/v1/completions", responses=answers(Completion, Completion))
     async def completions(body: CompletionBody, request: Request, headers: Headers) -> Response:
         """Continues raw text or tokens."""
         return runs.answer(request, body, CompletionAnswer, headers)

@@ -125,13 +125,10 @@ class Chunk(Schema):
     """In the last chunk."""
 
 
-class Whole(Chunk):
+class ChatCompletion(Chunk):
+    object: Literal["chat.completion"]
     usage: Usage
     metrics: AnswerMetrics
-
-
-class ChatCompletion(Whole):
-    object: Literal["chat.completion"]
     choices: list[ChatChoice]
 
 
@@ -140,12 +137,9 @@ class ChatCompletionChunk(Chunk):
     choices: list[ChatCompletionChunkChoice]
 
 
-class Completion(Whole):
-    object: Literal["text_completion"]
-    choices: list[CompletionChoice]
+class Completion(Chunk):
+    """A whole one, or a chunk."""
 
-
-class CompletionChunk(Chunk):
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
 
@@ -203,7 +197,7 @@ class Version(Schema):
 
 
 _GENERATIONS: tuple[type[Schema], ...] = (
-    ChatCompletion, ChatCompletionChunk, Completion, CompletionChunk, ResponseObject, ResponseEvent,
+    ChatCompletion, ChatCompletionChunk, Completion, ResponseObject, ResponseEvent,
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from pydantic_core import from_json
 
 from outrider.errors import BadRequest
 from outrider.grammar.constraint import Constraint
-from outrider.limits import CALLS_MAX, HTTP_CONTAINERS_MAX, TOOLS_BYTES_MAX, TOOLS_MAX
+from outrider.limits import CALLS_MAX, HTTP_CONTAINERS_MAX, TOOLS_BYTES_MAX
 
 AUTO, REQUIRED, NONE = "auto", "required", "none"
 _NAME = re.compile("[A-Za-z0-9_-]{1,64}")
@@ -84,8 +84,6 @@ def tools_of(
     its name. Raises `BadRequest`."""
     if not functions and (named or choice == REQUIRED):
         raise BadRequest("tool_choice", "asks for a call, but there are no tools")
-    if len(functions) > TOOLS_MAX:
-        raise BadRequest("tools", f"got {len(functions)}; at most {TOOLS_MAX} are allowed")
     names = set[str]()
     for index, function in enumerate(functions):
         name, field = function["name"], f"tools[{index}]{place}"
