@@ -305,10 +305,8 @@ class DraftConfig(ModelServerConfig):
     """Suffix decoding drafts a token while the product of its probability and those before it is at
     least this."""
     suffix_tokens_per_tenant: Annotated[int, between(0, SUFFIX_TOKENS_MAX)] = 2**17
-    """Tokens of earlier outputs that suffix decoding keeps per tenant, about 200 bytes each; 0 =
-    none."""
-    suffix_tokens_total: Annotated[int, between(0, SUFFIX_TOKENS_MAX)] = 2**19
-    """Tokens of earlier outputs that it keeps for all tenants together."""
+    """Tokens of earlier outputs that suffix decoding keeps per tenant, about 200 bytes each, and
+    for all tenants together four times as many; 0 = none."""
     hybrid_min_score: Annotated[float, between(0.1, NUM_DRAFT_TOKENS_MAX)] = HYBRID_SCORE_MIN
     """Expected accepted tokens from which a hybrid uses its look-up instead of its model."""
     hybrid_model_tokens: Annotated[int, between(1, NUM_DRAFT_TOKENS_MAX)] = HYBRID_MODEL_TOKENS
@@ -375,8 +373,6 @@ class CoordinatorConfig(ServerConfig):
     ssl_ca_certs: str = ""
     """Certificate authorities, in PEM, that callers' certificates must be signed by; empty =
     callers need no certificate."""
-    reflection: bool | None = None
-    """Serve gRPC reflection on the coordinator; unset = only where no API key is needed."""
     role = "coordinator"
 
     served_model_name: str = ""
@@ -450,10 +446,9 @@ class CoordinatorConfig(ServerConfig):
     """Fraction of the sessions that are audited when they end: the target scores their tokens
     again, one session at a time, and metrics compare them with its distribution. 0 = none; none
     without `telemetry`."""
-    trace_first_rounds: Annotated[int, between(0, TRACE_ROUNDS_MAX)] = 2
-    """First rounds of a request that have their own spans."""
     trace_every_rounds: Annotated[int, between(0, TRACE_ROUNDS_MAX)] = 64
-    """After those, every Nth round has a span; 0 = none. Totals of the request count all rounds."""
+    """Every Nth round of a request has spans, and so have the first two; 0 = none. Totals of the
+    request count all rounds."""
     trace_prompts: bool = False
     """Record prompts in traces."""
     vllm_metric_names: bool = False
@@ -489,8 +484,8 @@ class CoordinatorConfig(ServerConfig):
 
     @property
     def serves_reflection(self) -> bool:
-        """Whether reflection is served."""
-        return not self.asks_for_keys if self.reflection is None else self.reflection
+        """Whether gRPC reflection is served."""
+        return not self.asks_for_keys
 
     def reaching(self, redis: RedisAddress) -> Self:
         """The same coordinator with another address of the session store."""
@@ -538,14 +533,6 @@ class AutoscaleConfig:
     """Add targets where items wait longer for a step than this many steps take."""
     autoscale_draft_waits: Annotated[float, between(0.01, 1)] = 0.25
     """Add drafts where a larger share of the rounds waits for its turn at a draft."""
-    autoscale_sessions: Annotated[int, between(1, 100_000)] = 1024
-    """Add coordinators where each runs more sessions than this."""
-    autoscale_busy: Annotated[float, between(0.05, 1)] = 0.8
-    """Add coordinators where each uses the CPU for a larger share of the time."""
-    autoscale_lag_ms: Annotated[float, between(1, 10_000)] = 100.0
-    """Add coordinators where the event loop of each is later than this, ms."""
-    autoscale_cooldown_s: Annotated[float, between(1, WAIT_S_MAX)] = 15.0
-    """Least time between two changes of a role's number of replicas, s."""
     autoscale_calm_s: Annotated[float, between(1, WAIT_S_MAX)] = 120.0
     """Remove a replica once one fewer would have been enough for this long, s."""
 

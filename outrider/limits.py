@@ -81,6 +81,7 @@ HYBRID_MODEL_TOKENS = 1  # draft tokens of a hybrid's model in a round
 LOOK_AHEAD_MAX = 64  # outcomes of a round that a draft may predict
 LOOK_AHEAD_DEFAULT = 16  # where the draft does not slow down the target
 LOOK_AHEAD_BYTES_MAX = 256 * 2**10  # of proposals pushed for one round of a session
+SUFFIX_TENANTS = 4  # full histories that suffix decoding keeps
 SUFFIX_SEEDS_MAX = 65_536  # seeds whose first session suffix decoding remembers
 DRAFTED_SEEDS_MAX = 65_536  # seeds of sessions with drafts that a coordinator remembers
 AUDITED_SEEDS_MAX = 65_536  # seeds of audited sessions that a coordinator remembers

@@ -59,7 +59,7 @@ _FIXED: dict[str, tuple[Value, str]] = {
     "draft_sample_method": ("probabilistic", "models draw drafts as the request samples"),
     "suffix_decoding_max_cached_requests": (
         0,
-        "earlier answers are bounded by --suffix-tokens-per-tenant and --suffix-tokens-total",
+        "earlier answers are bounded by --suffix-tokens-per-tenant",
     ),
     "suffix_decoding_max_spec_factor": (None, "--suffix-min-score says where a proposal ends"),
     "use_heterogeneous_vocab": (False, "a draft must have the target's tokenizer"),

@@ -141,7 +141,7 @@ async def watched_stack(
 ) -> AsyncIterator[Watched]:
     """A stack whose services serve their metrics. A pass of the target takes `target_s`."""
     exports, registry = started_exports("prometheus=0"), MemoryRegistry()
-    config = CoordinatorConfig(trace_first_rounds=1, trace_every_rounds=0)
+    config = CoordinatorConfig(trace_every_rounds=0)
     target = ToyEngine(VOCAB, salt=1, max_model_len=256, pass_s=target_s)
     draft = options.pop("draft_engine", None) or ToyEngine(VOCAB, salt=2, max_model_len=256)
     try:

@@ -4,15 +4,15 @@
 | --- | --- |
 | target | an item waits more than `autoscale_queue_steps` steps in the queue |
 | draft | more than `autoscale_draft_waits` of the rounds wait for a draft |
-| coordinator | one has more than `autoscale_sessions` sessions, is busy for more than |
-|  | `autoscale_busy` of the time, or lags by more than `autoscale_lag_ms` |
+| coordinator | one has more than `SESSIONS` sessions, is busy for more than `BUSY` of the time, |
+|  | or lags by more than `LAG_MS` |
 
 A role shrinks by one if its load is below `CALM` of that bound, and one replica fewer would be busy
 for less than `CALM` of its time and places.
 
 Growing is quick: in proportion to the excess, at most to twice the number. Shrinking is slow: by
 one, after its condition has held for `autoscale_calm_s`. Between two changes of a role at least
-`autoscale_cooldown_s` pass.
+`COOLDOWN_S` pass.
 
 While replicas are missing, the number does not grow, as the missing ones may be enough. It can
 shrink, by the load of those that are there, to as many as were there during `autoscale_calm_s`.
@@ -37,6 +37,8 @@ LOOK_PERIOD_S = 1.0
 """Between two looks at the reported load."""
 GROWTH_MAX = 2
 """Largest factor of one change."""
+SESSIONS, BUSY, LAG_MS = 1024, 0.8, 100.0
+COOLDOWN_S = 15.0
 CALM = 0.6
 IDLE = 0.01
 """A replica that is busy for less than this share of the time is idle."""
@@ -92,7 +94,7 @@ class Autoscaler:
                 change = role, min(max(count, least), most), f"it must be {least} to {most}"
             elif on_trial:  # Waits of the trial's sessions are in the average.
                 self._calm.pop(role, None)
-            elif now >= self._changed_at.get(role, -math.inf) + self.config.autoscale_cooldown_s:
+            elif now >= self._changed_at.get(role, -math.inf) + COOLDOWN_S:
                 change = self._change(now, role, count, records)
             if change is not None:
                 self._changed_at[role] = now
@@ -136,10 +138,10 @@ def _load(role: Role, config: AutoscaleConfig, records: Records) -> _Load:
         reason = f"items wait {queue:.2f} steps, {used:.0%} of the places are taken"
         return queue / config.autoscale_queue_steps, used, reason
     if role == "coordinator":
-        each = sessions / max(1, _num_staying(found)) / config.autoscale_sessions
+        each = sessions / max(1, _num_staying(found)) / SESSIONS
         busy = _mean([one.figures.busy for one in found])
         lag_ms = _mean([one.figures.loop_lag_ms for one in found])
-        excess = max(each, busy / config.autoscale_busy, lag_ms / config.autoscale_lag_ms)
+        excess = max(each, busy / BUSY, lag_ms / LAG_MS)
         reason = f"{sessions} sessions run, at {busy:.0%} of a core each, {lag_ms:.0f} ms late"
         return excess, max(each, busy), reason
     if not _num_staying(found):

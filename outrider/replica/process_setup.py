@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from outrider.config import AUTO_ENGINE, VLLM, DraftConfig, ReplicaConfig, TargetConfig
 from outrider.drafters.names import EAGLE3, EARLY_EXIT, MTP, NOT_ON_VLLM, LookupKind
 from outrider.errors import ConfigError, SettingError
+from outrider.limits import SUFFIX_TENANTS
 from outrider.settings import blaming, by_its_keys
 from outrider.telemetry.logs import JsonLines, LogFile, make_room
 
@@ -524,7 +525,7 @@ def build_lookup(config: DraftConfig) -> LookupDrafter | None:
     return SuffixDrafter(
         SuffixConfig(
             config.suffix_depth, config.suffix_min_score, config.suffix_tokens_per_tenant,
-            config.suffix_tokens_total,
+            SUFFIX_TENANTS * config.suffix_tokens_per_tenant,
         )
     )  # fmt: skip
 

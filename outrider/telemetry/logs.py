@@ -36,7 +36,6 @@ class JsonLines(logging.Formatter):
     `session_id`, `trace_id`, the fields of `about` and `exception`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter.format`."""
         line: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
@@ -77,7 +76,6 @@ class LogFile(RotatingFileHandler):
             stream.close()  # Removed before it was locked.
 
     def doRollover(self) -> None:  # noqa: N802 (the library's name)
-        """See `RotatingFileHandler.doRollover`."""
         super().doRollover()
         self.take_over()
 

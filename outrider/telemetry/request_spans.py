@@ -49,6 +49,9 @@ from outrider.telemetry.observer import (
 )
 from outrider.telemetry.setup import read_traceparent, write_traceparent
 
+TRACED_ROUNDS = 2
+"""First rounds of a request that always have spans."""
+
 
 class ObservedRequests(Observation):
     """Traces and measures every request."""
@@ -69,8 +72,8 @@ class ObservedRequests(Observation):
 
     def samples(self, index: int) -> bool:
         """Whether the round with this index has spans."""
-        beyond, every = index - self.config.trace_first_rounds, self.config.trace_every_rounds
-        return beyond < 0 or (every > 0 and beyond % every == 0)
+        every = self.config.trace_every_rounds
+        return every > 0 and (index < TRACED_ROUNDS or (index - TRACED_ROUNDS) % every == 0)
 
     def begin(self, request: GenerateRequest, model: str, traceparent: str) -> RequestObserver:
         """A request has come, for a model, perhaps as part of its caller's trace."""
@@ -82,13 +85,11 @@ class ObservedRequests(Observation):
             watch(self._meter, name, partial(lambda key: {**readings().get(key, {})}, name), *told)
 
     def audited(self, rule: str, sums: AuditSums) -> None:
-        """Counts an audited session's tokens."""
         greedy = GREEDY_AUDIT_SUMS if rule == Rule.GREEDY.value else {}
         for field, name in (AUDIT_SUMS | greedy).items():
             self.counters[name].add(getattr(sums, field), rule)
 
     def audit_ended(self, outcome: AuditOutcome) -> None:
-        """Counts the outcome for a session chosen for an audit."""
         self.counters["audits"].add(1, outcome)
 
 
@@ -165,7 +166,6 @@ class ObservedRequest(RequestObserver):
         self._child(self._span, "open", self._arrived_ns).end()
 
     def round_began(self, index: int) -> None:
-        """A round begins."""
         self._index = index
         if self._shared.samples(index) and self._span.is_recording():
             self._totals["sampled_rounds"] += 1
@@ -301,7 +301,6 @@ class ObservedRequest(RequestObserver):
 
 
 def _describe(span: Span, request: GenerateRequest, prompts: bool) -> None:
-    """The request's parameters; its prompt only if `prompts`."""
     sampling = request.sampling
     found = {
         "gen_ai.request.temperature": sampling.temperature,

@@ -35,7 +35,7 @@ from outrider.tokenizer import TokenizerText
 from outrider.transport.server import RpcServer, ServerOptions, Service
 from outrider.v1 import coordinator_pb2
 
-UNTRACED: Final = CoordinatorConfig(trace_first_rounds=0, trace_every_rounds=0)
+UNTRACED: Final = CoordinatorConfig(trace_every_rounds=0)
 VOCAB_SIZE: Final = 320
 MAX_MODEL_LEN: Final = 1024
 SPEC: Final = EmulatedSpec(

@@ -226,7 +226,7 @@ async def test_replicas_come_and_go_under_load(deployment: Deployment, load: Loa
     await ask("want", {"coordinator": 1, "draft": 0})
     await until(deployment, "coordinator", 1)
     await until(deployment, "draft", 0)
-    calm = {"queue_steps": 1000.0, "draft_waits": 1.0, "cooldown_s": 1.0, "calm_s": 1.0}
+    calm = {"queue_steps": 1000.0, "draft_waits": 1.0, "calm_s": 1.0}
     await deployment.reconciler.call(
         "change", {f"autoscale_{name}": on for name, on in calm.items()}
     )

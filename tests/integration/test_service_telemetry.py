@@ -26,7 +26,7 @@ from outrider.transport.channel import open_channel
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1.coordinator_pb2_grpc import CoordinatorStub
 
-DETAIL = CoordinatorConfig(trace_first_rounds=2, trace_every_rounds=4)
+DETAIL = CoordinatorConfig(trace_every_rounds=4)
 PROMPT = "a secret that must not be recorded"
 REQUEST = GenerateRequest(
     PROMPT, sampling=SamplingParams(temperature=0.0), max_tokens=24, num_draft_tokens=3

@@ -68,8 +68,8 @@ def test_trace_context_survives_the_wire() -> None:
 
 
 def test_rounds_are_sampled_at_the_beginning_and_then_now_and_then() -> None:
-    for first, every, found in ((2, 3, [0, 1, 2, 5, 8, 11]), (2, 0, [0, 1]), (0, 0, [])):
-        requests = Recorded(trace_first_rounds=first, trace_every_rounds=every).requests
+    for every, found in ((3, [0, 1, 2, 5, 8, 11]), (0, [])):
+        requests = Recorded(trace_every_rounds=every).requests
         assert [index for index in range(12) if requests.samples(index)] == found
 
 
@@ -113,15 +113,15 @@ def _round(observer: RequestObserver, index: int, *, by_replica: bool = True) ->
 
 
 def test_unsampled_rounds_count_and_have_no_spans() -> None:
-    recorded = Recorded(trace_first_rounds=1, trace_every_rounds=0)
+    recorded = Recorded(trace_every_rounds=64)
     observer = recorded.observer
     opened = observer.context("draft")
     assert opened.startswith(f"00-{TRACE_ID}-")
     assert read_sampled(opened)
-    for index in range(3):
-        _round(observer, index, by_replica=index < 2)
+    for index in (1, 3, 4):
+        _round(observer, index, by_replica=index < 4)
         observer.shown(index, 2, 0.001)
-        assert bool(read_sampled(observer.context("target"))) == (index == 0)
+        assert bool(read_sampled(observer.context("target"))) == (index == 1)
         assert observer.context("target")[3:35] == TRACE_ID
     observer.failed(Unavailable("x"))
     assert len(recorded.named("outrider.round")) == 1
@@ -178,7 +178,7 @@ def test_a_request_that_breaks_off_ends_all_its_spans_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """And what its decode loop does after that is not an error."""
-    recorded = Recorded(trace_first_rounds=10)
+    recorded = Recorded()
     _round(recorded.observer, 0)
     recorded.observer.round_began(1)
     recorded.observer.asked("target")

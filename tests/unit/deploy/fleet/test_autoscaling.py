@@ -13,8 +13,7 @@ from outrider.registry.registry import Figures, ReplicaRecord, Role
 
 CONFIG = AutoscaleConfig(
     autoscale_targets="1:8", autoscale_drafts="0:6", autoscale_coordinators="1:4",
-    autoscale_queue_steps=1.0, autoscale_draft_waits=0.2, autoscale_sessions=100,
-    autoscale_cooldown_s=10.0, autoscale_calm_s=60.0,
+    autoscale_queue_steps=1.0, autoscale_draft_waits=0.2, autoscale_calm_s=60.0,
 )  # fmt: skip
 
 
@@ -61,16 +60,16 @@ def test_targets_follow_how_long_items_wait() -> None:
     assert fleet.look(1) == {"target": 3}
     fleet.says["target"]["queue_steps"] = 9.0
     assert fleet.look(5) == {}, "the last change has not shown yet"
-    assert fleet.look(11) == {"target": 6}
-    assert fleet.look(21) == {"target": 8}
-    assert fleet.look(31) == {}
+    assert fleet.look(16) == {"target": 6}
+    assert fleet.look(31) == {"target": 8}
+    assert fleet.look(46) == {}
 
 
 def test_drafts_and_coordinators_follow_waits_and_sessions() -> None:
     fleet = Fleet(coordinator=2)
     fleet.says["coordinator"]["draft_waits"] = 0.19
     assert fleet.look(0) == {}
-    fleet.says["coordinator"] |= {"draft_waits": 0.5, "load": 140}
+    fleet.says["coordinator"] |= {"draft_waits": 0.5, "load": 1_400}
     assert fleet.look(1) == {"draft": 2, "coordinator": 3}
 
 
