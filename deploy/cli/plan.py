@@ -3,20 +3,17 @@
 read      the target answers the prompts; the draft model reads the answers
 rehearse  short sessions through the services correct the engines' cost tables
 choose    rounds are computed from the answers, and timed, for every rule and K
-validate  (--validate) the same prompts through these services, predicted and measured
-simulate  (--simulate) fleets of the chosen pair, on a virtual clock
+simulate  (--simulate) a fleet of the chosen pair, on a virtual clock
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from benchmarks.options import Concurrency, MaxTokens, Options, PromptOptions, Temperature
 from benchmarks.report import Report
@@ -46,27 +43,19 @@ DECIDED = ("model", "draft_model", "num_targets", "num_drafts")
 """Settings that the recommended command takes from the plan, not from this command line."""
 BUILT_IN_PROMPTS = 12
 """Number of built-in prompts without `--prompts` and `--num-prompts`."""
-RUNS_MAX = 64
-"""Most combinations of loads and fleets."""
 
 
 @checked()
 class PlanOptions(PromptOptions):
-    """Options of a plan."""
-
     max_tokens: MaxTokens = 96
     temperature: tuple[Temperature, ...] = (0.0, 1.0)
-    """Temperatures to plan for; `--validate` measures the first."""
+    """Temperatures to plan for."""
     round_trip_ms: Annotated[float, between(0, 10_000)] = 0.0
     """Extra round-trip time between coordinator and draft, ms; 0 = on one machine."""
     concurrency: Concurrency = 1
     """Sessions at a time on one target replica."""
-    plot: Path | None = None
-    """Write a plot of the speed-up over K to this SVG file."""
     separate_draft: bool = False
     """Assume that drafts have a device of their own, even if they share one here."""
-    validate: bool = False
-    """Also measure every K, and print predicted and measured speeds."""
     devices: str | None = None
     """Instead compare what devices gain with and without drafts, computed from bytes and bandwidth
     without running a model: h200-8b or h200-70b-fp8, with changes as PRESET,KEY=VALUE,..
@@ -83,35 +72,28 @@ class PlanOptions(PromptOptions):
         return super().load_prompts()
 
 
-Count = Annotated[int, between(1, REPLICAS_MAX)] | Literal["auto"]
+Count = Annotated[int | None, between(1, REPLICAS_MAX)]
 
 
 @checked()
 class SimulationOptions(Options):
-    """Options of a simulation."""
-
     from_report: Path | None = None
     """Simulate the pair of this file, which `outrider plan --json` printed, without running a
     model. (With `--engine emulated:acceptance_rates=A/A/..` the emulated pair is simulated.)"""
-    from_numbers: str | None = None
-    """Simulate a pair given as KEY=VALUE,.. without running a model
-    [verify_ms=1:18.3/16:18.3/32:36.6,draft_ms=1:1.3/64:1.3/128:2.6,acceptance=0.8,
-    num_draft_tokens=6,look_ahead=0,hit_rate=0,rest_ms=0]; a time is MS or a table
-    ROWS:MS/ROWS:MS, acceptance one rate or A/A/.. by position."""
-    sessions: tuple[Annotated[int, between(1, 10_000)], ...] = ()
+    sessions: Annotated[int | None, between(1, 10_000)] = None
     """Sessions at a time; when one ends the next begins."""
-    rate: tuple[Annotated[float, between(0.001, 10_000)], ...] = ()
+    rate: Annotated[float | None, between(0.001, 10_000)] = None
     """Requests a second, instead of `--sessions`."""
     prompt_tokens: Annotated[int, between(1, 2**17)] = 256
     """Tokens of a prompt."""
     answer_tokens: MaxTokens = 256
     """Mean number of tokens of an answer."""
-    targets: tuple[Count, ...] = ("auto",)
-    """Numbers of targets to try; auto = the fewest that meet `--tpot-ms`."""
-    drafts: tuple[Count, ...] = ("auto",)
-    """Numbers of drafts to try; auto = the fewest that meet `--tpot-ms`."""
-    coordinators: tuple[Count, ...] = ("auto",)
-    """Numbers of coordinators to try; auto = the fewest that meet `--tpot-ms`."""
+    targets: Count = None
+    """Number of targets; unset = the fewest that meet `--tpot-ms`."""
+    drafts: Count = None
+    """Number of drafts; unset = the fewest that meet `--tpot-ms`."""
+    coordinators: Count = None
+    """Number of coordinators; unset = the fewest that meet `--tpot-ms`."""
     tpot_ms: Annotated[float | None, between(0.001, 60_000)] = None
     """Goal for the time per token, which 99 % of the tokens must meet, ms."""
     simulated_seconds: Annotated[float, between(1, 3_600)] = 10.0
@@ -121,46 +103,33 @@ class SimulationOptions(Options):
 
     def check(self, has_drafts: bool) -> None:
         """Raises `ConfigError` for options that do not go together."""
-        if bool(self.sessions) == bool(self.rate):
+        if (self.sessions is None) == (self.rate is None):
             raise ConfigError("--sessions or --rate is needed: give one of them, not both")
         counts = [self.targets, self.coordinators, *([self.drafts] if has_drafts else [])]
-        if self.tpot_ms is None and any("auto" in count for count in counts):
+        if self.tpot_ms is None and None in counts:
             raise ConfigError(
                 "--tpot-ms is needed to find numbers of replicas; or give --targets, "
                 "--coordinators and, if a model drafts, --drafts"
             )
-        runs = math.prod(len(count) for count in counts)
-        runs *= len(self.sessions) + len(self.rate)
-        if runs > RUNS_MAX:
-            raise SettingError(
-                "targets", f"and the other lists make {runs} runs; at most {RUNS_MAX} are allowed"
-            )
 
-    def simulate(self, config: DeploymentConfig, pair: Pair) -> list[SimulatedFleet]:
-        """Every load on every fleet, with the batch sizes of `config`."""
+    def simulate(self, config: DeploymentConfig, pair: Pair) -> SimulatedFleet:
+        """The load on the fleet, with the batch sizes of `config`."""
         from deploy.planner.simulation import ROLES, Fleet, Scenario, Workload, simulated
 
         self.check(pair.has_drafts)
-        tokens = {"prompt_tokens": self.prompt_tokens, "answer_tokens": self.answer_tokens}
-        workloads = [Workload(sessions=number, **tokens) for number in self.sessions]
-        workloads += [Workload(rate=rate, **tokens) for rate in self.rate]
-        counts: dict[Role, Any] = {role: getattr(self, f"{role}s") for role in ROLES}
+        counts: dict[Role, int | None] = {role: getattr(self, f"{role}s") for role in ROLES}
         if not pair.has_drafts:
-            counts["draft"] = (0,)
-        free = [role for role, numbers in counts.items() if "auto" in numbers]
-        counts |= dict.fromkeys(free, (1,))
-        fleets = [
-            Fleet(**{f"{role}s": number for role, number in zip(counts, numbers, strict=True)})
-            for numbers in product(*counts.values())
-        ]
-        scenarios = [
-            Scenario(
-                pair=pair, fleet=fleet, workload=load, config=config,
-                coordinator_s=self.coordinator_ms / 1e3, seconds=self.simulated_seconds,
-            )
-            for load, fleet in product(workloads, fleets)
-        ]  # fmt: skip
-        return [simulated(one, free, self.tpot_ms, progress) for one in scenarios]
+            counts["draft"] = 0
+        free = [role for role, number in counts.items() if number is None]
+        scenario = Scenario(
+            pair=pair,
+            fleet=Fleet(**{f"{role}s": counts[role] or int(role in free) for role in counts}),
+            workload=Workload(self.sessions, self.rate, self.prompt_tokens, self.answer_tokens),
+            config=config,
+            coordinator_s=self.coordinator_ms / 1e3,
+            seconds=self.simulated_seconds,
+        )
+        return simulated(scenario, free, self.tpot_ms, progress)
 
 
 _SIMULATE = option(
@@ -182,18 +151,16 @@ _SIMULATION = SimulationOptions.params(Option)
     *grouped("A simulated fleet", (_SIMULATE, *_SIMULATION)),
     *setting_options(OWN_FLAGS, ("model", "draft_model")),
     epilog="With the demo pair and 12 built-in prompts (the default) a plan takes about two "
-    "minutes on two free cores. --validate answers all prompts again.",
+    "minutes on two free cores.",
 )  # fmt: skip
 def plan(arguments: Arguments) -> int:
-    """Prints tables, or one JSON object."""
     options = PlanOptions.from_arguments(arguments)
     simulation = SimulationOptions.from_arguments(arguments)
-    exclusive(arguments, "from_report", "from_numbers")
     if not arguments.simulate:
         _refuse(arguments, _SIMULATION, "is for --simulate, which is missing")
     config = deployment_config(arguments)
-    is_stated = bool(arguments.given & {"from_report", "from_numbers"})
-    knows_pair = arguments.simulate and (is_stated or config.target.emulated is not None)
+    is_saved = simulation.from_report is not None
+    knows_pair = arguments.simulate and (is_saved or config.target.emulated is not None)
     if knows_pair or "devices" in arguments.given:
         others = [one for one in _PLAN if one.name not in ("round_trip_ms", "devices")]
         _refuse(arguments, others, "is for models, but none is run")
@@ -211,7 +178,7 @@ def plan(arguments: Arguments) -> int:
         values = {"pair": asdict(pair)}
     else:
         prompts = options.load_prompts()
-        _check(options, config)
+        _check(config)
         if arguments.simulate:
             simulation.check(config.draft.drafter.model is not None)
         found = _plan(arguments, options, config, prompts)
@@ -220,13 +187,12 @@ def plan(arguments: Arguments) -> int:
         from deploy.planner.simulation import tables
 
         simulated = simulation.simulate(config, pair)
-        values["fleets"] = [asdict(one) for one in simulated]
+        values["simulated"] = asdict(simulated)
         shown += tables(simulated, pair, arguments.tpot_ms)
     return tell(Report(values, shown), arguments.json)
 
 
 def _refuse(arguments: Arguments, options: Sequence[Option], why: str) -> None:
-    """Raises `SettingError` if one of these was given."""
     for one in options:
         if one.name in arguments.given:
             raise SettingError(str(one.name), why)
@@ -235,26 +201,20 @@ def _refuse(arguments: Arguments, options: Sequence[Option], why: str) -> None:
 def _known_pair(
     simulation: SimulationOptions, options: PlanOptions, config: DeploymentConfig
 ) -> Pair:
-    """The pair of `--from-report`, `--from-numbers` or an emulated engine."""
-    from deploy.planner.simulation import of_emulated, of_numbers, read_report
+    from deploy.planner.simulation import of_emulated, read_report
 
-    seats = config.target.max_num_seqs, config.draft.max_num_seqs
     if simulation.from_report is not None:
         pair = read_report(simulation.from_report)
-    elif simulation.from_numbers is not None:
-        pair = of_numbers(simulation.from_numbers, *seats)
     else:
+        seats = config.target.max_num_seqs, config.draft.max_num_seqs
         pair = of_emulated(config.target.emulated or "", *seats)
     if options.round_trip_ms:
         pair = replace(pair, times=replace(pair.times, round_trip_s=options.round_trip_ms / 1e3))
     return pair
 
 
-def _check(options: PlanOptions, config: DeploymentConfig) -> None:
-    """Raises `SettingError` for options and settings that this command cannot handle."""
-    plot, draft = options.plot, config.draft
-    if plot is not None and not plot.absolute().parent.is_dir():
-        raise SettingError("plot", f"cannot write {plot}: its folder does not exist")
+def _check(config: DeploymentConfig) -> None:
+    draft = config.draft
     if draft.drafter.reads_target:
         raise SettingError(
             "draft_model",
@@ -267,21 +227,12 @@ def _check(options: PlanOptions, config: DeploymentConfig) -> None:
     ):
         if size > 1:
             raise SettingError(key, f"{size} is wrong; `plan` runs each model on 1 rank")
-    # `--validate` measures one session at a time on this machine.
-    for name, allowed in (("concurrency", 1), ("round_trip_ms", 0), ("separate_draft", False)):
-        value = getattr(options, name)
-        if options.validate and value != allowed:
-            raise SettingError(
-                name, f"{value} cannot be validated; with --validate it must be {allowed}"
-            )
 
 
 def _plan(
     arguments: Arguments, options: PlanOptions, config: DeploymentConfig,
     prompts: Sequence[BenchPrompt],
 ) -> PlanReport:  # fmt: skip
-    if options.validate:  # Prompts are answered repeatedly, so answers must not be copied.
-        config = replace(config, draft=replace(config.draft, suffix_tokens_per_tenant=0))
     config = found_models(config)
     from benchmarks.acceptance import load_reading
     from deploy.planner.rehearsal import rehearsed_plans
@@ -292,13 +243,12 @@ def _plan(
     samples = [reading.sample(temperature, progress) for temperature in temperatures]
     del reading
     gc.collect()  # The services need the engines' memory.
-    plans, validation = asyncio.run(rehearsed_plans(
-        config, samples, progress, options.concurrency, validates=options.validate,
+    plans = asyncio.run(rehearsed_plans(
+        config, samples, progress, options.concurrency,
         shares_device=not options.separate_draft and _shares_device(config),
         round_trip_s=options.round_trip_ms / 1e3,
     ))  # fmt: skip
-    report = PlanReport(
-        validation=validation,
+    return PlanReport(
         model=config.target.model,
         draft_model=config.draft.model,
         num_prompts=len(prompts),
@@ -308,13 +258,9 @@ def _plan(
         plans=plans,
         flags=flags_again(arguments, without=DECIDED + OWN_FLAGS),
     )
-    if options.plot is not None:
-        report.plot(options.plot)
-    return report
 
 
 def _shares_device(config: DeploymentConfig) -> bool:
-    """Whether target and draft would share cores or a device on this machine."""
     import torch
 
     gpus = float(torch.cuda.device_count())

@@ -135,8 +135,6 @@ def spread(
 
 @dataclass(frozen=True)
 class TemperaturePlan:
-    """The plan for one temperature."""
-
     temperature: float
     acceptance: Mapping[str, Mapping[str, Any]]
     """For the texts of each category and for `all`: `num_tokens`, and by rule `by_position`: the
@@ -179,7 +177,6 @@ class Replays:
         return guessing.hit_rates(self.chances(rule, k)) if self._looks_ahead else ()
 
     def accepted(self) -> dict[str, dict[str, Any]]:
-        """See `TemperaturePlan.acceptance`."""
         texts, found = self.sample.texts, {}
         for name in dict.fromkeys([*(text.category for text in texts), "all"]):
             places = [i for i, text in enumerate(texts) if name in (text.category, "all")]
@@ -193,7 +190,6 @@ class Replays:
 
 
 def choose(sessions: int, replays: Replays, times: ServiceTimes) -> TemperaturePlan:
-    """The plan for one temperature."""
     sample = replays.sample
     prompt_tokens = [len(text.prompt_ids) for text in sample.texts]
     parts = [replays.rounds[replays.rules[0], 0]]

@@ -77,7 +77,6 @@ class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=F
     """The rest of a round without a draft."""
 
     def costs(self, model: _Model) -> StepCosts:
-        """The cost table of a model's steps."""
         gb_s = 1 / (self.bandwidth_tb * 1e3 * model.devices)
         read_s, rest_s = model.gb * gb_s, model.layers * self.layer_ms / 1e3
         rows = self.compute_rows

@@ -1,9 +1,9 @@
-"""The rehearsal and the validation of `outrider plan`: sessions through the real services."""
+"""The rehearsal of `outrider plan`: sessions through the real services."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import mean, median
@@ -17,14 +17,14 @@ from outrider.client import Client
 from outrider.config import DeploymentConfig, DraftConfig
 from outrider.engine.step_costs import StepCosts
 from outrider.errors import Unavailable
-from outrider.limits import DEADLINE_MS_MAX, NUM_DRAFT_TOKENS_MAX, PAGE_SIZE, SEED_MAX
+from outrider.limits import DEADLINE_MS_MAX, PAGE_SIZE, SEED_MAX
 from outrider.request import GenerateRequest, RoundReport
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.grpc_link import draft_link, target_link
 from outrider.transport.link import Link
 
-from .choosing import SWEEP, Replays, TemperaturePlan, choose
-from .rounds import Option, Rounds, Script, ServiceTimes, fitted, total
+from .choosing import Replays, TemperaturePlan, choose
+from .rounds import Script, ServiceTimes, fitted
 
 REHEARSED_K = (0, 1, 8, 2, 4, 16)
 """Values of K in a rehearsal; every second prompt has them in reverse order."""
@@ -34,15 +34,10 @@ TOKENS_MAX = 48
 OUTLIER = 3.0
 """Rounds longer than this many medians of their K are ignored."""
 DESCRIBE_TIMEOUT_S = 60.0
-REACHED_MIN = 50
-"""Rounds that must have reached a depth for its acceptance to be compared."""
-WARM_UP_TOKENS = 4
 
 
 @dataclass(frozen=True)
 class PlayedSession:
-    """One session through the services."""
-
     text: Answer
     """The target's answer to the same prompt, as it was read."""
     num_draft_tokens: int
@@ -83,12 +78,11 @@ async def play_all(
 
 
 async def rehearsed_plans(
-    config: DeploymentConfig, samples: Sequence[Sample], progress: Progress, sessions: int, *,
-    validates: bool, **link: Any,
-) -> tuple[tuple[TemperaturePlan, ...], dict[str, Any] | None]:  # fmt: skip
-    """A plan for each sample (all of the same prompts), and if `validates` the validation of the
-    first one, with a fixed K and without look-ahead. `link` are further fields of `ServiceTimes`.
-    Raises `Unavailable`."""
+    config: DeploymentConfig, samples: Sequence[Sample], progress: Progress, sessions: int,
+    **link: Any,
+) -> tuple[TemperaturePlan, ...]:  # fmt: skip
+    """A plan for each sample (all of the same prompts). `link` are further fields of
+    `ServiceTimes`. Raises `Unavailable`."""
     replays = [Replays(config.draft, sample) for sample in samples]
     progress("starting the services for a rehearsal")
     coordinator = config.coordinator
@@ -111,19 +105,10 @@ async def rehearsed_plans(
             found = fit(known, config.draft, sample.temperature, rehearsed)
             # Only the first sample prefills whole prompts; the others would take as long.
             times.append(replace(found, first=times[0].first) if times else found)
-        plans = tuple(choose(sessions, *pair) for pair in zip(replays, times, strict=True))
-        if not validates:
-            return plans, None
-        chosen, counts = plans[0].chosen, (0, *SWEEP)
-        rule = chosen.rule if chosen.num_draft_tokens else replays[0].rules[-1]
-        async with replicas.coordinator() as (client, _):
-            played = await play_validation(client, samples[0], rule, counts, progress)
-    predicted = {k: replays[0].rounds[rule, k] for k in counts}
-    return plans, validation(played, predicted, times[0], rule, chosen.num_draft_tokens)
+    return tuple(choose(sessions, *pair) for pair in zip(replays, times, strict=True))
 
 
 async def _tables(replicas: Replicas) -> tuple[StepCosts | None, StepCosts | None]:
-    """The cost tables of the target and of the draft model, if there is one."""
     links: list[Link] = [target_link(replicas.target_address)]
     if replicas.draft_address:
         links.append(draft_link(replicas.draft_address))
@@ -206,78 +191,3 @@ def _drafted_rounds(
         if index > 0 and found.num_proposed == len(now.report.proposed_token_ids):
             context, seconds = len(text.prompt_ids) + start, now.arrived_s - before.arrived_s
             yield found.num_steps, context, now.report, seconds
-
-
-async def play_validation(
-    client: Client, sample: Sample, rule: Rule, counts: Sequence[int], progress: Progress
-) -> list[PlayedSession]:
-    """As `play_all`, with every prompt cached before."""
-    texts = sample.texts
-    progress("warming up: prefilling every prompt")
-    for index, text in enumerate(texts):
-        seed = (texts[0].seed - 1 - index) & SEED_MAX
-        short = replace(text, seed=seed, max_tokens=min(WARM_UP_TOKENS, text.max_tokens))
-        await play(client, short, sample.temperature, rule, max(counts))
-    return await play_all(client, sample, rule, counts, progress)
-
-
-def validation(
-    played: Sequence[PlayedSession],
-    predicted: Mapping[int, Sequence[Rounds]],
-    times: ServiceTimes,
-    rule: Rule,
-    chosen: int,
-) -> dict[str, Any]:
-    """Compares `played` sessions, whose prompts were cached, with `predicted` [K][texts] rounds
-    without look-ahead. Returns the JSON object: `error` is predicted over measured minus 1,
-    `worst_position` the largest error of an acceptance, and `chosen_loss` how much slower the
-    chosen K is than the fastest measured one."""
-    by_k: list[dict[str, Any]] = []
-    for k in sorted(predicted):
-        sessions = [session for session in played if session.num_draft_tokens == k]
-        told, way = total(predicted[k]), Option(rule=rule, num_draft_tokens=k)
-        first_s = times.first_seconds(session.unread_tokens for session in sessions)
-        num_tokens = sum(session.done.num_tokens for session in sessions)
-        predicted_rate = told.num_tokens / (first_s + times.seconds(told, way))
-        measured_rate = num_tokens / sum(session.done.seconds for session in sessions)
-        by_k.append(
-            {
-                "num_draft_tokens": k,
-                "predicted_tokens_per_second": predicted_rate,
-                "measured_tokens_per_second": measured_rate,
-                "error": predicted_rate / measured_rate - 1.0,
-                "positions": _positions(sessions, told),
-            }
-        )  # fmt: skip
-    rates = {entry["num_draft_tokens"]: entry["measured_tokens_per_second"] for entry in by_k}
-    best = max(rates, key=rates.__getitem__)
-    pairs = [pair for entry in by_k for pair in entry["positions"] if pair is not None]
-    return {
-        "rule": rule.value,
-        "by_k": by_k,
-        "num_answers": len(played),
-        "num_same": sum(session.text.token_ids == session.done.token_ids for session in played),
-        "worst_error": max(abs(entry["error"]) for entry in by_k),
-        "worst_position": max((abs(a - b) for a, b in pairs), default=None),
-        "best_num_draft_tokens": best,
-        "chosen_loss": 1.0 - rates[chosen] / rates[best],
-    }
-
-
-def _positions(sessions: Sequence[PlayedSession], told: Rounds) -> list[tuple[float, float] | None]:
-    """Acceptance by depth, predicted and measured; None if too few rounds reached the depth. Depths
-    after the end of an answer do not count."""
-    reached, accepted = ([0] * NUM_DRAFT_TOKENS_MAX for _ in range(2))
-    for session in sessions:
-        left = session.done.num_tokens
-        for one in session.done.rounds:
-            num_accepted = one.report.num_accepted
-            num = min(num_accepted + 1, len(one.report.proposed_token_ids), left)
-            for depth in range(num):
-                reached[depth] += 1
-                accepted[depth] += depth < num_accepted
-            left -= len(one.tokens.token_ids)
-    return [
-        None if theirs is None or num < REACHED_MIN else (theirs, good / num)
-        for theirs, good, num in zip(told.by_position, accepted, reached, strict=True)
-    ]

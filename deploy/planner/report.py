@@ -1,18 +1,16 @@
-"""The output of `outrider plan`: JSON, tables, and a plot of the speed-up over K."""
+"""The output of `outrider plan`: JSON and tables."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
 
 from benchmarks.report import table
-from outrider.errors import ConfigError
 
 from .choosing import LEVEL, RESAMPLES, TemperaturePlan
 from .rounds import Option
@@ -30,8 +28,6 @@ class PlanReport:
     concurrency: int
     round_trip_ms: float
     plans: tuple[TemperaturePlan, ...]
-    validation: Mapping[str, Any] | None = None
-    """Predicted and measured, with `--validate`."""
     flags: tuple[str, ...] = ()
     """Further options for `outrider serve`."""
 
@@ -61,33 +57,6 @@ class PlanReport:
             yield Text(self._sentence(plan.chosen), style="bold")
             yield from _advice(plan)
             yield _certainty(plan)
-        if (measured := self.validation) is not None:
-            rows = [{k: v for k, v in one.items() if k != "positions"} for one in measured["by_k"]]
-            yield table("Predicted and measured, with cached prompts", rows)
-            yield table("All K", [{k: v for k, v in measured.items() if k != "by_k"}])
-
-    def plot(self, path: Path) -> None:
-        """Writes an SVG of the speed-up over K for every temperature and rule. Raises `ConfigError`
-        without matplotlib."""
-        try:
-            from matplotlib import rc_context
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ConfigError("--plot needs matplotlib: pip install 'outrider[bench]'") from error
-        axes = (figure := Figure(figsize=(8, 4), layout="constrained")).subplots()
-        for plan in self.plans:
-            for rule in dict.fromkeys(option.rule.value for option in plan.options):
-                points = [(0, 1.0)] + [
-                    (one.num_draft_tokens, one.speedup) for one in plan.options if one.rule == rule
-                ]
-                label = f"temperature {plan.temperature:g}, {rule}"
-                axes.plot(*zip(*points, strict=True), label=label)
-        axes.axhline(1.0, color="0.6", linestyle="dashed")
-        title = f"{self.draft_model} for {self.model}"
-        axes.set(title=title, xlabel="K", ylabel="speed-up", ylim=(0, None))
-        axes.legend()
-        with rc_context({"svg.fonttype": "none"}):
-            figure.savefig(path, format="svg")
 
     def _acceptance(self, plan: TemperaturePlan) -> RenderableType:
         return table(
@@ -122,7 +91,6 @@ class PlanReport:
 
 
 def _advice(plan: TemperaturePlan) -> Iterator[str]:
-    """Advice if devices are better used for targets than for drafts."""
     plain = plan.plain.tokens_per_second
     drafted = (one for one in plan.options if one.draft_replicas)
     rates = (one.tokens_per_second / (1 + one.draft_replicas) for one in drafted)
@@ -136,7 +104,6 @@ def _advice(plan: TemperaturePlan) -> Iterator[str]:
 
 
 def _certainty(plan: TemperaturePlan) -> str:
-    """How much the choice depends on the prompts."""
     found = plan.spread
     if found is None:
         return "One prompt does not tell how certain this is: use more (--prompts FILE)."

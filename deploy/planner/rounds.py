@@ -130,7 +130,6 @@ class Rounds:
 
 
 def total(parts: Sequence[Rounds]) -> Rounds:
-    """The sum of all."""
     return Rounds(np.sum([part.sums for part in parts], axis=0))
 
 

@@ -16,14 +16,13 @@ from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
-from itertools import accumulate, pairwise
-from operator import mul
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter
+from pydantic import TypeAdapter
 from rich.console import RenderableType
 
 from benchmarks.report import table
@@ -35,14 +34,12 @@ from outrider.config import EMULATED, DeploymentConfig, DraftConfig
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import NO_GUESS, Guess, LookupDrafter
 from outrider.engine.emulated import EmulatedEngine
-from outrider.engine.emulated_spec import PAGES_MAX, EmulatedSpec, Parts, Share, parse_numbers
+from outrider.engine.emulated_spec import PAGES_MAX, EmulatedSpec
 from outrider.engine.interface import SequenceStep
 from outrider.engine.step_costs import StepCosts
 from outrider.errors import OutriderError, SettingError
 from outrider.limits import (
     DEADLINE_MS_MAX,
-    LOOK_AHEAD_MAX,
-    NUM_DRAFT_TOKENS_MAX,
     PAGE_SIZE,
     REPLICAS_MAX,
     SEED_BITS,
@@ -65,7 +62,6 @@ _DECOY_MASS = 2.0**-15
 """Probabilities in the draft's distribution of a correction that it guesses, and of a decoy."""
 ROLES: tuple[Role, ...] = ("target", "draft", "coordinator")
 """In the order in which their numbers are searched: the most expensive first."""
-MS_MAX = 60_000.0
 STEPPED_ROWS = 512
 SEARCH_S = 5.0
 """Measured time of each simulation in a search; the warm-up takes half as long."""
@@ -270,8 +266,6 @@ class _Lookup(LookupDrafter):
 
 
 class _Replica:
-    """A target or a draft."""
-
     def __init__(self, scenario: Scenario, role: ReplicaRole) -> None:
         self.role = role
         target = scenario.config.target
@@ -289,8 +283,6 @@ class _Replica:
 
 
 class _Coordinator:
-    """A coordinator and its one thread."""
-
     def __init__(
         self, scenario: Scenario, place: int, replicas: Sequence[_Replica], store: MemoryStore
     ) -> None:
@@ -357,8 +349,6 @@ class _Request:
 
 
 class _Simulation:
-    """All replicas, and the clients."""
-
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
         self._rng = np.random.default_rng(0)
@@ -424,7 +414,6 @@ class _Simulation:
             self.begin(self._request(self._scenario.workload.prompt_tokens))
 
     async def _request(self, prompt_tokens: int) -> bool:
-        """Runs a request; returns whether it was served."""
         mean, loop = self._scenario.workload.answer_tokens, asyncio.get_running_loop()
         answer = ANSWER_TOKENS_MAX
         if mean < math.inf:
@@ -501,48 +490,6 @@ def read_report(path: Path) -> Pair:
         ) from error
 
 
-def _table(value: str) -> StepCosts:
-    points = [part.split(":", 1) for part in value.split("/")]
-    if points == [[value]]:
-        points = [["1", value], ["2", value]]
-    rows, times = zip(*((int(num), float(ms)) for num, ms in points), strict=True)
-    if rows[0] < 1 or list(rows) != sorted(set(rows)) or not all(0 <= ms <= MS_MAX for ms in times):
-        raise ValueError("it must be MS or ROWS:MS/ROWS:MS with ascending rows")
-    return StepCosts(rows, tuple(ms / 1e3 for ms in times))
-
-
-_Table = Annotated[StepCosts, BeforeValidator(_table)]
-
-
-class _Numbers(BaseModel, extra="forbid", validate_default=True):
-    """The keys of `--from-numbers`; the defaults are close to the pair of `bench emulate`."""
-
-    verify_ms: _Table = "1:18.3/16:18.3/32:36.6"  # type: ignore[assignment]
-    draft_ms: _Table = "1:1.3/64:1.3/128:2.6"  # type: ignore[assignment]
-    acceptance: Annotated[
-        tuple[Share, ...], Parts
-    ] = "0.8"  # type: ignore[assignment]  # fmt: skip
-    num_draft_tokens: int = Field(6, ge=0, le=NUM_DRAFT_TOKENS_MAX)
-    look_ahead: int = Field(0, ge=0, le=LOOK_AHEAD_MAX)
-    hit_rate: Share = 0.0
-    rest_ms: float = Field(0.0, ge=0, le=MS_MAX)
-
-
-def of_numbers(text: str, target_seats: int, draft_seats: int) -> Pair:
-    """A pair from `key=value,...` (`_Numbers`); the seats are sessions in a step. Raises
-    `ConfigError`."""
-    found = parse_numbers(_Numbers, text, "--from-numbers")
-    k, rest_s = found.num_draft_tokens, found.rest_ms / 1e3
-    # The last chance applies to all further positions.
-    chances = (found.acceptance + found.acceptance[-1:] * k)[:k]
-    times = ServiceTimes(
-        target=found.verify_ms, draft=found.draft_ms, plain=Line(rest_s), rest_s=rest_s,
-        target_max_num_seqs=target_seats, max_num_seqs=draft_seats,
-    )  # fmt: skip
-    way = {"look_ahead": found.look_ahead if k else 0, "hit_rate": found.hit_rate}
-    return _stated_pair(text or "70b-1b", times, tuple(accumulate(chances, mul)), **way)
-
-
 def of_emulated(text: str, target_seats: int, draft_seats: int) -> Pair:
     """The pair of an emulated engine with acceptance rates. Raises `ConfigError`."""
     spec = EmulatedSpec.parse(text)
@@ -563,7 +510,12 @@ def of_emulated(text: str, target_seats: int, draft_seats: int) -> Pair:
         draft=_stepped(spec.draft_ms, spec.draft_branches),
         target_max_num_seqs=target_seats, max_num_seqs=draft_seats,
     )  # fmt: skip
-    return _stated_pair(f"{EMULATED}{text}", times, spec.acceptance_rates)
+    survival = spec.acceptance_rates
+    k = len(survival)
+    way = Option(
+        rule=Rule.TOKEN, num_draft_tokens=k, proposed_per_round=k, steps_per_round=k
+    )  # fmt: skip
+    return Pair(times, way, survival, f"{EMULATED}{text}")
 
 
 def _stepped(ms: float, rows: int) -> StepCosts:
@@ -575,12 +527,6 @@ def _stepped(ms: float, rows: int) -> StepCosts:
         seconds |= dict.fromkeys(((begun - 1) * rows + 1, begun * rows), begun * ms / 1e3)
     table = dict(sorted(seconds.items()))
     return StepCosts(tuple(table), tuple(table.values()))
-
-
-def _stated_pair(name: str, times: ServiceTimes, survival: tuple[float, ...], **way: Any) -> Pair:
-    k = len(survival)
-    drafts = {"num_draft_tokens": k, "proposed_per_round": k, "steps_per_round": k}
-    return Pair(times, Option(rule=Rule.TOKEN, **drafts, **way), survival, name)
 
 
 @dataclass(frozen=True)
@@ -687,7 +633,6 @@ def _with(fleet: Fleet, role: Role, number: float) -> Fleet:
 
 
 def in_words(fleet: Fleet) -> str:
-    """The numbers of a fleet as text."""
     return ", ".join(_counted(fleet.of(role), role) for role in ROLES)
 
 
@@ -695,23 +640,18 @@ def _counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def tables(
-    fleets: Sequence[SimulatedFleet], pair: Pair, tpot_ms: float | None
-) -> Iterator[RenderableType]:
-    """Lines and a table; replicas and busy shares are of targets, drafts and coordinators, times
+def tables(found: SimulatedFleet, pair: Pair, tpot_ms: float | None) -> Iterator[RenderableType]:
+    """A line and a table; replicas and busy shares are of targets, drafts and coordinators, times
     are p50 and p99."""
-    rows = []
-    for one in fleets:
-        load = _load(one.load)
-        if one.fleet is None or one.figures is None:
-            yield f"No fleet meets {tpot_ms:g} ms a token for {load}."
-            continue
-        if one.was_found:
-            yield f"For {load}: {in_words(one.fleet)} meet {tpot_ms:g} ms a token."
-        named = {"load": load, "replicas": tuple(asdict(one.fleet).values())}
-        rows.append(named | asdict(one.figures))
-    if rows:
-        yield table(f"Simulated: {pair.name}; K = {len(pair.survival)}", rows)
+    load = _load(found.load)
+    if found.fleet is None or found.figures is None:
+        yield f"No fleet meets {tpot_ms:g} ms a token for {load}."
+        return
+    if found.was_found:
+        yield f"For {load}: {in_words(found.fleet)} meet {tpot_ms:g} ms a token."
+    named = {"load": load, "replicas": tuple(asdict(found.fleet).values())}
+    title = f"Simulated: {pair.name}; K = {len(pair.survival)}"
+    yield table(title, [named | asdict(found.figures)])
 
 
 def _load(workload: Workload) -> str:

@@ -22,7 +22,6 @@ from deploy.planner.simulation import (
     Workload,
     keeps,
     of_emulated,
-    of_numbers,
     simulate,
     smallest,
 )
@@ -148,21 +147,6 @@ def test_the_smallest_fleet_keeps_the_time_and_one_target_less_does_not() -> Non
     assert smallest(SIZED, 6.0, ["draft"]) is None
 
 
-def test_numbers_say_what_is_simulated() -> None:
-    """About the emulated pair's by default: 18.3 ms for 16 rows, 1.3 for 64."""
-    pair = of_numbers("", 64, 64)
-    assert pair.times.target.step_seconds(16_000) == pytest.approx(18.3)
-    assert pair.survival == pytest.approx([0.8**n for n in range(1, 7)])
-    table = of_numbers(
-        "verify_ms=1:20/101:30, acceptance=0.9/0.5,num_draft_tokens=3,look_ahead=4,hit_rate=0.7,"
-        "draft_ms=1.3,rest_ms=2", 7, 5,
-    )  # fmt: skip
-    assert table.times.target.step_seconds(51) == pytest.approx(0.025)
-    assert table.survival == pytest.approx((0.9, 0.45, 0.225))
-    assert (table.way.look_ahead, table.way.hit_rate) == (4, 0.7)
-    assert (table.times.rest_s, table.seats("target"), table.seats("draft")) == (0.002, 7, 5)
-
-
 def test_an_emulated_engine_says_what_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
     """Its steps and rates, also those of vLLM's synthetic acceptance: 1 + 0.8 + 0.4 tokens a round,
     within five standard errors of some 350 rounds."""
@@ -180,7 +164,7 @@ def test_an_emulated_engine_says_what_is_simulated(capsys: pytest.CaptureFixture
     assert main(["plan", "--simulate", *flags, "--simulated-seconds", "4", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["pair"]["survival"] == [0.8, 0.4]
-    figures = report["fleets"][0]["figures"]
+    figures = report["simulated"]["figures"]
     assert figures["tokens_per_round"] == pytest.approx(2.2, abs=0.2)
     assert 20 < 1e3 * 4 / figures["rounds_per_second"] < 60
 
@@ -188,23 +172,18 @@ def test_an_emulated_engine_says_what_is_simulated(capsys: pytest.CaptureFixture
 def test_a_saved_report_is_simulated_without_models(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every load on every fleet, always with the same result."""
-    pair = of_numbers("look_ahead=2,hit_rate=0.5", 8, 8)
+    """Always with the same result."""
+    pair = _pair(0.8, 0.6, look_ahead=2, hit_rate=0.5)
     path = tmp_path / "plan.json"
     path.write_text("{}")
-    err = refusal(capsys, "plan", "--simulate", "--from-report", str(path), *FLEET)
-    assert f"error: --from-report: {path} is not " in err
+    flags = ("plan", "--simulate", "--from-report", str(path), *FLEET, "--simulated-seconds", "2")
+    assert f"error: --from-report: {path} is not " in refusal(capsys, *flags)
     path.write_text(json.dumps({"pair": asdict(pair)}))
-    flags = (
-        "plan", "--simulate", "--from-report", str(path), "--sessions", "2,4", "--targets", "1,2",
-        "--drafts", "1", "--coordinators", "1", "--simulated-seconds", "2",
-    )  # fmt: skip
     report, _ = reported(capsys, *flags)
-    assert [(one["load"]["sessions"], one["fleet"]["targets"]) for one in report["fleets"]] == [
-        (2, 1), (2, 2), (4, 1), (4, 2)
-    ]  # fmt: skip
+    found = report["simulated"]
+    assert (found["load"]["sessions"], found["fleet"]["targets"]) == (4, 2)
     assert report["pair"]["way"]["look_ahead"] == 2
-    assert all(one["figures"]["tokens_per_second"] > 0 for one in report["fleets"])
+    assert found["figures"]["tokens_per_second"] > 0
     assert reported(capsys, *flags)[0] == report
 
 
@@ -213,11 +192,9 @@ def test_the_smallest_fleet_is_named(
     tpot_ms: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Or that there is none; progress goes to standard error."""
+    pair = ("--engine", "emulated:acceptance_rates=0.8/0.64/0.51")
     load = ("--sessions", "2", "--simulated-seconds", "1", "--prompt-tokens", "16")
-    assert (
-        main(["plan", "--simulate", "--from-numbers", "rest_ms=1", *load, "--tpot-ms", tpot_ms])
-        == 0
-    )
+    assert main(["plan", "--simulate", *pair, *load, "--tpot-ms", tpot_ms]) == 0
     shown = capsys.readouterr()
     assert said in " ".join(shown.out.split())
     assert "ms a token for 99 % of them" in shown.err

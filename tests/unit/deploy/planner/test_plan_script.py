@@ -1,6 +1,5 @@
 """`outrider plan` on toy models: computed rounds are those that are played."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from statistics import mean
 from typing import Any
@@ -13,9 +12,9 @@ from benchmarks.acceptance import Answer, LookupReader, ModelReader, Reading, Sa
 from benchmarks.measurement import Completion, Round
 from benchmarks.prompts import BenchPrompt
 from deploy.planner.choosing import Replays, choose
-from deploy.planner.rehearsal import PlayedSession, fit, validation
+from deploy.planner.rehearsal import PlayedSession, fit
 from deploy.planner.report import PlanReport
-from deploy.planner.rounds import Option, ServiceTimes, scripted, total
+from deploy.planner.rounds import ServiceTimes, scripted, total
 from draft_service.model_drafter import ModelDrafter
 from outrider.config import DraftConfig, load_config
 from outrider.drafters.drafter import DraftRequest
@@ -141,29 +140,17 @@ DRAFT = StepCosts((1, 9), (0.002, 0.003))
 TIMES = ServiceTimes(target=TARGET, draft=DRAFT)
 
 
-def _round(
-    index: int, token_id: int, proposed: int, accepted: int, arrived_s: float, wait_s: float = 0.0,
-    target_s: float = 0.0,
-) -> Round:  # fmt: skip
-    times_ms = 1e3 * wait_s, 0.0, 0.0, 1e3 * target_s, 0.0
-    report = RoundReport(index, (7,) * proposed, accepted, *times_ms)
-    return Round(report, Tokens(index, (token_id,), "", (), ()), arrived_s)
-
-
 def _session(
     text: Answer, k: int, wait_s: float, target_s: float, rest_s: float, rounds: int
 ) -> PlayedSession:
+    """Of rounds that accept nothing."""
     arrived, found = 0.1, []
     for index in range(rounds):
-        proposed = k if index else 0
-        found.append(_round(index, 7, proposed, 0, arrived, wait_s, target_s))
+        drafted = (7,) * k if index else ()
+        report = RoundReport(index, drafted, 0, 1e3 * wait_s, 0.0, 0.0, 1e3 * target_s, 0.0)
+        found.append(Round(report, Tokens(index, (7,), "", (), ()), arrived))
         arrived += wait_s + target_s + rest_s
-    return _session_of(text, k, found, arrived)
-
-
-def _session_of(text: Answer, k: int, rounds: Sequence[Round], seconds: float) -> PlayedSession:
-    token_ids = tuple(token_id for one in rounds for token_id in one.tokens.token_ids)
-    return PlayedSession(text, k, Completion(token_ids, 0.0, seconds, rounds=rounds))
+    return PlayedSession(text, k, Completion((7,) * rounds, 0.0, arrived, rounds=found))
 
 
 def test_a_rehearsal_finds_what_rounds_take_beside_the_tables() -> None:
@@ -232,32 +219,3 @@ def test_a_plan_says_where_a_further_target_brings_more_than_a_draft(
     words = "separate draft here if its device could run another target: with it you get "
     words += f"{rate / (1 + draft_replicas):.1f} tokens/s a device, plain decoding 100.0"
     assert (words in shown(plans=(plan,))) == is_advised
-
-
-def test_predicted_stands_beside_measured() -> None:
-    """Plain sessions took the predicted time, drafted ones twice that."""
-    sample = _sample(MODEL, 0.0)
-    played = []
-    predicted = {k: scripted(MODEL, sample, Rule.GREEDY, k) for k in (0, 3)}
-    for text, plain, drafted in zip(sample.texts, predicted[0], predicted[3], strict=True):
-        tokens = Tokens(0, text.token_ids, "", (), ())
-        one = _round(0, 7, 0, 0, 0.1)._replace(tokens=tokens)
-        first_s = TIMES.first_seconds([_session_of(text, 0, [one], 0.0).unread_tokens])
-        way = Option(rule=Rule.GREEDY, num_draft_tokens=0)
-        played.append(_session_of(text, 0, [one], first_s + TIMES.seconds(plain, way)))
-        rounds = [
-            _round(index, token_id, 3, int(index % 4 > 0), 0.1)
-            for index, token_id in enumerate(text.token_ids)
-        ]
-        seconds = first_s + TIMES.seconds(drafted, replace(way, num_draft_tokens=3))
-        played.append(_session_of(text, 3, rounds, 2 * seconds))
-    found = validation(played, predicted, TIMES, Rule.GREEDY, 3)
-    assert [one["error"] for one in found["by_k"]] == pytest.approx([0.0, 1.0], abs=1e-6)
-    assert found["worst_error"] == pytest.approx(1.0)
-    first, second, third = found["by_k"][1]["positions"][:3]
-    assert (first[1], second[1], third) == (120 / 160, 0.0, None)
-    assert found["worst_position"] >= abs(first[0] - 0.75) * (1 - 1e-5)
-    plain, drafted = (one["measured_tokens_per_second"] for one in found["by_k"])
-    assert found["chosen_loss"] == pytest.approx(1 - drafted / max(plain, drafted))
-    assert found["num_same"] == found["num_answers"] == 8
-    assert shown(plans=(), validation=found)
