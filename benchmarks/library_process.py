@@ -268,7 +268,6 @@ DECODERS = {
 
 
 def main() -> None:
-    """Answers lines until the input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # Keeps what a library prints out of the answers.
     library: Decoder | None = None

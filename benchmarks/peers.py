@@ -15,7 +15,6 @@ from outrider.errors import ConfigError, OutriderError, SettingError, Unavailabl
 from outrider.models.sources import cache_dir, gguf_file
 from outrider.settings import checked
 
-from .clients import HttpClient
 from .libraries import (
     PEERS,
     PLAIN,
@@ -24,9 +23,8 @@ from .libraries import (
     TargetInputs,
     bfloat16_gguf,
     fastest_settings,
-    library_server,
 )
-from .measurement import BenchClient, Contestant, Decoding, Progress, SideResult, measure
+from .measurement import BenchClient, Contestant, Progress, SideResult, measure
 from .options import Concurrency, DecodingOptions, MaxTokens, NumPrompts, Temperature
 from .prompts import BenchPrompt
 from .report import Report, table
@@ -62,8 +60,6 @@ class PeersOptions(DecodingOptions):
     """Folder where `make peers` has installed them."""
     sweep: bool = False
     """Search again for each peer's fastest settings, instead of using the stored ones."""
-    servers: bool = False
-    """Measure the HTTP servers of Outrider and of the peers that have one, with one client."""
 
 
 async def run(options: PeersOptions, start_subjects: StartSubjects, progress: Progress) -> Report:
@@ -83,8 +79,7 @@ async def run(options: PeersOptions, start_subjects: StartSubjects, progress: Pr
 
     async with AsyncExitStack() as peers:
         for temperature, concurrency in product(options.temperature, options.concurrency):
-            async with AsyncExitStack() as stack:
-                plain, speculative = await stack.enter_async_context(start_subjects())
+            async with start_subjects() as (plain, speculative):
                 drafted = options.drafted(speculative.num_draft_tokens, temperature)
                 undrafted = replace(drafted, num_draft_tokens=0)
                 if not levels:
@@ -96,14 +91,10 @@ async def run(options: PeersOptions, start_subjects: StartSubjects, progress: Pr
                     for side, client in clients.items()
                     if concurrency == 1 or not side.startswith(TRANSFORMERS.name)
                 ]
-                for side, subject, decoding in (
-                    (OURS_SPECULATIVE, speculative, drafted), (OURS_PLAIN, plain, undrafted),
-                ):  # fmt: skip
-                    client = subject.client
-                    if options.servers:
-                        http = _http_client(subject, decoding, options.raw)
-                        client = await stack.enter_async_context(http)
-                    contestants.insert(0, Contestant(side, client, decoding, concurrency))
+                contestants[:0] = [
+                    Contestant(OURS_PLAIN, plain.client, undrafted, concurrency),
+                    Contestant(OURS_SPECULATIVE, speculative.client, drafted, concurrency),
+                ]
                 results = await measure(prompts, contestants, progress, drop, REST_S)
                 levels.append(level_of(temperature, concurrency, results))
     setup = speculative.setup(drafted) | {"num_prompts": len(prompts), "rule": options.rule}
@@ -126,33 +117,24 @@ async def start_peers(
     )  # fmt: skip
     clients: dict[str, BenchClient] = {}
     missing: dict[str, str] = {}
-    kind = library_server if options.servers else LibraryProcess
     for peer in PEERS:
         if peer.name not in options.peers:
             continue
         try:
             if not peer.is_installed(options.environments):
                 raise Unavailable("not installed; `make peers` installs it")
-            if options.servers and not peer.server:
-                raise Unavailable("it has no server")
             if peer.needs_gguf and not inputs.gguf:
                 raise Unavailable("the target does not come from a GGUF file")
             found = await fastest_settings(peer, inputs, progress, again=options.sweep)
             for mode, setting in found.items():
                 side = f"{peer.name} {mode}"
                 progress(f"loading the model once more: {side}")
-                clients[side] = await stack.enter_async_context(kind(peer, setting, inputs))
+                clients[side] = await stack.enter_async_context(
+                    LibraryProcess(peer, setting, inputs)
+                )
         except (ConfigError, Unavailable) as error:
             missing[peer.name] = error.message
     return clients, missing
-
-
-def _http_client(subject: Subject, decoding: Decoding, raw: bool) -> HttpClient:
-    """A client that requests the draft tokens of `decoding`."""
-    if not subject.http_url:
-        raise SettingError("servers", "the running deployment has no HTTP interface")
-    extra = {"speculation": {"num_draft_tokens": decoding.num_draft_tokens}}
-    return HttpClient(subject.http_url, raw=raw, api_key=subject.api_key, extra_body=extra)
 
 
 def level_of(temperature: float, concurrency: int, results: Mapping[str, SideResult]) -> Level:

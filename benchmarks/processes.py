@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import time
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
@@ -77,12 +78,11 @@ class Process:
 
     @property
     def address(self) -> str:
-        """HOST:PORT of the role's server."""
         return str(self.ready["address"])
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
-            running = spawn(self._command, self._environment, asyncio.subprocess.PIPE)
+            running = spawn(self._command, self._environment)
             self._process = await stack.enter_async_context(running)
             self.ready = await self.ask(self._setup, START_TIMEOUT_S)
             self._stack = stack.pop_all()
@@ -117,13 +117,13 @@ class Process:
 
 @asynccontextmanager
 async def spawn(
-    command: Sequence[str], environment: Mapping[str, str], pipe: int
+    command: Sequence[str], environment: Mapping[str, str]
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A process with `pipe` as standard input and output. Leaving the context ends it and all its
+    """A process with pipes as standard input and output. Leaving the context ends it and all its
     children. Its environment is this process's, without limits on threads, and `environment`."""
     own = {key: value for key, value in os.environ.items() if key not in _THREAD_VARIABLES}
     process = await asyncio.create_subprocess_exec(
-        *command, stdin=pipe, stdout=pipe, limit=LINE_BYTES_MAX, env=own | dict(environment),
+        *command, stdin=PIPE, stdout=PIPE, limit=LINE_BYTES_MAX, env=own | dict(environment),
         start_new_session=True,  # Ctrl-C reaches this process only, which then closes the input.
     )  # fmt: skip
     try:
@@ -141,7 +141,6 @@ async def spawn(
 
 
 def ending(status: int) -> str:
-    """How a process ended, from its return code."""
     if status != -signal.SIGKILL:
         return f"ended with exit status {status}"
     return "was killed, perhaps because memory ran out"
@@ -267,7 +266,6 @@ async def relay(setup: dict[str, Any]) -> AsyncIterator[Role]:
 
 @asynccontextmanager
 async def embedded_redis() -> AsyncIterator[str]:
-    """The URL of a temporary Redis."""
     with (
         tempfile.TemporaryDirectory(prefix="outrider-") as directory,
         EmbeddedRedis(Path(directory)) as redis,

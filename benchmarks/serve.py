@@ -21,24 +21,22 @@ import asyncio
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from io import StringIO
 from itertools import cycle, islice, pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import numpy as np
 from pydantic import Field
 
-from outrider.errors import ConfigError, OutriderError, SettingError
+from outrider.errors import OutriderError, SettingError
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
-from outrider.settings import Internal, between, checked
+from outrider.settings import between, checked
 
 from .measurement import BenchClient, Completion, Decoding, Progress
-from .options import Kind, MaxTokens, PromptOptions, Temperature
+from .options import MaxTokens, PromptOptions, Temperature
 from .prompts import BenchPrompt
 from .report import Report, percentile
 
@@ -53,21 +51,6 @@ ERRORS_SHOWN = 3
 STATISTICS: Mapping[str, Any] = {
     "mean": np.mean, "median": np.median, "std": np.std, "p99": lambda ms: np.percentile(ms, 99),
 }  # fmt: skip
-PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>bench serve</title>
-<pre style="font-family: monospace; line-height: 1.2">{code}</pre>
-"""
-"""The template for Rich's HTML export; the plots are appended."""
-
-
-def goal(text: str) -> tuple[str, float]:
-    """Parses one value of `--goodput`."""
-    name, _, value = text.partition(":")
-    with suppress(ValueError):
-        if name in GOALS and float(value) >= 0:
-            return name, float(value)
-    raise click.BadParameter(
-        f"{text!r} is wrong; it must be NAME:MS, where NAME is one of {', '.join(GOALS)}"
-    )
 
 
 @checked()
@@ -95,26 +78,29 @@ class ServeOptions(PromptOptions):
     """Do not stop at the EOS token (OpenAI itself refuses this)."""
     num_draft_tokens: Annotated[int | None, between(0, NUM_DRAFT_TOKENS_MAX)] = None
     """Draft tokens a round, by gRPC; 0 = plain decoding; unset = the deployment's default."""
-    goodput: Internal[tuple[tuple[str, float], ...]] = ()
-    report: Path | None = None
-    """Write an HTML page with plots to this file."""
-
-    @classmethod
-    def params(cls, kind: Callable[..., Kind]) -> list[Kind]:
-        """Adds `--goodput`, which takes several words."""
-        goodput = kind(
-            ["--goodput"], type=goal, several=True, metavar="NAME:MS",
-            help=f"goals for goodput, of {', '.join(GOALS)}, such as ttft:200 tpot:50",
-        )  # fmt: skip
-        return [*super().params(kind), goodput]
+    goodput: tuple[str, ...] = ()
+    """Goals for goodput, of ttft, tpot and e2el, as NAME:MS."""
 
     def __post_init__(self) -> None:
-        if self.report is not None and not self.report.parent.is_dir():  # Before measuring.
-            raise SettingError("report", f"{self.report.parent} is not a folder")
+        self.goals  # noqa: B018 (raises)
+
+    @property
+    def goals(self) -> dict[str, float]:
+        """The goals in ms by name. Raises `SettingError`."""
+        found: dict[str, float] = {}
+        for text in self.goodput:
+            name, _, value = text.partition(":")
+            with suppress(ValueError):
+                if name in GOALS and float(value) >= 0:
+                    found[name] = float(value)
+                    continue
+            allowed = f"NAME:MS, where NAME is one of {', '.join(GOALS)}"
+            raise SettingError("goodput", f"{text!r} is wrong; it must be {allowed}")
+        return found
 
     def settings(self, backend: str, server: str, model: str) -> dict[str, object]:
         """The options as the JSON object shows them. `server` is HOST:PORT."""
-        values = asdict(self) | {"goodput": dict(self.goodput)}
+        values = asdict(self) | {"goodput": self.goals}
         named = {"backend": backend, "server": server, "model_id": model}
         return named | {
             name: str(value) if value == math.inf or isinstance(value, Path) else value
@@ -146,12 +132,10 @@ class Load:
 
     @property
     def completed(self) -> list[tuple[Record, Completion]]:
-        """The requests that did not fail."""
         return [(one, one.done) for one in self.records if isinstance(one.done, Completion)]
 
     @property
     def errors(self) -> Counter[str]:
-        """The errors of the others."""
         return Counter(one.done for one in self.records if isinstance(one.done, str))
 
 
@@ -243,7 +227,7 @@ def report(options: ServeOptions, settings: Mapping[str, object], load: Load) ->
             "num_accepted_draft_tokens",
         )
     )  # fmt: skip
-    goals = dict(options.goodput)
+    goals = options.goals
     lag_ms = 1e3 * percentile(load.lags_s, 99) if load.lags_s else 0.0
     figures: dict[str, Any] = {
         "duration": load.duration_s,
@@ -320,27 +304,3 @@ def tokens_by_second(load: Load) -> Any:
     ]
     times, tokens = np.array(pairs).reshape(-1, 2).T
     return np.bincount(times.astype(int), tokens, minlength=1)
-
-
-def page(found: Report, load: Load) -> str:
-    """A self-contained HTML page: settings, figures and plots. Raises `ConfigError` without
-    matplotlib."""
-    from rich.console import Console
-
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--report needs matplotlib: pip install 'outrider[bench]'") from error
-    figure = Figure(figsize=(24, 3), layout="constrained")
-    *places, over_time = figure.subplots(1, 6).flat
-    for axes, (name, values) in zip(places, samples(load).items(), strict=True):
-        axes.ecdf(values or [0.0])
-        axes.set(title=f"{name}: cumulative share", xlabel="ms")
-    over_time.stairs(tokens_by_second(load))
-    over_time.set(title="output tokens in each second", xlabel="s")
-    drawn = StringIO()
-    figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
-    console = Console(record=True, file=StringIO(), width=120)
-    console.print(*Report.of("bench serve", found.values).shown)
-    text = console.export_html(code_format=PAGE, inline_styles=True)
-    return text + drawn.getvalue()[drawn.getvalue().index("<svg") :]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -63,9 +63,6 @@ class Subject:
     target: TargetConfig | None
     """With its directory, and the threads of target and draft together; None if its files are not
     on this machine."""
-    http_url: str = ""
-    """Empty if it has no HTTP interface, or none is known."""
-    api_key: str = field(default="", repr=False)
 
     def setup(self, drafted: Decoding) -> dict[str, Any]:
         """What the JSON object says of it."""

@@ -6,12 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from outrider.errors import BadRequest, SettingError
-from outrider.grammar.constraint import Constraint
+from outrider.errors import SettingError
 from outrider.limits import MAX_TOKENS_DEFAULT
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ PROMPTS_MAX = 100_000
 """Most prompts of a benchmark."""
 _ALLOWED = (
     'each line must be a JSON object with "prompt", a text that is not empty, and optionally '
-    f'"category", "max_tokens" (1 to {MAX_TOKENS_DEFAULT}) and "response_format" as OpenAI has it'
+    f'"category" and "max_tokens" (1 to {MAX_TOKENS_DEFAULT})'
 )
 
 
@@ -37,8 +36,6 @@ class BenchPrompt:
     category: str
     max_tokens: int | None = None
     """Of its completion, for `bench serve`; None = the option's value."""
-    constraint: Constraint | None = None
-    """Constrains the completion, in gRPC requests."""
 
 
 WARM_UP_PROMPTS = (
@@ -106,28 +103,13 @@ class _Line(BaseModel):
     prompt: str = Field(pattern=r"\S")
     category: str = Field(UNCATEGORISED, pattern=r"\S")
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS_DEFAULT)
-    response_format: Any = None
 
 
 def _parse_line(line: str, where: str) -> BenchPrompt:
     try:
         found = _Line.model_validate_json(line)
-        constraint = _constraint(found.response_format)
-        return BenchPrompt(found.prompt, found.category, found.max_tokens, constraint)
+        return BenchPrompt(found.prompt, found.category, found.max_tokens)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         what = "".join(f'"{name}": ' for name in first["loc"]) + first["msg"]
-    except BadRequest as error:
-        what = error.message
     raise SettingError("prompts", f"{where}: {what}; {_ALLOWED}")
-
-
-def _constraint(value: object) -> Constraint | None:
-    match value:
-        case None:
-            return None
-        case {"type": "json_object"}:
-            return Constraint.any_object()
-        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
-            return Constraint.of_schema(schema)
-    raise BadRequest("response_format", "is wrong")

@@ -51,13 +51,10 @@ if TYPE_CHECKING:
     from outrider.client import Client
 
 KEY_VARIABLE = "OPENAI_API_KEY"
-TARGET_SETTINGS = (
+ACCEPTANCE_SETTINGS = (
     "device", "dtype", "model", "deterministic", "cpu_kernels", "trust_remote_code",
-    "target_num_threads",
-)  # fmt: skip
-DRAFT_SETTINGS = (
-    "draft_model", "draft_dtype", "ngram_min", "ngram_max", "suffix_depth",
-    "suffix_min_score", "suffix_tokens_per_tenant", "suffix_tokens_total",
+    "target_num_threads", "draft_model", "draft_dtype", "ngram_min", "ngram_max", "suffix_depth",
+    "suffix_min_score", "suffix_tokens_per_tenant",
 )  # fmt: skip
 
 
@@ -69,19 +66,16 @@ PURPOSES = {
     "serve": "measure latency and throughput under load, like `vllm bench serve`",
     "emulate": "compare decoding modes on emulated models of stated speed and acceptance",
     "overhead": "measure what rounds and requests cost without the models",
-    "engine": "measure many sessions at once, and compare a step with transformers",
     "acceptance": "measure how much of the target's text a draft would have proposed",
     "device": "compare a step at batch 1 with the memory bandwidth",
 }
 MODEL_SETTINGS: Mapping[str, tuple[str, ...]] = {
-    "emulate": (), "overhead": (), "device": (), "engine": TARGET_SETTINGS,
-    "acceptance": TARGET_SETTINGS + DRAFT_SETTINGS,
+    "emulate": (), "overhead": (), "device": (), "acceptance": ACCEPTANCE_SETTINGS
 }  # fmt: skip
 """The model settings of benchmarks that need no deployment."""
 
 
 def _load(name: str) -> Command:
-    """The command of a benchmark."""
     kind = f"{name.capitalize()}Options"
     module = benchmarks.options
     if not hasattr(module, kind):
@@ -124,7 +118,6 @@ async def _identity(options: IdentityOptions, arguments: Arguments) -> Report:
 
 
 async def _measured(run: Callable[..., Any], options: PromptOptions, arguments: Arguments) -> Any:
-    """The result of a benchmark of one deployment."""
     async with connected(arguments) as connection, connection.client() as client:
         return await run(options, _subject(connection, client, options.raw), progress)
 
@@ -132,8 +125,6 @@ async def _measured(run: Callable[..., Any], options: PromptOptions, arguments: 
 async def _peers(options: PeersOptions, arguments: Arguments) -> Report:
     from benchmarks import peers
 
-    if options.servers:
-        arguments = with_settings(arguments, http="true", port="0")
     return await peers.run(options, partial(_two_tenants, arguments, options.raw), progress)
 
 
@@ -187,15 +178,12 @@ def _subject(connection: Connection, client: Client, raw: bool) -> Subject:
         dtype=target.dtype if settings else "unknown",
         num_draft_tokens=int(num_draft_tokens),
         target=replace(target, directory=directory, num_threads=num_threads) if directory else None,
-        http_url=connection.http_address and f"http://{connection.http_address}",
-        api_key=connection.api_key,
     )
 
 
 def _note_copies(connection: Connection, draft: DraftConfig) -> None:
     """Warns if drafts may be copied from earlier answers."""
-    rooms = draft.suffix_tokens_per_tenant, draft.suffix_tokens_total
-    copies = draft.drafter.lookup is LookupKind.SUFFIX and all(rooms)
+    copies = draft.drafter.lookup is LookupKind.SUFFIX and draft.suffix_tokens_per_tenant
     if (copies or not connection.settings) and not (connection.is_own or progress.quiet):
         own = ". Stop it to measure a new deployment" if connection.settings else ""
         note(
@@ -205,7 +193,7 @@ def _note_copies(connection: Connection, draft: DraftConfig) -> None:
 
 
 async def _serve(options: ServeOptions, arguments: Arguments) -> Report:
-    """Measures, and writes the page of `--report`."""
+    """Measures a deployment, or the server at `--base-url`."""
     from benchmarks import serve
     from benchmarks.clients import GrpcClient, HttpClient
 
@@ -238,10 +226,7 @@ async def _serve(options: ServeOptions, arguments: Arguments) -> Report:
         progress("sending requests")
         load = await serve.measure(options, client, progress.update)
         progress.rest()
-    report = serve.report(options, settings, load)
-    if options.report is not None:
-        options.report.write_text(serve.page(report, load), encoding="utf-8")
-    return report
+    return serve.report(options, settings, load)
 
 
 _CALLERS: Mapping[str, Callable[[Any, Arguments], Any]] = {

@@ -1,5 +1,5 @@
 """`bench peers`: its arithmetic, and whole runs with a scripted deployment, a tiny model, and fakes
-of other libraries and their servers."""
+of other libraries."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,18 +10,16 @@ from typing import Any
 import pytest
 from bench_sides import ScriptedSide, subject_of
 from command_lines import printed
-from openai_server import Reply, serving
-from peer_stand_ins import inputs, make_environment
+from peer_stand_ins import make_environment
 from tiny_gguf import save_tiny_gguf
 
 from benchmarks import libraries, peers
-from benchmarks.clients import HttpClient
-from benchmarks.libraries import PEERS, Library, Setting, library_server
+from benchmarks.libraries import PEERS
 from benchmarks.measurement import Completion, SideResult
 from benchmarks.peers import PeersOptions, level_of, report, run
 from benchmarks.speedup import Subject
 from outrider.config import TargetConfig
-from outrider.errors import ConfigError, Unavailable
+from outrider.errors import ConfigError
 from outrider.models.sources import resolve_model
 
 
@@ -75,7 +73,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def measured(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, known: bool = True,
-    http_url: str = "", **changes: Any,
+    **changes: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """The report of a scripted deployment."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
@@ -87,8 +85,8 @@ async def measured(
     directory = str(resolve_model(str(tiny)))
     target = TargetConfig(directory=directory, dtype="auto", device="cpu", num_threads=1)
     subject = subject_of(
-        ScriptedSide(lambda prompt, decoding: (3, 1.0)), model=str(tiny), http_url=http_url,
-        target=target if known else None, api_key="sk-1",
+        ScriptedSide(lambda prompt, decoding: (3, 1.0)), model=str(tiny),
+        target=target if known else None,
     )  # fmt: skip
 
     @asynccontextmanager
@@ -129,66 +127,3 @@ async def test_a_deployment_whose_files_are_elsewhere_has_no_peers(
 ) -> None:
     with pytest.raises(ConfigError, match="server: the target's files"):
         await measured(tiny, tmp_path, monkeypatch, known=False)
-
-
-async def test_our_servers_are_asked_without_drafts_and_with_them(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By HTTP with the deployment's key; peers without a server are missing."""
-    for name in ("vllm", "llama-cpp"):
-        make_environment(tmp_path / "peers", name)
-    with serving(lambda body: Reply()) as ours:
-        found = await measured(
-            tiny, tmp_path, monkeypatch, http_url=ours.base_url, servers=True,
-            peers=("vllm", "llama-cpp"), concurrency=(1,),
-        )  # fmt: skip
-    [level] = found["levels"]
-    assert set(level["sides"]) == {"outrider plain", "outrider speculative"}
-    assert level["sides"]["outrider plain"]["num_tokens"] == 12
-    assert level["sides"]["outrider plain"]["same_tokens"] is None, "ids are not known"
-    assert found["missing"].keys() == {"llama-cpp", "vllm"}
-    assert found["missing"]["llama-cpp"] == "it has no server"
-    drafted = [body["speculation"]["num_draft_tokens"] for body in ours.bodies]
-    assert sorted(drafted) == [0] * 4 + [8] * 4
-    assert {head.get("authorization") for head in ours.headers} == {"Bearer sk-1"}
-
-
-SERVER = r"""
-import json, sys
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
-if "--broken" in sys.argv:
-    sys.exit(3)
-
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        text = json.dumps({"data": [{"id": " ".join(sys.argv[1:])}]})
-        self.send_response(200)
-        self.send_header("content-length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *_):
-        pass
-
-port = int(sys.argv[sys.argv.index("--port") + 1])
-ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
-"""
-
-
-async def test_a_server_starts_in_processes_of_its_own_and_ends_with_them(tmp_path: Path) -> None:
-    """Options become flags."""
-    make_environment(tmp_path, "p")
-    program = tmp_path / "server.py"
-    program.write_text(SERVER)
-    words = (str(program), "--port", "{port}", "--model", "{directory}")
-    library, setting = Library(name="p", server=words), Setting({}, {"an_option": 3})
-    async with library_server(library, setting, inputs(tmp_path)) as running:
-        assert "--model /model --an-option 3" in running.model
-    with pytest.raises(Unavailable, match="Connect"):
-        async with HttpClient(f"http://{running.address}", raw=False):
-            pass
-    with pytest.raises(Unavailable, match="its server ended with exit status 3"):
-        broken = replace(library, server=(*words, "--broken"))
-        async with library_server(broken, setting, inputs(tmp_path)):
-            pass

@@ -51,7 +51,6 @@ def test_a_file_keeps_order_skips_empty_lines_and_ignores_other_columns(tmp_path
         ("not json", "Invalid JSON"),
         ('{"prompt": "  "}', '"prompt": String should match'),
         ('{"prompt": "a", "max_tokens": 16385}', '"max_tokens": Input should be less than'),
-        ('{"prompt": "a", "response_format": {"type": "xml"}}', "response_format: is wrong"),
     ],
 )
 def test_a_wrong_line_is_named_with_its_file_and_what_is_allowed(line: str, reason: str) -> None:

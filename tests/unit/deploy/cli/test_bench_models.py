@@ -38,7 +38,7 @@ def _not_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"draft_model": "suffix"}, True),
         ({"draft_model": "hybrid:suffix,quantized:8"}, True),
         ({"draft_model": "hybrid:ngram,quantized:8"}, False),
-        ({"draft_model": "suffix", "suffix_tokens_total": 0}, False),
+        ({"draft_model": "suffix", "suffix_tokens_per_tenant": 0}, False),
     ],
 )
 def test_suffix_decoding_keeps_answers(
