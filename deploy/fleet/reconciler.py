@@ -7,7 +7,7 @@ replicas.
 | the original settings | its arguments, which Ray keeps |
 | the existing replicas | Ray, by their names, and the replicas themselves |
 | the wanted numbers | Redis, from which only numbers are read |
-| changed settings and bounds, and the trial | Ray's head (`Cluster.save`) |
+| changed settings and bounds, and which trial ran | Ray's head (`Cluster.save`) |
 | the results of the trial | the coordinators |
 
 Changes of settings come through Ray, whose callers need the cluster's token and may run code
@@ -75,11 +75,9 @@ SHARING = frozenset({"device", "target_num_gpus", "draft_num_gpus", "tensor_para
 """A change of one of these counts the cluster's GPUs again, and redistributes them."""
 
 
-Tried = tuple[dict[str, Value], float, float]
-"""The settings, the share and the seconds of a `Trial`."""
-Changes = tuple[dict[str, Value], float | None, Tried | None]
-"""All changes since the deployment was started, by `outrider upgrade` and `autoscale`;
-`cluster_gpus` of a `FleetSpec`, if they were counted again; and the trial."""
+Changes = tuple[dict[str, Value], float | None, tuple[str, float] | None]
+"""All changes since the deployment was started, by `outrider upgrade`; `cluster_gpus` of a
+`FleetSpec`, if they were counted again; draft model and share of the running trial."""
 
 
 def changed(given: DeploymentConfig, changes: Mapping[str, Value]) -> DeploymentConfig:
@@ -144,7 +142,7 @@ class Reconciler(PlacedActor):
         self._report: TrialReport | None = None
         self._trial_over_at = math.inf
         """End of the trial's time, of the loop's clock. The time begins when the trial's replica
-        serves, and again after a restart of this reconciler."""
+        serves."""
         self._changing = asyncio.Lock()
         self._registry = RedisRegistry(redis, spec.deployment)
         self._cluster = Cluster(namespace, local=spec.local)
@@ -242,9 +240,9 @@ class Reconciler(PlacedActor):
         be tried."""
         await self._ready()
         async with self._changing:
-            (changes, gpus, tried), fleet = self._changes, self._fleet
-            if tried is not None:
-                if tried == (values, share, seconds):
+            (changes, gpus, _), fleet = self._changes, self._fleet
+            if (runs := fleet.trial) is not None:
+                if (runs.values, runs.share, runs.seconds) == (values, share, seconds):
                     return
                 raise ConfigError(f"{self._report}; wait for its end, or {END_TRIAL}")
             spec = await self._plan(changes | values, _shared(values, gpus))
@@ -258,14 +256,11 @@ class Reconciler(PlacedActor):
                     f"{trial.role}=1`"
                 )
             check_share(share, trial.role, fleet.wanted[trial.role])
-            await self._save(changes, gpus, (values, share, seconds))
-            self._try_out(trial)
-
-    def _try_out(self, trial: Trial) -> None:
-        self._report = TrialReport(trial.spec.given.draft.model, trial.share)
-        self._trial_over_at = math.inf
-        self._fleet.try_out(trial)
-        _log.info("%s", self._report)
+            tried = spec.given.draft.model, share
+            await self._save(changes, gpus, tried)
+            self._report, self._trial_over_at = TrialReport(*tried), math.inf
+            fleet.try_out(trial)
+            _log.info("%s", self._report)
 
     async def end_trial(self) -> None:
         """Ends the running trial, if there is one, without a change of settings."""
@@ -286,7 +281,6 @@ class Reconciler(PlacedActor):
                 _log.warning("the trial of a drafter continues: %s", error, exc_info=not known)
 
     async def _compare(self, trial: Trial) -> tuple[bool | None, str]:
-        """See `judged`."""
         fleet, now = self._fleet, asyncio.get_running_loop().time()
         if fleet.trial_failure:
             return False, fleet.trial_failure
@@ -350,29 +344,23 @@ class Reconciler(PlacedActor):
         self._changes = changes
 
     async def _restore(self) -> None:
-        """Applies the changes that the reconciler had saved before it was restarted."""
+        """Applies the changes that the reconciler had saved before it was restarted. A trial ends:
+        its replica leaves."""
         if text := await self._cluster.saved():
             match json.loads(text):
-                case [dict() as values, None | int() | float() as gpus, None | list() as tried]:
+                case [
+                    dict() as values,
+                    None | int() | float() as gpus,
+                    None | [str(), int() | float()] as tried,
+                ]:
                     self._use(await self._plan(values, gpus))
                     self._changes = values, gpus, None
                     if tried is not None:
-                        await self._restore_trial(*tried)
+                        await self._save(values, gpus, None)
+                        model, share = tried
+                        self._report = TrialReport(model, share, "not taken", "the reconciler died")
                 case _:
                     raise ValueError("the saved changes are not of this release")
-
-    async def _restore_trial(self, values: dict[str, Value], share: float, seconds: float) -> None:
-        changes, gpus, _ = self._changes
-        try:
-            spec = await self._plan(changes | values, _shared(values, gpus))
-        except ConfigError as error:  # The fleet has to be supervised anyway.
-            await self._save(changes, gpus, None)
-            model = str(values.get("draft_model", self._fleet.spec.given.draft.model))
-            self._report = TrialReport(model, share, "not taken", str(error))
-            _log.error("%s", self._report)
-            return
-        self._changes = changes, gpus, (values, share, seconds)
-        self._try_out(Trial(values, share, seconds, spec))
 
     def _use(self, spec: FleetSpec) -> None:
         log_at(spec.config.coordinator.log_level)
@@ -445,7 +433,6 @@ class Reconciler(PlacedActor):
 
 
 def start_reconciler(spec: FleetSpec, namespace: str) -> Actor:
-    """Starts the reconciler of a deployment."""
     found = Actor(RECONCILER, None)
     found.start(Reconciler, namespace, spec, namespace, num_cpus=0, max_restarts=-1)
     return found
