@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +17,6 @@ from outrider.errors import ConfigError
 if TYPE_CHECKING:
     from outrider.settings import Setting
 
-_TEXT = re.compile(r"-(\d*\.?\d+$|.* )", re.DOTALL)
-"""A word that begins with a dash and may still be a prompt."""
 _ALL = "outrider.all"
 
 
@@ -47,8 +44,7 @@ class Seconds(click.FloatRange):
 
 class Option(click.Option):
     """An option. `group` is its heading in the help; only `--help=all` shows it if it is `rare`;
-    `setting` is the deployment setting that it sets; with `several` it takes all words up to the
-    next option."""
+    `setting` is the deployment setting that it sets."""
 
     def __init__(
         self,
@@ -57,11 +53,10 @@ class Option(click.Option):
         group: str = "Options",
         rare: bool = False,
         setting: Setting | None = None,
-        several: bool = False,
         **attributes: Any,
     ) -> None:
-        self.group, self.rare, self.setting, self.several = group, rare, setting, several
-        super().__init__(names, multiple=several or attributes.pop("multiple", False), **attributes)
+        self.group, self.rare, self.setting = group, rare, setting
+        super().__init__(names, **attributes)
 
 
 def option(*names: str, **attributes: Any) -> Option:
@@ -70,7 +65,6 @@ def option(*names: str, **attributes: Any) -> Option:
 
 
 def argument(name: str, help: str, metavar: str = "", **attributes: Any) -> click.Argument:  # noqa: A002
-    """A positional argument."""
     shown = metavar or name.upper()
     if not attributes.get("required", True):
         shown = f"[{shown}]"
@@ -109,27 +103,6 @@ class Command(click.Command):
             context_settings={"show_default": True, "max_content_width": 100},
             **attributes,
         )
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Turns `--option A B` into `--option A --option B`, which click knows. A word that begins
-        with a dash and is a number or contains spaces is a prompt and not an option, unless it is
-        an option's value or the words contain `--`."""
-        options = [one for one in self.params if isinstance(one, Option)]
-        several = {name for one in options if one.several for name in one.opts}
-        valued = {name for one in options if not one.is_flag for name in one.opts}
-        words, texts, repeated, before = list[str](), list[str](), "", ""
-        for word in args:
-            is_value = before in valued or word.partition("=")[0] in valued
-            if _TEXT.match(word) and not is_value and "--" not in args:
-                texts.append(word)
-                continue
-            if word.startswith("-"):
-                repeated = word if word in several else ""
-            elif repeated and before != repeated:
-                words.append(repeated)
-            words.append(word)
-            before = word
-        return super().parse_args(ctx, [*words, *(["--"] if texts else []), *texts])
 
     def invoke(self, ctx: click.Context) -> Arguments:
         """The arguments, including the parent group's."""
@@ -187,11 +160,9 @@ class Group(click.Group):
         )  # fmt: skip
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """In the order given, not sorted."""
         return list(self.commands)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """Imports the command that runs."""
         name, named, left = super().resolve_command(ctx, args)
         if name is None or named is None:
             return name, named, left

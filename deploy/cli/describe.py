@@ -1,5 +1,5 @@
-"""`outrider collect-env` describes this machine for a bug report, without secrets; `outrider
-drafters` lists the kinds of drafters."""
+"""`outrider collect-env`: this machine, for a bug report; `outrider drafters`: the kinds of
+drafters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from outrider.errors import OutriderError
 from outrider.replica.process_setup import available_cores
 
 from .command import Arguments, command, json_option
-from .masking import masked_environment
 from .output import tell
 
 MIN_WIDTHS = {"proposes": 10, "files": 10}
@@ -61,13 +60,11 @@ def collect() -> dict[str, Facts]:
             "redis_server": redis,
             **machine,
         },
-        "environment": masked_environment(os.environ),
     }
 
 
 @command("drafters", json_option())
 def drafters(arguments: Arguments) -> int:
-    """Prints a table, or one JSON object."""
     from rich.table import Table
 
     found = [asdict(drafter) for drafter in DRAFTERS]

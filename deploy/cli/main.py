@@ -28,7 +28,6 @@ COMMANDS = {
     "stop": "stop the deployment on this machine",
     "status": "show what is running",
     "scale": "set the number of replicas",
-    "autoscale": "let the load set the number of replicas",
     "upgrade": "change the settings of a running deployment, replica by replica",
     "keys": "create, list and revoke API keys",
     "certs": "create the TLS certificates of a deployment's services",
@@ -41,8 +40,8 @@ COMMANDS = {
     "collect-env": "describe this machine and its packages, for a bug report",
 }
 _MODULES = {
-    "stop": "serve", "status": "serve", "chat": "generate", "autoscale": "scale",
-    "upgrade": "scale", "keys": "credentials", "certs": "credentials", "drafters": "describe",
+    "stop": "serve", "status": "serve", "chat": "generate", "upgrade": "scale",
+    "keys": "credentials", "certs": "credentials", "drafters": "describe",
     "collect-env": "describe",
 }  # fmt: skip
 """The module of a command that has none of its own name."""

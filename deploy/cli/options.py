@@ -279,7 +279,6 @@ class Connection:
     """HOST:PORT of the coordinators, separated by commas."""
     target_directory: str = ""
     """Directory of the target's files; empty if they are not on this machine."""
-    tokenizer_directory: str = ""
     settings: Mapping[str, Value] = field(default_factory=dict)
     """Settings by key; empty for `--server`, of which only the address is known."""
     is_own: bool = False
@@ -287,8 +286,6 @@ class Connection:
     api_key: str = field(default="", repr=False)
     trust: Trust | None = field(default=None, repr=False)
     """None = no TLS."""
-    http_address: str = ""
-    """HOST:PORT of a coordinator's HTTP interface; empty = none is known."""
     find: Callable[[], str] | None = None
     """Returns the coordinators' current addresses; None = they do not change."""
 
@@ -384,9 +381,8 @@ def _connection(
     arguments: Arguments, record: DeploymentRecord, api_key: str, find: Callable[[], str]
 ) -> Connection:
     return Connection(
-        record.grpc_address, record.target_directory, record.tokenizer_directory, record.settings,
-        http_address=record.http_address.partition(",")[0], api_key=api_key,
-        trust=caller_trust_of(arguments, record.settings), find=find,
+        record.grpc_address, record.target_directory, record.settings,
+        api_key=api_key, trust=caller_trust_of(arguments, record.settings), find=find,
     )  # fmt: skip
 
 

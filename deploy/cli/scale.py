@@ -1,11 +1,11 @@
-"""Commands that change a running deployment: `outrider scale`, `autoscale` and `upgrade`."""
+"""Commands that change a running deployment: `outrider scale` and `upgrade`."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -34,7 +34,6 @@ from .options import (
 )
 from .output import progress, tell
 
-OFF = "off"
 _POLL_S = 0.2
 
 
@@ -92,7 +91,7 @@ def scale(arguments: Arguments) -> int:
     for role in counts.keys() & scaling.bounds.keys():
         least, most = scaling.bounds[role]
         note = f"note: {role} is autoscaled, {least} to {most}, which may change this number;"
-        print(f"{note} `outrider autoscale {role}=off` turns that off", file=sys.stderr)
+        print(f"{note} `outrider upgrade --autoscale-{role}s ''` turns that off", file=sys.stderr)
     wanted = {**overview.wanted, **counts}
     said = ", ".join(f"{role}={wanted.get(role, 0)}" for role in ROLES)
     code = tell(Report({"wanted": wanted}, [f"wanted: {said}"]), arguments.json)
@@ -102,65 +101,19 @@ def scale(arguments: Arguments) -> int:
 
 
 def parsed_counts(words: Sequence[str]) -> dict[Role, int]:
-    """Parses `ROLE=N`. Raises `ConfigError`."""
     counts: dict[Role, int] = {}
-    for word, role, text in _by_role(words, "N"):
-        if not (text.isascii() and text.isdecimal()):
-            raise ConfigError(f"{word}: {text!r} is wrong; it must be a whole number")
-        counts[role] = int(text)
-    return counts
-
-
-def _by_role(words: Sequence[str], value: str) -> Iterator[tuple[str, Role, str]]:
-    """Splits words of the form ROLE=VALUE, where `value` describes VALUE: word, role, text."""
-    seen = set()
     for word in words:
         name, _, text = word.partition("=")
         role = next((role for role in ROLES if role == name), None)
         if role is None or not text:
             unknown = f"unknown role; use {', '.join(ROLES[:-1])} or {ROLES[-1]}"
-            raise ConfigError(f"{word}: {f'must be {role}={value}' if role else unknown}")
-        if role in seen:
+            raise ConfigError(f"{word}: {f'must be {role}=N' if role else unknown}")
+        if role in counts:
             raise ConfigError(f"{word}: {role} is given twice")
-        seen.add(role)
-        yield word, role, text
-
-
-@command(
-    "autoscale",
-    argument(
-        "bounds", "such as target=1:4 draft=0:8; ROLE=off leaves a role's number to `outrider "
-        "scale`; without arguments the current bounds are shown",
-        metavar="ROLE=LEAST:MOST...", nargs=-1, required=False,
-    ),
-    json_option(),
-    *place_options(),
-)  # fmt: skip
-def autoscale(arguments: Arguments) -> int:
-    """Changes bounds, and prints those in effect."""
-    changes = parsed_bounds(arguments.bounds)
-    where = find_deployment(arguments)
-
-    async def ask() -> AutoscaleConfig:
-        async with connect_reconciler(where) as reconciler:
-            found: AutoscaleConfig = await reconciler.call("change", changes, timeout_s=CHANGE_S)
-            return found
-
-    bounds = asyncio.run(ask()).bounds
-    said = [f"{r}: {'{} to {}'.format(*bounds[r]) if r in bounds else OFF}" for r in ROLES]
-    return tell(Report({"bounds": bounds}, said), arguments.json)
-
-
-def parsed_bounds(words: Sequence[str]) -> dict[str, Any]:
-    """The settings for `ROLE=LEAST:MOST` and `ROLE=off`. Raises `ConfigError`."""
-    found: dict[str, Any] = {}
-    for word, role, text in _by_role(words, f"LEAST:MOST or {OFF}"):
-        found[f"autoscale_{role}s"] = "" if text == OFF else text
-        try:
-            AutoscaleConfig(**found)
-        except SettingError as error:
-            raise ConfigError(f"{word}: {error.reason}, or {OFF}") from None
-    return found
+        if not (text.isascii() and text.isdecimal()):
+            raise ConfigError(f"{word}: {text!r} is wrong; it must be a whole number")
+        counts[role] = int(text)
+    return counts
 
 
 @command(

@@ -327,7 +327,6 @@ PRINTS = {
     *caller_options(),
 )  # fmt: skip
 def status(arguments: Arguments) -> int:
-    """Prints a table, or one JSON object."""
     return asyncio.run(_watch(arguments))
 
 
@@ -450,7 +449,6 @@ async def _ask(
 
 
 def status_table(found: Facts) -> RenderableType:
-    """The output of `outrider status`."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -492,7 +490,6 @@ def status_table(found: Facts) -> RenderableType:
 
 
 def _lines(facts: Facts) -> Iterator[str]:
-    """A replica's model, place and load."""
     if facts["error"] is not None:
         yield facts["error"]
     elif "num_running" in facts:

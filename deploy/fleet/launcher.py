@@ -285,7 +285,6 @@ class Deployment:
             self.redis = None
 
     async def _end(self) -> None:
-        """Ends the replicas in order, and kills those that are left."""
         closing = ReconcilerClient(self.ray.namespace, CLOSE_AWAY_S)
         try:
             await closing.call("close", timeout_s=close_timeout_s(self.config.stop_timeout_s))

@@ -398,7 +398,6 @@ class SecretFiles:
         return path
 
     def forget(self) -> None:
-        """Removes all of them."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
 

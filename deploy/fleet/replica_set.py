@@ -169,7 +169,6 @@ class Replica:
 
     @property
     def leader(self) -> Actor:
-        """The actor that serves."""
         return self.ranks[0]
 
     def view(self, plan: str) -> ReplicaView:
@@ -236,7 +235,6 @@ class Replica:
             _log.warning("%s did not drain: %s", self.name, error)
 
     async def stop(self, grace_s: float) -> None:
-        """Gives running requests this time, then ends all ranks."""
         if self.ranks:
             await _stop(self.leader, grace_s)
         # The other ranks end with their leader, unless it died.
@@ -249,7 +247,6 @@ def close_timeout_s(grace_s: float) -> float:
 
 
 def role_and_age(name: str) -> tuple[Role, int]:
-    """Parses a replica's name."""
     role, _, age = name.rpartition("-")
     return cast(Role, role), int(age)
 
@@ -375,7 +372,6 @@ class Fleet:
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """Why missing replicas did not start."""
         return tuple(one.reason for one in self._troubles.values() if one.reason)
 
     @property

@@ -270,7 +270,6 @@ def _resources(role: Role, config: DeploymentConfig) -> dict[str, float]:
 def _device(
     role: Role, config: TargetConfig | DraftConfig, default_gpus: float
 ) -> tuple[float, str]:
-    """The number of GPUs to request, and the device to use."""
     asked = default_gpus if config.num_gpus is None else config.num_gpus
     if config.device == "cpu":
         if config.num_gpus:

@@ -33,8 +33,6 @@ PLAN = "trial-"
 
 @dataclass(frozen=True)
 class Trial:
-    """A running trial."""
-
     values: dict[str, Value]
     """The settings to try."""
     share: float
@@ -46,7 +44,6 @@ class Trial:
 
     @property
     def role(self) -> Role:
-        """Role of its replica."""
         return drafts_on(self.spec)
 
     @property
@@ -107,7 +104,6 @@ def check_trial(before: FleetSpec, tried: FleetSpec) -> None:
 
 
 def _other_settings(before: FleetSpec, tried: FleetSpec) -> list[str]:
-    """Changed settings other than the drafter."""
     values = before.given.values()
     return [
         key for key, value in tried.given.values().items()

@@ -18,7 +18,7 @@ GUIDES = [README, *(ROOT / "docs" / f"{name}.md" for name in (
     "get-started", "serve", "scale", "drafters",
 ))]  # fmt: skip
 DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
-NEEDS_DEPLOYMENT = ("status", "scale", "autoscale", "upgrade", "stop")
+NEEDS_DEPLOYMENT = ("status", "scale", "upgrade", "stop")
 MADE_BY_READER = {"more.jsonl", "mine.jsonl"}
 
 

@@ -163,14 +163,3 @@ def test_help_shows_the_common_options_and_all_where_that_is_asked_for(
     assert {"--draft-model", "--config", "--help"} <= common
     assert len(common & flags) <= 14
     assert f"--help=all shows {len(found - common)} more options." in shown[0]
-
-
-def test_a_prompt_may_begin_with_a_dash() -> None:
-    """If it is a number or contains spaces. Values of options are not taken for it."""
-    for prompt in ("- a list:", "-5"):
-        assert parse(["generate", prompt, "--seed", "7"]).prompt == prompt
-    assert parse(["generate", "--", "-x"]).prompt == "-x"
-    found = parse(["generate", "--top-k", "-1", "-5 + 3 is", "--stop", "- a", "--stop=- b"])
-    assert (found.top_k, found.prompt, found.stop) == (-1, "-5 + 3 is", ("- a", "- b"))
-    found = parse(["generate", "--presence-penalty", "-0.5", "-0.5"])
-    assert (found.presence_penalty, found.prompt) == (-0.5, "-0.5")

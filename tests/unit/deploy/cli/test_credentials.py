@@ -11,7 +11,7 @@ from command_lines import refusal
 
 from deploy.cli.command import Arguments
 from deploy.cli.main import main, parse
-from deploy.cli.masking import masked_environment, masked_settings
+from deploy.cli.masking import masked_settings
 from deploy.cli.options import caller_key, caller_trust_of
 from deploy.fleet.preflight import check_before_start, warnings, without_secrets
 from outrider.api_keys import Keyring, given_keys, new_key
@@ -49,7 +49,7 @@ def test_with_keys_users_may_come_from_elsewhere() -> None:
 
 
 def test_settings_of_keys_and_certificates_go_together() -> None:
-    """Errors name the setting that was given. With keys reflection is off by default."""
+    """Errors name the setting that was given. With keys there is no reflection."""
     for key, value in (
         ("ssl_certfile", "c"), ("ssl_keyfile", "k"), ("ssl_ca_certs", "a"), ("api_key", "short"),
     ):  # fmt: skip
@@ -58,8 +58,6 @@ def test_settings_of_keys_and_certificates_go_together() -> None:
         assert caught.value.key == key
     assert CoordinatorConfig().serves_reflection
     assert not CoordinatorConfig(api_key=KEY).serves_reflection
-    assert CoordinatorConfig(api_key=KEY, reflection=True).serves_reflection
-    assert not CoordinatorConfig(reflection=False).serves_reflection
 
 
 def test_a_deployment_is_told_hashes_and_a_key_of_its_own(tmp_path: Path) -> None:
@@ -168,13 +166,11 @@ def test_how_a_server_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_no_key_is_shown(tmp_path: Path) -> None:
-    """Not in settings, variables, a repr, or an error about a setting."""
+    """Not in settings, a repr, or an error about a setting."""
     made = new_key()
     config = load_config({"api_key": f"{KEY},{made}", "served_model_name": f"is {made}"}, {})
     shown = [
         str(masked_settings(config.values(secrets=False))),
-        str(masked_environment({"OUTRIDER_API_KEY": KEY, "OUTRIDER_API_KEYS": KEY, "MY_KEY": made,
-                                "RAY_X": f"Authorization: Bearer {KEY}", "GRPC_Y": made})),
         repr(CoordinatorConfig(api_key=KEY)),
     ]  # fmt: skip
     file = tmp_path / "settings.yaml"

@@ -1,4 +1,4 @@
-"""`outrider scale`, `autoscale` and `upgrade` with a fake reconciler."""
+"""`outrider scale` and `upgrade` with a fake reconciler."""
 
 import os
 import secrets
@@ -135,9 +135,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
         (["scale", "target=x"], "error: target=x: 'x' is wrong; it must be a whole number"),
         (["scale", "draft=1", "--wait", "-1"], "--wait: -1.0 is not in the range 0<=x<=86400"),
         (["scale", "draft=1", "--wait", "nan"], "--wait: nan is no finite number"),
-        (["autoscale", "target=0:2"], "target=0:2: '0:2' is wrong; it must be LEAST:MOST within "),
-        (["autoscale", "target="], "error: target=: must be target=LEAST:MOST or off\n"),
-        (["autoscale", "nobody=1:2"], "nobody=1:2: unknown role; use coordinator, target or draft"),
+        (["upgrade", "--autoscale-targets", "0:2"], "--autoscale-targets: '0:2' is wrong; it must"),
         (["upgrade", "--trial-share", "1"], "--trial-share: 1.0 is not in the range 0<=x<=0.9"),
         (
             ["upgrade", "--trial-minutes", "3"],
@@ -216,14 +214,6 @@ def test_a_wait_ends_as_soon_as_there_are_as_many(
     out, err = capsys.readouterr()
     assert out == "wanted: coordinator=1, target=3, draft=1\n"
     assert "not serving after 0.1 s: see `outrider status`" in err
-
-
-def test_bounds_are_told_role_by_role(capsys: pytest.CaptureFixture[str], fleet: Fleet) -> None:
-    assert main(["autoscale", "target=1:4", "draft=0:2"]) == 0
-    assert capsys.readouterr().out == "coordinator: off\ntarget: 1 to 4\ndraft: 0 to 2\n"
-    told, _ = reported(capsys, "autoscale", "draft=off")
-    assert fleet.scaling == AutoscaleConfig(autoscale_targets="1:4", autoscale_calm_s=7.0)
-    assert told["bounds"] == {"target": [1, 4]}
 
 
 def test_what_is_another_setting_is_asked_for_and_nothing_else(
