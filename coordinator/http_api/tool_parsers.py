@@ -47,12 +47,13 @@ _SOME_TURN = {"role": "user", "content": "x"}
 _OTHER_CALLS = ("<function=", "<arg_key>")
 """In templates whose `<tool_call>` does not contain JSON."""
 _NAME_OF_OBJECT = re.compile(
-    r'\s*\{\s*(?:"\w+"\s*:\s*"[^"]*"\s*,\s*)*?"name"\s*:\s*"(?P<name>[^"\\]*)"'
+    r'\s*\{\s*(?:"\w+"\s*:\s*"[^"}]*"\s*,\s*)*?"name"\s*:\s*"(?P<name>[^"\\}]*)"'
 )
 _HEAD_OF_OBJECT = re.compile(
     _NAME_OF_OBJECT.pattern + r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
-"""The usual beginning of a call as an object; Llama says `parameters`."""
+"""The usual beginning of a call as an object; Llama says `parameters`. As in other heads, nothing
+before the arguments is a closing brace: how the text is cut into pieces makes no difference."""
 _JSON_MARK = re.compile(r'[\\"{}\[\]]')
 
 
@@ -345,7 +346,7 @@ class Mistral(Reader):
 
     shown_tokens = marks = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
     named_head = re.compile(
-        r"\s*(?P<name>[^\s{\[]+)\s*(?:(?:\[CALL_ID\][^{\[]*)?\[ARGS\])?\s*(?=\{)"
+        r"\s*(?P<name>[^\s{}\[]+)\s*(?:(?:\[CALL_ID\][^{}\[]*)?\[ARGS\])?\s*(?=\{)"
     )
 
 
@@ -362,7 +363,7 @@ class DeepSeek(Reader):
         "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
     )  # fmt: skip
     named_head = re.compile(
-        r"(?:\s*function<｜tool▁sep｜>)?\s*(?P<name>[^{<`]+?)\s*(?:<｜tool▁sep｜>|```json)\s*(?=\{)"
+        r"(?:\s*function<｜tool▁sep｜>)?\s*(?P<name>[^{}<`]+?)\s*(?:<｜tool▁sep｜>|```json)\s*(?=\{)"
     )
 
 

@@ -185,6 +185,7 @@ TEXTS: list[tuple[Callable[[], Reader], str, Parts]] = [
     (Hermes, '<tool_call>{"name": "g", "arguments": null}', G),
     (Hermes, '<tool_call>{"name": "f", "arguments": {"a": 1', [F[0], ("arguments", '{"a": 1')]),
     (Hermes, '<tool_call>{"name": "f', [("content", '<tool_call>{"name": "f')]),
+    (Hermes, '<tool_call>{"id": "}", "name": "g", "arguments": { }}', G),
     (Hermes, " if a <tool> b <", [("content", " if a <tool> b <")]),
     (Hermes, "as <tool_call>oops", [("content", "as<tool_call>oops")]),
     # Llama 3.1 and 3.2
@@ -200,6 +201,7 @@ TEXTS: list[tuple[Callable[[], Reader], str, Parts]] = [
     (Mistral, f"Yes.[TOOL_CALLS]{LISTED}", [("content", "Yes."), *F, *G]),
     (Mistral, '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{}', F + G),
     (Mistral, '[TOOL_CALLS]f[CALL_ID]Xy3456789[ARGS]{"a": 1}', F),
+    (Mistral, "[TOOL_CALLS]}{", [("content", "}{")]),
     (Mistral, "[TOOL_CALLS] [1]", [("content", "[1]")]),
     # DeepSeek V3 and V3.1
     (DeepSeek, f"{BEGIN}{BLOCK}\n{CALL}function{SEP}g\n```json\n{{}}\n```{END}{ALL_END}", F + G),
