@@ -1,7 +1,10 @@
 """How the command line is parsed, and how its errors are reported."""
 
 import re
+import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -163,3 +166,26 @@ def test_help_shows_the_common_options_and_all_where_that_is_asked_for(
     assert {"--draft-model", "--config", "--help"} <= common
     assert len(common & flags) <= 14
     assert f"--help=all shows {len(found - common)} more options." in shown[0]
+
+
+def test_a_second_signal_ends_a_command_whose_deployment_does_not_stop() -> None:
+    program = (
+        "import asyncio\n"
+        "from deploy.cli.main import main\n"
+        "from deploy.fleet import launcher\n"
+        "async def stuck(deployment):\n"
+        "    try:\n"
+        "        print(flush=True)\n"
+        "        await asyncio.sleep(60)\n"
+        "    finally:\n"
+        "        print(flush=True)\n"
+        "        await asyncio.sleep(60)\n"
+        "launcher.Deployment.__aenter__ = stuck\n"
+        "main(['generate', '--engine', 'emulated:', '--token-ids', '1'])\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        for _ in range(2):
+            assert child.stdout.readline() == b"\n"
+            child.terminate()
+        assert child.wait(10) == -signal.SIGTERM
