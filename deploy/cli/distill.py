@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from draft_service.training.documents import Template
     from draft_service.training.measuring import Measured
     from draft_service.training.teacher import Target
-    from draft_service.training.training import Point
     from outrider.tokenizer import TokenizerText
 
 _TURNS = ("one", "Two?")
@@ -64,12 +63,11 @@ _SETTINGS = {
     option(
         "--measure", type=Path, metavar="FILE",
         help="JSONL of `prompt`: also measure the acceptance on the answers to these; none may "
-        "be among --prompts or begin a conversation in --corpus (its texts are not searched)",
+        "be among --prompts (texts of --corpus are not searched)",
     ),
     option(
         "--corpus", type=Path, metavar="DIR",
-        help="folder of .txt, .md and .jsonl(.gz) to train on as well; a JSONL line has `text`, or "
-        "`prompt`, `answer` (token ids) and `temperature` of an earlier answer of the target",
+        help="folder of .txt, .md and .jsonl (lines of `text`) to train on as well",
     ),
     json_option(),
     epilog="To continue a run that was killed, give the same command again. Intermediate results "
@@ -109,18 +107,17 @@ def distill(arguments: Arguments) -> int:
     )
     found = make(options, target, cache_dir(), _report)
     progress.rest()
+    of_texts, *of_prompts = map(_acceptance, found.measured)
     values = {
         "out": str(found.out), "steps": found.num_steps, "seconds": round(found.seconds, 1),
-        **_acceptance(found.measured),
-        "of_prompts": found.of_prompts and _acceptance(found.of_prompts),
+        **of_texts, "of_prompts": of_prompts[0] if of_prompts else None,
     }  # fmt: skip
     said = [f"{found.out}: {found.num_steps} steps in {found.seconds / 60:.1f} minutes"]
-    for name, measured in (("held-out texts", found.measured), ("--measure", found.of_prompts)):
-        if measured is not None:
-            said.append(
-                f"acceptance, {name}: {measured.greedy:.3f} at temperature 0, "
-                f"{measured.sampled:.3f} at 1"
-            )
+    for name, rates in zip(("held-out texts", "--measure"), (of_texts, *of_prompts), strict=False):
+        said.append(
+            f"acceptance, {name}: {rates['greedy']:.3f} at temperature 0, {rates['sampled']:.3f} "
+            "at 1"
+        )
     # A model drafts behind a look-up.
     served = draft_model(options.kind, found.out)
     if options.kind == STUDENT:
@@ -193,13 +190,10 @@ def _prompts(
     return tuple(found)
 
 
-def _report(stage: str, part: float, point: Point | None) -> None:
-    """Shows the progress of a stage, and during training the latest acceptance."""
-    found = ""
-    if point is not None:
-        found = f"accepted {point.greedy:.3f} at T=0, {point.sampled:.3f} at T=1"
+def _report(stage: str, part: float, loss: float | None) -> None:
+    """Shows the progress of a stage, and during training the loss."""
     progress.begin(stage)
-    progress.update(f"{stage}: {part:.0%} {found}".rstrip())
+    progress.update(f"{stage}: {part:.0%}" + ("" if loss is None else f" loss {loss:.3f}"))
 
 
 def _acceptance(measured: Measured) -> dict[str, Any]:

@@ -1,21 +1,14 @@
-"""The model card: what a drafter was made from, how long it took, and how much of it is
-accepted."""
+"""The model card: what a drafter was made from, and how much of it is accepted."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from .documents import HELD_OUT_EVERY
 from .measuring import Measured
 from .options import DistillOptions, draft_model
-from .storage import MADE_HERE
-from .teacher import Dataset, TeacherCache
-from .training import Point, Trainer
-
-_RATES = """\
-`greedy` is the share of places where target and drafter find the same token likeliest, `sampled`
-the mean of sum min(p, q) at temperature 1, with q as it goes on the wire; both of the first draft
-token."""
+from .teacher import Dataset
+from .training import Trainer
 
 
 def render_card(
@@ -25,109 +18,65 @@ def render_card(
     trainer: Trainer,
     dataset: Dataset,
     seconds: Mapping[str, float],
-    measured: Sequence[Measured],
+    measured: Mapping[str, Measured],
 ) -> str:
     """The card of a drafter for `target`, whose tensors have this fingerprint. `seconds` by stage;
-    `measured` is the acceptance in held-out texts, then in answers to `options.measure`."""
-    learner, cache, now = trainer.learner, dataset.cache, trainer.now
-    learned = [cache.documents[index] for index in dataset.learned]
-    passes = now.num_tokens / sum(document.num_learned for document in learned)
+    `measured` by the name of what was measured."""
+    learner, now = trainer.learner, trainer.progress
     times = ", ".join(f"{stage} {spent / 60:.1f} min" for stage, spent in seconds.items())
-    before = _before(learner.began) if learner.is_trained else ""
-    prompts = ""
-    for of_prompts in measured[1:]:
-        prompts = f"""## Acceptance in answers to {len(options.measure):,} prompts
-
-The prompts were given to measure with: no conversation that was learned from here begins with
-one of them. Texts by others were not searched.
-
-{_tables(of_prompts)}
-
-"""
+    start = ""
+    if learner.is_trained:
+        start = (
+            f"\n- Training began with the drafter `{options.start_name or options.start_from}`. "
+            "What that had learned from is not listed, and may contain what is held out here."
+        )
+    num_own = sum(weight.numel() for weight in learner.weights.values())
     return f"""# A drafter for {target}
 
-{MADE_HERE} for speculative decoding of the target {target} with tensors
-`{fingerprint}`, and for no other: its embeddings and head are the target's{learner.said_of_ends}.
-Serve it with `outrider serve {target} --draft-model {draft_model(options.kind, "DIR")}`.
+Made by `outrider distill` for speculative decoding of the target {target} with tensors
+`{fingerprint}`, and for no other. Serve it with
+`outrider serve {target} --draft-model {draft_model(options.kind, "DIR")}`.
 
-- Of the kind `{options.kind}`.
-- {sum(w.numel() for w in learner.weights.values()) / 1e6:.1f} million parameters of its own, begun
-  as {learner.began}.
-- Of the head it has the rows for {len(learner.token_ids):,} tokens, to which the target gives at
-  least {measured[0].covered:.1%} of its probability in held-out answers; other \
-tokens are never proposed.
-- {learner.said_of_storage} What is measured here was measured after that.
-- {now.num_steps:,} steps over {now.num_tokens:,} tokens, repetitions included: all that
-  there is to learn from {passes:,.2f} times. Seed {options.seed}; {times}.
-
-## Data
+- Of the kind `{options.kind}`, with {num_own / 1e6:.1f} million parameters of its own. It can
+  propose {len(learner.token_ids):,} tokens.
+- {learner.stored_form}
+- {now.num_steps:,} steps over {now.num_tokens:,} tokens, repetitions included. Seed {options.seed};
+  {times}.{start}
 
 | written by | documents to learn from | tokens of these | documents held out |
 | --- | --- | --- | --- |
-{_data(cache)}
+{_data(dataset)}
 
-About one text in {HELD_OUT_EVERY} is held out, a conversation by its prompt, or by its first tokens
-where that says nothing, as a hash of these and nothing else says: so every run holds out the same
-ones.
-{before}
-The target's 64 likeliest tokens at every place were what was learned.
+About one text in {HELD_OUT_EVERY} is held out, a conversation by its prompt, as a hash of its
+tokens says: so every run holds out the same ones.
 
-{_RATES}
+## Acceptance
 
-{prompts}## Acceptance in answers of held-out documents
-
-Of conversations the answers alone are measured, which the target wrote at the temperature that is
-stated; of texts by others everything.
-
-{_tables(measured[0])}
-
-## Training
-
-| step | tokens | loss | greedy | sampled |
+| in | places | greedy | sampled | by position |
 | --- | --- | --- | --- | --- |
-{_curve(now.points)}
+{_acceptance(measured)}
+
+Only answers are measured, and whole texts of the corpus, with the weights as they are stored.
+`greedy`: the share of places where target and drafter find the same token likeliest. `sampled`: the
+mean of sum min(p, q) at temperature 1. `by position`: the chance at temperature 1 that draft token
+1, 2, .. is accepted if those before it were.
 """
 
 
-def _before(began: str) -> str:
-    return f"""
-What {began} had learned from before is not listed. Some of what is held out here
-may be among it, if another rule held texts out then.
-"""
-
-
-def _data(cache: TeacherCache) -> str:
-    sources = []
-    for name, is_given in (("the target, for this", False), ("given by --corpus", True)):
-        own = [document for document in cache.known if document.is_given == is_given]
+def _data(dataset: Dataset) -> str:
+    rows = []
+    for name, is_given in (("the target", False), ("others (--corpus)", True)):
+        own = [one for one in dataset.cache.known if (one.temperature is None) == is_given]
+        kept = [one.num_learned for one in own if not one.is_held_out]
         if own:
-            kept = [document.num_learned for document in own if not document.is_held_out]
-            sources.append(f"| {name} | {len(kept):,} | {sum(kept):,} | {len(own) - len(kept):,} |")
-    return "\n".join(sources)
+            rows.append(f"| {name} | {len(kept):,} | {sum(kept):,} | {len(own) - len(kept):,} |")
+    return "\n".join(rows)
 
 
-def _curve(points: Sequence[Point]) -> str:
-    return "\n".join(
-        f"| {p.step:,} | {p.num_tokens:,} | {p.loss:.3f} | {p.greedy:.3f} | {p.sampled:.3f} |"
-        for p in points
-    )
-
-
-def _tables(measured: Measured) -> str:
-    temperatures = "\n".join(
-        f"| {'others' if r.temperature is None else f'target, {r.temperature:g}'} "
-        f"| {r.num_tokens:,} | {r.greedy:.3f} | {r.sampled:.3f} |"
-        for r in measured.by_temperature
-    )
-    positions = " | ".join("-" if p is None else f"{p:.3f}" for p in measured.by_position)
-    depths = " | ".join(str(depth + 1) for depth in range(len(measured.by_position)))
-    rule = "|".join(["---"] * (len(measured.by_position) + 1))
-    return f"""| written by, at temperature | places | greedy | sampled |
-| --- | --- | --- | --- |
-{temperatures}
-
-Given that all draft tokens before it were accepted, at temperature 1:
-
-| draft token | {depths} |
-|{rule}|
-| accepted | {positions} |"""
+def _acceptance(measured: Mapping[str, Measured]) -> str:
+    rows = []
+    for name, found in measured.items():
+        positions = ", ".join("-" if p is None else f"{p:.3f}" for p in found.by_position)
+        rates = f"{found.greedy:.3f} | {found.sampled:.3f}"
+        rows.append(f"| {name} | {found.num_tokens:,} | {rates} | {positions} |")
+    return "\n".join(rows)

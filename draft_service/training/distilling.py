@@ -10,14 +10,13 @@ folder              content                         its key is a hash of
                                                     whether it is bounded by tokens or by time
 `answers-<key>`     its answers about documents     dtype, every token of these, in order, and
                                                     what is kept beside them
-`<kind>-<key>`      checkpoint and measurements     the answers, which of them are held out, and
+`<kind>-<key>`      checkpoint                      the answers, which of them are held out, and
                                                     all options
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -74,13 +73,11 @@ class Distilled:
     """The result."""
 
     out: Path
-    measured: Measured
-    """Acceptance in held-out texts."""
-    of_prompts: Measured | None
-    """Acceptance in answers to the prompts to measure with."""
+    measured: Sequence[Measured]
+    """Acceptance in held-out texts, and in answers to the prompts to measure with, if any."""
     num_steps: int
     seconds: float
-    """Time of all stages, including earlier parts of the same run."""
+    """Time of all stages but measuring, including earlier parts of the same run."""
 
 
 def distill(options: DistillOptions, target: Target, cache: Path, report: Report) -> Distilled:
@@ -114,20 +111,18 @@ class _Run:
             self._learner.load(options.start_from, target)
         self._vocab_size = len(module.get_input_embeddings().weight)
         self._tokens_max = min(DOCUMENT_TOKENS_MAX, info.max_model_len)
-        self._given = self._long_enough(
-            read_corpus(files, self._vocab_size, target.encode, self._tokens_max)
-        )
+        self._given = _long_enough(read_corpus(files, target.encode, self._tokens_max))
         num_given = sum(document.num_learned for document in self._given)
         enough = TOKENS_A_SECOND[module.device.type] * options.minutes * 60
         self._missing = max(0.0, 1 - num_given / enough)
         """The share of the training text that the target writes."""
-        _check_prompts(options, info.max_model_len - 1, self._given)
+        _check_prompts(options, info.max_model_len - 1)
 
     def finish(self, fingerprint: str) -> Distilled:
         """Runs all stages. The answers to measure with come first, because their prompts may not
         fit the target's pages."""
         options, learner, seconds = self._options, self._learner, self._options.minutes * 60
-        measured_by = self._ask_to_measure() if options.measure else []
+        prompts = self._ask_to_measure() if options.measure else None
         tokens = options.tokens
         corpus = self._written(
             "writing", "written", options.prompts, self._tokens_max, tokens=tokens,
@@ -140,36 +135,31 @@ class _Run:
             num_tokens = min(options.draft_vocab or DRAFT_VOCAB, self._vocab_size)
             learner.make(cache.likeliest_tokens(num_tokens))
         dataset = Dataset(cache, learner.token_ids)
+        datasets = {"held-out texts": dataset}
+        if prompts is not None:
+            datasets["answers to --measure"] = Dataset(prompts, learner.token_ids)
         left = seconds - corpus.spent.seconds - cache.spent.seconds
         trainer = self._train(dataset, max(TRAINING_SHARE * seconds, left))
         with torch.no_grad():
             for weight in learner.weights.values():
                 weight.copy_(learner.as_stored(weight.detach()))
         self._report("measuring", 0.0, None)
-        began = time.monotonic()
-        measured = [
-            measure(learner, one, one.held_out)
-            for one in (dataset, *(Dataset(asked, learner.token_ids) for asked, _ in measured_by))
-        ]
+        measured = {name: measure(learner, one) for name, one in datasets.items()}
         spent = {
             "writing": corpus.spent.seconds,
             "the target's answers": cache.spent.seconds,
             "training": trainer.spent.seconds,
-            "measuring": time.monotonic() - began + sum(took for _, took in measured_by),
         }
         whose = (self._target.name, fingerprint)
         card = render_card(options, *whose, trainer, dataset, spent, measured)
         with filled(options.out) as directory:
             learner.save(directory, self._target, fingerprint)
             (directory / CARD_FILE).write_text(card, encoding="utf-8")
-        of_prompts = measured[1] if options.measure else None
-        return Distilled(
-            options.out, measured[0], of_prompts, trainer.now.num_steps, sum(spent.values())
-        )
+        num_steps = trainer.progress.num_steps
+        return Distilled(options.out, [*measured.values()], num_steps, sum(spent.values()))
 
-    def _ask_to_measure(self) -> list[tuple[TeacherCache, float]]:
-        """The target's answers to prompts that are not learned from, with its answers about these;
-        and the time that both took."""
+    def _ask_to_measure(self) -> TeacherCache:
+        """The target's answers about its answers to prompts that are not learned from."""
         options, info = self._options, self._info
         prompts = [prompt for prompt in options.measure for _ in MEASURED_TEMPERATURES]
         tokens_max = min(max(map(len, prompts)) + MEASURED_TOKENS_MAX, info.max_model_len)
@@ -177,12 +167,12 @@ class _Run:
             "prompts", "measured", prompts, tokens_max,
             temperatures=MEASURED_TEMPERATURES, answer_tokens_max=MEASURED_TOKENS_MAX,
         )  # fmt: skip
-        answered = self._long_enough(corpus.documents())
+        answered = _long_enough(corpus.documents())
         if not answered:
             raise SettingError("measure", "the target's answers to these are too short to measure")
         cache = self._cache([replace(document, is_held_out=True) for document in answered])
         cache.fill(math.inf, lambda part: self._report("reading prompts", part, None))
-        return [(cache, corpus.spent.seconds + cache.spent.seconds)]
+        return cache
 
     def _written(
         self,
@@ -226,7 +216,7 @@ class _Run:
         measured = set(self._options.measure)
         written = [
             replace(document, is_held_out=document.is_held_out or document.prompt in measured)
-            for document in self._long_enough(corpus.documents())
+            for document in _long_enough(corpus.documents())
         ]
         cache = self._cache(shuffled([*written, *self._given]))
         cache.fill(seconds, lambda part: self._report("reading", part, None))
@@ -241,11 +231,7 @@ class _Run:
         return cache
 
     def _cache(self, documents: Sequence[Document]) -> TeacherCache:
-        return TeacherCache(self._place, documents, self._module, self._learner.layer)
-
-    def _long_enough(self, documents: Sequence[Document]) -> list[Document]:
-        least = self._learner.num_learned_min
-        return [document for document in documents if document.num_learned >= least]
+        return TeacherCache(self._place, documents, self._module, self._learner.shown)
 
     def _train(self, dataset: Dataset, seconds: float) -> Trainer:
         options, learner = self._options, self._learner
@@ -254,22 +240,24 @@ class _Run:
             options.seed, learner.key, options.minutes, options.steps,
         )  # fmt: skip
         trainer = Trainer(learner, dataset, self._place / folder, options, seconds)
-        trainer.run(lambda part, point: self._report("training", part, point))
+        trainer.run(lambda part, loss: self._report("training", part, loss))
         return trainer
 
 
-def _check_prompts(options: DistillOptions, longest: int, given: Sequence[Document]) -> None:
+def _long_enough(documents: Sequence[Document]) -> list[Document]:
+    """Those with two learned tokens: the first may be the newest token of the first draft."""
+    return [document for document in documents if document.num_learned >= 2]
+
+
+def _check_prompts(options: DistillOptions, longest: int) -> None:
     """Raises `SettingError` for a prompt that is too long for the target to answer, and for a
     prompt to measure with that would be learned from."""
-    learned = {document.prompt: "the prompt of a conversation in --corpus" for document in given}
-    for number, prompt in enumerate(options.prompts, start=1):
-        learned[prompt] = f"number {number} of --prompts"
     for number, prompt in enumerate(options.measure, start=1):
-        if prompt in learned:
+        if prompt in options.prompts:
             raise SettingError(
                 "measure",
-                f"number {number} is also {learned[prompt]}; what is measured must not be learned "
-                "from",
+                f"number {number} is also number {options.prompts.index(prompt) + 1} of --prompts; "
+                "what is measured must not be learned from",
             )
     most = {"prompts": min(DOCUMENT_TOKENS_MAX - 1, longest),
             "measure": min(MEASURED_PROMPT_TOKENS_MAX, longest)}  # fmt: skip

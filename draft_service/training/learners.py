@@ -58,11 +58,13 @@ from outrider.models.student import load_drafter, narrow_head, save_drafter
 from outrider.settings import blaming
 
 from .documents import Array
-from .options import HEADS, LAYERS, DistillOptions
+from .options import LAYERS, DistillOptions
 from .teacher import Batch, Shown, Target
 
 NUM_DEPTHS = 3
 """Length of the chains that an EAGLE-3 head learns from and is measured with."""
+NUM_HEADS = 4
+"""Heads of a new Medusa drafter."""
 _LAYERS_WITH_TAPS = 7
 """Fewest layers of a target whose layers 2, n // 2 and n - 3 are distinct."""
 _CHAIN_INNER_WIDTHS = 2
@@ -96,21 +98,20 @@ class Learner:
     """A drafter of one kind in training. Call `load` or `make` once to give it a module."""
 
     kind: ClassVar[str]
-    num_learned_min: ClassVar[int] = 2
-    """Fewest learned tokens of a usable document; the first one may be the newest token of the
-    first draft."""
-    layer: Shown = 0
+    shown: Shown = ()
     """What of the target it learns from beside its answers."""
+    num_layers = 0
+    """Layers of the target before an exit head."""
     num_depths: int | None = None
     """Tokens of a chain that one step drafts; None = one, where further tokens take further
     steps."""
-    began: str
-    """What it starts as, for the card."""
-    said_of_ends: ClassVar[str] = " and\nare not stored here"
-    said_of_storage: ClassVar[str] = "Matrices are stored as int8 with one scale a row."
-    """What the card says of the target's embeddings and head, and of its own weights."""
-    key: str
-    """Distinguishes it from all others of the same target and texts."""
+    stored_form: ClassVar[str] = (
+        "Embeddings and head are the target's and are not stored here; matrices are stored as int8 "
+        "with one scale a row."
+    )
+    """For the card."""
+    key: object
+    """Distinguishes it from all others of the same kind, target and texts."""
     module: Any
     weights: dict[str, nn.Parameter]
     """The trained weights."""
@@ -123,7 +124,7 @@ class Learner:
         self._target = target
         self._embeddings = target.get_input_embeddings().weight
         self._width: int = self._embeddings.shape[1]
-        self._num_layers: int = target.config.get_text_config().num_hidden_layers
+        self._num_target_layers: int = target.config.get_text_config().num_hidden_layers
         self.is_trained = False
 
     @property
@@ -141,14 +142,14 @@ class Learner:
             }  # fmt: skip
             loaded = self._load(start, target, names)
             self.key = tensors_fingerprint(start)
-        self.is_trained, self.began = True, f"the drafter `{name}`"
+        self.is_trained = True
         self._train(loaded.module, np.array(loaded.token_ids, dtype=np.int64))
 
     def make(self, token_ids: Array) -> None:
         """Makes a new drafter for a head of these tokens [N], ascending. New weights depend on the
         seed and their shapes alone."""
         self._train(self._make(torch.from_numpy(token_ids)), token_ids)
-        self.key = f"{self.began}, {len(token_ids)}"
+        self.key = self._options.layers, len(token_ids)
 
     def draft(self, batch: Batch) -> list[Depth]:
         """Draft tokens 1, 2, .. of a step along each text, given the tokens before; with gradients
@@ -162,8 +163,7 @@ class Learner:
     def save(self, directory: Path, target: Target, fingerprint: str) -> None:
         """Writes its files, without the card."""
         token_ids, description = self._description(target, fingerprint)
-        num_layers = self.layer if isinstance(self.layer, int) else 0
-        save_head(directory, self.module, token_ids, description, num_layers)
+        save_head(directory, self.module, token_ids, description, self.num_layers)
 
     def _description(self, target: Target, fingerprint: str) -> tuple[Tensor, TrainedDescription]:
         """The tokens of its logits, and the description of the drafter."""
@@ -193,6 +193,10 @@ class Learner:
         for weight in self.weights.values():
             weight.requires_grad_(True)
 
+    def _features(self, batch: Batch) -> Tensor:
+        """[R, D]: what the target showed at the rows of the batch."""
+        return batch.features.flatten(0, 1)[batch.rows].to(self.head.dtype)
+
     def _rows(self, token_ids: Tensor) -> nn.Parameter:
         return head_of(self._target.get_output_embeddings().weight, token_ids)
 
@@ -218,7 +222,7 @@ class Medusa(Learner):
     def draft(self, batch: Batch) -> list[Depth]:
         """Chains, as far as the documents reach; those of row r begin with its hidden states and
         are compared with rows r + 1, r + 2, .."""
-        features = batch.features.to(self.head.dtype)
+        features = self._features(batch)
         following = batch.token_ids.reshape(-1)[batch.rows + 1]
         rows = torch.arange(len(features), device=features.device)
         found: list[Depth] = []
@@ -236,9 +240,9 @@ class Medusa(Learner):
         return load_heads(start, self._target, **names)
 
     def _make(self, token_ids: Tensor) -> Any:
-        inner, num_heads = _CHAIN_INNER_WIDTHS * self._width, self._options.heads or HEADS
-        self.began = f"{num_heads} heads that pass on what the target's own head reads"
-        module = DraftHeads(self._embeddings, self._rows(token_ids), inner, num_heads)
+        """Heads that pass on what the target's own head reads."""
+        inner = _CHAIN_INNER_WIDTHS * self._width
+        module = DraftHeads(self._embeddings, self._rows(token_ids), inner, NUM_HEADS)
         self._fill(module.heads, ("down",))
         return module
 
@@ -252,13 +256,12 @@ class Eagle3(Learner):
     Saved in the form that speculators and vLLM load."""
 
     kind = EAGLE3
-    said_of_ends = ", copies\nof which are stored here"
-    said_of_storage = (
-        "Its files have the form of speculators 0.9. Where `name_or_path` in its\n  `config.json` "
-        "is a directory, change it to where the target lies there."
+    stored_form = (
+        "Its files have the form of speculators 0.9. Where `name_or_path` in its `config.json` is "
+        "a directory, change it to where the target lies there."
     )
     num_depths = NUM_DEPTHS
-    layer: tuple[int, ...]
+    shown: tuple[int, ...]
 
     def __init__(self, options: DistillOptions, target: Any) -> None:
         super().__init__(options, target)
@@ -271,7 +274,7 @@ class Eagle3(Learner):
                 f"an EAGLE-3 head reads three layers of its target, which has {num_layers}; "
                 f"{_LAYERS_WITH_TAPS} are the least",
             )
-        self.layer = (2, num_layers // 2, num_layers - 3)
+        self.shown = (2, num_layers // 2, num_layers - 3)
 
     @property
     def head(self) -> Tensor:
@@ -282,7 +285,7 @@ class Eagle3(Learner):
         """Chains, as far as the documents reach; those of row r begin with the pair of the token
         there, and are compared with rows r, r + 1, .. A text's first token has no pair."""
         module, width = self.module, batch.token_ids.shape[1]
-        features = module.fuse(batch.taps[:, :-1].to(self.head.dtype))
+        features = module.fuse(batch.features[:, :-1].to(self.head.dtype))
         tokens = nn.functional.pad(batch.token_ids[:, 1:], (0, NUM_DEPTHS - 1))
         # Pairs are numbered one lower than rows in each text, and texts are one shorter.
         pairs = batch.rows - batch.rows // width - 1
@@ -313,12 +316,13 @@ class Eagle3(Learner):
         found = load_eagle3(
             start, self._target, name=names["name"], target_name=names["target_name"]
         )
-        self.layer = found.module.layer_ids
+        self.shown = found.module.layer_ids
         return LoadedHead(found.module, found.token_ids)
 
     def _make(self, token_ids: Tensor) -> Any:
-        """The layer has the target's width and number of heads. All its inputs are normalised, so
-        its weights need not learn their scale."""
+        """A layer that passes on what the target's last but two reads. It has the target's width
+        and number of heads. All its inputs are normalised, so its weights need not learn their
+        scale."""
         sizes, width = self._target.config.get_text_config(), self._width
         heads = sizes.num_attention_heads
         rope = getattr(sizes, "rope_parameters", None) or {}
@@ -333,14 +337,10 @@ class Eagle3(Learner):
         with parameters_on_meta():
             module = Eagle3Head(
                 Eagle3Config(
-                    layer=layer, draft_vocab_size=len(token_ids), layer_ids=self.layer,
+                    layer=layer, draft_vocab_size=len(token_ids), layer_ids=self.shown,
                     target_width=width, norm_before_residual=True, fc_norm=True,
                 )
             )  # fmt: skip
-        self.began = (
-            "a layer that passes on what the target's last but two reads, with "
-            f"{_FIRST_SCALE:g} of its last norm"
-        )
         module.embed_tokens.weight = self._embeddings
         module.lm_head.weight = self._rows(token_ids)
         self._fill(module, ("fc", "o_proj", "down_proj"))
@@ -363,21 +363,23 @@ class EarlyExit(Learner):
     """A head that reads the output of the target's first layers."""
 
     kind = TrainedKind.EARLY_EXIT
-    num_learned_min = 1
 
     def __init__(self, options: DistillOptions, target: Any) -> None:
         super().__init__(options, target)
-        self.layer: int = options.layers or max(1, round(self._num_layers / _LAYERS_FOR_EACH))
+        default = max(1, round(self._num_target_layers / _LAYERS_FOR_EACH))
+        self._read(options.layers or default)
         with blaming("kind" if options.layers is None else "layers"):
-            check_exit(target, self.layer)
-        self.began = f"the target's own norm and head behind its layer {self.layer}"
+            check_exit(target, self.num_layers)
+
+    def _read(self, num_layers: int) -> None:
+        self.num_layers, self.shown = num_layers, (num_layers,)
 
     def draft(self, batch: Batch) -> list[Depth]:
-        return _next_tokens(self.module(batch.features.to(self.head.dtype)))
+        return _next_tokens(self.module(self._features(batch)))
 
     def _load(self, start: Path, target: Target, names: Any) -> LoadedHead[Any]:
         loaded = load_exit(start, self._target, **names)
-        self.layer = loaded.num_layers
+        self._read(loaded.num_layers)
         return loaded
 
     def _make(self, token_ids: Tensor) -> Any:
@@ -395,16 +397,15 @@ class Student(Learner):
     stored. It is trained without dropout, as it is served."""
 
     kind = TrainedKind.STUDENT
-    num_learned_min = 1
-    layer = None
+    shown = None
 
     def __init__(self, options: DistillOptions, target: Any) -> None:
         super().__init__(options, target)
         self._layers: list[int] = []
         if options.start_from is None:
             num_wanted = options.layers or LAYERS
-            self._layers = kept_layers(num_wanted, self._num_layers, copying_layers(target))
-            self.began = f"the target's layers {', '.join(map(str, self._layers))}"
+            copying = copying_layers(target)
+            self._layers = kept_layers(num_wanted, self._num_target_layers, copying)
 
     @property
     def head(self) -> Tensor:

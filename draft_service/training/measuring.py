@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,63 +28,30 @@ _TOKENS_OF_A_PASS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class TemperatureRates:
-    """Rates over texts that the target wrote at one temperature; None = texts by others."""
-
-    temperature: float | None
-    num_tokens: int
-    greedy: float
-    """Share of positions where the likeliest token of both is the same."""
-    sampled: float
-    """Mean of sum min(p, q) at temperature 1, with q as it is sent."""
-    covered: float = 0.0
-    """Lower bound of the mean probability, under the target, of the tokens that can be proposed:
-    tokens that the target did not list count as impossible."""
-
-
-@dataclass(frozen=True, slots=True)
 class Measured:
     """Acceptance in answers of held-out documents. Only the 64 likeliest tokens of p count; the
     rest counts as rejected."""
 
-    by_temperature: tuple[TemperatureRates, ...]
+    num_tokens: int
+    """In texts of all temperatures."""
+    greedy: float
+    """Share of positions where the likeliest token of both is the same, in texts that the target
+    wrote at temperature 0 (in all texts if it wrote none)."""
+    sampled: float
+    """Mean of sum min(p, q) at temperature 1, with q as it is sent, in texts that the target wrote
+    at temperature 1 (in all if it wrote none)."""
     by_position: tuple[float | None, ...]
     """At temperature 1: the probability that draft token i is accepted, given that those before it
     were."""
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(rates.num_tokens for rates in self.by_temperature)
 
-    @property
-    def greedy(self) -> float:
-        """Over text written at temperature 0 if there is some, otherwise over all."""
-        return self._rate("greedy", 0.0)
-
-    @property
-    def sampled(self) -> float:
-        """Over text written at temperature 1 if there is some, otherwise over all."""
-        return self._rate("sampled", 1.0)
-
-    @property
-    def covered(self) -> float:
-        """Over all texts."""
-        return self._rate("covered")
-
-    def _rate(self, name: str, temperature: float | None = None) -> float:
-        own = [r for r in self.by_temperature if temperature in (r.temperature, None)]
-        chosen = own or self.by_temperature
-        weights = [rates.num_tokens for rates in chosen]
-        return float(np.average([getattr(rates, name) for rates in chosen], weights=weights))
-
-
-def measure(learner: Learner, dataset: Dataset, indices: Sequence[int]) -> Measured:
-    """Drafts along these documents. The text before their answers is not measured, as the target
-    did not write it in the same way. The temperature of a text is not that of the two
+def measure(learner: Learner, dataset: Dataset) -> Measured:
+    """Drafts along the held-out documents. The text before their answers is not measured, as the
+    target did not write it in the same way. The temperature of a text is not that of the two
     distributions, which is always 1. The rates are those of first draft tokens."""
-    found: dict[float | None, list[Array]] = {}
+    firsts: dict[float | None, list[Array]] = {}
     texts: list[list[Array]] = []
-    for chosen in dataset.cache.batches(indices, _TOKENS_OF_A_PASS):
+    for chosen in dataset.cache.batches(dataset.held_out, _TOKENS_OF_A_PASS):
         depths = _read(learner, dataset.batch(chosen))
         first = 0
         for document in (dataset.cache.documents[index] for index in chosen):
@@ -95,23 +61,24 @@ def measure(learner: Learner, dataset: Dataset, indices: Sequence[int]) -> Measu
                 scores[slice(*np.searchsorted(rows, [start + depth, end]))]
                 for depth, (rows, scores) in enumerate(depths)
             ]
-            found.setdefault(document.temperature, []).append(parts[0])
+            firsts.setdefault(document.temperature, []).append(parts[0])
             if document.temperature == 1.0:
-                texts.append([part[:, 3] for part in parts])
+                texts.append([part[:, 2] for part in parts])
             first = end
-    rates = []
-    for temperature in sorted(found, key=lambda t: (t is None, t or 0.0)):
-        scores = np.concatenate(found[temperature])
-        rates.append(TemperatureRates(temperature, len(scores), *scores[:, :3].mean(0).tolist()))
+    everything = np.concatenate([part for parts in firsts.values() for part in parts])
     if learner.num_depths is None:  # A chain goes on as the text does.
         positions = conditional_acceptance([ratios.tolist() for [ratios] in texts])
     else:
         positions = acceptance_of_windows(texts, learner.num_depths)
-    return Measured(tuple(rates), positions)
+    greedy, sampled = (
+        float(np.concatenate(firsts.get(temperature, [everything]))[:, column].mean())
+        for column, temperature in enumerate((0.0, 1.0))
+    )
+    return Measured(len(everything), greedy, sampled, positions)
 
 
 _Depth = tuple[Array, Array]
-"""One draft token of C chains: their rows of the batch, and `_scores` [C, 4]."""
+"""One draft token of C chains: their rows of the batch, and `_scores` [C, 3]."""
 
 
 def _read(learner: Learner, batch: Batch) -> list[_Depth]:
@@ -125,8 +92,8 @@ def _read(learner: Learner, batch: Batch) -> list[_Depth]:
 
 
 def _scores(logits: Tensor, batch: Batch, rows: Tensor) -> Tensor:
-    """[C, 4] from `logits` [C, N] for these rows [C]: whether the likeliest tokens agree, sum
-    min(p, q), the sum of p, and min(1, q(x) / p(x)) of the text's token x."""
+    """[C, 3] from `logits` [C, N] for these rows [C]: whether the likeliest tokens agree, sum
+    min(p, q), and min(1, q(x) / p(x)) of the text's token x."""
     q = logits.float().softmax(dim=1)
     kept = q.topk(min(DRAFT_SUPPORT_ENTRIES, q.shape[1]), dim=1)
     q = torch.zeros_like(q).scatter_(1, kept.indices, kept.values)
@@ -136,4 +103,4 @@ def _scores(logits: Tensor, batch: Batch, rows: Tensor) -> Tensor:
     drafted = q.gather(1, following.clamp(min=0)[:, None])[:, 0] * (following >= 0)
     ratio = (drafted / batch.written[rows].exp()).clamp(max=1.0)
     is_same = kept.indices[:, 0] == batch.likeliest[rows]
-    return torch.stack([is_same, overlap, teacher.mass.sum(dim=1), ratio], dim=1)
+    return torch.stack([is_same, overlap, ratio], dim=1)

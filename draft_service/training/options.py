@@ -9,7 +9,6 @@ from outrider.errors import SettingError
 from outrider.limits import SEED_MAX
 from outrider.settings import Internal, between, checked
 
-HEADS = 4
 LAYERS = 5
 DRAFT_VOCAB = 8192
 STUDENT = "student"
@@ -20,8 +19,7 @@ class DistillOptions:
     """The drafter to make."""
 
     out: Internal[Path]
-    """The drafter's directory. It must not exist, be empty, or contain only a drafter made by this
-    command, which is replaced."""
+    """The drafter's directory, new or empty."""
     kind: Literal["student", "medusa", "early-exit", "eagle3"] = "student"
     """`student`: a small model of its own; `medusa`: heads on the target; `early-exit`: a head
     after the target's first layers; `eagle3`: a layer that reads three of the target's layers,
@@ -32,37 +30,34 @@ class DistillOptions:
     layers: Annotated[int | None, between(1, 256)] = None
     """Layers of a student: the target's first ones, two that copy, and its last; unset = 5. With
     `--kind early-exit`: the number of first layers that draft; unset = a fifth of the target's."""
-    heads: Annotated[int | None, between(1, 8)] = None
-    """With `--kind medusa`: tokens of a draft; unset = 4."""
     draft_vocab: Annotated[int | None, between(2, 2**20)] = None
     """Number of tokens that the drafter can propose; unset = 8192."""
     start_from: Internal[Path | None] = None
     """A drafter of this target and kind that is trained further in place of a new one. It keeps its
-    `layers`, `heads` and `draft_vocab`."""
+    `layers` and `draft_vocab`."""
     start_name: Internal[str | None] = None
     """Its name on the card; None = its path."""
     prompts: Internal[tuple[tuple[int, ...], ...]] = ()
     """Token ids of prompts that the target answers before it writes prompts itself."""
     measure: Internal[tuple[tuple[int, ...], ...]] = ()
-    """Token ids of prompts that are not learned from, and so must not be among `prompts` or in the
-    corpus; the card reports the acceptance in the answers to these."""
+    """Token ids of prompts that are not learned from, and so must not be among `prompts`; the card
+    reports the acceptance in the answers to these."""
     corpus: Internal[Path | None] = None
-    """Folder of texts, and of conversations that the target wrote before."""
+    """Folder of texts."""
     seed: Annotated[int, between(0, SEED_MAX)] = 0
     """Seed of all randomness."""
     tokens: Annotated[int | None, between(0, 2**26)] = None
     """Number of tokens that the target writes; unset = as many as the minutes allow. Each takes
-    about 260 bytes on disk; except for a student also 2 bytes for each number of the target's width
-    (6, for prompts as well, for `eagle3`). With `--steps` and without a GPU a run can be repeated
+    about 260 bytes on disk; except for a student also 2 bytes (for `eagle3` 6) for each number of
+    the target's width, for prompts as well. With `--steps` and without a GPU a run can be repeated
     exactly."""
     steps: Annotated[int | None, between(1, 10**7)] = None
     """Number of training steps; unset = as many as the minutes allow."""
 
     def __post_init__(self) -> None:
-        for name, kinds in (("layers", (STUDENT, "early-exit")), ("heads", ("medusa",))):
-            if self.kind not in kinds and getattr(self, name) is not None:
-                raise SettingError(name, f"a drafter of the kind `{self.kind}` has none")
-        for name in ("layers", "heads", "draft_vocab"):
+        if self.layers is not None and self.kind not in (STUDENT, "early-exit"):
+            raise SettingError("layers", f"a drafter of the kind `{self.kind}` has none")
+        for name in ("layers", "draft_vocab"):
             if self.start_from is not None and getattr(self, name) is not None:
                 raise SettingError(name, "the drafter that is started from keeps what it has")
 

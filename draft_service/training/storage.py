@@ -11,23 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from outrider.drafters.names import EAGLE3
 from outrider.errors import ConfigError, SettingError
 from outrider.files import locked
-from outrider.models.drafter_checkpoint import (
-    CONFIG_FILE,
-    DESCRIPTION_FILE,
-    WEIGHTS_FILE,
-    is_trained_drafter,
-)
-from outrider.models.published_drafters import read_config
 
 CARD_FILE = "README.md"
-MADE_HERE = "Made by `outrider distill`"
-"""Text on every card."""
-CACHE_VERSION = 3
+CACHE_VERSION = 4
 """Incremented when the content of a folder changes; results of older versions are not used."""
-_DRAFTER_FILES = {CONFIG_FILE, DESCRIPTION_FILE, WEIGHTS_FILE, CARD_FILE, "loss.svg"}
 
 
 @contextmanager
@@ -63,16 +52,13 @@ def folder_name(kind: str, *parts: object) -> str:
 
 
 class Stopwatch:
-    """Seconds of work, including earlier runs."""
+    """Seconds of work, including earlier runs. The time is stored in the directory of its
+    results."""
 
-    def __init__(self, directory: Path | None, before: float = 0.0) -> None:
-        """With a directory, the time is stored there beside the results."""
-        self._path: Path | None = None
-        if directory is not None:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._path = directory / "spent.json"
-            before = json.loads(self._path.read_text()) if self._path.exists() else 0.0
-        self._before = before
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._path = directory / "spent.json"
+        self._before = json.loads(self._path.read_text()) if self._path.exists() else 0.0
         self._start: float | None = None
 
     @property
@@ -91,26 +77,17 @@ class Stopwatch:
 
     def save(self) -> None:
         """Stores the time for the next run, in case this one is killed."""
-        if self._path is not None:
-            with replacing(self._path) as partial:
-                partial.write_text(json.dumps(round(self.seconds, 3)))
+        with replacing(self._path) as partial:
+            partial.write_text(json.dumps(round(self.seconds, 3)))
 
 
 def check_out(out: Path) -> Path:
-    """The directory with links resolved. Raises `SettingError` unless a drafter can be written
-    there, which is tried, and only an earlier drafter would be lost."""
+    """The directory with links resolved. Raises `SettingError` unless it is new or empty and can be
+    written, which is tried."""
     try:
         out = out.resolve()
-        if out.exists():
-            names = {path.name for path in out.iterdir()} if out.is_dir() else set()
-            if not out.is_dir() or (names and not _holds_drafter(out)):
-                raise SettingError(
-                    "out", f"{out} exists and contains no drafter made by `outrider distill`"
-                )
-            if others := names - _DRAFTER_FILES:
-                raise SettingError(
-                    "out", f"{out} holds {min(others)} beside a drafter, so it is not replaced"
-                )
+        if out.exists() and not (out.is_dir() and next(out.iterdir(), None) is None):
+            raise SettingError("out", f"{out} exists; it must be a new or an empty directory")
         out.parent.mkdir(parents=True, exist_ok=True)
         with _beside(out):
             return out
@@ -120,36 +97,15 @@ def check_out(out: Path) -> Path:
 
 @contextmanager
 def filled(out: Path) -> Iterator[Path]:
-    """An empty directory, which then replaces `out`. The old content stays until then; after a kill
-    in between it is in `.NAME.*/before`. Raises `SettingError`."""
+    """An empty directory, which then becomes `out`. Raises `SettingError`."""
     try:
         with _beside(out) as work:
-            new, before = Path(work, "new"), Path(work, "before")
+            new = Path(work, "new")
             new.mkdir()
             yield new
-            check_out(out)
-            if out.exists():
-                out.rename(before)
-            try:
-                new.rename(out)
-            except OSError:
-                if before.exists():
-                    before.rename(out)
-                raise
+            new.rename(out)  # Replaces an empty directory.
     except OSError as error:
         raise SettingError("out", f"{out}: no drafter could be written there: {error}") from error
-
-
-def _holds_drafter(directory: Path) -> bool:
-    """Whether the directory has a drafter made by this command. A head in the form of speculators
-    is recognised by its card."""
-    try:
-        is_head = read_config(directory).get("speculators_model_type") == EAGLE3 and MADE_HERE in (
-            directory / CARD_FILE
-        ).read_text("utf-8")
-    except (OSError, ValueError):
-        is_head = False
-    return is_head or is_trained_drafter(directory)
 
 
 def _beside(out: Path) -> tempfile.TemporaryDirectory[str]:

@@ -4,10 +4,8 @@ array       a row for each learned token, in the order of the documents
 `ids`       [64] the likeliest tokens, likeliest first: uint16, or uint32 for a large vocabulary
 `logprobs`  [64] float16, of the target's distribution at temperature 1
 `written`   float16, log-probability of the text's token
-`features`  [D] float16: what the target's head read there, or the output of one of its layers;
-            for drafters that learn from it
-`taps`      [taps * D] the bits of bfloat16, for every token of the text: what some of the
-            target's layers read there, side by side
+`features`  for drafters that learn from it: [W] the bits of bfloat16, for every token of the
+            text: what some of the target's layers, or its head, read there, side by side
 
 A file holds the arrays of `_DOCUMENTS_OF_A_FILE` documents.
 """
@@ -25,7 +23,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from outrider.engine.interface import ModelInfo
@@ -42,11 +40,10 @@ _TOKENS_OF_A_PASS = {"cpu": 4096, "cuda": 65_536}
 ROWS_OF_A_BLOCK = {"cpu": 256, "cuda": 8192}
 """Rows of logits that are computed at once."""
 _DOCUMENTS_OF_A_FILE = 64
-_TAPS = "taps"
-Shown = int | tuple[int, ...] | None
-"""What is kept of the target beside its answers. None: nothing. A number n > 0: the output of layer
-n, divided by its root mean square (as an exit head does first, since it may exceed float16). 0:
-what the head reads. A tuple: what these layers read, counted from 0."""
+_FEATURES = "features"
+Shown = tuple[int, ...] | None
+"""What is kept of the target beside its answers: what these layers read, counted from 0; (): what
+its head reads; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +111,7 @@ class TeacherCache:
         learned, whole = (slice(*ends) for ends in (self._starts[index : index + 2] - first).T)
         file = self._files[number]
         return {
-            name: file.get_slice(name)[whole if name == _TAPS else learned]
+            name: file.get_slice(name)[whole if name == _FEATURES else learned]
             for name in names or file.keys()
         }
 
@@ -188,9 +185,7 @@ def ask(module: Any, documents: Sequence[Document], shown: Shown) -> dict[str, A
     name."""
     device = module.device
     ids, rows, following = (torch.from_numpy(part).to(device) for part in packed(documents))
-    watching: Any = nullcontext()
-    if shown:
-        watching = watched_layers(module, (shown,) if isinstance(shown, int) else shown)
+    watching: Any = watched_layers(module, shown) if shown else nullcontext([])
     with torch.inference_mode(), watching as watched:
         # No mask is needed: a causal model does not read the padding after a text.
         hidden = module.base_model(input_ids=ids, use_cache=False).last_hidden_state
@@ -203,19 +198,11 @@ def ask(module: Any, documents: Sequence[Document], shown: Shown) -> dict[str, A
     is_small = len(module.get_output_embeddings().weight) <= np.iinfo(np.uint16).max + 1
     answers = {"ids": tokens.astype(np.uint16 if is_small else np.uint32), "logprobs": logprobs,
                "written": written}  # fmt: skip
-    if isinstance(shown, tuple):
-        taps = torch.cat([layer.read for layer in watched], -1).bfloat16().view(torch.int16)
+    if shown is not None:
+        features = torch.cat([layer.read for layer in watched] or [hidden], -1)
         lengths = torch.tensor([len(document.token_ids) for document in documents])
-        is_token = torch.arange(ids.shape[1]) < lengths[:, None]
-        answers[_TAPS] = taps[is_token.to(device)].cpu().numpy()
-    elif shown is not None:
-        if shown:
-            output = watched[0].read.flatten(0, 1)[rows].float()
-            read = nn.functional.rms_norm(output, output.shape[-1:])
-        kept = read.half()
-        if not kept.isfinite().all():
-            raise ConfigError("the input of the target's head exceeds the range of float16")
-        answers["features"] = kept.cpu().numpy()
+        is_token = (torch.arange(ids.shape[1]) < lengths[:, None]).to(device)
+        answers[_FEATURES] = features.bfloat16().view(torch.int16)[is_token].cpu().numpy()
     return answers
 
 
@@ -294,16 +281,11 @@ class Batch:
     likeliest: Tensor
     """[R]: the columns of the target's likeliest tokens; -1 if there is none."""
     teacher: TeacherRows
-    sizes: list[int]
-    """[B]: number of rows of each document."""
     behind: Tensor
     """[R]: number of later rows of the same document."""
     features: Tensor
-    """[R, D], float16: what the target's head read, or one of its layers put out; width 0 if not
-    kept."""
-    taps: Tensor
-    """[B, T, taps * D], bfloat16: what some of the target's layers read at every token, side by
-    side; width 0 if not kept."""
+    """[B, T, W], bfloat16: what some of the target's layers, or its head, read at every token, side
+    by side; width 0 if not kept."""
 
 
 class Dataset:
@@ -342,14 +324,12 @@ class Dataset:
             written=self._put(answers["written"].astype(np.float32)),
             likeliest=self._put(columns[:, 0]),
             teacher=TeacherRows(self._put(columns.clip(0)), self._put(mass.astype(np.float32))),
-            sizes=sizes,
             behind=self._put(np.concatenate([np.arange(size)[::-1] for size in sizes])),
-            features=self._put(answers.get("features", np.zeros((len(rows), 0), np.float16))),
-            taps=self._taps(answers, [len(document.token_ids) for document in documents]),
+            features=self._features(answers, [len(document.token_ids) for document in documents]),
         )
 
-    def _taps(self, answers: dict[str, Array], lengths: list[int]) -> Tensor:
-        flat = self._put(answers.get(_TAPS, np.zeros((sum(lengths), 0), np.int16)))
+    def _features(self, answers: dict[str, Array], lengths: list[int]) -> Tensor:
+        flat = self._put(answers.get(_FEATURES, np.zeros((sum(lengths), 0), np.int16)))
         return pad_sequence([*torch.split(flat.view(torch.bfloat16), lengths)], batch_first=True)
 
     def _put(self, values: Array) -> Tensor:

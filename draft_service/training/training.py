@@ -1,18 +1,16 @@
 """Trains a drafter: cross-entropy first, then the likelihood of acceptance.
 
 The budget is a number of steps or of seconds; learning rate and loss depend on the share that is
-used. A checkpoint has everything that the rest depends on, including the seconds so far, so a
-killed run continues as if it had not been killed.
+used. A checkpoint has everything that the rest depends on, so a killed run continues as if it had
+not been killed.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from pydantic import BaseModel
 from safetensors import safe_open
@@ -20,7 +18,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .learners import Learner
-from .measuring import measure
 from .options import DistillOptions
 from .storage import Stopwatch, replacing
 from .teacher import ROWS_OF_A_BLOCK, Batch, Dataset, TeacherRows
@@ -47,27 +44,10 @@ often."""
 _WEIGHT_DECAY = 0.05
 _BETAS = (0.9, 0.98)
 _LARGEST_GRADIENT = 1.0
-_NUM_MEASUREMENTS = 20
-_RUNNING_TOKENS = 8192
-"""Held-out tokens that each measurement reads."""
 _CHECKPOINT_S = 60.0
 
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """A measurement during training."""
-
-    step: int
-    num_tokens: int
-    """Learned so far, repetitions included."""
-    loss: float
-    """Mean loss since the previous measurement."""
-    greedy: float
-    sampled: float
-
-
-Report = Callable[[str, float, Point | None], None]
-"""Called with the current stage, the share of it that is done, and the last measurement."""
+Report = Callable[[str, float, float | None], None]
+"""Called with the current stage, the share of it that is done, and in training the loss."""
 
 
 def learning_rate(part: float, width: int, is_trained: bool) -> float:
@@ -101,10 +81,6 @@ class Progress(BaseModel):
     """Batches of this epoch that are done."""
     batch_tokens: int = 0
     """Tokens of this epoch's batches."""
-    seconds: float = 0.0
-    losses: list[float] = []
-    """Losses of the steps since the last measurement."""
-    points: list[Point] = []
 
 
 class Trainer:
@@ -123,7 +99,6 @@ class Trainer:
         self.learner = learner
         self._dataset = dataset
         self._options, self._seconds = options, seconds
-        directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / "checkpoint.safetensors"
         self._device = learner.head.device
         self._batch_tokens_max = BATCH_TOKENS[self._device.type]
@@ -137,42 +112,33 @@ class Trainer:
             for is_matrix in (True, False)
         ]  # fmt: skip
         self._optimizer = torch.optim.AdamW(groups, betas=_BETAS, fused=True)
-        self.now = Progress(batch_tokens=batch_tokens(0.0, self._batch_tokens_max))
+        self.progress = Progress(batch_tokens=batch_tokens(0.0, self._batch_tokens_max))
+        self.spent = Stopwatch(directory)
         if self._path.exists():
             self._resume()
-        self.spent = Stopwatch(None, self.now.seconds)
-        learned = np.cumsum([dataset.cache.documents[i].num_learned for i in dataset.held_out])
-        num_measured = np.searchsorted(learned, _RUNNING_TOKENS) + 1
-        self._measured = dataset.held_out[:num_measured]
 
     @property
     def part(self) -> float:
         """The share of the budget that is used."""
         if self._options.steps is not None:
-            return min(1.0, self.now.num_steps / self._options.steps)
+            return min(1.0, self.progress.num_steps / self._options.steps)
         return min(1.0, self.spent.seconds / max(self._seconds, 1e-9))
 
-    def run(self, progress: Callable[[float, Point], None]) -> None:
-        """Trains until the budget is used; calls `progress` with the share and the last
-        measurement. After an interruption, steps since the last checkpoint are lost and their time
-        does not count."""
-        now = self.now
+    def run(self, report: Callable[[float, float], None]) -> None:
+        """Trains until the budget is used; calls `report` with the share and the loss. A kill loses
+        the steps since the last checkpoint."""
         with self.spent.working():
             saved = time.monotonic()
             batches = self._batches()
-            while self.part < 1.0 or not now.points:
-                if now.points:
-                    self._step(next(batches))
-                is_due = self.part * _NUM_MEASUREMENTS >= len(now.points)
-                if is_due:
-                    self._measure()
-                if is_due or time.monotonic() - saved > _CHECKPOINT_S:
+            while self.part < 1.0:
+                report(self.part, self._step(next(batches)))
+                if time.monotonic() - saved > _CHECKPOINT_S:
                     self._save()
                     saved = time.monotonic()
-                progress(self.part, now.points[-1])
+            self._save()
 
     def _batches(self) -> Iterator[list[int]]:
-        now = self.now
+        now = self.progress
         while True:
             batches = self._dataset.epoch(self._options.seed, now.epoch, now.batch_tokens)
             yield from batches[now.done_of_epoch :]
@@ -180,7 +146,8 @@ class Trainer:
             now.done_of_epoch = 0
             now.batch_tokens = batch_tokens(self.part, self._batch_tokens_max)
 
-    def _step(self, indices: list[int]) -> None:
+    def _step(self, indices: list[int]) -> float:
+        """Learns from a batch; returns the loss."""
         batch = self._dataset.batch(indices)
         part, weights, is_trained = self.part, self.learner.weights, self.learner.is_trained
         loss = self._loss(batch, likelihood_share(part, is_trained))
@@ -193,10 +160,10 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(list(self._masters.values()), _LARGEST_GRADIENT)
         self._optimizer.step()
         self._put_weights()
-        self.now.num_steps += 1
-        self.now.num_tokens += len(batch.rows)
-        self.now.done_of_epoch += 1
-        self.now.losses.append(float(loss.detach()))
+        self.progress.num_steps += 1
+        self.progress.num_tokens += len(batch.rows)
+        self.progress.done_of_epoch += 1
+        return float(loss.detach())
 
     def _put_weights(self) -> None:
         with torch.no_grad():
@@ -211,31 +178,18 @@ class Trainer:
             losses.append(weights[-1] * loss)
         return torch.stack(losses).sum() / sum(weights)
 
-    def _measure(self) -> None:
-        measured = measure(self.learner, self._dataset, self._measured)
-        losses, self.now.losses = self.now.losses, []
-        self.now.points.append(
-            Point(
-                step=self.now.num_steps,
-                num_tokens=self.now.num_tokens,
-                loss=sum(losses) / max(len(losses), 1),
-                greedy=measured.greedy,
-                sampled=measured.sampled,
-            )
-        )
-
     def _save(self) -> None:
-        self.now.seconds = self.spent.seconds
         tensors = {name: master.detach() for name, master in self._masters.items()}
         for name, master in self._masters.items():
             moments = self._optimizer.state[master].items()
             tensors |= {f"{name}:{key}": values for key, values in moments}
         with replacing(self._path) as partial:
-            save_file(tensors, partial, metadata={"now": self.now.model_dump_json()})
+            save_file(tensors, partial, metadata={"progress": self.progress.model_dump_json()})
+        self.spent.save()
 
     def _resume(self) -> None:
         with safe_open(self._path, framework="pt", device=str(self._device)) as file:
-            self.now = Progress.model_validate_json(file.metadata()["now"])
+            self.progress = Progress.model_validate_json(file.metadata()["progress"])
             for name in file.keys():  # noqa: SIM118 (it is no mapping)
                 parameter, _, key = name.partition(":")
                 master, values = self._masters[parameter], file.get_tensor(name)

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from outrider.engine.interface import Engine, SequenceStep
 from outrider.speculation.random_streams import RoundNoise, choice_seed
 from outrider.speculation.sampling_params import Rule
 
-from .documents import BEGINNING, Document, Template, conversation
+from .documents import Document, Template, is_kept_back
 from .storage import Stopwatch
 
 TEMPERATURES = (0.0, 0.7, 1.0)
@@ -23,6 +24,9 @@ _TURN_MIN_P = 0.03
 one: so they make sense, and differ."""
 _TURN_TOKENS_MAX = 512
 _ANSWER_TOKENS_MAX = 320
+_BEGINNING = 16
+"""Tokens of an answer that distinguish it if its prompt does not. An answer that was cut off after
+these is held out if the whole answer is."""
 
 
 class WrittenCorpus:
@@ -68,7 +72,8 @@ class WrittenCorpus:
 
     def documents(self) -> list[Document]:
         """What has been written. If a number of tokens is wanted: the first conversations with as
-        many."""
+        many. Whether one is held out depends on its prompt, since answers to one prompt are alike;
+        or on its beginning, if the target wrote nothing of the prompt and it may begin any text."""
         records = list(self._records.values())
         if self._tokens is not None:
             missing, records = self._tokens, []
@@ -77,12 +82,12 @@ class WrittenCorpus:
                 missing -= len(records[-1]["answer"])
         found: list[Document] = []
         for record in records:
-            prompt, template = record["prompt"], self.template
+            prompt, answer = record["prompt"], record["answer"]
             is_given = record["index"] < len(self._prompts)
-            found += conversation(
-                prompt, record["answer"], len(prompt if is_given else template.before),
-                record["temperature"], self.tokens_max,
-            )  # fmt: skip
+            first = max(1, len(prompt if is_given else self.template.before))
+            token_ids = np.array([*prompt, *answer], dtype=np.int32)
+            held = is_kept_back(prompt if len(prompt) > first else token_ids[: first + _BEGINNING])
+            found.append(Document(token_ids, first, len(prompt), record["temperature"], held))
         return found
 
     @property
@@ -130,7 +135,7 @@ class WrittenCorpus:
                     store(ended)
                 progress(self.part)
             if self._seconds is not None:
-                store([one for one in running if len(one.answer) >= BEGINNING])
+                store([one for one in running if len(one.answer) >= _BEGINNING])
         for one in running:
             engine.release(one.name)
 

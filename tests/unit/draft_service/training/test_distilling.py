@@ -3,7 +3,7 @@ one; what the command makes and prints."""
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -17,15 +17,15 @@ from deploy.cli.main import main
 from draft_service.training import teacher, training
 from draft_service.training.distilling import Distilled, distill
 from draft_service.training.documents import Template
+from draft_service.training.measuring import Measured
 from draft_service.training.options import DistillOptions
 from draft_service.training.teacher import Target
-from draft_service.training.training import Point
+from draft_service.training.training import Report
 from outrider.errors import ConfigError, SettingError
 from outrider.models.student import load_drafter
 
 WISHES: Final = {"layers": 1, "draft_vocab": 24, "tokens": 2500, "steps": 30, "seed": 3}
 OPTIONS = DistillOptions(out=Path(), **WISHES)  # type: ignore[arg-type]
-Report = Callable[[str, float, Point | None], None]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,6 +35,7 @@ def small_pieces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(training.BATCH_TOKENS, "cpu", 512)
         patch.setattr(teacher, "_DOCUMENTS_OF_A_FILE", 32)
+        patch.setattr(training, "_CHECKPOINT_S", 0.0)
         yield
 
 
@@ -44,7 +45,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return Target("tiny", path, Template((0, 5), (3, 6)), None)
 
 
-def silent(stage: str, part: float, point: Point | None) -> None:
+def silent(stage: str, part: float, loss: float | None) -> None:
     """Ignores all reports."""
 
 
@@ -63,47 +64,49 @@ def check_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -
 
 
 @pytest.fixture(scope="module")
-def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Point]]:
-    """An undisturbed student's run, and its measurements."""
-    place, points = tmp_path_factory.mktemp("whole"), list[Point]()
-    run(target, place, lambda stage, part, point: points.extend([point] if point else []))
-    return place, points
+def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Measured]:
+    """An undisturbed student's run, and its acceptance."""
+    place = tmp_path_factory.mktemp("whole")
+    return place, run(target, place).measured[0]
+
+
+def begun(target: Target, source: Path, place: Path, **changes: object) -> Measured:
+    """The acceptance after a single step of a run that found the texts and answers of another."""
+    shutil.copytree(source / "cache", place / "cache", dirs_exist_ok=True)
+    return run(target, place, out=place / "begun", steps=1, **changes).measured[0]
 
 
 def test_acceptance_grows_and_what_comes_out_is_a_drafter_with_its_card(
-    target: Target, whole: tuple[Path, list[Point]]
+    target: Target, whole: tuple[Path, Measured], tmp_path: Path
 ) -> None:
-    place, (first, *_, last) = whole
+    place, last = whole
+    first = begun(target, place, tmp_path)
     assert last.sampled > first.sampled + 0.03
     assert last.greedy >= first.greedy
-    assert last.step == OPTIONS.steps
     module, info = load_drafter(place / "out", target.directory, name="out", target="tiny")
     assert len(info.logit_token_ids) == OPTIONS.draft_vocab
     assert module(torch.tensor([[0, 5, 1]])).logits.shape == (1, 3, OPTIONS.draft_vocab)
     card = (place / "out" / "README.md").read_text()
-    for words in ("30 steps", "Seed 3;", "target, 0.7", "| step | tokens |", "| draft token | 1 |"):
+    for words in ("30 steps", "Seed 3;", "| the target | ", f"| {last.sampled:.3f} | "):
         assert words in card, words
     assert sorted(path.name for path in place.iterdir()) == ["cache", "out"]
 
 
 def test_acceptance_of_an_eagle3_head_grows(target: Target, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "target", eos_token_id=3, num_layers=7)
-    points: list[Point] = []
-    run(
-        replace(target, directory=path), tmp_path,
-        lambda stage, part, point: points.extend([point] if point else []),
-        kind="eagle3", layers=None, tokens=4000, steps=60,
-    )  # fmt: skip
-    assert points[-1].sampled > points[0].sampled + 0.005  # It begins near the most that it finds.
+    taps, wishes = replace(target, directory=path), {"kind": "eagle3", "layers": None}
+    last = run(taps, tmp_path, tokens=4000, steps=60, **wishes).measured[0]
+    first = begun(taps, tmp_path, tmp_path / "other", tokens=4000, **wishes)
+    assert last.sampled > first.sampled + 0.005  # It begins near the most that it finds.
 
 
 @pytest.mark.parametrize(("stage", "part"), [("writing", 0.5), ("reading", 0.4), ("training", 0.6)])
 def test_a_run_that_is_killed_ends_as_one_that_was_not(
-    target: Target, whole: tuple[Path, list[Point]], tmp_path: Path, stage: str, part: float
+    target: Target, whole: tuple[Path, Measured], tmp_path: Path, stage: str, part: float
 ) -> None:  # fmt: skip
     """Bit for bit, on one machine."""
 
-    def kill(now: str, done: float, point: Point | None) -> None:
+    def kill(now: str, done: float, loss: float | None) -> None:
         if now == stage and done >= part:
             raise KeyboardInterrupt
 
@@ -111,7 +114,7 @@ def test_a_run_that_is_killed_ends_as_one_that_was_not(
         run(target, tmp_path, kill)
     assert not (tmp_path / "out").exists()
     heard: dict[str, float] = {}
-    run(target, tmp_path, lambda now, done, point: heard.setdefault(now, done) and None)
+    run(target, tmp_path, lambda now, done, loss: heard.setdefault(now, done) and None)
     assert heard[stage] > part / 2  # It did not begin anew.
     check_same(weights(tmp_path), weights(whole[0]))
 
@@ -120,7 +123,7 @@ def test_another_dtype_finds_nothing_of_the_former(target: Target, tmp_path: Pat
     """No text, answers or student, which would belong to another target."""
 
     def folders(dtype: str) -> set[str]:
-        run(replace(target, dtype=dtype), tmp_path, steps=1, tokens=1500)
+        run(replace(target, dtype=dtype), tmp_path, out=tmp_path / dtype, steps=1, tokens=1500)
         return {path.name for path in tmp_path.glob("cache/distillation/*/*-*")}
 
     first = folders("auto")
@@ -133,7 +136,7 @@ def test_two_runs_for_one_target_do_not_mix(target: Target, tmp_path: Path) -> N
     """The second is refused at every stage of the first, which is not disturbed."""
     stages: set[str] = set()
 
-    def meanwhile(stage: str, part: float, point: Point | None) -> None:
+    def meanwhile(stage: str, part: float, loss: float | None) -> None:
         if stage not in stages:
             stages.add(stage)
             with pytest.raises(ConfigError, match="another `outrider distill` of this target"):
@@ -144,7 +147,7 @@ def test_two_runs_for_one_target_do_not_mix(target: Target, tmp_path: Path) -> N
 
 
 def test_prompts_to_measure_with_are_not_learned_from(
-    target: Target, whole: tuple[Path, list[Point]], tmp_path: Path
+    target: Target, whole: tuple[Path, Measured], tmp_path: Path
 ) -> None:
     """Each is answered at both temperatures; the drafter is the same as without them. A prompt that
     is learned from or too long, and too few tokens, are refused before anything runs."""
@@ -158,44 +161,39 @@ def test_prompts_to_measure_with_are_not_learned_from(
             run(target, tmp_path / "refused", **({"measure": prompts} | changes))
         assert bad.value.key == key
     shutil.copytree(whole[0] / "cache", tmp_path / "cache")
-    found = run(target, tmp_path, measure=prompts).of_prompts
-    assert found is not None
-    assert [rates.temperature for rates in found.by_temperature] == [0.0, 1.0]
+    _, found = run(target, tmp_path, measure=prompts).measured
     [file] = (tmp_path / "cache").glob("distillation/*/measured-*/conversations.jsonl")
     answered = [json.loads(line) for line in file.read_text().splitlines()]
     assert sorted(tuple(a["prompt"]) for a in answered) == sorted(2 * prompts)
-    assert found.num_tokens == sum(len(a["answer"]) for a in answered)
-    assert "answers to 3 prompts" in (tmp_path / "out" / "README.md").read_text()
+    assert sorted(a["temperature"] for a in answered) == [0.0] * 3 + [1.0] * 3
+    sizes = [len(a["answer"]) for a in answered]
+    assert found.num_tokens == sum(size for size in sizes if size > 1)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"| answers to --measure | {found.num_tokens} | {found.greedy:.3f} |" in card
     check_same(weights(tmp_path), weights(whole[0]))
 
 
-def test_a_drafter_learns_on(
-    target: Target, whole: tuple[Path, list[Point]], tmp_path: Path
-) -> None:
+def test_a_drafter_learns_on(target: Target, whole: tuple[Path, Measured], tmp_path: Path) -> None:
     """From where it stood, with its own head; the old drafter is unchanged."""
-    points: list[Point] = []
     before = weights(whole[0])
-    shutil.copytree(whole[0] / "cache", tmp_path / "cache")
-    run(
-        target, tmp_path, lambda stage, part, point: points.extend([point] if point else []),
-        start_from=whole[0] / "out", start_name="of-mine", layers=None, draft_vocab=None,
-    )  # fmt: skip
-    assert points[0].sampled == pytest.approx(whole[1][-1].sampled, abs=0.02)
-    assert points[-1].sampled > points[0].sampled
-    assert "begun\n  as the drafter `of-mine`." in (tmp_path / "out" / "README.md").read_text()
+    start = {"start_from": whole[0] / "out", "layers": None, "draft_vocab": None}
+    first = begun(target, whole[0], tmp_path, **start)
+    last = run(target, tmp_path, start_name="of-mine", **start).measured[0]
+    assert first.sampled == pytest.approx(whole[1].sampled, abs=0.02)
+    assert last.sampled > first.sampled
+    assert "began with the drafter `of-mine`." in (tmp_path / "out" / "README.md").read_text()
     after = weights(tmp_path)
     assert torch.equal(after["draft_token_ids"], before["draft_token_ids"])
     assert any(not torch.equal(values, before[name]) for name, values in after.items())
     check_same(weights(whole[0]), before)
 
 
-@pytest.mark.parametrize(("kind", "wishes"), [("medusa", ["--heads", "2"]), ("eagle3", [])])
+@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
 def test_the_command_makes_one_that_serves(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-    kind: str, wishes: list[str],
-) -> None:  # fmt: skip
-    """With a chat template, prompts, texts and conversations; prints one JSON object, or the next
-    command. The result can be trained further in place."""
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """With a chat template, prompts and texts; prints one JSON object, or the next command. The
+    result can be trained further."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     model = save_tiny_model(
         tmp_path / "target", vocab_size=336, eos_token_id=0, num_layers=7,
@@ -203,18 +201,15 @@ def test_the_command_makes_one_that_serves(
     )  # fmt: skip
     corpus = tmp_path / "corpus"
     corpus.mkdir()
-    (corpus / "a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
-    lines = [
-        {"prompt": [1, 2, 10 + i], "answer": [i + 3] * 9, "temperature": 0.7} for i in range(40)
-    ]
-    (corpus / "b.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    lines = [{"text": f"{i} quick brown foxes jump over the lazy dog. "} for i in range(60)]
+    (corpus / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
     for name, words in (("prompts", ("Why?", "How so?")), ("measure", ("Since when?", "Where?"))):
         records = [json.dumps({"prompt": text}) for text in words]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(records))
     command = ["distill", str(model), "--corpus", str(corpus), "--tokens", "300", "--kind"]
     code = main(
         [
-            *command, kind, "--out", str(tmp_path / "out"), *wishes, "--json",
+            *command, kind, "--out", str(tmp_path / "out"), "--json",
             "--draft-vocab", "64", "--steps", "4", "--prompts", str(tmp_path / "prompts.jsonl"),
             "--measure", str(tmp_path / "measure.jsonl"),
         ]
@@ -227,14 +222,12 @@ def test_the_command_makes_one_that_serves(
     assert 0 < found["of_prompts"]["num_positions"] <= 4 * 128
     assert "training" not in captured.err
     again = [
-        *command, kind, "--out", str(tmp_path / "out"), "--steps", "2",
+        *command, kind, "--out", str(tmp_path / "again"), "--steps", "2",
         "--start-from", str(tmp_path / "out"),
     ]  # fmt: skip
     assert main(again) == 0
     *_, to_type = capsys.readouterr().out.splitlines()
-    assert to_type.endswith(f"outrider serve {model} --draft-model {kind}:{tmp_path / 'out'}")
-    card = " ".join((tmp_path / "out" / "README.md").read_text().split())
-    assert ("are not stored here" in card) == ("int8" in card) == (kind == "medusa")
+    assert to_type.endswith(f"outrider serve {model} --draft-model {kind}:{tmp_path / 'again'}")
     assert main([*again[:7], "student", "--out", str(tmp_path / "x"), *again[10:]]) == 2
     assert "--start-from: " in capsys.readouterr().err
 
@@ -243,7 +236,7 @@ def test_the_command_makes_one_that_serves(
     ("flags", "message"),
     [
         (["--layers", "9"], "--layers: 9 is more than the target's 2"),
-        (["--heads", "2"], "--heads: a drafter of the kind `student` has none"),
+        (["--kind", "medusa", "--layers", "2"], "--layers: a drafter of the kind `medusa` has"),
         (["--kind", "early-exit", "--layers", "2"], "--layers: it cannot exit after 2 of its"),
         (["--kind", "eagle"], "early-exit, eagle3; did you mean eagle3?"),
         (["--kind", "eagle3"], "--kind: an EAGLE-3 head reads three layers of its target, which"),

@@ -34,9 +34,9 @@ def documents() -> list[Document]:
 def test_answers_are_the_targets_distribution(
     module: Any, documents: list[Document], tmp_path: Path
 ) -> None:
-    """For every learned token: the likeliest tokens in order, the text's token, and what the head
-    read; other documents in the batch change nothing."""
-    cache = TeacherCache(tmp_path, documents, module, 0)
+    """For every learned token the likeliest tokens in order and the text's token; for every token
+    what the head read. Other documents in the batch change nothing."""
+    cache = TeacherCache(tmp_path, documents, module, ())
     cache.fill(1e9, lambda part: None)
     assert sorted(map(id, cache.known)) == sorted(map(id, documents))
     for index, document in enumerate(cache.documents):
@@ -48,9 +48,9 @@ def test_answers_are_the_targets_distribution(
         np.testing.assert_allclose(found["logprobs"], top.values.numpy(), atol=0.02)
         written = logprobs.gather(1, ids[document.first :, None])[:, 0]
         np.testing.assert_allclose(found["written"], written.numpy(), atol=0.02)
-        hidden = module.base_model(ids[None]).last_hidden_state[0, document.first - 1 : -1]
-        features = torch.tensor(found["features"]).float()
-        torch.testing.assert_close(features, hidden.detach(), atol=2e-3, rtol=2e-3)
+        hidden = module.base_model(ids[None]).last_hidden_state[0]
+        features = torch.tensor(found["features"]).view(torch.bfloat16)
+        torch.testing.assert_close(features.float(), hidden.detach(), atol=1e-2, rtol=1e-2)
 
 
 def test_the_head_is_for_the_tokens_with_most_of_the_mass(

@@ -79,6 +79,22 @@ def test_prompts_are_answered_first(tmp_path: Path) -> None:
     assert documents[1].first == len(prompts[1])
 
 
+def test_answers_to_one_prompt_are_held_out_together(tmp_path: Path) -> None:
+    """One prompt in 32 is held out (of 200 or so, 6 expected). What begins any text says nothing:
+    then the beginning of the answer decides."""
+    (tmp_path / "conversations.jsonl").write_text(
+        "".join(
+            json.dumps({"index": index, "prompt": [0, 1, index % 200, 2, 3, 4], "temperature": 1.0,
+                        "answer": [index] * 3}) + "\n"
+            for index in range(400)
+        )
+    )  # fmt: skip
+    for template, are_equal in ((TEMPLATE, True), (Template((0,) * 6, ()), False)):
+        held = [one.is_held_out for one in corpus(tmp_path, template=template).documents()]
+        assert (held[:200] == held[200:]) is are_equal
+        assert 1 <= sum(held[:200]) <= 14
+
+
 def test_without_a_template_any_token_begins_a_text(tmp_path: Path) -> None:
     write(tmp_path, 200, template=Template((), ()))
     firsts = {record["prompt"][0] for record in lines(tmp_path).values()}
