@@ -174,13 +174,13 @@ class Deployment:
         self._is_own = True
 
     async def _go_on(self) -> None:
-        await self._hear()  # Without `seen`, which older reconcilers do not take.
+        await self._hear()
         self._following = [asyncio.create_task(self._follow())]
         if self.redis is not None:
             self._following.append(asyncio.create_task(_keep_running(self.redis)))
 
-    async def _hear(self, *seen: Overview) -> None:
-        found: Overview = await self.reconciler.call("overview", *seen)
+    async def _hear(self) -> None:
+        found: Overview = await self.reconciler.call("overview", self.overview)
         if found != self.overview:
             spec: FleetSpec = await self.reconciler.call("spec")
             self.config, self.overview = spec.config, found
@@ -190,7 +190,7 @@ class Deployment:
         """Keeps the overview up to date. Replicas keep running while the reconciler is away."""
         while True:
             try:
-                await self._hear(self.overview)
+                await self._hear()
             except Exception as error:  # noqa: BLE001 (whatever Ray raises, try again)
                 known = isinstance(error, Unavailable)
                 _log.warning("the reconciler is away: %s", error, exc_info=not known)

@@ -191,7 +191,7 @@ async def _noted(lines: AsyncIterator[str], told: list[int]) -> AsyncIterator[st
 
 
 async def test_a_redis_that_is_killed_is_started_again(deployment: Deployment) -> None:
-    """With its data: who generates meanwhile waits, and gets every token."""
+    """With its data: requests that run meanwhile wait, and get every token."""
     assert deployment.redis is not None
     async with Client(deployment.address) as client:
         request = GenerateRequest(PROMPT, max_tokens=300, seed=3, ignore_eos=True)

@@ -86,7 +86,7 @@ def test_commands_here_need_nothing_typed(locked: Locked) -> None:
 
 async def test_others_need_a_key_and_the_authority(locked: Locked) -> None:
     """Those of the file and of the flag are accepted; a revoked one is not, some seconds later;
-    in plain text there is nobody. The target answers no user."""
+    in plain text nothing answers. The target answers no user."""
     record = locked.record()
     address, key = record["grpc_address"], locked.key
     trust = caller_trust(locked.certificate.file)

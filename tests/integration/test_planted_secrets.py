@@ -1,5 +1,5 @@
 """What Ray is told of a deployment, and what a list of processes shows, has no password and no key;
-and Ray answers nobody without its token."""
+and Ray answers no call without its token."""
 
 import json
 import os

@@ -1,6 +1,5 @@
 """Start, take-over and stop of a deployment without Ray, whose calls are faked."""
 
-import asyncio
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from deploy.fleet import launcher
 from deploy.fleet import reconciler as asking
 from deploy.fleet.launcher import Deployment
 from deploy.fleet.ray_cluster import Cluster, RayConnection
-from deploy.fleet.replica_set import Overview
 from outrider.config import load_config
 from outrider.errors import SettingError, Unavailable
 
@@ -127,32 +125,6 @@ async def test_replicas_of_an_embedded_redis_are_not_waited_for(tmp_path: Path) 
     config = load_config({"redis_wait_replicas": 1, "grpc_port": 0, "port": 0}, {})
     with pytest.raises(SettingError, match="redis_wait_replicas: needs redis_url"):
         await Deployment(config, tmp_path).start()
-
-
-async def test_a_take_over_asks_first_as_older_builds_are_asked(tmp_path: Path) -> None:
-    """Their `overview` takes no argument. Later calls pass the last overview."""
-    deployment: Any = Deployment(load_config(SETTINGS, {}), tmp_path)
-    first = Overview({"draft": 1}, (), None)
-    asked: list[tuple[object, ...]] = []
-    again = asyncio.Event()
-
-    class Reconciler:
-        async def call(self, method: str, *arguments: object) -> object:
-            if method == "spec":
-                return Mock(config=deployment.config)
-            asked.append(arguments)
-            if len(asked) > 1:
-                again.set()
-                await asyncio.Event().wait()
-            return first
-
-    deployment.reconciler = Reconciler()
-    await deployment._go_on()
-    async with asyncio.timeout(10):
-        await again.wait()
-    for following in deployment._following:
-        following.cancel()
-    assert asked == [(), (first,)]
 
 
 @pytest.mark.parametrize(
