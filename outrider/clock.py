@@ -2,8 +2,8 @@
 
 Outrider reads the time only from `asyncio.get_running_loop().time()` and waits with asyncio, so the
 same code runs on either clock. Here waiting costs nothing: when every task waits, the clock jumps
-to the next timer. Sockets are not awaited, and work for other threads runs in place, in no time:
-otherwise the duration of a thread would decide how much virtual time passes."""
+to the next timer. Sockets are not awaited. Work for other threads runs on the loop's own thread and
+takes no virtual time; otherwise its real duration would decide how much virtual time passes."""
 
 from __future__ import annotations
 

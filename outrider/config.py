@@ -627,7 +627,7 @@ class DeploymentConfig:
         if self.target.engine == VLLM and apart:
             raise SettingError(
                 "eagle3_on",
-                "draft is not supported with vllm, which does not send rows; give target",
+                "draft is not supported with vllm, which sends no hidden states; give target",
             )
         if siblings and self.target.engine == AUTO_ENGINE:
             object.__setattr__(self, "target", replace(self.target, engine=TRANSFORMERS))

@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(Field,))
 def checked(prefix: str = "", fields: Collection[str] = ()) -> Any:
-    """Makes a frozen dataclass of settings, whose values are checked. The keys of these `fields`
-    have a prefix; an alias replaces the field's name as the key."""
+    """Makes a frozen dataclass of settings, whose values are checked. The key of a setting is its
+    field's alias, or else the field's name, with `prefix` before it for these `fields`."""
     names = {name: prefix + name for name in fields}
     config = ConfigDict(
         strict=True, extra="forbid", use_attribute_docstrings=True,
@@ -82,7 +82,7 @@ class Setting:
 
     @cached_property
     def schema(self) -> Any:
-        """JSON schema of its values, without None, or of one entry of a list."""
+        """JSON schema of its values other than None; of one entry if its values are lists."""
         found = self.adapter.json_schema()
         found = found.get("items", found)
         return found.get("anyOf", [found])[0]
@@ -137,7 +137,7 @@ class Setting:
             entries = tuple(map(str.strip, raw.split(",")))
             return self.adapter.validate_python(entries if self.is_list else raw, strict=False)
         except ValueError:  # pydantic's errors, too.
-            shown = "what it is set to" if self.secret else repr(raw)
+            shown = "the value" if self.secret else repr(raw)
             hint = did_you_mean(str(raw), self.choices) if self.choices else ""
             raise ConfigError(
                 f"{source}: {shown} is wrong; it must be {self.allowed}{hint}"
@@ -203,8 +203,8 @@ def layers(
     flags: Mapping[str, object],
 ) -> Iterator[tuple[Setting, object, str]]:
     """What a YAML file, the environment and flags set, in this order: the setting, the raw value,
-    and the source to name in errors. Of the same setting the last one wins. Raises `ConfigError`
-    for an unknown key."""
+    and the source to name in errors. If a setting occurs more than once, its last value wins.
+    Raises `ConfigError` for an unknown key."""
     if file is not None:
         for key, raw in _read_yaml(file).items():
             yield _known(settings, key, f"{file}: {key}"), raw, f"{file}: {key}"

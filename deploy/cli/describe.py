@@ -68,7 +68,7 @@ def drafters(arguments: Arguments) -> int:
     from rich.table import Table
 
     found = [asdict(drafter) for drafter in DRAFTERS]
-    about = "q: what is sent of the draft's distribution; one-hot: nothing, sparse: likely tokens"
+    about = "q: how much of its distribution a draft sends; one-hot: nothing, sparse: likely tokens"
     table = Table(show_lines=True, caption=about)
     for name in found[0]:
         is_name = name == "draft_model"

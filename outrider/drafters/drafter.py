@@ -21,7 +21,7 @@ class DraftDeadline:
 
     A drafter asks before each draw (a token with its siblings) whether to make it, and proposes
     everything that it has drawn. So the length of a proposal depends on the time and on proposed
-    tokens, never on a token that was drawn and dropped. It is a stopping time, which
+    tokens, never on a token that was drawn and dropped. That length is a stopping time, as
     docs/exactness.md requires. Thread-safe.
     """
 
@@ -59,8 +59,8 @@ class DraftDeadline:
         return self._clock() >= self.ends_at
 
     def close_undrawn(self) -> bool:
-        """Refuses all draws if none was made so far. Returns True once, to the caller that reports
-        it."""
+        """Refuses all further draws if none has been made. Only the first call that does so returns
+        True, so that one caller reports it."""
         with self._lock:
             if self._has_drawn or self._is_told:
                 return False
@@ -91,8 +91,8 @@ class DraftRequest:
     """The round's noise; drafters without a distribution do not use it."""
     siblings: tuple[int, ...] = ()
     """Number of further candidates for each position of the proposal; missing entries are 0. A
-    drafter without candidates proposes a chain. Empty with penalties, which count tokens, and under
-    block."""
+    drafter without candidates proposes a chain. Empty under the rule block, and with penalties, as
+    these count the tokens of a chain."""
     features: Features | None = None
     """Hidden states that the target sends to a head, for some committed tokens; None if there are
     no new ones, and for drafters that do not use them."""
@@ -100,8 +100,8 @@ class DraftRequest:
     """What may follow the committed tokens by the session's grammar; None = everything, or unknown
     here."""
     digests: TokenSequence | None = None
-    """The first of `token_ids`, or all, if their digests are known: a kept prefix can then be
-    compared by digest. Read only, and only during the call."""
+    """The first tokens of `token_ids` with their digests, as far as these are known; a drafter can
+    compare the prefix that it keeps by digest. Read only, and only during the call."""
     deadline: DraftDeadline = field(default=NO_DEADLINE, compare=False)
     """Asked before each draw. Look-ups do not ask, as they draw nothing and take next to no
     time."""
@@ -110,18 +110,18 @@ class DraftRequest:
 class Drafter(Protocol):
     """Predicts what a target will write. A wrong guess is rejected and does no harm.
 
-    A proposal may depend on the request's committed tokens, parameters and noise, and on what
-    finished sessions of the same tenant were answered. It must not depend on a token that was
-    drafted and not committed, in this round or another. Nor may it depend on the noise of the
+    A proposal may depend on the request's committed tokens, parameters and noise, and on the
+    answers of finished sessions of the same tenant. It must not depend on a token that was drafted
+    and not committed, in this round or another. Nor may it depend on the noise of the
     session's own rounds, except through their committed tokens: what decides which tokens are
     drafted, and how many, must be independent of the numbers that test them. The number of tokens
     may depend on the time and on proposed tokens, if it is decided before each draw. So answers of
-    a session with the same seed must not be used, unless noise is keyed by the absolute position,
-    where drafts have no influence on what is committed.
+    a session with the same seed must not be used, except where noise is keyed by the absolute
+    position: there, drafts do not influence what is committed.
 
-    If such answers arrive between two calls, a round that is asked for twice may get two different
-    proposals. Both are exact: a coordinator verifies one proposal a round, and the first verdict on
-    it stands.
+    If answers of other sessions arrive between two calls, a round that is asked for twice may get
+    two different proposals. Both are exact: a coordinator verifies one proposal a round, and the
+    first verdict on it stands.
     """
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:

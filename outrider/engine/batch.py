@@ -4,10 +4,10 @@
     position    7 8 9 0 4 5 5 6 ...     each in its own sequence; in a tree the depth counts
     slot                                where its key and value go
 
-A token attends to slots of its own sequence alone. For that new tokens are cut into *segments*,
-consecutive ones of one sequence, and segments of equal size and similar context form a *group*,
-whose attention is one batch of matrix products. Everything here is index arithmetic on arrays; it
-is done once a step, and every layer with the same window reads the result.
+A token attends to slots of its own sequence alone. Therefore new tokens are cut into *segments*:
+consecutive tokens of one sequence. Segments of equal size and similar context form a *group*, whose
+attention is one batch of matrix products. Everything here is index arithmetic on arrays; it is done
+once a step, and every layer with the same window reads the result.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from outrider.engine.interface import SequenceStep
 SPLIT_SLOTS = 128
 """In fixed shapes, attention sums over splits of this many slots of a sequence."""
 STEP_ROWS_MIN = 8
-"""Rows of a step in fixed shapes, at least. Multiples of it fill whole vectors at any usual width.
-"""
+"""Least number of rows of a step in fixed shapes. Its multiples fill whole vectors of any usual
+width."""
 FIXED_SEGMENT_TOKENS_MIN = 4
-"""Tokens of a segment in fixed shapes, at least: for fewer rows, products in float32 and float64
-use other kernels."""
+"""Least number of tokens of a segment in fixed shapes: for fewer rows, matrix products in float32
+and float64 use other kernels."""
 
 
 _ROWS_UNIT = 64
@@ -54,17 +54,17 @@ _GATHERED_SLOTS_MAX = 2**16
 """Slots of several sequences that are gathered at once."""
 _SLOTS_UNIT = 16
 """Slots are gathered in multiples of this, so that a sum over slots does not depend on how many
-masked ones follow: each vector lane always adds the same slots, and none are left over. In bfloat16
-a token's logits are then bit-equal whether it runs alone or before drafted tokens, wherever
-products of few rows use the same kernel as those of more rows (on an Intel Xeon's matrix tiles: up
-to 32 rows)."""
+masked ones follow: each vector lane always adds the same slots, and none are left over. So in
+bfloat16 a token has the same logits, bit for bit, alone and before drafted tokens, as long as
+matrix products use the same kernel for few rows as for more (on an Intel Xeon's matrix tiles: up to
+32 rows)."""
 _Ints = npt.NDArray[np.int64]
 _Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
 class HeldSequence:
-    """The step of one sequence, and where that sequence stands."""
+    """The step of one sequence, and where the cache holds that sequence."""
 
     step: SequenceStep
     length: int
@@ -92,7 +92,7 @@ class HeldStep:
 
     @cached_property
     def rows(self) -> StepRows:
-        """Computed once, for the model and for what drafts on it."""
+        """Computed once, for the model and for a draft layer on it."""
         parts = []
         row = 0
         for held in self.sequences:
@@ -208,9 +208,9 @@ class Tree:
     ancestors: _Bools
     """[T, T]: whether the column's token is the row's or an ancestor of it."""
     places: _Ints
-    """[T]: places behind the slots held, for attention. The first token of each depth is where a
-    chain's token would be, and the others are whole units behind it, so that a path is summed in
-    the order of a chain."""
+    """[T]: places behind the slots held, for attention. The first token of each depth has the place
+    that it would have in a chain. The others follow at a stride, a multiple of `_SLOTS_UNIT`, so
+    that attention sums a path in the order of a chain."""
 
 
 def plan_step(

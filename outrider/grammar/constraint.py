@@ -38,15 +38,15 @@ class Constraint:
 
     kind: ConstraintKind
     text: str
-    """A schema as compact JSON, its keys in their order, which is the order in the answer; an
+    """A schema as compact JSON, with keys in the order given, in which an answer has them too; an
     expression that the whole completion matches; or choices as a JSON list."""
 
     @classmethod
     def of_schema(
         cls, schema: str | Mapping[str, Any], field: str = ConstraintKind.JSON_SCHEMA
     ) -> Constraint:
-        """JSON that matches a schema, given as JSON text or as a mapping. Raises `BadRequest` for
-        anything but a JSON object, and above the size and depth in `outrider.limits`."""
+        """JSON that matches a schema, given as JSON text or as a mapping. Raises `BadRequest` if
+        the schema is not a JSON object, or exceeds the size or depth in `outrider.limits`."""
         if isinstance(schema, str):
             _check_size(schema, CONSTRAINT_BYTES_MAX, field)
             schema = _loaded(schema, field)
@@ -128,7 +128,7 @@ def _loaded(text: str, field: str) -> Any:
 
 
 def _dumped(value: Any, field: str) -> str:
-    """Canonical JSON: compact, with keys in their order."""
+    """Canonical JSON: compact, with keys in the order given."""
     try:
         return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError) as error:

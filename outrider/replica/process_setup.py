@@ -46,19 +46,20 @@ STANDARD_ERROR = "-"
 SPIN_COUNT = 10_000
 """Turns, of about 50 ns each, that a thread of a numeric library spins before it sleeps. They must
 outlast the gap between two operators; but the library's own default is milliseconds, and a thread
-that spins that long on a core that another process needs makes a step take seconds. Measured on a
-step of the demo target on two cores. AMD EPYC: 20 ms with 3,000 or the default (21.5 with 2,000)
-when the cores are free, and 70 ms against 1,500 beside two busy processes. Intel Xeon: 31, 28, 23
-and 24 ms with 3,000, 5,000, 10,000 and 20,000, and 124, -, 104 and 108 beside two busy processes.
-"""
+that spins that long on a core that another process needs makes a step take seconds. A step of the
+demo target on two cores of an AMD EPYC took 20 ms with 3,000 turns or the default, and 21.5 with
+2,000; beside two busy processes, 70 ms with 3,000 turns and 1,500 with the default. On an Intel
+Xeon it took 31, 28, 23 and 24 ms with 3,000, 5,000, 10,000 and 20,000 turns; beside two busy
+processes, 124, 104 and 108 ms with 3,000, 10,000 and 20,000."""
 _INTEL_OPENMP = Path(sys.prefix, "lib", "libiomp5.so")
 """The OpenMP runtime that vLLM's CPU build requires. Loaded before torch, it replaces libgomp. Its
 waiting threads yield their cores: with eight sessions of the demo target on two cores, a token took
-43 and 34 ms with it, 52 and 40 without; single sessions and prompts took as long as before."""
+43 and 34 ms in two runs with it, and 52 and 40 ms in two without. Single sessions and prompts took
+as long as before."""
 LOADING_NICENESS = 10
-"""Of the thread that loads a model, and its helpers: lower than that of a step's helpers
-(`NICENESS` in `outrider/engine/threads.py`), which share cores with it where a replica is added to
-a machine."""
+"""Added to the niceness of the thread that loads a model, and of its helpers. It is more than a
+step's helpers get (`NICENESS` in `outrider/engine/threads.py`): if a replica is added to a machine,
+loading leaves the cores to the steps of other replicas."""
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104 (recognised, not bound)
 VLLM_VERSION = "0.32"
@@ -119,9 +120,9 @@ def use_threads(num_threads: int, engine: str = "") -> None:
 
 
 async def on_passing_thread(work: Callable[..., T], *arguments: object) -> T:
-    """Runs `work` on a thread of its own that ends with it, together with its helper threads.
-    Helper threads of two threads are more than there are cores, and then sleep between operators: a
-    step of 16 sessions took 42 ms instead of 27, on two cores."""
+    """Runs `work` on a thread of its own that ends with it, together with its helper threads. If
+    they stayed, there would be more helper threads than cores, and those of steps would sleep
+    between operators: on two cores, a step of 16 sessions took 42 ms instead of 27."""
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="passing")
     try:
         return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
@@ -141,8 +142,8 @@ def give_way(niceness: int) -> None:
 
 
 def log_to(directory: str, role: str, level: str = "info") -> None:
-    """Logs as JSON lines to `<directory>/<role>.log`, of bounded size; to standard error where
-    `directory` is `STANDARD_ERROR`, and nowhere where it is empty. `level` as for `log_at`."""
+    """Logs as JSON lines to `<directory>/<role>.log`, of bounded size; to standard error if
+    `directory` is `STANDARD_ERROR`, and not at all if it is empty. `level` as for `log_at`."""
     handler: logging.Handler = logging.NullHandler()
     if directory == STANDARD_ERROR:
         handler = logging.StreamHandler()
@@ -210,7 +211,7 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
     num_bytes = config.kv_cache_memory_bytes or memory_budget(
         device, config.gpu_memory_utilization, config.num_gpus
     )
-    # A target's small steps leave a core to other processes while these use it.
+    # While other processes use a core, a target's small steps leave it to them.
     is_set = config.num_threads > 0 or config.deterministic
     spares = config.role == "target" and device.type == "cpu" and ranks is None and not is_set
     quantization = quantization_of(module.config)
@@ -237,8 +238,8 @@ def _check_length(engine: Engine, config: ReplicaConfig) -> None:
     if engine.info.max_model_len < config.max_model_len:
         raise SettingError(
             "max_model_len",
-            f"{config.max_model_len} tokens are more than the memory for keys and values "
-            f"holds, which is {engine.info.max_model_len}",
+            f"{config.max_model_len} tokens do not fit into the memory for keys and values, "
+            f"which holds {engine.info.max_model_len}",
         )
 
 
@@ -254,7 +255,7 @@ def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) ->
     heads, layer, layer_check = None, None, None
     if isinstance(config, TargetConfig) and config.heads_kind in (EAGLE3, MTP):
         layer, layer_check = _draft_layer(config, None, ranks), _draft_check(config)
-        if ranks is not None:  # Only the leader loads one, which may take long.
+        if ranks is not None:  # Only the leader loads a layer, which may take long.
             ranks.wait_for_all()
     elif isinstance(config, TargetConfig) and config.heads_kind:
         # Before the pages take the rest of the memory.
@@ -299,8 +300,8 @@ def check_vllm(config: ReplicaConfig) -> None:
     and supports what is asked for."""
     if not _has_vllm():
         found = vllm_version()
-        what = "is not installed" if found is None else f"{found} is installed"
-        reason = f"`vllm` is made for vLLM {VLLM_VERSION}; it {what}"
+        what = "it is not installed" if found is None else f"{found} is installed"
+        reason = f"`vllm` is made for vLLM {VLLM_VERSION}; {what}"
         raise SettingError(_engine_field(config), reason)
     if (lacking := _lacking_on_vllm(config)) is not None:
         raise SettingError(*lacking)
@@ -329,7 +330,7 @@ def _lacking_on_vllm(config: ReplicaConfig) -> tuple[str, str] | None:
         if config.shows_features:
             return (
                 "engine",
-                f"{config.heads} drafts on another replica, and vllm does not send rows",
+                f"{config.heads} drafts on another replica, but vllm sends no hidden states",
             )
         lacking = NOT_ON_VLLM.get(config.heads_kind)
         return ("engine", f"{config.heads} {lacking}") if lacking else None
@@ -353,7 +354,7 @@ def _kernels(
         if config.cpu_kernels != "auto":
             raise KernelsUnavailable(f"cpu_kernels is {config.cpu_kernels}")
         if ranks is not None or _bits(config) is not None:
-            raise KernelsUnavailable("ranks and rounded weights have steps of their own")
+            raise KernelsUnavailable("ranks and rounded weights run without them")
         kernels = load_pace()
         if dtype != kernels.dtype:
             raise KernelsUnavailable(f"they are for bfloat16, and the model is in {dtype}")
@@ -393,8 +394,8 @@ def _loading(config: ReplicaConfig, num_threads: int | None = None) -> dict[str,
 def _own_drafter(
     config: ReplicaConfig, module: torch.nn.Module, info: ModelInfo, ranks: Ranks | None
 ) -> dict[str, Any]:
-    """Draft heads, exit head or draft layer of a target, as options of `PagedEngine`. Weights and
-    attention are still the library's. Of ranks only the leader has any."""
+    """Draft heads, exit head or draft layer of a target, as options of `PagedEngine`. Called before
+    the library's weights and attention are replaced. Among ranks, only the leader gets any."""
     if not isinstance(config, TargetConfig) or not config.heads_kind:
         return {}
     from outrider.models.early_exit import load_exit
@@ -446,8 +447,9 @@ def _ends_of_target(config: TargetConfig) -> Any:
 def _draft_layer(
     config: TargetConfig, module: torch.nn.Module | None, ranks: Ranks | None
 ) -> LoadedDraftHead | None:
-    """The published head or the MTP layer on a target. The library's `module` is the target; where
-    it is None, or ranks share it, the target's files are read. Only the leader of ranks has it."""
+    """The published head or the MTP layer on a target; None on a rank that does not lead. `module`
+    is the library's model of the target. If it is None, or ranks share it, embeddings and head come
+    from the target's files."""
     from outrider.models.eagle3 import load_eagle3
     from outrider.models.mtp import load_mtp
 

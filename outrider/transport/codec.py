@@ -102,9 +102,9 @@ def to_proto(value: Any, kind: type[T], **others: Any) -> T:
 
 
 def fields_to_proto(value: Any, kind: type[Any], **others: Any) -> dict[str, Any]:
-    """Fields of a message of this kind: `others`, and else the fields of the dataclass `value` with
-    the same name. None and default values are not set. Used in place of a nested message, they save
-    building it twice."""
+    """Fields of a message of this kind: `others`, and for all remaining ones the field of the same
+    name of the dataclass `value`. None and default values are left out. A nested message can be
+    given as its fields, which saves building it twice."""
     for name, is_optional, encode, _ in _shared(kind, type(value)):  # type: ignore[arg-type]
         if name not in others:
             found = getattr(value, name)
@@ -176,8 +176,8 @@ def _encoder(field: Any) -> Callable[[Any], Any] | None:
 
 
 def _decoder(field: Any, ours: Any) -> Callable[[Any, str, dict[str, Any]], None] | None:
-    """Reads the field of a message, if it is set, into a dictionary; None = any value is allowed,
-    and the dataclass field `ours` takes it as it is."""
+    """A function that reads the field of a message, if it is set, into a dictionary. None = any
+    value is allowed, and the dataclass field `ours` takes it unchanged."""
     name, is_optional, of = field.name, field.has_presence, field.containing_type.name
     decode = _reader(field, may_be_none="None" in str(ours.type))
     is_needed = ours.default is MISSING and ours.default_factory is MISSING
@@ -268,8 +268,8 @@ def session_id_from_wire(session_id: str, path: str = "session_id") -> str:
 def token_ids_from_wire(
     ids: Iterable[int], path: str, num_max: int = SESSION_TOKENS_MAX
 ) -> tuple[int, ...]:
-    """Checks that token ids fit 31 bits, and their number; whether they are in a vocabulary is
-    checked where it is known."""
+    """Checks that there are at most `num_max` token ids, and that each fits 31 bits. Whether they
+    are in a vocabulary is checked where the vocabulary is known."""
     token_ids = tuple(ids)
     if len(token_ids) > num_max:
         raise BadRequest(path, f"{len(token_ids)} tokens are more than {num_max}")
@@ -287,7 +287,7 @@ def sampling_from_proto(
     message: types_pb2.SamplingParams, path: str = "sampling"
 ) -> SamplingParams:
     """Unset fields take their defaults; each is checked against `outrider.limits`. Whether `top_k`
-    and biased tokens fit a vocabulary is checked where it is known."""
+    and biased tokens fit a vocabulary is checked where the vocabulary is known."""
     if (size := len(message.logit_bias)) > LOGIT_BIAS_ENTRIES_MAX:  # before they are sorted
         reason = f"got {size} entries; at most {LOGIT_BIAS_ENTRIES_MAX}"
         raise BadRequest(f"{path}.logit_bias", reason)
@@ -418,8 +418,8 @@ def _check_tree(item: RoundItem) -> None:
     if max(siblings, default=0) > SIBLINGS_MAX or sum(siblings) + num > TREE_TOKENS_MAX:
         raise BadRequest(
             field,
-            f"{siblings} are more than {SIBLINGS_MAX} beside a token, or make a tree of over "
-            f"{TREE_TOKENS_MAX} tokens",
+            f"{siblings} is wrong; allowed: {SIBLINGS_MAX} siblings beside a token, and "
+            f"{TREE_TOKENS_MAX} tokens in a tree",
         )
 
 

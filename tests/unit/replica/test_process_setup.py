@@ -97,7 +97,7 @@ def test_too_little_memory_names_the_setting_of_its_role(tmp_path: Path) -> None
         prefix = {"target": "", "draft": "draft_"}[role]
         assert bad.value.key == f"{prefix}kv_cache_memory_bytes"
         long = replace(config, kv_cache_memory_bytes=20_000, max_model_len=128)
-        with pytest.raises(SettingError, match=r"128 tokens are more than .* holds") as bad:
+        with pytest.raises(SettingError, match=r"128 tokens do not fit .* holds") as bad:
             build_engine(long, 1)
         assert bad.value.key == f"{prefix}max_model_len"
 
