@@ -1,18 +1,18 @@
 """`outrider bench device`: how close a step at batch 1 comes to the limit of the memory bandwidth.
 `python -m benchmarks.device` does the same without Ray and gRPC.
 
-| figure | times are medians |
+| figure | meaning (times are medians) |
 | --- | --- |
-| `weight_bytes` | read by a step: all weights, without an embedding that is not also the head |
-| `copy_gb_per_s` | bytes read and written by a copy of a large tensor, 10^9 a second |
-| `ideal_step_ms` | `weight_bytes` at that speed |
+| `weight_bytes` | bytes that a step reads: all weights but an embedding that is not also the head |
+| `copy_gb_per_s` | 10^9 bytes a second, read and written by the fastest copy of a large tensor |
+| `ideal_step_ms` | time to read `weight_bytes` at that speed |
 | `decode_step_ms` | one token of one session, until its likeliest successor is known |
 | `decode_over_ideal` | `decode_step_ms` over `ideal_step_ms` (goal 1.25) |
 | `verify_step_ms` | K + 1 tokens of one session |
 | `draft_steps_ms` | K draft tokens at temperature 1 |
 | `verdict_ms` | by rule, verdicts of 1, 16 and 64 sessions on 4 draft tokens each |
 
-Verdicts are at temperature 1 and top-p 0.95, of normal logits with standard deviation 3.
+Verdicts use temperature 1, top-p 0.95, and normally distributed logits of standard deviation 3.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _judge(questions: Sequence[Question], _: int) -> None:
 
 
 def _question(logits: torch.Tensor, rule: Rule, index: int) -> Question:
-    """A verdict's input; the draft's distribution is the target's, a little flatter."""
+    """A verdict's input. The draft's distribution is slightly flatter than the target's."""
     noise = RoundNoise(index, rule, 100 + index)
     places = range(VERDICT_TOKENS)
     drawn, _ = draw_from_logits(logits[:-1], _FLATTER, [noise] * len(places), places)
@@ -176,7 +176,8 @@ def _question(logits: torch.Tensor, rule: Rule, index: int) -> Question:
 
 
 def _weight_bytes(module: Any) -> int:
-    """Bytes that a step reads; of an embedding that is not the head it reads a few rows only."""
+    """Bytes that a step reads. It reads only a few rows of an embedding that is not also the head,
+    which are left out."""
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     whole = sum(parameter.nbytes for parameter in module.parameters())

@@ -32,7 +32,7 @@ class DecayedSums:
         return self._sums.get(name, 0.0) / whole if whole > _NOTHING else None
 
     def rate(self, now: float, name: str) -> float:
-        """A sum per second of the time that it covers."""
+        """A sum divided by the seconds that it covers, which decay like the sum."""
         self._fade(now)
         lasted = self._seconds * -math.expm1(-(now - self._since) / self._seconds)
         return self._sums.get(name, 0.0) / lasted if lasted > _NOTHING else 0.0

@@ -9,10 +9,11 @@
     ├── Incompatible          FAILED_PRECONDITION   409   fingerprints that do not match
     ├── StaleEpoch            ABORTED               409   another coordinator owns the session
     ├── DataLoss              DATA_LOSS             500   stored tokens are gone
-    │   └── OtherTokens                                   a client's differ from the store's
+    │   └── OtherTokens                                   the client's differ from the stored ones
     ├── Overloaded            RESOURCE_EXHAUSTED    429   with a time to retry after
     │   └── OutOfPages                                    an engine's memory is full of sequences
     ├── Unavailable           UNAVAILABLE           503   with a time to retry after
+    │   ├── StreamBroken                                  no coordinator answers its client
     │   ├── EngineLost                                    no step can run; the replica ends
     │   ├── LinkLost                                      a stream to a replica broke
     │   └── StoreUnavailable                              Redis does not answer
@@ -31,7 +32,8 @@ import difflib
 from collections.abc import Iterable
 
 NO_TOKENIZER = "the model has no tokenizer; give token_ids"
-"""Reason of a `BadRequest` for text; the command line names its flag instead."""
+"""Reason of a `BadRequest` about a prompt in text. The command line names its flag instead of
+`token_ids`."""
 
 
 class OutriderError(Exception):
@@ -75,7 +77,7 @@ class NotFound(OutriderError):
 
 
 class SessionNotFound(NotFound):
-    """The session never was, is another tenant's, or its time to live is over."""
+    """The session never existed, is another tenant's, or has outlived its time to live."""
 
 
 class Incompatible(OutriderError):
@@ -125,7 +127,7 @@ class Unavailable(_Retryable):
 
 
 class StreamBroken(Unavailable):
-    """No coordinator answers, or a stream broke; none has said that it cannot serve the request."""
+    """No coordinator answers, or a stream broke. No coordinator has refused the request."""
 
 
 class EngineLost(Unavailable):

@@ -39,16 +39,17 @@ def as_text(data: bytes) -> str:
 
 
 Scored = tuple[int, list[tuple[bytes, float | None]]]
-"""The offset of a token in the answer's text, and its bytes with its log-probability, followed by
-those of the likeliest tokens in its place. The first token of a prompt has None."""
+"""The offset of a token in the answer's text, and pairs of bytes and log-probability: the token's
+own, then those of the likeliest tokens in its place. The log-probability of a prompt's first token
+is None."""
 
 
 class _Scorer:
     """Finds where tokens with log-probabilities stand in an answer's text."""
 
     def __init__(self, text: TokenizerText | None, offset: int = 0, given: str = "") -> None:
-        """The first token stands at `offset`. A text has special tokens only where the caller gave
-        them: spelled out in `given`, which begins there."""
+        """The first token stands at `offset`, where the text `given` by the caller begins. The
+        answer's text contains only those special tokens that are spelled out in `given`."""
         self._text = text
         self._stream = None if text is None else text.stream()
         self._offset = offset
@@ -88,7 +89,7 @@ class _Choice:
         self.prompt_scorer = self.scorer = _Scorer(text)
         self.reader = None if form is None else form.make_reader()
         self.num_calls = 0
-        """Calls of tools so far."""
+        """Tool calls so far."""
         self.started: Started | None = None
         self.finished: Finished | None = None
         self.is_opened = False
@@ -99,7 +100,7 @@ class _Choice:
         self.scored: list[Scored] = []
 
     def begin(self, started: Started) -> None:
-        """Its prompt has been checked by now."""
+        """Begins the choice. Its prompt was checked before the generation started."""
         self.started, before, text = started, self._echoed, self._text
         if not isinstance(before, str):
             before = text.decode(cast(tuple[int, ...], before)) if before and text else ""
@@ -114,7 +115,7 @@ class _Choice:
             self.parts.append(Part("content", text))
 
     def clear(self) -> None:
-        """The chunk has been made."""
+        """Call when the next chunk has been made."""
         self.parts, self.token_ids, self.scored = [], [], []
 
 
@@ -243,10 +244,10 @@ class Answer(EventStream):
         finished: Finished | None = None,
         tokens: _Choice | None = None,
     ) -> Json:
-        """A choice with this content; `tokens` are those that it covers, if any."""
+        """A choice with this content, and with the new tokens of the choice `tokens`, if given."""
         reason = finished and finished.finish_reason
         was_cut = reason in (FinishReason.DEADLINE, FinishReason.CANCELLED)
-        shown_reason = "length" if was_cut else reason  # The API has no other for it.
+        shown_reason = "length" if was_cut else reason  # The API has no such reason.
         form = self._asked.form
         if reason is FinishReason.STOP and form is not None and form.ends_with_calls:
             shown_reason = "tool_calls" if self._choices[index].num_calls else reason
@@ -264,7 +265,7 @@ class Answer(EventStream):
         return found
 
     def _usage(self) -> Json:
-        # All choices of a prompt count it once.
+        # A prompt counts once, however many choices it has.
         begun = [one.started for one in self._choices[:: self._asked.body.n] if one.started]
         num_prompt_tokens = sum(one.num_prompt_tokens for one in begun)
         num_tokens = sum(one.num_tokens for one in self._choices)
@@ -275,9 +276,9 @@ class Answer(EventStream):
         }
 
     def _metrics(self) -> Json:
-        """A step is a round, and one without a proposal accepts nothing. So
-        `mean_acceptance_length` is the mean number of tokens of a round, before the end of the
-        answer cut the last one short."""
+        """A round counts as a speculative step; without a proposal it accepts nothing. So
+        `mean_acceptance_length` is the mean number of tokens of a round, including those that the
+        end of the answer cuts off the last round."""
         each = [one.finished.metrics for one in self._choices if one.finished]
         num_rounds = sum(one.num_rounds for one in each)
         accepted = sum(one.num_accepted_draft_tokens for one in each)
@@ -387,7 +388,7 @@ class CompletionAnswer(Answer):
         """The token itself is among the likeliest ones, too."""
         own = [one[0] for _, one in tokens]
         likeliest: list[Json | None] = []
-        for _, each in tokens:  # Of several with the same text, the first counts.
+        for _, each in tokens:  # Of tokens with the same text, the first counts.
             top = {as_text(data): logprob for data, logprob in reversed(each)}
             likeliest.append(None if each[0][1] is None else dict(reversed(top.items())))
         return {

@@ -1,4 +1,4 @@
-"""`outrider bench WHAT`: benchmarks, most of a deployment that runs or of a temporary one."""
+"""`outrider bench WHAT`: benchmarks. Most measure a running deployment, or a temporary one."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def _load(name: str) -> Command:
 async def _speedup(options: SpeedupOptions, arguments: Arguments) -> Report:
     from benchmarks import speedup
 
-    # A temporary deployment serves one concurrency only: the next one has the same prompts, and an
-    # answered prompt is faster than a new one.
+    # Each concurrency has a temporary deployment of its own: all send the same prompts, and prompts
+    # that a deployment has answered before are faster.
     levels = [await _measured(speedup.run, level, arguments) for level in options.levels()]
     return speedup.report(levels)
 
@@ -139,8 +139,8 @@ def found_models(config: DeploymentConfig) -> DeploymentConfig:
 
 @asynccontextmanager
 async def _two_tenants(arguments: Arguments, raw: bool) -> AsyncIterator[tuple[Subject, Subject]]:
-    """One deployment twice. A temporary one is called as two tenants, so that neither side finds
-    the other's prompts cached."""
+    """One deployment as both sides of a comparison. A temporary one is called as two tenants, so
+    that neither side finds the other's prompts cached."""
     key = new_key()
     is_own = (
         not arguments.server
@@ -160,8 +160,8 @@ async def _two_tenants(arguments: Arguments, raw: bool) -> AsyncIterator[tuple[S
 
 
 def _subject(connection: Connection, client: Client, raw: bool) -> Subject:
-    """References and peers get as many threads as target and draft, which take turns, have in
-    all."""
+    """The deployment to measure. References and peers get as many threads as the larger of target
+    and draft has, as these take turns."""
     from benchmarks.clients import GrpcClient
     from benchmarks.speedup import Subject
 

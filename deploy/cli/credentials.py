@@ -1,8 +1,8 @@
 """`outrider keys`: API keys of callers. `outrider certs`: TLS certificates of the services.
 
-A key is shown once, on standard output. Its file holds only the hash; running coordinators reload
-that file. Copy `ca.pem` and the two files of a role to where that role runs. `ca-key.pem` is needed
-only to create certificates, and is best kept elsewhere.
+A key is shown once, on standard output. The key file holds only its hash; running coordinators
+reload that file. Copy `ca.pem` and the two files of a role to where that role runs. `ca-key.pem` is
+needed only to create certificates, and is best kept elsewhere.
 """
 
 from __future__ import annotations

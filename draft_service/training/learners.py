@@ -1,15 +1,15 @@
 """Drafters in training, a class for each kind.
 
-kind         a chain begins after            and reads along it
-student      every position, of one token    the text's tokens
-Medusa       every learned token but the     the text's tokens, and what the target's head read at
-             last of a document              the first position
-EAGLE-3      every position but a text's     the text's tokens, what the target's layers read before
-             first, of one token             the first position, and its own outputs after it
-early exit   every position, of one token    what the target's layer N put out there
+kind         a chain begins after position p   and reads
+student      every one; it has one token       the text's tokens
+Medusa       every learned token but the       the text's tokens, and what the target's head read at
+             last of a document                p - 1
+EAGLE-3      every one but a text's first      the text's tokens, what the target's layers read up
+                                               to p - 1, and then its own outputs
+early exit   every one; it has one token       what the target's first N layers put out at p
 
-Draft token i of a chain is compared with the target's answer for the i-th position further on. So a
-head is given the tokens of the text, as if its drafts had been accepted.
+Draft token i of this chain is compared with the target's answer for position p + i. It is drafted
+after the text's tokens up to p + i - 1, as if the earlier draft tokens had been accepted.
 """
 
 from __future__ import annotations
@@ -69,20 +69,22 @@ _LAYERS_WITH_TAPS = 7
 """Fewest layers of a target whose layers 2, n // 2 and n - 3 are distinct."""
 _CHAIN_INNER_WIDTHS = 2
 _EXIT_INNER_WIDTHS = 4
-"""Inner width of a new head, in widths of the target."""
+"""Inner width of a new head, as a multiple of the target's width."""
 _EAGLE3_INNER_WIDTHS = 4
 _EPS, _ROPE_THETA = 1e-5, 10_000.0
 """Epsilon of the norms of a new EAGLE-3 head, and the base of its rotary embedding if the target
 does not state one for all of its layers."""
 _FIRST_SCALE = 0.25
-"""Factor of the target's norm in a new exit head or EAGLE-3 head. The norm was made for the output
-of the last layer, and is far too confident for that of an early one. (Cross-entropy before
-training, after layer 6 of the demo target: 15.2 with 1, 8.5 with 0.5, 6.7 with 0.3, 6.5 with 0.2;
-of an EAGLE-3 head 13.8 with 1, 6.6 with 0.25, and after 6,200 tokens 8.0 and 5.4.)"""
+"""A new exit head or EAGLE-3 head begins with the weight of the target's norm, times this factor.
+The norm was trained for the output of the last layer; after an early layer it makes a head far too
+confident. (Cross-entropy of an exit after layer 6 of the demo target, before training: 15.2 with
+factor 1, 8.5 with 0.5, 6.7 with 0.3, 6.5 with 0.2. Of an EAGLE-3 head: 13.8 with factor 1 and 6.6
+with 0.25; after training on 6,200 tokens, 8.0 and 5.4.)"""
 _LAYERS_FOR_EACH = 5
-"""By default one in this many of the target's layers comes before an exit."""
+"""By default an exit comes after the first of this many equal parts of the target's layers."""
 _QUIET_DEVIATION = 1e-3
-"""Standard deviation of the last weights of a change: at first a drafter passes its input on."""
+"""Standard deviation of the new weights that add to a drafter's input: at first it passes the input
+on almost unchanged."""
 
 
 class Depth(NamedTuple):
@@ -99,19 +101,18 @@ class Learner:
 
     kind: ClassVar[str]
     shown: Shown = ()
-    """What of the target it learns from beside its answers."""
+    """What of the target a drafter learns from besides its answers."""
     num_layers = 0
     """Layers of the target before an exit head."""
     num_depths: int | None = None
-    """Tokens of a chain that one step drafts; None = one, where further tokens take further
-    steps."""
+    """Draft tokens of one step. None: one; each further token takes another step."""
     stored_form: ClassVar[str] = (
         "Embeddings and head are the target's and are not stored here; matrices are stored as int8 "
         "with one scale a row."
     )
-    """For the card."""
+    """What the model card says of the stored weights."""
     key: object
-    """Distinguishes it from all others of the same kind, target and texts."""
+    """Distinguishes the drafter from all others of the same kind, target and texts."""
     module: Any
     weights: dict[str, nn.Parameter]
     """The trained weights."""
@@ -119,7 +120,7 @@ class Learner:
     """[N], ascending: the tokens of its logits."""
 
     def __init__(self, options: DistillOptions, target: Any) -> None:
-        """On the target's module. Raises `SettingError` for options that do not fit it."""
+        """`target` is the target's module. Raises `SettingError` for options that do not fit it."""
         self._options = options
         self._target = target
         self._embeddings = target.get_input_embeddings().weight
@@ -152,8 +153,8 @@ class Learner:
         self.key = self._options.layers, len(token_ids)
 
     def draft(self, batch: Batch) -> list[Depth]:
-        """Draft tokens 1, 2, .. of a step along each text, given the tokens before; with gradients
-        where enabled."""
+        """Draft tokens 1, 2, .. of one step, for every chain along each text. Keeps gradients where
+        they are enabled."""
         raise NotImplementedError
 
     def as_stored(self, weight: Tensor) -> Tensor:
@@ -220,8 +221,8 @@ class Medusa(Learner):
     kind = TrainedKind.MEDUSA
 
     def draft(self, batch: Batch) -> list[Depth]:
-        """Chains, as far as the documents reach; those of row r begin with its hidden states and
-        are compared with rows r + 1, r + 2, .."""
+        """Chains, cut off at the ends of documents. The chain of row r begins with that row's
+        hidden state, and is compared with rows r + 1, r + 2, .."""
         features = self._features(batch)
         following = batch.token_ids.reshape(-1)[batch.rows + 1]
         rows = torch.arange(len(features), device=features.device)
@@ -258,7 +259,7 @@ class Eagle3(Learner):
     kind = EAGLE3
     stored_form = (
         "Its files have the form of speculators 0.9. Where `name_or_path` in its `config.json` is "
-        "a directory, change it to where the target lies there."
+        "a directory, change it to the target's directory on your machine."
     )
     num_depths = NUM_DEPTHS
     shown: tuple[int, ...]
@@ -271,8 +272,8 @@ class Eagle3(Learner):
         if num_layers < _LAYERS_WITH_TAPS:
             raise SettingError(
                 "kind",
-                f"an EAGLE-3 head reads three layers of its target, which has {num_layers}; "
-                f"{_LAYERS_WITH_TAPS} are the least",
+                f"an EAGLE-3 head reads three layers of its target, which has {num_layers} and "
+                f"needs at least {_LAYERS_WITH_TAPS}",
             )
         self.shown = (2, num_layers // 2, num_layers - 3)
 
@@ -282,12 +283,12 @@ class Eagle3(Learner):
         return weight
 
     def draft(self, batch: Batch) -> list[Depth]:
-        """Chains, as far as the documents reach; those of row r begin with the pair of the token
-        there, and are compared with rows r, r + 1, .. A text's first token has no pair."""
+        """Chains, cut off at the ends of documents. The chain of row r begins with the pair of that
+        row's token, and is compared with rows r, r + 1, .. A text's first token has no pair."""
         module, width = self.module, batch.token_ids.shape[1]
         features = module.fuse(batch.features[:, :-1].to(self.head.dtype))
         tokens = nn.functional.pad(batch.token_ids[:, 1:], (0, NUM_DEPTHS - 1))
-        # Pairs are numbered one lower than rows in each text, and texts are one shorter.
+        # A text of `width` tokens has `width - 1` pairs; its pair 0 belongs to its token 1.
         pairs = batch.rows - batch.rows // width - 1
         [starts] = (batch.rows % width > 0).nonzero(as_tuple=True)
         found: list[Depth] = []
@@ -300,11 +301,11 @@ class Eagle3(Learner):
         return found
 
     def as_stored(self, weight: Tensor) -> Tensor:
-        """Itself."""
+        """The weight itself: it is not quantised."""
         return weight
 
     def save(self, directory: Path, target: Target, fingerprint: str) -> None:
-        """The library reads the target's configuration from the name that is stored."""
+        """`speculators` reads the target's configuration from the stored name."""
         is_id = "/" in target.name and not Path(target.name).exists()
         save_speculators(
             directory, self.module, self.token_ids.tolist(), num_draft_tokens=NUM_DEPTHS,
@@ -425,7 +426,7 @@ class Student(Learner):
             device=target.device, trust_remote_code=target.trust_remote_code,
         )  # fmt: skip
         student: Any = module
-        # A copy of them would be trained but not stored.
+        # The target's own: a copy of the embeddings would be trained but not stored.
         student.get_input_embeddings().weight = self._embeddings
         return LoadedHead(student, info.logit_token_ids)
 
@@ -469,7 +470,7 @@ LEARNERS: dict[str, type[Learner]] = {
 
 
 def _next_tokens(hidden: Tensor) -> list[Depth]:
-    """The first draft token of every row [R, D]; the next one belongs to the next row."""
+    """One draft token for each row [R, D]; the token after it is drafted from the next row."""
     return [Depth(hidden, torch.arange(len(hidden), device=hidden.device))]
 
 
@@ -480,21 +481,21 @@ def use_plain_attention(module: Any) -> None:
 
 
 _LAYERS_TO_COPY = 4
-"""A smaller student has only the first layers and the last."""
+"""A student with fewer layers has only the first ones and the last."""
 _NUM_TEXTS = 8
 _NUM_TOKENS = 64
 """Length of a text before it is repeated."""
 _SCORE_MIN = 0.2
-"""Minimum share of a head's attention."""
+"""Least share of its attention that a copying head gives to the token it looks for."""
 
 
 def kept_layers(
     num_wanted: int, num_layers: int, copying: tuple[int, int] | None = None
 ) -> list[int]:
     """The layers of the target that a student starts from: the last one, two that copy (if the
-    target has them and at least four layers are wanted), and the first ones. (Acceptance after
-    80,000 tokens of the demo target, of four layers: the first ones and the last 0.235; spread
-    evenly 0.230; two at each end 0.231.)"""
+    target has them and at least four layers are wanted), and the first ones. (Acceptance of
+    four-layer students of the demo target after 80,000 tokens: 0.235 with the first layers and the
+    last, 0.230 with layers spread evenly, 0.231 with two at each end.)"""
     if num_wanted > num_layers:
         raise SettingError("layers", f"{num_wanted} is more than the target's {num_layers}")
     kept = {num_layers - 1} if num_wanted > 1 else set()
@@ -505,9 +506,9 @@ def kept_layers(
 
 
 def copying_layers(target: Any) -> tuple[int, int] | None:
-    """The layer with the head that attends most to the previous token, and, of the later ones, the
-    layer with the head that attends most to what followed an earlier occurrence. None if no heads
-    do, as in an untrained model, or if the library does not return attention."""
+    """The layer with the head that attends most to the previous token, and, of the layers after it,
+    the one with the head that attends most to what followed the current token earlier. None if no
+    heads attend enough, as in an untrained model, or if the library does not return attention."""
     before, after = _scores(target)
     pairs = [
         (first, max(range(first + 1, len(after)), key=lambda layer: after[layer]))
@@ -518,8 +519,8 @@ def copying_layers(target: Any) -> tuple[int, int] | None:
 
 
 def _scores(target: Any) -> tuple[list[float], list[float]]:
-    """For each layer, the largest share of a head's attention that goes to the previous token, and
-    to the token after the earlier occurrence; means over random texts."""
+    """For each layer, the largest share of its attention that a head gives to the previous token,
+    and to the token after the current one's earlier occurrence. Means over random texts."""
     embeddings = target.get_input_embeddings().weight
     generator = torch.Generator().manual_seed(0)
     texts = torch.randint(embeddings.shape[0], (_NUM_TEXTS, _NUM_TOKENS), generator=generator)

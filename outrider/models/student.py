@@ -4,7 +4,7 @@ file                what it holds
 `config.json`       the student's own architecture; its vocabulary is the target's
 `model.safetensors` all weights except embeddings and head
 
-and what every trained drafter has (`drafter_checkpoint.py`).
+Beside these lie the files that every trained drafter has (`drafter_checkpoint.py`).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def load_drafter(
 
 
 def narrow_head(module: Any, num_rows: int) -> nn.Linear:
-    """Gives the model a head of `num_rows` rows without values, and returns it."""
+    """Replaces the model's head by one of `num_rows` rows without values, and returns that."""
     head = module.get_output_embeddings()
     check(isinstance(head, nn.Linear), "the head of a drafter is a linear layer")
     weight: Tensor = head.weight
@@ -100,8 +100,8 @@ def save_drafter(
 
 
 def target_ends(directory: Path, *, drafter: str, **options: Unpack[LoadOptions]) -> Any:
-    """The model in `directory` with the values of its embeddings and head alone, for a drafter
-    called `drafter`. Raises `ConfigError`."""
+    """The model in `directory`, in which only embeddings and head have values. Errors name
+    `drafter`, which needs these. Raises `ConfigError`."""
     where = use_device(**options)
     empty = empty_model(directory, takes_quantised=True, **options)
     check(empty.get_output_embeddings().bias is None, "drafters are made for heads without a bias")

@@ -6,18 +6,19 @@
 | coupled        | TARGET, position | -             | TARGET, position | TARGET, position     |
 | greedy         | -                | -             | -                | -                    |
 
-A draft's draw under token and block uses number 0 of its place as a uniform, and number j for
-sibling j. Every other draw is a race over the numbers of all tokens (`gumbel_max.py`), so that a
-draft can predict corrections by running the same race. In a tree i is the depth of a draft token,
-and its rank among the tokens of that depth gives it numbers of its own. What follows a token is a
-RESIDUAL draw at its depth + 1 if the token has children, and a TARGET draw otherwise.
+Under token and block, a draft's draw uses the number of its place for token id 0 as a uniform, and
+sibling j the number for token id j. Every other draw is a race over the numbers of all tokens
+(`gumbel_max.py`), so that a draft can predict corrections by running the same race. In a tree i is
+the depth of a draft token, and its rank among the tokens of that depth gives it numbers of its own.
+What follows a token is a RESIDUAL draw at its depth + 1 if the token has children, and a TARGET
+draw otherwise.
 
 A position is absolute: the committed length at the round's start + the index. An index place keeps
-committed length and index apart. Token and block must not use positions. Otherwise a slot that was
-drafted and discarded would share its noise with the slot of the next round at the same position,
-although the discarded slot has already had an influence: block reads those slots, and length
-control may learn from them. Committed lengths never repeat, so index places are fresh in every
-round. Under coupled the draws are the target's own, whatever was read before.
+committed length and index apart. Token and block must not use positions. Otherwise a draft
+token that was discarded would share its noise with the next round's token at the same position. But
+the discarded token has already had an influence: block verification reads it, and length control
+may learn from it. Committed lengths never repeat, so index places are fresh in every round. Under
+coupled every draw is the target's own draw at that position, whatever was read before.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def _index_word(index: int, sibling: int) -> int:
 
 @lru_cache(maxsize=256)
 def _places_in_one(num_draft_tokens: int, parents: tuple[int, ...]) -> tuple[int, int]:
-    """`ones` for `rounds`, and the second words of the tokens' index places."""
+    """`ones` for `rounds`, and the second words of the tokens' index places in one integer."""
     tree = draft_tree(parents, num_draft_tokens)
     words = map(_index_word, tree.depths, tree.ranks)
     ones = sum(1 << 64 * number for number in range(num_draft_tokens))
@@ -227,10 +228,10 @@ def uniform(word: float) -> float:
 def rounds(
     c0: _Words, c1: _Words, c2: _Words, c3: _Words, key_low: _Words, key_high: _Words, ones: int = 1
 ) -> tuple[_Words, _Words, _Words, _Words]:
-    """Philox4x32-10: the four words of one counter under one key, all of 32 bits; for integers, or
-    for arrays that broadcast. One integer may hold the words of several counters, one in each 64
-    bits (the size of their products); `ones` then has a 1 in each. Eight counters together take
-    little longer than one.
+    """Philox4x32-10: turns the four words of a counter, under a key of two words, into four random
+    words. All have 32 bits. Takes integers, or arrays that broadcast. An integer may hold the words
+    of several counters, each in 64 bits (the size of a product); `ones` then has a 1 in each of
+    these. Eight counters together take little longer than one.
 
     The low half of a product is left unmasked, since it is only xored into a word that is masked
     afterwards.

@@ -7,9 +7,9 @@
 | `pause` | a target or a draft is stopped for a while, and continues with its state |
 | `stall` | a coordinator is stopped for a while; its clients' streams may break meanwhile |
 | `hang_up` | all clients' streams of a coordinator break |
-| `oust` | the same, and its next write reaches Redis just after another took over a session |
+| `oust` | a coordinator's append reaches Redis just after another took over the session |
+| `unheard_take_over` | a coordinator takes over a session, but gets an error from Redis |
 | `break` | all streams of a coordinator to a replica break, and are reopened |
-| `oust` | the same, and its next write reaches Redis just after another took over |
 | `cut_replica` | no messages between a coordinator and a replica |
 | `cut_store` | no messages between a coordinator and Redis |
 | `cut_registry` | no messages between a replica and Redis |

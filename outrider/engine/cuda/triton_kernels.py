@@ -1,10 +1,10 @@
-"""The attention of a step's tables as two Triton kernels. Import it only where Triton is installed.
+"""Attention over a step's tables, as two Triton kernels. Import this only if Triton is installed.
 
 `attend_blocks` has a program for each block of new tokens, each key head and each split of its
 context. It goes through the split `BLOCK_SLOTS` slots at a time and keeps for every row the largest
 score, the sum of weights relative to it and the weighted sum of values (Milakov and Gimelshein,
-2018; Dao et al., 2022). With one split it writes the output; with several the parts, which
-`merge_splits` combines (Dao et al., 2023).
+2018; Dao et al., 2022). If there is one split, it writes the output. If there are several, it
+writes these three for each; `merge_splits` combines them (Dao et al., 2023).
 
 A block's rows are its tokens times the query heads that share its key head, so that keys are read
 once for all of them.
@@ -24,8 +24,8 @@ import triton.language as tl
 )
 def attend_blocks(
     output,  # [R, query heads, value width]
-    parts,  # [splits, R, query heads, value width], float32; with one split unused
-    maxima,  # [splits, R, query heads], float32; with one split unused
+    parts,  # [splits, R, query heads, value width], float32; unused if there is one split
+    maxima,  # [splits, R, query heads], float32; unused if there is one split
     sums,  # as maxima
     queries,  # [query heads, R, key width] with these strides
     query_head_stride,
