@@ -41,6 +41,8 @@ from .report import Report
 
 SAMPLED = SamplingParams(temperature=1.0)
 SAMPLED_RULES = (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED)
+OUTCOMES = (4, 8, 12, 16, 24)
+"""Numbers of outcomes of a round, the likeliest first, for `--hits`."""
 AT_ONCE = 8
 """Prompts that are decoded together; p of all their tokens is in memory until they are read."""
 _SEQUENCE = "bench"
@@ -274,7 +276,6 @@ class Reading:
     ) -> None:
         """`name` is the draft's. Raises `SettingError` for prompts that are too long."""
         self.target, self.reader, self.name = target, reader, name
-        self.max_tokens = max_tokens
         self._generator = np.random.default_rng(0)
         self._asked: list[Answer] = []
         most = min(target.info.max_model_len, reader.max_model_len)
@@ -403,29 +404,41 @@ def run(options: AcceptanceOptions, config: DeploymentConfig, progress: Progress
     """Runs `bench acceptance`. Raises `ConfigError`, also for wrong or too long prompts."""
     prompts = options.load_prompts()
     return measure(
-        load_reading(config, prompts, options.max_tokens, options.raw, progress), progress
+        options, load_reading(config, prompts, options.max_tokens, options.raw, progress), progress
     )
 
 
-def measure(reading: Reading, progress: Progress) -> Report:
+def measure(options: AcceptanceOptions, reading: Reading, progress: Progress) -> Report:
     """All places count alike. `greedy` is the share of tokens at temperature 0 that are the draft's
     likeliest; `sampled` the mean of sum min(p, q) at temperature 1; `by_position` the chance at
-    temperature 1 that draft token i is accepted given that those before it were."""
+    temperature 1 that draft token i is accepted given that those before it were; `hits` the chance
+    that the outcome of a round of K draft tokens is among the first that the draft predicts."""
+    if options.hits and not isinstance(reading.reader, ModelReader):
+        raise SettingError("hits", f"needs a draft model; {reading.name} predicts no outcomes")
     greedy, sampled = (reading.sample(temperature, progress) for temperature in (0.0, 1.0))
 
     def shares(category: str | None) -> dict[str, float]:
         samples = {"greedy": greedy, "sampled": sampled}
         return {name: mean(sample.overlaps(category)) for name, sample in samples.items()}
 
+    def hits(sample: Sample, rule: Rule) -> dict[str, float]:
+        accepted = [chance or 0.0 for chance in sample.by_position(rule)]
+        rates = sample.guessing[rule].hit_rates(accepted[: options.num_draft_tokens])
+        return {str(number): rates[number - 1] for number in OUTCOMES}
+
+    rules = {Rule.GREEDY: greedy, Rule.TOKEN: sampled, Rule.COUPLED: sampled}
     values = {
         "model": reading.target.info.name,
         "draft_model": reading.name,
         "num_prompts": len(sampled.texts),
-        "max_tokens": reading.max_tokens,
+        "max_tokens": options.max_tokens,
         **shares(None),
         "by_position": sampled.by_position(Rule.TOKEN),
         "num_positions": len(sampled.overlaps()),
         "num_positions_greedy": len(greedy.overlaps()),
         "by_category": {text.category: shares(text.category) for text in sampled.texts},
+        "hits": {rule.value: hits(sample, rule) for rule, sample in rules.items()}
+        if options.hits
+        else None,
     }
     return Report.of("How much of the target's text is drafted", values)

@@ -81,6 +81,7 @@ Rates = tuple[float, ...]
 
 
 def engine(rates: Rates = (), **values: object) -> str:
+    """The `engine` setting of target and draft."""
     values = LAW | STEPS | values
     if rates:
         values["acceptance_rates"] = "/".join(map(str, rates))
@@ -96,6 +97,8 @@ def expected_tokens(rule: Rule, num_draft_tokens: int, rates: Rates = ()) -> flo
 
 @checked()
 class EmulateOptions(Options):
+    """Options of `bench emulate`."""
+
     parts: tuple[Literal["modes", "features"], ...] = ("modes",)
     """What to measure."""
     tokens: Annotated[int, between(32, TOKENS_MAX)] = 4_000
@@ -231,6 +234,7 @@ async def _measure_head(
 async def _measure(
     options: EmulateOptions, client: Client, mode: str, rule: Rule
 ) -> dict[str, Any]:
+    """The figures at the best K."""
     speeds, rates = {0: 0.0}, options.acceptance_rates
     most = min(NUM_DRAFT_TOKENS_MAX, len(rates) or NUM_DRAFT_TOKENS_MAX)
     for count in range(1, most + 1) if mode != "plain" else ():

@@ -109,11 +109,29 @@ class DecodingOptions(PromptOptions):
 
 @checked()
 class AcceptanceOptions(PromptOptions):
+    """Options of `bench acceptance`."""
+
     max_tokens: MaxTokens = 128
+    hits: bool = False
+    """Also report how often a draft model predicts the outcome of a round."""
+    num_draft_tokens: DraftTokens = 4
+    """Draft tokens of a round, for `--hits`."""
+
+
+@checked()
+class EngineOptions(Options):
+    """Options of `bench engine`."""
+
+    repetitions: Annotated[int, between(1, 100)] = 3
+    """Repetitions; the medians are reported."""
+    parts: tuple[Literal["sessions", "waits", "steps"], ...] = ("sessions", "waits", "steps")
+    """What to measure."""
 
 
 @checked()
 class DeviceOptions(Options):
+    """Options of `bench device`."""
+
     model: str = RANDOM_MODELS[-1]
     """A model, or `random-1b` or `random-7b`, which have random weights."""
     device: str = "auto"

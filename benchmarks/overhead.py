@@ -1,8 +1,10 @@
 """`outrider bench overhead`: what rounds and requests cost without the models.
 
-rounds    a round by its report, from sending the draft request to the store's acknowledgement
-capacity  rounds a second of one coordinator with many sessions; client, coordinator, canned
-          replicas and Redis are a process each
+rounds      a round by its report, from sending the draft request to the store's acknowledgement
+capacity    rounds a second of one coordinator with many sessions; client, coordinator, canned
+            replicas and Redis are a process each
+transports  what gRPC and HTTP add to a request and to each of its chunks; clients and coordinator
+            are in this process, an emulated target in another one
 
 Canned replicas give well-formed answers without a model, at once or after the time of a step.
 """
@@ -10,15 +12,21 @@ Canned replicas give well-formed answers without a model, at once or after the t
 from __future__ import annotations
 
 import asyncio
+import gc
+import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import cache
+from itertools import product
+from statistics import median
+from string import ascii_lowercase
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 from outrider.client import Client
+from outrider.config import EMULATED, TargetConfig
 from outrider.errors import Unavailable
 from outrider.limits import DEADLINE_MS_MAX
 from outrider.messages import (
@@ -28,7 +36,7 @@ from outrider.messages import (
     VerdictReply,
     VerifyItem,
 )
-from outrider.request import GenerateRequest, RoundReport, Tokens
+from outrider.request import Event, GenerateRequest, RoundReport, Tokens
 from outrider.settings import between, checked
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.proposal import (
@@ -42,9 +50,11 @@ from outrider.transport.codec import DRAFT, VERIFY
 from outrider.transport.server import RpcServer, ServerOptions
 from outrider.transport.stream_server import ReplicaServicer
 
-from .measurement import Progress, together
+from .clients import GrpcClient, HttpClient
+from .measurement import BenchClient, Decoding, Progress, together
 from .options import Concurrency, Options
 from .processes import Process, Replicas, Role, embedded_redis, service_process
+from .prompts import BenchPrompt
 from .report import Report, percentile
 
 NUM_DRAFT_TOKENS = 8
@@ -63,12 +73,23 @@ VERIFY_S = 0.0183
 DRAFT_S = NUM_DRAFT_TOKENS * 0.0013
 CROWD_TOKENS = 2_048
 WARM_UP_S = 3.0
+WARM_UP_TURNS = 3
+TURNS = 60
+"""Requests by each transport."""
+TURN_STEP_MS = 5.0
+"""A step of the emulated target."""
 _PARTS_OF_A_ROUND = ("draft_ms", "wire_ms", "queue_ms", "verify_ms", "commit_ms")
+_WORDS = tuple("".join(letters) for letters in product(ascii_lowercase[:16], repeat=3))
+"""The vocabulary of the emulated target: every token is text."""
+DECODING = Decoding(32, temperature=0.0, num_draft_tokens=0, ignore_eos=True)
+PROMPT = BenchPrompt("".join(f" {word}" for word in _WORDS[:PROMPT_TOKENS]), "")
 
 
 @checked()
 class OverheadOptions(Options):
-    parts: tuple[Literal["rounds", "capacity"], ...] = ("rounds",)
+    """Options of `bench overhead`."""
+
+    parts: tuple[Literal["rounds", "capacity", "transports"], ...] = ("rounds",)
     """What to measure."""
     rounds: Annotated[int, between(1, 100_000)] = 2_000
     """Number of rounds, for `rounds`."""
@@ -80,7 +101,9 @@ class OverheadOptions(Options):
 
 async def run(options: OverheadOptions, progress: Progress) -> Report:
     """Measures the chosen parts. Raises `Unavailable` if a process ends."""
-    measures = {"rounds": measure_rounds, "capacity": measure_capacity}
+    measures = {
+        "rounds": measure_rounds, "capacity": measure_capacity, "transports": measure_transports,
+    }  # fmt: skip
     figures = {part: await measures[part](options, progress) for part in options.parts}
     return Report.of("overhead beside the models", figures.pop("rounds", {}) | figures)
 
@@ -129,6 +152,7 @@ async def measure_rounds(options: OverheadOptions, progress: Progress) -> dict[s
 
 
 def round_figures(reports: Sequence[RoundReport]) -> dict[str, Any]:
+    """The JSON object."""
     parts = {name: [getattr(one, name) for one in reports] for name in _PARTS_OF_A_ROUND}
     whole = [sum(times) for times in zip(*parts.values(), strict=True)]
     return {
@@ -174,6 +198,97 @@ async def measure_capacity(options: OverheadOptions, progress: Progress) -> dict
     }
 
 
+async def measure_transports(_: OverheadOptions, progress: Progress) -> dict[str, Any]:
+    """Calls a coordinator in this process in turn by gRPC and HTTP, on one event loop: the added
+    time is the computing on both sides and the kernel's loopback.
+
+    `X_ttft_added_ms_p50` is the median of TTFT by X minus the coordinator's part of it,
+    `X_chunk_added_ms` the median time from the coordinator having a chunk to the client reading
+    it."""
+    progress("starting the target")
+    added: dict[str, list[float]] = {}
+    async with (
+        _coordinator_here() as (stamps, address, url),
+        Client(address) as client,
+        HttpClient(url, raw=True, model="emulated") as http,
+    ):
+        clients: dict[str, BenchClient] = {"grpc": GrpcClient(client, raw=True), "http": http}
+        gc.collect()
+        gc.freeze()  # Long-lived objects are not scanned during the measurement.
+        for turn in range(-WARM_UP_TURNS, TURNS):
+            if turn % 10 == 0:
+                progress(f"turn {turn} of {TURNS}")
+            for name, asked in clients.items():
+                first_ms, chunks_ms = await added_ms(asked, stamps)
+                if turn >= 0:
+                    added.setdefault(f"{name}_ttft_added_ms_p50", []).append(first_ms)
+                    added.setdefault(f"{name}_chunk_added_ms", []).extend(chunks_ms)
+    return {name: median(times) for name, times in added.items()}
+
+
+async def added_ms(client: BenchClient, stamps: list[float]) -> tuple[float, list[float]]:
+    """What a transport adds to the first token of a request, and to each of its chunks. The
+    coordinator puts the times of the request and of each chunk into `stamps`. Raises
+    `Unavailable` if the request fails."""
+    stamps.clear()
+    done = await client.generate(PROMPT, DECODING)
+    asked_s, *had_s = stamps
+    first_s = done.chunk_s[0] - (had_s[0] - asked_s)
+    delays = zip(done.chunk_s, had_s, strict=True)
+    return 1e3 * first_s, [1e3 * (done.started_s + at_s - had) for at_s, had in delays]
+
+
+@asynccontextmanager
+async def _coordinator_here() -> AsyncIterator[tuple[list[float], str, str]]:
+    """A coordinator in this process with an emulated target: the times of its requests and their
+    tokens, its gRPC address and its HTTP URL."""
+    from coordinator.actor import CoordinatorActor
+
+    stamps: list[float] = []
+    clock, actor = asyncio.get_running_loop().time, CoordinatorActor()
+    engine = f"vocab_size={len(_WORDS)},verify_ms={TURN_STEP_MS},verify_tokens={PROMPT_TOKENS}"
+    target_config = TargetConfig(engine=EMULATED + engine, model="emulated", num_threads=1)
+    with tempfile.TemporaryDirectory(prefix="outrider-") as directory:
+        _save_tokenizer(directory)
+        async with (
+            embedded_redis() as redis_url,
+            service_process("target", target_config) as target,
+        ):
+            config = Replicas(target.address, "", redis_url).coordinator_config(
+                http=True, tokenizer_directory=directory, served_model_name="emulated"
+            )
+            address = await actor.start(config, log_directory="")
+            service: Any = actor.host and actor.host.service
+            generate = service.generate
+
+            async def stamped(*given: Any, **named: Any) -> AsyncGenerator[Event]:
+                stamps.append(clock())
+                async with aclosing(generate(*given, **named)) as events:
+                    async for event in events:
+                        if isinstance(event, Tokens):
+                            stamps.append(clock())
+                        yield event
+
+            service.generate = stamped
+            try:
+                yield stamps, address, f"http://{(await actor.engagement()).http_address}"
+            finally:
+                await actor.stop(1.0)
+
+
+def _save_tokenizer(directory: str) -> None:
+    """Saves a tokenizer whose tokens are words, with the byte-level decoder of real models."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    space = "Ġ"  # How the byte-level alphabet writes a blank.
+    vocabulary = {f"{space}{word}": place for place, word in enumerate(_WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=f"{space}{_WORDS[0]}"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
+
+
 class CannedReplica:
     """A `ReplicaService` that answers an item with a function of it, after `step_s` of waiting."""
 
@@ -182,6 +297,8 @@ class CannedReplica:
         self._step_s = step_s
 
     def connect(self, send: Callable[[Sequence[Any]], None]) -> Any:
+        """See `ReplicaService.connect`."""
+
         def receive(items: Sequence[Any]) -> None:
             answers = [self._answer(item) for item in items]
             if self._step_s:
@@ -192,6 +309,7 @@ class CannedReplica:
         return SimpleNamespace(receive=receive, close=lambda: None)
 
     def describe(self) -> ReplicaDescription:
+        """See `ReplicaService.describe`."""
         return CANNED
 
     def release(self, session_id: str, epoch: int) -> None:
@@ -207,11 +325,13 @@ def canned_proposal(size: int) -> SealedProposal:
 
 
 def propose(item: DraftItem) -> ProposalReply:
+    """The canned draft."""
     length, size = item.head.committed_length, item.num_draft_tokens
     return ProposalReply(item.head.key, canned_proposal(size), length, length + size)
 
 
 def verify(item: VerifyItem) -> VerdictReply:
+    """The canned target."""
     size = len(item.proposal)
     verdict = Verdict((ACCEPT_PROBABILITY,) * size, (CANNED.vocab_size - 1,) * (size + 1))
     return VerdictReply(item.head.key, verdict, item.head.committed_length + size)

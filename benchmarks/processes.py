@@ -78,6 +78,7 @@ class Process:
 
     @property
     def address(self) -> str:
+        """HOST:PORT of the role's server."""
         return str(self.ready["address"])
 
     async def __aenter__(self) -> Self:
@@ -141,6 +142,7 @@ async def spawn(
 
 
 def ending(status: int) -> str:
+    """How a process ended, from its return code."""
     if status != -signal.SIGKILL:
         return f"ended with exit status {status}"
     return "was killed, perhaps because memory ran out"
@@ -266,6 +268,7 @@ async def relay(setup: dict[str, Any]) -> AsyncIterator[Role]:
 
 @asynccontextmanager
 async def embedded_redis() -> AsyncIterator[str]:
+    """The URL of a temporary Redis."""
     with (
         tempfile.TemporaryDirectory(prefix="outrider-") as directory,
         EmbeddedRedis(Path(directory)) as redis,

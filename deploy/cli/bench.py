@@ -51,9 +51,12 @@ if TYPE_CHECKING:
     from outrider.client import Client
 
 KEY_VARIABLE = "OPENAI_API_KEY"
-ACCEPTANCE_SETTINGS = (
+TARGET_SETTINGS = (
     "device", "dtype", "model", "deterministic", "cpu_kernels", "trust_remote_code",
-    "target_num_threads", "draft_model", "draft_dtype", "ngram_min", "ngram_max", "suffix_depth",
+    "target_num_threads",
+)  # fmt: skip
+DRAFT_SETTINGS = (
+    "draft_model", "draft_dtype", "ngram_min", "ngram_max", "suffix_depth",
     "suffix_min_score", "suffix_tokens_per_tenant",
 )  # fmt: skip
 
@@ -66,16 +69,19 @@ PURPOSES = {
     "serve": "measure latency and throughput under load, like `vllm bench serve`",
     "emulate": "compare decoding modes on emulated models of stated speed and acceptance",
     "overhead": "measure what rounds and requests cost without the models",
+    "engine": "measure many sessions at once, and compare a step with transformers",
     "acceptance": "measure how much of the target's text a draft would have proposed",
     "device": "compare a step at batch 1 with the memory bandwidth",
 }
 MODEL_SETTINGS: Mapping[str, tuple[str, ...]] = {
-    "emulate": (), "overhead": (), "device": (), "acceptance": ACCEPTANCE_SETTINGS
+    "emulate": (), "overhead": (), "device": (), "engine": TARGET_SETTINGS,
+    "acceptance": TARGET_SETTINGS + DRAFT_SETTINGS,
 }  # fmt: skip
 """The model settings of benchmarks that need no deployment."""
 
 
 def _load(name: str) -> Command:
+    """The command of a benchmark."""
     kind = f"{name.capitalize()}Options"
     module = benchmarks.options
     if not hasattr(module, kind):
@@ -118,6 +124,7 @@ async def _identity(options: IdentityOptions, arguments: Arguments) -> Report:
 
 
 async def _measured(run: Callable[..., Any], options: PromptOptions, arguments: Arguments) -> Any:
+    """The result of a benchmark of one deployment."""
     async with connected(arguments) as connection, connection.client() as client:
         return await run(options, _subject(connection, client, options.raw), progress)
 

@@ -1,7 +1,6 @@
 """`bench acceptance`: compared with sums over the whole vocabulary and with hand calculations."""
 
 import json
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,14 @@ from benchmarks.acceptance import (
     race_rank,
     write,
 )
+from benchmarks.options import AcceptanceOptions
 from benchmarks.prompts import BenchPrompt
 from outrider.config import load_config
 from outrider.drafters.lookup import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.errors import SettingError
 from outrider.speculation.proposal import COUNT_TOTAL
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.sampling_params import SamplingParams
 
 VOCAB_SIZE = 16
 SALT = 11
@@ -48,31 +48,27 @@ def law(salt: int, prefix: tuple[int, ...]) -> np.ndarray:  # type: ignore[type-
     return torch.softmax(toy_logits(salt, prefix, VOCAB_SIZE).double(), 0).numpy()
 
 
-def reading_of(reader: Any, num_prompts: int = 4) -> Reading:
+def measured(reader: Any, num_prompts: int = 4, **options: Any) -> dict[str, Any]:
     prompts = [BenchPrompt(f"{i}", "ab"[i % 2]) for i in range(num_prompts)]
-    return Reading(
+    reading = Reading(
         engine(1), reader, "toy", prompts, lambda text: (1, 2, int(text) % VOCAB_SIZE), 20
     )
-
-
-def measured(reader: Any, num_prompts: int = 4) -> dict[str, Any]:
-    return dict(measure(reading_of(reader, num_prompts), lambda line: None).values)
+    return dict(measure(AcceptanceOptions(**options), reading, lambda line: None).values)
 
 
 def test_the_target_as_its_own_draft_is_always_accepted() -> None:
     """And its outcomes are predicted. With another model, more predictions hit more often."""
-    found = measured(ModelReader(engine(1)))
+    found = measured(ModelReader(engine(1)), hits=True)
     assert found["greedy"] == 1.0
     assert found["sampled"] == pytest.approx(1.0, abs=1e-3)
     assert found["by_position"] == pytest.approx([1.0] * 8, abs=2e-3)
     assert found["num_positions"] == found["num_positions_greedy"] == 80
-    for salt, temperature in product((1, SALT), (0.0, 1.0)):
-        sample = reading_of(ModelReader(engine(salt))).sample(temperature, lambda line: None)
-        for rule in {Rule.GREEDY, Rule.TOKEN, Rule.COUPLED} & sample.guessing.keys():
-            accepted = [chance or 0.0 for chance in sample.by_position(rule)[:4]]
-            first, *_, last = sample.guessing[rule].hit_rates(accepted)[3:24]
-            assert 0 < first <= last
-            assert first > 0.99 if salt == 1 and rule is Rule.COUPLED else salt == 1 or first < 0.99
+    assert found["hits"]["coupled"]["4"] > 0.99
+    other = measured(ModelReader(engine(SALT)), hits=True)["hits"]
+    for rule in ("greedy", "token", "coupled"):
+        shares = list(other[rule].values())
+        assert shares == sorted(shares)
+        assert 0 < shares[0] < 0.99
 
 
 def test_one_prefill_gives_what_sums_over_the_vocabulary_give(
@@ -102,6 +98,8 @@ def test_one_prefill_gives_what_sums_over_the_vocabulary_give(
 def test_lookup_proposes_what_followed_before_or_nothing() -> None:
     q = LookupReader(NgramDrafter()).distributions((5, 6, 7, 5, 6, 7, 5, 9), 2)
     assert [entry and entry.token_ids for entry in q] == [None, None, (6,), (7,), (5,), (6,)]
+    with pytest.raises(SettingError, match="toy predicts no outcomes"):
+        measured(LookupReader(NgramDrafter()), hits=True)
 
 
 def test_suffix_decoding_has_what_was_read_at_that_temperature_as_its_history() -> None:
@@ -150,13 +148,14 @@ def test_the_command_loads_both_models_and_prints_one_json_object(
     flags = (
         "--model", str(tmp_path / "1"), "--draft-model", str(tmp_path / "2"), "--raw",
         "--prompts", str(prompts), "--max-tokens", "5", "--target-num-threads", "1",
-        "--device", "cpu",
+        "--device", "cpu", "--hits",
     )  # fmt: skip
     value, err = reported(capsys, "bench", "acceptance", *flags)
     assert (value["num_positions"], value["num_positions_greedy"]) == (5, 5)
     assert 0 < value["sampled"] < 0.9
     assert value["by_category"] == {"chat": {k: value[k] for k in ("greedy", "sampled")}}
     assert "chat" not in err
+    assert set(value["hits"]) == {"greedy", "token", "coupled"}
 
 
 P = np.array([0.5, 0.3, 0.2])

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from bench_sides import ProcessHere
 
-from benchmarks.overhead import round_figures
+from benchmarks.measurement import BenchClient, Completion, Decoding
+from benchmarks.overhead import added_ms, round_figures
+from benchmarks.prompts import BenchPrompt
 from deploy.cli.main import main
 from outrider.request import RoundReport
 
@@ -22,6 +24,21 @@ def test_a_round_lasts_from_the_draft_request_to_the_acknowledged_commit() -> No
     }  # fmt: skip
 
 
+async def test_a_transport_adds_what_the_coordinator_does_not_take() -> None:
+    """The coordinator gets the request at 10.1 s and has tokens at 10.5 and 11 s; the client reads
+    them at 10.7 and 11.1 s."""
+    stamps: list[float] = []
+
+    class Scripted(BenchClient):
+        async def generate(self, prompt: BenchPrompt, decoding: Decoding) -> Completion:
+            stamps.extend((10.1, 10.5, 11.0))
+            return Completion((1, 2), 10.0, 1.2, chunk_s=(0.7, 1.1))
+
+    first_ms, chunks_ms = await added_ms(Scripted(), stamps)
+    assert first_ms == pytest.approx(300)
+    assert chunks_ms == pytest.approx([200, 100])
+
+
 @pytest.mark.xdist_group("redis")
 def test_the_command_measures_every_part_and_prints_one_json_object(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -34,11 +51,11 @@ def test_the_command_measures_every_part_and_prints_one_json_object(
 
     for name, value in {
         "Process": ProcessHere, "service_process": service_process, "WARM_UP_S": 0.5,
-        "WARM_UP_ROUNDS": 10,
+        "WARM_UP_ROUNDS": 10, "TURNS": 3,
     }.items():  # fmt: skip
         monkeypatch.setattr(f"benchmarks.overhead.{name}", value)
     flags = (
-        "--parts", "rounds,capacity", "--rounds", "20", "--sessions", "3", "--seconds",
+        "--parts", "rounds,capacity,transports", "--rounds", "20", "--sessions", "3", "--seconds",
         "1", "--json",
     )  # fmt: skip
     assert main(["bench", "overhead", *flags]) == 0
@@ -50,3 +67,6 @@ def test_the_command_measures_every_part_and_prints_one_json_object(
     capacity = value["capacity"]
     assert 3 < capacity["rounds_per_second"] < 125, "tokens a round are a mean"
     assert capacity["coordinator_ms_per_round"] > 0
+    names = "grpc_ttft_added_ms_p50 grpc_chunk_added_ms http_ttft_added_ms_p50 http_chunk_added_ms"
+    assert value["transports"].keys() == set(names.split())
+    assert all(ms > 0 for ms in value["transports"].values())

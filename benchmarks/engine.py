@@ -1,0 +1,266 @@
+"""`outrider bench engine`: many sessions at once, and steps compared with transformers.
+
+Every session continues its own prompt of 256 tokens greedily by 128 tokens, ignoring EOS. Rates are
+new tokens over the time from the first request to the last token, including prefill. All figures
+are medians.
+
+sessions  `sessions`: tokens a second by number of sessions, through coordinator and target;
+          `engine_sessions`: of the engine alone
+waits     `prefix_ratio`: time to first token of a prompt whose first 1,000 tokens are cached, over
+          that of a new one; `gap_ratio`: 99th percentile of the gaps between tokens of 8 sessions
+          while a prompt of 4,000 tokens is prefilled, over their median gap before
+steps     `verify_step_ms`: 5 new tokens after 256 cached ones of one session;
+          `transformers_forward_ms`: the same in transformers
+
+A gap is the time between two tokens of a session as the client receives them; tokens of one message
+share the time until the next message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from itertools import chain, pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from outrider.client import Client
+from outrider.config import CoordinatorConfig, DeploymentConfig, TargetConfig
+from outrider.engine.interface import Engine, SequenceStep
+from outrider.errors import SettingError
+from outrider.limits import DEADLINE_MS_MAX
+from outrider.models.loading import load_model
+from outrider.replica.process_setup import available_cores, build_engine
+from outrider.request import GenerateRequest, Tokens
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.tokenizer import TokenizerText
+
+from .acceptance import Answer, decode
+from .measurement import Progress, medians_ms, together
+from .options import EngineOptions
+from .processes import running_pair
+from .prompts import built_in_prompts
+from .report import Report, percentile
+
+SESSIONS = (1, 4, 16, 32)
+PROMPT_TOKENS = 256
+NEW_TOKENS = 128
+GREEDY = SamplingParams(temperature=0.0)
+_STRIDE = 7
+"""Each measurement shifts its prompts by this, so that no beginning is cached."""
+
+PREFIX_TOKENS = 1_000
+OWN_TOKENS = 20
+"""Tokens after the shared prefix."""
+LONG_TOKENS = 4_000
+RUNNING_SESSIONS = 8
+"""Sessions that decode beside the long prompt, and the length of their prompts."""
+RUNNING_TOKENS = 256
+SETTLING_GAPS = 16
+"""First gaps of each running session, which are not measured: others are still starting."""
+GAPS_BEFORE = 64
+"""Gaps of each session that are measured before the long prompt is sent."""
+_POLL_S = 0.005
+_REST_S = 0.5
+"""Wait after the first token of the long prompt, so that the gaps around it end."""
+
+CACHED_TOKENS = 256
+STEP_TOKENS = 5
+STEP_REPETITIONS = 50
+
+
+class Prompts:
+    """Prompts cut from real text, different ones at each call."""
+
+    def __init__(self, token_ids: Iterable[int]) -> None:
+        self._ids = tuple(token_ids)
+        self._start = 0
+
+    def take(self, number: int, length: int) -> list[tuple[int, ...]]:
+        """`number` prompts of `length` tokens that share no prefix with each other or with earlier
+        ones."""
+        self._start += _STRIDE
+        size = len(self._ids)
+        starts = [self._start + index * size // number for index in range(number)]
+        return [tuple(self._ids[(start + i) % size] for i in range(length)) for start in starts]
+
+
+async def run(options: EngineOptions, config: DeploymentConfig, progress: Progress) -> Report:
+    """Measures the target. Raises `ConfigError`, and `Unavailable` if a process ends."""
+    target = config.target
+    text = TokenizerText.load(Path(target.directory), target.model)
+    prompts = Prompts(chain.from_iterable(text.encode(one.text) for one in built_in_prompts()))
+    progress("loading the engine")
+    num_threads = target.num_threads or available_cores()
+    # Stated, so that every step uses all of them: nothing else is running.
+    engine = build_engine(replace(target, num_threads=num_threads), num_threads)
+    room = engine.info.max_model_len
+    if room < PROMPT_TOKENS + NEW_TOKENS:
+        raise SettingError(
+            "model", f"takes {room} tokens; {PROMPT_TOKENS + NEW_TOKENS} are needed at least"
+        )
+    figures: dict[str, Any] = {"model": target.model, "dtype": engine.info.dtype, **asdict(options)}
+    if "steps" in options.parts:
+        progress("steps")
+        figures |= step_times(engine, target, prompts.take(1, CACHED_TOKENS)[0])
+    if {"sessions", "waits"} & set(options.parts):
+        progress("starting the services")
+        async with (
+            running_pair(target, None, CoordinatorConfig()) as replicas,
+            replicas.coordinator() as (client, _),
+        ):
+            if "sessions" in options.parts:
+                figures |= await _rates(options, prompts, client, engine, progress)
+            if "waits" in options.parts:
+                progress("waits")
+                found = [await _waits(client, prompts, room) for _ in range(options.repetitions)]
+                figures |= {name: median(each[name] for each in found) for name in found[0]}
+    return Report.of(f"{target.model}, {engine.info.dtype}", figures)
+
+
+async def _rates(
+    options: EngineOptions, prompts: Prompts, client: Client, engine: Engine, progress: Progress
+) -> dict[str, object]:
+    """Rates of services and engine, measured in turns after a warm-up."""
+    found: dict[int, list[tuple[float, float]]] = {number: [] for number in SESSIONS}
+    for index in range(-1, options.repetitions):
+        for number in SESSIONS if index >= 0 else SESSIONS[:2]:
+            progress(f"round {index + 1}: {number} sessions")
+            served, alone = (prompts.take(number, PROMPT_TOKENS) for _ in range(2))
+            served_s = await _decode(client, served, NEW_TOKENS)
+            alone_s = decode_with_engine(engine, alone, NEW_TOKENS)
+            num_tokens = number * NEW_TOKENS
+            if index >= 0:
+                found[number].append((num_tokens / served_s, num_tokens / alone_s))
+    return {
+        name: {
+            str(number): median(each[side] for each in rounds) for number, rounds in found.items()
+        }
+        for side, name in enumerate(("sessions", "engine_sessions"))
+    }
+
+
+def decode_with_engine(
+    engine: Engine, prompts: Sequence[tuple[int, ...]], num_tokens: int
+) -> float:
+    """Seconds in which the engine continues all prompts together, greedily."""
+    started = time.perf_counter()
+    asked = [Answer("", 0, prompt, num_tokens) for prompt in prompts]
+    for _ in decode(engine, asked, GREEDY, Rule.GREEDY, ()):
+        pass
+    return time.perf_counter() - started
+
+
+def _request(prompt: tuple[int, ...], num_tokens: int) -> GenerateRequest:
+    return GenerateRequest(
+        prompt, sampling=GREEDY, max_tokens=num_tokens, ignore_eos=True, num_draft_tokens=0,
+        deadline_ms=DEADLINE_MS_MAX,
+    )  # fmt: skip
+
+
+async def _decode(client: Client, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> float:
+    """Seconds in which the services continue all prompts together."""
+    started = time.perf_counter()
+    async with together() as group:
+        for prompt in prompts:
+            group.create_task(client.complete(_request(prompt, num_tokens)))
+    return time.perf_counter() - started
+
+
+async def _waits(client: Client, prompts: Prompts, max_model_len: int) -> dict[str, float]:
+    """The figures of `waits` for which the model is long enough."""
+    found = {}
+    if max_model_len > PREFIX_TOKENS + OWN_TOKENS:
+        (prefix,) = prompts.take(1, PREFIX_TOKENS)
+        first, second = [
+            1e3 * await _decode(client, [prefix + own], 1) for own in prompts.take(2, OWN_TOKENS)
+        ]
+        found = {
+            "prefix_first_token_ms": first,
+            "prefix_second_first_token_ms": second,
+            "prefix_ratio": second / first,
+        }
+    if max_model_len > LONG_TOKENS:
+        found |= await _beside_a_long_prompt(client, prompts, max_model_len)
+    return found
+
+
+async def _beside_a_long_prompt(
+    client: Client, prompts: Prompts, max_model_len: int
+) -> dict[str, float]:
+    clock = asyncio.get_running_loop().time
+    arrivals: list[list[float]] = [[] for _ in range(RUNNING_SESSIONS)]
+
+    async def stream(prompt: tuple[int, ...], own: list[float]) -> None:
+        async for event in client.generate(_request(prompt, max_model_len - RUNNING_TOKENS)):
+            if isinstance(event, Tokens):
+                own += [clock()] * len(event.token_ids)
+
+    async with together() as group:
+        running = zip(prompts.take(RUNNING_SESSIONS, RUNNING_TOKENS), arrivals, strict=True)
+        tasks = [group.create_task(stream(*one)) for one in running]
+        while min(map(len, arrivals)) <= SETTLING_GAPS + GAPS_BEFORE:  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
+        began, sent = max(own[SETTLING_GAPS] for own in arrivals), clock()
+        long_s = await _decode(client, prompts.take(1, LONG_TOKENS), 1)
+        await asyncio.sleep(_REST_S)
+        for task in tasks:
+            task.cancel()
+    before = median(gaps(arrivals, began, sent))
+    beside = percentile(gaps(arrivals, sent, sent + long_s), 99)
+    return {
+        "gap_median_ms": 1e3 * before,
+        "gap_p99_beside_ms": 1e3 * beside,
+        "gap_ratio": beside / before,
+    }
+
+
+def gaps(arrivals: Sequence[Sequence[float]], start: float, end: float) -> list[float]:
+    """Gaps between tokens of a session that overlap these times, in seconds. Tokens of one message
+    share the time until the next message."""
+    return [
+        (after - before) / num_tokens
+        for own in arrivals
+        for (before, num_tokens), (after, _) in pairwise(Counter(own).items())
+        if before < end and after > start
+        for _ in range(num_tokens)
+    ]
+
+
+def step_times(engine: Engine, config: TargetConfig, prompt: tuple[int, ...]) -> dict[str, float]:
+    """Times of `STEP_TOKENS` after `CACHED_TOKENS`: the engine's step, and the forward pass of
+    transformers with its own cache."""
+    module: Any = load_model(
+        Path(config.directory), name=config.model, dtype=config.dtype, device=config.device,
+        num_threads=config.num_threads or available_cores(),
+        trust_remote_code=config.trust_remote_code,
+    )[0]  # fmt: skip
+    new = prompt[:STEP_TOKENS]
+    cache = DynamicCache(config=module.config)
+
+    def step(_: int) -> None:
+        engine.forward([SequenceStep("step", new, STEP_TOKENS)])
+
+    def library(token_ids: tuple[int, ...]) -> None:
+        ids = torch.tensor([token_ids], device=module.device)
+        module(input_ids=ids, past_key_values=cache, use_cache=True)
+
+    def undo() -> None:
+        if new_slots := cache.get_seq_length() - CACHED_TOKENS:
+            cache.crop(-new_slots)
+        engine.keep("step", CACHED_TOKENS)
+
+    with torch.inference_mode():
+        engine.forward([SequenceStep("step", prompt, 0)])
+        library(prompt)
+        works = [step, lambda _: library(new)]
+        verify, forward = medians_ms(works, STEP_REPETITIONS, undo)
+    engine.release("step")
+    return {"verify_step_ms": verify, "transformers_forward_ms": forward}
