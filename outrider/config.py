@@ -223,10 +223,10 @@ class ModelServerConfig(ServerConfig):
     """GPUs, or a fraction of one, that Ray reserves for a replica; unset = a share of one where the
     cluster has any and the replica runs a model."""
     num_threads: Annotated[int, between(0, THREADS_MAX)] = 0
-    """Threads of a replica's steps; 0 = for a draft a share of the cores; for a target all of them,
-    or all but one in small steps while other processes use the cores."""
+    """Threads of a replica's steps; 0 = a share of the cores for a draft; for a target all cores,
+    but one fewer in small steps that other processes slow down."""
     tensor_parallel_size: Annotated[int, between(1, TENSOR_PARALLEL_SIZE_MAX)] = 1
-    """Tensor-parallel ranks, each with the CPUs, GPUs and threads above."""
+    """Tensor-parallel ranks; the numbers of CPUs, GPUs and threads are for each of them."""
     directory: Internal[str] = ""
     """Directory of the model's files, once its name is resolved; empty without a model."""
     tokenizer_directory: Internal[str] = ""
@@ -275,7 +275,7 @@ class TargetConfig(ModelServerConfig):
     heads_kind: Internal[str] = ""
     """`medusa`, `early-exit`, `eagle3` or `mtp`."""
     heads_directory: Internal[str] = ""
-    """Directory of these."""
+    """Directory of the heads or exit head."""
     shows_features: Internal[bool] = False
     """Whether it sends hidden states to an EAGLE-3 head on draft replicas."""
 
@@ -308,7 +308,7 @@ class DraftConfig(ModelServerConfig):
     """Tokens of earlier outputs that suffix decoding keeps per tenant, about 200 bytes each, and
     for all tenants together four times as many; 0 = none."""
     hybrid_min_score: Annotated[float, between(0.1, NUM_DRAFT_TOKENS_MAX)] = HYBRID_SCORE_MIN
-    """Expected accepted tokens from which a hybrid uses its look-up instead of its model."""
+    """A hybrid uses its look-up, not its model, from this number of expected accepted tokens on."""
     hybrid_model_tokens: Annotated[int, between(1, NUM_DRAFT_TOKENS_MAX)] = HYBRID_MODEL_TOKENS
     """Most draft tokens a round that a hybrid draws from its model, heads or early exit; its
     look-up is not limited by this."""
@@ -397,10 +397,10 @@ class CoordinatorConfig(ServerConfig):
     """The session store."""
     redis_wait_replicas: Annotated[int, between(0, REDIS_WAIT_REPLICAS_MAX)] = 0
     """Replicas of Redis that must have tokens before they are sent to the client; 0 = the primary
-    alone. A failover loses nothing that all replicas have."""
+    alone. A failover cannot lose tokens that all replicas have."""
     num_draft_tokens: Annotated[int, between(0, NUM_DRAFT_TOKENS_MAX)] = 8
-    """Draft tokens a round where a request gives none, or the most of them with `length_control`; 0
-    = plain decoding."""
+    """Draft tokens a round for requests that do not set a number; with `length_control` the most.
+    0 = plain decoding."""
     length_control: bool = True
     """Choose the number of draft tokens of each round, down to none, by expected gain and cost; the
     request's number is then the most."""
@@ -439,13 +439,14 @@ class CoordinatorConfig(ServerConfig):
     ngram_min: NgramMin = 1
     ngram_max: NgramMax = 16
     seed: Annotated[int | None, between(0, SEED_MAX)] = None
-    """Seed for the seeds of requests that give none; unset = the operating system's randomness."""
+    """Seed of the generator that gives requests without a seed theirs; unset = the operating
+    system's randomness."""
     num_cpus: Annotated[Cpus, Field(alias="coordinator_num_cpus")] = 0.25
     """CPUs that Ray reserves for the coordinator."""
     audit_share: Annotated[float, between(0, 1)] = 0.001
     """Fraction of the sessions that are audited when they end: the target scores their tokens
-    again, one session at a time, and metrics compare them with its distribution. 0 = none; none
-    without `telemetry`."""
+    again, one session at a time, and metrics compare the tokens with the target's distribution. 0 =
+    none. Without `telemetry` there are no audits."""
     trace_every_rounds: Annotated[int, between(0, TRACE_ROUNDS_MAX)] = 64
     """Every Nth round of a request has spans, and so have the first two; 0 = none. Totals of the
     request count all rounds."""
@@ -463,8 +464,8 @@ class CoordinatorConfig(ServerConfig):
     shares_ports: Internal[bool] = False
     """Whether a coordinator that replaces this one may listen on its ports before it has ended."""
     takes_over_ports: Internal[bool] = False
-    """Whether it replaces a coordinator of its deployment that may still listen on its ports. Else
-    ports that are in use are refused."""
+    """Whether another coordinator, which this one replaces, may still listen on its ports. If not,
+    ports in use are an error."""
     target_address: Internal[str] = ""
     """HOST:PORT of the target, where it is not announced ..."""
     draft_address: Internal[str] = ""
@@ -524,13 +525,13 @@ class AutoscaleConfig:
     """Settings of autoscaling."""
 
     autoscale_targets: str = ""
-    """Scale the targets by load, between LEAST:MOST; empty = a fixed number."""
+    """LEAST:MOST, the bounds within which load scales the targets; empty = a fixed number."""
     autoscale_drafts: str = ""
     """The same for drafts."""
     autoscale_coordinators: str = ""
     """The same for coordinators."""
     autoscale_queue_steps: Annotated[float, between(0.1, 1000)] = 1.5
-    """Add targets where items wait longer for a step than this many steps take."""
+    """Add targets where items wait for longer than this many steps in the queue."""
     autoscale_draft_waits: Annotated[float, between(0.01, 1)] = 0.25
     """Add drafts where a larger share of the rounds waits for its turn at a draft."""
     autoscale_calm_s: Annotated[float, between(1, WAIT_S_MAX)] = 120.0
@@ -656,7 +657,7 @@ class DeploymentConfig:
 
     @property
     def target_name(self) -> str:
-        """The target's name of its model."""
+        """The name of the target's model; `emulated` without one."""
         return self.target.model if self.target.emulated is None else EMULATED.removesuffix(":")
 
     @property
@@ -681,8 +682,8 @@ def merge(
     flags: Mapping[str, object], environment: Mapping[str, str], file: Path | None = None
 ) -> dict[str, Value]:
     """The settings that a `file` (YAML), the `environment` (`OUTRIDER_*`) or `flags` (text or
-    values) set, by key; the last one wins. Raises `ConfigError` that names where a bad value was
-    set, also where another layer overrides it."""
+    values) set, by key; the last one wins. Raises `ConfigError` for a bad value, even if another
+    layer overrides it, and names where it was set."""
     given = translated_layers(flags, environment, file)
     values = {found.key: found.parse(raw, source) for found, raw, source in given}
     if rates := values.pop(SPECULATIVE_CONFIG, None):
@@ -701,9 +702,9 @@ def merge(
 def translated_layers(
     flags: Mapping[str, object], environment: Mapping[str, str], file: Path | None = None
 ) -> list[tuple[Setting, object, str]]:
-    """As `layers`, with a `speculative_config` replaced by the settings that it stands for; of
-    several the last one counts. Raises `ConfigError` where the same layer also sets one of these.
-    """
+    """As `layers`, with a `speculative_config` replaced by the settings that it stands for. If
+    several layers have one, the last counts. Raises `ConfigError` if a layer with one also sets one
+    of these settings."""
     settings = deployment_settings()
     found: list[tuple[Setting, object, str]] = []
     translated: list[tuple[Setting, object, str]] = []

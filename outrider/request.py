@@ -52,19 +52,19 @@ class GenerateRequest:
     include_rounds: bool = False
     """Whether to send a `RoundReport` for every round."""
     draft_deadline_ms: int | None = None
-    """Time limit for the draft of a round, which returns the tokens drawn by then."""
+    """Time limit for drafting in a round; the draft returns the tokens drawn by then."""
     constraint: Constraint | None = None
-    """What the whole completion must match; it ends where that does."""
+    """What the whole completion must match; the completion ends when nothing more can match."""
     # Only set by HTTP, not sent by gRPC:
     prompt_logprobs: int | None = None
     """How many of the likeliest tokens to report at each position of the prompt; None = none. If
     set, `max_tokens` may be 0."""
     tools: Sequence[Mapping[str, Any]] = ()
-    """Tools for the chat template, and ..."""
+    """Tools for the chat template."""
     template_variables: Mapping[str, Any] = field(default_factory=dict)
-    """... its other variables."""
+    """Other variables for the chat template."""
     shown_tokens: tuple[str, ...] = ()
-    """Special tokens that the text includes nevertheless: marks of tool calls."""
+    """Special tokens that the text keeps, such as marks of tool calls; it leaves out all others."""
     answer_form: str = ""
     """How to parse tool calls and reasoning from the text, as JSON of `coordinator.http_api`; empty
     = all is content."""
@@ -81,14 +81,14 @@ class ResumeRequest:
     num_tokens: int = 0
     """Tokens of the completion already received; they are not sent again."""
     num_characters: int | None = None
-    """Characters (code points) of its text already received; None = the text of those tokens."""
+    """Characters (code points) of its text already received; None = all of the tokens' text."""
     deadline_ms: int | None = None
     """The remaining time; None = the request's deadline."""
     tokens_digest: int | None = None
-    """Digest of those tokens, see `TokenSequence`; None = only their number is checked."""
+    """Digest of the tokens received, see `TokenSequence`; None = only their number is checked."""
     cuts: tuple[int, ...] = ()
-    """If set, all tokens are sent again, in events that also end at these numbers of tokens. Not
-    sent by gRPC."""
+    """If set, all tokens are sent again, and an event ends after each of these numbers of tokens.
+    Not sent by gRPC."""
 
 
 @dataclass(frozen=True, slots=True)

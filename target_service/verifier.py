@@ -48,10 +48,10 @@ _REPLACEMENT = 0
 never accepted, so what follows it is never used."""
 
 _ROWS_AT_ONCE = {"cpu": 64, "cuda": 256}
-"""Rows of logits from which verdicts are made together. On one thread a verdict on one row of
-49,152 tokens takes 0.40 ms alone and 0.13 ms among eight; one on five rows takes 0.76 and 0.45 ms.
-More rows gain nothing and take memory: on a device 256 MiB for 128,000 tokens, twice that for
-several sessions."""
+"""Most rows of logits from which verdicts are made together. With 49,152 tokens and one thread, a
+verdict on one row takes 0.40 ms alone and 0.13 ms in a batch of eight; a verdict on five rows takes
+0.76 and 0.45 ms. Larger batches are no faster and take more memory: on a device 256 MiB for 128,000
+tokens, twice that for several sessions."""
 
 
 class _Round(Work):
@@ -61,7 +61,7 @@ class _Round(Work):
     sampling: SamplingParams
     proposal: Proposal
     step: SequenceStep
-    """Its part of the forward pass; without logits it runs a part of the prefix."""
+    """Its part of the forward pass. If that has no logits, it only runs a part of the prefix."""
     question: Question
     """The input of its verdict."""
     shown: Tensor
@@ -95,8 +95,8 @@ class _Round(Work):
         return decide(verdict, proposal.token_ids, head.rule, uniforms, proposal.parents)
 
     def within(self, verdict: Verdict) -> Verdict:
-        """The verdict; if its outcome reaches one of the rows in `untold`, the verdict that ends
-        there. The next round then fails as plain decoding does."""
+        """The verdict. If its outcome reaches a row in `untold`, returns one that ends with the
+        draft token before that row instead; the next round then fails as plain decoding would."""
         path = self.outcome(verdict).path if self.untold else ()
         last = next((index for index in path if index + 1 in self.untold), None)
         if last is None:
@@ -160,7 +160,7 @@ class Verifier(StepWorker):
         if head.rule is Rule.BLOCK or one.sampling.penalised or item.audit:
             trees = {"proposal.parents": item.proposal.parents, "next_siblings": item.next_siblings}
             for key in (key for key, tree in trees.items() if tree):
-                reason = "are of a tree; block verification, penalties and audits have chains alone"
+                reason = "are of a tree; block verification, penalties and audits take chains only"
                 raise BadRequest(key, reason)
         if one.sampling.top_k > size:
             reason = f"{one.sampling.top_k} is over {size}, the vocabulary"
@@ -195,7 +195,7 @@ class Verifier(StepWorker):
         return self._engine.forward([one.step for one in rounds])
 
     def _finish(self, rounds: Sequence[_Round], logits: Sequence[Tensor]) -> None:
-        # Before any verdict, so that tokens and slots agree whatever happens there. A tree is
+        # Before any verdict, so that tokens and slots agree even if a verdict fails. A tree is
         # recorded with its verdict; without one, the session's next step drops its slots.
         for one in rounds:
             if not one.step.parents:
@@ -248,7 +248,7 @@ class Verifier(StepWorker):
         return VerdictReply(one.head.key, verdict, cached_length, logprobs, audit=audited)
 
     def _keep_path(self, one: _Round, path: Sequence[int]) -> None:
-        """Keeps the slots of the accepted path of a tree, which the coordinator will find, too."""
+        """Keeps the slots of a tree's accepted path. The coordinator will find the same path."""
         name, token_ids = one.step.sequence_id, one.step.token_ids
         num_drafted = len(one.proposal)
         new, drafted = token_ids[:-num_drafted], token_ids[-num_drafted:]
@@ -258,7 +258,7 @@ class Verifier(StepWorker):
 
     def _add_features(self, rounds: Sequence[_Round], keeper: FeatureKeeper) -> None:
         """Adds hidden states of committed tokens to the verdicts that want them, in one copy from
-        the device. If that fails, the drafts must wait."""
+        the device. If that fails, drafts wait for a later verdict."""
         width = keeper.feature_width
         wanting: list[tuple[_Round, int, int]] = []
         try:
@@ -300,7 +300,7 @@ class Verifier(StepWorker):
             proposals = drafter.propose(requests, features)
             draft_ms = (self._clock() - began) * 1e3
         except Exception:
-            logger.exception("nothing is proposed behind %d verdicts", len(requests))
+            logger.exception("no proposals come with %d verdicts", len(requests))
             return
         for one, request, proposal in zip(wanting, requests, proposals, strict=True):
             one.answer = replace(
@@ -337,7 +337,7 @@ def _answered(rounds: Sequence[_Round]) -> list[_Round]:
 
 
 def _features_wanted(rounds: Sequence[_Round], width: int) -> list[tuple[_Round, int, int]]:
-    """The range of features to send with each verdict, as much as a message and a step may have.
+    """The range of features to send with each verdict, within the limits of a message and a step.
     Rounds that lack the fewest come first, because a draft that lacks one row proposes nothing; the
     rest follows with later verdicts."""
     lacking: list[tuple[_Round, int, int]] = []

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 LOOK_PERIOD_S = 0.25
-"""Between two looks at a detached process that is starting."""
+"""Time between two checks whether a detached process serves yet."""
 STOP_TIMEOUT_S = 60.0
 _POLL_S = 0.05
 
@@ -92,7 +92,7 @@ def serve(arguments: Arguments) -> int:
     state = state_directory(os.environ)
     if arguments.detach:
         with exclusive(state):
-            pass  # Raises, with a better message than from the log, if another deployment runs.
+            pass  # Raises if another deployment runs: here, not only in the log.
         (state / LOG_NAME).unlink(missing_ok=True)
         log = LogFile(state / LOG_NAME, descriptors=(1, 2))
         if pid := os.fork():  # Safe: no other thread runs yet.
@@ -106,7 +106,7 @@ def serve(arguments: Arguments) -> int:
 
 async def _serve(deployment: Deployment, state: Path, arguments: Arguments) -> int:
     """Runs until SIGINT or SIGTERM, or until a role that requests need has no replica left. Returns
-    0, or the code of an interrupted command if SIGINT came before it served."""
+    0, or 130 (interrupted) if SIGINT came before the deployment served."""
     serving = asyncio.create_task(_until_it_fails(deployment, state, arguments))
     loop = asyncio.get_running_loop()
     received: list[int] = []
@@ -178,7 +178,7 @@ def endpoints_text(record: DeploymentRecord) -> str:
 
 
 def _announce_detached(pid: int, state: Path, arguments: Arguments) -> int:
-    """Waits until the detached process serves. Raises with its error if it ends instead."""
+    """Waits until the detached process serves. If that ends instead, raises its error."""
     try:
         found = _record_once_ready(state, pid)
     except KeyboardInterrupt:
@@ -196,7 +196,7 @@ def _announce_detached(pid: int, state: Path, arguments: Arguments) -> int:
 
 
 def _record_once_ready(state: Path, pid: int) -> DeploymentRecord | int:
-    """The record of a detached process once it serves, or the exit code if it ends before. Relays
+    """The record of a detached process once it serves, or its exit code if it ends first. Relays
     its progress from its log."""
     with (state / LOG_NAME).open("rb") as log:
         said = b""
@@ -229,12 +229,12 @@ def _detach(log: LogFile) -> None:
     "stop",
     option(
         "--timeout", type=Seconds(0, WAIT_S_MAX), default=STOP_TIMEOUT_S, metavar="S",
-        help="how long to wait for it to end, s",
+        help="how long to wait for the deployment to end, s",
     ),
 )  # fmt: skip
 def stop(arguments: Arguments) -> int:
-    """Stops the deployment's process and waits until it has ended. It is no error if none runs; one
-    that ended by itself is reported, and its record removed."""
+    """Stops the deployment's process and waits until it has ended. It is no error if no deployment
+    runs: one that ended by itself is reported, and its record removed."""
     directory = state_directory(os.environ)
     record = recorded_deployment(directory)
     holder = lock_holder(directory)
@@ -251,7 +251,7 @@ def stop(arguments: Arguments) -> int:
 
 
 def _end(pid: int, timeout_s: float) -> None:
-    """Raises `Unavailable` if the process still runs after the time."""
+    """Ends a process. Raises `Unavailable` if it still runs after `timeout_s`."""
     progress(f"stopping the deployment (pid {pid})", at_once=False)
     give_up_at = time.monotonic() + timeout_s
     with suppress(ProcessLookupError):
@@ -331,7 +331,7 @@ def status(arguments: Arguments) -> int:
 
 
 async def _watch(arguments: Arguments) -> int:
-    """With `--watch` each table replaces the one before on a terminal."""
+    """With `--watch`, each table replaces the last one if the output is a terminal."""
     watches = arguments.watch is not None
     while True:
         found = await _status(arguments)
@@ -390,7 +390,7 @@ async def ask_registry(
     record: DeploymentRecord, timeout_s: float
 ) -> tuple[dict[str, Facts], str | None]:
     """The replicas' records in the deployment's Redis by address, and an error if some are missing.
-    A password that is in no file is read from the same variable as on the replicas."""
+    A password without a file comes from the environment variable that replicas read, too."""
     from outrider.registry.redis_registry import RedisRegistry
 
     known: dict[str, Facts] = {}
@@ -423,8 +423,8 @@ def _deployment(record: DeploymentRecord, state: Path) -> Facts:
 async def _ask(
     role: Role, address: str, key: str, trust: Trust | None, timeout_s: float, internal: str = ""
 ) -> Facts:
-    """Describes a replica. Targets and drafts are called as coordinators do, with the certificate
-    in the directory `internal`, if that is not empty."""
+    """Describes a replica. Calls targets and drafts as a coordinator does: with the certificate in
+    the directory `internal`, unless that is empty."""
     from outrider.transport.channel import PLAIN
     from outrider.transport.grpc_link import draft_link, target_link
     from outrider.transport.tls import internal_trust

@@ -66,11 +66,11 @@ STEPPED_ROWS = 512
 SEARCH_S = 5.0
 """Measured time of each simulation in a search; the warm-up takes half as long."""
 TOLERANCE = 0.02
-"""A number found may exceed the smallest one by this share."""
+"""The number found may exceed the smallest that is enough by this share."""
 GENEROUS = 4
-"""While one role's number is searched, later roles have this many times what they need at least."""
+"""While one role's number is searched, later roles have this many times their least need."""
 HOPELESS = 16
-"""The search ends at this many times what a role needs at least."""
+"""The search gives up at this many times a role's least need."""
 ReplicaRole = Literal["target", "draft"]
 
 
@@ -155,8 +155,8 @@ class Scenario:
 
 @dataclass(frozen=True)
 class FleetFigures:
-    """The results. Times of requests are p50 and p99, or None if there was no request; busy shares
-    are of targets, drafts and coordinators."""
+    """The results. Times of requests are p50 and p99, or None if there was no request; `busy`
+    is for targets, drafts and coordinators, in this order."""
 
     tokens_per_second: float
     rounds_per_second: float
@@ -169,13 +169,13 @@ class FleetFigures:
     """Time per token, weighted by tokens."""
     ttft_ms: tuple[float, float] | None
     draft_ms: float
-    """Mean wait of a round with a draft for its proposal."""
+    """Mean time that a round with draft tokens waits for its proposal."""
     hit_rate: float
     """Share of these rounds whose proposal was ready when they began."""
     busy: tuple[float, float, float]
     """Mean share of the time that replicas spent in steps."""
     sessions_per_step: float
-    """Mean of the targets."""
+    """Mean over the steps of all targets."""
 
 
 def simulate(scenario: Scenario) -> FleetFigures:
@@ -186,11 +186,11 @@ def simulate(scenario: Scenario) -> FleetFigures:
 def _rows(pair: Pair, role: ReplicaRole) -> torch.Tensor:
     """Logits [VOCABULARY + 1, VOCABULARY] after each token; the last row is for an empty context.
 
-    Token d = 1..K is proposed at depth d, which follows from the token before it. The target
-    accepts it with the plan's chance for that depth, and otherwise draws 0 or K + 1. A draft that
-    looks ahead guesses 0 but never K + 1, and a look-up finds nothing after K + 1; so the share of
-    the two is the stated hit rate. Further guesses are decoys, which the target never draws: they
-    make the draft work out as many outcomes as stated."""
+    Token d = 1..K is proposed at depth d; the token before it tells the depth. The target accepts
+    it with the plan's chance for that depth, and otherwise draws 0 or K + 1. A draft that looks
+    ahead guesses 0 but never K + 1, and a look-up finds nothing after K + 1. So how often the
+    target draws 0 rather than K + 1 sets the stated hit rate. Further guesses are decoys, which the
+    target never draws: they make the draft work out as many outcomes as stated."""
     k, ahead = len(pair.survival), pair.way.look_ahead
     reached = (1.0, *pair.survival)
     chances = [b / a if a > 0 else 0.0 for a, b in pairwise(reached)]
@@ -342,7 +342,8 @@ class _Request:
         """Arrival times, and numbers of tokens."""
 
     def pace(self, begin: float) -> tuple[float, int] | None:
-        """Seconds per token after `begin` and after the first tokens, and the number of tokens."""
+        """Seconds per token, and the number of tokens that this covers: those after `begin` and
+        after the first event."""
         start = max(sum(at < begin for at, _ in self.tokens) - 1, 0)
         num = sum(n for _, n in self.tokens[start + 1 :])
         return ((self.tokens[-1][0] - self.tokens[start][0]) / num, num) if num else None
@@ -572,7 +573,7 @@ def smallest(
 ) -> Fleet | None:
     """The fleet with the fewest targets, then drafts, then coordinators (within `TOLERANCE`) that
     meets this time per token, or None. Roles that are not `free` keep the scenario's numbers. While
-    a role is searched there are plenty of later ones."""
+    one role's number is searched, later roles have plenty of replicas."""
     workload = scenario.workload
     tokens = (workload.rate or 0.0) * workload.answer_tokens
     if workload.sessions is not None:
@@ -585,7 +586,7 @@ def smallest(
     def is_kept(fleet: Fleet) -> bool:
         figures = simulate(replace(scenario, fleet=fleet))
         _, p99 = figures.tpot_ms or (0.0, 0.0)
-        progress(f"{in_words(fleet)}: {p99:.1f} ms a token for 99 % of them")
+        progress(f"{in_words(fleet)}: 99 % of the tokens take at most {p99:.1f} ms each")
         return keeps(figures, tpot_ms)
 
     needs = {role: rounds * _busy_s(scenario, role) for role in ROLES if role in free}
@@ -602,7 +603,7 @@ def smallest(
 
 
 def _busy_s(scenario: Scenario, role: Role) -> float:
-    """The least time that a round takes of one replica of a role."""
+    """The least time for which a round occupies one replica of a role."""
     pair = scenario.pair
     if role == "coordinator":
         return scenario.coordinator_s
@@ -641,8 +642,8 @@ def _counted(number: int, what: str) -> str:
 
 
 def tables(found: SimulatedFleet, pair: Pair, tpot_ms: float | None) -> Iterator[RenderableType]:
-    """A line and a table; replicas and busy shares are of targets, drafts and coordinators, times
-    are p50 and p99."""
+    """A line and a table. Replicas and busy shares are listed for targets, drafts and
+    coordinators, in this order; times are p50 and p99."""
     load = _load(found.load)
     if found.fleet is None or found.figures is None:
         yield f"No fleet meets {tpot_ms:g} ms a token for {load}."

@@ -7,10 +7,10 @@ j - 1, together with token j.
                             g_j
                             the head's key and value of pair j
 
-So prefixes, forks, cuts and kept paths of trees need nothing of their own: the head's state moves
-with the slot. Every step of the model also writes g and the pairs of its tokens, which takes no
-attention. A drafted pair attends to slots 1..j, as slot 0 has no pair. The rotary position of pair
-j is j - 1.
+So prefixes, forks, roll-backs and kept paths of trees need no code of their own: the head's state
+moves with the slot. Every step of the model also writes g and the pairs of its tokens, which takes
+no attention. When pair j drafts, it attends to slots 1..j, as slot 0 has no pair. The rotary
+position of pair j is j - 1.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class FeatureLayer:
         """[slots, D]."""
 
     def write(self, step: HeldStep, tapped: Sequence[Tensor]) -> Tensor:
-        """Writes g of a step's T new tokens, and returns it, [T, D]. Each of `tapped` is what one
-        layer read, in its first T rows."""
+        """Writes g of a step's T new tokens, and returns it, [T, D]. Each of `tapped` is the input
+        of one of the model's layers; only its first T rows count."""
         [slots] = shipped([step.rows.slots], self._features.device)
         return self.put(slots, tapped)
 
@@ -146,6 +146,6 @@ def _slots_before(step: HeldStep) -> _Ints:
         index, place = divmod(held.length - 1, step.page_size)
         newest = held.pages[index] * step.page_size + place if held.length else own[0]
         parents = held.step.parents or range(-1, num - 1)
-        found.append(np.append(own, newest)[np.array(parents)])  # -1 is the newest held
+        found.append(np.append(own, newest)[np.array(parents)])  # -1 is the newest slot held.
         row += num
     return np.concatenate(found)

@@ -2,8 +2,8 @@
 
 Names and shapes tell which replacement could fit; only a call shows that there is no clamp, no
 offset and no other rotation. A probe is a few random rows of different magnitudes, so that a clamp
-and an epsilon both show. A module whose replacement fails keeps the library's code. The last layer
-of a block, which the replacement takes over, does not run, as it may wait for other ranks.
+and an epsilon both show. A module whose replacement fails keeps the library's code. A probe leaves
+out the last layer of a block: the replacement uses the same layer, and it may wait for other ranks.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ PROBE_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError
 _SIZES = (1e-3, 1.0, 1.0, 1e2)
 """Magnitudes of the rows of a probe."""
 _ROUNDINGS = 64
-"""Allowed difference of two results, in machine epsilons of a row's largest value; ..."""
+"""Allowed difference of two results, in machine epsilons times a row's largest value."""
 _ROUNDINGS_SHORT = 8
-"""... and in dtypes under 32 bits, where sums are wider and only results are rounded."""
+"""The same for dtypes under 32 bits, which round results but not the sums before them."""
 _PROBE = "outrider_probe"
 
 
@@ -98,8 +98,8 @@ def call_attention(
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]] | None:
     """Runs rows [1, 4, width] through an attention `block`, up to its layer `o_proj`. Returns the
     query, key and value that the attention function gets, the input of `o_proj`, and the options
-    that the block itself passes to the attention function. There are angles for `rotated` elements
-    of each head. None if the block cannot be called like Llama's."""
+    that the block itself passes to the attention function. `rotated` is the number of elements of
+    each head that get a rotary angle. None if the block cannot be called like Llama's."""
     rows, angles = probe_rows(width, like), probe_rows(rotated, like)
     calls: list[Any] = []
     mask, given = object(), {"position_ids": angles[..., 0].long(), "calls": calls}

@@ -1,4 +1,4 @@
-"""Runs Lua scripts in Redis, many in one round trip, also for independent callers."""
+"""Runs Lua scripts in Redis; runs of independent callers share round trips."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class ScriptRunner:
     def __init__(
         self, client: redis.asyncio.Redis, wait_replicas: int = 0, replicated_key: str = ""
     ) -> None:
-        """`wait_replicas` replicas must have all writes up to a replicated script's before its
-        answer counts. The key is written each time: WAIT counts from the connection's last write,
-        and a script with nothing left to do writes nothing."""
+        """The answer of a replicated script counts only once `wait_replicas` replicas have its
+        writes and all earlier ones. `replicated_key` is set before each WAIT, which waits for the
+        connection's last write: the script itself may write nothing."""
         self._client = client
         self._wait_replicas = wait_replicas
         self._replicated_key = replicated_key
@@ -93,8 +93,8 @@ class ScriptRunner:
         await asyncio.gather(*self._senders, return_exceptions=True)
 
     async def _send_waiting(self, script: Script) -> None:
-        """Round trips until nothing waits. A server that does not answer fails all that waits, so
-        that no caller waits longer than one timeout; so does a bug."""
+        """Makes round trips until no run waits. If the server does not answer, all runs that wait
+        fail, so that no caller waits longer than one timeout; a bug fails them, too."""
         waiting = self._waiting[script]
         while waiting:
             size = min(len(waiting), CALLS_PER_PIPELINE_MAX)
@@ -115,8 +115,8 @@ class ScriptRunner:
     async def _send(self, script: Script, calls: Sequence[Call], load: bool = False) -> list[Any]:
         """Each command's answer, errors included.
 
-        A pipeline of the client takes twice the time, a part of every round: it prepares for
-        transactions, retries and commands with their own parsers."""
+        The client's own pipelines take twice the time, in every round: they prepare for
+        transactions, retries and commands that have parsers of their own."""
         commands: list[tuple[Any, ...]] = [("SCRIPT", "LOAD", script.source)] if load else []
         for keys, arguments in calls:
             commands.append(("EVALSHA", script.sha, len(keys), *keys, *arguments))

@@ -24,13 +24,16 @@ SPAN_OF = {"draft": "outrider.draft", "target": "outrider.verify"}
 
 _FIGURES = {
     "num_preemptions": ("num_preemptions", "Sequences whose pages were taken for an older one."),
-    "num_prefill_chunks": ("num_prefill_chunks", "Parts of prefixes that were run on their own."),
-    "kv_cache_usage_perc": ("pages.usage", "Share of the pages that running requests need, 0..1."),
+    "num_prefill_chunks": (
+        "num_prefill_chunks",
+        "Chunks of prefixes that did not fit in one step.",
+    ),
+    "kv_cache_usage_perc": ("pages.usage", "Share of pages that running requests hold, 0..1."),
     "kv_cache_pages": ("pages.num_pages", "Pages of keys and values."),
     "kv_cache_pages_free": ("pages.num_free", "Pages that hold nothing."),
     "kv_cache_pages_evictable": ("pages.num_evictable", "Pages whose contents no request needs."),
     "prefix_cache_queries": ("pages.prefix_queries", "Tokens looked up in the prefix cache."),
-    "prefix_cache_hits": ("pages.prefix_hits", "Tokens of them found."),
+    "prefix_cache_hits": ("pages.prefix_hits", "Tokens that the prefix cache held."),
 }
 """By name: the attribute of `StepFigures`, and the description. Those of the key-value cache go up
 and down; the others only grow."""
@@ -104,7 +107,7 @@ class ObservedSteps:
         context = read_sampled(head.traceparent)
         if context is None:
             return
-        # Loop time has no date: converted by the time that has passed since.
+        # Loop time has no date: these are dated by how long ago they were.
         now, now_ns = asyncio.get_running_loop().time(), time.time_ns()
         arrived_ns, start_ns, end_ns = (
             now_ns - int((now - moment) * 1e9) for moment in (work.arrived_at, start, end)

@@ -197,4 +197,4 @@ def test_the_smallest_fleet_is_named(
     assert main(["plan", "--simulate", *pair, *load, "--tpot-ms", tpot_ms]) == 0
     shown = capsys.readouterr()
     assert said in " ".join(shown.out.split())
-    assert "ms a token for 99 % of them" in shown.err
+    assert "99 % of the tokens take at most" in shown.err
