@@ -28,7 +28,6 @@ class TargetActor(ReplicaHost):
         return TargetService(
             engine, executor, max_num_seqs=config.max_num_seqs, costs=costs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            delays_batches=True,
             self_drafter=self_drafter_of(engine),
             grammars=build_grammars(config, engine.info.eos_token_ids),
         )  # fmt: skip

@@ -37,13 +37,12 @@ class TargetService(SteppedService):
         max_num_batched_tokens: int = BATCHED_TOKENS_DEFAULT,
         costs: StepCosts | None = None,
         self_drafter: SelfDrafter | None = None,
-        delays_batches: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         grammars: Grammars | None = None,
     ) -> None:
         """A step has at most `max_num_seqs` sessions and `max_num_batched_tokens` tokens, and fewer
-        if its `costs` are known and would be felt. With `delays_batches` a step waits for sessions
-        that will soon be ready, if `costs` say that this pays. A `self_drafter` must belong to this
+        if its `costs` are known and would be felt; a step waits for sessions that will soon be
+        ready, if `costs` say that this pays. A `self_drafter` must belong to this
         engine; its time is measured by `clock`, in seconds. Without `grammars` (of the engine's
         tokenizer) sessions with a constraint are refused."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
@@ -55,9 +54,7 @@ class TargetService(SteppedService):
             shows_features=verifier.keeper is not None,
             draft_note="" if layer is None else layer.note,
         )
-        batching_delay = None
-        if delays_batches and costs is not None:
-            batching_delay = BatchingDelay(costs.step_seconds, max_num_seqs)
+        batching_delay = None if costs is None else BatchingDelay(costs.step_seconds, max_num_seqs)
         super().__init__(verifier, executor, description, budget.note_seconds, batching_delay)
         self._ahead: OrderedDict[str, RunAhead] = OrderedDict()
 

@@ -276,7 +276,7 @@ class _Replica:
             "max_num_batched_tokens": target.max_num_batched_tokens,
         }  # fmt: skip
         self.service: Any = (
-            TargetService(self.engine, executor, delays_batches=True, **bounds)
+            TargetService(self.engine, executor, **bounds)
             if role == "target"
             else DraftService(ModelDrafter(self.engine), executor, **bounds)
         )

@@ -450,9 +450,10 @@ class SteppedService:
         delay = self._batching_delay
         for work, answer in zip(batch, stamped, strict=True):
             if work.unfinished is None:
-                self._done(work, None if answer is Unfinished.CONTINUES else answer)
+                # Before the next round of a session that runs ahead arrives in `_done`.
                 if delay is not None and isinstance(answer, VerdictReply | ProposalReply):
                     delay.answered(work.session_id, work.item.num_rows, end)
+                self._done(work, None if answer is Unfinished.CONTINUES else answer)
         if not batch:
             return
         if self._load is None:

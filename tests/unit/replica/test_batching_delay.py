@@ -97,11 +97,10 @@ def test_a_step_does_not_wait_without_room_or_reason() -> None:
     assert until(fresh, 0.001, [5]) == 0.001, "it is unknown when it comes"
 
 
-async def rounds_of_two(delays_batches: bool) -> tuple[int, set[int]]:
+async def rounds_of_two(costs: StepCosts | None) -> tuple[int, set[int]]:
     """Rounds of two sessions that begin 20 ms apart and return after 8 ms, within 10 s of steps of
     75 ms; and how many shared a step in the end."""
-    costs = StepCosts((1, 512), (0.075, 0.075))
-    at = Replica("target", ToyEngine(), 0.075, costs=costs, delays_batches=delays_batches)
+    at = Replica("target", ToyEngine(), 0.075, costs=costs)
 
     async def session(number: int) -> None:
         link = at.connect()
@@ -124,8 +123,8 @@ async def rounds_of_two(delays_batches: bool) -> tuple[int, set[int]]:
 @pytest.mark.virtual
 async def test_sessions_that_would_take_turns_share_steps() -> None:
     """They have 1.8 times as many rounds."""
-    num_in_turns, sizes = await rounds_of_two(delays_batches=False)
+    num_in_turns, sizes = await rounds_of_two(None)
     assert sizes == {1}
-    num_together, sizes = await rounds_of_two(delays_batches=True)
+    num_together, sizes = await rounds_of_two(StepCosts((1, 512), (0.075, 0.075)))
     assert sizes == {2}
     assert num_together / num_in_turns == pytest.approx(150 / 83, rel=0.05)
