@@ -411,9 +411,9 @@ class CoordinatorConfig(ServerConfig):
     """Outcomes of a round for which the draft already drafts while the target verifies; 0 = none,
     unset = some where draft and target share neither cores nor a device."""
     draft_siblings: Annotated[int, between(0, SIBLINGS_MAX)] = 0
-    """Alternative candidates beside each token of a model's proposal, in a tree; without
-    `length_control` always this many, up to the largest tree. 0 = chains. Not used with
-    `look_ahead` (set or chosen), `deterministic`, penalties or the rule block."""
+    """Alternative candidates beside each token of a model's proposal, up to the largest tree. 0 =
+    chains. Not used with `look_ahead` (set or chosen), `deterministic`, penalties or the rule
+    block."""
     run_ahead_rounds: Annotated[int, between(0, RUN_AHEAD_ROUNDS_MAX)] = 8
     """Rounds of plain decoding that the target may run before the coordinator answers."""
     max_sessions: Annotated[int, between(1, SESSIONS_PER_COORDINATOR_MAX)] = (

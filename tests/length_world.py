@@ -55,6 +55,8 @@ class World:
     """Whether the target drafts, with the verdict before."""
     delays: bool = False
     """Whether the target waits while the draft works."""
+    rescued: float = 0.0
+    """Chance that one of a place's siblings is accepted if the draft token is refused."""
     stall: Callable[[random.Random], float] = lambda _: 0.0
     """Added to a proposal's time."""
     now: float = 0.0
@@ -121,14 +123,19 @@ class World:
             draft_s = wire_s + self._noisy(num_proposed * self.draft_s) + self.stall(self.random)
         if draft_s > length.draft_budget_s:
             draft_s, num_asked, survival = length.draft_budget_s, 0, ()
-        target_s = self._noisy(self.verify(1 + len(survival)))
+        num_siblings = sum(length.siblings[: len(survival)])
+        target_s = self._noisy(self.verify(1 + len(survival) + num_siblings))
         next_draft_s = self.draft_s * self.num_beside
         self.now += draft_s + target_s + next_draft_s + (wire_s if draft_s or is_first else 0.0)
         num_tokens = 1 + int(sum(survival))
+        refused = float(num_siblings > 0 and num_tokens <= len(survival))
+        taken = refused * (self.random.random() < self.rescued) if self.rescued else 0.0
+        num_tokens += int(taken)
         control.note(
             PlayedRound(
                 num_asked, survival, num_tokens, 100, draft_s, target_s, self.now,
-                beside=beside, next_draft_s=next_draft_s,
+                beside=beside, next_draft_s=next_draft_s, num_siblings=num_siblings,
+                siblings=(refused, taken),
                 work_s=max(0.0, draft_s - wire_s) if num_asked else 0.0,
             )
         )  # fmt: skip

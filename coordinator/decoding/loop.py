@@ -13,8 +13,8 @@ from itertools import chain
 from coordinator.decoding.committer import Committer
 from coordinator.decoding.recovery import Replayed, write_logprobs
 from coordinator.decoding.trial import SessionTrial
-from coordinator.draft_length.acceptance import NO_SIBLINGS, fitting, sibling_chances
-from coordinator.draft_length.policy import LengthPolicy, PlayedRound, RoundLength
+from coordinator.draft_length.acceptance import sibling_chances
+from coordinator.draft_length.policy import LengthPolicy, PlayedRound, RoundLength, fitting
 from coordinator.routing.drafts import NOTHING_WANTED, Drafted, Drafts, LookupProbe
 from coordinator.routing.replica_pool import SessionContext
 from coordinator.routing.target_client import TargetClient
@@ -337,9 +337,7 @@ class SessionRun:
             ended_at=self._clock(),
             queue_s=reply.queue_ms / 1e3,
             num_siblings=len(accept) - len(tree.spine),
-            siblings=(
-                sibling_chances(tree, accept, drafted.siblings) if drafted.siblings else NO_SIBLINGS
-            ),
+            siblings=sibling_chances(tree, accept) if drafted.siblings else (0.0, 0.0),
             beside=drafted.beside,
             next_draft_s=reply.next_draft_ms / 1e3,
             work_s=drafted.work_ms / 1e3,

@@ -30,14 +30,15 @@ from bisect import bisect
 from copy import copy
 from dataclasses import dataclass, replace
 
-from coordinator.draft_length.acceptance import (
-    SIBLINGS_OF_A_ROUND_MAX,
-    DepthAverages,
-    SiblingAverages,
-    observed,
-    shaped,
+import numpy as np
+
+from coordinator.draft_length.acceptance import DepthAverages, SiblingAverage, observed
+from coordinator.draft_length.policy import (
+    LengthPolicy,
+    PlayedRound,
+    RoundLength,
+    siblings_beside,
 )
-from coordinator.draft_length.policy import LengthPolicy, PlayedRound, RoundLength
 from coordinator.draft_length.round_cost import SECONDS_MIN, Load, RoundCosts
 from outrider.limits import DRAFTED_SEEDS_MAX
 from outrider.messages import ReplicaDescription
@@ -53,12 +54,8 @@ SHARED_PRIOR_ROUNDS = 12.0
 """The initial assumptions weigh as much as this many rounds of all sessions."""
 CHOICE_ROUNDS = 4
 """Rounds with a draft from one choice of K to the next."""
-YOUNG_ROUNDS = 64
-"""Until all sessions together have had this many rounds, K is chosen anew in every round."""
 FIRST_LOOKS = 4
 """The first rounds of all sessions, which ask for the largest K whatever it costs."""
-SWITCH_GAIN = 0.02
-"""K changes only if the new K is faster by this share."""
 PLAIN_GAIN = 0.03
 """A drafting session begins a plain phase only if plain decoding is faster by this share."""
 PLAIN_ROUNDS = 16
@@ -73,11 +70,6 @@ CREDIT_TOKENS = 8.0
 """Trial budget of a new coordinator, in tokens ..."""
 CREDIT_TOKENS_MAX = 16.0
 """... and the most that it can save up."""
-PLAIN_BEGINNINGS = 7
-"""Where drafting promises nothing, one in this many sessions begins with a draft anyway ..."""
-BEGINNING_TOKENS = 4.0
-"""... if that costs at most this many tokens; if it costs n times as many, one in n times as many
-sessions."""
 PROMPT_SIZES = (128, 512, 2048)
 """Bounds between classes of prompt lengths, in tokens."""
 PLAIN_TRIED_BELOW = 1.5
@@ -105,12 +97,10 @@ class Experience:
             DepthAverages(SHARED_MEMORY_ROUNDS, PRIOR_ROUNDS, self.averages)
             for _ in range(len(PROMPT_SIZES) + 1)
         ]
-        self.siblings = SiblingAverages(SHARED_MEMORY_ROUNDS, PRIOR_ROUNDS)
+        self.siblings = SiblingAverage(SHARED_MEMORY_ROUNDS, PRIOR_ROUNDS)
         self._left = CREDIT_TOKENS
         """Trial budget: tokens that trials may still lose."""
         self._looks = 0
-        self._begun_plain = 0
-        """Sessions since the last one that began with a draft."""
 
     def first_look(self) -> bool:
         """Whether this round is one of the first, which ask for the largest K at any cost."""
@@ -126,17 +116,6 @@ class Experience:
             return False
         self._left -= max(0.0, num_tokens)
         return True
-
-    def begins(self, num_tokens: float) -> bool:
-        """The same for a trial at the start of a session. Some sessions draft whatever the budget
-        says, as their texts may differ from all before: one in `PLAIN_BEGINNINGS`, fewer if it
-        loses more than `BEGINNING_TOKENS`."""
-        self._begun_plain += 1
-        rarity = max(1.0, num_tokens / BEGINNING_TOKENS)
-        is_due = self._begun_plain >= rarity * PLAIN_BEGINNINGS
-        begins = self.pays(num_tokens) or is_due
-        self._begun_plain = 0 if begins else self._begun_plain
-        return begins
 
 
 class Learned:
@@ -324,7 +303,6 @@ class LengthControl(LengthPolicy):
         self._experience = experience
         self._averages = DepthAverages(MEMORY_ROUNDS, PRIOR_ROUNDS, of_size)
         self._shared_averages = (of_size, experience.averages)
-        self._siblings = SiblingAverages(MEMORY_ROUNDS, PRIOR_ROUNDS, experience.siblings)
         self._siblings_max = siblings_max
         self._bound = num_draft_tokens
         self._seed = seed
@@ -334,8 +312,6 @@ class LengthControl(LengthPolicy):
         """Length of the next round if it tries the largest K, else None."""
         self._until_choice = 0
         """Rounds with a draft until the next choice."""
-        self._num_drafted = self._num_paid = 0
-        """Rounds with a draft since the last plain phase, and how many of them a trial covers."""
         self._num_missed = 0
         """Tokens that the draft has to read before it can propose any."""
         self._phase = PLAIN_ROUNDS
@@ -360,7 +336,7 @@ class LengthControl(LengthPolicy):
             if self._costs.drafting_delays:
                 self._num_missed = prompt_length
             drafted, plain = self._options()
-            if not self._drafting_is_due(_best(drafted), plain, begins=True):
+            if not self._drafting_is_due(_best(drafted), plain):
                 self._begin_plain()
         # If it drafts, the draft reads the prompt while the target does, and may take longer.
         self._num_missed = prompt_length
@@ -420,13 +396,11 @@ class LengthControl(LengthPolicy):
         elif played.num_asked > 0:
             costs.note_drafted(played, round_s, is_typical=self._num_missed == 0)
             if self._siblings_max > 0:
-                self._siblings.note(played.siblings)
-                self._experience.siblings.note(played.siblings)
+                self._experience.siblings.note(*played.siblings)
             self.note_watched(played.num_asked, played.survival)
         elif played.draft_s > 0 and self._num_missed == 0:
             costs.note_late(self._num_asked, played.draft_s)
         if current is not _PLAIN and (played.num_asked > 0 or played.draft_s > 0):
-            self._num_drafted += 1
             self._num_missed = 0  # From here on a late proposal counts as slow drafting.
 
     def note_watched(self, num_asked: int, survival: tuple[float, ...]) -> None:
@@ -442,10 +416,9 @@ class LengthControl(LengthPolicy):
         """Plans the next round."""
         if self._bound > 0 and self._fixed is None:
             self._look = None
-            is_young = self._experience.averages.num_rounds < YOUNG_ROUNDS
             if self._plain_left > 0:
                 self._plan_plain()
-            elif self._until_choice > 0 and not is_young:
+            elif self._until_choice > 0:
                 self._until_choice -= 1
             else:
                 self._choose_again()
@@ -475,41 +448,34 @@ class LengthControl(LengthPolicy):
         if not self._plain_ends:
             self._begin_plain()
 
-    def _drafting_is_due(self, drafted: _Option, plain: _Option, begins: bool = False) -> bool:
+    def _drafting_is_due(self, drafted: _Option, plain: _Option) -> bool:
         """Whether to draft: either it is faster by enough to make up for what the draft has to read
-        first, or a trial is due. `begins`: this is the start of the session."""
+        first, or a trial is due."""
         costs, experience = self._costs, self._experience
         each = drafted.seconds * plain.rate - drafted.num_tokens
         num_rounds = CHOICE_ROUNDS if each > 0 else GAIN_ROUNDS
         lost = num_rounds * each + costs.reading_lost(plain.seconds, self._num_missed)
-        self._num_drafted = self._num_paid = 0
         if lost < 0:
             return True
-        self._num_paid = CHOICE_ROUNDS
         if self._controls.watches and costs.num_drafted >= TIMES_KNOWN_ROUNDS:
             return experience.pays(max(lost, min(TIMES_RARITY * lost, CREDIT_TOKENS_MAX)))
-        return experience.begins(lost) if begins else experience.pays(lost)
+        return experience.pays(lost)
 
     def _choose_again(self) -> None:
         """Chooses K from the next round on, or begins a plain phase."""
         drafted, plain = self._options()
         best, largest = _best(drafted), drafted[-1]
-        current, is_first = best, self._choice is None
-        if self._choice is not None:
-            current = drafted[self._choice.num_draft_tokens - 1]
-            if best.rate > current.rate * (1.0 + SWITCH_GAIN):
-                current = best
-        self._choice, self._until_choice = current, CHOICE_ROUNDS - 1
-        # + 1: the current round, which is not counted yet.
-        if is_first or self._num_drafted + 1 < self._num_paid:
+        is_first = self._choice is None
+        self._choice, self._until_choice = best, CHOICE_ROUNDS - 1
+        if is_first:
             self._look = largest if self._experience.first_look() else None
-        elif plain.rate > (1.0 + PLAIN_GAIN) * current.rate:
+        elif plain.rate > (1.0 + PLAIN_GAIN) * best.rate:
             self._begin_plain()
-        elif self._tries_plain(current, plain):
+        elif self._tries_plain(best, plain):
             self._plain_left, self._plain_ends = PLAIN_TRIED_ROUNDS, True
             self._choice, self._until_choice = None, 0
         else:
-            lost = current.rate * largest.seconds - largest.num_tokens
+            lost = best.rate * largest.seconds - largest.num_tokens
             looks = self._experience.first_look() or self._experience.pays(lost)
             self._look = largest if looks else None
 
@@ -533,21 +499,26 @@ class LengthControl(LengthPolicy):
         The time limit of a proposal is its usual time plus what its accepted tokens would take in
         plain decoding. So a draft that becomes slow costs at most twice what it saves."""
         costs = self._costs
-        num_siblings = SIBLINGS_OF_A_ROUND_MAX if self._siblings_max else 0
-        forecast = costs.forecast(self._bound, self._context, num_siblings)
+        forecast = costs.forecast(self._bound, self._context)
         prospects = self._averages.prospects(self._bound)
         gained = (prospects.committed - prospects.proposed * forecast.token_lost).cumsum()
         taken_s = (prospects.proposed * forecast.token_s).cumsum()
+        siblings = [siblings_beside(k + 1, self._siblings_max) for k in range(self._bound)]
+        if self._siblings_max:
+            num_beside = np.array([one[0] if one else 0 for one in siblings])
+            chance = self._experience.siblings.chance
+            gained += (num_beside > 0) * chance * prospects.refused.cumsum()
+            gained -= num_beside * (prospects.proposed * forecast.row_lost).cumsum()
+            taken_s += num_beside * (prospects.proposed * forecast.row_s).cumsum()
         tokens = (gained + 1.0 - forecast.round_lost).tolist()
-        promised = list(zip(tokens, (taken_s + forecast.round_s).tolist(), strict=True))
-        found = shaped(promised, prospects, self._siblings, forecast, self._siblings_max)
+        times, draft_times = (taken_s + forecast.round_s).tolist(), forecast.draft_s.tolist()
         options = list[_Option]()
-        for (siblings, num, seconds), draft_s in zip(found, forecast.draft_s.tolist(), strict=True):
+        for num, seconds, beside, draft_s in zip(tokens, times, siblings, draft_times, strict=True):
             budget_s = math.inf
             if costs.are_known:
                 worth_s = max(0.0, num - 1.0) * forecast.plain_s
                 budget_s = max(DRAFT_BUDGET_MIN_S, draft_s + worth_s)
-            options.append(_Option(len(options) + 1, num, seconds, siblings, budget_s))
+            options.append(_Option(len(options) + 1, num, seconds, beside, budget_s))
         return options, replace(_PLAIN, seconds=forecast.plain_s)
 
 

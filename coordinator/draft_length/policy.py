@@ -8,8 +8,6 @@ from typing import NamedTuple
 from outrider.limits import TREE_TOKENS_MAX
 from outrider.values import value
 
-from .acceptance import NO_SIBLINGS, SiblingChances
-
 
 @value(frozen=True, slots=True)
 class RoundLength:
@@ -68,14 +66,29 @@ class PlayedRound:
     """The part of `target_s` spent in the queue."""
     num_siblings: int = 0
     """Siblings proposed, besides the tokens of `survival`."""
-    siblings: SiblingChances = NO_SIBLINGS
-    """What became of the siblings."""
+    siblings: tuple[float, float] = (0.0, 0.0)
+    """What became of the siblings, see `sibling_chances`."""
     beside: DraftedBeside | None = None
     """The drafting of its proposal, if that came with the verdict before."""
     next_draft_s: float = 0.0
     """Time that the target drafted for the next round, not part of `target_s`."""
     work_s: float = 0.0
     """What a draft replica computed for this proposal alone."""
+
+
+def siblings_beside(num_draft_tokens: int, siblings_max: int) -> tuple[int, ...]:
+    """As many siblings for each draft token as the largest tree allows, up to `siblings_max`."""
+    num = min(siblings_max, TREE_TOKENS_MAX // max(1, num_draft_tokens) - 1)
+    return (num,) * num_draft_tokens if num else ()
+
+
+def fitting(siblings: tuple[int, ...], room: int) -> tuple[int, ...]:
+    """`siblings` by place, cut from the end to at most `room` in all."""
+    kept: list[int] = []
+    for num in siblings:
+        kept.append(max(0, min(num, room)))
+        room -= kept[-1]
+    return tuple(kept) if any(kept) else ()
 
 
 class LengthPolicy:
@@ -114,8 +127,7 @@ class FixedLength(LengthPolicy):
     def __init__(self, num_draft_tokens: int, run_ahead_rounds: int, siblings: int = 0) -> None:
         """Asks for up to `siblings` for each draft token, within the limit on trees."""
         self._num_draft_tokens = num_draft_tokens
-        siblings = min(siblings, TREE_TOKENS_MAX // max(1, num_draft_tokens) - 1)
-        self._beside = (siblings,) if siblings else ()
+        self._beside = siblings_beside(num_draft_tokens, siblings)
         self._run_ahead_rounds = run_ahead_rounds if num_draft_tokens == 0 else 0
 
     @property
@@ -126,6 +138,6 @@ class FixedLength(LengthPolicy):
         num = min(self._num_draft_tokens, num_left - 1) if index > 0 else 0
         num_next = max(0, min(self._num_draft_tokens, num_left - 2))
         return RoundLength(
-            num, min(self._run_ahead_rounds, num_left - 1), self._beside * num, num_next,
-            next_siblings=self._beside * num_next,
+            num, min(self._run_ahead_rounds, num_left - 1), self._beside[:num], num_next,
+            next_siblings=self._beside[:num_next],
         )  # fmt: skip

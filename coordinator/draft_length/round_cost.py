@@ -129,7 +129,7 @@ class Forecast:
     """[K]: what the first, second, ... proposed token adds, its row included."""
     token_lost: Array
     row_s: Array
-    """[K + siblings]: what each further row of a verification adds. Siblings cost the draft
+    """[K]: what the row of each of these adds, and each sibling beside it, which costs the draft
     nothing."""
     row_lost: Array
     draft_s: Array
@@ -230,12 +230,10 @@ class RoundCosts:
         """Counts a proposal of `num_asked` tokens that did not come within `waited_s`."""
         self._draft.note(num_asked * self._draft_token, self._bounded(waited_s))
 
-    def forecast(self, num_draft_tokens: int, context: int, num_siblings: int = 0) -> Forecast:
-        """The costs of up to `num_draft_tokens`, and `num_siblings` besides, for a session of
-        `context` tokens."""
-        num_rows = num_draft_tokens + num_siblings
+    def forecast(self, num_draft_tokens: int, context: int) -> Forecast:
+        """The costs of up to `num_draft_tokens` for a session of `context` tokens."""
         others, pace = self._others(), self._pace()
-        loads = np.array([self._load(num, context, others) for num in range(num_rows + 1)])
+        loads = np.array([self._load(num, context, others) for num in range(num_draft_tokens + 1)])
         verify_s = float(self._target.at(loads[0]))
         row_s = self._target.slope() * np.diff(loads)
         row_lost = others * pace * row_s
@@ -256,8 +254,8 @@ class RoundCosts:
             # Plain rounds are free of this: the target runs ahead, with few messages.
             round_lost=float(draft_lost[0])
             + others * pace * self._messages_work * self._rest.value,
-            token_s=np.diff(draft_s) + row_s[:num_draft_tokens],
-            token_lost=np.diff(draft_lost) + row_lost[:num_draft_tokens],
+            token_s=np.diff(draft_s) + row_s,
+            token_lost=np.diff(draft_lost) + row_lost,
             row_s=row_s,
             row_lost=row_lost,
             draft_s=draft_s[1:],

@@ -10,8 +10,7 @@ import math
 from contextlib import suppress
 from dataclasses import replace
 
-from coordinator.draft_length.acceptance import fitting
-from coordinator.draft_length.policy import DraftedBeside, RoundLength
+from coordinator.draft_length.policy import DraftedBeside, RoundLength, fitting
 from coordinator.routing.drafts import NOTHING_WANTED, Drafted, Drafts, NextWanted, SessionLookup
 from coordinator.routing.replica_pool import ReplicaPool, SessionContext, SessionRoute
 from outrider.config import CoordinatorConfig

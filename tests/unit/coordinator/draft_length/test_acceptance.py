@@ -1,10 +1,7 @@
 """Averages of acceptance and length by depth: what they learn, and what they assume before."""
 
 from math import prod
-from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,19 +9,12 @@ from hypothesis import strategies as st
 from coordinator.draft_length.acceptance import (
     FIRST_ACCEPTED,
     FIRST_TAKEN,
-    NO_SIBLINGS,
-    SIBLINGS_OF_A_ROUND_MAX,
     DepthAverages,
-    Prospects,
-    SiblingAverages,
-    SiblingChances,
-    fitting,
+    SiblingAverage,
     observed,
-    shaped,
     sibling_chances,
 )
-from coordinator.draft_length.policy import FixedLength, RoundLength
-from coordinator.draft_length.round_cost import Forecast
+from coordinator.draft_length.policy import FixedLength, RoundLength, fitting
 from outrider.limits import NUM_DRAFT_TOKENS_MAX, SIBLINGS_MAX, TREE_TOKENS_MAX
 from outrider.speculation.proposal import caterpillar_tree, draft_tree
 
@@ -101,86 +91,24 @@ def test_chances_are_chances(rounds: list[tuple[int, list[float]]], num_asked: i
 
 
 def test_a_verdict_shows_what_siblings_were_worth() -> None:
-    """Two places: two siblings of three asked for, and one of one."""
+    """Two places, with two siblings and one."""
     tree = draft_tree(caterpillar_tree((2, 1)), 5)
-    accept = (0.5, 0.4, 0.25, 0.2, 0.1)
-    found = sibling_chances(tree, accept, (3, 1))
-    assert found.asked == pytest.approx((0.5 + 0.5 * 0.8, 0.5 * 0.6, 0.5 * 0.6 * 0.75))
-    assert found.offered == pytest.approx((0.5 + 0.5 * 0.8, 0.5 * 0.6, 0.0))
-    assert found.taken == pytest.approx((0.5 * 0.4 + 0.5 * 0.8 * 0.1, 0.3 * 0.25, 0.0))
-    assert sibling_chances(draft_tree((), 3), (0.5, 0.5, 0.5), ()) == NO_SIBLINGS
+    refused, taken = sibling_chances(tree, (0.5, 0.4, 0.25, 0.2, 0.1))
+    assert refused == pytest.approx(0.5 + 0.5 * 0.8)
+    assert taken == pytest.approx(0.5 * (1 - 0.6 * 0.75) + 0.5 * 0.8 * 0.1)
 
 
-def test_rates_follow_what_is_seen() -> None:
-    """They move from the assumption to what many rounds show. A session starts from the averages of
-    all sessions."""
-    shared = SiblingAverages(100.0, 10.0)
-    assert shared.rates()[0].tolist() == [1.0] * SIBLINGS_MAX
-    assert shared.rates()[1, :2] == pytest.approx((FIRST_TAKEN, FIRST_TAKEN / 2))
+def test_the_worth_of_siblings_is_learned() -> None:
+    one = SiblingAverage(100.0, 10.0)
+    assert one.chance == pytest.approx(FIRST_TAKEN)
     for _ in range(1_000):
-        shared.note(SiblingChances((1.0, 1.0), (1.0, 0.5), (0.6, 0.1)))
-    (offered, seldom), (taken, second) = shared.rates()[:, :2]
-    assert offered == pytest.approx(1.0)
-    assert taken == pytest.approx(0.6, abs=0.05)
-    assert seldom == pytest.approx(0.5, abs=0.06)
-    assert second == pytest.approx(0.2, abs=0.02)
-    session = SiblingAverages(50.0, 10.0, shared)
-    assert session.rates()[:, 0] == pytest.approx((offered, taken))
-    for _ in range(200):
-        session.note(SiblingChances((1.0,), (1.0,), (0.0,)))
-    assert session.rates()[1, 0] < 0.15
+        one.note(0.5, 0.4)
+    assert one.chance == pytest.approx(0.8, abs=0.1)
 
 
-def prospects(*chances: tuple[float, ...]) -> Prospects:
-    return Prospects(*(np.array(one) for one in chances))
-
-
-PROSPECTS = prospects((0.4, 0.16), (1.0, 1.0), (0.6, 0.24))
-
-
-RATES: Any = SimpleNamespace(rates=lambda: np.array([[1.0, 1.0, 1.0], [0.3, 0.2, 0.1]]))
-
-
-def forecast(row_s: float, lost: float = 0.0, num_rows: int = 30) -> Forecast:
-    rows, nothing = np.full(num_rows, row_s), np.zeros(0)
-    return Forecast(0.0, 0.0, 0.0, nothing, nothing, rows, np.full(num_rows, lost), nothing)
-
-
-def shape(
-    row_s: float, lost: float = 0.0, num_rows: int = 30, siblings_max: int = 3
-) -> tuple[tuple[int, ...], float, float]:
-    """Siblings, and the tokens and seconds that they add."""
-    costs = forecast(row_s, lost, num_rows)
-    _, found = shaped([(1.0, 1.0), (1.56, 1.56)], PROSPECTS, RATES, costs, siblings_max)
-    siblings, num_tokens, seconds = found
-    return siblings, num_tokens - 1.56, seconds - 1.56
-
-
-def test_siblings_are_added_while_they_pay() -> None:
-    """All if rows cost nothing, none if they are expensive; in between, more at the first place."""
-    siblings, num_tokens, seconds = shape(0.0)
-    assert siblings == (3, 3)
-    kept = 1 - 0.7 * 0.8 * 0.9
-    assert num_tokens == pytest.approx(0.84 * kept)
-    assert seconds == 0.0
-    assert shape(0.2)[0] == ()
-    siblings, _, seconds = shape(0.06)
-    assert siblings == (2, 1)
-    assert seconds == pytest.approx(3 * 0.06)
-    assert shape(0.0, lost=0.1)[0] == (1, 0)
-    assert shape(0.0, siblings_max=0)[0] == ()
-
-
-def test_a_tree_is_bounded() -> None:
-    """By the rows whose costs are known, the limit on siblings, and the room in the context."""
-    assert sum(shape(0.0, num_rows=5)[0]) == 3
-    halves = prospects((0.5,) * 8, (1.0,) * 8, (0.5,) * 8)
-    rates: Any = SimpleNamespace(rates=lambda: np.array([[1.0] * 8, [0.5] * 8]))
-    *_, many = shaped([(2.0, 1.0)] * 8, halves, rates, forecast(0.0, 0.0, 99), 8)
-    assert sum(many[0]) == SIBLINGS_OF_A_ROUND_MAX
+def test_siblings_fit_the_room_in_the_context() -> None:
     assert fitting((3, 2, 1), 4) == (3, 1, 0)
     assert fitting((3, 2, 1), 0) == fitting((3,), -5) == ()
-    assert fitting((), 9) == ()
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 7, 16])
