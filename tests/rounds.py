@@ -12,13 +12,23 @@ from draft_service.parallel_drafter import ParallelDrafter
 from draft_service.service import DraftService
 from outrider.errors import LinkLost, check
 from outrider.grammar.constraint import Constraint
-from outrider.messages import DraftItem, ProposalReply, RoundHead, VerdictReply, VerifyItem
+from outrider.messages import (
+    DraftAnswer,
+    DraftItem,
+    ProposalReply,
+    RoundHead,
+    RoundItem,
+    VerdictReply,
+    VerifyAnswer,
+    VerifyItem,
+)
 from outrider.replica.executors import InlineExecutor
 from outrider.speculation.accept_reject import Outcome, decide
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokens import TokenSequence
+from outrider.transport.codec import Codec
 from outrider.transport.link import Link, MemoryLink, ReplicaService, deliver_soon
 from target_service.service import TargetService
 
@@ -39,6 +49,16 @@ PATIENCE_S = 20.0
 
 def session_name(number: int) -> str:
     return f"{number:032x}"
+
+
+def item_message(codec: Codec, item: RoundItem, hashed: bool = False) -> Any:
+    """The message in an item's frame."""
+    return codec.request.FromString(codec.item_frame(item, hashed)).items[0]
+
+
+def answer_message(codec: Codec, answer: VerifyAnswer | DraftAnswer) -> Any:
+    """The message in an answer's frame."""
+    return codec.reply.FromString(codec.answer_frame(answer)).items[0]
 
 
 def make_head(

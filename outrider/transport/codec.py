@@ -462,6 +462,15 @@ def _kind_of(message: Any, field: str) -> Any:
     return GetMessageClass(message.DESCRIPTOR.fields_by_name[field].message_type)
 
 
+def _frame(frame: Any, kind: Any, given: dict[str, Any]) -> bytes:
+    """A frame with one message of this kind, which has the `given` fields."""
+    try:
+        return frame(items=[given]).SerializeToString()  # type: ignore[no-any-return]
+    except (TypeError, ValueError):
+        _find_unsendable(kind, given)
+        raise
+
+
 @dataclass(frozen=True)
 class Codec:
     """Names and conversions for one kind of replica. Protobuf messages are `Any` here."""
@@ -483,10 +492,14 @@ class Codec:
         """Message class of a frame of answers."""
         return GetMessageClass(self.service.methods_by_name[self.stream_method].output_type)
 
-    def item_to_proto(self, item: RoundItem, hashed: bool = False) -> Any:
-        """If `hashed`, with hashes in place of parameters and constraint."""
+    def item_frame(self, item: RoundItem, hashed: bool = False) -> bytes:
+        """A frame with one item; if `hashed`, with hashes in place of parameters and constraint.
+        Raises `BadRequest` for an item that no message can hold.
+
+        Frames that are joined are one frame with the items of all."""
         kind = _kind_of(self.request, "items")
-        return to_proto(item, kind, head=_head_to_proto(item.head, hashed))
+        given = fields_to_proto(item, kind, head=_head_to_proto(item.head, hashed))
+        return _frame(self.request, kind, given)
 
     def item_from_proto(self, message: Any, known: RoundHead | None = None) -> RoundItem:
         """`known` is the head that came in full before. Raises `BadRequest`."""
@@ -494,8 +507,8 @@ class Codec:
         _check_tree(item)
         return item
 
-    def answer_to_proto(self, answer: VerifyAnswer | DraftAnswer) -> Any:
-        """Includes its key."""
+    def answer_frame(self, answer: VerifyAnswer | DraftAnswer) -> bytes:
+        """A frame with one answer and its key; frames may be joined, as for `item_frame`."""
         name, kind = _ANSWER_FIELDS[type(answer)], _kind_of(self.reply, "items")
         more: dict[str, Any] = {}
         if isinstance(answer, VerdictReply):
@@ -506,7 +519,7 @@ class Codec:
         elif isinstance(answer, Refused):
             more = {"message": answer.message[:ERROR_MESSAGE_CHARS_MAX]}
         part = fields_to_proto(answer, _kind_of(kind, name), **more)
-        return to_proto(answer.key, kind, **{name: part})
+        return _frame(self.reply, kind, fields_to_proto(answer.key, kind, **{name: part}))
 
     def answer_from_proto(self, message: Any) -> VerifyAnswer | DraftAnswer:
         """Raises `BadRequest`."""

@@ -80,14 +80,14 @@ class GrpcLink(Link):
         check(self._on_answer is not None, "listen before the first send")
         self._check_reachable()
         stream = self._stream("normal")
-        message = stream.encode(item)
-        size = message.ByteSize()
-        if size > _ITEM_BYTES_MAX:
-            raise BadRequest("head.append", f"an item of {size} bytes is over {_ITEM_BYTES_MAX}")
-        if size > BULK_ITEM_BYTES or item.is_answered_in_bulk:
+        frame = stream.encode(item)
+        if len(frame) > _ITEM_BYTES_MAX:
+            reason = f"an item of {len(frame)} bytes is over {_ITEM_BYTES_MAX}"
+            raise BadRequest("head.append", reason)
+        if len(frame) > BULK_ITEM_BYTES or item.is_answered_in_bulk:
             stream = self._stream("bulk")
-            message = stream.encode(item)
-        stream.put(item, message)
+            frame = stream.encode(item)
+        stream.put(item, frame)
 
     def release(self, session_id: str, epoch: int) -> None:
         self._forget(session_id)
@@ -199,14 +199,14 @@ class _Stream:
         """Hashes of the parameters and the constraint that the replica has, by session."""
         self._stopped = False
 
-    def encode(self, item: RoundItem) -> Any:
-        """The item as a message: parameters and a constraint that were sent before are replaced by
+    def encode(self, item: RoundItem) -> bytes:
+        """The item as a frame: parameters and a constraint that were sent before are replaced by
         their hashes."""
         head = item.head
-        return self._codec.item_to_proto(item, self._sent.get(head.session_id) == head.given_hashes)
+        return self._codec.item_frame(item, self._sent.get(head.session_id) == head.given_hashes)
 
-    def put(self, item: RoundItem, message: Any) -> None:
-        if not self._outbox.put(message):
+    def put(self, item: RoundItem, frame: bytes) -> None:
+        if not self._outbox.put(frame):
             waiting = f"{STREAM_QUEUE_ITEMS_MAX} items wait on this stream"
             raise Overloaded(waiting, LINK_BACKOFF_MS_MIN)
         if item.head.sampling is not None:
@@ -241,8 +241,7 @@ class _Stream:
         try:
             while True:
                 await self._outbox.wait()
-                while messages := self._outbox.gather():
-                    data = self._codec.request(items=messages).SerializeToString()
+                while data := self._outbox.gather():
                     self._link.num_bytes.sent += len(data)
                     await self._call.write(data)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):

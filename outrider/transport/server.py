@@ -7,7 +7,7 @@ snake case (`GetSession` -> `get_session`):
 
     unary -> unary      async def describe(self, request, context) -> Reply
     unary -> stream     def generate(self, request, context) -> AsyncIterator[Reply]
-    stream -> stream    def verify(self, requests, context) -> AsyncIterator[Reply]
+    stream -> stream    def verify(self, requests, context) -> AsyncIterator[Reply | bytes]
 
 It raises errors of `outrider.errors`; only this module calls `context.abort`."""
 
@@ -231,7 +231,8 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
             return
         async with aclosing(replies):  # Else `finally` would run at garbage collection.
             async for reply in replies:
-                await context.write(reply.SerializeToString())
+                data = reply if isinstance(reply, bytes) else reply.SerializeToString()
+                await context.write(data)
 
 
 def _method(servicer: object, name: str) -> Any:

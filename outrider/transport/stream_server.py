@@ -44,7 +44,9 @@ class ReplicaServicer:
     def grpc_service(self) -> Service:
         return Service(self._codec.service, self)
 
-    async def stream(self, frames: AsyncIterator[Any], context: Any = None) -> AsyncGenerator[Any]:
+    async def stream(
+        self, frames: AsyncIterator[Any], context: Any = None
+    ) -> AsyncGenerator[bytes]:
         """Frames of items in, frames of answers out, until the caller ends the stream. Raises
         `Overloaded` when the caller does not read its answers, and errors of `frames`; where a
         write stays stuck, the iterating task is cancelled."""
@@ -58,9 +60,9 @@ class ReplicaServicer:
         try:
             while True:
                 await stream.outbox.wait()
-                while messages := stream.outbox.gather():
+                while frame := stream.outbox.gather():
                     stream.writing = True
-                    yield self._codec.reply(items=messages)
+                    yield frame
                     stream.writing = False
                 if stream.failure is not None:
                     raise stream.failure
@@ -142,11 +144,11 @@ class _Stream:
             if self.unanswered.get(answer.key.session_id) == answer.key:
                 del self.unanswered[answer.key.session_id]
             try:
-                message = self._codec.answer_to_proto(answer)
+                frame = self._codec.answer_frame(answer)
             except Exception as error:  # noqa: BLE001 - raised by `serve`, for this stream alone
                 self._fail(error)
                 return
-            if not self.outbox.put(message):
+            if not self.outbox.put(frame):
                 number = STREAM_QUEUE_ITEMS_MAX
                 self._fail(Overloaded(f"{number} answers wait to be read on this stream"))
                 return
@@ -191,20 +193,18 @@ class _Stream:
 
 
 class SendQueue:
-    """Messages in order, at most `STREAM_QUEUE_ITEMS_MAX`. For the event loop's thread."""
+    """Frames of one message each, in order, at most `STREAM_QUEUE_ITEMS_MAX`. For the event loop's
+    thread."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[Any, int]] = deque()
+        self._waiting: deque[bytes] = deque()
         self._changed = asyncio.Event()
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def put(self, message: Any) -> bool:
-        """Queues a protobuf message; False where the queue is full."""
+    def put(self, frame: bytes) -> bool:
+        """Queues a frame; False where the queue is full."""
         if len(self._waiting) >= STREAM_QUEUE_ITEMS_MAX:
             return False
-        self._waiting.append((message, message.ByteSize()))
+        self._waiting.append(frame)
         self._changed.set()
         return True
 
@@ -217,13 +217,12 @@ class SendQueue:
         await self._changed.wait()
         self._changed.clear()
 
-    def gather(self) -> list[Any]:
-        """Takes waiting messages up to `FRAME_BYTES_MAX` bytes, at least one; empty when nothing
-        waits."""
-        frame: list[Any] = []
+    def gather(self) -> bytes:
+        """Joins waiting frames to one of up to `FRAME_BYTES_MAX` bytes, or takes one alone; empty
+        when nothing waits."""
+        taken: list[bytes] = []
         total = 0
-        while self._waiting and (not frame or total + self._waiting[0][1] <= FRAME_BYTES_MAX):
-            message, size = self._waiting.popleft()
-            frame.append(message)
-            total += size
-        return frame
+        while self._waiting and (not taken or total + len(self._waiting[0]) <= FRAME_BYTES_MAX):
+            taken.append(self._waiting.popleft())
+            total += len(taken[-1])
+        return b"".join(taken)

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from rounds import PATIENCE_S, Listener, make_head
+from rounds import PATIENCE_S, Listener, answer_message, make_head
 from stack import serve
 
 from outrider.errors import LinkLost, Overloaded, Unavailable
@@ -66,8 +66,8 @@ async def linked(exits: AsyncExitStack, service: Service) -> tuple[GrpcLink, Lis
 async def test_an_answer_that_does_not_fit_breaks_the_link(exits: AsyncExitStack) -> None:
     """A replica that sends invalid answers counts as lost: earlier answers are delivered, then the
     loss, with the wrong field."""
-    good = VERIFY.answer_to_proto(GOOD)
-    bad = VERIFY.answer_to_proto(GOOD)
+    good = answer_message(VERIFY, GOOD)
+    bad = answer_message(VERIFY, GOOD)
     bad.verdict.correction.append(1)
     impostor = Impostor(target_pb2.VerifyReply(items=[good, bad, good]))
     link, heard = await linked(exits, Service(VERIFY.service, impostor))
@@ -182,6 +182,5 @@ async def ask_raw(exits: AsyncExitStack, service: Silent) -> Any:
     server = await serve(exits, ReplicaServicer(service, VERIFY).grpc_service)
     channel = await exits.enter_async_context(open_channel(server.address))
     call: Any = channel.stream_stream(VERIFY.path("Verify"))()
-    item = VERIFY.item_to_proto(VerifyItem(make_head((1,))))
-    await call.write(target_pb2.VerifyRequest(items=[item]).SerializeToString())
+    await call.write(VERIFY.item_frame(VerifyItem(make_head((1,)))))
     return call

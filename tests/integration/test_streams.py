@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from rounds import PATIENCE_S, Listener, ask, make_head, session_name
+from rounds import PATIENCE_S, Listener, ask, item_message, make_head, session_name
 from toy_engine import ToyEngine
 
 from draft_service.model_drafter import ModelDrafter
@@ -111,6 +111,11 @@ async def test_a_link_breaks_and_is_opened_anew(pair: Pair) -> None:
         link.send(item)
 
 
+def sent_head(stream: Any, item: VerifyItem) -> Any:
+    """The head of the message that the stream would send."""
+    return target_pb2.VerifyRequest.FromString(stream.encode(item)).items[0].head
+
+
 async def test_sampling_parameters_travel_once(pair: Pair) -> None:
     """After the first item only their hash is sent; if the server does not know it, it answers with
     a resync from nothing, and the link sends them in full again."""
@@ -121,7 +126,7 @@ async def test_sampling_parameters_travel_once(pair: Pair) -> None:
     await ask(link, heard, first)
     stream = link._streams["normal"]
     head = make_head((*PROMPT, 4), 3, rule=Rule.TOKEN, sampling=sampling, round_index=1)
-    assert stream.encode(VerifyItem(head)).head.WhichOneof("sampling") == "sampling_hash"
+    assert sent_head(stream, VerifyItem(head)).WhichOneof("sampling") == "sampling_hash"
     reply = await ask(link, heard, VerifyItem(head))
     assert isinstance(reply, VerdictReply)
     again = make_head((*PROMPT, 4, 5), 4, rule=Rule.TOKEN, sampling=sampling, round_index=2)
@@ -130,7 +135,7 @@ async def test_sampling_parameters_travel_once(pair: Pair) -> None:
     resync = await ask(link, heard, VerifyItem(again))
     assert isinstance(resync, Resync)
     assert resync.cached_length == 0
-    assert stream.encode(VerifyItem(again)).head.WhichOneof("sampling") == "sampling_params"
+    assert sent_head(stream, VerifyItem(again)).WhichOneof("sampling") == "sampling_params"
     assert isinstance(await ask(link, heard, VerifyItem(again)), VerdictReply)
     await link.close()
 
@@ -160,7 +165,7 @@ async def test_a_constraint_travels_once(pair: Pair) -> None:
             assert heard_heads[-1].constraint_hash == head.constraint_hash
         stream = link._streams["bulk" if constraint is large else "normal"]
         assert stream is not None
-        form = stream.encode(VerifyItem(head)).head.WhichOneof("completion")
+        form = sent_head(stream, VerifyItem(head)).WhichOneof("completion")
         assert form == ("constraint_hash" if constraint else None)
     other = make_head(PROMPT, session=1, round_index=2, constraint=Constraint.any_object())
     await ask(link, heard, VerifyItem(other))
@@ -204,10 +209,10 @@ async def test_what_cannot_be_decoded_is_the_callers_fault(pair: Pair) -> None:
     _, code, details = await send_raw(address, [b"\xff\xff\xff"])
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert "outrider.v1.VerifyRequest" in details
-    good = VERIFY.item_to_proto(VerifyItem(make_head(PROMPT)))
-    bad = VERIFY.item_to_proto(VerifyItem(make_head(PROMPT, session=2)))
+    good = item_message(VERIFY, VerifyItem(make_head(PROMPT)))
+    bad = item_message(VERIFY, VerifyItem(make_head(PROMPT, session=2)))
     bad.head.session_id = "XYZ"
-    unknown = VERIFY.item_to_proto(VerifyItem(make_head(PROMPT, session=3)), hashed=True)
+    unknown = item_message(VERIFY, VerifyItem(make_head(PROMPT, session=3)), hashed=True)
     frame = target_pb2.VerifyRequest(items=[good, bad, unknown]).SerializeToString()
     replies, code, _ = await send_raw(address, [frame])
     assert code is grpc.StatusCode.OK

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rounds import make_head
+from rounds import answer_message, item_message, make_head
 
 from outrider.engine.step_costs import StepCosts
 from outrider.errors import BadRequest, InvariantError
@@ -57,7 +57,7 @@ from outrider.transport.request_codec import (
     resume_to_proto,
 )
 from outrider.v1 import coordinator_pb2 as pb
-from outrider.v1 import draft_pb2, target_pb2, types_pb2
+from outrider.v1 import types_pb2
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
@@ -178,9 +178,8 @@ def verdict_replies(draw: st.DrawFn) -> VerdictReply:
 @given(VERIFY_ITEMS)
 def test_verify_items_survive(item: VerifyItem) -> None:
     """In full, and with hashes instead of parameters, which are restored then."""
-    data = VERIFY.item_to_proto(item).SerializeToString()
-    assert VERIFY.item_from_proto(target_pb2.VerifyItem.FromString(data)) == item
-    short = VERIFY.item_to_proto(item, hashed=True)
+    assert VERIFY.item_from_proto(item_message(VERIFY, item)) == item
+    short = item_message(VERIFY, item, hashed=True)
     without = replace(item, head=replace(item.head, sampling=None, constraint=None))
     assert VERIFY.item_from_proto(short) == without
     assert VERIFY.item_from_proto(short, item.head) == item
@@ -203,8 +202,7 @@ def test_draft_items_survive(
     head: RoundHead, count: int, siblings: tuple[int, ...], features: Features, budget_us: int
 ) -> None:
     item = DraftItem(head, count, 3, (1, 2), siblings, features, budget_us)
-    data = DRAFT.item_to_proto(item).SerializeToString()
-    found = DRAFT.item_from_proto(draft_pb2.DraftItem.FromString(data))
+    found: Any = DRAFT.item_from_proto(item_message(DRAFT, item))
     assert (found, found.budget_us) == (item, budget_us)
 
 
@@ -214,8 +212,7 @@ def test_draft_items_survive(
     | st.builds(Refused, KEYS, st.integers(0, 16), st.text(max_size=20))
 )
 def test_verify_answers_survive(answer: VerdictReply | Resync | Refused) -> None:
-    data = VERIFY.answer_to_proto(answer).SerializeToString()
-    assert VERIFY.answer_from_proto(target_pb2.VerifyReplyItem.FromString(data)) == answer
+    assert VERIFY.answer_from_proto(answer_message(VERIFY, answer)) == answer
 
 
 @given(
@@ -235,8 +232,7 @@ def test_verify_answers_survive(answer: VerdictReply | Resync | Refused) -> None
     | st.builds(Refused, KEYS, st.integers(0, 16), st.text(max_size=20))
 )
 def test_draft_answers_survive(answer: ProposalReply | Resync | Refused) -> None:
-    data = DRAFT.answer_to_proto(answer).SerializeToString()
-    assert DRAFT.answer_from_proto(draft_pb2.DraftReplyItem.FromString(data)) == answer
+    assert DRAFT.answer_from_proto(answer_message(DRAFT, answer)) == answer
 
 
 def test_descriptions_survive() -> None:
@@ -306,12 +302,12 @@ def refused(codec: Any, message: Any) -> str | None:
 def test_item_limits_from_both_sides(field: str, bad: Any, good: Any) -> None:
     """Values beyond a limit are refused by field name; values at it pass."""
     item = VerifyItem(make_head((1, 2), rule=Rule.TOKEN), SealedProposal((3,), b""))
-    message = VERIFY.item_to_proto(item)
+    message = item_message(VERIFY, item)
     if "constraint." in field:
         message.head.constraint.text = "a+"
     change(message, field, good)
     assert refused(VERIFY, message) is None
-    message = VERIFY.item_to_proto(item)
+    message = item_message(VERIFY, item)
     change(message, field, bad)
     assert refused(VERIFY, message) == field
 
@@ -325,7 +321,7 @@ def test_item_limits_from_both_sides(field: str, bad: Any, good: Any) -> None:
     ],
 )
 def test_limits_of_draft_items_from_both_sides(field: str, most: int) -> None:
-    message = DRAFT.item_to_proto(DraftItem(make_head((1, 2)), 1))
+    message = item_message(DRAFT, DraftItem(make_head((1, 2)), 1))
     change(message, field, most)
     assert refused(DRAFT, message) is None
     change(message, field, most + 1)
@@ -346,7 +342,7 @@ def test_limits_of_draft_items_from_both_sides(field: str, most: int) -> None:
     ],
 )
 def test_features_are_whole_rows_and_few(width: int, num_bytes: int, field: str | None) -> None:
-    message = DRAFT.item_to_proto(DraftItem(make_head((1,)), 1))
+    message = item_message(DRAFT, DraftItem(make_head((1,)), 1))
     message.features.width, message.features.rows = width, bytes(num_bytes)
     assert refused(DRAFT, message) == field
 
@@ -382,9 +378,9 @@ PROPOSED = ProposalReply(KEY, SealedProposal((1,), b""), 3, 4)
 def test_answers_that_cannot_be_are_refused(field: str, changed: dict[str, Any]) -> None:
     """A coordinator does not trust its replicas."""
     codec, answer = (DRAFT, PROPOSED) if field[0] == "p" else (VERIFY, VERDICT)
-    assert codec.answer_from_proto(codec.answer_to_proto(answer)) == answer
+    assert codec.answer_from_proto(answer_message(codec, answer)) == answer
     with pytest.raises(BadRequest) as caught:
-        codec.answer_from_proto(codec.answer_to_proto(replace(answer, **changed)))
+        codec.answer_from_proto(answer_message(codec, replace(answer, **changed)))
     assert caught.value.field == field
 
 

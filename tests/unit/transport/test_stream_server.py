@@ -11,7 +11,6 @@ from outrider.limits import FRAME_BYTES_MAX, SESSIONS_PER_COORDINATOR_MAX, STREA
 from outrider.messages import DraftItem, Refused, VerifyItem
 from outrider.transport import codec
 from outrider.transport.stream_server import ReplicaServicer, SendQueue
-from outrider.v1 import types_pb2
 
 FIRST = VerifyItem(make_head((1, 2)))
 SECOND = VerifyItem(make_head((1, 2, 3), 2, round_index=1))
@@ -54,11 +53,12 @@ class Served:
 
     async def _frames(self, items: Sequence[Any]) -> AsyncIterator[Any]:
         for item in items:
-            yield self._codec.request(items=[self._codec.item_to_proto(item)])
+            yield self._codec.request.FromString(self._codec.item_frame(item))
 
     async def _read(self) -> None:
         async for frame in self.replies:
-            self.seen += [(item.session_id, item.round) for item in frame.items]
+            answers = self._codec.reply.FromString(frame).items
+            self.seen += [(answer.session_id, answer.round) for answer in answers]
 
     async def asked(self, number: int) -> None:
         async with asyncio.timeout(5):
@@ -115,15 +115,12 @@ async def test_what_it_remembers_of_rounds_is_bounded() -> None:
     assert len(served.seen) == SESSIONS_PER_COORDINATOR_MAX
 
 
-def message(size: int) -> types_pb2.Refused:
-    return types_pb2.Refused(message="x" * size)
-
-
 async def test_the_number_of_messages_and_the_size_of_frames_are_bounded() -> None:
-    """Three items of 0.4 frames leave as two and one; an oversized one travels alone."""
+    """Three messages of 0.4 frames leave as two and one; an oversized one travels alone."""
     outbox = SendQueue()
-    for size in (0.4, 0.4, 0.4, 1.5, 0.1):
-        outbox.put(message(int(size * FRAME_BYTES_MAX)))
-    assert [len(outbox.gather()) for _ in range(5)] == [2, 1, 1, 1, 0]
-    assert all(outbox.put(message(1)) for _ in range(STREAM_QUEUE_ITEMS_MAX))
-    assert not outbox.put(message(1))
+    small, large = FRAME_BYTES_MAX * 2 // 5, FRAME_BYTES_MAX * 3 // 2
+    for size in (small, small, small, large, 1):
+        outbox.put(bytes(size))
+    assert [len(outbox.gather()) for _ in range(5)] == [2 * small, small, large, 1, 0]
+    assert all(outbox.put(b"x") for _ in range(STREAM_QUEUE_ITEMS_MAX))
+    assert not outbox.put(b"x")
