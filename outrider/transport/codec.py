@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache, cached_property, partial
 from typing import Any, TypeVar
@@ -105,7 +105,7 @@ def fields_to_proto(value: Any, kind: type[Any], **others: Any) -> dict[str, Any
     """Fields of a message of this kind: `others`, and for all remaining ones the field of the same
     name of the dataclass `value`. None and default values are left out. A nested message can be
     given as its fields, which saves building it twice."""
-    for name, is_optional, encode, _ in _shared(kind, type(value)):  # type: ignore[arg-type]
+    for name, is_optional, encode in _encoders(kind, type(value)):  # type: ignore[arg-type]
         if name not in others:
             found = getattr(value, name)
             if found or (is_optional and found is not None):
@@ -139,27 +139,62 @@ def from_proto(message: Any, kind: type[T], path: str = "", **others: Any) -> T:
     """The reverse of `fields_to_proto`. Unset fields keep their defaults. Raises `BadRequest` for a
     value beyond `_LIMITS`, a missing one, an unknown enum member (0 is None where that is allowed),
     or one that the dataclass refuses."""
-    for name, _, _, decode in _shared(type(message), kind):  # type: ignore[arg-type]
-        if name not in others:
-            if decode is None:
-                others[name] = getattr(message, name)
-            else:
-                decode(message, path, others)
+    decoders, unset, read_unset = _decoders(type(message), kind)  # type: ignore[arg-type]
+    values, prefix = {**unset, **others}, f"{path}." if path else ""
+    for field, found in message.ListFields():
+        name = field.name
+        if name in decoders and name not in others:
+            decode = decoders[name]
+            values[name] = found if decode is None else decode(found, prefix + name)
+    for name, decode in read_unset.items():
+        if name not in values:
+            values[name] = decode(0, prefix + name)
     try:
-        return kind(**others)
+        return kind(**values)
     except InvariantError as error:
         raise BadRequest(path, error.message) from error
 
 
+Decode = Callable[[Any, str], Any]
+"""Reads the value of a field that is set. The second argument is its path, for errors."""
+
+
 @cache
-def _shared(message: Any, kind: Any) -> list[tuple[str, bool, Any, Any]]:
-    """Fields that a message and a dataclass share: name, whether it is optional, encoder and
-    decoder."""
-    names = {field.name: field for field in fields(kind) if field.init}
+def _encoders(message: Any, kind: Any) -> list[tuple[str, bool, Callable[[Any], Any] | None]]:
+    """Fields that a message and a dataclass share: name, whether it is optional, and encoder (None
+    = the value is used as it is)."""
     return [
-        (field.name, field.has_presence, _encoder(field), _decoder(field, names[field.name]))
-        for field in message.DESCRIPTOR.fields if field.name in names
-    ]  # fmt: skip
+        (field.name, field.has_presence, _encoder(field)) for field, _ in _shared(message, kind)
+    ]
+
+
+@cache
+def _decoders(
+    message: Any, kind: Any
+) -> tuple[dict[str, Decode | None], dict[str, Any], dict[str, Decode]]:
+    """By name, for the fields that a message and a dataclass share: decoders (None = the value is
+    used as it is), values of those that are not set, and what decodes the others that are not set:
+    an enum may need a member, and a field that must be there is refused."""
+    decoders: dict[str, Decode | None] = {}
+    unset, read_unset = dict[str, Any](), dict[str, Decode]()
+    for field, ours in _shared(message, kind):
+        decode = decoders[field.name] = _decoder(field, ours)
+        if field.has_presence:
+            if ours.default is MISSING and ours.default_factory is MISSING:
+                read_unset[field.name] = _missing
+        elif field.is_repeated:
+            unset[field.name] = ()
+        elif field.enum_type is not None and decode is not None:
+            read_unset[field.name] = decode
+        else:
+            unset[field.name] = field.default_value
+    return decoders, unset, read_unset
+
+
+def _shared(message: Any, kind: Any) -> list[tuple[Any, Any]]:
+    """Fields that a message and a dataclass share."""
+    ours = {field.name: field for field in fields(kind) if field.init}
+    return [(field, ours[field.name]) for field in message.DESCRIPTOR.fields if field.name in ours]
 
 
 def _encoder(field: Any) -> Callable[[Any], Any] | None:
@@ -175,41 +210,28 @@ def _encoder(field: Any) -> Callable[[Any], Any] | None:
     return (lambda values: [encode(one) for one in values]) if field.is_repeated else encode
 
 
-def _decoder(field: Any, ours: Any) -> Callable[[Any, str, dict[str, Any]], None] | None:
-    """A function that reads the field of a message, if it is set, into a dictionary. None = any
-    value is allowed, and the dataclass field `ours` takes it unchanged."""
-    name, is_optional, of = field.name, field.has_presence, field.containing_type.name
+def _decoder(field: Any, ours: Any) -> Decode | None:
+    """For the dataclass field `ours`; None = the value is used as it is."""
+    of = field.containing_type.name
     decode = _reader(field, may_be_none="None" in str(ours.type))
-    is_needed = ours.default is MISSING and ours.default_factory is MISSING
-    limit: float | None = _LIMITS.get(f"{of}.{name}")
+    limit: float | None = _LIMITS.get(f"{of}.{field.name}")
     if of in _AMOUNTS and ours.type == "float":
         limit = sys.float_info.max
-    if not is_optional and decode is None and limit is None:
-        return None
+    if limit is None:
+        return decode
     has_length = field.is_repeated or field.cpp_type == field.CPPTYPE_STRING
-    several = field.is_repeated
 
-    def read(message: Any, path: str, values: dict[str, Any]) -> None:
-        if is_optional and not message.HasField(name):
-            if is_needed:
-                raise BadRequest(_within(path, name), "is missing")
-            return
-        found = values[name] = getattr(message, name)
-        if not found and (several or decode is None):
-            values[name] = () if several else found
-            return
-        if limit is not None:
-            size = len(found) if has_length else found
-            if not 0 <= size <= limit:
-                raise BadRequest(_within(path, name), f"{size} is not in 0..{limit}")
-        if decode is not None:
-            values[name] = decode(found, path=_within(path, name))
+    def bounded(found: Any, path: str) -> Any:
+        size = len(found) if has_length else found
+        if not 0 <= size <= limit:
+            raise BadRequest(path, f"{size} is not in 0..{limit}")
+        return found if decode is None else decode(found, path)
 
-    return read
+    return bounded
 
 
-def _within(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+def _missing(_: Any, path: str) -> Any:
+    raise BadRequest(path, "is missing")
 
 
 def _reader(field: Any, may_be_none: bool) -> Callable[..., Any] | None:
@@ -266,11 +288,11 @@ def session_id_from_wire(session_id: str, path: str = "session_id") -> str:
 
 
 def token_ids_from_wire(
-    ids: Iterable[int], path: str, num_max: int = SESSION_TOKENS_MAX
+    ids: Sequence[int], path: str, num_max: int = SESSION_TOKENS_MAX
 ) -> tuple[int, ...]:
-    """Checks that there are at most `num_max` token ids, and that each fits 31 bits. Whether they
-    are in a vocabulary is checked where the vocabulary is known."""
-    token_ids = tuple(ids)
+    """Checks that token ids fit 31 bits, and their number; whether they are in a vocabulary is
+    checked where it is known."""
+    token_ids = tuple(ids[:])  # A slice of a repeated field is read twice as fast.
     if len(token_ids) > num_max:
         raise BadRequest(path, f"{len(token_ids)} tokens are more than {num_max}")
     if token_ids and (max(token_ids) > TOKEN_ID_MAX or min(token_ids) < 0):
@@ -307,12 +329,12 @@ def _proposal_to_proto(proposal: SealedProposal) -> dict[str, Any] | None:
 
 def _proposal_from_proto(message: types_pb2.Proposal, path: str = "proposal") -> SealedProposal:
     """Checks the tree, the token ids and the size of q, which the target opens."""
-    num_max = TREE_TOKENS_MAX if message.parents else NUM_DRAFT_TOKENS_MAX
+    parents = tuple([parent - 1 for parent in message.parents[:]])
+    num_max = TREE_TOKENS_MAX if parents else NUM_DRAFT_TOKENS_MAX
     token_ids = token_ids_from_wire(message.token_ids, f"{path}.token_ids", num_max)
     q = message.q  # Each time that it is read, it is copied.
     if len(q) > Q_BYTES_MAX:
         raise BadRequest(f"{path}.q", f"{len(q)} bytes are more than {Q_BYTES_MAX}")
-    parents = tuple([parent - 1 for parent in message.parents])
     draft_tree(parents, len(token_ids))
     return SealedProposal(token_ids, q, parents)
 
@@ -335,7 +357,7 @@ def _logprobs_to_proto(entry: PositionLogprobs) -> types_pb2.PositionLogprobs:
 
 
 def _logprobs_from_proto(message: types_pb2.PositionLogprobs, path: str) -> PositionLogprobs:
-    token_ids = token_ids_from_wire((one.token_id for one in message.top), path, LOGPROBS_MAX)
+    token_ids = token_ids_from_wire([one.token_id for one in message.top], path, LOGPROBS_MAX)
     values = [one.logprob for one in message.top]
     for value in (message.logprob, *values):  # That of an impossible token is minus infinity.
         if not value < math.inf:
@@ -433,7 +455,7 @@ _ANSWER_FIELDS = {kind: name for name, kind in _ANSWERS.items()}
 
 
 def _verdict_from_proto(message: target_pb2.Verdict) -> Verdict:
-    accept, correction = tuple(message.accept_probability), tuple(message.correction)
+    accept, correction = tuple(message.accept_probability[:]), message.correction
     if len(accept) > TREE_TOKENS_MAX or len(correction) != len(accept) + 1:
         raise BadRequest(
             "verdict", f"{len(accept)} probabilities do not go with {len(correction)} corrections"

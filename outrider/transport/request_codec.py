@@ -45,8 +45,9 @@ VALUES.update(
 _EVENTS: dict[str, Any] = {
     "started": Started, "tokens": Tokens, "round": RoundReport, "finished": Finished
 }  # fmt: skip
-_NO_EVENT = pb.GenerateEvent()
-_EVENT_FIELDS = {kind: name for name, kind in _EVENTS.items()}
+_EVENT_FIELDS = {
+    kind: (name, type(getattr(pb.GenerateEvent(), name))) for name, kind in _EVENTS.items()
+}
 
 
 # Requests
@@ -139,8 +140,7 @@ def resume_from_proto(message: pb.ResumeRequest) -> ResumeRequest:
 
 def event_to_proto(event: Event) -> pb.GenerateEvent:
     """One event."""
-    name, more = _EVENT_FIELDS[type(event)], {}
-    kind: Any = type(getattr(_NO_EVENT, name))
+    (name, kind), more = _EVENT_FIELDS[type(event)], {}
     if isinstance(event, RoundReport):
         more["proposed_parents"] = [parent + 1 for parent in event.proposed_parents]
     told: dict[str, Any] = {name: fields_to_proto(event, kind, **more)}
