@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
-from itertools import accumulate, takewhile
+from itertools import accumulate
 from operator import mul
 
 from outrider.errors import InvariantError, check
@@ -50,7 +50,12 @@ def count_accepted(rule: Rule, passes: Iterable[bool]) -> int:
     are not read."""
     if rule is Rule.BLOCK:
         return max((i for i, passed in enumerate(passes, start=1) if passed), default=0)
-    return sum(1 for _ in takewhile(bool, passes))
+    num = 0
+    for passed in passes:
+        if not passed:
+            break
+        num += 1
+    return num
 
 
 def survival(rule: Rule, accept_probability: Sequence[float]) -> tuple[float, ...]:

@@ -6,7 +6,6 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import takewhile
 
 from outrider.errors import BadRequest, check
 from outrider.limits import DRAFT_SUPPORT_ENTRIES_MAX, NUM_DRAFT_TOKENS_MAX, TREE_TOKENS_MAX
@@ -273,8 +272,12 @@ class DraftTree:
 
     def shared_with_spine(self, path: Sequence[int]) -> int:
         """How many tokens a path has in common with the spine."""
-        pairs = zip(path, self.spine, strict=False)
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        num = 0
+        for token, on_spine in zip(path, self.spine, strict=False):
+            if token != on_spine:
+                break
+            num += 1
+        return num
 
 
 @lru_cache(maxsize=256)

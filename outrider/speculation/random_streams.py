@@ -77,7 +77,7 @@ class RoundNoise:
     committed_length: int
 
     def __post_init__(self) -> None:
-        check(0 <= self.seed <= SEED_MAX, f"seed {self.seed} is not in 0..2^64-1")
+        check(0 <= self.seed <= SEED_MAX, "a seed has 64 bits")
         check(0 <= self.committed_length <= WORD_MASK, "a committed length has 32 bits")
 
     def place(self, index: int, sibling: int = 0) -> Place:
@@ -106,12 +106,9 @@ class RoundNoise:
         i passes iff u_i <= its acceptance probability."""
         if self.rule.absolute_noise:
             return repeat(NO_ACCEPT_NOISE, num_draft_tokens)
-        low, high = _key(self.seed)
-        ones, b = _places_in_one(num_draft_tokens, parents)
-        words, _, _, _ = rounds(
-            0, self.committed_length * ones, b, int(Stream.ACCEPT) * ones,
-            low * ones, high * ones, ones,
-        )  # fmt: skip
+        ones, b, stream = _places_in_one(num_draft_tokens, parents)
+        steps = _kept_key_steps(*_key(self.seed), ones)
+        words, _, _, _ = rounds(0, self.committed_length * ones, b, stream, steps, ones)
         size = num_draft_tokens
         return map(uniform, unpack(f"<{size}Q", words.to_bytes(8 * size, "little")))
 
@@ -131,12 +128,14 @@ def _index_word(index: int, sibling: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _places_in_one(num_draft_tokens: int, parents: tuple[int, ...]) -> tuple[int, int]:
-    """`ones` for `rounds`, and the second words of the tokens' index places in one integer."""
+def _places_in_one(num_draft_tokens: int, parents: tuple[int, ...]) -> tuple[int, int, int]:
+    """`ones` for `rounds`, the second words of the tokens' index places, and their streams: each in
+    one integer."""
     tree = draft_tree(parents, num_draft_tokens)
     words = map(_index_word, tree.depths, tree.ranks)
     ones = sum(1 << 64 * number for number in range(num_draft_tokens))
-    return ones, sum(word << 64 * number for number, word in enumerate(words))
+    b = sum(word << 64 * number for number, word in enumerate(words))
+    return ones, b, int(Stream.ACCEPT) * ones
 
 
 def chain_keys(noises: Sequence[RoundNoise], lengths: Sequence[int]) -> RowKeys:
@@ -165,7 +164,7 @@ def choice_seed(seed: int, choice: int) -> int:
     check(0 <= choice <= WORD_MASK, f"choice {choice} is not a 32-bit number")
     if choice == 0:
         return seed
-    low, high, _, _ = rounds(choice, 0, 0, int(Stream.CHOICE), *_key(seed))
+    low, high, _, _ = rounds(choice, 0, 0, int(Stream.CHOICE), key_steps(*_key(seed)))
     return high << 32 | low
 
 
@@ -207,6 +206,7 @@ WordArray: TypeAlias = npt.NDArray[Any]
 _Words = TypeVar("_Words", int, WordArray)
 
 
+KeySteps: TypeAlias = list[tuple[_Words, _Words]]
 RowKeys: TypeAlias = npt.NDArray[np.uint64]
 """Counter and key of the noise of R rows, [R, 5]: a, b, stream, and the low and high word of the
 seed."""
@@ -215,8 +215,12 @@ seed."""
 def row_words(keys: RowKeys) -> tuple[WordArray, ...]:
     """The four words of counter (0, a, b, stream) of each row: [R] each."""
     if len(keys) > _FEW:
-        return rounds(np.zeros(len(keys), dtype=np.uint64), *keys.T)
-    drawn = [rounds(0, *row) for row in keys.tolist()]
+        a, b, stream, low, high = keys.T
+        return rounds(np.zeros(len(keys), dtype=np.uint64), a, b, stream, key_steps(low, high))
+    drawn = [
+        rounds(0, a, b, stream, _kept_key_steps(low, high, 1))
+        for a, b, stream, low, high in keys.tolist()
+    ]
     return tuple(np.array(drawn, dtype=np.uint64).reshape(-1, 4).T)
 
 
@@ -226,23 +230,33 @@ def uniform(word: float) -> float:
 
 
 def rounds(
-    c0: _Words, c1: _Words, c2: _Words, c3: _Words, key_low: _Words, key_high: _Words, ones: int = 1
+    c0: _Words, c1: _Words, c2: _Words, c3: _Words, steps: KeySteps[_Words], ones: int = 1
 ) -> tuple[_Words, _Words, _Words, _Words]:
-    """Philox4x32-10: turns the four words of a counter, under a key of two words, into four random
-    words. All have 32 bits. Takes integers, or arrays that broadcast. An integer may hold the words
-    of several counters, each in 64 bits (the size of a product); `ones` then has a 1 in each of
-    these. Eight counters together take little longer than one.
+    """Philox4x32-10: turns the four words of a counter, under a key given by its `key_steps`, into
+    four random words. All have 32 bits. Takes integers, or arrays that broadcast. An integer may
+    hold the words of several counters, each in 64 bits (the size of a product); `ones` then has a 1
+    in each of these, here and for the steps. Eight counters together take little longer than one.
 
     The low half of a product is left unmasked, since it is only xored into a word that is masked
     afterwards.
     """
-    mask, step_low, step_high = WORD_MASK * ones, _KEY_STEP_LOW * ones, _KEY_STEP_HIGH * ones
-    for _ in range(_ROUNDS):
+    mask = WORD_MASK * ones
+    for key_low, key_high in steps:
         product_0 = c0 * _MULTIPLIER_0
         product_2 = c2 * _MULTIPLIER_2
         c0 = ((product_2 >> 32) ^ c1 ^ key_low) & mask
         c2 = ((product_0 >> 32) ^ c3 ^ key_high) & mask
         c1, c3 = product_2, product_0
-        key_low = (key_low + step_low) & mask
-        key_high = (key_high + step_high) & mask
     return c0, c1 & mask, c2, c3 & mask
+
+
+def key_steps(low: _Words, high: _Words, ones: int = 1) -> KeySteps[_Words]:
+    """The key of each of the rounds, from the words of the seed."""
+    mask = WORD_MASK * ones
+    lows = [low + number * _KEY_STEP_LOW for number in range(_ROUNDS)]
+    highs = [high + number * _KEY_STEP_HIGH for number in range(_ROUNDS)]
+    return [(a * ones & mask, b * ones & mask) for a, b in zip(lows, highs, strict=True)]
+
+
+_kept_key_steps = lru_cache(maxsize=1024)(key_steps)
+"""For integers: a session has the same key in every round."""
