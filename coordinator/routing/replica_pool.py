@@ -456,20 +456,20 @@ class SessionContext:
     def head(self, side: Side, round_index: int, cached_length: int) -> RoundHead:
         """The head of a message to a replica that is assumed to hold `cached_length` committed
         tokens."""
-        session = self.session
-        base_length = min(cached_length, session.length - 1)
+        record, tokens = self.session.record, self.session.tokens
+        base_length = min(cached_length, len(tokens) - 1)
         left = self.deadline - self._clock()
         return RoundHead(
-            session_id=session.session_id,
-            tenant=session.record.tenant,
-            epoch=session.epoch,
+            session_id=record.session_id,
+            tenant=record.tenant,
+            epoch=record.epoch,
             round=round_index,
             base_length=base_length,
-            prefix_digest=session.tokens.digest(base_length),
-            append=session.tokens.since(base_length),
-            prompt_length=session.prompt_length,
-            rule=session.record.rule,
-            seed=session.record.seed,
+            prefix_digest=tokens.digest(base_length),
+            append=tokens.since(base_length),
+            prompt_length=record.prompt_length,
+            rule=record.rule,
+            seed=record.seed,
             sampling=self.parameters.sampling,
             sampling_hash=self._hashes[0],
             deadline_ms=max(1, math.ceil(left * 1e3)),
@@ -574,7 +574,8 @@ class SessionRoute(Generic[Item, Answer]):
         of any round asked for, or run ahead, on the replicas before. So late answers from there are
         not taken for new ones if the session returns."""
         self._round = round_index + self._num_moves * (RUN_AHEAD_ROUNDS_MAX + 1)
-        self._answers = {r: a for r, a in self._answers.items() if self._is_wanted(r)}
+        if self._answers:
+            self._answers = {r: a for r, a in self._answers.items() if self._is_wanted(r)}
         self.was_lost, self._lost = self._lost is not None, None
         return self._round
 
@@ -604,8 +605,7 @@ class SessionRoute(Generic[Item, Answer]):
         """Waits for the answer to the current round. Raises `LinkLost` if the stream breaks
         meanwhile, `TimeoutError` after `timeout_s`. One waiter at a time."""
         check(self._waiter is None, "two waiters on one route")
-        if self._round not in self._answers:
-            self._due = self._loop.time() + timeout_s
+        self._due = self._loop.time() + timeout_s
         while self._round not in self._answers:
             if self._lost is not None:
                 lost, self._lost = self._lost, None

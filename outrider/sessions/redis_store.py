@@ -297,9 +297,9 @@ _COUNTERS = TypeAdapter(Counters)
 
 def _progress(of: SessionRecord | Append) -> list[Field]:
     return [
-        "prefix_digest", of.prefix_digest,
-        "caches", _CACHES.dump_json((of.draft, of.target)),
-        "counters", _COUNTERS.dump_json(of.counters),
+        b"prefix_digest", of.prefix_digest,
+        b"caches", _CACHES.serializer.to_json((of.draft, of.target)),
+        b"counters", _COUNTERS.serializer.to_json(of.counters),
     ]  # fmt: skip
 
 

@@ -145,10 +145,10 @@ class Session:
         """The store holds `stored_length` tokens of this session: fewer than before, even of the
         prompt, if it lost its tail."""
         check(self.error is None, "the store acknowledged a lost session")
-        check(
-            0 <= stored_length <= self.length,
-            f"the store holds {stored_length} tokens of a session that has {self.length}",
-        )
+        if not 0 <= stored_length <= self.length:
+            raise InvariantError(
+                f"the store holds {stored_length} tokens of a session that has {self.length}"
+            )
         self.acknowledged_length = stored_length
         self.showable_length = max(self.showable_length, stored_length)
 

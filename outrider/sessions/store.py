@@ -26,7 +26,7 @@ class FinishReason(StrEnum):
     DEADLINE = "deadline"
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class CacheState:
     """What one side (draft or target) caches of a session."""
 
@@ -34,13 +34,19 @@ class CacheState:
     cached_length: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+NOTHING_CACHED = CacheState()
+
+
+@value(frozen=True, slots=True)
 class Counters:
     """Counters that a resumed request continues."""
 
     num_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+
+
+NOTHING_COUNTED = Counters()
 
 
 @value(frozen=True, slots=True)
@@ -93,9 +99,9 @@ class SessionRecord:
     token_ids: tuple[int, ...]
     prefix_digest: int
     epoch: int = FIRST_EPOCH
-    draft: CacheState = CacheState()
-    target: CacheState = CacheState()
-    counters: Counters = Counters()
+    draft: CacheState = NOTHING_CACHED
+    target: CacheState = NOTHING_CACHED
+    counters: Counters = NOTHING_COUNTED
     logprobs: str = ""
     """A JSON line per token after the prompt, or nothing."""
     finish_reason: FinishReason | None = None
