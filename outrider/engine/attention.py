@@ -1,10 +1,9 @@
-"""Replaces a model's attention by one that reads a paged cache, through the library's interface.
+"""Replaces a model's attention with one that reads a paged cache, through transformers' interface.
 
 A module that is set to `PAGED` hands each layer's queries, keys and values to `_paged_attention`,
-and builds no mask. The current step is in a context variable, because not every model passes
-further arguments down to its layers. `find_layers` does not trust the configuration: it runs one
-token through the module, and notes which blocks call attention, with tensors of what shape and
-under what mask.
+and builds no mask. The current step is in a context variable, because not every model passes extra
+arguments down to its layers. `find_layers` does not rely on the configuration: it runs one token
+through the module and records each block that calls attention, its tensors' shapes and its mask.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from outrider.kv_cache.storage import KeysAndValues, LayerShape
 PAGED = "outrider_paged"
 """Name of the attention that reads and writes pages."""
 _FINDING = "outrider_finding"
-"""Name of the attention that only notes the block that calls it."""
+"""Name of the attention that only records which block calls it."""
 _UNKNOWN_ARGUMENTS = ("s_aux", "position_bias")
-"""Arguments of attention that change its result, and are not supported."""
+"""Unsupported arguments of attention that change its result."""
 _Allows = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""The library's mask function: (batch, head, query and key index) -> whether the key is seen."""
+"""transformers' mask function: (batch, head, query and key index) -> whether the key is seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +72,8 @@ _FOUND: ContextVar[tuple[list[AttentionLayer], int]] = ContextVar("outrider_laye
 
 @contextmanager
 def running(layers: dict[nn.Module, LayerPages], slots: Tensor, attend: Attend) -> Iterator[None]:
-    """In this context, modules with these blocks write the keys and values of their first n tokens
-    to `slots` [n] of these pages, and attend to them."""
+    """In this context, the blocks in `layers` write keys and values of their first n tokens to
+    `slots` [n] of their pages, and attend to these pages."""
     token = _RUNNING.set((layers, slots, attend))
     try:
         yield
@@ -85,8 +84,8 @@ def running(layers: dict[nn.Module, LayerPages], slots: Tensor, attend: Attend) 
 def find_layers(module: Any, max_model_len: int) -> list[AttentionLayer]:
     """The module's attention layers in the order they run; leaves the module set to `PAGED`.
 
-    Raises `ConfigError` if the attention cannot be replaced, or does what is not supported: sinks,
-    masks other than causal ones and sliding windows, layers that run twice."""
+    Raises `ConfigError` if the attention cannot be replaced, or if the model has sinks, masks other
+    than causal ones and sliding windows, or layers that run twice."""
     set_attention(module, _FINDING)
     found: list[AttentionLayer] = []
     token = _FOUND.set((found, max_model_len))
@@ -142,7 +141,7 @@ def _noted_attention(
     softcap: float | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """Notes the block; returns zeros in the shape of attention's output."""
+    """Records the block; returns zeros in the shape of attention's output."""
     layers, max_model_len = _FOUND.get()
     if any(layer.block is block for layer in layers):
         raise ConfigError("one of its layers runs twice for each token")
@@ -170,8 +169,8 @@ def _noted_mask(
 
 
 def _window(allows: _Allows, length: int) -> int | None:
-    """The window of a mask over `length` tokens; None = it sees all. Raises `ConfigError` for other
-    masks: rows are tried at both ends and around the window's size."""
+    """The window of a mask over `length` tokens; None = all of them. Tests rows at both ends and
+    near the window's size. Raises `ConfigError` for other masks."""
     zero = torch.zeros((), dtype=torch.int64)
     keys = torch.arange(length)
 

@@ -1,7 +1,7 @@
 """One step of many sequences as one forward pass over the row of all their new tokens.
 
     sequence    a a a b c c c c ...     new tokens, one after another
-    position    7 8 9 0 4 5 5 6 ...     each in its own sequence; in a tree the depth counts
+    position    7 8 9 0 4 5 5 6 ...     in the token's own sequence; in a tree, by depth
     slot                                where its key and value go
 
 A token attends to slots of its own sequence alone. Therefore new tokens are cut into *segments*:
@@ -25,7 +25,8 @@ from torch import Tensor
 from outrider.engine.interface import SequenceStep
 
 SPLIT_SLOTS = 128
-"""In fixed shapes, attention sums over splits of this many slots of a sequence."""
+"""In *fixed shapes* products are padded to a few sizes, so that logits do not depend on the rest of
+a step. Attention then sums over splits of this many slots of a sequence."""
 STEP_ROWS_MIN = 8
 """Least number of rows of a step in fixed shapes. Its multiples fill whole vectors of any usual
 width."""
@@ -55,9 +56,8 @@ _GATHERED_SLOTS_MAX = 2**16
 _SLOTS_UNIT = 16
 """Slots are gathered in multiples of this, so that a sum over slots does not depend on how many
 masked ones follow: each vector lane always adds the same slots, and none are left over. So in
-bfloat16 a token has the same logits, bit for bit, alone and before drafted tokens, as long as
-matrix products use the same kernel for few rows as for more (on an Intel Xeon's matrix tiles: up to
-32 rows)."""
+bfloat16 a token's logits are bit-equal with and without drafted tokens after it, while matrix
+products use one kernel for few and many rows (on an Intel Xeon's matrix tiles: up to 32 rows)."""
 _Ints = npt.NDArray[np.int64]
 _Bools = npt.NDArray[np.bool_]
 
@@ -170,7 +170,7 @@ class _View:
 
     window: int | None
     first_slot: int
-    """Tokens do not see a sequence's slots before it."""
+    """Tokens see no slot of their sequence before this one."""
     spare_row: int | None
     """In fixed shapes the row of the step that padding is written to; None = shapes vary."""
     device: torch.device
@@ -299,8 +299,8 @@ def _segments(
 
 
 def _alike(segments: Sequence[_Segment], view: _View) -> list[list[_Segment]]:
-    """Groups of segments with equally many tokens, each with at least half the slots of the
-    longest."""
+    """Groups of segments. All in a group have the same number of tokens, and at least half the
+    slots of the longest."""
 
     def size(segment: _Segment) -> tuple[int, int]:
         return view.num_tokens(segment), view.num_slots(segment)

@@ -61,12 +61,12 @@ class _Head(DraftHead):
 
 
 class EmulatedEngine:
-    """Implements `Engine` for one side of a toy pair. By its `head_on` it is also a
-    `DraftingEngine` or a `FeatureKeeper` for a target, or a `HeadEngine` for a `FeatureDrafter`.
+    """Implements `Engine` for one side of a toy pair. With `head_on` it is also a `DraftingEngine`
+    or a `FeatureKeeper` as target, or a `HeadEngine` for a `FeatureDrafter`.
 
     Logits are log p of the target, or unnormalised log q of the draft; -inf outside the support.
-    Where the target refuses a draft token by `acceptance_rates` they are log p without that token.
-    A step has at most `max_num_seqs` sequences, and pages are those of an engine with a model.
+    Where `acceptance_rates` refuse a draft token, they are log p without that token. A step has at
+    most `max_num_seqs` sequences, and pages are those of an engine with a model.
     """
 
     draft_layer: LoadedDraftHead | None = None
@@ -93,7 +93,7 @@ class EmulatedEngine:
         self.page_counts = pool.counts
         self._step_seconds = 0.0
         self._rows = torch.full((0, spec.vocab_size), -math.inf)
-        """Logits of the last step; -inf behind its own."""
+        """Logits of the last step; other rows are -inf."""
         self._written = torch.zeros((0, 1), dtype=torch.int64)
         """The columns of these logits that are not -inf."""
         reached = (1.0, *spec.acceptance_rates, 0.0)
@@ -137,7 +137,7 @@ class EmulatedEngine:
         self, steps: Sequence[SequenceStep], by: EmulatedEngine, whole: bool = True
     ) -> tuple[_Words, torch.Tensor]:
         """The contexts of all rows, and their logits, with the distribution and step time of `by`.
-        The caller gives slots that are not `whole` back."""
+        The caller gives back slots that are not `whole`."""
         check_steps(steps, self.info, self._max_num_seqs, self.length)
         self._pool.append(steps, whole)
         if whole:
@@ -188,7 +188,7 @@ class EmulatedEngine:
         return self._step_seconds
 
     def _contexts(self, step: SequenceStep) -> list[list[int]]:
-        """The last `order` tokens before each row of logits of a step, which was appended."""
+        """For each row of logits of an appended step, the last `order` tokens before it."""
         order = self._spec.order
         num_held = self.length(step.sequence_id) - len(step.token_ids)
         start = max(0, num_held - order)
@@ -228,7 +228,7 @@ class EmulatedEngine:
         drafted: dict[int, tuple[int, int, int]] = {}
         """By row: the draft token, its place in the round, and the row behind it."""
         siblings: list[tuple[int, int]] = []
-        """The others: row and token."""
+        """Other siblings: row and token."""
         start = 0
         for step in steps:
             num_known = len(step.token_ids) - step.num_logits + 1

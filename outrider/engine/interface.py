@@ -173,7 +173,7 @@ class Engine(Protocol):
 
 @runtime_checkable
 class FeatureEngine(Engine, Protocol):
-    """An engine that can show what its logits were made of."""
+    """An engine that can show what its logits were computed from."""
 
     @property
     def shows_features(self) -> bool:
@@ -182,7 +182,7 @@ class FeatureEngine(Engine, Protocol):
 
     def features(self) -> Sequence[Tensor]:
         """If it does, for each step of the last `forward` [num_logits, D]: what the model's head
-        made its logits of, in the model's dtype, on its device. Valid until the next call."""
+        computed its logits from, in the model's dtype, on its device. Valid until the next call."""
         ...
 
 
@@ -201,8 +201,8 @@ class ShallowEngine(Engine, Protocol):
 @runtime_checkable
 class DraftingEngine(FeatureEngine, Protocol):
     """An engine that runs a drafting head as one more layer on the same slots. The head reads
-    pairs: a feature, which it makes of the model's layers at a token, and the token behind that.
-    `features` are these. A slot also holds the key and value of the pair that its token ends."""
+    pairs: a feature, made from the model's layers at a token, and the next token. `features`
+    returns these features. A slot also holds the key and value of the pair that its token ends."""
 
     def forward_draft(
         self, steps: Sequence[SequenceStep], features: Sequence[Tensor]

@@ -93,8 +93,8 @@ class PagedEngine(PagedSequences):
         kernels: PaceKernels | None = None,
     ) -> None:
         """A step has at most `max_num_seqs` sequences. Pages take at most `kv_cache_memory_bytes`,
-        and no more than that many sequences of full length fill. `info.max_model_len` is reduced to
-        what the pages hold.
+        and at most what `max_num_seqs` sequences of full length fill. `info.max_model_len` is
+        reduced to what the pages hold.
 
         contended_threads  of steps with fewer than `WIDE_STEP_ROWS` tokens while other processes
                            use the cores; other steps have torch's threads
@@ -181,8 +181,8 @@ class PagedEngine(PagedSequences):
         )  # fmt: skip
 
     def _dense_answers(self, info: ModelInfo) -> tuple[Tensor, Tensor | None]:
-        """The trial's logits [T, V] by the module alone, and [T, D] what its drafter reads there:
-        the output of the first layers for an exit head, g for a draft layer."""
+        """The module's own logits [T, V] of the trial, and what its drafter reads, [T, D]: the
+        first layers' output for an exit head, g for a draft layer."""
         ids = trial_tokens(info)
         if self.draft_layer is not None:
             layer_ids, fuse = self.draft_layer.module.layer_ids, self.draft_layer.module.fuse
@@ -268,7 +268,7 @@ class PagedEngine(PagedSequences):
         """Whether a trial of accelerated steps succeeds on this rank."""
         try:
             trial()
-        except Exception:  # noqa: BLE001 (if it is not their fault, plain steps raise it again)
+        except Exception:  # noqa: BLE001 (an error with another cause recurs in plain steps)
             _log.warning("model %s: its steps are not accelerated", self.info.name, exc_info=True)
             return False
         return True

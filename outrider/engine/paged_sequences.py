@@ -116,8 +116,8 @@ class PagedSequences:
         return self._run_part(run, steps)
 
     def take_slots(self, steps: Sequence[SequenceStep]) -> None:
-        """What a rank without a draft layer does while the leader's layer drafts: takes the same
-        slots, and computes nothing."""
+        """On a rank without a draft layer: takes the slots that the leader's draft layer takes, and
+        computes nothing."""
         self._run(lambda _: torch.empty(0), steps, whole=False)
 
     def _run_part(
@@ -129,7 +129,7 @@ class PagedSequences:
     def _making_room(
         self, steps: Sequence[SequenceStep], whole: bool
     ) -> AbstractContextManager[None]:
-        """Runs a step so that it makes room for other processes."""
+        """Runs a step so that it leaves cores to other processes."""
         return nullcontext()
 
     def fork(self, sequence_id: str, branch_id: str) -> None:
@@ -187,7 +187,7 @@ class PagedSequences:
             self._settle()
             yield HeldStep(held, self._page_size)
         except BaseException:
-            # Before other sequences can share what was not written.
+            # So that no sequence can share slots that were not written.
             for one in held:
                 if self.length(one.step.sequence_id):
                     self._pool.keep(one.step.sequence_id, one.length)

@@ -17,8 +17,8 @@ class StepCosts:
     """A step's time over its rows (tokens), its sessions and their context (slots held before).
 
     seconds = base(rows) + session_s * (sessions - 1) + slot_s(rows / sessions) * context,
-    where base is interpolated between the measured rows and goes on beyond them as between the last
-    two, and slot_s grows with the rows that read each slot.
+    where base is interpolated between the measured rows, and extrapolated from the last two beyond
+    them; slot_s grows with the rows that read each slot.
     """
 
     rows: tuple[int, ...]
@@ -90,7 +90,7 @@ def measure_step_costs(
     """Measures steps of up to `max_rows` tokens and `max_sessions` sequences on an engine that is
     not in use yet, on the thread that its steps will run on; leaves no sequence behind. `clock`
     counts seconds. What is not measured within `limit_s` (which excludes warming up a device) is
-    left out, or taken to cost nothing. Of an emulated engine the stated times count."""
+    left out, or taken to cost nothing. For an emulated engine, its stated times count."""
     bench = _Bench(engine, clock, limit_s * TRIES_SHARE)
     bench.least([_step(0, 1)])  # The first step only warms up.
     until = bench.clock() + limit_s
@@ -111,8 +111,8 @@ def measure_step_costs(
 
 
 def _costs(rows: Sequence[int], seconds: Sequence[float]) -> StepCosts:
-    """Costs of as many of `rows` as there are times. A time that exceeds that of more rows is taken
-    to be disturbed, and lowered to it."""
+    """Costs of as many of `rows` as there are times. A time that exceeds the time of more rows was
+    disturbed, and is lowered to that."""
     least = tuple(reversed(list(accumulate(reversed(seconds), min))))
     return StepCosts(tuple(rows[: len(least)]), least)
 

@@ -68,12 +68,12 @@ GAIN = 2.0
 RETREAT_S = 30.0
 """... for this long."""
 _WEIGHT = 1 / 16
-"""Of the newest step in the average."""
+"""Weight of the newest step in the average."""
 
 
 class ContendedThreads:
-    """Chooses between all threads, which are faster unless other processes use the cores, and
-    fewer. Steps are only compared with others of their kind. `clock` counts seconds."""
+    """Chooses between all threads and fewer. All are faster unless other processes use the cores.
+    Steps are only compared with others of their kind. `clock` counts seconds."""
 
     def __init__(
         self, fewer: int, every: int, clock: Callable[[], float] = time.perf_counter

@@ -98,8 +98,8 @@ _CAPTURED_MAX = 512
 """Most tokens of a captured step; longer steps are bound by their kernels anyway."""
 _NAME_BITS = 62
 _RUNNING = Lock()
-"""vLLM keeps a step's context and its CPU kernels' scratch memory once for the process, while each
-engine may have a thread of its own."""
+"""Held during a step: a step's context and vLLM's CPU scratch memory exist once for the process,
+while each engine may have a thread of its own."""
 
 
 class VllmEngine(PagedSequences):
@@ -310,7 +310,7 @@ class VllmEngine(PagedSequences):
         self._skips_compiled = False
         if not reads_output:
             self._show(self._read_by_leader(num_layers))
-        # The text that was read must not be found as a prefix: the head has written nothing of it.
+        # The text that was read must not be found as a prefix: the head has written no pairs of it.
         self._use_pool(BlockPool(self._pool.num_pages, self._page_size), self._cache, max_num_seqs)
         if self.draft_layer is not None:
             head = self.draft_layer.module

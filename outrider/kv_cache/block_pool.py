@@ -8,8 +8,8 @@ It holds no tensors: the engine makes the copies that it returns, and then runs 
     idle                 only idle ones            either                 with the last of them
     busy                 at least one busy one     either                 never
 
-A page that another sequence holds, or whose prefix is known, is never written to: a write copies it
-first, or, if no other sequence holds it, forgets its prefix.
+A page that another sequence holds, or whose prefix is known, is never written to. A write first
+copies it, or, if no other sequence holds it, forgets its prefix.
 """
 
 from __future__ import annotations
@@ -322,9 +322,9 @@ class BlockPool:
             self._busy_holders[page] += 1
 
     def _drop(self, sequence_id: str, evicted: bool = False) -> None:
-        """Forgets a sequence. Its known pages are remembered, in an order in which the last page of
-        the sequence is evicted first: after all other remembered pages, or, if the sequence itself
-        was evicted, before them."""
+        """Forgets a sequence. Its known pages are remembered. They are evicted after all other
+        remembered pages, or before them if the sequence itself was evicted; its last page goes
+        first."""
         sequence = self._sequences.pop(sequence_id)
         if not sequence.busy:
             del (self._idle_branches if sequence.is_branch else self._unused)[sequence_id]

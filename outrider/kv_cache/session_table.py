@@ -1,7 +1,7 @@
 """The tokens that a replica holds of each session, and whether a coordinator's view agrees.
 
-A target records tokens after `Engine.forward`, a draft after `Drafter.propose`. How many are held
-is decided by `Engine.length`.
+A target records tokens after `Engine.forward`, a draft after `Drafter.propose`. `Engine.length`
+decides how many are held.
 
 A round in a service: `align(head)`, and `begin(head)` if nothing is held; run
 `Aligned.new_tokens`, at once or in parts, and the service's own tokens (the proposal, its draws);
@@ -67,7 +67,7 @@ class SessionTable:
 
     def align(self, head: RoundHead) -> Aligned | Resync:
         """Cuts the session back to what it holds of the committed tokens that `head` states: the
-        prefix, and as much of `head.append` as is held already, as of a prefix that was run in
+        prefix, and what is held already of `head.append`, for example after a prefix was run in
         part. The last token is never kept, as its logits are gone. A session that holds nothing may
         `begin` on cached pages.
 
@@ -92,8 +92,8 @@ class SessionTable:
         return Aligned(sequence, head.append[num_held:])
 
     def begin(self, head: RoundHead) -> Aligned:
-        """Begins a session that is aligned and holds nothing, on cached pages with the same tokens
-        of its tenant, which the engine's `find` tells in advance. A step of it must follow."""
+        """Begins an aligned session that holds nothing, on its tenant's cached pages of the same
+        tokens; `Engine.find` tells them in advance. A step of the session must follow."""
         entry = self._entries.get(head.session_id)
         if entry is None or len(entry.sequence):
             raise InvariantError(f"session {head.session_id} cannot begin")

@@ -1,12 +1,11 @@
 """A decoder of the Llama family on fused kernels.
 
-It is assembled from a model whose blocks were replaced and probed before
-(`outrider/models/module_replacement.py`), so what they compute is known: RMS norms, one product for
-queries, keys and values, rotary positions, causal attention, one product, a gated MLP, in layers of
-two norms (Llama, Mistral, Qwen 2 and 3) or four (Gemma 3). What surrounds the layers is observed
-while the library runs its own model with placeholders for layers: what the first layer reads, which
-rotation each layer gets, and what becomes of the last layer's output. A model that does anything
-else is refused by name, and runs on the library's own code.
+The model's blocks were replaced and probed before (`outrider/models/module_replacement.py`), so
+what they compute is known: RMS norms, a product for queries, keys and values, rotary positions,
+causal attention, an output product, a gated MLP. A layer has two norms (Llama, Mistral, Qwen 2 and
+3) or four (Gemma 3). A run of the model with placeholders for layers shows the rest: what the first
+layer reads, which rotation each layer gets, and how the last layer's output is used. A model that
+does anything else is refused by `CannotFuse`, and runs on transformers' own code.
 """
 
 from __future__ import annotations
@@ -139,8 +138,8 @@ def _sizes(block: Any, layer: AttentionLayer, kernels: PaceKernels, eps: float) 
 
 
 def _activation(function: Any, kernels: PaceKernels) -> str | None:
-    """What the kernels call an activation; None for one that they lack. The library's GELU by the
-    hyperbolic tangent differs from the exact one by less than bfloat16 tells apart."""
+    """The kernels' name for an activation; None if they lack it. The tanh approximation of GELU
+    equals the exact one within bfloat16's precision."""
     rows = torch.linspace(-8, 8, 1025, dtype=kernels.dtype)
     for name in kernels.activations:
         expected = getattr(functional, name)(rows)
@@ -163,7 +162,7 @@ def _optional_norm(norm: Any, kernels: PaceKernels) -> Tensor | None:
 
 
 class _NotingLayer(nn.Module):
-    """A placeholder for a layer: notes what it reads, and returns that."""
+    """A placeholder for a layer: records its input and returns it."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -214,7 +213,7 @@ def _observe(module: Any, blocks: Sequence[Any], num_positions: int) -> list[_Ro
 
 
 def _rotation(parts: Sequence[_Rotation]) -> _Rotation:
-    """Cosines and sines [positions, width / 2] of those that a layer got, [1, positions, width]."""
+    """The halves [positions, width / 2] of a layer's cosines and sines [1, positions, width]."""
     tables = []
     for table in (torch.cat([part[which][0] for part in parts]) for which in (0, 1)):
         half = table.shape[1] // 2

@@ -51,8 +51,8 @@ class FusedSteps(Steps):
         taps: Sequence[int] = (),
     ) -> None:
         """Runs as many of the first layers as there are caches. Unless that is the whole model
-        (`is_whole`), rows are their output and no logits. `taps` are layers, counted from 0, whose
-        input is kept."""
+        (`is_whole`), `run` returns their output, not logits. `taps` are layers, counted from 0,
+        whose input is kept."""
         self._decoder = decoder
         self._span_tokens = span_tokens
         self._is_whole = is_whole
@@ -190,9 +190,9 @@ _NUM_PAGES = 257
 def find_span_tokens(
     decoder: FusedDecoder, max_model_len: int, thread_counts: Sequence[int]
 ) -> int | None:
-    """The longest span, in tokens, with which rows are bit-equal however many a step has: at the
-    end of sequences of all lengths, on any of these numbers of threads. None if they are not even
-    in spans of one token. Layers of one kind are alike, so only the first of each kind is run."""
+    """The longest span, in tokens, with which rows are bit-equal whatever the number of rows in a
+    step. Tries the ends of short to long sequences, on each number of threads. None if even spans
+    of one token fail. Layers of one kind are alike, so only the first of each kind is run."""
     kinds = [layer.kind for layer in decoder.layers.weights]
     sizes, kernels = decoder.sizes, decoder.kernels
     shape = LayerShape(
@@ -218,8 +218,8 @@ def find_span_tokens(
         return steps.run(HeldStep([held], PAGE_SIZE))
 
     def equal(num_threads: int, span: int, length: int, num: int, counts: Iterable[int]) -> bool:
-        """Whether parts of the last `num` tokens of a sequence, each run in a step of its own, have
-        the rows that all of them have in spans of one token on the first number of threads."""
+        """Whether parts of a sequence's last `num` tokens, each run in its own step, have the same
+        rows as one step of all of them in spans of one token on the first number of threads."""
         first = length - num
         with on_threads(thread_counts[0]):
             expected = rows(1, first, num, length)

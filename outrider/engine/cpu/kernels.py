@@ -101,8 +101,8 @@ class FusedLayers(nn.Module):
 
     A step of 30 layers calls more than 300 operators. From Python, each call would take the global
     lock again, for which other threads compete. TorchScript runs all of them without it, and saves
-    1 ms a step. It is deprecated, but part of the one version of torch that the operators are built
-    for. Rows are [1, T, D], contiguous.
+    1 ms a step. It is deprecated, but the one torch version that the operators are built for has
+    it. Rows are [1, T, D], contiguous.
     """
 
     weights: list[LayerWeights]
@@ -128,8 +128,7 @@ class FusedLayers(nn.Module):
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Runs as many layers as there are caches, on embeddings [1, T, D], with cosines and sines
         [1, T, width / 2] of each rotation and slots [T]. Returns the last layer's output, the
-        residual that it has yet to be added to, and what the layers in `taps`, ascending and
-        counted from 0, read."""
+        residual to add to it, and the inputs of the layers in `taps` (ascending, from 0)."""
         residual = rows
         tapped: list[Tensor] = []
         for i in range(len(keys)):
@@ -176,7 +175,7 @@ class FusedLayers(nn.Module):
     def after(
         self, layer: LayerWeights, attended: Tensor, residual: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The rest of a layer: its output, and the residual that it has yet to be added to."""
+        """The rest of a layer: its output, and the residual to add to it."""
         rows = attended.view(1, attended.size(0), -1)
         rows = self.linear(rows, layer.output, layer.output_bias)
         attention_norm, mlp_norm = layer.attention_norm, layer.mlp_norm
@@ -302,8 +301,8 @@ class PaceKernels:
         self, starts: Tensor, ends: Tensor, sizes: LayerSizes, window: int | None
     ) -> Tensor:
         """How threads share the work of attention, for all layers with one window. Contexts are
-        never split, as the number of splits, and with it the order of a row's sums, would depend on
-        the rest of the step. The kernels ask OpenMP for the number of threads; torch sets that for
+        never split: the number of splits would depend on the rest of the step, and so would the
+        order of a row's sums. The kernels ask OpenMP for the number of threads; torch sets that for
         a new thread when `get_num_threads` is first called there."""
         torch.get_num_threads()
         found: Tensor = torch.ops.pace.get_paged_attention_scheduler_metadata(

@@ -1,5 +1,5 @@
-"""Steps on a CUDA device. Each is sent there as tables, in one copy, and a kernel attends to the
-pages in place (`triton_kernels.py`).
+"""Steps on a CUDA device. A step's tables are sent in one copy, and a kernel attends to the pages
+in place (`triton_kernels.py`).
 
 The new tokens of a sequence are cut into *blocks*, the units of the kernel's work. All tables are
 64-bit words:
@@ -252,7 +252,7 @@ class TableSteps(Steps):
         heads: tuple[int, int],
         device: torch.device,
     ) -> None:
-        """`heads`: query and key heads of a layer in which the most query heads share one."""
+        """`heads`: query and key heads of a layer with the most query heads for each key head."""
         self._backend = backend
         self._forward = forward
         self._layers = layers
@@ -272,9 +272,9 @@ class TableSteps(Steps):
 
     def try_kernel(self) -> None:
         """Runs every form of the kernel on every layer, for chains and trees, so that none is
-        compiled while requests wait. Uses page 0, which no sequence may hold. Raises the error of
-        the first form that fails, after the pass has ended, so that other ranks of the model do not
-        wait for this one in its middle."""
+        compiled while requests wait. Uses page 0, which no sequence may hold. If forms fail, raises
+        the first error only after the pass, so that other ranks of the model do not wait for this
+        one halfway."""
         powers = range(_block_tokens_max(self._shared_heads).bit_length())
         forms = [KernelForm(1 << power, splits) for power in powers for splits in _SPLITS]
         tokens = [HeldSequence(SequenceStep("", (0,), 1, tree), 0, (0,)) for tree in ((), (-1,))]

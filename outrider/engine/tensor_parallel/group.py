@@ -59,8 +59,8 @@ class RankGroup(Ranks):
         self._sockets: SocketAllReduce | None = None
         self._in_order = in_order and size > 2  # The order of two does not matter.
         if rendezvous.host == LOOPBACK:
-            # Otherwise the libraries listen on the address of the machine's name, or on what is set
-            # for ranks on several machines.
+            # By default the libraries listen on the address of the machine's name, or on the
+            # interface set for several machines.
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ[name] = _loopback_interface()
             self._sockets = _sockets(store, rendezvous, rank, step_timeout_s)

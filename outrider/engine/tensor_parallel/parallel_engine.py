@@ -27,7 +27,7 @@ _CALLS = frozenset({"attach", "fork", "keep", "mark_idle", "release"})
 _STEPS = frozenset({"forward", "take_slots"})
 """Calls whose arguments are steps."""
 _UNSENT_BYTES_MAX = 2**18
-"""Calls that go out with the next step, unless they are more than this."""
+"""Fewer bytes of calls wait for the next step; more are sent at once."""
 
 _log = logging.getLogger(__name__)
 
@@ -120,8 +120,8 @@ class ParallelEngine:
         return result
 
     def _changed(self, name: str, *arguments: Any) -> Any:
-        """Makes a call on the leader's engine. An `OutriderError` has changed nothing, but for
-        `StepUndone`; other errors may have, without the followers knowing."""
+        """Makes a call on the leader's engine. An `OutriderError` other than `StepUndone` leaves
+        the state unchanged. After any other error the ranks' states may differ."""
         try:
             return getattr(self._engine, name)(*arguments)
         except OutriderError:
@@ -165,8 +165,8 @@ def pack_steps(name: str, steps: Sequence[SequenceStep]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """A list for another kind of sequence, an int for another kind of number, as MessagePack has no
-    types for these."""
+    """Turns other sequences into lists and other numbers into ints, as MessagePack lacks their
+    types."""
     return list(value) if isinstance(value, Sequence) else int(value)
 
 

@@ -1,4 +1,4 @@
-"""Processes of a model on several ranks: how the leader starts, and the whole of a follower.
+"""Processes of a model on several ranks: how the leader starts, and all that a follower does.
 
 The leader is the replica's own process, which serves (`host.py`). A follower takes no requests: it
 repeats the leader's steps, and ends with the leader. A rank that cannot go on leaves the group, so
@@ -82,9 +82,9 @@ def engine_of_a_replica(
     leadership: RankLeader | None,
 ) -> Engine:
     """The engine that a configuration names, in this process or on all ranks. Blocks; raises as
-    `build_engine` and `RankLeader.engine`. Call it on a passing thread: without ranks it lowers the
-    calling thread's priority, for replicas that serve on the same cores. With ranks it does not, as
-    threads for their sums would inherit it."""
+    `build_engine` and `RankLeader.engine`. Call it on a short-lived thread: without ranks it lowers
+    the calling thread's priority, for replicas that serve on the same cores. With ranks it does
+    not, as threads for their sums would inherit it."""
     if leadership is None:
         give_way(LOADING_NICENESS)
         return build_engine(config, num_threads)

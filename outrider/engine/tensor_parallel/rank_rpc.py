@@ -138,8 +138,8 @@ _KEEPALIVE_PROBES = 3
 
 def tune(connection: socket.socket, timeout_s: float | None) -> socket.socket:
     """Sends small frames at once, and notices if the peer's machine is gone. `timeout_s` bounds
-    each call; None = no bound. The kernel keeps the time, as Python's own timeouts take a system
-    call more for each call."""
+    each call; None = no bound. The kernel enforces it, as Python's own timeouts add a system call
+    to each call."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -194,7 +194,7 @@ class FrameSender:
                 raise Unavailable(f"rank {rank} of the model does not answer: {error}") from error
 
     def close(self) -> None:
-        """The followers' `receive` returns None."""
+        """Makes the followers' `receive` return None."""
         for connection in self._connections.values():
             connection.close()
 

@@ -1,7 +1,7 @@
 """Reduces a model to one rank's share of it: plain modules on plain tensors.
 
 A block of a decoder works on the heads and columns that its weights have, so nothing changes inside
-of a block; only at its ends the ranks exchange tensors.
+a block; ranks exchange tensors only at its ends.
 """
 
 from __future__ import annotations
