@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from rounds import SeverableLink
+from script_store import ScriptStore
 from toy_engine import ToyEngine
-from twin_store import TwinStore
 
 from coordinator.service import CoordinatorService
 from draft_service.model_drafter import ModelDrafter
@@ -66,7 +66,7 @@ class Bench:
     def __init__(
         self,
         text: Any = None,
-        store: TwinStore | None = None,
+        store: ScriptStore | None = None,
         name: str = "c",
         target: TargetService | None = None,
         draft: DraftService | None = None,
@@ -81,7 +81,7 @@ class Bench:
             ModelDrafter(ToyEngine(salt=2)), executor, max_num_seqs=8
         )
         self.target_link = SeverableLink(self.target)
-        self.store = store or TwinStore(lambda: loop.time() * 1e3)
+        self.store = store or ScriptStore(lambda: loop.time() * 1e3)
         self.service = CoordinatorService(
             replace(CONFIG, **{"max_sessions": 10, **settings}),
             name,

@@ -3,7 +3,6 @@
 from outrider.sessions.state import Session
 from outrider.sessions.store import Append, Finish, FinishReason, SessionRecord
 from outrider.speculation.sampling_params import Rule
-from outrider.tokens import TokenSequence
 
 IDS = tuple(f"{k:032x}" for k in range(3))
 OWNERS = ("anna", "bert")
@@ -17,10 +16,6 @@ def new_session(
     return SessionRecord.new(
         session_id, "tenant", owner, 2**64 - 1, Rule.BLOCK, '{"ü": 1}', prompt_ids
     )
-
-
-def digest(token_ids: list[int] | tuple[int, ...]) -> int:
-    return TokenSequence(token_ids).digest()
 
 
 def next_append(session: Session) -> Append:

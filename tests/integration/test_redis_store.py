@@ -8,34 +8,21 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import redis
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 from made_certificates import Made
-from session_model import IDS, OWNERS, digest, end_of, new_session, next_append
-from twin_store import TwinStore
+from session_model import IDS, OWNERS, end_of, new_session, next_append
 
 from outrider.errors import (
     ConfigError,
     DataLoss,
     InvariantError,
     NotFound,
-    OutriderError,
     StaleEpoch,
     StoreUnavailable,
     Unavailable,
@@ -44,15 +31,10 @@ from outrider.limits import CALLS_PER_PIPELINE_MAX, REDIS_CONNECTIONS_MAX, SOCKE
 from outrider.sessions import redis_store
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_address import RedisAddress
-from outrider.sessions.redis_store import RedisStore, encode_tokens
+from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.state import Session
 from outrider.sessions.store import (
-    Append,
-    CacheState,
     Counters,
-    Finish,
-    FinishReason,
-    SessionRecord,
 )
 from tests.chaos.proxy import FaultProxy
 
@@ -70,196 +52,7 @@ async def appended(store: RedisStore, session: Session, *token_ids: int) -> Any:
     return answer
 
 
-LEASE_MS = 2_000
-tokens = st.lists(st.integers(0, 2**32 - 1), max_size=4).map(tuple)
-ids = st.sampled_from(IDS)
-owners = st.sampled_from(OWNERS)
-caches = st.builds(CacheState, st.sampled_from(["", "r1"]), st.integers(0, 2**40))
-counts = st.builds(Counters, *[st.integers(0, 2**40)] * 3)
-
-
-class StoreMachine(RuleBasedStateMachine):
-    """For any operations in any order, Redis answers as the in-memory twin."""
-
-    server: ClassVar[EmbeddedRedis]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.runner = asyncio.Runner()
-        self.seen: list[SessionRecord] = []
-        self.now_ms = 0.0
-        self.model = TwinStore(lambda: self.now_ms)
-        self.model.lease_ms, self.model.session_ttl_ms = LEASE_MS, 10**12
-        self.model.finished_ttl_ms = 10**12
-        self.prefix = f"{uuid.uuid4()}:"
-        self.store = self.run(connected(self.server.url, key_prefix=self.prefix))
-        self.store.lease_ms = self.store.session_ttl_ms = self.store.finished_ttl_ms = 10**9
-        self.admin = redis.Redis.from_url(self.server.url, protocol=2)
-
-    def teardown(self) -> None:
-        self.admin.close()
-        self.run(self.store.close())
-        self.runner.close()
-
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return self.runner.run(coroutine)
-
-    def outcome(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        try:
-            return self.run(coroutine)
-        except OutriderError as error:
-            return type(error)
-
-    def writer(self, data: st.DataObject, session_id: str) -> tuple[int, str]:
-        """Epoch and owner of a write, mostly admissible ones."""
-        found = self.model.snapshot().get(session_id)
-        kept = [] if found is None else [found.record] * 5
-        epochs = [*(one.epoch for one in kept), 1, 2, 3]
-        names = [*(one.owner for one in kept), *OWNERS]
-        return data.draw(st.sampled_from(epochs)), data.draw(st.sampled_from(names))
-
-    @rule(session_id=ids, owner=owners, prompt=st.sampled_from([(1,), (7, 2**32 - 1)]))
-    def open(self, session_id: str, owner: str, prompt: tuple[int, ...]) -> None:
-        new = new_session(session_id, owner, prompt)
-        assert self.outcome(self.store.open(new)) == self.outcome(self.model.open(new))
-
-    @rule(data=st.data())
-    def append(self, data: st.DataObject) -> None:
-        appends = []
-        for session_id in data.draw(st.lists(ids, max_size=3, unique=True)):
-            s = self.model.snapshot().get(session_id)
-            stored = s.record.token_ids if s is not None else ()
-            if s is not None and s.rewrite:
-                stored = data.draw(st.sampled_from([stored, s.pending, s.pending]))
-            lengths = st.sampled_from([len(stored), len(stored), 0, max(len(stored) - 1, 0), 9])
-            epoch, owner = self.writer(data, session_id)
-            new = data.draw(tokens)
-            expected = data.draw(lengths)
-            appends.append(
-                Append(
-                    session_id, epoch, owner, expected, new,
-                    digest((*stored[:expected], *new)), data.draw(caches), data.draw(caches),
-                    data.draw(counts), data.draw(st.sampled_from(["", '{"é\u2028": 1}\n'])),
-                    data.draw(st.booleans()),
-                )
-            )  # fmt: skip
-        found, expected = (
-            [
-                type(a) if isinstance(a, OutriderError) else a
-                for a in self.run(store.append(appends))
-            ]
-            for store in (self.store, self.model)
-        )
-        assert found == expected
-
-    @rule(key=ids, value=st.sampled_from(["", "a", "b"]), replaces=st.sampled_from(["", "a"]))
-    def claim_key(self, key: str, value: str, replaces: str) -> None:
-        found = self.run(self.store.claim_key(key, value, replaces))
-        assert found == self.run(self.model.claim_key(key, value, replaces))
-        assert not found or self.admin.pttl(f"{self.prefix}key:{{{key}}}") > 0
-
-    @rule(owner=owners)
-    def hold_lease(self, owner: str) -> None:
-        assert self.run(self.store.hold_lease(owner)) == self.run(self.model.hold_lease(owner))
-
-    @rule(owner=owners)
-    def end_lease(self, owner: str) -> None:
-        self.run(self.store.end_lease(owner))
-        self.run(self.model.end_lease(owner))
-
-    @rule(session_id=ids, data=st.data())
-    def release(self, session_id: str, data: st.DataObject) -> None:
-        epoch, owner = self.writer(data, session_id)
-        found = self.outcome(self.store.release(session_id, epoch, owner))
-        assert found == self.outcome(self.model.release(session_id, epoch, owner))
-
-    @rule(session_id=ids)
-    def look(self, session_id: str) -> None:
-        """Records that may be taken over later."""
-        found = self.outcome(self.store.load(session_id))
-        if isinstance(found, SessionRecord):
-            self.seen.append(found)
-
-    @precondition(lambda self: self.seen)
-    @rule(data=st.data(), owner=owners, cancels=st.booleans())
-    def take_over(self, data: st.DataObject, owner: str, cancels: bool) -> None:
-        seen = data.draw(st.sampled_from(self.seen[-3:]))
-        found, expected = (
-            self.outcome(store.take_over(seen, owner, cancels=cancels))
-            for store in (self.store, self.model)
-        )
-        assert found == expected
-        if isinstance(found, SessionRecord):
-            self.seen.append(found)
-
-    @rule(session_id=ids, data=st.data(), reason=st.sampled_from(FinishReason), counters=counts)
-    def finish(
-        self, session_id: str, data: st.DataObject, reason: FinishReason, counters: Counters
-    ) -> None:
-        """Also checks the rules for every recorded end."""
-        epoch, owner = self.writer(data, session_id)
-        stored = self.model.snapshot().get(session_id)
-        lengths = [None, 1, 9] if stored is None else [None, stored.length, stored.length + 1]
-        length = data.draw(st.sampled_from(lengths))
-        finish = Finish(session_id, epoch, owner, length, reason, counters)
-        before = self.outcome(self.store.load(session_id))
-        found = self.outcome(self.store.finish(finish))
-        assert found == self.outcome(self.model.finish(finish))
-        after = self.outcome(self.store.load(session_id))
-        if found is StaleEpoch:
-            assert after == before
-        elif isinstance(before, SessionRecord) and isinstance(after, SessionRecord):
-            assert (after.epoch, after.owner) == (finish.epoch, finish.owner)
-            assert before.epoch < after.epoch or before.owner == after.owner
-            if after.finish_reason is not None and after != before:
-                assert finish.length in (None, len(after.token_ids))
-
-    @rule()
-    def leases_run_out(self) -> None:
-        self.now_ms += LEASE_MS
-        for key in self.admin.keys(f"{self.prefix}lease:*"):
-            self.admin.delete(key)
-
-    @rule(session_id=ids, left=st.integers(0, 3))
-    def tail_is_torn_off(self, session_id: str, left: int) -> None:
-        kept = self.model.snapshot()
-        found = kept.get(session_id)
-        if found is None or found.rewrite:
-            return
-        self.leases_run_out()  # As `restore` does.
-        record = replace(found.record, token_ids=found.record.token_ids[:left])
-        self.model.restore({**kept, session_id: replace(found, record=record)})
-        key = f"{self.prefix}session:{{{session_id}}}"
-        start = int(self.admin.hget(key, "tokens_start"))
-        before = self.admin.get(f"{key}:tokens") or b""
-        torn = before[:start] + encode_tokens(record.token_ids)
-        self.admin.set(f"{key}:tokens", torn, keepttl=True)
-
-    @invariant()
-    def loads_are_equal(self) -> None:
-        for session_id in IDS:
-            expected = self.outcome(self.model.load(session_id))
-            assert self.outcome(self.store.load(session_id)) == expected
-
-    @rule()
-    def scripts_are_flushed(self) -> None:
-        self.admin.script_flush()
-
-    @invariant()
-    def every_key_expires(self) -> None:
-        for key in self.admin.keys(f"{self.prefix}*"):
-            assert self.admin.pttl(key) > 0
-
-
-def test_redis_answers_as_the_memory_store(server: EmbeddedRedis) -> None:
-    StoreMachine.server = server
-    run_state_machine_as_test(
-        StoreMachine, settings=settings(max_examples=40, stateful_step_count=30, deadline=None)
-    )
-
-
 async def test_sessions_expire(server: EmbeddedRedis, admin: redis.Redis) -> None:
-    """An orphaned and a finished session are gone after their times; the owner gets data loss."""
     store = await connected(server.url, key_prefix="ttl:")
     store.lease_ms, store.session_ttl_ms, store.finished_ttl_ms = 1, 200, 100
     for session_id in IDS[:2]:
@@ -315,7 +108,6 @@ async def test_a_full_server_renews_leases(store: RedisStore, admin: redis.Redis
 
 
 async def test_a_damaged_session_is_lost_alone(store: RedisStore, admin: redis.Redis) -> None:
-    """Other sessions are appended to in the same call."""
     sessions = [Session(new_session(session_id)) for session_id in IDS]
     for session in sessions:
         await store.open(new_session(session.session_id))
@@ -331,7 +123,6 @@ async def test_a_damaged_session_is_lost_alone(store: RedisStore, admin: redis.R
 
 
 async def test_many_sessions_are_opened_at_once(store: RedisStore, admin: redis.Redis) -> None:
-    """They share round trips; a refused one, and cancelled callers, do not matter."""
     before = admin.info("stats")["total_connections_received"]
     ids = [f"{k:032x}" for k in range(20 * CALLS_PER_PIPELINE_MAX)]
     await store.open(new_session(ids[5], owner=OWNERS[1]))
@@ -415,7 +206,6 @@ async def test_passwords(server: EmbeddedRedis, admin: redis.Redis) -> None:
 
 
 async def test_a_dead_server_is_noticed_and_comes_back_with_its_sessions(tmp_path: Path) -> None:
-    """After SIGKILL and a restart, earlier data are there again."""
     server = EmbeddedRedis(tmp_path)
     with server:
         store = await connected(server.url)
@@ -538,7 +328,6 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
 async def test_tls_is_checked_against_the_given_authority(
     server: EmbeddedRedis, tmp_path: Path
 ) -> None:
-    """With a TLS proxy before the server: its authority is accepted, others are refused."""
     made = Made(tmp_path, "localhost", "localhost")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(made.file, made.key_file)

@@ -36,6 +36,7 @@ AREAS: Final = {
         ("outrider/sessions",),
         (
             "tests/unit/sessions", "tests/integration/test_redis_store.py",
+            "tests/unit/coordinator/decoding",
         ),
     ),
     "length control": Area(("coordinator/draft_length",), ("tests/unit/coordinator",)),

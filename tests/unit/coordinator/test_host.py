@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from script_store import ScriptStore
 from session_links import TOY, described
-from twin_store import TwinStore
 
 from coordinator.host import CoordinatorHost, owner_name
 from coordinator.service import CoordinatorService
@@ -31,7 +31,7 @@ async def test_without_a_draft_only_a_target_that_drafts_counts_as_delayed(
 ) -> None:
     target = described(replace(TOY, drafts_itself=drafts_itself))
     service = CoordinatorService(
-        CoordinatorConfig(), "a", store=TwinStore(lambda: 0.0), targets={"t": target},
+        CoordinatorConfig(), "a", store=ScriptStore(lambda: 0.0), targets={"t": target},
         fallback=NgramDrafter(),
     )  # fmt: skip
     await service.start()

@@ -257,7 +257,7 @@ async def test_a_session_that_is_lost_during_a_round_ends_with_that_error() -> N
         async for event in events:
             if isinstance(event, Tokens):
                 break
-        made.store.restore({})
+        made.store.restore(({}, {}))
         with pytest.raises(DataLoss, match="not stored any more"):
             async for _ in events:
                 pass
@@ -289,10 +289,10 @@ async def test_a_bug_in_the_commits_is_reported_and_leaves_no_open_sessions() ->
         await b.events()
     assert b.service.failed
     assert await b.service.trouble()
-    stored = len(b.store.snapshot())
+    stored = await b.store.records()
     with pytest.raises(Unavailable, match="shutting down"):
         await b.events()
-    assert len(b.store.snapshot()) == stored
+    assert await b.store.records() == stored
     await b.target.close()
     await b.draft.close()
 

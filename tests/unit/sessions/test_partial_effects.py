@@ -11,19 +11,24 @@ from itertools import count
 from typing import Any
 
 import pytest
+from script_store import ScriptStore
 from session_model import IDS, OWNERS, end_of, new_session, next_append
 
-from outrider.errors import NotFound, OutriderError, StoreUnavailable, Unavailable
+from outrider.errors import (
+    InvariantError,
+    NotFound,
+    OutriderError,
+    StaleEpoch,
+    StoreUnavailable,
+    Unavailable,
+)
 from outrider.sessions import state
 from outrider.sessions.redis_scripts import Call, Script
-from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.state import Session
 from outrider.sessions.store import Counters, FinishReason, SessionRecord
 from tests.simulation.redis_data import WRITES, RedisData, Reply, ReplyError
-from tests.simulation.redis_host import packed
 
-PREFIX = "p:"
-KEY = f"{PREFIX}session:{{{IDS[0]}}}".encode()
+KEY = f"session:{{{IDS[0]}}}".encode()
 KEYS = (KEY, KEY + b":tokens", KEY + b":logprobs")
 
 
@@ -42,30 +47,20 @@ class RefusingData(RedisData):
         return super().run(arguments)
 
 
-class Bench:
-    """A store whose scripts run in this process, instead of by a `ScriptRunner`; and its data."""
+class Bench(ScriptStore):
+    """A store on data that refuses a write, and checks of it."""
 
     def __init__(self) -> None:
-        self.data = RefusingData(lambda: 1e12)
-        self.store = RedisStore(None, PREFIX)  # type: ignore[arg-type]
-        self.store._scripts = self  # type: ignore[assignment]
+        super().__init__(lambda: 1e12, RefusingData)
 
     async def run(self, script: Script, call: Call) -> Reply:
         self.data.num_writes = 0
-        keys, arguments = (packed(("", *words)) for words in call)
-        try:
-            sha = self.data.load_script(script.source.encode())
-            return self.data.run_script(sha, keys, arguments)
-        except ReplyError as error:
-            raise StoreUnavailable(str(error)) from error
-
-    async def run_all(self, script: Script, calls: Sequence[Call]) -> list[Reply]:
-        return [await self.run(script, call) for call in calls]
+        return await super().run(script, call)
 
     async def read(self) -> SessionRecord | None:
         """Raises `DataLoss` for a session that cannot be continued."""
         try:
-            return await self.store.load(IDS[0])
+            return await self.load(IDS[0])
         except NotFound:
             return None
 
@@ -73,7 +68,7 @@ class Bench:
         """Refuses write number `at` of `work`; returns whether there is one."""
         self.data.refused_at = at
         try:
-            await work(self.store)
+            await work(self)
         except StoreUnavailable:
             return True
         finally:
@@ -84,7 +79,7 @@ class Bench:
         assert all(self.data.ttl_ms(key) > above_ms for key in self.data.sorted_keys())
 
 
-Work = Callable[[RedisStore], Awaitable[Any]]
+Work = Callable[[ScriptStore], Awaitable[Any]]
 
 
 def written(session: Session, *token_ids: int) -> None:
@@ -92,7 +87,7 @@ def written(session: Session, *token_ids: int) -> None:
     session.decide(token_ids, Counters(1, 2, 1), logprobs=lines)
 
 
-async def send(store: RedisStore, session: Session) -> Any:
+async def send(store: ScriptStore, session: Session) -> Any:
     [answer] = await store.append([next_append(session)])
     if isinstance(answer, OutriderError):
         raise answer
@@ -105,7 +100,7 @@ async def opening(bench: Bench) -> Work:
 
 async def appending(bench: Bench) -> Work:
     """The first tokens of the answer, whose log-probabilities have no key yet."""
-    await bench.store.open(new_session())
+    await bench.open(new_session())
     session = Session(new_session())
     written(session, 7, 8)
     return lambda store: send(store, session)
@@ -114,8 +109,8 @@ async def appending(bench: Bench) -> Work:
 async def appending_more(bench: Bench) -> Work:
     """With other tokens after the end, as an aborted script leaves them. The time to live is below
     its least."""
-    await (await appending(bench))(bench.store)
-    session = Session(await bench.store.load(IDS[0]))
+    await (await appending(bench))(bench)
+    session = Session(await bench.load(IDS[0]))
     written(session, 9)
     for key, more in zip(KEYS[1:], (b"\1" * 12, b"left over\n"), strict=True):
         end = str(len(bench.data.get(key))).encode()
@@ -128,29 +123,29 @@ async def appending_more(bench: Bench) -> Work:
 async def rewriting(bench: Bench) -> Work:
     """The store has lost the take-over, and has the former owner's tokens."""
     work = await appending(bench)
-    session = Session(replace(await bench.store.load(IDS[0]), epoch=2, owner=OWNERS[1]))
-    await work(bench.store)
+    session = Session(replace(await bench.load(IDS[0]), epoch=2, owner=OWNERS[1]))
+    await work(bench)
     written(session, 3, 4, 5)
     session.acknowledge(0)
     return lambda store: send(store, session)
 
 
 async def finishing(bench: Bench) -> Work:
-    await (await appending(bench))(bench.store)
-    end = end_of(Session(await bench.store.load(IDS[0])), FinishReason.LENGTH)
+    await (await appending(bench))(bench)
+    end = end_of(Session(await bench.load(IDS[0])), FinishReason.LENGTH)
     return lambda store: store.finish(end)
 
 
 async def cancelling_what_was_lost(bench: Bench) -> Work:
     """The owner's take-over is lost, and it ends the session with whatever is stored."""
-    await (await appending(bench))(bench.store)
-    session = Session(replace(await bench.store.load(IDS[0]), epoch=2, owner=OWNERS[1]))
+    await (await appending(bench))(bench)
+    session = Session(replace(await bench.load(IDS[0]), epoch=2, owner=OWNERS[1]))
     end = replace(end_of(session, FinishReason.CANCELLED), length=None)
     return lambda store: store.finish(end)
 
 
 async def releasing(bench: Bench) -> Work:
-    await (await appending(bench))(bench.store)
+    await (await appending(bench))(bench)
     return lambda store: store.release(IDS[0], 1, OWNERS[0])
 
 
@@ -158,7 +153,7 @@ async def taking_over(bench: Bench) -> Work:
     """Takes over a session that a former owner has begun to reclaim."""
     assert await bench.is_refused(await rewriting(bench), at=1)
     bench.data.run((b"PEXPIRE", KEY, b"10000"))
-    seen = await bench.store.load(IDS[0])
+    seen = await bench.load(IDS[0])
     return lambda store: store.take_over(seen, "carl")
 
 
@@ -187,7 +182,7 @@ async def test_a_script_that_is_ended_at_any_write_leaves_a_whole_session(
     bench = Bench()
     work = await prepare(bench)
     kept, before = bench.data.snapshot(), await bench.read()
-    answer, after = await work(bench.store), await bench.read()
+    answer, after = await work(bench), await bench.read()
     assert after != before
     bench.check_expiries(above_ms=10_000)
     for at in count():
@@ -197,41 +192,41 @@ async def test_a_script_that_is_ended_at_any_write_leaves_a_whole_session(
         found = await bench.read()
         assert seen(found) in (seen(before), seen(after))
         if prepare not in ONCE or found == before:
-            assert await work(bench.store) == answer
+            assert await work(bench) == answer
             assert await bench.read() == after
             bench.check_expiries()
         bench.data.restore(kept)
         assert await bench.is_refused(work, at)
         if found is not None and found.finish_reason is None:
-            session = Session(await bench.store.take_over(found, "dora"))
+            session = Session(await bench.take_over(found, "dora"))
             assert seen(await bench.read()) == seen(found)
             written(session, 11) if session.length > 3 else session.decide([11], Counters())
-            assert await send(bench.store, session) == session.length
-            assert (await bench.store.load(IDS[0])).token_ids == tuple(session.tokens.ids)
+            assert await send(bench, session) == session.length
+            assert (await bench.load(IDS[0])).token_ids == tuple(session.tokens.ids)
             bench.check_expiries()
     assert at > 0
 
 
 async def test_an_end_with_more_tokens_than_are_stored_is_not_recorded() -> None:
     bench = Bench()
-    await (await appending(bench))(bench.store)
-    session = Session(await bench.store.load(IDS[0]))
+    await (await appending(bench))(bench)
+    session = Session(await bench.load(IDS[0]))
     written(session, 9)
-    assert await bench.store.finish(end_of(session)) == session.length - 1
-    assert (await bench.store.load(IDS[0])).finish_reason is None
+    assert await bench.finish(end_of(session)) == session.length - 1
+    assert (await bench.load(IDS[0])).finish_reason is None
 
 
 async def test_an_append_of_a_higher_epoch_reopens_what_has_finished_a_release_does_not() -> None:
     bench = Bench()
-    await (await finishing(bench))(bench.store)
-    assert {bench.data.ttl_ms(key) for key in KEYS} == {bench.store.finished_ttl_ms}
-    ended = await bench.store.load(IDS[0])
-    await bench.store.release(IDS[0], 2, OWNERS[1])
-    assert await bench.store.load(IDS[0]) == ended
+    await (await finishing(bench))(bench)
+    assert {bench.data.ttl_ms(key) for key in KEYS} == {bench.finished_ttl_ms}
+    ended = await bench.load(IDS[0])
+    await bench.release(IDS[0], 2, OWNERS[1])
+    assert await bench.load(IDS[0]) == ended
     session = Session(replace(ended, epoch=2, owner=OWNERS[1], finish_reason=None))
     written(session, 9)
-    assert await send(bench.store, session) == 0
-    found = await bench.store.load(IDS[0])
+    assert await send(bench, session) == 0
+    found = await bench.load(IDS[0])
     assert (found.epoch, found.owner, found.finish_reason) == (2, OWNERS[1], None)
 
 
@@ -241,36 +236,87 @@ async def test_tokens_that_are_sent_again_in_parts_are_read_once_all_are_there(
     """One owner begins to, under a take-over that the store has lost; the next one completes it."""
     bench = Bench()
     work = await appending(bench)
-    opened = await bench.store.load(IDS[0])
-    await work(bench.store)
-    before = await bench.store.load(IDS[0])
+    opened = await bench.load(IDS[0])
+    await work(bench)
+    before = await bench.load(IDS[0])
     monkeypatch.setattr(state, "APPEND_TOKENS_MAX", 1)
     for epoch, num_parts in ((2, 2), (3, 3)):
         session = Session(replace(opened, epoch=epoch, owner=OWNERS[1]))
         written(session, 9)
         for num_stored in range(num_parts + 1):
             assert seen(await bench.read()) == seen(before)
-            assert await send(bench.store, session) == num_stored
+            assert await send(bench, session) == num_stored
             session.acknowledge(num_stored)
-    assert (await bench.store.load(IDS[0])).token_ids == opened.token_ids
+    assert (await bench.load(IDS[0])).token_ids == opened.token_ids
 
 
 async def test_an_owner_with_a_lease_is_told_once_what_another_asked_for() -> None:
     bench = Bench()
-    await (await opening(bench))(bench.store)
-    await bench.store.hold_lease(OWNERS[0])
-    seen = await bench.store.load(IDS[0])
+    await (await opening(bench))(bench)
+    await bench.hold_lease(OWNERS[0])
+    seen = await bench.load(IDS[0])
     for asked in ((False,), (False, True), (True, False)):
         for cancels in asked:
             with pytest.raises(Unavailable):
-                await bench.store.take_over(seen, OWNERS[1], cancels=cancels)
-        heard = [await bench.store.hold_lease(OWNERS[0]) for _ in range(2)]
+                await bench.take_over(seen, OWNERS[1], cancels=cancels)
+        heard = [await bench.hold_lease(OWNERS[0]) for _ in range(2)]
         assert heard == [{IDS[0]: any(asked)}, {}]
 
 
 async def test_a_session_of_another_owner_under_the_same_epoch_is_not_taken_over() -> None:
     bench = Bench()
-    await (await opening(bench))(bench.store)
-    found = await bench.store.take_over(await bench.store.load(IDS[0]), OWNERS[0])
+    await (await opening(bench))(bench)
+    found = await bench.take_over(await bench.load(IDS[0]), OWNERS[0])
     with pytest.raises(Unavailable):
-        await bench.store.take_over(replace(found, owner=OWNERS[1]), "carl")
+        await bench.take_over(replace(found, owner=OWNERS[1]), "carl")
+
+
+@pytest.mark.parametrize(("epoch", "owner"), [(1, OWNERS[0]), (2, OWNERS[0]), (2, "carl")])
+async def test_only_the_stored_owner_writes_under_its_epoch(epoch: int, owner: str) -> None:
+    bench = Bench()
+    await (await appending(bench))(bench)
+    found = await bench.take_over(await bench.load(IDS[0]), OWNERS[1])
+    session = Session(replace(found, epoch=epoch, owner=owner))
+    written(session, 9)
+    for write in (
+        send(bench, session),
+        bench.release(IDS[0], epoch, owner),
+        bench.finish(replace(end_of(session), length=None)),
+    ):
+        with pytest.raises(StaleEpoch):
+            await write
+    assert await bench.load(IDS[0]) == found
+
+
+async def test_a_session_is_opened_once() -> None:
+    bench = Bench()
+    for _ in range(2):
+        await bench.open(new_session())
+    for other in (new_session(owner=OWNERS[1]), replace(new_session(), seed=1)):
+        with pytest.raises(InvariantError, match="another session has the id"):
+            await bench.open(other)
+    assert await bench.load(IDS[0]) == new_session()
+
+
+async def test_a_session_ends_once_and_with_all_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    await (await appending(bench))(bench)
+    monkeypatch.setattr(state, "APPEND_TOKENS_MAX", 1)
+    session = Session(replace(new_session(), epoch=2, owner=OWNERS[1]))
+    written(session, 9)
+    assert await send(bench, session) == 0
+    session.acknowledge(0)
+    assert await send(bench, session) == 1
+    end = end_of(session)
+    assert await bench.finish(replace(end, length=1)) == 1
+    assert (await bench.load(IDS[0])).finish_reason is None, "its other tokens are under way"
+    for reason in (FinishReason.CANCELLED, FinishReason.STOP):
+        await bench.finish(replace(end, length=None, reason=reason))
+    assert (await bench.load(IDS[0])).finish_reason is FinishReason.CANCELLED
+
+
+async def test_a_key_keeps_its_first_value_until_that_is_replaced() -> None:
+    bench, found = Bench(), []
+    for value, replaces in (("", ""), ("a", ""), ("b", ""), ("b", "a"), ("c", "a"), ("", "b")):
+        found.append(await bench.claim_key("k", value, replaces))
+    assert found == ["", "a", "a", "b", "b", "b"]

@@ -258,7 +258,6 @@ def test_what_the_url_says_wins() -> None:
 
 
 def test_passwords_in_other_places_are_refused(tmp_path: Path) -> None:
-    """Instead of passed to Ray."""
     with pytest.raises(SettingError, match=r"redis_url: has a password among its options"):
         without_password(address("redis://h:1?sentinel_password=x"))
     with pytest.raises(SettingError, match="redis_password_file: cannot go with"):
@@ -285,7 +284,6 @@ def test_the_password_is_read_from_its_file(
 
 
 def test_elsewhere_it_is_a_variable_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a password the variable is not read."""
     sealed, _ = without_password(address("redis://:x@h:1"))
     with pytest.raises(SettingError, match=f"passwords do not travel through Ray.*{VARIABLE}"):
         with_password(sealed)

@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from script_store import ScriptStore
 from session_model import IDS, new_session
-from twin_store import TwinStore
 
 from coordinator.decoding.committer import Committer
 from outrider.errors import (
@@ -36,7 +36,7 @@ NO_COUNTS = Counters()
 LATENCY_S = 0.01
 
 
-class UnreliableStore(TwinStore):
+class UnreliableStore(ScriptStore):
     """Answers after `LATENCY_S`; not at all while `down` or if `fails` says so."""
 
     def __init__(self) -> None:
@@ -68,20 +68,20 @@ class UnreliableStore(TwinStore):
     async def append(self, appends: Sequence[Append]) -> list[int | OutriderError]:
         self.appends.append(appends)
         self.append_times.append(now())
-        return await self._through(lambda: TwinStore.append(self, appends))
+        return await self._through(lambda: ScriptStore.append(self, appends))
 
     async def hold_lease(self, owner: str) -> Mapping[str, bool]:
         self.num_renewals += 1
         await self._reach()
-        return await TwinStore.hold_lease(self, owner)
+        return await ScriptStore.hold_lease(self, owner)
 
     async def end_lease(self, owner: str) -> None:
         await self._reach()
-        await TwinStore.end_lease(self, owner)
+        await ScriptStore.end_lease(self, owner)
 
     async def finish(self, finish: Finish) -> int:
         self.num_finishes += 1
-        return await self._through(lambda: TwinStore.finish(self, finish))
+        return await self._through(lambda: ScriptStore.finish(self, finish))
 
 
 def now() -> float:
@@ -235,7 +235,7 @@ async def test_a_record_that_is_gone_is_data_loss(idle: bool) -> None:
     """Also for a session that appends nothing: then its end fails."""
     async with bench() as b:
         session = await b.session()
-        b.store.restore({})
+        b.store.restore(({}, {}))
         with pytest.raises(DataLoss):
             if idle:
                 await b.committer.finish(session, FinishReason.DEADLINE)
@@ -290,7 +290,7 @@ async def test_a_lost_take_over_is_sent_again_before_its_end() -> None:
         b.store.restore(before)
         ended = asyncio.create_task(b.committer.finish(session, FinishReason.LENGTH))
         while not ended.done():
-            record = b.store.snapshot()[IDS[0]].record
+            record = await b.store.load(IDS[0])
             whole = record.token_ids == tuple(session.tokens.ids)
             assert whole or record.finish_reason is None
             await asyncio.sleep(LATENCY_S / 4)
@@ -357,9 +357,8 @@ async def test_whatever_fails_all_is_stored_once_and_nothing_is_shown_early(seed
         async def watch() -> None:
             nonlocal old
             while True:
-                kept = b.store.snapshot()
                 for s in sessions:
-                    length = len(kept[s.session_id].record.token_ids)
+                    length = b.store.length(s.session_id)
                     longest[s.session_id] = max(longest[s.session_id], length)
                     assert s.showable_length <= longest[s.session_id]
                     s.check_integrity()

@@ -7,8 +7,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from script_store import ScriptStore
 from toy_engine import ToyEngine
-from twin_store import TwinStore
 
 from coordinator.service import CoordinatorService
 from draft_service.model_drafter import ModelDrafter
@@ -111,7 +111,7 @@ def generate(
         service = CoordinatorService(
             replace(CONFIG, drafting_delays=drafting_delays, lookup=drafted_by),
             "c",
-            store=TwinStore(lambda: _loop().time() * 1e3),
+            store=ScriptStore(lambda: _loop().time() * 1e3),
             targets={"t": Overheard(target, on_message, on_answers)},
             drafts={} if lookup else {"d": Overheard(draft, on_draft)},
             fallback=lookup or NgramDrafter(),

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 from coordinator_bench import Bench
-from twin_store import TwinStore
+from script_store import ScriptStore
 
 from coordinator.auth.access_control import AccessControl, watch_keys
 from coordinator.http_api.app import build_app
@@ -83,7 +83,7 @@ class Letters:
 class Mortal:
     """A coordinator's connection to the store, until the coordinator dies."""
 
-    def __init__(self, store: TwinStore) -> None:
+    def __init__(self, store: ScriptStore) -> None:
         self._store = store
         self.dead = False
 
@@ -99,7 +99,7 @@ class Mortal:
 class Coordinator(Bench):
     """A coordinator with an HTTP application."""
 
-    def __init__(self, store: TwinStore, first: "Coordinator | None" = None) -> None:
+    def __init__(self, store: ScriptStore, first: "Coordinator | None" = None) -> None:
         self.mortal = Mortal(store)
         super().__init__(
             text=Letters(), store=self.mortal,  # type: ignore[arg-type]
@@ -109,7 +109,7 @@ class Coordinator(Bench):
         self.closing = asyncio.Event()
         access = AccessControl(watch_keys(None, given_keys(",".join(API_KEYS))))
         self.app = build_app(self.service, self.closing, HttpOptions(access=access))
-        self.twin = store
+        self.shared = store
 
     async def call(
         self,
@@ -175,9 +175,9 @@ class Coordinator(Bench):
         error = json.loads(content)["error"]
         return status, error["param"], error["code"]
 
-    def lengths(self) -> list[int]:
+    async def lengths(self) -> list[int]:
         """Lengths of the answers of all stored sessions that are not empty."""
-        records = [one.record for one in self.twin.snapshot().values()]
+        records = await self.shared.records()
         assert None not in [one.finish_reason for one in records]
         lengths = [len(one.token_ids) - one.prompt_length for one in records]
         return [length for length in lengths if length]
@@ -196,7 +196,7 @@ def events_of(content: bytes) -> list[Told]:
 async def two() -> AsyncIterator[tuple[Coordinator, Coordinator]]:
     """Two coordinators with one store and one target."""
     loop = asyncio.get_running_loop()
-    store = TwinStore(lambda: loop.time() * 1e3)
+    store = ScriptStore(lambda: loop.time() * 1e3)
     first = Coordinator(store)
     second = Coordinator(store, first)
     await first.service.start()
@@ -258,7 +258,7 @@ async def test_a_stream_goes_on_after_any_of_its_events(form: str) -> None:
     path, body = FORMS[form]
     async with two() as (first, _):
         whole = await first.stream(path, body)
-        num_choices = len(first.lengths())
+        num_choices = len(await first.lengths())
     for num_events in range(1, len(whole)):
         async with two() as (first, second):
             dies = bool(num_events % 2)
@@ -268,7 +268,7 @@ async def test_a_stream_goes_on_after_any_of_its_events(form: str) -> None:
             assert len(told) == num_events
             rest = await second.stream(path, body, {**KEY, "Last-Event-ID": told[-1][0]})
             assert summary(told + rest) == summary(whole), num_events
-            assert len(second.lengths()) == num_choices
+            assert len(await second.lengths()) == num_choices
             again = await second.stream(path, body, KEY)
             assert summary(again) == summary(whole)
 
@@ -283,15 +283,15 @@ async def test_requests_at_the_same_moment_are_one(form: str) -> None:
         asking = [one.whole(path, whole_body, KEY) for one in (first, first, second, second)]
         answers = [json.loads(one) for one in await asyncio.gather(*asking)]
         num_choices = len(answers[0]["choices"])
-        assert len(first.lengths()) == num_choices
+        assert len(await first.lengths()) == num_choices
         for answer in answers:
             assert answer["choices"] == answers[0]["choices"]
-            assert answer["usage"]["completion_tokens"] == sum(first.lengths())
+            assert answer["usage"]["completion_tokens"] == sum(await first.lengths())
         streamed = await asyncio.gather(
             *(one.stream(path, body, {"Idempotency-Key": "other"}) for one in (first, second))
         )
         assert summary(streamed[0]) == summary(streamed[1])
-        assert len(first.lengths()) == 2 * num_choices
+        assert len(await first.lengths()) == 2 * num_choices
 
 
 async def test_a_request_that_runs_is_waited_for_by_the_same_one() -> None:
@@ -374,7 +374,7 @@ async def test_a_key_is_its_tenants_and_of_one_request() -> None:
             assert await second.refusal(path, other, KEY) == refused
         for key in ("", "x" * (IDEMPOTENCY_KEY_CHARS_MAX + 1), "\u00e9", "a\tb"):
             assert await second.refusal(path, body, {"Idempotency-Key": key}) == refused
-        assert len(first.lengths()) == 1
+        assert len(await first.lengths()) == 1
         refused = (400, "Last-Event-ID", "invalid_value")
         last = told[-2][0]
         number, _, place = last.partition(":")
@@ -388,7 +388,7 @@ async def test_a_key_is_its_tenants_and_of_one_request() -> None:
             path, {**body, "seed": 8}, {**KEY, **OTHER}
         )  # Another tenant's is free.
         assert summary(await second.stream(path, body, KEY)) == summary(told)
-        assert len(first.lengths()) == 2
+        assert len(await first.lengths()) == 2
         headers = {**KEY, **OTHER, "Idempotency-Key": "theirs", "Last-Event-ID": last}
         assert await second.refusal(path, body, headers) == (404, None, "not_found")
 
@@ -403,13 +403,13 @@ async def test_what_a_key_keeps_expires() -> None:
         await asyncio.sleep(GRACE_S + 1)
         *_, end, _, _ = await second.stream(path, body, last)
         assert end[1]["choices"][0]["stop_reason"] == "cancelled"
-        await asyncio.sleep(second.twin.finished_ttl_ms / 1e3)
+        await asyncio.sleep(second.shared.finished_ttl_ms / 1e3)
         assert await second.refusal(path, body, last) == (404, None, "not_found")
         whole = await second.stream(path, body, KEY)
-        assert second.lengths() == [12]
+        assert await second.lengths() == [12]
         assert summary(await first.stream(path, body, KEY)) == summary(whole)
-        await asyncio.sleep(second.twin.session_ttl_ms / 1e3)
-        assert await second.twin.claim_key(*second.twin._keys) == ""
+        await asyncio.sleep(second.shared.session_ttl_ms / 1e3)
+        assert not any(key.startswith(b"key:") for key in second.shared.data.sorted_keys())
 
 
 async def test_a_request_with_a_key_outlasts_errors() -> None:
@@ -431,4 +431,4 @@ async def test_a_request_with_a_key_outlasts_errors() -> None:
             assert (status, b'"gone"' in content) == (200 if num_rounds else 503, True)
             first.target_link.send = send  # type: ignore[method-assign]
             assert summary(await second.stream(path, body, key)) == whole
-            assert {*second.lengths()} == {12}
+            assert {*await second.lengths()} == {12}

@@ -504,3 +504,21 @@ async def test_a_server_that_drains_refuses_new_requests_until_running_ones_end(
             await stopping
         with pytest.raises(httpx.ConnectError):
             await http.get(f"{url}/version")
+
+
+async def test_requests_that_outlast_the_grace_are_told_why_they_end() -> None:
+    service = Service(1, asyncio.Event())
+    server = http_server(cast(Any, service), HttpOptions())
+    await server.start()
+    port = int(server.address.rpartition(":")[2])
+    async with connected(port) as stream, connected(port) as whole, asyncio.timeout(WAIT_S):
+        for pair, body in ((stream, STREAM), (whole, BODY)):
+            pair[1].write(posted(body))
+        await stream[0].readuntil(b"data: ")
+        while service.num_begun < 2:
+            await asyncio.sleep(0.01)
+        await server.stop(0.05)
+        assert b"shutting down" in await stream[0].read()
+        answer = await whole[0].read()
+    assert answer.startswith(b"HTTP/1.1 503 ")
+    assert b"shutting down" in answer

@@ -1,0 +1,63 @@
+"""The session store with its own scripts, on a Redis in this process."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from outrider.errors import StoreUnavailable
+from outrider.sessions.redis_scripts import Call, Script
+from outrider.sessions.redis_store import TOKEN_BYTES, RedisStore
+from outrider.sessions.store import SessionRecord
+from tests.simulation.redis_data import RedisData, Reply, ReplyError, Snapshot
+from tests.simulation.redis_host import packed
+
+
+class ScriptStore(RedisStore):
+    """It never fails, and can be set back to a snapshot, like a server that lost its last writes.
+    On a clock of the caller's (milliseconds, any origin)."""
+
+    def __init__(self, now_ms: Callable[[], float], data: type[RedisData] = RedisData) -> None:
+        no_client: Any = None
+        super().__init__(no_client, "")
+        self.data: Any = data(now_ms)
+        self._scripts: Any = self
+
+    async def run(self, script: Script, call: Call) -> Reply:
+        """In place of `ScriptRunner.run`."""
+        keys, arguments = (packed(("", *words)) for words in call)
+        try:
+            sha = self.data.load_script(script.source.encode())
+            return self.data.run_script(sha, keys, arguments)
+        except ReplyError as error:
+            raise StoreUnavailable(str(error)) from error
+
+    async def run_all(self, script: Script, calls: Sequence[Call]) -> list[Reply]:
+        return [await self.run(script, call) for call in calls]
+
+    def key(self, session_id: str) -> bytes:
+        """Of a session's hash."""
+        return self._keys(session_id)[0].encode()
+
+    def length(self, session_id: str) -> int:
+        """The number of tokens that are read of a session."""
+        fields = self.data.get(self.key(session_id))
+        return (int(fields[b"tokens_end"]) - int(fields[b"tokens_start"])) // TOKEN_BYTES
+
+    async def records(self) -> list[SessionRecord]:
+        """Of all sessions."""
+        keys = [key.decode() for key in self.data.sorted_keys()]
+        ids = [key[:-1].removeprefix("session:{") for key in keys if key.endswith("}")]
+        return [await self.load(one) for one in ids if one.isalnum()]
+
+    def snapshot(self) -> Snapshot:
+        found: Snapshot = self.data.snapshot()
+        return found
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Leases have run out meanwhile."""
+        self.data.restore(snapshot)
+        for key in self.data.sorted_keys():
+            if key.startswith(b"lease:"):
+                self.data.drop(key)
+
+    async def close(self) -> None:
+        self._threads.shutdown(wait=False)
