@@ -153,8 +153,6 @@ def _shown(shell: Shell, name: str) -> list[str]:
 
 
 def test_generate_prints_one_json_object(served: Shell) -> None:
-    """With the documented fields, whose numbers agree with each other. A named server is called. A
-    chat turn has more prompt tokens than its text alone."""
     completed = served.run("generate", PROMPT, "--json", "--max-tokens", "24")
     assert completed.returncode == 0, completed.stderr
     found = json.loads(completed.stdout)
@@ -175,8 +173,6 @@ def test_generate_prints_one_json_object(served: Shell) -> None:
 
 
 def test_status_says_what_replicas_say_of_themselves(served: Shell) -> None:
-    """Their names, what they did for the request before, and when they were heard of; again and
-    again where that is asked for."""
     assert served.run("generate", PROMPT, "--max-tokens", "24").returncode == 0
     watching = served.start("status", "--json", "--watch", "0.2")
     assert watching.stdout is not None
@@ -254,8 +250,6 @@ def test_the_readmes_short_lines_run_as_they_stand(served: Shell) -> None:
 
 
 def test_what_serve_prints_can_be_pasted(served: Shell) -> None:
-    """Its line to try, in any folder; `stop` comes in the end. And what answers by HTTP does so
-    where it says."""
     [line] = _shown(served, "try")
     found = served.paste(line, anywhere=True)
     assert found.returncode == 0, found.stderr
@@ -299,7 +293,6 @@ def test_an_interrupt_while_models_load_is_told_by_the_exit_code(tmp_path: Path)
 
 
 def test_generate_starts_and_stops_its_own_deployment(tmp_path: Path) -> None:
-    """Where none runs, and leaves neither processes nor a record."""
     shell = Shell(tmp_path / "state")
     completed = shell.run("generate", PROMPT, "--json", "--max-tokens", "4")
     assert completed.returncode == 0, completed.stderr
@@ -309,7 +302,6 @@ def test_generate_starts_and_stops_its_own_deployment(tmp_path: Path) -> None:
 
 
 def test_redis_that_does_not_answer_ends_serve(tmp_path: Path) -> None:
-    """Exit code 2 and one line, which the detached process said and this one repeats."""
     shell = Shell(tmp_path / "state")
     words = ("--grpc-port", "0", "--port", "0", "--redis-url", "redis://127.0.0.1:1", "--detach")
     line = _one_line(shell.run("serve", *words), 2)

@@ -42,8 +42,6 @@ async def generate(stack: Stack, *words: str, given: bytes = b"") -> tuple[int |
 
 
 async def test_a_prompt_may_come_from_standard_input(stack: Stack) -> None:
-    """To its end but for the last line feed; what is no text, and a bad number, are refused by
-    name."""
     request = GenerateRequest("a\nb", sampling=GREEDY, max_tokens=5)
     expected = (await stack.client.complete(request)).text
     code, out, err = await generate(stack, "--max-tokens", "5", "-", given=b"a\nb\n")
@@ -60,7 +58,6 @@ async def test_a_prompt_may_come_from_standard_input(stack: Stack) -> None:
 
 
 async def test_a_model_without_a_tokenizer_takes_token_ids(tmp_path: Path) -> None:
-    """And answers with token ids, beside log-probabilities; a text is refused."""
     engine = ToyEngine(VOCAB, salt=1, max_model_len=256)
     async with running_stack(engine, None, tmp_path) as stack:
         request = GenerateRequest((5, 6, 7), sampling=GREEDY, max_tokens=4)
@@ -100,8 +97,6 @@ async def pipe(stack: Stack, lines: str, *more: str) -> tuple[int | None, str, s
 
 
 async def test_a_pipe_gets_the_answers_alone(stack: Stack) -> None:
-    """Each answer is to all that was said before; a reset forgets it; figures and commands are
-    told on standard error; what stands behind /exit is not read."""
     first = await answer(stack, "hello")
     second = await answer(stack, "hello", first, "go on")
     code, out, err = await pipe(
@@ -120,7 +115,6 @@ async def test_a_pipe_gets_the_answers_alone(stack: Stack) -> None:
 
 
 async def test_a_pipe_ends_with_its_input_or_a_refusal(stack: Stack) -> None:
-    """A system message and raw text go into the prompt; a refusal is one line and exit code 2."""
     code, out, _ = await pipe(stack, "say", "--max-tokens", "5", "--raw", "--system", "So be it.")
     request = GenerateRequest("So be it.\nsay", sampling=GREEDY, max_tokens=5)
     assert (code, out) == (0, (await stack.client.complete(request)).text + "\n")
@@ -199,7 +193,6 @@ async def test_a_terminal_asks_on(stack: Stack) -> None:
 
 
 async def test_an_interrupt_breaks_the_answer_off_and_then_the_chat(slow: Stack) -> None:
-    """The session ends at the coordinator too; what had come stays in the conversation."""
     terminal = await Terminal.start(slow, "--max-tokens", "4000")
     await terminal.shows("> ")
     terminal.type("hello\n")
@@ -228,8 +221,6 @@ async def facts(code: int, *words: str) -> Any:
 
 
 async def test_a_deployment_is_described(slow: Stack) -> None:
-    """Where everything answers, what it runs, by which fingerprints, and how many sessions. A draft
-    that is gone is told and the rest serves; a target that is gone is an error."""
     known = recorded.record(
         grpc_address=slow.client.address,
         target_addresses=[slow.target_server.address],
@@ -266,7 +257,6 @@ async def test_a_deployment_is_described(slow: Stack) -> None:
 
 
 async def test_a_named_server_is_asked(slow: Stack) -> None:
-    """Without one, whether a deployment runs or is starting: its lock says so."""
     found = await facts(0, "--server", slow.client.address)
     assert found["coordinators"][0]["max_model_len"] == 8192
     assert found["deployment"] is None

@@ -97,8 +97,6 @@ async def until(holds: Callable[[], Awaitable[bool]]) -> None:
 
 
 async def test_closing_the_client_ends_its_sessions_alone(slow: Stack) -> None:
-    """Those that wait for an event and those that are not being read; another client's session
-    continues until it is left, and so does the coordinator."""
     closed, other = in_process(slow), in_process(slow)
     long = GenerateRequest(PROMPT, max_tokens=2000)
     idle, kept = closed.generate(long), other.generate(long)
@@ -146,7 +144,6 @@ class StuckCoordinator:
 
 
 async def test_a_stuck_coordinator_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call has a deadline, also without gRPC; closing ends it sooner."""
     client = Client(InProcessTransport(StuckCoordinator()))
     with monkeypatch.context() as patch:
         patch.setattr("outrider.client.client.GENERATE_SLACK_S", 0.01)

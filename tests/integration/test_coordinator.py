@@ -23,7 +23,6 @@ QUICK = EmulatedSpec(vocab_size=16, support=8, verify_ms=1.0, draft_ms=0.1)
 
 
 async def test_what_cannot_be_decoded_or_is_missing_is_invalid(stack: Stack) -> None:
-    """Raw bytes, no prompt, an unknown rule: INVALID_ARGUMENT with the field."""
     nowhere = pb.GenerateRequest(max_tokens=1).SerializeToString()
     silent = pb.GenerateRequest(chat=pb.ChatMessages()).SerializeToString()
     rule = pb.GenerateRequest(text="a", rule=17).SerializeToString()  # type: ignore[arg-type]
@@ -48,8 +47,6 @@ async def test_what_cannot_be_decoded_or_is_missing_is_invalid(stack: Stack) -> 
 
 
 async def test_a_burst_of_requests_is_served_whole(tmp_path: Path) -> None:
-    """Slower, but no request is refused."""
-
     async def outcome(number: int) -> str:
         request = GenerateRequest((1, 2, 3), max_tokens=2, seed=number, num_draft_tokens=0)
         try:

@@ -129,7 +129,6 @@ async def until(deployment: Deployment, role: Role, number: int, without: str = 
 
 
 async def test_a_coordinator_answers_by_http(deployment: Deployment) -> None:
-    """Where its endpoints say, from its own process: health, a completion, and the fleet."""
     address = deployment.overview.addresses("coordinator", http=True)[0]
     async with httpx.AsyncClient(base_url=f"http://{address}") as http:
         assert (await http.get("/health")).json() == {"status": "ok"}
@@ -149,8 +148,6 @@ async def test_a_coordinator_answers_by_http(deployment: Deployment) -> None:
 async def test_http_streams_through_a_gateway_outlive_their_coordinator(
     deployment: Deployment,
 ) -> None:
-    """Each whole, with the tokens that it has where nothing dies."""
-
     async def ask(http: httpx.AsyncClient, seed: int, told: list[int]) -> list[int]:
         body = {
             "prompt": list(PROMPT), "max_tokens": 300, "seed": seed, "stream": True,
@@ -207,7 +204,6 @@ async def test_a_redis_that_is_killed_is_started_again(deployment: Deployment) -
 async def test_replicas_that_are_killed_under_load_are_replaced(
     deployment: Deployment, load: Load
 ) -> None:
-    """All but one coordinator, at once: requests wait until there is a target again."""
     killed = [one for role in ROLES for one in deployment.overview.of(role)][1:]
     assert len(killed) == 4
     for one in killed:
@@ -220,8 +216,6 @@ async def test_replicas_that_are_killed_under_load_are_replaced(
 
 
 async def test_replicas_come_and_go_under_load(deployment: Deployment, load: Load) -> None:
-    """As they are asked for, and as the load decides: a draft comes where sessions run without
-    one, and a target goes that none of them needs."""
     ask = deployment.reconciler.call
     await ask("want", {"coordinator": 1, "draft": 0})
     await until(deployment, "coordinator", 1)
@@ -237,7 +231,6 @@ async def test_replicas_come_and_go_under_load(deployment: Deployment, load: Loa
 
 
 async def test_other_settings_are_rolled_out_under_load(deployment: Deployment, load: Load) -> None:
-    """All replicas are others then; a setting that cannot be had changes nothing."""
     before = {role: serving(deployment, role) for role in ROLES}
     with pytest.raises(ConfigError, match="another vocabulary"):
         await deployment.reconciler.call("change", {"engine": "emulated:vocab_size=99999"})
@@ -253,7 +246,6 @@ async def test_other_settings_are_rolled_out_under_load(deployment: Deployment, 
 async def test_a_reconciler_that_is_killed_under_load_returns(
     deployment: Deployment, load: Load
 ) -> None:
-    """No replica ends for that; one that dies meanwhile is replaced."""
     handle = ray.get_actor(RECONCILER, f"outrider-{deployment.name}")
     reconciler = Actor(RECONCILER, handle)
     before = {role: serving(deployment, role) for role in ROLES}

@@ -64,7 +64,6 @@ async def test_announced_replicas_are_listed_by_role_and_name(registries: Regist
 
 
 async def test_deployments_do_not_see_each_other(registries: Registries) -> None:
-    """Not even with a name that begins like its own."""
     first, second = registries.registry("d"), registries.registry("d2")
     await first.announce(TARGET)
     await first.want({"target": 2})
@@ -77,7 +76,6 @@ async def test_deployments_do_not_see_each_other(registries: Registries) -> None
 
 
 async def test_wanted_counts_are_kept_role_by_role(registries: Registries) -> None:
-    """Also how many replicas were started."""
     registry = registries.registry("d")
     await registry.note_started(7)
     assert await registry.wanted() == {}

@@ -16,8 +16,6 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel
 from stack import VOCAB, Stack, http_front, running_stack, slow_stack, toy_text
 
-from coordinator.http_api.app import http_server
-from coordinator.http_api.server import HttpOptions
 from coordinator.requests.chat_template import read_chat_template
 from outrider.config import HERMES
 from outrider.engine.emulated import EmulatedEngine
@@ -53,7 +51,6 @@ async def client(url: str) -> AsyncIterator[AsyncOpenAI]:
 
 
 async def test_chat_is_what_grpc_says(stack: Stack, client: AsyncOpenAI) -> None:
-    """The same text, whole and as a stream, and the usage; the role comes first and once."""
     request = GenerateRequest((ChatMessage("user", "hello"),), sampling=GREEDY, max_tokens=12)
     expected = await stack.client.complete(request)
     fields: Any = {"model": "model", "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
@@ -78,8 +75,6 @@ async def test_chat_is_what_grpc_says(stack: Stack, client: AsyncOpenAI) -> None
 
 
 async def test_a_response_is_what_chat_says(client: AsyncOpenAI) -> None:
-    """Whole, and as a stream that the client itself puts together; also of a conversation that
-    has a former answer's items."""
     chat = await client.chat.completions.create(
         model="model", messages=MESSAGES, max_tokens=12, temperature=0
     )
@@ -129,8 +124,6 @@ async def test_a_seed_gives_the_same_tokens_everywhere(
 
 
 async def test_echo_scores_prompts_as_it_scores_answers(client: AsyncOpenAI) -> None:
-    """What an answer's tokens were given is what they are given as a part of a prompt, whole and as
-    a stream, alone and among several prompts."""
     fields: Any = {"model": "model", "temperature": 0, "logprobs": 2}
     answer = await client.completions.create(
         **fields, prompt="the cat", max_tokens=30, extra_body={"return_token_ids": True}
@@ -182,7 +175,6 @@ async def constraining(tmp_path: Path) -> AsyncIterator[AsyncOpenAI]:
 
 
 async def test_a_class_of_pydantic(constraining: AsyncOpenAI) -> None:
-    """What cannot be compiled is named."""
     answer = await constraining.chat.completions.parse(
         model="model", messages=MESSAGES, response_format=Shape, max_tokens=200
     )
@@ -267,49 +259,10 @@ async def test_tools_in_every_mode(
     assert answer.usage.completion_tokens > 0
 
 
-@pytest.mark.parametrize(
-    ("choice", "extra", "types"),
-    [
-        ("required", {}, ["function_call"]),
-        ({"type": "function", "name": "news"}, {}, ["function_call"]),
-        ("auto", {"structured_outputs": {"regex": WRITTEN}}, ["message", "function_call"]),
-    ],
-)
-async def test_functions_of_responses(
-    calling_tools: AsyncOpenAI, choice: Any, extra: Any, types: list[str]
-) -> None:
-    """As `test_tools_in_every_mode`, in items."""
-    tools = [{"type": "function", "strict": True, **tool["function"]} for tool in TOOLS]
-    fields: Any = {
-        "model": "model", "input": MESSAGES, "tools": tools, "tool_choice": choice,
-        "max_output_tokens": 400, "parallel_tool_calls": False, "extra_body": {"seed": 3, **extra},
-    }  # fmt: skip
-    whole = await calling_tools.responses.create(**fields)
-    assert (whole.status, [item.type for item in whole.output]) == ("completed", types)
-    call: Any = whole.output[-1]
-    assert json.loads(call.arguments)["city"] in ("Rome", "Oslo")
-    async with calling_tools.responses.stream(**fields) as stream:
-        streamed: Any = (await stream.get_final_response()).output
-    assert [item.type for item in streamed] == types
-    assert (streamed[-1].name, streamed[-1].arguments) == (call.name, call.arguments)
-    result = {"type": "function_call_output", "call_id": call.call_id, "output": "warm"}
-    fields |= {"input": [*MESSAGES, *whole.output, result], "tool_choice": "none"}
-    answer = await calling_tools.responses.create(**fields | {"max_output_tokens": 5})
-    assert [item.type for item in answer.output] == ["message"]
-
-
-async def test_a_template_that_knows_no_tools(constraining: AsyncOpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="--chat-template") as bad:
-        await constraining.chat.completions.create(model="model", messages=MESSAGES, tools=TOOLS)
-    assert bad.value.param == "tools"
-
-
 LONG: Any = {"model": "model", "prompt": [1, 2, 3], "max_tokens": 4000, "seed": 1}
 
 
 WAIT_S = 20.0
-GRACE_S = 6.0
-"""In which forty tokens come on a busy machine, too, and four thousand on no machine."""
 
 
 @pytest.fixture
@@ -336,8 +289,6 @@ async def ended_as(stack: Stack, session_id: str) -> FinishReason:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_goes_takes_its_sessions_with_it(slow: Stack, stream: bool) -> None:
-    """At once, for nobody can resume them: they are recorded as cancelled, and neither replica
-    holds anything of them."""
     async with http_front(slow) as url, httpx.AsyncClient(base_url=url) as http:
         body = {**LONG, "n": 2, "stream": stream}
         request = http.build_request("POST", "/v1/completions", json=body)
@@ -360,34 +311,6 @@ async def test_a_client_that_goes_takes_its_sessions_with_it(slow: Stack, stream
             assert await ended_as(slow, session_id) is FinishReason.CANCELLED
         await until(lambda: not any(engine.length(one) for engine in engines for one in ids))
         slow.coordinator.check_integrity()
-
-
-async def test_a_server_that_ends_lets_requests_end(slow: Stack) -> None:
-    """As long as it was told to wait; then they are told why, and nothing of them is left."""
-    server = http_server(slow.coordinator, HttpOptions())
-    await server.start()
-    async with calling(f"http://{server.address}") as client:
-        whole = asyncio.create_task(client.completions.create(**LONG))
-        texts = aiter(await client.completions.create(**LONG, stream=True))
-        await until(lambda: slow.coordinator.num_running == 2)
-        short = asyncio.create_task(client.completions.create(**{**LONG, "max_tokens": 40}))
-        await until(lambda: slow.coordinator.num_running == 3)
-        stopping = asyncio.create_task(server.stop(GRACE_S))
-        usage = (await short).usage
-        assert usage is not None
-        assert usage.completion_tokens == 40
-        assert not stopping.done()
-        with pytest.raises(openai.InternalServerError, match="shutting down") as caught:
-            await whole
-        assert caught.value.status_code == 503
-        with pytest.raises(openai.APIError, match="shutting down"):
-            while True:
-                await anext(texts)
-        async with asyncio.timeout(WAIT_S):
-            await stopping
-        await until(lambda: slow.coordinator.num_running == 0)
-        with pytest.raises(openai.APIConnectionError):
-            await client.models.list()
 
 
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 5, "max_tokens": 40}

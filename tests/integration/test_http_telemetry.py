@@ -25,7 +25,6 @@ TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 async def test_requests_are_timed_by_route_and_status(tmp_path: Path) -> None:
-    """As a coordinator's actor serves them, with the same page on its port for Prometheus."""
     async with watched_stack(tmp_path) as watched:
         host = CoordinatorHost(CoordinatorConfig(port=0))
         host.exports = watched.exports["coordinator"]
@@ -94,7 +93,6 @@ async def test_metrics_are_there_without_being_asked_for(tmp_path: Path) -> None
 
 
 async def test_a_call_is_a_span_with_what_grpc_s_has(tmp_path: Path) -> None:
-    """In its caller's trace; chat is another operation."""
     memory = Memory(*ROLES)
     fields = {"model": "model", "max_tokens": 24, "temperature": 0, "seed": 3, "stop": "never said"}
     request = replace(REQUEST, seed=3, stop=("never said",), num_draft_tokens=None)

@@ -101,8 +101,6 @@ async def test_the_rest_between_attempts_doubles_and_a_good_answer_ends_it(
 
 
 async def test_a_full_outbox_refuses_and_loses_nothing_it_took(exits: AsyncExitStack) -> None:
-    """One item more than may wait, in one turn of the loop: the last is refused, all others
-    arrive."""
     service = Silent()
     link, _ = await linked(exits, ReplicaServicer(service, VERIFY).grpc_service)
     for round_index in range(STREAM_QUEUE_ITEMS_MAX):
@@ -145,8 +143,6 @@ class Silent:
 
 
 async def test_more_answers_than_may_wait_end_the_stream(exits: AsyncExitStack) -> None:
-    """RESOURCE_EXHAUSTED after what had been queued; the service learns that the connection is
-    closed."""
     service = Silent()
     call = await ask_raw(exits, service)
     heard = 0

@@ -68,8 +68,6 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
 
 
 def test_commands_here_need_nothing_typed(locked: Locked) -> None:
-    """From any directory: they know the certificate, and have a key of their own. Replicas are
-    asked as a coordinator asks them."""
     elsewhere = subprocess.run(
         [sys.executable, "-m", "deploy.cli.main", "generate", "--token-ids", "1,2,3", "--json"],
         capture_output=True, text=True, timeout=100, check=False, env=locked.environment, cwd="/",
@@ -107,7 +105,6 @@ async def test_others_need_a_key_and_the_authority(locked: Locked) -> None:
 
 
 def test_by_address_flags_and_variables_say_all(locked: Locked) -> None:
-    """As from another machine."""
     address, authority = locked.record()["grpc_address"], str(locked.certificate.file)
     words = ("generate", "--token-ids", "1,2", "--max-tokens", "3", "--json", "--server", address)
     for done in (

@@ -125,7 +125,6 @@ def processes() -> list[Process]:
 
 
 async def test_status_reaches_the_redis_that_the_record_names(deployment: Deployment) -> None:
-    """By the file that the deployment has hidden; the record has no secret."""
     record = deployment.record
     assert PASSWORD not in json.dumps(asdict(record))
     known, error = await ask_registry(record, 5.0)

@@ -67,8 +67,6 @@ async def _asked(actors: list[Actor], method: str) -> list[object]:
 
 
 async def test_ranks_have_gpus_of_their_own_and_a_group_for_each_model(cluster: Cluster) -> None:
-    """A target of three whole GPUs, a draft of two halves of the fourth, and one that is alone:
-    the first rank of each is the leader, and no GPU is given out twice."""
     demands = [
         demand("target", 0.5, 1.0, 3),
         demand("draft", 0.25, 0.5, 2),
@@ -94,8 +92,6 @@ async def test_ranks_have_gpus_of_their_own_and_a_group_for_each_model(cluster: 
 
 
 async def test_ranks_that_do_not_fit_are_refused_and_leave_nothing(cluster: Cluster) -> None:
-    """Named with what they ask for, at once on a cluster of our own and after a while on another,
-    where more machines might come; the GPUs of those that did fit are free again."""
     demands = [demand("draft", 0.25, 1.0, 2), demand("target", 0.5, 1.0, 3)]
     each = (r"target actor needs 3 times 0\.5", r"draft actor needs 2 times 0\.25")
     asked = rf"the ({'|'.join(each)}) CPUs and 1 GPUs.* together need 2 CPUs and 5 GPUs"
@@ -110,7 +106,6 @@ async def test_ranks_that_do_not_fit_are_refused_and_leave_nothing(cluster: Clus
 
 
 async def test_places_of_ranks_that_have_all_died_are_given_back(cluster: Cluster) -> None:
-    """Those of this deployment alone, and of no replica that is there."""
     other = Cluster("outrider-other", local=True)
     of_whom = {"target-1": cluster, "target-2": cluster, "target-3": other}
     placed = {}

@@ -271,7 +271,6 @@ async def test_what_replicas_lack_does_not_count(servers: RedisServers) -> None:
 
 
 async def test_all_that_take_a_redis_url_take_sentinels(servers: RedisServers) -> None:
-    """The registry and the slots of keys, as well as the store."""
     address = RedisAddress(url=servers.url, key_prefix="outrider:")
     registry, slots = RedisRegistry(address, "d"), RedisSlots(address)
     record = ReplicaRecord(role="draft", name="d1", address="h:1", host="h", pid=1)
@@ -296,7 +295,6 @@ async def test_a_start_waits_for_a_sentinel_that_is_slow_to_answer(servers: Redi
 
 
 async def test_what_is_wrong_with_sentinels_is_said(tmp_path: Path) -> None:
-    """In one line, without a password."""
     async with RedisServers(tmp_path, password="hu" + "sh", sentinel_password="qui" + "et") as made:
         right = RedisAddress(url=made.url, sentinel_password="qui" + "et", key_prefix="outrider:")
         assert "hush" in right.url

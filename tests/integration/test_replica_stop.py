@@ -88,8 +88,6 @@ async def test_what_waits_is_answered_and_then_the_stream_ends() -> None:
 
 
 async def test_a_replica_whose_engine_is_lost_ends_by_itself() -> None:
-    """It reports NOT_SERVING, refuses the queued items, ends its streams, and then raises the
-    reason. Stopping it again does no harm."""
     hosted = Hosted()
     await hosted.start()
     hosted.engine.crash = EngineLost("rank 1 is gone")

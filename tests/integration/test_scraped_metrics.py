@@ -94,7 +94,6 @@ async def test_numbers_move_with_what_happens(tmp_path: Path) -> None:
 
 
 async def test_an_audit_is_counted(tmp_path: Path) -> None:
-    """Over gRPC; a second session with the same seed counts as repeated."""
     async with watched_stack(tmp_path, audit_share=1.0) as watched:
         for num in (1, 2):
             await watched.stack.client.complete(REQUEST)

@@ -139,7 +139,6 @@ async def _raw_generate(stack: Stack, traceparent: str) -> None:
 
 
 async def test_a_caller_s_trace_goes_on_here(memory: Memory, tmp_path: Path) -> None:
-    """The caller also decides whether it is recorded at all."""
     trace_id, span_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
     async with observed_stack(memory.exports, tmp_path) as stack:
         await _raw_generate(stack, f"00-{trace_id}-{span_id}-01")

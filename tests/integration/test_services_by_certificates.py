@@ -88,9 +88,6 @@ async def code_of(
 
 @pytest.mark.parametrize("role", ["target", "draft"])
 async def test_only_a_coordinator_is_answered(role: Role, ours: Path, theirs: Path) -> None:
-    """Without a certificate, in plain text, and with one of another authority no method answers,
-    not even health; with that of another role it is PERMISSION_DENIED; a coordinator's is accepted.
-    There is no reflection."""
     codec = VERIFY if role == "target" else DRAFT
     methods = [codec.path(method.name) for method in codec.service.methods]
     methods += [f"/{health.SERVICE_NAME}/{name}" for name in ("Check", "Watch")]
@@ -121,8 +118,6 @@ async def test_only_a_coordinator_is_answered(role: Role, ours: Path, theirs: Pa
 
 
 async def test_a_coordinator_talks_to_no_one_else(ours: Path, theirs: Path) -> None:
-    """A draft in place of a target, and a target of another authority, receive nothing: name and
-    authority are checked before anything is sent."""
     trust = internal_trust(ours, "coordinator", "target")
     for role, directory in (("draft", ours), ("target", theirs)):
         async with hosted(role, directory) as address:  # type: ignore[arg-type]
@@ -144,7 +139,6 @@ async def test_a_coordinator_talks_to_no_one_else(ours: Path, theirs: Path) -> N
 
 
 async def test_a_replica_with_wrong_files_does_not_start(ours: Path, tmp_path: Path) -> None:
-    """The error names setting and file."""
     wrong = make_all(tmp_path / "wrong")
     (wrong / "target-key.pem").write_bytes((ours / "target-key.pem").read_bytes())
     for directory, words in (
@@ -160,8 +154,6 @@ async def test_a_replica_with_wrong_files_does_not_start(ours: Path, tmp_path: P
 async def test_a_server_shows_a_new_certificate_without_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Changed files are read again: callers with the new authority's certificates are accepted from
-    then on. Half-written files change nothing."""
     monkeypatch.setattr("outrider.files.KEY_FILE_LOOK_MS", 0)
     directory, other = make_all(tmp_path / "tls"), make_all(tmp_path / "other")
     before, after = (internal_trust(one, "coordinator", "target") for one in (directory, other))

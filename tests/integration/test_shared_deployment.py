@@ -71,7 +71,6 @@ def _runs(pid: int) -> bool:
 async def test_shared_models_write_what_the_whole_target_writes(
     shared: Deployment, models: Path
 ) -> None:
-    """Greedy, with and without a draft, through every process."""
     module, _ = load_model(models / "target")
     written = module.generate(  # type: ignore[operator]
         torch.tensor([PROMPT]), max_new_tokens=NUM_TOKENS, do_sample=False
@@ -83,7 +82,6 @@ async def test_shared_models_write_what_the_whole_target_writes(
 
 @pytest.mark.timeout(3 * END_S)
 async def test_a_replica_that_any_rank_leaves_is_replaced(shared: Deployment) -> None:
-    """Its other processes end with it. While there is no target a request waits."""
     before = shared.overview.of("target")[0]
     serving, other = before.places
     os.kill(other.pid, signal.SIGKILL)

@@ -8,7 +8,6 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rounds import PATIENCE_S, Listener, ask, item_message, make_head, session_name
 from toy_engine import ToyEngine
 
@@ -117,8 +116,6 @@ def sent_head(stream: Any, item: VerifyItem) -> Any:
 
 
 async def test_sampling_parameters_travel_once(pair: Pair) -> None:
-    """After the first item only their hash is sent; if the server does not know it, it answers with
-    a resync from nothing, and the link sends them in full again."""
     link = target_link(pair.target_server.address)
     heard = Listener(link)
     sampling = SamplingParams(temperature=1, top_k=3, logit_bias=((5, 2), (1, -1)))
@@ -141,8 +138,6 @@ async def test_sampling_parameters_travel_once(pair: Pair) -> None:
 
 
 async def test_a_constraint_travels_once(pair: Pair) -> None:
-    """After the first item of a session on a stream only its hash is sent, and the replica still
-    has it; a large one uses the other stream, and is sent in full there once, too."""
     heard_heads = []
     take = pair.target.take
 
@@ -178,7 +173,6 @@ async def test_a_constraint_travels_once(pair: Pair) -> None:
 async def test_many_features_come_by_the_stream_of_bulky_items(
     pair: Pair, first: int | None, name: str
 ) -> None:
-    """So that they do not delay verdicts of other sessions."""
     link = target_link(pair.target_server.address)
     text = [index % 7 for index in range(100)]
     await ask(link, Listener(link), VerifyItem(make_head(text), features_from=first))
@@ -224,21 +218,3 @@ async def test_what_cannot_be_decoded_is_the_callers_fault(pair: Pair) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         call: Any = channel.stream_stream(VERIFY_PATH)(iter([bytes(GRPC_MESSAGE_BYTES_MAX + 1)]))
         assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-async def test_health_overall_and_per_service(pair: Pair) -> None:
-    """The target was set to serve, the draft not yet; unknown services are NOT_FOUND."""
-    serving = health_pb2.HealthCheckResponse.SERVING
-    not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
-    for server, name, status in (
-        (pair.target_server, "outrider.v1.Target", serving),
-        (pair.draft_server, "outrider.v1.Draft", not_serving),
-    ):
-        async with open_channel(server.address) as channel:
-            stub: Any = health_pb2_grpc.HealthStub(channel)
-            for service in ("", name):
-                reply = await stub.Check(health_pb2.HealthCheckRequest(service=service))
-                assert reply.status == status
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.Check(health_pb2.HealthCheckRequest(service="unknown"))
-            assert caught.value.code() is grpc.StatusCode.NOT_FOUND

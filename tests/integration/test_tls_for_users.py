@@ -81,7 +81,6 @@ async def test_a_server_is_known_by_its_authority_and_its_host(tmp_path: Path) -
 
 
 async def test_a_server_may_ask_for_certificates_too(tmp_path: Path) -> None:
-    """Signed by an authority for callers, which may differ from the server's."""
     own = Made(tmp_path, "own", "127.0.0.1")
     callers = Made(tmp_path, "callers")
     alice = Made(tmp_path, "alice", by=callers)
@@ -96,7 +95,6 @@ async def test_a_server_may_ask_for_certificates_too(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
-    """Before any call."""
     one, two = Made(tmp_path, "one", "a"), Made(tmp_path, "two")
     with pytest.raises(ConfigError, match=r"two-key\.pem: is not the key of"):
         server_credentials(one.file, two.key_file)

@@ -97,7 +97,6 @@ BOUNDED = ("schema", "regex", "choice")
 async def test_completions_meet_their_constraint_and_end(
     rule: Rule, name: str, draft_masks: bool
 ) -> None:
-    """Under coupled and greedy they equal plain decoding."""
     async with running(grammars(), grammars() if draft_masks else None) as pair:
         for seed in range(3):
             texts = []

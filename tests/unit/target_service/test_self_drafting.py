@@ -182,7 +182,6 @@ async def test_siblings_stand_beside_what_is_drawn(kind: str, rule: Rule) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_rounds_of_several_sessions_are_drafted_for_together(kind: str) -> None:
-    """Sessions of different rules, not all of which want a proposal."""
     wants = {1: (Rule.TOKEN, 2), 2: (Rule.COUPLED, 0), 3: (Rule.COUPLED, 3), 4: (Rule.TOKEN, 1)}
     async with Target(kind=kind) as target:
         items = [
@@ -221,8 +220,6 @@ async def test_no_more_is_proposed_than_fits(kind: str) -> None:
 
 
 async def test_a_verdict_stands_without_a_proposal() -> None:
-    """A failure in drafting costs only speed."""
-
     class Broken:
         reads_features = True
 
@@ -262,19 +259,6 @@ async def test_drafting_on_pages_leaves_the_target_as_it_was(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ON_PAGES)
-async def test_a_session_goes_on_at_another_target(kind: str) -> None:
-    """Which knows nothing of it: it runs the text again, and drafts the same."""
-    async with Target(kind=kind) as first, Target(kind=kind) as second:
-        tokens, proposal = list(PROMPT), NOTHING_SEALED
-        for index in range(4):
-            target = first if index < 3 else second
-            reply = await target.verify(tokens, proposal, 3, rule=Rule.TOKEN, round_index=index)
-            tokens += outcome_of(reply, proposal, Rule.TOKEN, SEED, len(tokens)).token_ids
-            proposal = reply.next_proposal
-        assert proposal.open() == first.expected(tokens, Rule.TOKEN, SamplingParams(), 3)
-
-
-@pytest.mark.parametrize("kind", ON_PAGES)
 async def test_no_more_is_proposed_than_there_are_pages_for(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,7 +290,6 @@ async def test_no_more_is_proposed_than_there_are_pages_for(
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("kind", ON_PAGES)
 async def test_what_is_drawn_is_proposed_where_steps_fail(kind: str, depth: int) -> None:
-    """The target is left as it was."""
     async with Target(kind=kind) as target:
         steps, whole = 0, getattr(target.engine, ON_PAGES[kind])
 
@@ -331,7 +314,6 @@ async def test_what_is_drawn_is_proposed_where_steps_fail(kind: str, depth: int)
 
 @pytest.mark.parametrize("kind", ON_PAGES)
 async def test_nothing_is_drafted_behind_what_is_not_committed(kind: str) -> None:
-    """A sequence that holds less or more is left unchanged."""
     _, engine = tiny_engine(kind)
     drafter = drafter_of(engine)
     noise = RoundNoise(1, Rule.COUPLED, len(PROMPT) + 1)

@@ -73,7 +73,6 @@ async def test_a_verdict_is_the_pure_function_of_its_item(
 
 
 async def test_a_prefix_that_is_not_held_is_asked_for(setting: Replica) -> None:
-    """An unknown base is answered with what is held; the full prefix then gets its verdict."""
     reply = await setting.ask(VerifyItem(make_head((*PROMPT, 4), 3)))
     assert reply == Resync(make_head(PROMPT).key, 0, EMPTY_DIGEST)
     full = await setting.ask(VerifyItem(make_head((*PROMPT, 4))))
@@ -110,7 +109,6 @@ BAD_ITEMS = [
 async def test_a_bad_item_is_refused_and_its_neighbours_are_answered(
     field: str, bad: VerifyItem
 ) -> None:
-    """With the field; the other items of the step get their verdicts."""
     setting = target(ToyEngine(max_model_len=8))
     others = [VerifyItem(make_head(PROMPT, session=session)) for session in (2, 3)]
     answers = await setting.send(others[0], bad, others[1])
@@ -126,7 +124,6 @@ async def test_a_bad_item_is_refused_and_its_neighbours_are_answered(
 
 
 async def test_draft_tokens_outside_the_vocabulary_are_never_accepted(setting: Replica) -> None:
-    """A draft's vocabulary may be padded wider: such tokens have p = 0."""
     for session, rule in enumerate(Rule, start=1):
         q = (None, None, None) if rule.needs_q else ()
         item = VerifyItem(

@@ -62,7 +62,6 @@ async def test_a_tree_of_candidates_is_drafted_and_judged() -> None:
 
 
 async def test_logprobs_of_a_tree_are_from_the_rows_before_its_tokens() -> None:
-    """From the raw logits: 2K + 1 entries, the draft tokens and then the corrections."""
     parents = (-1, -1, 1)
     proposal = SealedProposal.of(Proposal((4, 5, 6), (), parents))
     async with running() as pair:
@@ -86,7 +85,6 @@ BAD = [
 async def test_what_no_tree_may_be_is_refused(
     field: str, rule: Rule, sampling: SamplingParams, proposal: Proposal
 ) -> None:
-    """With the field; the session continues with a chain."""
     async with running() as pair:
         head = make_head(PROMPT, rule=rule, sampling=sampling)
         refused = await pair.target.ask(VerifyItem(head, SealedProposal.of(proposal)))
