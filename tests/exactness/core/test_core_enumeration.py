@@ -55,7 +55,6 @@ def test_own_draw_rules(rule, vocab_size, k, seed):
 
 @pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.GREEDY])
 def test_own_draw_verdicts_are_what_the_enumeration_takes_them_for(rule):
-    """score_rows: correction n is the target's own draw at n, and x_i passes iff it equals it."""
     pair = random_pair(4, 5)
     tokens, states = pair.paths(2)
     rows = pair.p[states]
@@ -86,7 +85,6 @@ def test_stopping_before_a_draw(rule, vocab_size, k):
 
 @pytest.mark.parametrize("rule", RATIO_RULES)
 def test_deciding_after_the_draw_is_not_exact(rule):
-    """The planted fault: a drawn token is dropped because of its value."""
     pair = random_pair(3, 1)
     distances = []
     for seed in range(8):

@@ -215,8 +215,6 @@ def test_ends_are_masked_before_min_tokens(
 )
 @pytest.mark.parametrize("rule", RATIO_RULES)
 def test_masks_at_the_wrong_rows_are_found(rule: Rule, shift: Shift) -> None:
-    """The planted fault: each row's mask must follow its own draft tokens."""
-
     def is_found(seed: int) -> bool:
         try:
             law, expected, _ = committed_law(seed, rule, 2, draft_masks=True, shift=shift)

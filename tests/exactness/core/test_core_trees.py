@@ -220,7 +220,6 @@ def test_rounds_with_trees_have_the_targets_law(shape):
 
 
 def test_siblings_that_share_their_noise_are_found(monkeypatch):
-    """The planted fault: all siblings of a depth are tested with one number."""
     pair = flat_pair([0.2, 0.6, 0.2], [0.8, 0.1, 0.1])
 
     def shared(parents, num_tokens):
@@ -234,7 +233,6 @@ def test_siblings_that_share_their_noise_are_found(monkeypatch):
 
 @pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.GREEDY])
 def test_own_tokens_do_not_depend_on_the_tree(rule):
-    """Coupled and greedy: with a tree of any shape the tokens are those of plain decoding."""
     pair = sampling_pair()
     for seed in range(200):
         plain = play(pair, rule, (), seed, 6)
