@@ -158,7 +158,6 @@ REQUEST = GenerateRequest((1, 2, 3), seed=5, max_tokens=40)
 
 
 async def test_a_seed_is_audited_once() -> None:
-    """Repeated answers would be counted as independent; greedy ones draw nothing."""
     heard = Heard()
     greedy = replace(REQUEST, sampling=SamplingParams(temperature=0.0))
     async with running(AuditedBench(heard)) as bench:
@@ -184,7 +183,6 @@ async def test_no_more_are_chosen_than_may_wait() -> None:
 
 
 async def test_a_target_whose_seats_are_taken_is_left_alone() -> None:
-    """Until one is free."""
     heard = Heard()
     async with running(AuditedBench(heard)) as bench:
         # Longer ones fill the step of eight.
@@ -247,7 +245,6 @@ async def test_a_target_that_fails_ends_an_audit_of_which_counts_what_it_has_fou
 
 
 async def test_a_coordinator_that_closes_gives_its_audits_up() -> None:
-    """The running one, and those that wait."""
     heard = Heard()
     async with running(AuditedBench(heard)) as bench:
         await asyncio.gather(*(bench.events(request) for request in together(8)))

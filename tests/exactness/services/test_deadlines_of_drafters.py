@@ -206,7 +206,6 @@ CELLS = [(kind, ()) for kind in KINDS] + [(kind, SIBLINGS) for kind in (*KINDS[:
 def test_a_draw_is_made_while_there_is_time_and_then_proposed(
     kind: str, siblings: tuple[int, ...], ends_at: float, draws: Draws
 ) -> None:
-    """All draws, with their siblings."""
     lengths = set()
     for seed, proposal in proposed(drafting(kind), draws, ends_at, 30, siblings):
         tree = proposal.tree

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import depth_cut, tiny_config, tiny_module
+from models import tiny_config, tiny_module
 from stack import Stack, running_stack
 
 from outrider.engine.cpu.kernels import KernelsUnavailable, load_pace
@@ -19,7 +19,6 @@ from outrider.models.module_replacement import speed_up
 from outrider.models.sources import resolve_model
 from outrider.request import GenerateRequest
 from outrider.speculation.sampling_params import SamplingParams
-from outrider.tokenizer import TokenizerText
 
 NUM_DRAFT_TOKENS = (0, 3, 8)
 NUM_SESSIONS = 8
@@ -91,29 +90,10 @@ async def check_tokens(
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 async def test_tokens_depend_on_neither_k_nor_the_batch(family: str, tmp_path: Path) -> None:
-    """8 sessions whose prompts share a beginning, with a draft of other weights."""
     torch.set_num_threads(1)
     prompts = [tuple(range(1, 30)) + tuple(range(1, 3 + 2 * i)) for i in range(NUM_SESSIONS)]
     async with running_stack(tiny_engine(family, 1), tiny_engine(family, 2), tmp_path) as stack:
         await check_tokens(stack, prompts, num_tokens=24, num_alone=2)
-
-
-@pytest.mark.real_model
-@pytest.mark.xdist_group("identity")
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("fused", "num_tokens"), [(False, 7), (True, 24)])
-async def test_the_real_target_too(fused: bool, num_tokens: int, tmp_path: Path) -> None:
-    """The demo target, with a 4-layer cut of it as draft, 4 sessions."""
-    torch.set_num_threads(1)
-    directory = resolve_model("demo")
-    cut = depth_cut(directory, tmp_path / "cut", 4)
-    build = fused_engine_of if fused else engine_of
-    engines = [build(*load_model(path, name="demo", dtype="bfloat16")) for path in (directory, cut)]
-    text = TokenizerText.load(directory)
-    subjects = ("rain", "bread", "a mule", "the moon")
-    prompts = [tuple(text.encode(f"Write two sentences about {about}.")) for about in subjects]
-    async with running_stack(engines[0], engines[1], tmp_path) as stack:
-        await check_tokens(stack, prompts, num_tokens, num_alone=1)
 
 
 @pytest.mark.real_model

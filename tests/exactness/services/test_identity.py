@@ -1,17 +1,16 @@
-"""Token identity in float32 with the real target and real services: greedy equals `transformers`'
-generate, alone, beside others, after preemption and after a shared prefix; coupled gives the same
-tokens for every draft and K."""
+"""Token identity through real services: greedy equals `transformers`' generate, and coupled gives
+the same tokens for every draft and K. With the real target in float32, and with tiny ones in
+float64 whose sessions share steps and prefixes and preempt each other."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from library_text import LibraryText, library_text
+from library_text import library_text
 from models import depth_cut, tiny_config, tiny_eagle3, tiny_exit, tiny_heads, tiny_module, twin
 from paged_engines import shorten_pages
 from pages import check_pages
@@ -19,12 +18,9 @@ from stack import Stack, running_stack
 
 from draft_service.feature_drafter import FeatureDrafter, HeadEngine
 from outrider.drafters.drafter import DraftRequest
-from outrider.drafters.suffix import SuffixDrafter
-from outrider.engine.interface import ModelInfo, SequenceStep
+from outrider.engine.interface import ModelInfo
 from outrider.engine.paged_engine import PagedEngine
-from outrider.limits import PAGE_SIZE
 from outrider.models.loading import load_model
-from outrider.models.module_replacement import speed_up
 from outrider.models.sources import resolve_model
 from outrider.models.student import load_drafter
 from outrider.request import GenerateRequest
@@ -57,10 +53,6 @@ FORMS = (
     "def describe():\n    '''Tell of {}.'''\n    return",
 )
 PROMPTS = [form.replace("{}", subject) for subject in SUBJECTS for form in FORMS]
-PREFACE = (
-    "The following is taken from a collection of short notes that travellers wrote down in the "
-    "evening, after a long day on foot, when the lamps were lit and nobody spoke any more.\n"
-)
 
 
 @dataclass
@@ -73,22 +65,12 @@ class Real:
     info: Any
     text: TokenizerText
 
-    def encode(self, *texts: str) -> tuple[int, ...]:
-        return tuple(token_id for text in texts for token_id in self.text.encode(text))
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self.text.encode(text))
 
 
-def draft_engine(module: Any, info: Any) -> PagedEngine:
+def engine_of(module: Any, info: Any) -> PagedEngine:
     return PagedEngine(module, info, max_num_seqs=CROWD, kv_cache_memory_bytes=CACHE_BYTES)
-
-
-class Target(PagedEngine):
-    """Records the largest number of sequences in a step."""
-
-    most_at_once = 0
-
-    def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
-        self.most_at_once = max(self.most_at_once, len(steps))
-        return super().forward(steps)
 
 
 @pytest.fixture(scope="module")
@@ -101,40 +83,17 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Real:
     return Real(directory, module, drafting, info, TokenizerText.load(directory))
 
 
-def target_engine(real: Real, **options: int) -> Target:
-    options.setdefault("kv_cache_memory_bytes", CACHE_BYTES)
-    return Target(twin(real.module), real.info, max_num_seqs=CROWD, **options)
-
-
-@asynccontextmanager
-async def drafted_by_cut(real: Real, target: Target, directory: Path) -> AsyncIterator[Stack]:
-    module, info = real.cut
-    async with running_stack(target, draft_engine(twin(module), info), directory) as stack:
-        yield stack
+def target_engine(real: Real) -> PagedEngine:
+    return engine_of(twin(real.module), real.info)
 
 
 @pytest.fixture
 async def with_cut(real: Real, tmp_path: Path) -> AsyncIterator[Stack]:
-    async with drafted_by_cut(real, target_engine(real), tmp_path) as stack:
+    """With a 4-layer cut of the target as draft."""
+    module, info = real.cut
+    draft = engine_of(twin(module), info)
+    async with running_stack(target_engine(real), draft, tmp_path) as stack:
         yield stack
-
-
-@dataclass
-class Asked:
-    """A request and its expected answer."""
-
-    prompt: tuple[int, ...]
-    num_draft_tokens: int
-    expected: LibraryText
-
-
-@pytest.fixture(scope="module")
-def crowd(real: Real) -> list[Asked]:
-    prompts = [real.encode(prompt) for prompt in PROMPTS[::3][:CROWD]]
-    return [
-        Asked(prompt, NUM_DRAFT_TOKENS[i % 3], library_text(real.module, prompt, 8))
-        for i, prompt in enumerate(prompts)
-    ]
 
 
 async def complete(
@@ -168,61 +127,7 @@ async def check_greedy(stack: Stack, real: Real, prompts: list[str], num_tokens:
 async def test_greedy_equals_the_library(
     with_cut: Stack, real: Real, prompts: list[str], num_tokens: int
 ) -> None:
-    """K in {0, 3, 8}, with a 4-layer cut of the target as draft."""
     await check_greedy(with_cut, real, prompts, num_tokens)
-
-
-async def check_at_once(stack: Stack, asked: Sequence[Asked]) -> None:
-    texts = await asyncio.gather(
-        *(complete(stack, a.prompt, len(a.expected.tokens), a.num_draft_tokens) for a in asked)
-    )
-    for each, text in zip(asked, texts, strict=True):
-        each.expected.check(text)
-
-
-@pytest.mark.real_model
-@pytest.mark.timeout(600)
-async def test_greedy_equals_the_library_in_a_batch(
-    real: Real, crowd: list[Asked], tmp_path: Path
-) -> None:
-    """K in {0, 3, 8} mixed; most sessions share steps."""
-    target = target_engine(real)
-    async with drafted_by_cut(real, target, tmp_path) as stack:
-        await check_at_once(stack, crowd)
-    assert target.most_at_once > CROWD // 2
-
-
-@pytest.mark.real_model
-@pytest.mark.timeout(600)
-async def test_greedy_equals_the_library_after_preemption(
-    real: Real, crowd: list[Asked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On pages for half of their prompts: younger sessions repeatedly lose theirs to older ones,
-    and resync."""
-    shorten_pages(monkeypatch, SMALL_PAGE)
-    config = real.module.config
-    slot_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
-    num_pages = sum(-(-len(each.prompt) // SMALL_PAGE) for each in crowd) // 2
-    target = target_engine(real, kv_cache_memory_bytes=num_pages * SMALL_PAGE * slot_bytes)
-    assert target.page_counts().num_pages == num_pages
-    async with drafted_by_cut(real, target, tmp_path) as stack:
-        await check_at_once(stack, crowd)
-        assert stack.target._worker.figures.num_preemptions >= CROWD // 4
-
-
-@pytest.mark.real_model
-@pytest.mark.timeout(600)
-async def test_greedy_equals_the_library_behind_a_shared_prefix(
-    with_cut: Stack, real: Real
-) -> None:
-    """Three requests with one preface, K 0, 3 and 8: the later two run none of its whole pages."""
-    num_whole = len(real.encode(PREFACE)) // PAGE_SIZE * PAGE_SIZE
-    for index, (k, prompt) in enumerate(zip(NUM_DRAFT_TOKENS, PROMPTS[1::7], strict=False)):
-        ids = real.encode(PREFACE, prompt)
-        library_text(real.module, ids, 12).check(await complete(with_cut, ids, 12, k))
-        pages = with_cut.target._worker.figures.pages
-        assert pages is not None
-        assert pages.prefix_hits == index * num_whole
 
 
 @pytest.mark.real_model
@@ -230,32 +135,22 @@ async def test_greedy_equals_the_library_behind_a_shared_prefix(
 async def test_coupled_tokens_do_not_depend_on_the_draft(
     with_cut: Stack, real: Real, tmp_path: Path
 ) -> None:
-    """Temperature 1: the same tokens for K = 0, 3, 8 and for three drafters: a 4-layer cut of the
-    target; the shipped one; and a hybrid of the target's weights in 8 bits with suffix decoding,
-    which has seen the same answer before."""
     prompt = real.encode(PROMPTS[3])
     expected = await complete(with_cut, prompt, 12, 0, seed=0)
 
-    async def check(stack: Stack, *draft_tokens: int) -> None:
-        for k in draft_tokens:
+    async def check(stack: Stack) -> None:
+        for k in NUM_DRAFT_TOKENS[1:]:
             assert await complete(stack, prompt, 12, k, seed=0) == expected
 
-    await check(with_cut, 3, 8)
+    await check(with_cut)
     shipped = load_drafter(
         resolve_model("demo-drafter"), real.directory, name="demo-drafter", target="demo",
         dtype="float32",
     )  # fmt: skip
-    draft = draft_engine(*shipped)
+    draft = engine_of(*shipped)
     async with running_stack(target_engine(real), draft, tmp_path / "shipped") as stack:
-        await check(stack, 3, 8)
+        await check(stack)
         await check_greedy(stack, real, PROMPTS[5:6], 12)
-    rounded = twin(real.module)
-    speed_up(rounded, bits=8)
-    draft = draft_engine(rounded, real.info)
-    async with running_stack(
-        target_engine(real), draft, tmp_path / "hybrid", lookup=SuffixDrafter()
-    ) as stack:
-        await check(stack, 8, 3, 0)
 
 
 class Counted:
@@ -301,7 +196,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Any:
     return tiny_module(config, dtype=torch.float64)
 
 
-def tiny_engine(module: Any, **own: Any) -> Target:
+def tiny_engine(module: Any, **own: Any) -> PagedEngine:
     """With so few pages that concurrent sessions preempt each other."""
     info = ModelInfo("tiny", TINY_VOCAB, 128, "float64", (), "w", "tiny")
     slot_bytes = 3 * 2 * 2 * 8 * 8
@@ -309,26 +204,30 @@ def tiny_engine(module: Any, **own: Any) -> Target:
         pair_width = 0 if own.get("drafts_apart") else 2 * 2 * 8
         slot_bytes += (pair_width + layer.module.width) * 8
     num_bytes = TINY_PAGES * SMALL_PAGE * slot_bytes
-    return Target(module, info, max_num_seqs=CROWD, kv_cache_memory_bytes=num_bytes, **own)
+    return PagedEngine(module, info, max_num_seqs=CROWD, kv_cache_memory_bytes=num_bytes, **own)
 
 
 async def check_tiny(stack: Stack, module: Any) -> None:
     """Greedy equals the library, and coupled tokens are the same for K = 0 and 4, with many
-    sessions at once."""
+    sessions at once, of which every second one begins alike."""
     random = torch.Generator().manual_seed(5)
-    prompts = [
-        tuple(torch.randint(TINY_VOCAB, (8 + n,), generator=random).tolist()) for n in range(CROWD)
-    ]
-    asked = [Asked(prompt, 4, library_text(module, prompt, 12)) for prompt in prompts]
-    await check_at_once(stack, asked)
-    texts = [
-        await asyncio.gather(
-            *(complete(stack, prompt, 12, k, seed) for seed, prompt in enumerate(prompts))
+    own = [torch.randint(TINY_VOCAB, (8 + n,), generator=random).tolist() for n in range(CROWD)]
+    prompts = [own[-1][:6] + ids[6:] if n % 2 else ids for n, ids in enumerate(own)]
+
+    async def texts(k: int, *, is_greedy: bool = False) -> list[tuple[int, ...]]:
+        seeds = [None if is_greedy else seed for seed in range(CROWD)]
+        asked = zip(prompts, seeds, strict=True)
+        return await asyncio.gather(
+            *(complete(stack, tuple(prompt), 12, k, seed) for prompt, seed in asked)
         )
-        for k in (0, 4)
-    ]
-    assert texts[0] == texts[1]
-    assert stack.target._worker.figures.num_preemptions > 0
+
+    for prompt, text in zip(prompts, await texts(4, is_greedy=True), strict=True):
+        library_text(module, prompt, 12).check(text)
+    assert await texts(0) == await texts(4)
+    figures = stack.target._worker.figures
+    assert figures.num_preemptions > 0
+    assert figures.pages is not None
+    assert figures.pages.prefix_hits > 0
 
 
 @pytest.mark.timeout(300)
