@@ -8,7 +8,6 @@
 | `stall` | a coordinator is stopped for a while; its clients' streams may break meanwhile |
 | `hang_up` | all clients' streams of a coordinator break |
 | `oust` | a coordinator's append reaches Redis just after another took over the session |
-| `unheard_take_over` | a coordinator takes over a session, but gets an error from Redis |
 | `break` | all streams of a coordinator to a replica break, and are reopened |
 | `cut_replica` | no messages between a coordinator and a replica |
 | `cut_store` | no messages between a coordinator and Redis |
@@ -64,7 +63,7 @@ LIKELY = 0.9
 CUTS = ("cut_replica", "cut_store", "cut_registry")
 GREATER = {
     "crash", "death", "pause", "stall", "hang_up", "break", "scale", "abandon", "slow_link",
-    "loop_stall", "clock_jump", "head_loss", "oust", "unheard_take_over", "redis_pause", "restart",
+    "loop_stall", "clock_jump", "head_loss", "oust", "redis_pause", "restart",
     "flush", "two_primaries", "lost_take_over", "oom",
     *CUTS, *(f"{kind}_one_way" for kind in CUTS),
 }  # fmt: skip
@@ -182,7 +181,6 @@ class Faults:
         if not self._ousts and len(list(self._world.nodes("coordinator"))) > 1:
             for one in busy:
                 found.append(("oust", partial(self._oust, one)))
-                found.append(("unheard_take_over", partial(self._unheard_take_over, one)))
                 if is_there:
                     found.append(("lost_take_over", partial(self._lost_take_over, one)))
         return found
@@ -412,28 +410,6 @@ class Faults:
         await asyncio.sleep(LOOK_S)
         await self._until_taken_over(node)
         network.heal(cut)
-        self._ousts = False
-
-    async def _unheard_take_over(self, node: Any) -> None:
-        """Another coordinator takes over a session, and Redis answers with an error. Its clients
-        then ask others."""
-        world, server = self._world, self._world.redis.primary
-        others = [one for one in world.nodes("coordinator") if one is not node]
-        if not others:
-            return
-        taker, heard = self._rng.choice(others), asyncio.Event()
-        self._ousts = True
-        server.unheard = (taker.process, heard.set)
-        world.barred = {one.name for one in world.nodes("coordinator") if one is not taker}
-        world.break_calls(node)
-        try:
-            async with asyncio.timeout(OUSTED_S_MAX):
-                await heard.wait()
-            world.barred = {taker.name}
-            world.break_calls(taker)
-        except TimeoutError:
-            world.barred = set()
-        server.unheard = None
         self._ousts = False
 
     async def _oom(self) -> None:

@@ -462,7 +462,7 @@ class PortTransport:
     ) -> AsyncGenerator[Event]:
         world = self._world
         node = world.coordinator_at(self.address)
-        if node is None or world.is_barred(node):
+        if node is None:
             raise StreamBroken(f"nothing answers at {self.address}")
         call = Call(world.network, world.clients, node)
         world.calls.add(call)

@@ -20,7 +20,6 @@ from outrider.registry.redis_registry import RedisRegistry
 from outrider.sessions.redis_address import DEFAULT_KEY_PREFIX, RedisAddress
 from outrider.sessions.redis_store import (
     _LOAD,
-    _TAKE_OVER,
     TOKEN_BYTES,
     RedisStore,
     decode_record,
@@ -44,9 +43,6 @@ class RedisServer:
         self.process = Process("redis")
         self.data = RedisData(lambda: wall_clock_s(self.process) * 1e3)
         self.connections: list[SimulatedConnection] = []
-        self.unheard: tuple[Process, Callable[[], None]] | None = None
-        """A process whose take-overs are carried out but answered with an error, and a callback for
-        each."""
         self._history = history
         if snapshot is not None:
             self.data.restore(snapshot)
@@ -77,7 +73,7 @@ class RedisServer:
                 replies.append(queued)
                 queued = None
             else:
-                reply = self._answer(client, command)
+                reply = self._answer(command)
                 if queued is None:
                     replies.append(reply)
                 else:
@@ -85,18 +81,11 @@ class RedisServer:
                     replies.append(Status(b"QUEUED"))
         return replies
 
-    def _answer(self, client: Process, command: Command) -> Reply:
+    def _answer(self, command: Command) -> Reply:
         try:
-            reply = self.execute(command)
+            return self.execute(command)
         except ReplyError as error:
             return error
-        is_take_over = command[1:2] == (_TAKE_OVER.sha.encode(),)
-        if is_take_over and self.unheard is not None and client is self.unheard[0]:
-            match reply:
-                case [list(), *_]:  # Carried out.
-                    self.unheard[1]()
-                    return ReplyError("LOADING the answer is lost")
-        return reply
 
     def die(self) -> None:
         self.process.die()

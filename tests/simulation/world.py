@@ -82,8 +82,6 @@ class World:
         self.redis = Redis(self.network)
         self.moves = CountedMoves()
         self.clients = Process("clients")
-        self.barred: set[str] = set()
-        """Names of coordinators that clients cannot reach while another one serves."""
         self.calls: set[Call] = set()
         self.broken: OutriderError | None = None
         """The first violation in any process, if any."""
@@ -174,10 +172,6 @@ class World:
     def coordinator_at(self, address: str) -> CoordinatorNode | None:
         node = self._serving.get(address)
         return node if isinstance(node, CoordinatorNode) else None
-
-    def is_barred(self, node: Node) -> bool:
-        others = (one for one in self._serving.values() if one.role == "coordinator")
-        return node.name in self.barred and any(one.name not in self.barred for one in others)
 
     def silence(self, node: Node) -> None:
         for address in [where for where, one in self._serving.items() if one is node]:
