@@ -132,7 +132,6 @@ async def test_a_completion_is_its_events(client: Client, coordinator: ScriptedS
 async def test_a_request_arrives_as_it_was_made(
     client: Client, coordinator: ScriptedServicer
 ) -> None:
-    """None stays unset, so that the coordinator's default applies."""
     coordinator.events = (STARTED, FINISHED)
     full = GenerateRequest(
         prompt=(1, 2), model="m", sampling=SamplingParams(temperature=0.5, logit_bias=((3, 1.0),)),
@@ -147,7 +146,6 @@ async def test_a_request_arrives_as_it_was_made(
 async def test_an_error_arrives_as_it_was_raised(
     client: Client, coordinator: ScriptedServicer
 ) -> None:
-    """With its kind, field and retry delay; missing events are errors, too."""
     for error in (BadRequest("sampling.top_p", "0 is wrong"), Overloaded("full", 250)):
         coordinator.events = (STARTED, error)
         with pytest.raises(type(error)) as caught:
@@ -204,7 +202,6 @@ async def test_what_cannot_be_sent_is_named(
 
 
 async def test_a_closed_client_says_so(server: RpcServer, coordinator: ScriptedServicer) -> None:
-    """To a running stream, whose task is not cancelled, and to every later call."""
     coordinator.events = (STARTED, asyncio.Event())
     client = Client(server.address)
     reading = asyncio.create_task(client.complete(REQUEST))
@@ -218,7 +215,6 @@ async def test_a_closed_client_says_so(server: RpcServer, coordinator: ScriptedS
 async def test_a_cancelled_reader_is_cancelled(
     client: Client, coordinator: ScriptedServicer
 ) -> None:
-    """It gets no error of a lost server, and the server's side of the stream ends."""
     coordinator.events = (STARTED, asyncio.Event())
     reading = asyncio.create_task(client.complete(REQUEST))
     await coordinator.waits.wait()
@@ -232,7 +228,6 @@ async def test_a_cancelled_reader_is_cancelled(
 async def test_the_blocking_client_tells_the_same(
     server: RpcServer, coordinator: ScriptedServicer
 ) -> None:
-    """Also a stream that was begun on a thread with an event loop, which has ended since."""
     coordinator.events = (STARTED, FIRST, ROUND, SECOND, FINISHED)
     await server.set_serving(True)
 

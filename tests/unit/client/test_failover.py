@@ -115,7 +115,6 @@ async def test_it_is_given_up_in_time(script: Any) -> None:
 
 
 async def test_without_time_to_resume_the_first_break_is_the_end() -> None:
-    """Even if the same coordinator would continue."""
     first, second = Scripted((STARTED, FIRST, BROKEN), (STARTED, SECOND, FINISHED)), Scripted()
     with pytest.raises(StreamBroken):
         await heard(first, second, resume_timeout_s=0.0)
@@ -271,8 +270,6 @@ def test_coordinators_are_known_once_they_are_named(caplog: pytest.LogCaptureFix
 
 
 def test_calls_begin_with_each_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But not at one that did not answer, for a while, or as long as it says; unless none
-    answers."""
     now = [0.0]
     turns = pool("a,b,c", now, first=2)
     assert [turns.begin() for _ in range(5)] == ["C", "A", "B", "C", "A"]
@@ -315,7 +312,6 @@ async def test_a_request_goes_on_at_a_coordinator_that_came_later(named: Any, ea
 
 @pytest.mark.parametrize("num_coordinators", [1, 8])
 async def test_waits_begin_short_however_many_coordinators_there_are(num_coordinators: int) -> None:
-    """Calls of the next one without a wait do not make waits longer."""
     each = [Scripted((BROKEN,), (BROKEN,), WHOLE) for _ in range(num_coordinators)]
     connect: Any = lambda name: each[int(name)]  # noqa: E731
     clock = asyncio.get_running_loop().time
@@ -358,8 +354,6 @@ async def test_a_blocking_stream_goes_on_where_the_other_server_is(
 async def test_calls_wait_while_no_coordinator_answers(
     first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The function names none yet, or one that has gone. Without retries the client fails at
-    once."""
     monkeypatch.setattr("outrider.client.failover.LOOK_S", 0.0)
     server = await serve(ScriptedServicer(*WHOLE))
 

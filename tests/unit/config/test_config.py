@@ -25,13 +25,11 @@ def _file(tmp_path: Path, text: str) -> Path:
 
 
 def test_defaults_are_the_configurations_own(tmp_path: Path) -> None:
-    """A file of comments changes nothing, nor do variables with local paths."""
     environment = {"OUTRIDER_CACHE": "/a", "OUTRIDER_STATE_DIR": "/b"}
     assert load_config({}, environment, _file(tmp_path, "# nothing\n")) == DeploymentConfig()
 
 
 def test_a_later_layer_wins(tmp_path: Path) -> None:
-    """defaults < file < environment < flag, setting by setting."""
     file = _file(tmp_path, "max-num-seqs: 3\nmax_model_len: 30\ndtype: float32\n")
     environment = {"OUTRIDER_MAX_MODEL_LEN": "40", "OUTRIDER_DTYPE": "float16", "PATH": "/bin"}
     config = load_config({"dtype": "bfloat16"}, environment, file)
@@ -54,7 +52,6 @@ def test_a_later_layer_wins(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, says: str) -> None:
-    """The error names the file and the key, and what is allowed."""
     with pytest.raises(ConfigError) as caught:
         load_config({}, {}, _file(tmp_path, text))
     assert says in caught.value.message
@@ -71,14 +68,12 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, says: str) -> 
     ],
 )
 def test_a_bad_variable_is_refused_by_name(environment: dict[str, str], says: str) -> None:
-    """Also if a flag would override its value."""
     with pytest.raises(ConfigError) as caught:
         load_config({"max_num_seqs": "4", "insecure": True}, environment)
     assert says in caught.value.message
 
 
 def test_every_setting_is_documented() -> None:
-    """A sentence, with the unit if the name has one."""
     for setting in deployment_settings().values():
         assert setting.doc.endswith((".", ";", ")"))
         if setting.key.endswith("_ms"):
@@ -89,8 +84,6 @@ def test_every_setting_is_documented() -> None:
 
 @pytest.mark.parametrize("kind", [TargetConfig, DraftConfig, CoordinatorConfig])
 def test_only_loopback_without_insecure(kind: type[TargetConfig]) -> None:
-    """A server without authentication is reachable from this machine only, unless requested
-    otherwise."""
     for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
         kind(host=host)
     for host in (EVERYWHERE, "::", "192.0.2.1", "example.org", ""):

@@ -58,7 +58,6 @@ def test_the_target_as_its_own_draft_needs_one_rank_and_a_real_model() -> None:
 def test_every_kind_is_listed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one object, and as a table that cuts no word."""
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["drafters", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)["drafters"]

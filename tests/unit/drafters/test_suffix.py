@@ -152,7 +152,6 @@ def test_a_seed_is_forgotten_with_what_its_session_wrote() -> None:
 def test_of_every_seed_with_an_answer_it_is_known_who_had_it(
     sessions: list[tuple[str, int, list[int]]], seeds_max: int, per_tenant: int
 ) -> None:
-    """However many seeds there are."""
     config = replace(SMALL, tokens_per_tenant=per_tenant, tokens_total=60)
     drafter = SuffixDrafter(config, seeds_max=seeds_max)
     for number, (tenant, seed, token_ids) in enumerate(sessions):
@@ -171,7 +170,6 @@ def test_of_every_seed_with_an_answer_it_is_known_who_had_it(
 def test_a_history_holds_the_latest_answers_within_its_bounds(
     added: list[tuple[str, list[int]]], per_tenant: int, total: int
 ) -> None:
-    """Of each tenant the last tokens; every n-gram of these is found, and no other."""
     history = History(per_tenant, total)
     everything: dict[str, list[int]] = {}
     for seed, (tenant, token_ids) in enumerate(added):

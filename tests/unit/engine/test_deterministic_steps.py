@@ -144,7 +144,6 @@ class _MeanOfTheStep(nn.Module):
 
 
 def test_a_model_whose_rows_depend_on_others_is_refused() -> None:
-    """By less than rounding, so that it may be served otherwise."""
     with checked_engines() as maker:
         module = tiny("llama", torch.float32)
         module.model.norm = _MeanOfTheStep(module.model.norm)
@@ -176,7 +175,6 @@ def test_a_model_whose_rows_depend_on_how_many_they_are_takes_them_in_blocks() -
 @pytest.mark.parametrize("max_model_len", [1, 7, 40])
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
 def test_small_engines_are_tried_too(max_model_len: int, max_num_seqs: int) -> None:
-    """With room for few tokens, few sequences, or few pages."""
     with checked_engines() as maker:
         engine = maker(
             tiny("llama"), max_model_len=max_model_len, max_num_seqs=max_num_seqs,

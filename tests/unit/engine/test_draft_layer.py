@@ -127,7 +127,6 @@ class Pair:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_are_those_of_the_dense_head(kind: str) -> None:
-    """However a sequence came to hold its slots, each alone and beside others."""
     pair = Pair(kind)
     assert isinstance(pair.engine, DraftingEngine)
     assert pair.engine.shows_features

@@ -140,7 +140,6 @@ def test_every_token_sees_what_it_should(
 
 @pytest.mark.parametrize("window", [None, 10])
 def test_a_long_prompt_is_cut(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its segments see what they should, and none has more scores than allowed."""
     monkeypatch.setattr(batch, "_SEGMENT_TOKENS_MIN", 4)
     monkeypatch.setattr(batch, "_SCORES_MAX", 400)
     prompt = SequenceStep("a", tuple(range(50)), 1)

@@ -130,7 +130,6 @@ def test_rows_are_those_of_the_tokens_held(make_engine: EngineMaker) -> None:
 
 
 def test_what_can_never_fit_is_refused(make_engine: EngineMaker) -> None:
-    """The longest sequence is the one that fills all pages."""
     engine = make_engine(llama(), num_bytes=3 * PAGE_BYTES + 1)
     assert engine.page_counts().num_pages == 3
     assert engine.info.max_model_len == 48
@@ -155,7 +154,6 @@ def test_bfloat16_gives_float32_logits(make_engine: EngineMaker) -> None:
 
 @pytest.mark.parametrize("bad", [-1, VOCAB, 2**40])
 def test_a_bad_token_changes_nothing(bad: int, make_engine: EngineMaker) -> None:
-    """The error names the id, and the other sequences of the call have not run either."""
     engine = make_engine(llama())
     run(engine, "a", ids(4), 1)
     with pytest.raises(BadRequest, match=f"token_ids: {bad} is not in 0..31"):

@@ -52,7 +52,6 @@ def hidden(module: Any, tokens: tuple[int, ...], layer: int) -> torch.Tensor:
 def test_they_put_out_what_the_library_says(
     family: str, deterministic: bool, num_layers: int
 ) -> None:
-    """Behind a prefix that another sequence has left, a token at a time, beside others."""
     module, engine = built(family, num_layers, deterministic=deterministic)
     assert isinstance(engine, ShallowEngine)
     engine.forward([SequenceStep("first", TEXT, 0)])
@@ -73,7 +72,6 @@ def test_they_put_out_what_the_library_says(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_nothing_is_left_of_them(dtype: torch.dtype) -> None:
-    """What follows is bit-equal to what it is without them, and all pages are back."""
     answers, pages = [], []
     for drafts in (False, True):
         _, engine = built(dtype=dtype)

@@ -27,7 +27,6 @@ def test_a_mixed_step_costs_what_its_parts_do() -> None:
 
 
 def test_an_emulated_engine_is_believed() -> None:
-    """6 ms for each begun 16 tokens, whatever the clock says; nothing is left behind."""
     spec = EmulatedSpec(vocab_size=50, support=4, verify_ms=6.0, verify_tokens=16)
     engine = EmulatedEngine(spec, "target")
     costs = measure_step_costs(engine, 512, 64, lambda: 0.0)

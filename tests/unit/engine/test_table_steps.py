@@ -47,7 +47,6 @@ def engine_on(device: str, make_engine: EngineMaker, module: Any, **options: Any
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_the_modules_own_forward(family: str, device: str, make_engine: EngineMaker) -> None:
-    """Whatever the steps' sizes, each alone and beside another sequence."""
     module = tiny(family, device)
     library = twin(module)
     engine = engine_on(device, make_engine, module)
@@ -65,7 +64,6 @@ def test_equals_the_modules_own_forward(family: str, device: str, make_engine: E
 
 
 def test_a_tree_and_a_rollback(device: str, make_engine: EngineMaker) -> None:
-    """Beside a chain: rows of its paths, and the path that is kept goes on."""
     module = tiny("mistral", device)
     library = twin(module)
     engine = engine_on(device, make_engine, module)

@@ -112,7 +112,6 @@ def difference(
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (9, 3), (5, 1)])
 def test_every_row_sees_its_context(dtype: torch.dtype, heads: tuple[int, int]) -> None:
-    """Prompts, verification and decoding in one step, any number of query heads a key head."""
     held = sequences((0, 21), (70, 5), (33, 1), (0, 1))
     assert difference(held, dtype=dtype, heads=heads) <= TOLERANCES[dtype]
 
@@ -124,7 +123,6 @@ def test_every_row_sees_its_context(dtype: torch.dtype, heads: tuple[int, int]) 
 def test_windows_caps_trees_and_splits(
     window: int | None, softcap: float | None, tree: bool, num_splits: int
 ) -> None:
-    """In every combination; some splits of short contexts are empty."""
     held = sequences((75, 8), (3, 20), (90, 1), tree=tree)
     found = difference(held, window=window, softcap=softcap, num_splits=num_splits)
     assert found <= TOLERANCES[torch.float32]
@@ -132,13 +130,11 @@ def test_windows_caps_trees_and_splits(
 
 @pytest.mark.parametrize("widths", [(5, 3), (64, 64), (80, 80), (160, 32)])
 def test_any_width_of_a_head(widths: tuple[int, int]) -> None:
-    """Powers of two or not, and values of another width than keys."""
     assert difference(sequences((20, 3), (0, 9)), widths=widths) <= 2e-5
 
 
 @pytest.mark.parametrize("num_splits", [4, 16])
 def test_a_long_context_in_splits(num_splits: int) -> None:
-    """One sequence over many blocks of slots, as many to a split."""
     held = sequences((300, 1))
     assert difference(held, num_splits=num_splits) <= TOLERANCES[torch.float32]
 

@@ -269,7 +269,6 @@ def questions(num: int) -> list[Question]:
 
 
 def test_verdicts_of_all_rules_are_one_call(watch: DeviceWatch) -> None:
-    """One read, two sends and three kernels, however many sessions there are."""
     few, many = questions(12), questions(96)
     assert watch.counted(lambda: verdicts_from_logits(few)) == (1, 2, 6)
     assert watch.counted(lambda: verdicts_from_logits(many)) == (1, 2, 6)
@@ -277,7 +276,6 @@ def test_verdicts_of_all_rules_are_one_call(watch: DeviceWatch) -> None:
 
 @pytest.mark.parametrize("num", [4, 64])
 def test_draws_of_all_rules_are_one_call(watch: DeviceWatch, num: int) -> None:
-    """With filters: one read and one send, and no session has operators of its own."""
     noises = [RoundNoise(index, [*Rule][index % len(Rule)], 9) for index in range(num)]
     logits = torch.zeros(num, VOCAB, device=CUDA)
     num_reads, num_sends, num_operators = watch.counted(

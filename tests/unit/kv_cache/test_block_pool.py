@@ -41,7 +41,6 @@ def pool() -> BlockPool:
 
 
 def test_whole_pages_of_a_running_sequence_are_shared(pool: BlockPool) -> None:
-    """As soon as they are written, but never the last of the tokens to attach."""
     steps = [step("a", *PROMPT, 7)]
     pool.append(steps)
     assert pool.attach("too early", PROMPT) == 0

@@ -49,7 +49,6 @@ def test_the_budget_on_a_gpu_is_what_the_weights_leave(
 
 @pytest.mark.parametrize("is_blocked", [False, True])
 def test_pages_and_slots_are_copied_in_every_layer(is_blocked: bool) -> None:
-    """All at once, whatever their shapes; what is not copied stays. By page and place."""
     shapes = [LayerShape(heads, 4, 4, torch.float32, CPU) for heads in (2, 1, 2, 2)]
     cache = KVCache(shapes, 3, is_blocked, [LayerShape(1, 6, 0, torch.float32, CPU)])
     layers = [*cache.layers, *cache.plain_layers]

@@ -109,7 +109,6 @@ def test_a_head_that_is_of_no_use_is_named(target: Any, caplog: pytest.LogCaptur
 def test_a_check_that_fails_leaves_the_stated_layers(
     target: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where other layers were being tried."""
     loaded = tiny_eagle3(target, range(VOCAB), layer_ids=LAYER_IDS)
     head, fuse = loaded.module, loaded.module.fuse
 

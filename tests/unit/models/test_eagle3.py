@@ -122,7 +122,6 @@ def hidden_by_definition(head: Eagle3Head, pairs: list[tuple[Tensor, int, int]])
     ids=["plain", "normed", "qk"],
 )
 def test_chains_are_those_of_the_definition(changes: dict[str, Any]) -> None:
-    """h and logits of each pair of two texts, and of chains that start at each."""
     head = tiny_head(tiny_target(), **changes)
     torch.manual_seed(0)
     features, tokens = torch.randn(2, 5, head.width), torch.randint(0, VOCAB, (2, 7))

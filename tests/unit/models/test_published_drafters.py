@@ -116,7 +116,6 @@ def test_published_heads_load(
 def test_published_mtp_layers_load(
     name: str, family: str, num_layers: int, has_own_head: bool, test_data: Path, tmp_path: Path
 ) -> None:
-    """On a target with fewer layers. What no such layer has would be refused."""
     facts = facts_of(test_data, name)
     stated, before = facts["config"], facts["config"]["num_hidden_layers"]
     stated |= {

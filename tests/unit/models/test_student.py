@@ -56,7 +56,6 @@ def test_a_drafter_computes_what_was_saved(target: Path, drafter: Path) -> None:
 
 
 def test_it_is_served_by_its_directory(target: Path, drafter: Path) -> None:
-    """From the settings to an engine whose logits are as wide as the head."""
     flags = {"model": str(target), "draft_model": str(drafter)}
     config = resolve_models(load_config(flags, {}))
     engine = build_engine(config.draft, 1)
@@ -69,7 +68,6 @@ def test_it_is_served_by_its_directory(target: Path, drafter: Path) -> None:
 
 
 def test_another_target_is_refused(drafter: Path, tmp_path: Path) -> None:
-    """By the setting's name, before anything is loaded, and by the loader."""
     other = save_tiny_model(tmp_path / "other", seed=5)
     flags = {"model": str(other), "draft_model": str(drafter)}
     with pytest.raises(SettingError, match=r"made for the target tiny .* outrider distill") as bad:

@@ -47,8 +47,6 @@ def test_an_address_for_all_is_not_advertised() -> None:
 
 
 def test_logs_go_where_they_should(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """To a file of the role's name, or to standard error; without a directory nowhere. Our own
-    lines have a level of their own: `debug` adds none of libraries."""
     log_to(str(tmp_path), "target")
     for chosen in ("info", "debug", "warning"):
         log_at(chosen)
@@ -281,7 +279,6 @@ def test_vllm_is_chosen_on_cuda_where_it_is_installed(
     settings: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And supports the settings."""
     monkeypatch.setattr(process_setup, "vllm_version", lambda: version)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
     assert runs_on_vllm(TargetConfig(**settings)) is expected

@@ -234,7 +234,6 @@ async def test_an_item_whose_round_is_over_is_refused_without_a_step(desk: Desk)
 
 
 async def test_a_crash_is_answered_recovered_from_and_forgotten(desk: Desk) -> None:
-    """The batch is refused as INTERNAL, the worker recovers its sessions, the loop continues."""
     desk.worker.crash = ZeroDivisionError("bug")
     desk.submit(1)
     desk.submit(2)
@@ -271,7 +270,6 @@ async def test_a_lost_engine_ends_the_steps_and_all_that_waits() -> None:
 
 @pytest.mark.virtual
 async def test_a_step_that_never_ends_is_a_lost_engine() -> None:
-    """As when a device hangs. Closing does not wait for it."""
     desk = Desk()
     desk.submit(1)
     await asyncio.sleep(STEP_S_MAX - 1)

@@ -88,7 +88,6 @@ def test_a_length_that_is_only_claimed_costs_nothing(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("num_pages", "is_whole"), [(30, True), (25, True), (24, None)])
 def test_an_item_takes_what_it_can_run(num_pages: int, is_whole: bool | None) -> None:
-    """Also of tokens; but nothing if no pages could hold all that it has."""
     at = Setting(num_pages, max_tokens=64)
     at.step(at.demand(1, 4), at.demand(2, 4))
     (found,) = at.admissions.admit([at.demand(1, 100, base=4)._replace(reach=6)])

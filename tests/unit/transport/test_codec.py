@@ -300,7 +300,6 @@ def refused(codec: Any, message: Any) -> str | None:
     ],
 )
 def test_item_limits_from_both_sides(field: str, bad: Any, good: Any) -> None:
-    """Values beyond a limit are refused by field name; values at it pass."""
     item = VerifyItem(make_head((1, 2), rule=Rule.TOKEN), SealedProposal((3,), b""))
     message = item_message(VERIFY, item)
     if "constraint." in field:
@@ -376,7 +375,6 @@ PROPOSED = ProposalReply(KEY, SealedProposal((1,), b""), 3, 4)
     ],
 )
 def test_answers_that_cannot_be_are_refused(field: str, changed: dict[str, Any]) -> None:
-    """A coordinator does not trust its replicas."""
     codec, answer = (DRAFT, PROPOSED) if field[0] == "p" else (VERIFY, VERDICT)
     assert codec.answer_from_proto(answer_message(codec, answer)) == answer
     with pytest.raises(BadRequest) as caught:
@@ -416,5 +414,4 @@ def test_a_constraint_survives(constraint: Constraint | None) -> None:
     ],
 )
 def test_what_is_asked_arrives(request_: ResumeRequest) -> None:
-    """Also the digest of no tokens, which is 0, unlike no digest."""
     assert resume_from_proto(resume_to_proto(request_)) == request_

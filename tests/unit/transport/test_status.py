@@ -49,7 +49,6 @@ async def through_grpc(error: Exception) -> OutriderError:
     ids=lambda error: type(error).__name__,
 )  # fmt: skip
 async def test_every_error_comes_back_as_itself(error: OutriderError) -> None:
-    """Kind, message, field and retry delay."""
     back = await through_grpc(error)
     assert type(back) is type(error)
     assert back.message == error.message
@@ -57,7 +56,6 @@ async def test_every_error_comes_back_as_itself(error: OutriderError) -> None:
 
 
 async def test_a_bug_is_internal_logged_and_not_told(caplog: pytest.LogCaptureFixture) -> None:
-    """The caller only learns that it was our fault; the traceback stays in the log."""
     with caplog.at_level(logging.ERROR):
         back = await through_grpc(KeyError("secret"))
         own = await through_grpc(InvariantError("tables disagree"))

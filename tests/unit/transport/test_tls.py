@@ -34,7 +34,6 @@ def first_certificate(path: Path) -> x509.Certificate:
 
 
 def test_every_role_has_a_certificate_of_its_own(tmp_path: Path) -> None:
-    """By one authority, for a limited time and only for TLS; keys are private."""
     directory = tmp_path / "tls"
     assert main(["certs", str(directory)]) == 0
     assert {path.name for path in directory.iterdir()} == FILES

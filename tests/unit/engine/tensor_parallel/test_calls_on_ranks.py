@@ -128,7 +128,6 @@ _calls = st.one_of(
 
 @given(st.lists(_calls, max_size=8))
 def test_calls_travel_unchanged(calls: list[tuple[Any, ...]]) -> None:
-    """Any calls in any order."""
     heard = RecordingEngine()
     replay(b"".join(map(_packed, calls)), heard)
     assert heard.calls == calls
@@ -146,7 +145,6 @@ def test_an_unknown_call_is_refused(name: str) -> None:
 
 
 def test_followers_make_the_leaders_calls_in_its_order() -> None:
-    """Those between steps come before the next step's; a leader that ends ends its followers."""
     with _team(num_followers=2) as (leader, recorders, loops):
         leader.attach("a", (1, 2, 3), "tenant")
         leader.forward([_step("a", 1, 2, 3)])
@@ -183,7 +181,6 @@ def test_what_is_refused_is_refused_before_the_followers_hear_of_it() -> None:
 
 
 def test_many_calls_without_a_step_go_out_by_themselves() -> None:
-    """Otherwise they would pile up until the next step."""
     with _team() as (leader, recorders, loops):
         for _ in range(30):
             leader.attach("a", range(4000), "")
@@ -194,8 +191,6 @@ def test_many_calls_without_a_step_go_out_by_themselves() -> None:
 
 
 def test_a_follower_that_fails_ends_the_steps() -> None:
-    """Its state differs from the leader's: the next step fails with the rank's name, and so do all
-    that follow, at once."""
     with _team(num_followers=2) as (leader, recorders, loops):
         recorders[2].failure = RuntimeError("no memory")
         leader.forward([_step("a", 1)])
@@ -221,7 +216,6 @@ def test_a_follower_that_fails_ends_the_steps() -> None:
 def test_a_leader_that_fails_ends_its_followers(
     call: tuple[Any, ...], error: type[Exception]
 ) -> None:
-    """In a step or between steps, as their state differs from its own."""
     name, *arguments = call
     with _team() as (leader, recorders, loops):
         leader.forward([_step("a", 1, 2, 3)])
@@ -277,7 +271,6 @@ def test_ranks_that_loaded_something_else_are_refused() -> None:
 
 
 def test_ranks_that_do_not_load_are_noticed() -> None:
-    """In time, and at once where they end."""
     with _connected() as (sender, receiver):
         with pytest.raises(Unavailable, match=r"rank 1 has not loaded in 0\.1 s"):
             sender.confirm(DIGEST, 0.1)

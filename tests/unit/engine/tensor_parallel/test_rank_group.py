@@ -96,7 +96,6 @@ def test_ranks_sum_and_gather_and_wait_without_work_beyond_every_timeout(
 
 
 def test_the_table_shows_nothing_without_the_token() -> None:
-    """Nor with the token of another rendezvous at the same port."""
     opened = OpenRendezvous(LOOPBACK, 2)
     ours = _store(opened.rendezvous, JOIN_S, opened.take_store_fd())
     ours.set("loaded/0", "")
@@ -128,7 +127,6 @@ def test_a_rank_that_dies_or_stands_still_fails_the_step_within_its_timeout(end:
 
 
 def test_a_rank_that_never_comes_and_a_leader_that_is_not_there() -> None:
-    """Both are noticed within the given time."""
     opened = OpenRendezvous(LOOPBACK, 2)
     with pytest.raises(Unavailable, match=r"rank 1 has not joined within 0\.2 s"):
         lead(opened, CPU, 0.2)

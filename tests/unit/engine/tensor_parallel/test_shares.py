@@ -99,7 +99,6 @@ def test_the_leader_has_the_logits_of_the_whole_model(
 def test_a_size_that_does_not_divide_is_refused_with_those_that_do(
     tmp_path: Path, family: str, size: int, reason: str
 ) -> None:
-    """Before anything is loaded, from the configuration alone, and by the loader too."""
     path = save_tiny_model(tmp_path, family=family)
     with pytest.raises(SettingError, match=f"{KEY}: {size} given; .* has {reason}$"):
         load_shard(path, thread_ranks(size)[0], key=KEY)
@@ -110,7 +109,6 @@ def test_a_size_that_does_not_divide_is_refused_with_those_that_do(
 
 
 def test_a_model_that_cannot_be_shared_out_is_refused_with_the_reason(tmp_path: Path) -> None:
-    """No plan, and a plan for experts."""
     path = save_tiny_model(tmp_path / "gpt2", family="gpt2")
     with pytest.raises(SettingError, match=r"GPT2LMHeadModel\) has no plan"):
         check_shares(path, 2, key=KEY, name="tiny")
