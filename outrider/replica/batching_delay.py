@@ -1,8 +1,8 @@
-"""Whether a step should wait for sessions that will soon want one too. Pure.
+"""Decides whether a step waits for sessions that will soon need one too. Pure.
 
 Without a batching delay, sessions that arrive out of phase never share a step: an item that arrives
-while a step runs waits for its end, and then the others wait for the next one. Where one step for
-all takes less time than two steps for some, sharing it is quicker for all:
+during a step waits for its end, and its own step then delays the others. If one step for all takes
+less time than two steps, sharing it is quicker for all:
 
     together    wait + step(all)              a cycle in which each session has one round
     in turns    step(waiting) + step(others)
@@ -21,18 +21,18 @@ GAIN = 0.9
 MEMORY = 0.25
 """Weight of the newest value in the averages of gaps and of step times."""
 SPREAD = 2.5
-"""Mean deviations that a session may be late by ..."""
+"""A session counts as late after this many mean deviations ..."""
 SPREAD_S = 0.0005
 """... plus this, for jitter of event loops and networks."""
 FORGIVEN = 0.03
-"""How much trust a step without a delay restores, after delays in vain have reduced it."""
+"""How much each step without a delay adds to the trust that vain delays have reduced."""
 
 
 class _Rhythm:
     """Statistics of when a session comes back."""
 
     answered_at: float | None = None
-    """None while it has an item here."""
+    """When it was answered; None while it has an item here."""
 
     def __init__(self, rows: int, gap_s: float = 0.0, deviation_s: float = 0.0) -> None:
         self.rows, self.gap_s, self.deviation_s = rows, gap_s, deviation_s
@@ -60,7 +60,7 @@ class BatchingDelay:
         self._trust = 1.0
         """Share of the awaited sessions that came in time, averaged over the last delays."""
         self.awaited: set[str] = set()
-        """Sessions for which a step waits, or waited, and which have not come."""
+        """Sessions for which the step waits, or waited, and that have not come."""
         self._num_awaited = 0
         """Their number at first ..."""
         self._until = 0.0
@@ -93,14 +93,14 @@ class BatchingDelay:
         self.awaited.discard(session_id)
 
     def took(self, seconds: float, rows: int, sessions: int) -> None:
-        """Notes the time of a step."""
+        """Notes a step's time."""
         told = self._step_seconds(rows, sessions)
         if told > 0:
             self._scale += MEMORY * (seconds / told - self._scale)
 
     def hold(self, now: float, waiting: Sequence[int]) -> float | None:
-        """Until when a step should wait whose items have these numbers of rows, for the sessions
-        that are `awaited` then; None = not at all."""
+        """Until when a step, whose items have these numbers of rows, should wait; None = not at
+        all. Sets the sessions that are `awaited`."""
         if self._num_awaited:
             came = 1 - len(self.awaited) / self._num_awaited
             self._trust += MEMORY * (came - self._trust)
@@ -122,7 +122,7 @@ class BatchingDelay:
             cycle_s = back_at - now + self._seconds(rows, num + num_come)
             if num_left > num_come:
                 cycle_s += self._seconds(rows_left, num_left - num_come)
-            # As often as they do not come they need a step of their own after all.
+            # Sessions that do not come in time need a step of their own after all.
             cycle_s += (1 - self._trust) * self._seconds(rows - sum(waiting), num_come)
             if cycle_s < best_s:
                 best, best_s = num_come, cycle_s
@@ -133,7 +133,7 @@ class BatchingDelay:
         return self._until
 
     def _expected(self, now: float, before: float) -> list[tuple[float, str, int]]:
-        """Sessions that should be back before then, the earliest first: time, name, rows."""
+        """Sessions expected back before that time, the earliest first: time, name, rows."""
         found = []
         for name, rhythm in self._rhythms.items():
             if rhythm.answered_at is not None:

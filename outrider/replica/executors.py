@@ -1,4 +1,4 @@
-"""Executors: they run a replica's steps one after another, away from the event loop."""
+"""Executors, which run a replica's steps one after another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class ThreadExecutor:
-    """One thread. A step lasts at least as long as `step_seconds` says afterwards."""
+    """One thread. A step lasts at least `step_seconds`, which it calls afterwards."""
 
     def __init__(self, name: str, step_seconds: Callable[[], float]) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
@@ -41,8 +41,8 @@ class ThreadExecutor:
 
 
 class InlineExecutor:
-    """Runs steps on the event loop, whose clock then advances by the stated step time; for
-    simulation, where that clock is virtual."""
+    """Runs steps on the event loop, then waits the stated step time; for simulation, on a virtual
+    clock."""
 
     def __init__(self, step_seconds: Callable[[], float]) -> None:
         self._step_seconds = step_seconds

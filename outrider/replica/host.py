@@ -52,7 +52,7 @@ class ReplicaHost(PlacedActor):
         self._announcer: Lease | None = None
         self._engagement = Engagement()
         self._open = AsyncExitStack()
-        """What to close; the last one first."""
+        """What to close, the last one first."""
         self._stopping: asyncio.Task[None] | None = None
         self._grace_s = 0.0
         self.leadership: RankLeader | None = None
@@ -61,8 +61,7 @@ class ReplicaHost(PlacedActor):
     async def open_rendezvous(
         self, num_ranks: int, num_neighbours: int, timeout_s: float
     ) -> Rendezvous:
-        """Address at which the other ranks of this replica's model join, while `start` loads it
-        here."""
+        """Address at which the model's other ranks join, while `start` loads the model here."""
         self.leadership = RankLeader(num_ranks, num_neighbours, timeout_s)
         return self.leadership.rendezvous
 
@@ -82,7 +81,7 @@ class ReplicaHost(PlacedActor):
             engine = await on_passing_thread(
                 engine_of_a_replica, config, num_threads, self.leadership
             )
-        # On another thread: helper threads of the first would slow down the measured steps.
+        # On a passing thread: its helpers would slow down the steps measured later.
         service = await on_passing_thread(self._build, engine, config)
         if exports is not None:
             from outrider.telemetry.step_spans import ObservedSteps
@@ -108,15 +107,15 @@ class ReplicaHost(PlacedActor):
     def build(
         self, config: Any, executor: ThreadExecutor, engine: Any, costs: StepCosts | None
     ) -> SteppedService:
-        """Builds the service; blocks. `engine` is None for one without a model."""
+        """Builds the service; blocks. `engine` is None without a model."""
         raise NotImplementedError
 
     async def engagement(self) -> Engagement:
-        """What the reconciler needs to know of it."""
+        """What a reconciler that takes over needs to know."""
         return self._engagement
 
     async def traffic(self) -> int:
-        """Items that its streams have received."""
+        """Number of items received."""
         return 0 if self._service is None else self._service.num_items
 
     async def wait(self) -> None:
@@ -129,9 +128,9 @@ class ReplicaHost(PlacedActor):
             raise lost
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no more calls and items, lets queued steps end and their answers be sent within
-        `grace_s` seconds, and closes. Streams end as soon as nothing waits for a step. Idempotent:
-        concurrent callers await the same shutdown."""
+        """Takes no more calls and items, gives queued steps and their answers `grace_s` seconds,
+        and closes. Streams end as soon as nothing waits for a step. Idempotent: concurrent callers
+        await the same shutdown."""
         if self._stopping is None:
             self._grace_s = grace_s
             self._stopping = asyncio.create_task(self._open.aclose())
@@ -139,8 +138,8 @@ class ReplicaHost(PlacedActor):
 
     async def serve(self, service: SteppedService, config: ReplicaConfig) -> str:
         """Serves `service` by gRPC, and announces it; returns the address that coordinators call.
-        Health follows the service's, and a lost engine ends the replica. Raises `ConfigError` where
-        it cannot listen, `StoreUnavailable` where the registry does not answer."""
+        The server reports the service's health. A lost engine ends the replica. Raises
+        `ConfigError` if it cannot listen, `StoreUnavailable` if the registry does not answer."""
         from outrider.transport.codec import DRAFT, VERIFY
         from outrider.transport.server import RpcServer, ServerOptions
         from outrider.transport.stream_server import ReplicaServicer
@@ -200,12 +199,12 @@ class ReplicaHost(PlacedActor):
 
         registry = RedisRegistry(with_password(member.redis), member.deployment)
         self._announcer = Lease(registry, record)
-        # Withdrawn first, so that no new sessions are sent here.
+        # Withdrawn first, so that coordinators send no new sessions.
         self._open.push_async_callback(self._announcer.close)
         await self._announcer.start()
 
     async def leave(self) -> None:
-        """Announces that it is about to stop: sessions move to other replicas, if there are any."""
+        """Announces that it will stop: sessions move to other replicas, if there are any."""
         self._engagement = replace(self._engagement, leaving=True)
         if self._announcer is not None:
             self._announcer.say_again()

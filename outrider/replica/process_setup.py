@@ -44,22 +44,22 @@ T = TypeVar("T")
 STANDARD_ERROR = "-"
 """Means standard error in place of a log directory."""
 SPIN_COUNT = 10_000
-"""Turns, of about 50 ns each, that a thread of a numeric library spins before it sleeps. They must
-outlast the gap between two operators; but the library's own default is milliseconds, and a thread
-that spins that long on a core that another process needs makes a step take seconds. A step of the
-demo target on two cores of an AMD EPYC took 20 ms with 3,000 turns or the default, and 21.5 with
-2,000; beside two busy processes, 70 ms with 3,000 turns and 1,500 with the default. On an Intel
-Xeon it took 31, 28, 23 and 24 ms with 3,000, 5,000, 10,000 and 20,000 turns; beside two busy
-processes, 124, 104 and 108 ms with 3,000, 10,000 and 20,000."""
+"""Turns, of about 50 ns each, that a numeric library's thread spins before it sleeps. They must
+outlast the gap between two operators. The library's default is milliseconds: if another process
+needs the core, steps then take seconds. A step of the demo target on two cores of an AMD EPYC took
+20 ms with 3,000 turns or the default, and 21.5 with 2,000; beside two busy processes, 70 ms with
+3,000 turns and 1,500 with the default. On an Intel Xeon it took 31, 28, 23 and 24 ms with 3,000,
+5,000, 10,000 and 20,000 turns; beside two busy processes, 124, 104 and 108 ms with 3,000, 10,000
+and 20,000."""
 _INTEL_OPENMP = Path(sys.prefix, "lib", "libiomp5.so")
 """The OpenMP runtime that vLLM's CPU build requires. Loaded before torch, it replaces libgomp. Its
 waiting threads yield their cores: with eight sessions of the demo target on two cores, a token took
 43 and 34 ms in two runs with it, and 52 and 40 ms in two without. Single sessions and prompts took
 as long as before."""
 LOADING_NICENESS = 10
-"""Added to the niceness of the thread that loads a model, and of its helpers. It is more than a
-step's helpers get (`NICENESS` in `outrider/engine/threads.py`): if a replica is added to a machine,
-loading leaves the cores to the steps of other replicas."""
+"""Added to the niceness of the thread that loads a model, and of its helpers. It exceeds that of a
+step's helpers (`NICENESS` in `outrider/engine/threads.py`), so that a replica that loads leaves the
+cores to the steps of others on its machine."""
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104 (recognised, not bound)
 VLLM_VERSION = "0.32"
@@ -99,7 +99,7 @@ def available_cores() -> int:
 
 
 def cores_for(role: str) -> int:
-    """Half of the cores for a draft's model, all for a target, which waits while the draft runs."""
+    """Half of the cores for a draft's model; all for a target, which waits while drafts run."""
     return available_cores() if role == "target" else max(1, available_cores() // 2)
 
 
@@ -113,16 +113,16 @@ def use_threads(num_threads: int, engine: str = "") -> None:
     elif "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
         if engine == VLLM:
-            # vLLM leaves threads behind, and libgomp hardly spins where a process has more threads
-            # than cores, unless told to: a step of the demo target took 146 ms in place of 14.
+            # vLLM leaves threads behind. In a process with more threads than cores libgomp hardly
+            # spins, unless told to: a step of the demo target took 146 ms in place of 14.
             os.environ["OMP_WAIT_POLICY"] = "active"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 async def on_passing_thread(work: Callable[..., T], *arguments: object) -> T:
-    """Runs `work` on a thread of its own that ends with it, together with its helper threads. If
-    they stayed, there would be more helper threads than cores, and those of steps would sleep
-    between operators: on two cores, a step of 16 sessions took 42 ms instead of 27."""
+    """Runs `work` on a thread that ends with it, together with its helper threads. If these stayed,
+    there would be more helper threads than cores, and those of steps would sleep between operators:
+    on two cores, a step of 16 sessions took 42 ms instead of 27."""
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="passing")
     try:
         return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
@@ -142,8 +142,8 @@ def give_way(niceness: int) -> None:
 
 
 def log_to(directory: str, role: str, level: str = "info") -> None:
-    """Logs as JSON lines to `<directory>/<role>.log`, of bounded size; to standard error if
-    `directory` is `STANDARD_ERROR`, and not at all if it is empty. `level` as for `log_at`."""
+    """Logs JSON lines to `<directory>/<role>.log`, of bounded size. If `directory` is
+    `STANDARD_ERROR`, logs there; if it is empty, nowhere. `level` as for `log_at`."""
     handler: logging.Handler = logging.NullHandler()
     if directory == STANDARD_ERROR:
         handler = logging.StreamHandler()
@@ -156,7 +156,7 @@ def log_to(directory: str, role: str, level: str = "info") -> None:
 
 
 def log_at(level: str) -> None:
-    """Logs lines of our own packages from this level on; those of libraries from INFO on."""
+    """Logs Outrider's own packages from this level on, libraries from INFO on."""
     for package in PACKAGES:
         logging.getLogger(package).setLevel(level.upper())
 
@@ -211,7 +211,7 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
     num_bytes = config.kv_cache_memory_bytes or memory_budget(
         device, config.gpu_memory_utilization, config.num_gpus
     )
-    # While other processes use a core, a target's small steps leave it to them.
+    # A target's small steps leave one core to other processes that use it.
     is_set = config.num_threads > 0 or config.deterministic
     spares = config.role == "target" and device.type == "cpu" and ranks is None and not is_set
     quantization = quantization_of(module.config)
@@ -258,7 +258,7 @@ def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) ->
         if ranks is not None:  # Only the leader loads a layer, which may take long.
             ranks.wait_for_all()
     elif isinstance(config, TargetConfig) and config.heads_kind:
-        # Before the pages take the rest of the memory.
+        # Loaded before the pages take the rest of the memory.
         heads = _medusa_heads(config, _ends_of_target(config))
     with by_its_keys(type(config)):
         from outrider.engine.vllm_engine import VllmEngine
@@ -297,7 +297,7 @@ def _has_vllm() -> bool:
 
 def check_vllm(config: ReplicaConfig) -> None:
     """Raises `SettingError` that names a field, unless the supported version of vLLM is installed
-    and supports what is asked for."""
+    and supports the settings."""
     if not _has_vllm():
         found = vllm_version()
         what = "it is not installed" if found is None else f"{found} is installed"
@@ -394,8 +394,9 @@ def _loading(config: ReplicaConfig, num_threads: int | None = None) -> dict[str,
 def _own_drafter(
     config: ReplicaConfig, module: torch.nn.Module, info: ModelInfo, ranks: Ranks | None
 ) -> dict[str, Any]:
-    """Draft heads, exit head or draft layer of a target, as options of `PagedEngine`. Called before
-    the library's weights and attention are replaced. Among ranks, only the leader gets any."""
+    """Draft heads, exit head or draft layer of a target, as options of `PagedEngine`. Call it
+    before the library's weights and attention are replaced. Of several ranks only the leader gets a
+    layer."""
     if not isinstance(config, TargetConfig) or not config.heads_kind:
         return {}
     from outrider.models.early_exit import load_exit
@@ -436,8 +437,8 @@ def _medusa_heads(config: TargetConfig, target: Any) -> LoadedHeads:
 
 
 def _ends_of_target(config: TargetConfig) -> Any:
-    """The target's embeddings and head from its files, for an engine that holds them in a form of
-    its own."""
+    """The target's embeddings and head from its files, for engines that hold them in another
+    form."""
     from outrider.models.student import target_ends
 
     with blaming("draft_model"):
@@ -509,7 +510,7 @@ def build_head(config: DraftConfig) -> tuple[LoadedEagle3, ModelInfo, int]:
 
 
 def _features_of(target: ModelInfo, head: Path) -> str:
-    """Identifies target and head, see `ReplicaDescription.features`."""
+    """See `ReplicaDescription.features`."""
     from outrider.models.fingerprint import tensors_fingerprint
 
     return f"{target.weights_fingerprint}/{tensors_fingerprint(head)}"
@@ -533,8 +534,8 @@ def build_lookup(config: DraftConfig) -> LookupDrafter | None:
 
 
 def build_grammars(config: ReplicaConfig, eos_token_ids: tuple[int, ...] = ()) -> Grammars | None:
-    """Holds sessions to their constraints, with the target's tokenizer; None without one. The
-    tokenizer is loaded with the first constraint. `eos_token_ids` default to those of its files."""
+    """Compiles constraints for the target's tokenizer, which is loaded with the first constraint;
+    None without a tokenizer. `eos_token_ids` default to those of the model's files."""
     if not config.tokenizer_directory:
         return None
     from outrider.grammar.compiler import Grammars, GrammarTokenizer
@@ -555,7 +556,7 @@ def build_grammars(config: ReplicaConfig, eos_token_ids: tuple[int, ...] = ()) -
 
 def try_device_kernels(engine: Engine) -> None:
     """Compiles the kernels of verdicts and draws on a device before the first session needs them.
-    Where that fails, they are not used."""
+    If that fails, they are not used."""
     import torch
 
     if torch.cuda.is_available():
@@ -583,8 +584,8 @@ def try_drafting_kernels(head: Any) -> None:
 
 
 def step_costs(engine: Engine, config: ReplicaConfig) -> StepCosts:
-    """Measures the times of the engine's steps, on the thread that will run them, for an engine
-    that is not in use yet. Blocks for some seconds."""
+    """Measures the times of an idle engine's steps; call it on the thread that will run them.
+    Blocks for some seconds."""
     from outrider.engine.step_costs import measure_step_costs
 
     costs = measure_step_costs(

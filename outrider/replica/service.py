@@ -1,10 +1,10 @@
-"""A replica's service, shared by draft and target: one step at a time over everything that waits.
+"""A replica's service, shared by draft and target: runs one step at a time, over all that waits.
 
     event loop                                          executor (a thread, or inline)
     take, release, form a batch, send answers           the worker's step, release, park
 
-A worker's state belongs to the executor's side and is touched nowhere else. Items that arrive while
-a step runs are queued for the next one, so batches grow with load and no item waits for a timer."""
+Only the executor's side touches a worker's state. Items that arrive during a step are queued for
+the next one, so batches grow with load."""
 
 from __future__ import annotations
 
@@ -63,16 +63,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STARVED_REST_S = 0.1
-"""Longest wait after a step in which no item found pages, unless something changes earlier: a
-deadline may have passed, or a session fallen silent."""
+"""Longest wait after a step in which no item found pages. By then a deadline may have passed, or a
+session fallen silent."""
 
 
 class SteppedService:
-    """Serves any number of streams with one worker: queues items, forms batches of distinct
-    sessions in order of arrival, runs them, and sends each connection its answers of a step in one
-    call. All methods are for the event loop's thread; only the executor touches the worker.
+    """Serves any number of streams with one worker. It queues items, runs batches of distinct
+    sessions in order of arrival, and sends each connection its answers of a step in one call. All
+    methods are for the event loop's thread; only the executor touches the worker.
 
-    A role that does more than queue its items overrides `submit` and `_forget`."""
+    A role that does more than queue items overrides `submit` and `_forget`."""
 
     def __init__(
         self,
@@ -84,8 +84,8 @@ class SteppedService:
     ) -> None:
         """At most `description.max_num_seqs` sessions share a step. `note_seconds` gets, between
         steps, the time of the last one that ran items. With `batching_delay` a step may wait for
-        sessions that will soon want it too. An item with a new constraint waits until the grammar
-        is compiled, and then carries it, so that no step compiles one."""
+        sessions that will soon need one too. An item with a new constraint waits until its grammar
+        is compiled, so that no step compiles one."""
         self._worker = worker
         self._executor = executor
         self._description = description
@@ -93,7 +93,7 @@ class SteppedService:
         self._batching_delay = batching_delay
         self._observer: ObservedSteps | None = None
         self.num_items = 0
-        """Items that its streams have received."""
+        """Items received."""
         self.sessions = SessionTracker()
         self._filter = StaleRoundFilter()
         self._grammars = worker.grammars
@@ -108,7 +108,7 @@ class SteppedService:
         self._task: asyncio.Task[None] | None = None
         self._closing = False
         self.lost: EngineLost | None = None
-        """Why no step can follow; None while one can."""
+        """Why no more steps can run; None while they can."""
         self._crashes = 0
         self.health_changed = asyncio.Event()
         """Set when `healthy` or `lost` may have changed; cleared by its one reader."""
@@ -134,7 +134,7 @@ class SteppedService:
 
     @property
     def healthy(self) -> bool:
-        """False once `STEP_CRASHES_UNHEALTHY` steps in a row have crashed, or none can follow."""
+        """False once `STEP_CRASHES_UNHEALTHY` steps in a row have crashed, or no more can run."""
         stopped = self._over or (self._task is not None and self._task.done())
         return self._crashes < STEP_CRASHES_UNHEALTHY and not stopped
 
@@ -151,7 +151,7 @@ class SteppedService:
         observer.watch(lambda: len(self._queue), lambda: self._worker.figures)
 
     def take(self, item: Any, sender: AnswerSender) -> None:
-        """Takes an item of a stream, or refuses it where its round is over; never waits."""
+        """Takes an item of a stream, or refuses it if its round is over; never waits."""
         self.num_items += 1
         work = self._work(item, sender)
         if self._is_stale(work):
@@ -173,7 +173,7 @@ class SteppedService:
         task.add_done_callback(self._compiling.discard)
 
     def _is_stale(self, work: StepRequest) -> bool:
-        """Whether a round is over; then the caller is told, else the round is noted."""
+        """Whether a round is over. If so, tells the caller; else notes the round."""
         stale = self._filter.admit(work.item.head)
         if stale is not None:
             if self._observer is not None:
@@ -183,7 +183,7 @@ class SteppedService:
         return stale is not None
 
     async def _compile(self, grammars: Grammars, constraint: Constraint, work: StepRequest) -> None:
-        """Submits work once its constraint is compiled, or cannot be, unless its round is over by
+        """Submits work once its constraint is compiled or invalid, unless its round is over by
         then."""
         compiled: Grammar | OutriderError
         try:
@@ -203,7 +203,7 @@ class SteppedService:
 
     def submit(self, work: StepRequest) -> None:
         """Queues work; see `RequestQueue.add`. Refuses it when the queue is full, after `close`,
-        and where no step can follow."""
+        and when no more steps can run."""
         if self._over:
             self._refuse(work, self.lost or Unavailable("this replica is stopping"))
             return
@@ -220,9 +220,9 @@ class SteppedService:
         self._start()
 
     def release(self, session_id: str, epoch: int) -> None:
-        """Drops the session's queued work and forgets it before the next step, unless a newer epoch
-        of it was seen. Of more than `SEQUENCES_PER_REPLICA_MAX` such sessions the oldest is left to
-        eviction."""
+        """Drops the session's queued work and forgets the session before the next step, unless a
+        newer epoch of it was seen. Beyond `SEQUENCES_PER_REPLICA_MAX` such sessions, leaves the
+        oldest to eviction."""
         if not self._filter.release(session_id, epoch):
             return
         self._forget(session_id)
@@ -239,20 +239,20 @@ class SteppedService:
         self._start()
 
     def park(self, session_ids: Sequence[str]) -> None:
-        """No connection waits for these sessions any more: from the next step on their pages may be
+        """No connection waits for these sessions now: from the next step on their pages may be
         taken."""
         if session_ids:
             self._parked.update(dict.fromkeys(session_ids))
             self._start()
 
     async def drain(self) -> None:
-        """Returns when nothing waits and nothing runs: before a stop that loses no answer."""
+        """Returns when nothing waits and nothing runs, so that a stop loses no answer."""
         while self._compiling:
             await asyncio.wait(self._compiling)
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Waits for the running step, unless it may hang, drops what waits, and closes the
+        """Drops waiting work, waits for the running step unless it may hang, and closes the
         executor."""
         for task in self._compiling:
             task.cancel()
@@ -290,7 +290,7 @@ class SteppedService:
                     if self._batching_delay is not None:
                         await self._gather(self._batching_delay)
                     if await self._step(self._take()):
-                        # The answers leave before the next step claims the interpreter.
+                        # Answers leave before the next step occupies the interpreter.
                         await asyncio.sleep(0)
                     else:
                         await self._rest()
@@ -365,8 +365,8 @@ class SteppedService:
         self._queue.put_back(unfinished)
         num_starved, self._num_starved = self._num_starved, self._worker.figures.num_starved
         if self._num_starved > num_starved:
-            # A coordinator that was answered and has long been silent may have died, or its release
-            # been lost.
+            # A coordinator that has long been silent after an answer may have died, or its release
+            # was lost.
             since = loop.time() - SILENT_SESSION_MS / 1e3
             self.park(self.sessions.fall_silent(since, self._queue.sessions))
         return not batch or any(answer is not Unfinished.WAITS for answer in answers)
@@ -385,7 +385,7 @@ class SteppedService:
     async def _run_on_executor(
         self, releases: dict[str, int], parked: list[str], items: list[Any]
     ) -> Sequence[Any]:
-        """Raises the step's errors, and `EngineLost` for one that hangs."""
+        """Raises the step's errors, and `EngineLost` if it hangs."""
         try:
             async with asyncio.timeout(STEP_S_MAX) as limit:
                 return await self._executor.run(lambda: self._on_executor(releases, parked, items))
@@ -407,12 +407,13 @@ class SteppedService:
             answers = self._worker.step(items)
             has_news = self._queue or self._releases or self._parked
             if not has_news and all(map(_is_ahead, answers)):
-                # Handing over a step costs a good part of a quick pass. More than two would delay
-                # new items on an engine whose step time passes afterwards.
+                # Handing over a step takes a good part of a quick step's time, so a second one
+                # follows at once. More would delay new items on an engine whose step time passes
+                # afterwards.
                 answers = self._worker.step(items)
             check(len(answers) == len(items), f"{len(answers)} answers to {len(items)} items")
         except Exception:
-            for item in items:  # Their state cannot be trusted.
+            for item in items:  # Their state is unknown.
                 self._worker.release(item.head.session_id)
             raise
         return answers
@@ -465,8 +466,8 @@ class SteppedService:
             self._observer.stepped(batch, stamped, start, end)
 
     def _tell_undrawn(self, work: StepRequest) -> None:
-        """The draft's time is over. If no token was drawn, callers are told, and no draw follows;
-        the prefix still runs, and an empty proposal then says so."""
+        """The draft's time is over. If it has drawn no token, tells the callers, and prevents
+        draws. The prefix still runs; an empty proposal then reports it."""
         if work.cancelled or work.deadline is None or not work.deadline.close_undrawn():
             return
         work.answered = True
@@ -493,8 +494,7 @@ class SteppedService:
             work.on_done(work, answer)
 
     def _forget(self, session_id: str) -> None:
-        """Drops what a role keeps of an ended session outside of the worker; here nothing is
-        kept."""
+        """Drops what a role keeps of an ended session outside the worker; here nothing."""
 
     def _work(self, item: Any, sender: AnswerSender) -> StepRequest:
         now, left_ms = asyncio.get_running_loop().time(), item.head.deadline_ms
@@ -502,14 +502,14 @@ class SteppedService:
 
 
 def _is_ahead(answer: Any) -> bool:
-    """Whether an item continues without an answer that a caller waits for."""
+    """Whether an item continues, and no caller waits for its next answer."""
     calm = isinstance(answer, Answers) and not answer.answers and not answer.waited_for
     return calm and answer.more
 
 
 def _timed(answer: Any, work: StepRequest, end: float, num_sharing: int) -> Any:
-    """Adds times to a verdict or proposal: until the first step that worked on it, and from then.
-    `num_sharing` items shared the last of its steps."""
+    """Adds times to a verdict or proposal: before its first step, and from then on. `num_sharing`
+    items shared its last step."""
     if not isinstance(answer, VerdictReply | ProposalReply):
         return answer
     started_at = end if work.started_at is None else work.started_at
@@ -565,8 +565,8 @@ class _Connection(AnswerSender):
             self._service.take(item, self)
 
     def close(self) -> None:
-        """Work that only this stream waits for is dropped before its step, and its sessions' pages
-        may be taken until they return on another stream."""
+        """Drops work that only this stream waits for. Pages of its sessions may be taken until
+        these return on another stream."""
         self.closed = True
         self._service.park(self._service.sessions.leave(self))
 
@@ -591,7 +591,7 @@ def describe_model(
 
 
 class SessionTracker:
-    """The connection on which each session was last heard, and when it last spoke or was answered.
+    """By session: the connection of its last item, and the time of its last item or answer.
 
     Remembers the last `SEQUENCES_PER_REPLICA_MAX` sessions."""
 
@@ -605,25 +605,25 @@ class SessionTracker:
         self._heard[session_id] = (sender, now)
 
     def answer(self, session_id: str, now: float) -> None:
-        """The session was answered: its silence begins now. Unknown ones are ignored."""
+        """The session was answered: its silence begins now. Ignores unknown ones."""
         if session_id in self._heard:
             self._heard[session_id] = (self._heard[session_id][0], now)
 
     def forget(self, session_id: str) -> None:
-        """Unknown sessions are ignored."""
+        """Ignores unknown sessions."""
         self._heard.pop(session_id, None)
 
     def leave(self, sender: AnswerSender) -> list[str]:
-        """The connection has closed: forgets and returns the sessions that were last heard on
-        it."""
+        """The connection has closed: forgets and returns the sessions whose last item it
+        carried."""
         gone = [name for name, (last, _) in self._heard.items() if last is sender]
         for name in gone:
             del self._heard[name]
         return gone
 
     def fall_silent(self, since: float, waiting: Collection[str]) -> list[str]:
-        """Forgets and returns the sessions that have neither spoken nor been answered since then,
-        except those that are `waiting` for a step."""
+        """Forgets and returns the sessions without an item or answer since then, except those
+        `waiting` for a step."""
         silent: list[str] = []
         for name, (_, active_at) in self._heard.items():
             if active_at > since:
@@ -640,8 +640,8 @@ _RELEASED = 2**64
 
 
 class StaleRoundFilter:
-    """Knows the newest round of each session, and refuses older ones: they come late or twice, and
-    would discard what newer rounds have cached, or revive a released session.
+    """Refuses rounds older than their session's newest. They come late or twice, and would discard
+    what newer rounds have cached, or revive a released session.
 
     Remembers `RELEASES_REMEMBERED_MAX` sessions; older ones may pass again."""
 
@@ -649,7 +649,7 @@ class StaleRoundFilter:
         self._asked: Newest[str, tuple[int, int]] = Newest(RELEASES_REMEMBERED_MAX)
 
     def admit(self, head: RoundHead) -> Refused | None:
-        """Notes the round; or returns the refusal: ABORTED for an old epoch, CANCELLED for an old
+        """Notes the round, or returns its refusal: ABORTED for an old epoch, CANCELLED for an old
         round of the same epoch."""
         asked = self._asked.get(head.session_id)
         if asked is not None:
@@ -664,7 +664,7 @@ class StaleRoundFilter:
         return None
 
     def release(self, session_id: str, epoch: int) -> bool:
-        """Ends all rounds of the epoch, future ones included; False, and nothing ended, if a newer
+        """Ends all rounds of the epoch, future ones included. False, without effect, if a newer
         epoch was seen."""
         asked = self._asked.get(session_id)
         if asked is not None and asked[0] > epoch:

@@ -1,4 +1,4 @@
-"""Items that wait for a replica's steps, where their answers go, and the queue."""
+"""Items that wait for a replica's steps, the senders of their answers, and the queue."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 CANCELLED_CODE = 1
-"""google.rpc.Code of work that is no longer needed."""
+"""google.rpc.Code for work that is no longer needed."""
 
 
 class Unfinished(Enum):
@@ -33,7 +33,7 @@ class Unfinished(Enum):
     CONTINUES = "continues"
     """The step had no room for all of its tokens; the next one continues."""
     WAITS = "waits"
-    """No pages are free for its sequence until another one gives some back."""
+    """No pages are free until another sequence returns some."""
 
 
 class Answers(NamedTuple):
@@ -41,10 +41,9 @@ class Answers(NamedTuple):
 
     answers: tuple[Any, ...]
     more: bool
-    """Whether the item stays in the queue for more of them ..."""
+    """Whether the item stays in the queue for more answers ..."""
     waited_for: bool = False
-    """... and whether the caller waits for these; otherwise they are useful until the session's
-    next item comes."""
+    """... and whether the caller waits for these; else the session's next item ends them."""
 
 
 class StepFigures:
@@ -55,7 +54,7 @@ class StepFigures:
     num_preemptions: int = 0
     """Sequences that lost their pages to an older one."""
     num_prefill_chunks: int = 0
-    """Chunks of prefixes that ran alone because a step had no room for the whole."""
+    """Chunks of prefixes, run because a step had no room for the whole."""
     num_starved: int = 0
     """Items that found no pages, counted in each such step."""
 
@@ -70,7 +69,7 @@ class AnswerSender:
         self.closed = False
 
     def send(self, answers: Sequence[Any]) -> None:
-        """Sends answers, after held ones of the same sessions, each once. Does nothing once the
+        """Sends answers, each once, after held ones of the same sessions. Does nothing once the
         connection is closed."""
         self._take_along(_sessions_of(answers), answers)
 
@@ -109,7 +108,7 @@ class StepRequest:
     """An item that waits for a step, and the connections that want its answer."""
 
     on_done: Callable[[StepRequest, Any], None] | None = None
-    """Called with the answer after it was sent, or None where the request was dropped."""
+    """Called with the answer after it was sent, or with None if the request was dropped."""
     may_wait: bool = False
     """Whether its answer may be held: see `AnswerSender.hold`."""
     cancelled: bool = False
@@ -129,7 +128,7 @@ class StepRequest:
     def __init__(
         self, item: Any, senders: list[AnswerSender], arrived_at: float, expires_at: float
     ) -> None:
-        """Times are the loop's; after `expires_at` the answer is useless, infinity = never."""
+        """Times are the loop's. After `expires_at` the answer is useless; infinity = never."""
         self.item, self.senders = item, senders
         self.arrived_at, self.expires_at = arrived_at, expires_at
 
@@ -146,7 +145,7 @@ class StepRequest:
         return not self.cancelled and any(not sender.closed for sender in self.senders)
 
     def tell(self, answer: Any) -> None:
-        """Sends an answer to all that wait."""
+        """Sends an answer to all waiting connections."""
         for sender in self.senders:
             sender.send([answer])
 
@@ -198,8 +197,8 @@ class RequestQueue:
         return {work.session_id for work in self._waiting}
 
     def add(self, work: StepRequest) -> bool:
-        """Queues a request. If the same item already waits, it is answered to both callers (unless
-        it has `on_done`), and this returns False. Raises `Overloaded` when full."""
+        """Queues a request. If the same item already waits (without `on_done`), returns False, and
+        both callers get its answer. Raises `Overloaded` when full."""
         key = work.key
         waiting = self._newest.get(key)
         if waiting is not None and waiting.asks_like(work):
@@ -216,10 +215,10 @@ class RequestQueue:
 
     def take(self, now: float) -> tuple[list[StepRequest], list[StepRequest], list[StepRequest]]:
         """Takes the oldest request of each session for a step, in order of arrival: up to
-        `max_batch` new ones, as many that were begun, and as many that found no pages before. So
-        neither long prompts nor requests that wait for pages keep rounds out of a step. Also
-        returns requests that are no longer wanted, or were answered and have a newer one behind
-        them, and those that have expired."""
+        `max_batch` new ones, as many begun ones, and as many that found no pages before. So neither
+        long prompts nor requests without pages keep rounds out of a step. Second, returns requests
+        that no caller wants, or that were answered and have a newer one behind them; third, expired
+        ones."""
         batch: list[StepRequest] = []
         unwanted: list[StepRequest] = []
         late: list[StepRequest] = []

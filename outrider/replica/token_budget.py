@@ -4,18 +4,18 @@
     up to ROUND_TOKENS_MAX tokens (a round)  all of them, while there is room, or nothing yet
     more tokens (a prefix)                   the rest, in order of arrival, in chunks
 
-While rounds run, each waiting prefix lets a step last STEP_GROWTH times its usual time longer,
-steps between two rounds included: with n waiting prompts a step may take 1 + 0.75 n times as long,
-up to `max_num_batched_tokens`. So one long prompt does not stall sessions that decode, and many
-prompts are prefilled soon; in return the gaps between tokens grow while prompts wait. n falls by no
-more than WAITING_DECAY a step, so the last of many prompts that came together is prefilled as fast
-as the first. Beside the rounds of a full step the oldest prefix still gets PREFIX_TOKENS_MIN
-tokens: neither kind can starve the other.
+While rounds run, each waiting prefix prolongs a step, with those between two rounds, by STEP_GROWTH
+times its usual time: with n waiting prefixes it may take 1 + 0.75 n times as long, up to
+`max_num_batched_tokens`. So one long prompt does not stall sessions that decode, and many prompts
+are prefilled soon; in return the gaps between tokens grow while prompts wait. n falls by at most
+the factor WAITING_DECAY a step, so the last of many prompts that came together is prefilled as fast
+as the first. Beside a full step of rounds the oldest prefix still gets PREFIX_TOKENS_MIN tokens:
+neither kind can starve the other.
 
-The time of a step is predicted from costs measured at the start, and corrected by measured times of
-steps with and without a prefix (`note_seconds`). A step of a draft has several passes
+A step's time is predicted from costs measured at the start, and corrected by measured times,
+separately for steps with and without a prefix (`note_seconds`). A draft's step has several passes
 (`note_passes`): the first runs what was shared out, each further one a token of every item that the
-first ran whole. A step with rounds is expected to have as many passes as the last one with rounds.
+first ran whole. A step with rounds is expected to have as many passes as the last such step.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ ROUND_TOKENS_MAX = NUM_DRAFT_TOKENS_MAX + TREE_TOKENS_MAX + 2
 budget of a step."""
 PREFIX_TOKENS_MIN = 16
 STEP_GROWTH = 0.75
-"""With this, beside one prompt a gap between tokens at most triples: a token takes longer than its
-step, and some steps last half as long again as predicted."""
+"""Chosen so that beside one prompt a gap between tokens at most triples: a token takes longer than
+its step, and some steps take half as long again as predicted."""
 WAITING_DECAY = 0.95
-"""For eight prompts of 500 tokens that come together, with the step costs of the demo target, this
-saves 5 % of the time until each has 128 tokens; no decay at all would save 6 %."""
+"""With the demo target's step costs, eight prompts of 500 tokens that come together take 5 % less
+time until each has 128 tokens; if n never fell, 6 %."""
 CORRECTION_WEIGHT = 0.2
 """Weight of the newest step of a kind."""
 CORRECTION_MAX = 4.0
-"""Bound on a single step's correction, up or down: other processes may have used the machine."""
+"""Bound of one step's correction, up or down: other processes may have used the machine."""
 ROUND_REST_STEPS = 4
 """Steps without a round after which no more rounds are expected."""
 
 
 class TokenDemand(NamedTuple):
-    """What an item would run if it were alone."""
+    """What an item would run in a step of its own."""
 
     num_tokens: int
     """At least one."""
@@ -75,7 +75,7 @@ class _Load(NamedTuple):
 class TokenBudget:
     """Shares out steps of `max_tokens` tokens and `max_steps` sessions.
 
-    With `costs` it knows the time of a step; without, only its number of tokens."""
+    Without `costs` it bounds only the number of tokens, not the time."""
 
     def __init__(self, max_tokens: int, max_steps: int, costs: StepCosts | None = None) -> None:
         self._max_tokens = max_tokens
@@ -101,8 +101,7 @@ class TokenBudget:
     def share(self, demands: Sequence[TokenDemand]) -> list[int]:
         """For each demand, in order of arrival, how many of its tokens this step runs: all, none,
         or of a prefix a chunk that leaves `num_last` or more. At least one demand gets some.
-        Without demands this is not a step: it only continues what was begun before, and nothing is
-        predicted for it."""
+        Without demands the step only continues earlier work, and has no prediction."""
         if not demands:
             self.drop_step()
             return []
@@ -152,11 +151,11 @@ class TokenBudget:
             self._corrections[self._last.has_prefix] += CORRECTION_WEIGHT * (found - before)
 
     def drop_step(self) -> None:
-        """The last step does not run whole, so its time is not used."""
+        """Ignores the time of the last step, which does not run whole."""
         self._last = self._later_pass = _Load()
 
     def _part(self, demand: TokenDemand, load: _Load, seconds: float, least: int) -> int:
-        """How many tokens of a prefix to run beside a load in a step of this time; at least
+        """How many tokens of a prefix to run beside `load` in a step of this time; at least
         `least`, even if that takes longer."""
         if load.sessions == self.max_steps:
             return 0

@@ -6,7 +6,7 @@ Whether a session's item runs in a step, and how far, is decided by pages and to
     pages, by age     its whole step fits; or younger sessions lose theirs to it; or it waits
     tokens, in order  it runs whole, or a part of its prefix, or not yet (`TokenBudget`)
 
-Only younger sessions lose pages, so the oldest always continues, and every one becomes the oldest.
+Only younger sessions lose pages. So the oldest always continues, and each becomes the oldest.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class SlotDemand(NamedTuple):
     num_extra: int
     """Slots beyond its committed tokens."""
     num_last: int = 1
-    """The last committed token, and the extra ones that run in one pass with it."""
+    """The last committed token and the extra ones that run in the same pass."""
     reach: int | None = None
-    """If set, only this many of its committed tokens can run yet, and nothing after them."""
+    """If set, only this many of its committed tokens can run yet, and no others."""
 
 
 class Admitted(NamedTuple):
@@ -50,7 +50,7 @@ class Admitted(NamedTuple):
 
     aligned: Aligned
     num_granted: int
-    """Tokens of `aligned.new_tokens` that run. If it is all of them, what follows them runs, too.
+    """Tokens of `aligned.new_tokens` that run. If all do, the slots after them run, too.
     """
 
     @property
@@ -83,11 +83,11 @@ class Admissions:
         self.figures = StepFigures()
 
     def admit(self, demands: Sequence[SlotDemand]) -> list[Admission]:
-        """For each of these distinct sessions, in order of arrival: how far it runs; `CONTINUES`
-        where it does not run yet; `WAITS` where no pages are free; `Resync` where it lacks a prefix
-        for which there are pages; or the error that refuses it."""
+        """For each of these distinct sessions, in order of arrival: how far it runs; `CONTINUES` if
+        it does not run yet; `WAITS` if no pages are free; `Resync` if it lacks a prefix for which
+        there are pages; or the error that refuses it."""
         found = [_align(self._table, demand.head) for demand in demands]
-        # What there is of the tokens of those that hold nothing.
+        # Cached prefixes of the sessions that hold no tokens.
         begun = {
             demand.head.session_id: self._engine.find(demand.head.append, demand.head.tenant)
             for demand, entry in zip(demands, found, strict=True)
@@ -106,8 +106,8 @@ class Admissions:
         return self._grant(demands, found, begun)
 
     def _whole(self, demand: SlotDemand, begun: _Begun) -> SequenceStep:
-        """A step with the slots of all that the item can run; or, where it claims more tokens than
-        all pages hold, more than that."""
+        """A step with slots for all that the item can run. An item that claims more tokens than all
+        pages hold gets a step that is too large for them."""
         name = demand.head.session_id
         num_held = begun[name].length if name in begun else self._engine.length(name)
         length = demand.head.committed_length + demand.num_extra
@@ -142,8 +142,8 @@ class Admissions:
     def _make_room(
         self, steps: Sequence[SequenceStep], begun: _Begun, younger: Sequence[str], lost: set[str]
     ) -> bool:
-        """Whether there are pages for these steps, if needed after taking those of the youngest,
-        which are added to `lost`; none are taken in vain."""
+        """Whether there are pages for these steps. If needed, takes those of the youngest sessions,
+        and adds these to `lost`; takes none in vain."""
         if self._engine.can_hold(steps, begun=begun):
             return True
         if not self._engine.can_hold(steps, younger, begun):
@@ -159,7 +159,7 @@ class Admissions:
     def _grant(
         self, demands: Sequence[SlotDemand], found: Sequence[_Found], begun: _Begun
     ) -> list[Admission]:
-        """Shares out the step's tokens; a session without tokens is begun when it gets some."""
+        """Shares out the step's tokens; begins sessions that hold none and get some."""
         aligned = {i: entry for i, entry in enumerate(found) if isinstance(entry, Aligned)}
         wanted = [self._token_demand(demands[i], entry, begun) for i, entry in aligned.items()]
         grants = self._budget.share(wanted)
@@ -173,7 +173,7 @@ class Admissions:
                 entry = self._table.begin(head)
             is_whole, num_new = granted == token_demand.num_tokens, len(entry.new_tokens)
             self.figures.num_prefill_chunks += not is_whole
-            # Sessions that lost their pages above may have left a longer prefix than was found.
+            # Pages that sessions lost since may have left a longer cached prefix than was found.
             num_granted = num_new if is_whole else min(granted, num_new)
             admissions[index] = Admitted(entry, num_granted)
         return admissions
@@ -202,7 +202,7 @@ class Work:
 
 
 class StepWorker:
-    """Runs steps on the executor's side: owns the sessions of an engine and knows their tokens."""
+    """Runs steps on the executor's side; owns an engine's sessions and knows their tokens."""
 
     def __init__(self, engine: Engine, budget: TokenBudget, grammars: Grammars | None) -> None:
         """`budget` bounds each step of the `engine`. `grammars` hold sessions to their
@@ -217,14 +217,12 @@ class StepWorker:
 
     def step(self, items: Sequence[Any]) -> list[Any]:
         """One answer for each item, or several, in order; the items' sessions are distinct and in
-        order of arrival. An item with an error is answered `Refused`, and others are not affected.
-        At least one item is not `Unfinished.CONTINUES`. Raises `EngineLost` where no step can
-        follow."""
+        order of arrival. An error of one item is answered `Refused` and affects no others. At least
+        one item is not `Unfinished.CONTINUES`. Raises `EngineLost` if no more steps can run."""
         raise NotImplementedError
 
     def park(self, session_ids: Sequence[str]) -> None:
-        """No connection waits for these sessions any more: their pages are kept until others need
-        them."""
+        """No connection waits for these sessions now: keeps their pages until others need them."""
         for session_id in session_ids:
             self._table.park(session_id)
         self._note_figures()
@@ -246,7 +244,7 @@ class StepWorker:
         self.figures.pages = self._engine.page_counts()
 
     def _admit(self, works: Sequence[Any]) -> None:
-        """Prepares admitted work; other work gets its answer."""
+        """Prepares admitted work; answers other work."""
         for work in works:
             try:
                 self._validate(work)
@@ -263,8 +261,8 @@ class StepWorker:
                 work.answer = admission
 
     def _validate(self, work: Any) -> None:
-        """Reads an item's parameters. Raises the error that refuses it; nothing has changed
-        then."""
+        """Reads an item's parameters. Raises the error that refuses it, and then changes
+        nothing."""
         raise NotImplementedError
 
     def _prepare(self, work: Any, admitted: Admitted) -> None:
@@ -283,8 +281,8 @@ class StepWorker:
         return self._matchers.follow(head.session_id, head.compiled, completion)
 
     def _run(self, works: Sequence[Any]) -> None:
-        """One pass for all; after an error of a session, each session alone, so that only that
-        session fails. Raises `EngineLost`."""
+        """Runs one pass for all. After an error, runs each session alone, so that only the cause of
+        the error fails. Raises `EngineLost`."""
         if not works:
             return
         try:
@@ -327,8 +325,8 @@ def _align(table: SessionTable, head: RoundHead) -> _Found:
 def draft_request(
     head: RoundHead, sampling: SamplingParams, token_ids: Sequence[int], length: int, **fields: Any
 ) -> DraftRequest:
-    """A request for a proposal in the session of `head` after `length` tokens, of which the drafter
-    is given `token_ids`."""
+    """A request for a proposal in the session of `head` after its first `length` tokens; the
+    drafter gets `token_ids`."""
     known: dict[str, Any] = {
         "session_id": head.session_id, "tenant": head.tenant, "token_ids": token_ids,
         "prompt_length": head.prompt_length, "sampling": sampling, "rule": head.rule,

@@ -1,1 +1,1 @@
-"""Sessions: the owner's pure view of one, and the stores (in memory, Redis)."""
+"""Sessions: an owner's view of one, and the stores (in memory, Redis)."""

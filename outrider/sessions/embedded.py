@@ -1,9 +1,9 @@
-"""An embedded Redis server, for a deployment on one machine that names no other.
+"""An embedded Redis server, for a deployment on one machine that names no server.
 
-The server runs under a shell that watches a pipe from this process. When this process ends, in any
-way, the pipe closes and the shell stops the server: no handler has to run, and unlike PDEATHSIG it
-does not depend on the thread that started it. Server and shell form a process group of their own,
-so a Ctrl-C in the terminal does not stop the store before the coordinator has written its last
+The server runs under a shell that watches a pipe from this process. However this process ends, the
+pipe closes and the shell stops the server. No handler has to run, and unlike PDEATHSIG this does
+not depend on the thread that started the server. Server and shell form a process group of their
+own, so a Ctrl-C in the terminal does not stop the store before the coordinator has written its last
 tokens."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ kill $watcher 2>/dev/null
 wait $watcher
 exit $status
 """
-"""Ends with the server, and stops the server when standard input is closed."""
+"""Ends with the server; stops it when standard input is closed."""
 
 _SOCKET_NAME = "redis.sock"
 _LOG_NAME = "redis.log"
@@ -72,14 +72,12 @@ def find_server() -> str:
 
 
 class EmbeddedRedis:
-    """One server process with its data in `directory`, which it loads when started there again.
-
-    It listens only on a Unix socket in a directory of this user's. All methods block and are for
-    one thread at a time."""
+    """One server process. It keeps its data in `directory` and loads them at its next start there.
+    It listens only on a Unix socket in this user's directory. All methods block and are for one
+    thread at a time."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        """Does not start it. Raises `ConfigError` if no directory is short enough for the
-        socket."""
+        """Does not start it. Raises `ConfigError` if every path for the socket is too long."""
         self._directory = Path(directory).absolute()
         self._socket = self._directory / _SOCKET_NAME
         if len(os.fsencode(self._socket)) > SOCKET_PATH_BYTES_MAX:
@@ -110,9 +108,9 @@ class EmbeddedRedis:
         return self._supervisor is not None and self._supervisor.poll() is None
 
     def start(self) -> None:
-        """Starts the server and returns when it answers; call `stop` before another start, also
-        after the server died. Raises `ConfigError` if no server is installed, if another one runs
-        in the directory, or if it does not come up."""
+        """Starts the server and returns when it answers. Call `stop` before another start, even if
+        the server died. Raises `ConfigError` if no server is installed, if another one runs in the
+        directory, or if it does not answer in time."""
         check(self._supervisor is None, "the embedded Redis was started twice")
         program = find_server()
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -143,12 +141,11 @@ class EmbeddedRedis:
             raise
 
     def rotate_log(self) -> None:
-        """Rotates its log if it has become large; to be called regularly, as the server never
-        does."""
+        """Rotates a large log. Call it regularly: the server itself never rotates its log."""
         rotate(self._directory / _LOG_NAME)
 
     def stop(self) -> None:
-        """Stops the server, which writes its data first; does nothing if it does not run."""
+        """Stops a running server, which first writes its data."""
         supervisor = self._supervisor
         if supervisor is not None:
             if supervisor.stdin is not None:

@@ -1,4 +1,4 @@
-"""A store for simulations, in this process, that never fails and never moves a session."""
+"""An in-process store for simulations. It never fails and never moves a session."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """The address of a Redis server and its credentials.
 
-Passwords do not pass through Ray, whose head (GCS) shows actors' arguments to every holder of the
-cluster's token. An address without its password says where to find it:
+Passwords do not pass through Ray: its head (GCS) shows actors' arguments to every holder of the
+cluster's token. An address without its password says where the password is:
 
 | where | set by |
 | --- | --- |
-| `password_file`, on its machine | `redis_password_file`; on one machine `serve` writes it |
-| its variable OUTRIDER_REDIS_PASSWORD | whatever starts Ray there, such as a pod with a Secret |
+| `password_file`, on each machine | `redis_password_file`; on one machine `serve` writes it |
+| OUTRIDER_REDIS_PASSWORD of the process | what starts Ray there, such as a pod with a Secret |
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class Passwords:
 
 
 def without_password(address: RedisAddress) -> tuple[RedisAddress, Passwords]:
-    """Splits an address into one without user and password in its URL, and the passwords. As with
-    Redis' client, those in the URL win. Raises `SettingError` for a URL with further passwords."""
+    """The address without user and password in its URL, and the passwords. Those in the URL win, as
+    in Redis' client. Raises `SettingError` for a URL with further passwords."""
     url, username, password = _split(address.url)
     if password and address.password_file:
         raise SettingError("redis_password_file", "cannot go with a password in redis_url")
@@ -93,8 +93,8 @@ def without_password(address: RedisAddress) -> tuple[RedisAddress, Passwords]:
 
 
 def with_password(address: RedisAddress, *, by_ray: bool = True) -> RedisAddress:
-    """The address with its passwords, in a process that Ray started (`by_ray`) or a user. Raises
-    `SettingError` where a password is not available on this machine."""
+    """The address with its passwords, in a process started by Ray (`by_ray`) or by a user. Raises
+    `SettingError` if this machine lacks a password."""
     changed: dict[str, Any] = {}
     for kind, variable in (("password", VARIABLE), ("sentinel_password", SENTINEL_VARIABLE)):
         file, key = getattr(address, f"{kind}_file"), f"redis_{kind}"
@@ -134,7 +134,7 @@ def read_password(path: Path, key: str) -> str:
 
 
 def _split(url: str) -> tuple[str, str, str]:
-    """The URL without user and password, and these. Raises `SettingError`."""
+    """The URL without them, the user, and the password. Raises `SettingError`."""
     if not url:
         return "", "", ""
     try:

@@ -56,8 +56,7 @@ _PASSING_ANSWERS = re.compile(
     r"|The user executing the script can't run this command"
 )
 """Errors of a server that runs but cannot serve us now: busy, failing over, disk or memory full,
-rights being changed. The client has classes for some; inside a script they are wrapped into other
-text."""
+rights being changed. The client has classes for some; a script wraps them into other text."""
 _REPLACED_ERRORS = (BusyLoadingError, MasterDownError, ReadOnlyError)
 _REPLACED_ANSWERS = re.compile(r"\b(LOADING|MASTERDOWN|NOREPLICAS|READONLY|UNBLOCKED)\b")
 """Errors of a server that may no longer be the primary: demoted, restarted, or cut off from its
@@ -66,7 +65,7 @@ _DAMAGED = "WRONGTYPE"
 
 
 class NotReplicated(RedisError):
-    """Fewer replicas have a write than required: they are away, or follow another primary."""
+    """Too few replicas have a write: the others are away, or follow another primary."""
 
 
 def masked_url(url: str) -> str:
@@ -103,10 +102,9 @@ async def answering() -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def calling(client: redis.asyncio.Redis) -> AsyncIterator[None]:
-    """A call, bounded as by `answering`. If the server fails, or may no longer be the primary
-    (`raise_if_replaced`), idle connections are closed, so that the next call connects anew and asks
-    the server's name, or Sentinel, where the primary is. Connections in use are closed by the calls
-    that use them."""
+    """Bounds a call as `answering` does. If the server fails, or may no longer be the primary
+    (`raise_if_replaced`), closes idle connections: the next call then connects anew, and finds the
+    primary by the server's name or by Sentinel. Those in use are closed by their own calls."""
     try:
         async with answering():
             yield
@@ -124,7 +122,7 @@ def raise_if_replaced(answers: Iterable[object]) -> None:
 
 
 def _may_be_replaced(error: Exception) -> bool:
-    """Scripts wrap such errors into others, which have no class."""
+    """Matches text, as scripts wrap such errors into others without a class."""
     return isinstance(error, _REPLACED_ERRORS) or bool(_REPLACED_ANSWERS.search(str(error)))
 
 
@@ -196,8 +194,8 @@ def new_client(address: RedisAddress) -> redis.asyncio.Redis:
 
 
 async def check_server(client: redis.asyncio.Redis, url: str) -> None:
-    """Raises `ConfigError` unless a server answers that can keep sessions: new enough, writable,
-    and never evicting. Waits for a server that loads its file. With a URL of Sentinels, checks the
+    """Raises `ConfigError` unless the server answers and can keep sessions: it is new enough, is
+    writable, and never evicts. Waits while it loads its file. With a URL of Sentinels, checks the
     primary that they name, and waits while they elect one."""
     name = f"Redis at {masked_url(url)}"
     loop = asyncio.get_running_loop()
@@ -259,8 +257,8 @@ def check_info(name: str, info: dict[str, Any]) -> None:
 
 class Pool(redis.asyncio.BlockingConnectionPool):
     async def disconnect(self, inuse_connections: bool = True) -> None:
-        """Closes connections; idle ones alone without yielding to other tasks, which might take one
-        that is half closed. The library would wait for each to be closed."""
+        """Closes connections. Unlike the library, does not wait for idle ones to close: meanwhile
+        another task might take one that is half closed."""
         if inuse_connections:
             await super().disconnect()
             return
@@ -295,8 +293,8 @@ class _Client(redis.asyncio.Redis):
 def _sentinel_client(
     url: str, sentinel_password: str | None, options: dict[str, Any]
 ) -> redis.asyncio.Redis:
-    """A client of the server that is the primary when it connects. The URL's hosts are Sentinels,
-    its user and password those of the servers; both are reached by TLS with `rediss+sentinel://`:
+    """A client of the server that is the primary when it connects. The URL's hosts are Sentinels;
+    user and password are the servers'. `rediss+sentinel://` uses TLS to both:
 
         redis+sentinel://[USER[:PASSWORD]@]HOST[:PORT][,HOST[:PORT]...]/SERVICE[/DB]
 

@@ -131,7 +131,7 @@ class ScriptRunner:
                 await connection.send_packed_command(b"".join(map(_packed, commands)))
                 answers = [await _answer(connection) for _ in commands]
             except BaseException:
-                # Unread answers must not be read as those of the next command.
+                # Else the next command would read the unread answers as its own.
                 await connection.disconnect(nowait=True)
                 raise
             finally:

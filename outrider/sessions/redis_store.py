@@ -16,10 +16,10 @@
 
 The braces are literal. Every change is one Lua script (`lua/`). Redis does not roll back a script
 that fails, so each script leaves a consistent session after every call: see `lua/layout.lua`. No
-script touches keys of two hash slots: a take-over reads the owner's lease in a call of its own, and
-then checks that epoch and owner are unchanged. Leases are times to live in Redis; no point in time
-is stored, so clocks are never compared. If a restarted Redis has lost a lease, a session can be
-taken over from a live owner, whose later writes fail the check of the epoch."""
+script touches keys of two hash slots, so a take-over reads the owner's lease in a separate call,
+and then checks that epoch and owner are unchanged. Leases are times to live in Redis; no point in
+time is stored, so clocks are never compared. If a restarted Redis has lost a live owner's lease,
+its sessions can be taken over; its later writes then fail the check of the epoch."""
 
 from __future__ import annotations
 
@@ -108,9 +108,9 @@ class RedisStore(SessionStore):
     async def connect(cls, address: RedisAddress, *, wait_replicas: int = 0) -> Self:
         """Connects, and checks that the server can keep sessions.
 
-        With `wait_replicas`, writes and reads count only once this many replicas have the data; if
-        they do not within `REDIS_WAIT_MS`, methods raise `StoreUnavailable`. Renewing leases does
-        not wait. Raises `ConfigError`, in one line, with the password masked."""
+        With `wait_replicas`, writes and reads succeed only once this many replicas have the data;
+        after `REDIS_WAIT_MS` methods raise `StoreUnavailable`. Renewing leases does not wait.
+        Raises `ConfigError`, in one line, with the password masked."""
         client = new_client(address)
         try:
             await check_server(client, address.url)
@@ -236,8 +236,8 @@ class RedisStore(SessionStore):
         return key, f"{key}:wanted"
 
     async def _record(self, session_id: str, answer: Sequence[Any]) -> SessionRecord | None:
-        """The record that `load` or `take_over` found; None where its tokens were replaced, or
-        Redis lost their tail, while they were read. Raises the script's error."""
+        """The record that `load` or `take_over` found. None if its tokens were replaced, or Redis
+        lost their tail, while they were read. Raises the script's error."""
         match answer:
             case [b"missing", _]:
                 raise not_found(session_id)
@@ -286,7 +286,7 @@ def _outcome(session_id: str, epoch: int, answer: Any) -> int | OutriderError:
 
 
 Field = str | int | bytes
-"""Redis stores all as bytes."""
+"""Redis stores these as bytes."""
 
 TOKEN_BYTES = 4
 _OPENED = TypeAdapter(tuple[str, int, Rule, str, int])
@@ -312,7 +312,7 @@ def decode_record(
     session_id: str, fields: Mapping[bytes, bytes], tokens: bytes, logprobs: bytes
 ) -> SessionRecord:
     """The `verified` session from its hash, tokens and log-probabilities. Raises `DataLoss`, also
-    where this module did not write them."""
+    for data that this module did not write."""
     try:
         tenant, seed, rule, parameters, prompt_length = _OPENED.validate_json(fields[b"opened"])
         token_ids = struct.unpack(f"<{len(tokens) // TOKEN_BYTES}I", tokens)

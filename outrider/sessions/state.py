@@ -1,4 +1,4 @@
-"""One session as its owner sees it: what is decided, what is stored, what may be shown.
+"""One session as its owner sees it: which tokens are decided, stored, and may be shown.
 
     prompt_length <= showable_length <= length          (all tokens decided so far)
     acknowledged_length <= showable_length              (equal, unless the store lost its tail)
@@ -47,11 +47,11 @@ class Session:
         self.showable_length = len(self.tokens)
         """Tokens that were stored at some time, so may be shown. Never falls."""
         self.finish_reason: FinishReason | None = None
-        """Why no more tokens are decided, though the store may lack the last ones; None while it
-        runs, and if it was lost before it ended."""
+        """Why no more tokens are decided; the store may lack the last ones. None while it runs, and
+        if it was lost before it ended."""
         self.error: OutriderError | None = None
-        """Why it is lost (taken over, or gone), so that nothing is sent to the store any more; None
-        unless it is."""
+        """Why the session is lost (taken over, or gone): nothing more is sent to the store. Else
+        None."""
         self.check_integrity()
 
     @property
@@ -89,8 +89,8 @@ class Session:
         target: CacheState | None = None,
         logprobs: Sequence[str] = (),
     ) -> None:
-        """Appends the tokens of one outcome. `counters` are the session's so far; None keeps the
-        state of a side. `logprobs` holds one JSON line per token, always or never."""
+        """Appends the tokens of one outcome. `counters` are the session's so far. A `draft` or
+        `target` of None is unchanged. `logprobs` has a line per token, always or never."""
         self._check_running("decided tokens of")
         check(len(token_ids) > 0, "an outcome without tokens")
         check(
@@ -105,9 +105,9 @@ class Session:
         self.target = target or self.target
 
     def next_append(self) -> Append | None:
-        """What the store lacks, up to `APPEND_TOKENS_MAX` tokens; None if nothing or the session is
-        lost. Changes nothing: asked again before an answer, it returns the same and what was
-        decided since."""
+        """What the store lacks, up to `APPEND_TOKENS_MAX` tokens; None if it lacks nothing or the
+        session is lost. Changes nothing: a second call before the answer returns them again, and
+        those decided since."""
         if not self.has_news:
             return None
         start = self.acknowledged_length
@@ -142,8 +142,8 @@ class Session:
         )
 
     def acknowledge(self, stored_length: int) -> None:
-        """The store holds `stored_length` tokens of this session: fewer than before, even of the
-        prompt, if it lost its tail."""
+        """The store holds `stored_length` tokens of this session. If it lost its tail, these are
+        fewer than before, perhaps fewer than the prompt."""
         check(self.error is None, "the store acknowledged a lost session")
         if not 0 <= stored_length <= self.length:
             raise InvariantError(

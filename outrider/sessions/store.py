@@ -39,7 +39,7 @@ NOTHING_CACHED = CacheState()
 
 @value(frozen=True, slots=True)
 class Counters:
-    """Counters that a resumed request continues."""
+    """Counters that continue after a resumption."""
 
     num_rounds: int = 0
     num_draft_tokens: int = 0
@@ -66,8 +66,8 @@ class Append:
     logprobs: str = ""
     """JSON lines for these tokens where the request asked for log-probabilities."""
     more_follow: bool = False
-    """Whether the store once had tokens after these. If it has lost the owner's take-over, the
-    former owner's tokens are read until an append without this."""
+    """Whether the store once had tokens after these. If it has lost the owner's take-over, readers
+    get the former owner's tokens until an append without this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Finish:
     epoch: int
     owner: str
     length: int | None
-    """At least 1, prompt included; None for a session that ends with whatever is stored."""
+    """At least 1, prompt included; None = the session ends with the stored tokens."""
     reason: FinishReason
     counters: Counters
 
@@ -126,14 +126,14 @@ class SessionRecord:
 
 
 def released(owner: str) -> str:
-    """Owner of sessions that `owner` has released. No process has this name, so any coordinator may
-    take them over."""
+    """The owner's name in sessions that `owner` has released. No process has it, so any coordinator
+    may take them over."""
     return f"{owner} (released)"
 
 
 class SessionStore(Protocol):
-    """Keeps sessions, and leases of their owners. Every method may raise `StoreUnavailable`, and
-    then may or may not have been carried out; each can be repeated.
+    """Keeps sessions, and leases of their owners. Every method may raise `StoreUnavailable`; it may
+    then have taken effect or not. Each can be repeated.
 
     A session has one owner under one epoch, which each take-over raises by one. An owner's writes
     (`append`, `finish`, `release`) name both, and the store compares them with its own:
@@ -143,36 +143,36 @@ class SessionStore(Protocol):
         `StaleEpoch`, and nothing changes.
       - Same epoch and owner: the write is carried out.
       - Higher epoch: the store lost the take-over that gave it. The session is this owner's again
-        and runs, even if it was finished. Its tokens may be a former owner's, so its length counts
-        as 0, and then as that of what the owner has sent again. The old tokens are still read, and
-        the session cannot be finished with a length, until an append without `Append.more_follow`:
-        then the new ones replace them.
+        and runs, even if it was finished. The stored tokens may be a former owner's, so its length
+        counts as 0, and the owner sends all tokens again. An append without `Append.more_follow`
+        puts them in place of the old ones. Until then readers get the old ones, and the session
+        cannot be finished with a length.
     """
 
     async def open(self, session: SessionRecord) -> None:
-        """Creates a session from `SessionRecord.new`. Repeating it with the same owner changes
-        nothing; raises `InvariantError` if another session has the id."""
+        """Creates a session from `SessionRecord.new`. Repeating this with the same owner changes
+        nothing. Raises `InvariantError` if another session has the id."""
 
     async def append(self, appends: Sequence[Append]) -> list[int | OutriderError]:
-        """Appends to many sessions in one round trip. Per append: the stored length afterwards, or
-        an error. If it is not expected_length + len(token_ids), nothing was appended: a shorter
-        store lost its tail (the owner sends it again from there), a longer one has the tokens
-        already. `StaleEpoch`: see above. `DataLoss`: there is no such session. An append of nothing
-        asks for the stored length."""
+        """Appends to many sessions in one round trip. Returns for each the stored length
+        afterwards, or an error. If the length is not expected_length + len(token_ids), nothing was
+        appended: a shorter store lost its tail (the owner sends it again from there), a longer one
+        has the tokens already. `StaleEpoch`: see above. `DataLoss`: no such session. An append
+        without tokens asks for the length."""
 
     async def hold_lease(self, owner: str) -> Mapping[str, bool]:
-        """For a while from now on, others cannot take over this owner's sessions; one call for all
-        of them. Returns the ids of those that others asked for in vain since the last call, and
-        whether one of them wants to cancel it. The owner then does so, and releases those that it
-        does not run."""
+        """Renews the lease: for a while, no other owner can take over any session of this one.
+        Returns the ids of those that others asked for in vain since the last call, each with
+        whether it is to be cancelled. The owner then cancels it, and releases those that it does
+        not run."""
 
     async def end_lease(self, owner: str) -> None:
-        """Others may take over this owner's sessions at once."""
+        """Ends the lease: others may take over this owner's sessions at once."""
 
     async def release(self, session_id: str, epoch: int, owner: str) -> None:
-        """Releases a session that no longer runs: under the same epoch its owner becomes
-        `released(owner)`, which has no lease. A finished session is unchanged, also under a lower
-        epoch. Raises `StaleEpoch` (also if it is released already) and `DataLoss`."""
+        """Releases a session that no longer runs: its owner becomes `released(owner)`, which has no
+        lease; its epoch stays. A finished session is unchanged, even if `epoch` is lower. Raises
+        `StaleEpoch` (also if it is released already) and `DataLoss`."""
 
     async def take_over(
         self,
@@ -183,30 +183,29 @@ class SessionStore(Protocol):
     ) -> SessionRecord:
         """Makes `owner` the owner under epoch + 1, if the session is still as `load` returned it
         (`seen`), and its owner's lease has run out (or it is the same owner). Returns a finished
-        session unchanged. Raises `NotFound`, `DataLoss`, and `Unavailable` if another coordinator
-        took it over since, or with the rest of the lease. That owner learns of the request by
-        `hold_lease`, and with `cancels` that the session is to be cancelled.
+        session unchanged. Raises `NotFound`, `DataLoss`, and `Unavailable`: if another coordinator
+        took it over since, or if the lease still runs, with its remaining time. `hold_lease` then
+        tells that owner of the request, and with `cancels` to cancel the session.
 
         `on_sent` is called when the lease has run out, just before the session may change. After
-        that a cancellation, `StoreUnavailable`, `DataLoss` and any error but `NotFound` and
-        `Unavailable` itself leave open whether the session was taken over: unless the caller
-        continues it, it must `release` it under epoch + 1. That also invalidates a take-over still
-        under way."""
+        that, a cancellation or an error other than `NotFound` and `Unavailable` itself (a subclass
+        is another error) leaves open whether the session was taken over. Unless the caller
+        continues it, it must `release` it under epoch + 1, which also invalidates a take-over under
+        way."""
 
     async def finish(self, finish: Finish) -> int:
-        """Marks the session finished if its stored length is `finish.length`, and returns the
-        stored length as `append` does: if tokens are missing, the owner appends them and finishes
-        again, so no answer is recorded as finished without its tail. Without a length it is
-        finished with what is stored. A finished session is unchanged and expires. Raises
-        `StaleEpoch` (see above), `DataLoss`."""
+        """Marks the session finished if its stored length is `finish.length`, or if that is None.
+        Returns the stored length as `append` does: if tokens are missing, the owner appends them
+        and finishes again, so no answer is recorded as finished without its tail. A finished
+        session is unchanged and expires. Raises `StaleEpoch` (see above), `DataLoss`."""
 
     async def load(self, session_id: str) -> SessionRecord:
         """Reads a session. Raises `NotFound`."""
 
     async def claim_key(self, key: str, value: str = "", replaces: str = "") -> str:
-        """Stores a value under a key that has none, or that has the value `replaces`. Returns the
-        key's value; empty = none. Without a value it only reads. A value is kept for at least as
-        long as a session that is opened now."""
+        """Stores a value under a key that has none, or has the value `replaces`. Returns the key's
+        value; empty = none. Without a value, only reads. Keeps a value for at least as long as a
+        session that is opened now."""
 
     async def close(self) -> None:
         """Closes connections; stored sessions stay."""

@@ -1,4 +1,4 @@
-"""Settings of both ends of every gRPC connection: sizes, keepalive, reconnection."""
+"""Settings for both ends of every gRPC connection: sizes, keepalive, reconnection."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _BOTH_ENDS = (
 def server_options(
     *, shares_port: bool = False, age_ms: int | None = None
 ) -> list[tuple[str, int]]:
-    """Options of a server. After `age_ms`, give or take a tenth, running calls of a connection
-    continue, and new ones get another connection; None = never. With `shares_port` another such
-    server may listen on the same port at the same time (SO_REUSEPORT); the kernel gives each new
-    connection to one of them, even if another program's: see `ServerOptions.takes_over`."""
+    """Options of a server. After `age_ms`, give or take a tenth, new calls get another connection;
+    running ones continue. None = never. With `shares_port` another such server, even another
+    program's, may listen on the same port (SO_REUSEPORT); the kernel gives each new connection to
+    one of them: see `ServerOptions.takes_over`."""
     return [
         *_BOTH_ENDS,
-        # Tolerate the pings of clients that follow the same settings, with room for jitter.
+        # Tolerates pings of clients with these settings, with room for jitter.
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         ("grpc.server_handshake_timeout_ms", GRPC_HANDSHAKE_MS),
         ("grpc.max_connection_idle_ms", GRPC_IDLE_MS),
@@ -65,7 +65,7 @@ _CHANNEL = (
     ("grpc.max_reconnect_backoff_ms", LINK_BACKOFF_MS_MAX),
     # Links to one address fail and recover on their own.
     ("grpc.use_local_subchannel_pool", 1),
-    # A retry inside gRPC would repeat a stream that the link above reopens with its own state.
+    # gRPC's retry would repeat a stream that the link reopens with its own state.
     ("grpc.enable_retries", 0),
 )
 

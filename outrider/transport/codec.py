@@ -1,8 +1,7 @@
 """Converts between protobuf messages and the values of `outrider.messages`.
 
-Fields of the same name correspond. Some messages have functions of their own. `_LIMITS` bounds what
-a peer may send: decoding raises `BadRequest` with the path of a field that exceeds it; nothing from
-coordinators and callers is trusted."""
+Fields of the same name correspond. Some messages have functions of their own. No peer is trusted:
+decoding raises `BadRequest` with the path of a field that exceeds its limit in `_LIMITS`."""
 
 from __future__ import annotations
 
@@ -76,7 +75,7 @@ _LIMITS: Mapping[str, int] = {
     "DraftItem.look_ahead": LOOK_AHEAD_MAX,
     "DraftItem.siblings": NUM_DRAFT_TOKENS_MAX,
     "DraftItem.budget_us": 1000 * DRAFT_DEADLINE_MS_MAX,
-    "ProposalAnswer.assumed": NUM_DRAFT_TOKENS_MAX + 1,  # Accepted draft tokens and one more.
+    "ProposalAnswer.assumed": NUM_DRAFT_TOKENS_MAX + 1,  # Accepted ones, and the token after them.
     "Refused.message": ERROR_MESSAGE_CHARS_MAX,
 }
 """Largest number, or most characters or entries, of a field."""
@@ -102,9 +101,9 @@ def to_proto(value: Any, kind: type[T], **others: Any) -> T:
 
 
 def fields_to_proto(value: Any, kind: type[Any], **others: Any) -> dict[str, Any]:
-    """Fields of a message of this kind: `others`, and for all remaining ones the field of the same
-    name of the dataclass `value`. None and default values are left out. A nested message can be
-    given as its fields, which saves building it twice."""
+    """Fields of a message of this kind: `others`; each remaining one from the field of the same
+    name in the dataclass `value`. Omits None and default values. A nested message may be given as
+    its fields, which saves building it twice."""
     for name, is_optional, encode in _encoders(kind, type(value)):  # type: ignore[arg-type]
         if name not in others:
             found = getattr(value, name)
@@ -332,7 +331,7 @@ def _proposal_from_proto(message: types_pb2.Proposal, path: str = "proposal") ->
     parents = tuple([parent - 1 for parent in message.parents[:]])
     num_max = TREE_TOKENS_MAX if parents else NUM_DRAFT_TOKENS_MAX
     token_ids = token_ids_from_wire(message.token_ids, f"{path}.token_ids", num_max)
-    q = message.q  # Each time that it is read, it is copied.
+    q = message.q  # Read once: each read copies it.
     if len(q) > Q_BYTES_MAX:
         raise BadRequest(f"{path}.q", f"{len(q)} bytes are more than {Q_BYTES_MAX}")
     draft_tree(parents, len(token_ids))
@@ -340,7 +339,7 @@ def _proposal_from_proto(message: types_pb2.Proposal, path: str = "proposal") ->
 
 
 def _features_from_proto(message: types_pb2.Features, path: str) -> Features:
-    """Checks that they are whole rows, and not too many."""
+    """Checks that the bytes are whole rows, and not too many."""
     if not 0 < message.width <= FEATURES_WIDTH_MAX:
         raise BadRequest(f"{path}.width", f"{message.width} is not in 1..{FEATURES_WIDTH_MAX}")
     num, rest = divmod(len(message.rows), message.width * BYTES_OF_A_NUMBER)
@@ -359,7 +358,7 @@ def _logprobs_to_proto(entry: PositionLogprobs) -> types_pb2.PositionLogprobs:
 def _logprobs_from_proto(message: types_pb2.PositionLogprobs, path: str) -> PositionLogprobs:
     token_ids = token_ids_from_wire([one.token_id for one in message.top], path, LOGPROBS_MAX)
     values = [one.logprob for one in message.top]
-    for value in (message.logprob, *values):  # That of an impossible token is minus infinity.
+    for value in (message.logprob, *values):  # An impossible token has minus infinity.
         if not value < math.inf:
             raise BadRequest(path, f"{value!r} is no log-probability")
     return PositionLogprobs(message.logprob, tuple(zip(token_ids, values, strict=True)))
@@ -399,8 +398,8 @@ def _head_to_proto(head: RoundHead, hashed: bool) -> dict[str, Any]:
 
 
 def head_from_proto(message: types_pb2.RoundHead, known: RoundHead | None = None) -> RoundHead:
-    """Where only hashes were sent, `sampling` and `constraint` are those of the `known` head if it
-    has the same hashes, else None."""
+    """If only hashes were sent, `sampling` and `constraint` come from the `known` head if its
+    hashes are the same; else they are None."""
     session_id_from_wire(message.session_id, "head.session_id")
     given: dict[str, Any] = {"sampling": None, "sampling_hash": message.sampling_hash}
     if message.HasField("sampling_params"):
@@ -518,7 +517,7 @@ class Codec:
         """A frame with one item; if `hashed`, with hashes in place of parameters and constraint.
         Raises `BadRequest` for an item that no message can hold.
 
-        Frames that are joined are one frame with the items of all."""
+        Joined frames are one frame with the items of all."""
         kind = _kind_of(self.request, "items")
         given = fields_to_proto(item, kind, head=_head_to_proto(item.head, hashed))
         return _frame(self.request, kind, given)

@@ -2,8 +2,8 @@
 
 One channel with up to two streams: one for ordinary items, one for bulky ones (long prompts) and
 those with bulky answers (features of many tokens), so that these do not delay the rounds of other
-sessions. Sampling parameters travel once per session and stream; then their hash replaces them,
-until the replica answers `Resync`, which may mean that it does not know them."""
+sessions. Sampling parameters travel once per session and stream. Later items have their hash, until
+the replica answers `Resync`, which may mean that it does not know them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RELEASE_TIMEOUT_S = 5.0
 _END: Any = vars(grpc.aio)["EOF"]
 """Returned by a read at the end of a stream; missing in type stubs."""
 _ITEM_BYTES_MAX = GRPC_MESSAGE_BYTES_MAX - (GRPC_MESSAGE_BYTES_MAX - FRAME_BYTES_MAX) // 8
-"""Leaves room for the frame around an item that travels alone."""
+"""Leaves room for the frame of an item that travels alone."""
 
 
 def target_link(address: str, trust: Trust = PLAIN) -> GrpcLink:
@@ -56,8 +56,8 @@ def draft_link(address: str, trust: Trust = PLAIN) -> GrpcLink:
 class GrpcLink(Link):
     """`Link` over a channel, which it owns and closes.
 
-    After a break `send` raises `LinkLost` for a time that doubles with every failed attempt, from
-    `LINK_BACKOFF_MS_MIN` to `LINK_BACKOFF_MS_MAX`; the first `send` after it opens a new stream."""
+    After a break `send` raises `LinkLost` for a time; the next `send` opens a new stream. The time
+    doubles with each failed attempt, from `LINK_BACKOFF_MS_MIN` to `LINK_BACKOFF_MS_MAX`."""
 
     def __init__(self, channel: Any, codec: Codec, address: str) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class GrpcLink(Link):
         except (BadRequest, DecodeError) as error:
             raise Unavailable(f"{self._address} is not a replica of this kind: {error}") from error
         except asyncio.CancelledError:
-            # Closing a channel raises this in its calls, too.
+            # Closing the channel also raises this in its calls.
             task = asyncio.current_task()
             if self._closed and task is not None and not task.cancelling():
                 raise Unavailable(f"the link to {self._address} was closed") from None
@@ -221,7 +221,7 @@ class _Stream:
             self._call.cancel()
 
     async def run(self) -> None:
-        """Runs as long as the call; then reports why it ended, unless it was stopped."""
+        """Runs until the call ends; then reports why, unless the stream was stopped."""
         writer = asyncio.create_task(self._write())
         try:
             reason = await self._read()
@@ -264,6 +264,6 @@ class _Stream:
         except DecodeError:
             return "the replica sent bytes that are not a frame of answers"
         except BadRequest as error:
-            # Waiting callers must be told, and this peer cannot be trusted.
+            # Waiting callers need an error, and this peer cannot be trusted.
             return f"the replica sent an invalid answer: {error}"
         return "the replica closed it"

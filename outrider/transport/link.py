@@ -1,4 +1,4 @@
-"""A multiplexed stream between a coordinator and a replica, seen from both ends.
+"""Both ends of a multiplexed stream between a coordinator and a replica.
 
 Each end has two implementations: gRPC (`outrider.transport.grpc_link`,
 `outrider.transport.stream_server`) and in one process (here)."""
@@ -35,19 +35,18 @@ class Link:
     def listen(
         self, on_answer: Callable[[Any], None], on_lost: Callable[[Exception], None]
     ) -> None:
-        """Registers callbacks for answers, and for a broken stream, after which items without an
-        answer will not get one. Call it once, before the first `send`."""
+        """Registers callbacks for answers and for a broken stream. After a break, unanswered items
+        stay so. Call it once, before the first `send`."""
         check(self._on_answer is None, "a link has one listener")
         self._on_answer, self._on_lost = on_answer, on_lost
 
     def send(self, item: Any) -> None:
-        """Queues an item; never waits. A broken stream is reopened by the next `send`. Raises
-        `Overloaded` when `STREAM_QUEUE_ITEMS_MAX` items wait, `LinkLost` when the replica cannot be
-        reached at present."""
+        """Queues an item; never waits. Reopens a broken stream. Raises `Overloaded` when
+        `STREAM_QUEUE_ITEMS_MAX` items wait, `LinkLost` when the replica cannot be reached now."""
         raise NotImplementedError
 
     def release(self, session_id: str, epoch: int) -> None:
-        """Tells the replica, without waiting, that it may forget the session; best effort."""
+        """Lets the replica forget the session; does not wait; best effort."""
         raise NotImplementedError
 
     async def describe(self, timeout_s: float) -> ReplicaDescription:
@@ -63,11 +62,11 @@ class Connection(Protocol):
     """The replica's end of one stream."""
 
     def receive(self, items: Sequence[Any]) -> None:
-        """Takes items of one frame; answers go to the `send` given to `connect`. Never waits; an
-        item that cannot be taken is answered `Refused`."""
+        """Takes items of one frame; answers go to the `send` given to `connect`. Never waits. The
+        answer to an item that it cannot take is `Refused`."""
 
     def close(self) -> None:
-        """The stream ended: work that only it waited for may be dropped."""
+        """The stream ended. Work that only it waited for may be dropped."""
 
 
 class ReplicaService(Protocol):
@@ -84,7 +83,7 @@ class ReplicaService(Protocol):
 
 
 def deliver_soon(message: Callable[[], None]) -> None:
-    """Delivers in order, in the event loop's next turn."""
+    """Delivers messages in order, in the event loop's next turn."""
     asyncio.get_running_loop().call_soon(message)
 
 
@@ -101,15 +100,15 @@ class MemoryLink(Link):
         self._deliver = deliver
         self._connection: Connection | None = None
         self._number = 0
-        """Number of the connection; increased when one begins or ends. Messages of earlier ones are
+        """Number of the connection; grows when one begins or ends. Messages of earlier ones are
         lost."""
 
     def trouble(self) -> str:
-        """Why the replica cannot be reached; empty where it can."""
+        """Why the replica cannot be reached; empty if it can."""
         return "the link is closed" if self._closed else ""
 
     def send(self, item: Any) -> None:
-        """See `Link.send`; never `Overloaded`: `deliver` bounds what is under way."""
+        """See `Link.send`. Never raises `Overloaded`: `deliver` bounds the items under way."""
         if trouble := self.trouble():
             raise LinkLost(f"the replica cannot be reached: {trouble}")
         check(self._on_answer is not None, "listen before the first send")

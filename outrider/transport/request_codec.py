@@ -160,7 +160,7 @@ def event_from_proto(message: pb.GenerateEvent) -> Event | None:
 
 
 def from_coordinator(message: Any, kind: type[T], path: str = "", **others: Any) -> T:
-    """As `from_proto`, but raises `InvariantError`: the request was not the cause."""
+    """As `from_proto`, but raises `InvariantError`: the caller is not at fault."""
     try:
         return from_proto(message, kind, path, **others)
     except BadRequest as error:

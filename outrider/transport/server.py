@@ -1,9 +1,9 @@
 """gRPC servers. Every method, health and reflection included, goes through one guard, one decode
 step and one error map.
 
-gRPC passes bytes and we decode them, so that a message that cannot be decoded is the caller's
-INVALID_ARGUMENT and not our INTERNAL. A servicer is any object with a method per rpc, named in
-snake case (`GetSession` -> `get_session`):
+gRPC passes bytes and this module decodes them, so that a malformed message is INVALID_ARGUMENT and
+not INTERNAL. A servicer is any object with a method per rpc, named in snake case (`GetSession` ->
+`get_session`):
 
     unary -> unary      async def describe(self, request, context) -> Reply
     unary -> stream     def generate(self, request, context) -> AsyncIterator[Reply]
@@ -39,8 +39,8 @@ from outrider.transport.status import abort
 Context = grpc.aio.ServicerContext[Any, Any]
 Serving = health_pb2.HealthCheckResponse.ServingStatus
 Guard = Callable[[str, Context], None]
-"""Checks whether a method, `/package.Service/Method`, may be called, before the call's messages are
-read. Raises the error for the caller if not."""
+"""Called with a method, `/package.Service/Method`, before the call's messages are read. Raises the
+caller's error if the call is not allowed."""
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
 HEALTH_PATH = f"/{_HEALTH.full_name}/"
@@ -69,10 +69,10 @@ class ServerOptions:
     shares_port: bool = False
     """Whether a later server with `takes_over` may listen on the same port."""
     takes_over: bool = False
-    """Whether the port may belong to a server with `shares_port`, which this one replaces. Else a
-    port that is in use is refused."""
+    """Whether this server replaces one with `shares_port` that may still have the port. Else a port
+    in use is refused."""
     connection_age_ms: int | None = None
-    """Age at which new calls get another connection, and perhaps another server; None = never."""
+    """Age after which new calls get another connection, perhaps to another server; None = never."""
     guard: Guard | None = None
     """None = all callers may call every method."""
 
@@ -128,7 +128,7 @@ class RpcServer:
         self._health.set(Serving.SERVING if serving else Serving.NOT_SERVING)
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Reports NOT_SERVING, takes no more calls and ends those that last longer than `grace_s`
+        """Reports NOT_SERVING, takes no more calls, and ends running ones after `grace_s`
         seconds."""
         self._health.set(Serving.NOT_SERVING)
         await self._server.stop(grace_s)
@@ -139,7 +139,7 @@ class RpcServer:
 
 
 class _Health:
-    """Health of all services of a server, which is the same."""
+    """Health of a server's services; all have the same."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = ("", *names)
@@ -164,8 +164,7 @@ class _Health:
     async def watch(
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncGenerator[Message]:
-        """Limited in number, because it needs no key and must not take the calls that others
-        need."""
+        """Limits the number of watchers: they need no key, and must leave calls for others."""
         if self._num_watches >= HEALTH_WATCHES_MAX:
             raise Overloaded(f"there are {HEALTH_WATCHES_MAX} health watchers already")
         self._num_watches += 1
@@ -201,8 +200,8 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         return grpc.stream_stream_rpc_method_handler(partial(self._answer, details.method))
 
     async def _answer(self, path: str, frames: AsyncIterator[bytes], context: Context) -> None:
-        """One call: bytes in, bytes out, errors as statuses. Registered as a stream for methods of
-        every kind, so that no message is read before the guard has passed the call."""
+        """One call: bytes in, bytes out, errors as statuses. Every method is registered as a
+        stream, so that no message is read before the guard has passed the call."""
         is_known = path in self._methods
         try:
             self._guard(path, context)
@@ -212,7 +211,7 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
             raise
         except Exception as error:  # noqa: BLE001 - the one place that maps every error
             await abort(context, error, path[1:].replace("/", "."))
-        if not is_known:  # Outside of `try`: gRPC raises here if the caller has left.
+        if not is_known:  # Outside `try`: gRPC raises here if the caller has left.
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no such method")
 
     async def _call(self, path: str, frames: AsyncIterator[bytes], context: Context) -> None:
@@ -263,7 +262,7 @@ async def _decode_all(
 def is_taken(host: str, port: int) -> bool:
     """Whether an address of `host` has a listener on `port`. Two servers with SO_REUSEPORT would
     share it silently: the kernel gives each new connection to one of them. Binds each address for a
-    moment. False where an address cannot be bound for another reason."""
+    moment. False if binding fails for another reason."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError:
@@ -271,7 +270,7 @@ def is_taken(host: str, port: int) -> bool:
     for family, *_, address in found:
         try:
             with socket.socket(family, socket.SOCK_STREAM) as probe:
-                # As the server itself, ignores connections that have just ended.
+                # Like the server itself, ignores connections that have just ended.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
         except OSError as error:

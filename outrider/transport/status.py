@@ -1,4 +1,4 @@
-"""Maps our errors to gRPC statuses with rich details, and back."""
+"""Maps Outrider's errors to gRPC statuses with details, and back."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, m
 
 
 def status_to_error(error: grpc.aio.AioRpcError) -> OutriderError:
-    """The error that the peer of a call raised, or `Unavailable` where there was no peer."""
+    """The error that a call's peer raised, or `Unavailable` if no peer answered."""
     code: int = error.code().value[0]
     plain = error_from_code(code, error.details() or error.code().name)
     metadata: Any = error.trailing_metadata()

@@ -1,7 +1,7 @@
 """The replica's end of a stream: what the servicers of draft and target share.
 
-The caller decides how a stream ends: after a half-close (no more items) the last round of each
-session is still answered; after a cancel or a broken connection queued work is dropped."""
+The caller decides how a stream ends. After a half-close (no more items) the last round of each
+session is still answered. After a cancel or a broken connection queued work is dropped."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class ReplicaServicer:
     async def stream(
         self, frames: AsyncIterator[Any], context: Any = None
     ) -> AsyncGenerator[bytes]:
-        """Frames of items in, frames of answers out, until the caller ends the stream. Raises
-        `Overloaded` when the caller does not read its answers, and errors of `frames`; where a
-        write stays stuck, the iterating task is cancelled."""
+        """Takes frames of items and yields frames of answers, until the caller ends the stream.
+        Raises errors of `frames`, and `Overloaded` when the caller does not read its answers. If a
+        write stays stuck, cancels the iterating task."""
         stream = _Stream(self._codec, asyncio.current_task())
         stream.connection = self._service.connect(stream.answer)
         reader = asyncio.create_task(stream.read(frames), name="stream reader")
@@ -81,7 +81,7 @@ class ReplicaServicer:
     def finish(self, drained: Coroutine[Any, Any, None]) -> None:
         """Takes no more items. When `drained` returns, every stream sends its answers and ends with
         `Unavailable`. They end together, because a coordinator that loses one of its two streams
-        gives up the other; it asks again for answers still under way."""
+        also gives up the other, and asks again for answers under way."""
         self._ending = asyncio.create_task(drained)
         self._ending.add_done_callback(self._wake_all)
         for reader in self._readers:
@@ -114,7 +114,7 @@ class _Stream:
         self._codec = codec
         self._task = task
         self.writing = False
-        """Whether a frame is being written; it stays so while the caller does not read."""
+        """Whether a frame is being written; stays true while the caller does not read."""
         self.outbox = SendQueue()
         self.failure: Exception | None = None
         """Why the stream must end, if it must."""
@@ -164,7 +164,7 @@ class _Stream:
             return
         self.failure = error
         self.outbox.wake()
-        if self.writing:  # The caller may yet read, and get the reason; else this task is stuck.
+        if self.writing:  # The caller may still read, and get the reason; else this task is stuck.
             asyncio.get_running_loop().call_later(STUCK_WRITE_MS / 1e3, self._give_up)
 
     def _give_up(self) -> None:
@@ -172,8 +172,7 @@ class _Stream:
             self._task.cancel()
 
     def _decode(self, message: Any) -> RoundItem | None:
-        """The item with its sampling parameters and constraint; or None, where it was answered
-        here."""
+        """The item with its parameters and constraint; None if this method answered it."""
         known = self._known.get(message.head.session_id)
         try:
             item = self._codec.item_from_proto(message, known)

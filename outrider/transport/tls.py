@@ -1,16 +1,16 @@
 """TLS for both ends of gRPC: for users, and between services, which know each other by role.
 
-Servers read their files again when these change, and use them for new connections. A channel keeps
-what its files held when it was opened.
+Servers reread changed files, for new connections. A channel keeps what its files held when it was
+opened.
 
-Certificates of a deployment's own services name the holder's role:
+The certificate of each of a deployment's services names its role:
 
     DIR/ca.pem, ca-key.pem              the authority that all of them trust, and its key
     DIR/<role>.pem, <role>-key.pem      certificate and key of all replicas of a role
 
-A replica's address is unknown when its certificate is made, so the certificate has a role instead,
-as the DNS name `<role>.outrider.internal`. A caller checks it in place of the address, and a server
-looks for it in the caller's certificate. Importing this module is slow: do so only with TLS."""
+A replica's address is unknown when its certificate is made. So the certificate has the DNS name
+`<role>.outrider.internal`. A caller checks this name in place of the address, and a server looks
+for it in the caller's certificate. Importing this module is slow: do so only with TLS."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def certificate_names(path: Path) -> list[str]:
 
 
 def check_pair(certificate: Path, key: Path) -> None:
-    """Raises `ConfigError` unless a key belongs to a certificate, which has not ended."""
+    """Raises `ConfigError` unless the key is the certificate's, which has not ended."""
     found = read_certificates(certificate)[0]
     if _read_key(key).public_key() != found.public_key():
         raise ConfigError(f"{key}: is not the key of {certificate}")
@@ -206,8 +206,8 @@ def _make(
 def server_credentials(
     certificate: Path, key: Path, authority: Path | None = None
 ) -> grpc.ServerCredentials:
-    """Credentials of a server whose certificate file may end with intermediate certificates. With
-    an `authority` callers need certificates signed by it. Raises `ConfigError`."""
+    """Credentials of a server. Its certificate file may end with intermediate certificates. With an
+    `authority`, callers need certificates signed by it. Raises `ConfigError`."""
 
     def read() -> Any:
         check_pair(certificate, key)
@@ -228,9 +228,8 @@ def caller_trust(
     key: Path | None = None,
     server_name: str = "",
 ) -> Trust:
-    """TLS of a user, which checks the server's certificate by the `authority`, or by gRPC's own
-    list without one. A `certificate` with its `key` is shown to servers that ask for one. Raises
-    `ConfigError`."""
+    """TLS of a user. It checks the server's certificate by the `authority`, by default gRPC's own
+    list, and shows a `certificate` with its `key` to servers that ask. Raises `ConfigError`."""
     if (certificate is None) != (key is None):
         raise ConfigError("a certificate goes with its key; give both, or none")
     chain = private = None
@@ -242,8 +241,7 @@ def caller_trust(
 
 
 def pinned_trust(server: Path, certificate: Path | None = None, key: Path | None = None) -> Trust:
-    """TLS of a caller that accepts only the `server`'s own certificate; the rest as for
-    `caller_trust`. Raises `ConfigError`."""
+    """As `caller_trust`, but accepts only the certificate `server`. Raises `ConfigError`."""
     return caller_trust(server, certificate, key, server_name=pinned_name(server))
 
 
@@ -252,7 +250,7 @@ def pinned_name(server: Path) -> str:
     names = certificate_names(server)
     if not names:
         raise ConfigError(f"{server}: names no host; it needs a subject alternative name")
-    # A name with a wildcard stands for any first label.
+    # A wildcard stands for any first label.
     return names[0].replace("*", "outrider", 1)
 
 
