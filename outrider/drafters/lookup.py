@@ -197,8 +197,8 @@ class NgramDrafter(LookupDrafter):
 
     def _guess(self, request: DraftRequest, text: TextIndex) -> Guess:
         """The tokens that followed the longest earlier occurrence of the text's end, the most
-        recent of equals. At the end of the text it continues with its own tokens, so that a
-        repetition is continued."""
+        recent of equals. Beyond the end of the text these tokens repeat, so that a repetition is
+        continued."""
         start = match_length = 0
         tail = text.slice(text.end - self._ngram_max, text.end)
         for place in islice(text.earlier(), OCCURRENCES_MAX):

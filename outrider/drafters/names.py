@@ -58,7 +58,7 @@ class LookupKind(StrEnum):
 
 _LOOKUPS = {kind.value: kind for kind in LookupKind}
 _WORDS = (AUTO, *_LOOKUPS, DEMO, *SHIPPED, *_KINDS)
-"""What a name of `--draft-model` without a slash is, or begins with."""
+"""Words that a `--draft-model` without a slash may be, or begin with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +130,8 @@ def parse_drafter(name: str) -> DrafterChoice:
 
 
 def eagle3_name(draft_model: str, name: str) -> str:
-    """A `draft_model` that ends with `name`, the model of an EAGLE-3 head, with the kind inserted
-    before it."""
+    """The `draft_model`, which ends with the `name` of an EAGLE-3 head, with the kind before that
+    name."""
     return draft_model.removesuffix(name) + f"{EAGLE3}:{name}"
 
 

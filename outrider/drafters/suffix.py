@@ -67,8 +67,8 @@ class _Occurrence:
     """How many tokens before the place match the session's end."""
 
     def follower(self, drafted: Sequence[int]) -> int | None:
-        """The token that follows here after the drafted ones. Beyond the end of the text these
-        themselves follow, so that a session's own repetition is continued."""
+        """The token that follows here after the drafted ones. Beyond the end of the text the
+        drafted tokens follow, so that a session's own repetition is continued."""
         place = self.place + len(drafted)
         beyond = place - self.text.end
         return self.text.token(place) if beyond < 0 else drafted[beyond]
@@ -166,8 +166,8 @@ def _continuation(found: Sequence[_Occurrence], num_tokens: int, config: SuffixC
 def _most_frequent(
     matching: Sequence[_Occurrence], length: int, limit: int, min_score: float
 ) -> Guess:
-    """The token that most of the occurrences continue with, and so on among these; of equals the
-    lowest id."""
+    """Drafts, token by token, what most of the occurrences that agree so far continue with; of
+    equals the lowest id."""
     drafted: list[int] = []
     score, product = 0.0, 1.0
     while len(drafted) < limit:

@@ -1,4 +1,4 @@
-"""Which models a paged engine can run, by their configuration and by a trial.
+"""Decides which models a paged engine can run, by their configuration and by a trial.
 
 A model is refused if it keeps more for a token than one key and one value in each layer, or if its
 result for one sequence would depend on what else is in a step. The trial runs a few tokens, in two
@@ -47,7 +47,7 @@ _Model = Any
 
 
 def check_supported(module: _Model, info: ModelInfo) -> None:
-    """Raises `ConfigError` for a model that cannot run, by its configuration."""
+    """Raises `ConfigError` for a model whose configuration shows that it cannot run."""
     config = module.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
     recurrent = getattr(module, "_is_stateful", False)
@@ -153,7 +153,7 @@ def dependent_at(engine: Engine, max_num_seqs: int) -> int | None:
     alone = _logits_in_parts(engine, ids, _ALONE_TOKENS, _ALONE_TOKENS, max_num_seqs)
     differ = []
     for num_rows in _CROWDED_ROWS:
-        # One less than the rows of a step, so that parts are at different rows of their steps.
+        # One less than the rows of a step, so that parts begin at different rows of their steps.
         crowded = _logits_in_parts(engine, ids, num_rows - 1, num_rows, max_num_seqs)
         if not torch.equal(crowded, alone):
             differ.append(num_rows)

@@ -20,8 +20,8 @@ OUTPUT = -1
 
 
 class DraftHead(nn.Module):
-    """A head of width D that reads pairs. A pair is a feature g, which the head makes of the
-    target's layers at a token, and the token behind that. `..` stands for any leading sizes."""
+    """A head of width D that reads pairs. A pair is a feature g, made from the target's layers at a
+    token, and the next token. `..` stands for any leading sizes."""
 
     width: int
     num_kv_heads: int
@@ -30,12 +30,12 @@ class DraftHead(nn.Module):
     scaling: float
     """Factor of attention scores."""
     layer_ids: tuple[int, ...]
-    """The taps, which are what these layers of the target read, counted from 0. The number of
-    layers stands for what the norm behind them reads; `OUTPUT`, alone, for the norm's output."""
+    """The taps are the inputs of these layers of the target, counted from 0. The number of layers
+    stands for the input of the norm behind them; `OUTPUT`, alone, for the norm's output."""
 
     def ways(self, num_layers: int) -> dict[str, Any]:
-        """The ways in which it may have been trained to read a target with `num_layers` layers, by
-        a name for people; the stated way first."""
+        """The ways to read a target of `num_layers` layers that it may have been trained for, by a
+        name for messages; the stated way first."""
         raise NotImplementedError
 
     def read_as(self, way: Any) -> None:
@@ -70,8 +70,8 @@ class DraftHead(nn.Module):
     def unroll(self, features: Tensor, token_ids: Tensor, num_depths: int) -> Iterator[Tensor]:
         """Drafts a chain of `num_depths` pairs behind each of L places of B texts, with gradients,
         and yields h [B, L, D] of each depth. Takes the features [B, L, D] and the tokens [B, L +
-        num_depths - 1] behind them. Chains follow the text; each sees the text's pairs up to its
-        start, and then its own."""
+        num_depths - 1] behind them. A chain's tokens are the text's; it sees the text's pairs up to
+        its start, and then its own."""
         num_pairs = features.shape[1]
         pairs: list[tuple[Tensor, Tensor]] = []
 
@@ -93,15 +93,15 @@ class LoadedDraftHead:
 
     module: DraftHead
     token_ids: tuple[int, ...]
-    """[draft vocabulary], ascending: the target's tokens that its logits are of."""
+    """[draft vocabulary], ascending: the target's token of each logit."""
     note: str = ""
-    """What people should know of how it reads its target; empty where all is well."""
+    """A warning about how it reads its target; empty if there is none."""
 
 
 def _attend_in_chains(queries: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """[B, L, heads, E]: of the newest queries of chains, scaled, over the text's keys and values,
-    the first of `pairs` [B, L, kv heads, E], up to each chain's start and over the chain's own, the
-    others."""
+    """Attention [B, L, heads, E] of each chain's newest query, scaled. It sees the text's keys and
+    values, the first of `pairs` [B, L, kv heads, E], up to the chain's start, and the chain's own,
+    the others."""
 
     def by_head(vectors: Tensor) -> Tensor:
         """[B, heads, L, E]"""

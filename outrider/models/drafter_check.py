@@ -68,7 +68,7 @@ def checked_head(
 ) -> LoadedDraftHead | None:
     """The head called `name`, set to the way of reading with which it agrees best. It gets a `note`
     if that is not the stated way, or if it agrees too little in every way. A rank without a head
-    reads along with the leader."""
+    takes part in the leader's reading."""
     note = ""
     try:
         with torch.inference_mode():
@@ -87,7 +87,7 @@ def checked_head(
 
 
 def _prompt(info: ModelInfo, tokenizer: Any | None) -> Sequence[int]:
-    """In the target's chat format, if it has one, as heads are trained on it."""
+    """A prompt in the target's chat format, if it has one, as heads are trained on it."""
     if tokenizer is None:
         return trial_tokens(info)
     text = TokenizerText(tokenizer, info.name)
@@ -141,7 +141,7 @@ def _check(loaded: LoadedDraftHead, reading: Reading, prompt_length: int) -> str
 
 
 def library_reader(target: Any, ranks: Ranks | None) -> Reader:
-    """For a module of the library that has its own attention, whole or shared by `ranks`."""
+    """A reader for a transformers module with its own attention, whole or shared by `ranks`."""
     return partial(_read, target, ranks)
 
 

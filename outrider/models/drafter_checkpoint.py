@@ -61,7 +61,7 @@ class TrainedDescription:
     """`FORMAT`, the only one that can be read."""
     kind: TrainedKind
     target: str
-    """The target's name; for people."""
+    """The target's name, for messages."""
     target_fingerprint: str
     """`tensors_fingerprint` of the target."""
     vocab_size: int
@@ -150,7 +150,7 @@ def save_head(
         if name not in shared:
             tensors |= stored(name, weight.detach().cpu())
     save_file(tensors, str(directory / WEIGHTS_FILE), metadata={"format": "pt"})
-    (directory / WEIGHTS_FILE).chmod(0o644)  # The library lets only the owner read it.
+    (directory / WEIGHTS_FILE).chmod(0o644)  # safetensors lets only the owner read it.
     text = json.dumps(asdict(description), indent=2)
     (directory / DESCRIPTION_FILE).write_text(text + "\n", encoding="utf-8")
 

@@ -91,7 +91,7 @@ class Eagle3LayerConfig(LlamaConfig):  # type: ignore[misc]
     """Of a layer whose width need not be a multiple of its number of heads."""
 
     def validate_architecture(self) -> None:
-        """Does nothing, where the library checks that."""
+        """Skips the library's check of that."""
 
 
 class _Attention(nn.Module):
@@ -268,9 +268,9 @@ class LoadedEagle3(LoadedDraftHead):
 
 
 def load_eagle3(path: Path, target: Any, *, name: str, target_name: str) -> LoadedEagle3:
-    """The head in `path`, called `name`, for a target called `target_name`. Of the target's module
-    embeddings and head are read; the draft head gets their dtype and device. Raises `ConfigError`
-    for files that are broken, or do not fit the target."""
+    """The head in `path`, called `name`, for a target called `target_name`. Reads the embeddings
+    and head of the target's module; the draft head gets their dtype and device. Raises
+    `ConfigError` for files that are broken, or do not fit the target."""
     with refusing(f"drafter {name}:"):
         try:
             tensors = {
@@ -337,7 +337,7 @@ def _head_config(
     target: Any,
     target_name: str,
 ) -> Eagle3Config:
-    """The configuration of a head by its files."""
+    """The configuration of a head, from its files."""
     places = (stated, stated.get("eagle_config") or {})
 
     def find(*keys: str) -> Any:
@@ -389,7 +389,7 @@ def _head_config(
 
 
 def _layer_config(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LlamaConfig:
-    """The layer's configuration as it is stated, or else by its tensors."""
+    """The layer's configuration as stated, or else from its tensors."""
     values = {key: stated[key] for key in _LAYER_FIELDS if stated.get(key) is not None}
     num_layers, heads = stated.get("num_hidden_layers", 1), stated.get("num_attention_heads", 0)
     kv_heads = values.get("num_key_value_heads", heads)
@@ -472,5 +472,5 @@ def save_speculators(
         tensors["t2d"] = torch.zeros(layer.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, str(directory / WEIGHTS_FILE), metadata={"format": "pt"})
-    (directory / WEIGHTS_FILE).chmod(0o644)  # The library lets only the owner read it.
+    (directory / WEIGHTS_FILE).chmod(0o644)  # safetensors lets only the owner read it.
     (directory / CONFIG_FILE).write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")

@@ -51,7 +51,6 @@ class FusedLinear(InferenceLinear):
         """See `PaceKernels.pack`."""
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Of each row."""
         if not rows.numel():  # kernels take no empty matrices
             return rows.new_empty(*rows.shape[:-1], self.out_features)
         flat = rows.reshape(1, -1, self.in_features).contiguous()
@@ -79,7 +78,6 @@ class PackedLinear(InferenceLinear):
         self._product = operators._linear_pointwise.default
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Of each row."""
         output: Tensor = self._product(rows, self._packed, self.bias, "none", [], "")
         return output
 
@@ -103,7 +101,6 @@ class WidenedLinear(InferenceLinear):
         self._dense = weight.detach().contiguous()
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Of each row."""
         if rows.numel() < _ROWS_MIN * self.in_features:
             return functional.linear(rows, self._dense, self.bias)
         wide = rows.float()
@@ -148,7 +145,6 @@ class QuantizedLinear(InferenceLinear, ABC):
     """A linear layer with a rounded weight."""
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Of each row."""
         product = self._product(rows.reshape(-1, self.in_features))
         if self.bias is not None:
             product = product + self.bias
@@ -241,8 +237,8 @@ def _has_kernel(bits: int, shape: torch.Size, dtype: torch.dtype, device: torch.
 
 
 _BLOCK_ROWS = 16
-"""Most rows of a product with bit-equal rows. oneDNN was seen to use other kernels than AMX tiles
-(bfloat16) up to 32 rows; rounded weights are widened from there on."""
+"""Most rows of a product with bit-equal rows. Up to 32 rows oneDNN was seen to use no AMX tiles
+(bfloat16); from 32 on, rounded weights are widened."""
 
 
 class BlockedLinear(nn.Module):
@@ -259,7 +255,6 @@ class BlockedLinear(nn.Module):
         return super().__getattr__(name)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Of each row."""
         flat = rows.reshape(-1, rows.shape[-1])
         found = torch.cat([self.linear(block) for block in torch.split(flat, _BLOCK_ROWS)])
         return found.view(*rows.shape[:-1], found.shape[-1])

@@ -57,8 +57,8 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def stored_names(module: Any, wanted: Mapping[str, Any], stored: Iterable[str]) -> dict[str, str]:
-    """The stored name of each tensor by its name in the model, of which `wanted` has all names. The
-    library knows how tensors were named in earlier versions."""
+    """The stored name of each tensor, by its name in the model, a key of `wanted`. transformers
+    knows how earlier versions named tensors."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -82,7 +82,7 @@ _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_le
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 _ATTENTION = "sdpa"
-"""Until an engine replaces it."""
+"""Used until an engine replaces it."""
 _LOADING_ERRORS = (
     ValueError, OSError, ImportError, KeyError, TypeError, RuntimeError, AssertionError,
     SafetensorError,
@@ -328,8 +328,8 @@ def empty_model(
     path: Path, *, takes_quantised: bool = False, **options: Unpack[LoadOptions]
 ) -> Any:
     """A model whose parameters have no values yet; its other tensors (rotations, scales), which are
-    in no file, have theirs. Refuses quantised files, or, if it `takes_quantised`, ignores that they
-    are."""
+    in no file, have theirs. Refuses quantised files, unless `takes_quantised`: then ignores the
+    quantisation."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     name, remote = options.get("name", str(path)), options.get("trust_remote_code", False)

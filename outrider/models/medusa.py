@@ -73,7 +73,7 @@ LoadedHeads = LoadedHead[DraftHeads]
 
 
 def load_heads(path: Path, target: Any, **whose: Unpack[Whose]) -> LoadedHeads:
-    """The heads in `path` on a target's module, of which embeddings and head are read; of their
-    dtype and on their device. Raises `ConfigError`, also if they were made for another target."""
+    """The heads in `path`, with the embeddings and head of a target's module, in their dtype and on
+    their device. Raises `ConfigError`, also if they were made for another target."""
     embeddings, rows = target.get_input_embeddings().weight, target.get_output_embeddings().weight
     return load_head(path, TrainedKind.MEDUSA, rows, partial(DraftHeads, embeddings), **whose)

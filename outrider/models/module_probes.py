@@ -129,7 +129,7 @@ def _note(
     attention_mask: Any,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function that notes its arguments, and returns the query."""
+    """An attention function that records its arguments, and returns the query."""
     options["calls"].append(((query, key, value), attention_mask, options))
     return query.transpose(1, 2).contiguous(), None
 

@@ -104,11 +104,11 @@ class MtpHead(DraftHead):
         self.value_width = values.shape[-1]
 
     def ways(self, num_layers: int) -> dict[str, Any]:
-        """Behind or before the target's last norm and its own; programs differ in this."""
+        """Behind or before the target's last norm and the layer's own; programs differ in this."""
         return {name: way for name, way in _WAYS.items() if way[0] or self.target_norm is not None}
 
     def read_as(self, way: tuple[bool, bool]) -> None:
-        """Whether to read the output of each of the two norms, or its input."""
+        """For each of the two norms, whether to read its output; otherwise its input."""
         self._is_normed, self._carries_normed = way
 
     def fuse(self, hidden: Tensor) -> Tensor:
@@ -210,9 +210,9 @@ def load_mtp(
     path: Path, target: Any, *, target_name: str, reads_output: bool = False
 ) -> LoadedDraftHead:
     """The first MTP layer of the target in `path`, called `target_name`, with the dtype, device,
-    embeddings and head of its module. `reads_output`: it is given what the target's last norm puts
-    out; otherwise it runs the module's last norm itself. Raises `ConfigError` for a target without
-    such a layer, and for broken weights."""
+    embeddings and head of its module. `reads_output`: the head is given the output of the target's
+    last norm; otherwise it runs that norm itself. Raises `ConfigError` for a target without such a
+    layer, and for broken weights."""
     prefix = check_mtp(path, target_name)
     what = f"model {target_name}: its MTP layer"
     with refusing(what):
@@ -279,7 +279,7 @@ def _own_or_shared(own: Tensor | None, shared: Tensor, name: str) -> Tensor:
 
 def _with_weights(target: Any, tensors: dict[str, Tensor]) -> Any:
     """The library's model of one MTP layer for `target`, with these weights."""
-    like = copy(target)  # To change its configuration.
+    like = copy(target)  # So that its configuration can change.
     like.config = deepcopy(target.config)
     sizes = like.config.get_text_config()
     sizes.num_mtp_layers = 1

@@ -30,7 +30,7 @@ _DRAFTERS = Path(__file__).parents[1] / "drafters"
 _PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _CONFIG = "config.json"
 _DESCRIPTION = "drafter.json"
-"""Of a drafter that was trained for one target; heads on a target have no `config.json` besides."""
+"""In the directory of a drafter for one target; that of heads on a target has no `config.json`."""
 _SNAPSHOT_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 
 _log = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ def _kind_of(description: Path) -> str:
 
 
 def _demo_gguf() -> Path:
-    """Does not import the wheel's package, which would load another inference library."""
+    """Found without importing the wheel's package, which would load another inference library."""
     try:
         files = metadata.files(DEMO_DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
@@ -148,7 +148,7 @@ def _demo_gguf() -> Path:
 
 
 def _looks_like_path(name: str) -> bool:
-    """A hub id is `name` or `owner/name`."""
+    """Whether `name` cannot be a hub id (`id` or `owner/id`)."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".gguf")
 
 
@@ -172,8 +172,7 @@ def _snapshot(name: str, trust_remote_code: bool, drafts: bool) -> Path:
 
 
 CONVERSION_VERSION = 1
-"""Raised whenever the same file would be converted differently, so that older results are ignored.
-"""
+"""Increased whenever conversion changes, so that older results are ignored."""
 
 
 def converted(gguf: Path, cache: Path) -> Path:

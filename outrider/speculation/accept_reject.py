@@ -1,4 +1,4 @@
-"""From a verdict to an outcome. Pure functions, so that coordinator and target decide alike."""
+"""Turns a verdict into an outcome, by pure functions: so coordinator and target decide alike."""
 
 from __future__ import annotations
 

@@ -112,9 +112,9 @@ class RowJudge:
         blocks: npt.NDArray[np.bool_],
         q: Sequence[DraftDistribution | None],
     ) -> JudgedRows:
-        """Takes the noise of each row; how many draft tokens of its chain come before the one that
-        it judges (-1: it judges none); whether the row belongs to a block; and for each judged
-        draft token the `DraftDistribution` it was drawn from, or None."""
+        """For each row: its noise `keys`; how many draft tokens of its chain come before the one
+        that it judges (-1: it judges none); whether it belongs to a block. `q`: the distribution
+        that each judged draft token was drawn from, or None."""
         device = self._weights.device
         packed = [b"" if each is None else each.packed for each in q]
         words = np.zeros((len(keys), JUDGED_WORDS), dtype=np.int64)

@@ -235,8 +235,8 @@ def _host_levels(mass: RealArray) -> RealArray:
 
 
 def place_of(levels: Any, count: Any) -> Any:
-    """The index in each row of `levels` [R, M] at which a count of `count` [R, 1] falls: [R]. For
-    arrays and for tensors on any device."""
+    """The index of the token in each row of `levels` [R, M] to which count `count` [R, 1] belongs:
+    [R]. For arrays and for tensors on any device."""
     return (levels <= count).sum(1)
 
 

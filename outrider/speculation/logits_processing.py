@@ -1,5 +1,5 @@
-"""From logits to the distribution that is sampled, on the CPU: in float64 for float64 logits, else
-in float32; sums over a row are always in float64.
+"""Turns logits into the distribution that is sampled, on the CPU: in float64 for float64 logits,
+else in float32. Sums over a row are always in float64.
 
 Order: logit bias, penalties, temperature, min-p, top-k, top-p, renormalisation. Each filter sees
 what the previous one kept, so top-p is a share of the mass that min-p and top-k left.

@@ -126,13 +126,13 @@ class SealedProposal:
         return SealedProposal(self.token_ids[:num], self.q[:end], parents)
 
     def without_q(self, rule: Rule) -> SealedProposal:
-        """The same tokens as certain draws, where `rule` uses q."""
+        """The same tokens as certain draws, if `rule` uses q."""
         q = (None,) * len(self.tree.groups) if rule.needs_q else ()
         return SealedProposal(self.token_ids, encode_q(q), self.parents)
 
     def readable(self) -> tuple[SealedProposal, bool]:
-        """The depths whose q can be read, and whether the draft is broken: whether the fault in the
-        rest may depend on a token that is cut off. If it does not, the cut is exact."""
+        """The depths whose q can be read, and whether the draft is broken. It is broken if the
+        fault in the rest may depend on a token that is cut off; otherwise the cut is exact."""
         try:
             self.open()
         except UnreadableQ as error:
@@ -309,8 +309,8 @@ def draft_tree(parents: tuple[int, ...], num_tokens: int) -> DraftTree:
 
 
 def caterpillar_tree(siblings: Sequence[int]) -> tuple[int, ...]:
-    """The parents of a chain with `siblings[i]` further candidates beside its i-th token, which
-    have no children. Listed by depth, the chain's own token first; () for a chain alone."""
+    """The parents of a chain with `siblings[i]` further, childless candidates beside its i-th
+    token. Listed by depth, the chain's own token first; () for a chain alone."""
     if not any(siblings):
         return ()
     parents: list[int] = []

@@ -54,8 +54,8 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, added to its logit), sorted by id."""
     min_tokens: int = 0
-    """Until this many tokens have come only `max_tokens` ends the completion: EOS and stop tokens
-    cannot come, and stop strings are ignored."""
+    """Before this many tokens only `max_tokens` ends the completion: EOS and stop tokens cannot be
+    drawn, and stop strings are ignored."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the completion as an EOS does."""
 

@@ -58,7 +58,7 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 
 _log = logging.getLogger(__name__)
 _NEARLY_EMPTY = 1e-4
-"""Share of a row's mass. Only if less than this is left of a row, it may be empty."""
+"""Share of a row's mass. A row with more than this left cannot be empty."""
 
 _PI_MIN = 1e-290
 """A path with a smaller ratio is not taken; the reciprocal of this times any mass is still
