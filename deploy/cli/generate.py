@@ -15,12 +15,16 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import asdict
+from itertools import chain, groupby, repeat
+from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from outrider.errors import BadRequest, ConfigError, OutriderError
 from outrider.request import ChatMessage, GenerateRequest, Prompt, Tokens
+from outrider.speculation.accept_reject import Origin
 
 from .command import Arguments, argument, command, exclusive, json_option, option
 from .options import (
@@ -31,10 +35,21 @@ from .options import (
     request_fields,
     request_options,
 )
-from .output import progress
+from .output import progress, show
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from outrider.client import Client, Completion, CompletionBuilder
+
+
+STYLES = {
+    Origin.ACCEPTED: "green",
+    Origin.CORRECTION: "bold red",
+    Origin.BONUS: "bold cyan",
+    Origin.STORED: "dim",
+}
 
 
 def _token_ids(text: str) -> tuple[int, ...]:
@@ -65,6 +80,7 @@ def _token_ids(text: str) -> tuple[int, ...]:
     *connection_options(without=REQUEST_KEYS),
 )  # fmt: skip
 def generate(arguments: Arguments) -> int:
+    """Prints the generated text, or one JSON object."""
     from outrider.transport.request_codec import request_to_proto
 
     # Before anything is started, so that errors show at once; and outside of an event loop, so that
@@ -84,8 +100,9 @@ async def _run(arguments: Arguments, request: GenerateRequest) -> None:
             seconds = await receive(client, request, builder, lambda event: None)
             print(json.dumps(_report(builder.build(), seconds), ensure_ascii=False))
             return
+        printer = Printer(connection.tokenizer_directory)
         try:
-            seconds = await receive(client, request, builder, _print_delta)
+            seconds = await receive(client, request, builder, printer.show)
         except BaseException:
             if builder.text:
                 print(flush=True)  # The error, or the shell's prompt, gets a line of its own.
@@ -95,7 +112,7 @@ async def _run(arguments: Arguments, request: GenerateRequest) -> None:
         ids = "" if arguments.token_ids is None else ",".join(map(str, completion.token_ids))
         print("" if completion.text else ids, flush=True)
         if completion.logprobs:
-            _print_logprobs(completion)
+            show(logprob_table(completion, connection.tokenizer_directory))
         if not progress.quiet:
             said = f"{figures([completion], seconds)} ({completion.finish_reason})"
             print(said, file=sys.stderr)
@@ -172,16 +189,82 @@ def figures(completions: Sequence[Completion], seconds: float) -> str:
     )
 
 
-def _print_delta(event: Tokens) -> None:
-    print(event.text_delta, end="", flush=True)
+class Printer:
+    """Prints answers as they arrive; on a terminal each token has the colour of its origin."""
+
+    def __init__(self, directory: str, console: Console | None = None) -> None:
+        """Without a tokenizer in `directory`, all text of an event has one colour. On a terminal
+        prints a legend."""
+        self._console = console
+        self._tokenizer = _tokenizer(directory)
+        if console is None and sys.stdout.isatty():
+            from rich.console import Console
+
+            self._console = Console()
+            if not progress.quiet:
+                legend = "  ".join(f"[{style}]{one}[/]" for one, style in STYLES.items())
+                Console(stderr=True).print(legend)
+        self.begin()
+
+    def begin(self) -> None:
+        """Call before each answer."""
+        from tokenizers.decoders import DecodeStream
+
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._waiting: list[Origin] = []
+        """The origin of each decoded character that no event has printed yet."""
+
+    def show(self, event: Tokens) -> None:
+        """Prints an event's text, which may be behind its tokens."""
+        text = event.text_delta
+        if self._console is None:
+            print(text, end="", flush=True)
+            return
+        if self._tokenizer is None:
+            common = max(event.origins, key=event.origins.count, default=Origin.BONUS)
+            self._waiting = [common] * len(text)
+        else:
+            for token_id, origin in zip(event.token_ids, event.origins, strict=True):
+                certain = self._stream.step(self._tokenizer, token_id) or ""
+                self._waiting += [origin] * len(certain)
+        origins = chain(self._waiting, repeat(Origin.BONUS))
+        for origin, pairs in groupby(zip(text, origins, strict=False), key=itemgetter(1)):
+            piece = "".join(character for character, _ in pairs)
+            self._console.print(
+                piece, style=STYLES[origin], end="", markup=False, highlight=False, soft_wrap=True
+            )
+        del self._waiting[: len(text)]
 
 
-def _print_logprobs(completion: Completion) -> None:
-    """A line for each token: its id, its log-probability, and the likeliest ids at its place with
-    theirs."""
+def _tokenizer(directory: str) -> Any:
+    """The tokenizer in a directory, or None."""
+    path = Path(directory) / "tokenizer.json"
+    if not directory or not path.is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(path))
+
+
+def logprob_table(completion: Completion, directory: str) -> Table:
+    """A row for each token: its log-probability, and the likeliest tokens at its place with theirs.
+    Token ids have their texts beside them if the directory has a tokenizer."""
+    from rich.table import Table
+    from rich.text import Text
+
+    tokenizer = _tokenizer(directory)
+
+    def name(token_id: int) -> str:
+        if tokenizer is None:
+            return str(token_id)
+        text = tokenizer.decode([token_id], skip_special_tokens=False)
+        return f"{token_id} {json.dumps(text, ensure_ascii=False)}"
+
+    table = Table("token", "logprob", "likeliest at its place", box=None, pad_edge=False)
     for token_id, found in zip(completion.token_ids, completion.logprobs, strict=True):
-        top = ", ".join(f"{other} {logprob:.4f}" for other, logprob in found.top)
-        print(f"{token_id} {found.logprob:.4f} {top}")
+        top = ", ".join(f"{name(other)} {logprob:.4f}" for other, logprob in found.top)
+        table.add_row(*map(Text, (name(token_id), f"{found.logprob:.4f}", top)))
+    return table
 
 
 COMMANDS = {
@@ -213,7 +296,7 @@ async def _talk(arguments: Arguments, fields: dict[str, Any]) -> int:
         on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         if on_terminal and not progress.quiet:
             _say(f"{serves.model} at {connection.address}; /help lists the commands")
-        talk = Chat(client, arguments, fields, on_terminal)
+        talk = Chat(client, Printer(connection.tokenizer_directory), arguments, fields, on_terminal)
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, talk.interrupt)
         try:
@@ -227,9 +310,15 @@ class Chat:
     """One conversation. A question that gets no answer is not part of it."""
 
     def __init__(
-        self, client: Client, arguments: Arguments, fields: dict[str, Any], on_terminal: bool
+        self,
+        client: Client,
+        printer: Printer,
+        arguments: Arguments,
+        fields: dict[str, Any],
+        on_terminal: bool,
     ) -> None:
         self._client = client
+        self._printer = printer
         self._arguments = arguments
         self._fields = fields
         self._on_terminal = on_terminal
@@ -301,8 +390,9 @@ class Chat:
 
         request = GenerateRequest(self._prompt(question), **self._fields)
         builder = CompletionBuilder()
+        self._printer.begin()
         try:
-            self._seconds += await receive(self._client, request, builder, _print_delta)
+            self._seconds += await receive(self._client, request, builder, self._printer.show)
             self._answers.append(builder.build())
             self._keep(question, builder.text)
             print(flush=True)

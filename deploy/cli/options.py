@@ -279,6 +279,7 @@ class Connection:
     """HOST:PORT of the coordinators, separated by commas."""
     target_directory: str = ""
     """Directory of the target's files; empty if they are not on this machine."""
+    tokenizer_directory: str = ""
     settings: Mapping[str, Value] = field(default_factory=dict)
     """Settings by key; empty for `--server`, of which only the address is known."""
     is_own: bool = False
@@ -381,7 +382,7 @@ def _connection(
     arguments: Arguments, record: DeploymentRecord, api_key: str, find: Callable[[], str]
 ) -> Connection:
     return Connection(
-        record.grpc_address, record.target_directory, record.settings,
+        record.grpc_address, record.target_directory, record.tokenizer_directory, record.settings,
         api_key=api_key, trust=caller_trust_of(arguments, record.settings), find=find,
     )  # fmt: skip
 

@@ -69,7 +69,7 @@ async def test_a_model_without_a_tokenizer_takes_token_ids(tmp_path: Path) -> No
         found = json.loads(out)
         assert found["token_ids"] == list(expected)
         code, out, err = await generate(stack, *words, "--logprobs", "2")
-        lines = out.splitlines()[1:]
+        lines = out.splitlines()[2:]
         for line, token_id, at in zip(lines, expected, found["logprobs"], strict=True):
             top = ", ".join(f"{other} {logprob:.4f}" for other, logprob in at["top"])
             assert line.rstrip().split(maxsplit=2) == [str(token_id), f"{at['logprob']:.4f}", top]
@@ -175,12 +175,14 @@ class Terminal:
         return code
 
 
-async def test_a_terminal_asks_on(stack: Stack) -> None:
-    """A prompt for every line, and an error that does not end the chat."""
+async def test_a_terminal_shows_origins_and_asks_on(stack: Stack) -> None:
+    """Colours by origin, a prompt for every line, and an error that does not end the chat."""
     terminal = await Terminal.start(stack, "--max-tokens", "12")
-    assert "model at" in await terminal.shows("> ")
+    greeting = await terminal.shows("> ")
+    assert "model at" in greeting
+    assert "accepted" in greeting
     terminal.type("hello\n")
-    await terminal.shows("\n> ")
+    assert "\x1b[" in await terminal.shows("\n> ")
     terminal.type("x" * 300 + "\n")
     await terminal.shows("error: .*not part of the conversation")
     await terminal.shows("> ")
@@ -199,7 +201,7 @@ async def test_an_interrupt_breaks_the_answer_off_and_then_the_chat(slow: Stack)
     async with asyncio.timeout(WAIT_S):
         while slow.coordinator.num_running == 0:
             await asyncio.sleep(0.01)
-    await terminal.shows(r"hello\r\n[^\r\n]+")
+    await terminal.shows(r"\x1b\[[0-9;]+m[^\x1b]+\x1b")
     terminal.process.send_signal(signal.SIGINT)
     await terminal.shows("interrupted")
     async with asyncio.timeout(WAIT_S):

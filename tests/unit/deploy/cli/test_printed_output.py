@@ -5,13 +5,19 @@ import io
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models
 
 from deploy.cli import generate
+from deploy.cli.generate import STYLES, Printer
 from deploy.cli.main import main
 from deploy.cli.output import Progress
+from outrider.request import Tokens
+from outrider.speculation.accept_reject import Origin
 
 PERIOD_S = 0.1
 
@@ -58,6 +64,43 @@ def test_a_quiet_one_says_warnings_alone(
     told.relay("outrider: loading")
     told.relay("outrider: warning: keys are seen")
     assert lines(capsys) == ["warning: no tokenizer", "warning: keys are seen"]
+
+
+A, C, B = Origin.ACCEPTED, Origin.CORRECTION, Origin.BONUS
+
+
+class _Recorder(Console):
+    """Keeps what is printed, with its style."""
+
+    def __init__(self) -> None:
+        super().__init__(file=io.StringIO())
+        self.pieces: list[tuple[str, str]] = []
+
+    def print(self, text: str, *, style: str, **_: object) -> None:  # type: ignore[override]
+        self.pieces.append((text, style))
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_each_token_has_the_colour_of_its_origin(tmp_path: Path, known: bool) -> None:
+    """Also if an event has text of earlier tokens, or ends inside one. Without a tokenizer all its
+    text has the colour of most of its tokens."""
+    vocabulary = {"a": 0, "bb": 1, "ccc": 2, "?": 3}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))  # noqa: S106
+    made.decoder = decoders.Fuse()
+    made.save(str(tmp_path / "tokenizer.json"))
+    console = _Recorder()
+    printer = Printer(str(tmp_path) if known else "", console)
+    for ids, text, origins in (
+        ((1, 0, 2), "bbaccc", (A, A, C)),
+        ((1,), "", (A,)),
+        ((2,), "bbc", (C,)),
+        ((0,), "cca", (B,)),
+        ((), "tail", ()),
+    ):
+        printer.show(Tokens(0, ids, text, origins, ()))
+    each = "bba:A ccc:C bb:A c:C cc:C a:B tail:B" if known else "bbaccc:A bbc:C cca:B tail:B"
+    pieces = [one.split(":") for one in each.split()]
+    assert console.pieces == [(text, STYLES[{"A": A, "B": B, "C": C}[of]]) for text, of in pieces]
 
 
 @pytest.mark.parametrize(
