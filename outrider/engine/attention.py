@@ -189,5 +189,5 @@ def _window(allows: _Allows, length: int) -> int | None:
 
 ALL_ATTENTION_FUNCTIONS.register(PAGED, _paged_attention)
 ALL_ATTENTION_FUNCTIONS.register(_FINDING, _noted_attention)
-# No mask function has the name PAGED: then the library makes no mask at all.
+# No mask function has the name PAGED: then transformers makes no mask at all.
 ALL_MASK_ATTENTION_FUNCTIONS.register(_FINDING, _noted_mask)

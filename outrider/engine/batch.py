@@ -117,7 +117,7 @@ class Group:
     """The rows of the N * T tokens in the step."""
     targets: Tensor | None
     """In fixed shapes [N * T]: where the output goes. As `rows`, except that tokens which pad a
-    segment write behind the step's last row."""
+    segment write after the step's last row."""
     slots: Tensor
     """[N * L]; a segment with fewer slots repeats its first one."""
     bias: Tensor | None
@@ -148,7 +148,7 @@ class StepPlan:
     logit_rows: Tensor
     """[R]: rows whose logits are wanted; in fixed shapes with padding at the end."""
     groups: dict[int | None, list[Group]]
-    """By the window of a layer; None = the whole context."""
+    """Groups by a layer's window; None = the whole context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +156,11 @@ class _Segment:
     first_row: int
     num_tokens: int
     position: int
-    """Of the first token."""
+    """Position of the first token."""
     end: int
     """Slots up to the last token."""
     slots: _Ints
-    """Of the whole sequence, [length]. A tree's tokens have gaps between them, which are masked."""
+    """All slots of the sequence, [length]. A tree's tokens have masked gaps between them."""
     tree: Tree | None
 
 
@@ -208,7 +208,7 @@ class Tree:
     ancestors: _Bools
     """[T, T]: whether the column's token is the row's or an ancestor of it."""
     places: _Ints
-    """[T]: places behind the slots held, for attention. The first token of each depth has the place
+    """[T]: places after the slots held, for attention. The first token of each depth has the place
     that it would have in a chain. The others follow at a stride, a multiple of `_SLOTS_UNIT`, so
     that attention sums a path in the order of a chain."""
 

@@ -223,10 +223,10 @@ class EmulatedEngine:
         return logits.scatter_(1, ids, torch.from_numpy(values.astype(np.float32)))
 
     def _judge(self, steps: Sequence[SequenceStep], contexts: _Words, logits: torch.Tensor) -> None:
-        """Gives the draft token behind each row all probability or none. Of siblings only the first
+        """Gives the draft token after each row all probability or none. Of siblings only the first
         may get it, so that acceptance depends on the rates alone."""
         drafted: dict[int, tuple[int, int, int]] = {}
-        """By row: the draft token, its place in the round, and the row behind it."""
+        """By row: the draft token, its place in the round, and the row after it."""
         siblings: list[tuple[int, int]] = []
         """Other siblings: row and token."""
         start = 0

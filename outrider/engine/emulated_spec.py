@@ -30,7 +30,7 @@ class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
     support: int = Field(default=64, ge=1)
     """Ids of probability above zero after each prefix."""
     exponent: float = Field(default=1.706, ge=0, le=100)
-    """Of the Zipf law: the id of rank r (from 1) has weight r ** -exponent; 0 = uniform."""
+    """Zipf exponent: the id of rank r (from 1) has weight r ** -exponent; 0 = uniform."""
     deviation: float = Field(default=0.65, ge=0, le=100)
     """Standard deviation of log q - log p before both are normalised; 0 = a perfect draft."""
     order: int = Field(default=3, ge=1, le=64)
@@ -46,7 +46,7 @@ class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
     eos: int = Field(default=-1, ge=-1)
     """The id that ends a text; -1 = none."""
     num_pages: int = Field(default=4096, ge=1, le=PAGES_MAX)
-    """Of the engine, with `PAGE_SIZE` slots each."""
+    """Pages of the engine, with `PAGE_SIZE` slots each."""
     acceptance_rates: Annotated[
         tuple[Share, ...], Parts, Field(max_length=NUM_DRAFT_TOKENS_MAX)
     ] = ()

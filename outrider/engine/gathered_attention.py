@@ -1,6 +1,6 @@
 """Attention over gathered slots of a paged cache, on any device.
 
-It uses plain matrix products, with scores in the model's dtype, and rounds as the library's `eager`
+It uses plain matrix products, with scores in the model's dtype, and rounds as transformers' `eager`
 attention does. On most CPUs this is faster than the fused `scaled_dot_product_attention`. Times of
 a layer relative to that, in bfloat16 on one thread, with 3 key heads of width 64 for 9 query heads:
 0.5 for 16 sequences of 300 slots with one or five new tokens each, 0.4 for 128 tokens of a prompt
@@ -28,7 +28,7 @@ def attend(query: Tensor, layer: LayerPages, groups: Sequence[Group]) -> Tensor:
     if len(groups) == 1 and isinstance(groups[0].rows, slice):
         return _attend_group(queries, layer, groups[0])[None]
     num_heads, num_rows, _ = queries.shape
-    # The output of padding goes behind the last row.
+    # The output of padding goes after the last row.
     output = queries.new_zeros((num_rows + 1, num_heads, layer.cache.values.shape[2]))
     for group in groups:
         rows = group.rows

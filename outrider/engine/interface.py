@@ -28,8 +28,7 @@ class ModelInfo:
     tokenizer_fingerprint: str
     """Empty for a model without a tokenizer."""
     logit_token_ids: tuple[int, ...] = field(default=(), repr=False)
-    """Of a head over a part of the vocabulary: the token of each column of its logits, ascending.
-    """
+    """For a head over a part of the vocabulary: each logit column's token, ascending."""
     numerics: str = ""
     """See `ReplicaDescription.numerics`."""
     features: str = ""
@@ -46,8 +45,8 @@ class SequenceStep:
     num_logits: int
     """How many of the last `token_ids` logits are wanted for; 0..len(token_ids)."""
     parents: tuple[int, ...] = ()
-    """Of a tree: for each of `token_ids` the index of the token that it follows, smaller than its
-    own; -1 = the last slot held. Empty for a chain."""
+    """For a tree: the index, below its own, of the token that each of `token_ids` follows; -1 = the
+    last slot held. Empty for a chain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +206,7 @@ class DraftingEngine(FeatureEngine, Protocol):
     def forward_draft(
         self, steps: Sequence[SequenceStep], features: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Runs one pair for each step, a feature [D] and the step's only token, behind the slots of
+        """Runs one pair for each step, a feature [D] and the step's only token, after the slots of
         a sequence that holds some. Returns the head's output, [1, D] each, in the model's dtype.
         The slots that it takes hold keys and values of pairs alone; the caller gives them back by
         `keep` before the sequence's next `forward`."""

@@ -114,7 +114,7 @@ class PagedEngine(PagedSequences):
         parameter = next(module.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
         num_threads = torch.get_num_threads()
-        self._contended: ContendedThreads | None = None  # Not in the trial.
+        self._contended: ContendedThreads | None = None  # Unused in the trial.
         self._logits_dtype = torch.float64 if self._dtype == torch.float64 else torch.float32
         self._backend = None if deterministic else backend
         self._deterministic, self._least, self._kernels = deterministic, least, kernels

@@ -24,11 +24,11 @@ class StepCosts:
     rows: tuple[int, ...]
     """Measured, ascending; at least one."""
     seconds: tuple[float, ...]
-    """Of a step of one session with that many rows, without a context."""
+    """Time of a step of one session with that many rows, without a context."""
     session_s: float = 0.0
-    """For each further session."""
+    """Time for each further session."""
     slot_s: float = 0.0
-    """For each slot that a row of its session reads ..."""
+    """Time for each slot that a row of its session reads ..."""
     row_slot_s: float = 0.0
     """... and for each further row that reads it."""
 
@@ -73,7 +73,7 @@ CONTEXT_ROWS = 64
 CONTEXTS_SHARE = 0.3
 """Share of the time limit after which no more sessions get a context."""
 TRIES = 3
-"""Of each measurement; the fastest counts, as other processes can only slow it down ..."""
+"""Tries of each measurement; the fastest counts, as other processes only slow it down ..."""
 TRIES_SHARE = 0.05
 """... but no further try starts after this share of the time limit."""
 MANY_ROWS = 64

@@ -402,7 +402,7 @@ class BlockPool:
     def _move(
         self, sequence_id: str, sequence: PagedSequence, length: int, path: Sequence[int]
     ) -> list[Copy]:
-        """Moves the slots of `path` behind the first `length`; returns the slot moves."""
+        """Moves the slots of `path` after the first `length`; returns the slot moves."""
         size, before = self.page_size, sequence.pages.copy()
         indices = range(length // size, -(-(length + len(path)) // size))
         num_shared = sum(self._holders[before[index]] > 1 for index in indices)

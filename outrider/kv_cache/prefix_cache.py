@@ -2,8 +2,8 @@
 
 A slot's keys and values depend on every slot that its token attended to. Only in a chain, where
 each slot follows the one before it, do the ids up to a slot determine them. So only whole pages of
-the chain that a sequence begins with are shared as a prefix. Behind the chain may be slots of a
-tree, until `keep` cuts it to a path, slots that follow such a tree, and shallow slots, which are
+the chain that a sequence begins with are shared as a prefix. After the chain may come slots of a
+tree, until `keep` cuts it to a path; slots that follow such a tree; and shallow slots, which are
 written in a model's first layers alone.
 """
 
@@ -89,7 +89,7 @@ class PagedSequence:
         self.chain_length = 0
         """Slots at the beginning that form a chain."""
         self.tree: Sequence[int] = ()
-        """`SequenceStep.parents` of the slots behind the chain, if these are one tree."""
+        """`SequenceStep.parents` of the slots after the chain, if these are one tree."""
         self.num_shallow = 0
         """Shallow slots at the end."""
 

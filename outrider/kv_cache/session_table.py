@@ -44,7 +44,7 @@ class _Entry:
         self.parked = False
         self.sequence = TokenSequence()
         self.confirmed_length = 0
-        """Committed tokens at the last `align`; those behind them are guesses."""
+        """Committed tokens at the last `align`; those after them are guesses."""
 
 
 class SessionTable:

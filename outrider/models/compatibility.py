@@ -163,7 +163,7 @@ def dependent_at(engine: Engine, max_num_seqs: int) -> int | None:
 def _logits_in_parts(
     engine: Engine, ids: tuple[int, ...], part: int, num_rows: int, max_num_seqs: int
 ) -> Tensor:
-    """Logits [T, V] of `ids`, run in parts of `part` tokens, each behind other sequences that fill
+    """Logits [T, V] of `ids`, run in parts of `part` tokens, each after other sequences that fill
     the step up to `num_rows`, if there is room."""
     rows = []
     for start in range(0, len(ids), part):

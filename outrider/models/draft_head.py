@@ -31,7 +31,7 @@ class DraftHead(nn.Module):
     """Factor of attention scores."""
     layer_ids: tuple[int, ...]
     """The taps are the inputs of these layers of the target, counted from 0. The number of layers
-    stands for the input of the norm behind them; `OUTPUT`, alone, for the norm's output."""
+    stands for the input of the norm after them; `OUTPUT`, alone, for the norm's output."""
 
     def ways(self, num_layers: int) -> dict[str, Any]:
         """The ways to read a target of `num_layers` layers that it may have been trained for, by a
@@ -68,9 +68,9 @@ class DraftHead(nn.Module):
         raise NotImplementedError
 
     def unroll(self, features: Tensor, token_ids: Tensor, num_depths: int) -> Iterator[Tensor]:
-        """Drafts a chain of `num_depths` pairs behind each of L places of B texts, with gradients,
+        """Drafts a chain of `num_depths` pairs after each of L places of B texts, with gradients,
         and yields h [B, L, D] of each depth. Takes the features [B, L, D] and the tokens [B, L +
-        num_depths - 1] behind them. A chain's tokens are the text's; it sees the text's pairs up to
+        num_depths - 1] after them. A chain's tokens are the text's; it sees the text's pairs up to
         its start, and then its own."""
         num_pairs = features.shape[1]
         pairs: list[tuple[Tensor, Tensor]] = []

@@ -45,13 +45,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A prompt and `TOKENS_WRITTEN` tokens that the target wrote behind it, with the target's
-    hidden states and answers."""
+    """A prompt and `TOKENS_WRITTEN` tokens that the target wrote after it, with the target's hidden
+    states and answers."""
 
     token_ids: Tensor
     """[T]"""
     hidden: Sequence[Tensor]
-    """What each layer reads [T, D], then what the norm behind the last layer reads, if any."""
+    """What each layer reads [T, D], then what the norm after the last layer reads, if any."""
     likeliest: Tensor
     """[T]: the likeliest token after each."""
     num_layers: int

@@ -50,7 +50,7 @@ class TrainedKind(StrEnum):
     MEDUSA = "medusa"
     """Heads on the target (`medusa.py`)."""
     EARLY_EXIT = "early-exit"
-    """A head behind the target's first layers (`early_exit.py`)."""
+    """A head after the target's first layers (`early_exit.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class TrainedDescription:
     target_fingerprint: str
     """`tensors_fingerprint` of the target."""
     vocab_size: int
-    """Of that target."""
+    """The target's own."""
     draft_vocab_size: int
     """Rows of the drafter's head."""
 

@@ -5,7 +5,7 @@
     x_j    = [norm(embedding of token j), norm(g_{j-1})];  q, k and v are linear in it
     y_j    = r_j + O attention(q_j, keys and values of the pairs 1 .. j)
     h_j    = y_j + MLP(norm(y_j))
-    logits of the token behind token j = lm_head(norm(h_j))
+    logits of the token after token j = lm_head(norm(h_j))
 
 r_j is g_{j-1}, or its norm (`norm_before_residual`). A drafted pair has h, or its norm
 (`norm_output`), in place of g. Taps may be normed before `fc`, one by one (`fc_norm`) or together
@@ -66,7 +66,7 @@ _EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _NOT_WEIGHTS = ("inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
 """Suffixes of tensors in some checkpoints that no head needs."""
 _SPECULATORS_VERSION = "0.9.0"
-"""The version of the library whose form is written."""
+"""The version of speculators whose form is written."""
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -88,10 +88,10 @@ class Eagle3Config:
 
 
 class Eagle3LayerConfig(LlamaConfig):  # type: ignore[misc]
-    """Of a layer whose width need not be a multiple of its number of heads."""
+    """For a layer whose width need not be a multiple of its number of heads."""
 
     def validate_architecture(self) -> None:
-        """Skips the library's check of that."""
+        """Skips transformers' check of that."""
 
 
 class _Attention(nn.Module):
@@ -117,9 +117,9 @@ class _Layer(nn.Module):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = LlamaRMSNorm(width, eps)
-        """Of embeddings."""
+        """Norm of embeddings."""
         self.hidden_norm = LlamaRMSNorm(width, eps)
-        """Of features."""
+        """Norm of features."""
         self.self_attn = _Attention(config, qk_norm)
         self.post_attention_layernorm = LlamaRMSNorm(width, eps)
         self.mlp = LlamaMLP(config)
@@ -130,7 +130,7 @@ class Eagle3Head(DraftHead):
     of the speculators form. Attention scores are scaled by head_dim ** -0.5."""
 
     def __init__(self, config: Eagle3Config) -> None:
-        """Has the library's initial weights; embeddings are [vocab_size, D]."""
+        """Has transformers' initial weights; embeddings are [vocab_size, D]."""
         super().__init__()
         layer, num_taps = config.layer, len(config.layer_ids)
         width, eps = layer.hidden_size, layer.rms_norm_eps
@@ -157,7 +157,7 @@ class Eagle3Head(DraftHead):
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
-        """The taps, as indices into the library's `hidden_states`."""
+        """The taps, as indices into transformers' `hidden_states`."""
         return self.config.layer_ids
 
     @layer_ids.setter
@@ -438,7 +438,7 @@ def save_speculators(
 ) -> None:
     """Writes a head in the speculators form, for a target of these architectures. Its logits are of
     `token_ids`; `num_draft_tokens` are drafted with it by default. Embeddings are written even if
-    they are the target's, as version 0.9.0 of the library would leave them unset."""
+    they are the target's, as speculators 0.9.0 would leave them unset."""
     config, layer = head.config, head.config.layer
     method = {"proposal_type": "greedy", "speculative_tokens": num_draft_tokens}
     stated = {

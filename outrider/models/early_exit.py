@@ -1,9 +1,9 @@
-"""A head behind a target's first layers: the target drafts for itself.
+"""A head after a target's first layers: the target drafts for itself.
 
     h  output of the target's layer N at a token, [R, D]
     x = h / rms(h) * w
     f = x + M x + down (silu(gate x) * up x)
-    logits of the token behind it = H f
+    logits of the token after it = H f
 
 w [D], M [D, D], gate and up [M', D], down [D, M'] are trained; H [N', D] has the rows of the
 target's head for a part of its vocabulary. With w of the target's last norm and all other weights
@@ -94,7 +94,7 @@ class Watched(nn.Module):
         self.train(inner.training)
 
     def __getattr__(self, name: str) -> Any:
-        """The inner module's: a base model may read a layer's kind, or its head's weight."""
+        """Looks in the inner module: a base model may read a layer's kind, or its head's weight."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -117,8 +117,8 @@ class Watched(nn.Module):
 
 
 def watch_layers(module: Any, indices: Sequence[int]) -> list[Watched]:
-    """Wraps these layers of a model, counted from 0; the number of layers stands for the norm
-    behind them. Raises `ConfigError` for a model that has no such layers."""
+    """Wraps these layers of a model, counted from 0; the number of layers stands for the norm after
+    them. Raises `ConfigError` for a model that has no such layers."""
     num_layers = len(layers_of(module))
     wrong = [index for index in indices if not 0 <= index <= num_layers]
     if wrong:
@@ -132,7 +132,7 @@ def watch_layers(module: Any, indices: Sequence[int]) -> list[Watched]:
 
 
 def _place_of(module: Any, index: int) -> tuple[nn.Module, str]:
-    """The parent module of a layer, or of the norm behind the layers, and its name there."""
+    """The parent module of a layer, or of the norm after the layers, and its name there."""
     layers = layers_of(module)
     if index < len(layers):
         return layers, str(index)
@@ -156,7 +156,7 @@ _EPS = 1e-6
 
 
 class ExitHead(TargetHead):
-    """Of width D and inner width M', with rows of the target's head [N', D]."""
+    """A head of width D and inner width M', with rows of the target's head [N', D]."""
 
     def __init__(self, head: nn.Parameter, inner: int, _: int = 1) -> None:
         """All weights but the head's have no values yet."""

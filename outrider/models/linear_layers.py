@@ -1,4 +1,4 @@
-"""Linear layers and activations that replace the library's on a CPU."""
+"""Linear layers and activations that replace transformers' on a CPU."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class FusedLinear(InferenceLinear):
 
 
 class PackedLinear(InferenceLinear):
-    """In oneDNN's layout, on a CPU.
+    """A weight in oneDNN's layout, on a CPU.
 
     The first call with a new number of rows takes up to 0.7 ms longer, as oneDNN prepares a kernel.
     It keeps 1,024 of them for the process.
@@ -93,7 +93,7 @@ _BLOCK_WEIGHTS = 2**20
 
 
 class WidenedLinear(InferenceLinear):
-    """In bfloat16, on a CPU that cannot multiply in bfloat16: in float32, block by block."""
+    """For bfloat16 on a CPU that cannot multiply it: multiplies in float32, block by block."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """Shares `weight` if it is contiguous."""
@@ -117,7 +117,7 @@ def quick(
     weight: Tensor, bias: Tensor | None, kernels: PaceKernels | None = None
 ) -> InferenceLinear | None:
     """The fastest layer with that weight [out, in] on this machine: with the kernels if they can
-    pack it, or with oneDNN. None if that is the library's own layer."""
+    pack it, or with oneDNN. None if that is transformers' own layer."""
     if weight.device.type != "cpu" or weight.dim() != 2 or weight.numel() == 0:
         return None
     if kernels is not None and weight.dtype == kernels.dtype and kernels.can_pack(*weight.shape):
@@ -136,7 +136,7 @@ _LEVELS = 15
 _CENTRE = 8
 """The level that the kernel's offset stands for."""
 _INNER_TILES = 2
-"""Of the packed layout; the CPU kernel takes any value."""
+"""Tiles of the packed layout; the CPU kernel takes any number."""
 _WIDE_ROWS = 32
 """From this many rows on it is faster to widen an 8-bit weight and use a plain product."""
 
@@ -152,7 +152,7 @@ class QuantizedLinear(InferenceLinear, ABC):
 
     @abstractmethod
     def _product(self, rows: Tensor) -> Tensor:
-        """Of rows [N, in]: [N, out]."""
+        """The product [N, out] of rows [N, in]."""
 
 
 class Int8Linear(QuantizedLinear):
@@ -289,7 +289,6 @@ class AlignedActivation(nn.Module):
         self.function = function
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Of each element."""
         num = inputs.numel()
         flat = functional.pad(inputs.reshape(-1), (0, -num % _LANES))
         pieces = [self.function(piece) for piece in torch.split(flat, _ACTIVATION_ELEMENTS)]

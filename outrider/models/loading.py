@@ -47,7 +47,7 @@ def read_weights(path: Path) -> dict[str, Any]:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files that the library would load: some repositories hold the same weights twice."""
+    """The files that transformers would load: some repositories hold the same weights twice."""
     if (path / _SINGLE).is_file():
         return [path / _SINGLE]
     if (path / _INDEX).is_file():
@@ -87,15 +87,15 @@ _LOADING_ERRORS = (
     ValueError, OSError, ImportError, KeyError, TypeError, RuntimeError, AssertionError,
     SafetensorError,
 )  # fmt: skip
-"""What the library raises for broken or unknown files."""
+"""What loading raises for broken or unknown files."""
 
 _log = logging.getLogger(__name__)
 
 
 @contextmanager
 def refusing(what: str, quantization: str = "") -> Iterator[None]:
-    """Turns what the library raises for broken or unknown files into a `ConfigError`, which also
-    says what may run weights of that `quantization`."""
+    """Turns errors of loading broken or unknown files into a `ConfigError`, which also says what
+    may run weights of that `quantization`."""
     try:
         yield
     except _LOADING_ERRORS as error:
@@ -157,7 +157,7 @@ def load_model(path: Path, **options: Unpack[LoadOptions]) -> tuple[nn.Module, M
             **({"device_map": {"": str(where)}} if quantization and where.type != "cpu" else {}),
         )
     wrong = ""
-    if loading["missing_keys"]:  # The library would use random numbers.
+    if loading["missing_keys"]:  # transformers would use random numbers.
         wrong = f"its files lack the weights {min(loading['missing_keys'])}"
     elif quantization_of(module.config) and getattr(module, "hf_quantizer", None) is None:
         # It would use the stored numbers as they are.

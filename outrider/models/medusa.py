@@ -2,7 +2,7 @@
 
     f_0 = what the target's head read at the token before the newest one
     f_i = f_{i-1} + D_i (silu(G_i u_i) * (U_i u_i)),    u_i = [norm(f_{i-1}), norm(e_i)]
-    logits of the i-th token behind the newest one = H f_i
+    logits of the i-th token after the newest one = H f_i
 
 e_1 is the embedding of the newest token, which f_0 did not see, e_2 that of the first drafted one,
 and so on; norm divides by the root mean square. H has the rows of the target's head for a part of
@@ -63,7 +63,7 @@ class DraftHeads(TargetHead):
         self.heads = nn.ModuleList(heads).to(head.dtype)
 
     def advance(self, depth: int, features: Tensor, token_ids: Tensor) -> Tensor:
-        """f_{depth+1} [R, D] of f_depth [R, D] and the tokens [R] behind it; `depth` from 0."""
+        """f_{depth+1} [R, D] of f_depth [R, D] and the tokens [R] after it; `depth` from 0."""
         embedded = nn.functional.embedding(token_ids, self.embeddings)
         advanced: Tensor = self.heads[depth](features, embedded)
         return advanced

@@ -2,8 +2,8 @@
 
 Names and shapes tell which replacement could fit; only a call shows that there is no clamp, no
 offset and no other rotation. A probe is a few random rows of different magnitudes, so that a clamp
-and an epsilon both show. A module whose replacement fails keeps the library's code. A probe leaves
-out the last layer of a block: the replacement uses the same layer, and it may wait for other ranks.
+and an epsilon both show. A module whose replacement fails keeps transformers' code. A probe leaves
+out a block's last layer: the replacement uses the same one, and it may wait for other ranks.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class NativeRMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * (weight + offset) over the last axis, computed at least in
     float32: [..., D] -> [..., D].
 
-    It takes five operators on a CPU, where the library's norm takes eight and `functional.rms_norm`
+    It takes five operators on a CPU, where transformers' norm takes eight and `functional.rms_norm`
     nine, as sqrt(mean(x^2) + eps) is hypot(|x|, sqrt(D eps)) / sqrt(D).
     """
 
@@ -63,7 +63,7 @@ class NativeRMSNorm(nn.Module):
         self._has_kernel = weight.is_cuda and offset == 0
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Of [..., D], in its dtype."""
+        """[..., D], in the input's dtype."""
         if self._has_kernel:
             shape = tuple(self.weight.shape)
             normed: Tensor = functional.rms_norm(hidden_states, shape, self.weight, self.eps)
@@ -77,7 +77,7 @@ class NativeRMSNorm(nn.Module):
 
 class FusedMLP(nn.Module):
     """down(act(gate(x)) * up(x)), with gate and up in one product: [..., D] -> [..., D]. Replaces
-    the library's `block`."""
+    transformers' `block`."""
 
     def __init__(self, block: Any) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class FusedMLP(nn.Module):
         self._halves = (block.gate_proj.out_features, block.up_proj.out_features)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Of [..., D], in its dtype."""
+        """[..., D], in the input's dtype."""
         gate, up = self.gate_up_proj(hidden_states).split_with_sizes(self._halves, -1)
         output: Tensor = self.down_proj(self.act_fn(gate).mul_(up))
         return output
@@ -99,7 +99,7 @@ class DirectLayer(nn.Module):
     """A decoder layer with less overhead between its blocks: [..., D] -> [..., D].
 
     h' = h + attention(norm(h)); output = h' + mlp(norm(h')). In a layer of four norms (Gemma's) the
-    outputs of attention and MLP are normed, too. Takes the blocks and attributes of the library's
+    outputs of attention and MLP are normed, too. Takes the blocks and attributes of transformers'
     `layer`. Further arguments of a call go to attention.
     """
 
@@ -109,7 +109,7 @@ class DirectLayer(nn.Module):
         self.input_layernorm: Any = layer.input_layernorm
         self.self_attn: Any = layer.self_attn
         self.attention_norm: Any = None
-        """Of the output of attention; or None."""
+        """Norm of attention's output; or None."""
         self.mlp_input_norm: Any = layer.post_attention_layernorm
         self.mlp: Any = layer.mlp
         self.mlp_output_norm: Any = None
@@ -119,7 +119,7 @@ class DirectLayer(nn.Module):
             self.mlp_output_norm = layer.post_feedforward_layernorm
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        """Of [..., D], in its dtype."""
+        """[..., D], in the input's dtype."""
         rows, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
         if self.attention_norm is not None:
             rows = self.attention_norm(rows)
@@ -135,7 +135,7 @@ class DirectLayer(nn.Module):
 class FusedAttention(nn.Module):
     """Attention with rotary positions, with queries, keys and values in one product.
 
-    Keeps the attributes of the library's `block` (`config`, `layer_idx`, `num_key_value_groups`,
+    Keeps the attributes of transformers' `block` (`config`, `layer_idx`, `num_key_value_groups`,
     ...), as attention functions read them. `interface_options` are those that the block passes to
     attention functions; `eager` is its default one.
     """
@@ -168,9 +168,9 @@ class FusedAttention(nn.Module):
         past_key_values: None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Of `hidden_states` [B, T, D] and the positions' cosines and sines, each [B or 1, T, head
-        width]: the output [B, T, D], and the attention function's weights. Keys and values are kept
-        by the attention function, not by the library's caches."""
+        """The output [B, T, D] and the attention function's weights, from `hidden_states` [B, T, D]
+        and the positions' cosines and sines, each [B or 1, T, head width]. Keys and values are kept
+        by the attention function, not by transformers' caches."""
         if past_key_values is not None:
             raise InvariantError("a model that was sped up takes no cache of the library")
         shape = hidden_states.shape[:-1]
@@ -203,7 +203,7 @@ class FusedAttention(nn.Module):
 
 
 def _own_knowledge(block: nn.Module) -> dict[str, Any]:
-    """The attributes of a block of the library that not every module has."""
+    """The attributes of a transformers block that not every module has."""
     return {name: value for name, value in vars(block).items() if name not in _OF_EVERY_MODULE}
 
 
@@ -345,7 +345,7 @@ def _quantized_linear(layer: Any, bits: int) -> nn.Module | None:
 
 
 def _linear_weight(layer: Any) -> Tensor | None:
-    """The weight [out, in] of a linear layer of the library or of torch; None for other modules."""
+    """The weight [out, in] of a linear layer of transformers or torch; None for other modules."""
     if type(layer) is Conv1D:
         return layer.weight.t()  # type: ignore[no-any-return]
     return layer.weight if _is_plain(layer) else None

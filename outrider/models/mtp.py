@@ -4,9 +4,9 @@
     pair j = (g_{j-1}, token j), from 1; its rotary position is j - 1
     x_j    = eh_proj [enorm(embedding of token j), hnorm(g_{j-1})]
     h_j    = layer(x_j), where the layer, of the target's own kind, sees the pairs 1 .. j
-    logits of the token behind token j = head(norm(h_j))
+    logits of the token after token j = head(norm(h_j))
 
-A drafted pair has norm(h) in place of g, and runs the same layer again, as in the library and in
+A drafted pair has norm(h) in place of g, and runs the same layer again, as in transformers and in
 `speculators`. For DeepSeek and GLM vLLM takes h itself there (`ways` has that, too), and zeros for
 the embedding of the first pair.
 
@@ -69,7 +69,7 @@ to what is carried from pair to pair."""
 
 
 class MtpHead(DraftHead):
-    """The library's MTP layer, `layer`, of a target with `num_layers` layers and the last norm
+    """transformers' MTP layer, `layer`, of a target with `num_layers` layers and the last norm
     `norm`; None = what it reads has already been through that norm."""
 
     def __init__(
@@ -121,7 +121,7 @@ class MtpHead(DraftHead):
     def keys_and_values(
         self, features: Tensor, token_ids: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See `DraftHead.keys_and_values`; nothing behind the layer's attention is run."""
+        """See `DraftHead.keys_and_values`; nothing after the layer's attention is run."""
         found: list[Tensor] = []
 
         def note(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -278,7 +278,7 @@ def _own_or_shared(own: Tensor | None, shared: Tensor, name: str) -> Tensor:
 
 
 def _with_weights(target: Any, tensors: dict[str, Tensor]) -> Any:
-    """The library's model of one MTP layer for `target`, with these weights."""
+    """transformers' model of one MTP layer for `target`, with these weights."""
     like = copy(target)  # So that its configuration can change.
     like.config = deepcopy(target.config)
     sizes = like.config.get_text_config()
@@ -289,7 +289,7 @@ def _with_weights(target: Any, tensors: dict[str, Tensor]) -> Any:
         for context in MtpModel.get_init_context(target.dtype, False, False, None):
             stack.enter_context(context)
         model = MtpModel(like, 1)
-    # Version 5.23 of the library has a method for them.
+    # transformers 5.23 has a method for them.
     first = f"layers.{sizes.num_hidden_layers}."
     conversions = [
         WeightRenaming(source_patterns=first, target_patterns="layers.0.mtp_block."),

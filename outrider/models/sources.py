@@ -1,4 +1,4 @@
-"""From a model's name to a local directory of safetensors.
+"""Finds a model's local directory of safetensors by its name.
 
 name                        directory
 `demo`                      the GGUF file inside the installed demo wheel, converted and cached

@@ -65,7 +65,7 @@ class JudgedRows:
     """For a row that judges a draft token: min(1, p / q), or in a block pi after the token; NaN if
     the token is outside its q."""
     left: RealArray
-    """In a block: Z."""
+    """Z in a block."""
     drawn: IntArray
     """The token that follows; the correction where the row judges a draft token."""
 

@@ -160,7 +160,7 @@ class LikelyOutcome(NamedTuple):
 
     num_accepted: int
     rank: int
-    """From 0."""
+    """Rank of the guess, from 0."""
     chance: float
 
 

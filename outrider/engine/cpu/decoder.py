@@ -62,7 +62,7 @@ class FusedDecoder:
         self.kernels = kernels
         self.rotations: list[_Rotation] = []
         self.windows = list(dict.fromkeys(layer.window for layer in layers))
-        """By the `kind` of a layer."""
+        """Windows by the `kind` of a layer."""
         epsilons = {norm.eps for norm in base.modules() if isinstance(norm, NativeRMSNorm)}
         sizes = {
             _sizes(block, layer, kernels, eps)

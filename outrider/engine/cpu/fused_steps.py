@@ -64,7 +64,7 @@ class FusedSteps(Steps):
         self._layers: Any = decoder.layers.eval()
         if is_scripted:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # Of TorchScript.
+                warnings.simplefilter("ignore", DeprecationWarning)  # It is TorchScript's.
                 self._layers = torch.jit.script(self._layers)
             # A layer has a dozen calls, of which each costs 0.3 us unless it is inlined.
             torch._C._jit_pass_inline(self._layers.graph)
@@ -183,7 +183,7 @@ _ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 65, 96)
 _NUM_ROWS = 96
 _FIRST_LENGTH = 128
 _NUM_PAGES = 257
-"""Of the cache for the trial; longer contexts repeat them."""
+"""Pages of the trial's cache; longer contexts repeat them."""
 
 
 @torch.inference_mode()

@@ -68,7 +68,7 @@ class LayerWeights(NamedTuple):
     output: Tensor
     output_bias: Tensor | None
     attention_norm: Tensor | None
-    """Of the output of attention, in layers with four norms."""
+    """Norm of attention's output, in layers with four norms."""
     second_norm: Tensor
     gate: Tensor
     up: Tensor
@@ -82,7 +82,7 @@ class LayerWeights(NamedTuple):
     softcap: float
     """0 = none."""
     window: int
-    """Tokens before a token that it sees; -1 = all."""
+    """How many tokens before it a token sees; -1 = all."""
 
 
 class LayerSizes(NamedTuple):
@@ -91,7 +91,7 @@ class LayerSizes(NamedTuple):
     query_heads: int
     key_heads: int
     width: int
-    """Of a head."""
+    """Width of a head."""
     eps: float
     activation: str
 
@@ -273,7 +273,7 @@ class PaceKernels:
 
     name: str = f"{PACKAGE} {VERSION}"
     dtype: torch.dtype = torch.bfloat16
-    """Of rows, weights, keys and values."""
+    """Dtype of rows, weights, keys and values."""
     activations: Final = ("silu", "gelu")
     layers: type[FusedLayers] = FusedLayers
     """The operators of whole layers."""

@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class ParallelEngine:
-    """An `Engine`: the leader's share of a model, with the followers' behind it.
+    """An `Engine`: the leader's share of a model, and through it the followers'.
 
     A call that changes state is made here first; if it succeeds, it is sent to the followers with
     the next step. An engine's state depends on its calls alone, so all ranks hold the same pages. A

@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 def plan_for(module: Any, size: int, name: str, key: str) -> dict[str, str]:
-    """The style of each linear layer that the library's plan shares out, by its path. Raises
+    """The style of each linear layer that transformers' plan shares out, by its path. Raises
     `SettingError` about the setting `key` for a model without a plan, for a plan with an unknown
     style, and if `size` ranks cannot get equal shares; then it names the sizes that can."""
     styles: Mapping[str, str] = getattr(module, "tp_plan", None) or {}
