@@ -81,7 +81,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `caller_trust` only when used: its imports are slow."""
+    """Imports `caller_trust` only when used, as that is slow."""
     if name != "caller_trust":
         raise AttributeError(name)
     from outrider.transport.tls import caller_trust

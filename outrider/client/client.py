@@ -1,4 +1,4 @@
-"""The client for an event loop, and the one for programs without."""
+"""The client for an event loop, and the client for programs without one."""
 
 from __future__ import annotations
 
@@ -35,13 +35,12 @@ RESUMED_TIMEOUT_S = DEADLINE_MS_MAX / 1000 + GENERATE_SLACK_S
 
 
 class Client:
-    """Connects to a coordinator, or to several of a deployment, which are called in turn; if one
-    does not answer, the next one is called. Any number of calls at a time, on one event loop. A
-    generation whose stream breaks is resumed, at another coordinator if there is one, without
-    losing or repeating a token.
+    """Calls a coordinator, or several of a deployment in turn; if one does not answer, the next.
+    Any number of calls may run at a time, on one event loop. A generation whose stream breaks is
+    resumed, at another coordinator if there is one, without losing or repeating a token.
 
-    `timeout_s` bounds a call that generates nothing, in seconds; a generation is bounded by its
-    `deadline_ms`, or the default one, plus some seconds for its last event."""
+    `timeout_s` bounds a call that generates nothing, in seconds. The bound of a generation is its
+    `deadline_ms`, or the default, plus some seconds for its last event."""
 
     def __init__(
         self,
@@ -52,13 +51,13 @@ class Client:
         resume_timeout_s: float = RESUME_TIMEOUT_S,
     ) -> None:
         """`server` is HOST:PORT, or several separated by commas; or a function that returns such a
-        text, which is called again when a coordinator does not answer, so that new ones are found,
-        and may return an empty text while there is none; or a transport, which the client then owns
-        and closes, and which has its own key. Nothing is sent before the first call. `api_key` is
-        sent with each call, in plain text without TLS (`trust`, see `caller_trust`). For up to
-        `resume_timeout_s` seconds broken streams are resumed, and requests that cannot be served
-        now are sent again; so are other calls while no coordinator that a function names answers; 0
-        = no retries."""
+        text; or a transport, which has its own key, and which the client then owns and closes. A
+        function is called again when a coordinator does not answer, to find new ones; it may return
+        an empty text while there is none. Nothing is sent before the first call. `api_key` goes
+        with each call, unencrypted without TLS (`trust`, see `caller_trust`). For up to
+        `resume_timeout_s` seconds, broken streams are resumed, and requests that cannot be served
+        now are repeated, as are other calls while no coordinator named by a function answers; 0 =
+        no retries."""
         if isinstance(server, str) or callable(server):
             connect = partial(GrpcTransport, trust=trust, api_key=api_key)
             server = ResumingTransport(EndpointPool(server, connect), resume_timeout_s)
@@ -90,11 +89,11 @@ class Client:
     def resume(
         self, session_id: str, num_tokens: int = 0, timeout_s: float = RESUMED_TIMEOUT_S
     ) -> AsyncGenerator[Event]:
-        """The events of a generation whose stream broke, begun by this client or another: `Started`
-        again, then what follows the `num_tokens` tokens that are known already. For a session that
-        has ended, also as cancelled, these are its last events; a running stream of it ends with
-        `StaleEpoch`. Raises `NotFound`, `DataLoss` where the store lacks tokens that are known, and
-        `Unavailable` while another coordinator may still have the session (some two seconds)."""
+        """The events of a generation, of this client or another, whose stream broke: `Started`
+        again, then what follows its first `num_tokens` tokens. For a session that has ended, even
+        as cancelled, these are its last events. If an earlier stream still runs, it ends with
+        `StaleEpoch`. Raises `NotFound`, `DataLoss` if the store has fewer tokens, and `Unavailable`
+        while another coordinator may still have the session (some two seconds)."""
         return self._transport.events(ResumeRequest(session_id, num_tokens), timeout_s)
 
     async def complete(self, request: GenerateRequest) -> Completion:
@@ -106,7 +105,7 @@ class Client:
         return builder.build()
 
     async def cancel(self, session_id: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Ends a session with finish reason `cancelled`; its stream gets its last event. A finished
+        """Ends a session with finish reason `cancelled`; its stream gets a last event. A finished
         session is unchanged. Raises `NotFound`."""
         await self._call("cancel", timeout_s, session_id)
 
@@ -132,7 +131,7 @@ class Client:
 
 
 class SyncClient:
-    """`Client`, but each call blocks until its answer. Any number of threads may share one.
+    """A `Client` whose calls block until their answers. Any number of threads may share one.
 
     It runs the coroutines of a `Client` with a transport that blocks instead of suspending. So it
     needs no event loop: it may be used inside a program that runs one, and an interrupt (Ctrl-C)
@@ -147,7 +146,7 @@ class SyncClient:
         resume_timeout_s: float = RESUME_TIMEOUT_S,
     ) -> None:
         """`address` is HOST:PORT, several separated by commas, or a function that returns them; the
-        rest as of `Client`. Nothing is sent before the first call."""
+        rest is as for `Client`. Nothing is sent before the first call."""
 
         async def sleep(seconds: float) -> None:
             time.sleep(seconds)  # noqa: ASYNC251 (run by `_run`)

@@ -27,24 +27,24 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 Endpoint = TypeVar("Endpoint")
 Server: TypeAlias = str | Callable[[], str]
-"""HOST:PORT, several separated by commas, or a function that returns them. The function runs in the
-caller's thread, or event loop, and so must be quick."""
+"""HOST:PORT, several separated by commas, or a function that returns them. The function runs on the
+caller's thread or event loop, so it must be quick."""
 RESUME_TIMEOUT_S = 15.0
-"""Default time for resuming a broken stream, or for a request that the coordinators cannot serve
-now: they, or what they need, may be restarting."""
+"""Default time in which to resume a broken stream, or to repeat a request that no coordinator can
+serve now: they, or what they need, may be restarting."""
 LOOK_S = 0.5
 """Least time between two calls of the function."""
 GONE_MAX = 16
-"""Most connections kept to coordinators that are no longer named: calls may still run there."""
+"""Most connections kept to coordinators no longer named, where calls may still run."""
 AVOIDED_S = 5.0
-"""Time in which calls begin elsewhere than at a coordinator that did not answer. One that cannot
+"""How long no call begins at a coordinator that did not answer. One that answers that it cannot
 serve now says how long."""
 _WAIT_S = (0.05, 1.0)
 """First and longest wait between two tries; see `backoff`."""
 
 
 def addresses_of(server: object) -> list[str]:
-    """Each HOST:PORT of a comma-separated text. Raises `BadRequest` where one is empty, or it is
+    """Each HOST:PORT of a comma-separated text. Raises `BadRequest` if one is empty, or `server` is
     not text."""
     each = [one.strip() for one in server.split(",")] if isinstance(server, str) else [""]
     if not all(each):
@@ -65,10 +65,10 @@ class EndpointPool(Generic[Endpoint]):
         clock: Callable[[], float] = time.monotonic,
         first: int | None = None,
     ) -> None:
-        """`connect` makes a connection to an address, without sending anything; the first call
-        begins at the one at index `first`, by default a random one. Raises errors of a function as
-        `server`, and `BadRequest` for invalid addresses. A function may return an empty text at
-        first."""
+        """`connect` makes a connection to an address, and sends nothing. The first call begins at
+        the address with index `first`, by default a random one. Raises errors of the function
+        `server`, which may return an empty text at first, and `BadRequest` for invalid
+        addresses."""
         self._name = server if callable(server) else None
         self._connect = connect
         self.clock = clock
@@ -96,8 +96,8 @@ class EndpointPool(Generic[Endpoint]):
         return list(self._open.values())
 
     def begin(self) -> Endpoint:
-        """Where a new call begins: at the next that is not avoided, or the next if all are. Raises
-        `StreamBroken` if there are none."""
+        """Where a new call begins: at the next endpoint that is not avoided, or the next if all
+        are. Raises `StreamBroken` if there are none."""
         each, now = self.each, self.clock()
         if not each:
             raise StreamBroken("no coordinator is named yet")
@@ -108,8 +108,8 @@ class EndpointPool(Generic[Endpoint]):
         return found
 
     def after(self, tried: Endpoint, avoided_s: float = AVOIDED_S) -> Endpoint | None:
-        """The next one after `tried` for a call that failed there, so that it goes round all of
-        them. Other calls do not begin there for `avoided_s` seconds. None if it is no longer named.
+        """The endpoint after `tried`, for a call that failed there; so it tries all in turn. For
+        `avoided_s` seconds no other call begins at `tried`. None if `tried` is no longer named.
         """
         each, now = self.each, self.clock()
         if tried not in each:
@@ -121,8 +121,8 @@ class EndpointPool(Generic[Endpoint]):
 
     def renew(self) -> list[Endpoint]:
         """Calls the function again, after a coordinator did not answer. Returns the oldest
-        connections that are no longer named, to be closed. A function that returns an empty text
-        changes nothing, nor does one that fails, which is logged."""
+        connections to coordinators no longer named, to be closed. Changes nothing if the function
+        returns an empty text or fails, and logs the failure."""
         with self._changing:
             now = self.clock()
             if self._name is None or now - self._read_at < LOOK_S:
@@ -143,8 +143,8 @@ class EndpointPool(Generic[Endpoint]):
 
 
 class ResumingTransport(Transport):
-    """Calls the coordinators of one deployment by other transports, until one answers. A stream
-    that breaks continues at the next: `Started` comes once, and each token."""
+    """Calls the coordinators of a deployment by their transports, until one answers. A stream that
+    breaks continues at the next; `Started` and each token come once."""
 
     def __init__(
         self,
@@ -153,8 +153,8 @@ class ResumingTransport(Transport):
         random: Callable[[], float] = any_random,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """Owns and closes the pool's transports. 0 seconds: a broken stream is not resumed, and a
-        request that cannot begin now is not sent again. `random` is for `backoff`."""
+        """Owns and closes the pool's transports. 0 seconds = broken streams are not resumed, and
+        requests that cannot begin now are not repeated. `random` is for `backoff`."""
         self._pool = pool
         self._resume_timeout_s = resume_timeout_s
         self._random = random
@@ -168,7 +168,7 @@ class ResumingTransport(Transport):
     def events(
         self, request: GenerateRequest | ResumeRequest, timeout_s: float
     ) -> AsyncGenerator[Event]:
-        """Raises `StreamBroken` where a stream could not be resumed."""
+        """Raises `StreamBroken` if a stream could not be resumed."""
         tries = Tries(self._pool, self._resume_timeout_s, self._random)
         tries.received = request if isinstance(request, ResumeRequest) else None
 
@@ -182,9 +182,9 @@ class ResumingTransport(Transport):
         return self._tried(ask, tries, timeout_s)
 
     async def call(self, method: Method, timeout_s: float, session_id: str = "") -> Any:
-        """The answer of the first coordinator that gives one. An error that may pass is passed on
-        only from the last coordinator. Where a function names the coordinators and none answers,
-        they are called again until the time is over."""
+        """The answer of the first coordinator that gives one. Of `Unavailable` only the last
+        coordinator's is raised. If a function names the coordinators and none answers, calls them
+        again until the time is over."""
         if method == "healthy":
             for transport in self._pool.each:
                 with suppress(Unavailable, DeadlineExceeded):
@@ -206,7 +206,7 @@ class ResumingTransport(Transport):
         tries: Tries,
         timeout_s: float,
     ) -> AsyncGenerator[T]:
-        """Answers of the coordinators, which are called one after the other."""
+        """Answers of the coordinators, called one after the other."""
         pool = self._pool
         deadline = pool.clock() + timeout_s
         current: Transport | None = None
@@ -245,7 +245,7 @@ class Tries:
         *,
         is_stream: bool = True,
     ) -> None:
-        """A call that is not a stream does not wait for a coordinator that cannot serve now."""
+        """Only a stream waits for a coordinator that cannot serve now."""
         self._pool = pool
         self._resume_timeout_s = resume_timeout_s
         self._random = random
@@ -256,15 +256,14 @@ class Tries:
         """Tried since the last wait, while the call has not begun."""
         self._tried_until: float | None = None
         self._has_answer = False
-        """Whether one of these has answered, and so may be called again."""
+        """Whether one of these has answered, so that it may be called again."""
         self._num_failures = self._num_waits = 0
-        """Since the last token; waits after no answer."""
+        """Failures since the last token, and waits because of no answer."""
         self._stayed = False
-        """Whether the last one was called a second time."""
+        """Whether the last coordinator is called a second time."""
 
     def remainder(self, left_s: float) -> ResumeRequest | None:
-        """A request for what is missing, within this many seconds; None if nothing has come yet, as
-        the whole is missing."""
+        """A request for what is missing, within this many seconds; None if all is."""
         if self.received is None or not self._is_started:
             return self.received
         left_ms = round((left_s - GENERATE_SLACK_S) * 1000)
@@ -297,12 +296,12 @@ class Tries:
         self, tried: Transport | None, error: Unavailable, deadline: float
     ) -> tuple[Transport | None, float]:
         """The coordinator to call next (None = any), and the seconds until then. Before a stream
-        has begun, all are called at once. The same one is called a second time where its stream has
-        just broken, because it has the session, and maybe only the connection is gone; and where it
-        answered that it cannot continue the session now, at the time it gives, because no other
-        could sooner. Raises the error where trying is useless: all were asked to begin, none has
-        answered, and there will be no others; or a stream has ended with an error; or the time is
-        over."""
+        has begun, all are called without waiting. A coordinator is called a second time if its
+        stream has just broken: it has the session, and maybe only the connection is gone. It is
+        also called again if it answered that it cannot continue the session now, after the time
+        that it gave, as no other could sooner. Raises the error if another try is useless: all were
+        asked to begin, none has answered, and there will be no others; or a stream has ended with
+        an error; or the time is over."""
         pool, now = self._pool, self._pool.clock()
         answered, begins = not isinstance(error, StreamBroken), self.received is None
         self._num_failures += 1
@@ -330,7 +329,7 @@ class Tries:
         elif not answered:
             wait_s = backoff(*_WAIT_S, self._num_waits, self._random)
             self._num_waits += 1
-        elif wait_s > 0:  # All clients of a dead coordinator wait for the same lease.
+        elif wait_s > 0:  # Clients of a dead coordinator wait for the same lease.
             wait_s = spread(wait_s, LEASE_WAIT_SPREAD_MS / 1e3, self._random)
         if now + wait_s >= min(self._tried_until, deadline):
             raise error

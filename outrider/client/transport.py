@@ -54,7 +54,7 @@ from outrider.v1 import coordinator_pb2_grpc, types_pb2
 CLOSED = "the client is closed"
 """Message of `Unavailable` on a closed transport."""
 GENERATE_SLACK_S = 10.0
-"""Time that a generation's call may outlast the generation's own deadline."""
+"""How long a call may outlast its generation's deadline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class SessionView:
     token_ids: tuple[int, ...]
     """Committed tokens, prompt included."""
     finish_reason: FinishReason | None
-    """None while it runs."""
+    """None while the session runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class CoordinatorDescription:
     """What a coordinator serves, and how many sessions run."""
 
     model: str
-    """Model name in requests."""
+    """Its model's name in requests."""
     vocab_size: int
     max_model_len: int
     num_running: int
@@ -169,12 +169,12 @@ Method = Literal["cancel", "get_session", "describe", "healthy"]
 
 class Transport(Protocol):
     """Carries calls to one coordinator. All methods are for one event loop, end within `timeout_s`
-    seconds, and raise only errors of `outrider.errors`: among them `Unavailable`,
-    `DeadlineExceeded`, and `StreamBroken` where no coordinator answers."""
+    seconds, and raise only errors of `outrider.errors`, such as `Unavailable`, `DeadlineExceeded`,
+    and `StreamBroken` if no coordinator answers."""
 
     @property
     def address(self) -> str:
-        """Name of the coordinator for people: HOST:PORT, if it has one."""
+        """The coordinator's HOST:PORT or, without one, a name to show."""
 
     def events(
         self, request: GenerateRequest | ResumeRequest, timeout_s: float
@@ -190,7 +190,7 @@ class Transport(Protocol):
 
 
 STATUS_DETAILS = "grpc-status-details-bin"
-"""Metadata that every `Unavailable` of a coordinator has, unlike gRPC's own."""
+"""Metadata of every `Unavailable` from a coordinator; gRPC's own lacks it."""
 _ERROR_NUMBER = re.compile(r" \(\d+\)$")
 _VISIBLE = re.compile("[!-~]+")
 
@@ -221,8 +221,7 @@ class GrpcTransport(Transport):
         return self._events(self._stub.Generate, request_to_proto(request), timeout_s)
 
     async def call(self, method: Method, timeout_s: float, session_id: str = "") -> Any:
-        """See `Transport.call`. Any of our servers, replicas too, may be asked whether it is
-        healthy."""
+        """See `Transport.call`. `healthy` may ask any server of Outrider, replicas included."""
         match method:
             case "cancel":
                 asked: Any = pb.CancelRequest(session_id=session_id)
@@ -265,8 +264,8 @@ class GrpcTransport(Transport):
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Maps errors of a call inside. Closing a channel raises CancelledError in its calls, which
-        is mapped, too; a real cancellation is not."""
+        """Maps errors of the call inside. Closing a channel raises CancelledError in its calls;
+        this is mapped, a real cancellation is not."""
         if self._closed:
             raise Unavailable(CLOSED)
         try:
@@ -282,8 +281,8 @@ class GrpcTransport(Transport):
 
 
 class BlockingGrpcTransport(GrpcTransport):
-    """The same over a blocking channel. Its coroutines never suspend, so they need no event loop.
-    Threads may share it."""
+    """`GrpcTransport` over a blocking channel. Its coroutines never suspend, so they need no event
+    loop. Threads may share it."""
 
     blocking = True
 
@@ -300,8 +299,8 @@ class BlockingGrpcTransport(GrpcTransport):
 
 
 def call_error(error: Any, address: str) -> OutriderError:
-    """The coordinator's error in a failed call to `address`, or `StreamBroken`, in our own words,
-    where no coordinator answered. gRPC's error is its cause."""
+    """The coordinator's error in a failed call to `address`, or a `StreamBroken` if no coordinator
+    answered. Its cause is gRPC's error."""
     meant = status_to_error(error)
     answered = any(key == STATUS_DETAILS for key, _ in error.trailing_metadata() or ())
     if answered or not isinstance(meant, Unavailable):
@@ -313,7 +312,7 @@ def call_error(error: Any, address: str) -> OutriderError:
 
 
 def key_metadata(api_key: str) -> tuple[tuple[str, str], ...]:
-    """Metadata with a key; none without one. Raises `BadRequest`, which does not quote the key."""
+    """Metadata with a key; empty without one. Raises `BadRequest`, which does not quote the key."""
     if not api_key:
         return ()
     if not _VISIBLE.fullmatch(api_key) or len(api_key) > API_KEY_CHARS_MAX:
@@ -398,8 +397,8 @@ class InProcessTransport(Transport):
 
     @asynccontextmanager
     async def _until(self, deadline: float) -> AsyncIterator[None]:
-        """Cancels what is awaited inside at a time of the loop, and when the transport is closed.
-        Raises `DeadlineExceeded`, `Unavailable`."""
+        """Cancels what is awaited inside at `deadline` (loop time) with `DeadlineExceeded`, and
+        when the transport is closed with `Unavailable`."""
         if self._closed:
             raise Unavailable(CLOSED)
         timeout = asyncio.timeout_at(deadline)

@@ -1,4 +1,4 @@
-"""Constraints on a completion: a JSON schema, any JSON object, a regular expression, or a choice.
+"""Constraints on a completion: a JSON schema, any JSON object, a regular expression, or choices.
 
 | file | content | needs |
 | --- | --- | --- |

@@ -39,8 +39,8 @@ from outrider.shared_calls import SharedCalls
 logger = logging.getLogger(__name__)
 
 _SPACES: Any = {"whitespace_pattern": " "}
-"""Allows one space wherever JSON allows any, as some models would write spaces for ever. A schema's
-own `x-guidance` has precedence."""
+"""Allows one space where JSON allows any number, as some models would write spaces for ever. A
+schema's own `x-guidance` has precedence."""
 if version("llguidance").startswith("1.7."):  # This version repeats the pattern.
     _SPACES = {"whitespace_flexible": False, "item_separator": " ?, ?", "key_separator": " ?: ?"}
 _REASON_CHARS_MAX = 400
@@ -57,13 +57,13 @@ class Grammar:
     """The state before the first token; always copied before use."""
     eos_token_ids: frozenset[int]
     eos_bits: bytes
-    """The mask that allows these alone."""
+    """The mask that allows only these."""
     vocab_size: int
     """Size of the tokenizer's vocabulary."""
     digest: bytes
     """The constraint's digest."""
     tenant: str = ""
-    """The only tenant whose sessions use it."""
+    """The tenant whose sessions use it."""
     compile_s: float = 0.0
     """The time it took to compile."""
 
@@ -72,8 +72,8 @@ class Grammar:
         return self.tenant, self.digest
 
     def is_used_up(self) -> bool:
-        """Whether it cannot be used any further: all copies share their lexer's states, and the
-        number of these has reached its limit."""
+        """Whether it is at its end: all copies share their lexer's states, whose number has reached
+        its limit."""
         copy = self.start.deep_copy()
         copy.compute_bitmask()
         return bool(copy.is_error())
@@ -89,8 +89,7 @@ class _Refusal:
 
 
 class GrammarTokenizer:
-    """A tokenizer in the form that grammars need: the bytes of each token, and the tokens that end
-    a text."""
+    """A tokenizer as grammars need it: the bytes of each token, and the tokens that end a text."""
 
     def __init__(self, tokenizer: Any, eos_token_ids: tuple[int, ...]) -> None:
         """`tokenizer` is a fast tokenizer of Hugging Face, or the JSON of its backend. Takes about
@@ -147,13 +146,13 @@ def backend_json(tokenizer: Any) -> str:
 
 
 class Grammars:
-    """The grammars of one process: the most recent ones, and all that are still referenced.
-    Compiles off the event loop; results, including failures, may be read on any thread. Each tenant
-    has its own, so that times and refusals reveal nothing of another tenant's requests."""
+    """The grammars of one process: the most recent ones, and all that are still referenced. Any
+    thread may read results, including failures. Each tenant has its own, so that times and refusals
+    reveal nothing of another tenant's requests."""
 
     def __init__(self, load: Callable[[], GrammarTokenizer]) -> None:
-        """`load` is called for the first constraint. If it raises `ConfigError`, constraints are
-        refused."""
+        """Calls `load` for the first constraint. If it raises `ConfigError`, refuses
+        constraints."""
         self._load = load
         self.clock: Callable[[], float] = time.thread_time
         """CPU time of the thread, s."""
@@ -164,12 +163,12 @@ class Grammars:
         self._lock = threading.Lock()
         self._found: Newest[_Key, Grammar | _Refusal] = Newest(GRAMMARS_MAX)
         self._held: WeakValueDictionary[_Key, Grammar] = WeakValueDictionary()
-        """Grammars that are still referenced, also if they have left `_found`."""
+        """Referenced grammars, including those that have left `_found`."""
         self._slow: WeakSet[Grammar] = WeakSet()
         """Grammars that were too slow once."""
         self.slow_ahead: WeakSet[Grammar] = WeakSet()
-        """Grammars that were too slow after draft tokens; they are not followed after draft tokens
-        any more. Used by the thread of steps alone."""
+        """Grammars that were too slow after draft tokens, and are used no longer for these. Only
+        the thread of steps uses this."""
         self._calls: SharedCalls[_Key, Grammar | _Refusal] = SharedCalls(COMPILE_THREADS, "grammar")
 
     def find(self, digest: bytes, tenant: str = "") -> Grammar | OutriderError | None:
@@ -178,8 +177,8 @@ class Grammars:
         return found.error if isinstance(found, _Refusal) else found
 
     def get(self, constraint: Constraint, tenant: str = "") -> Grammar:
-        """The grammar; compiled in this thread if it is not known. Raises `BadRequest`, with the
-        kind as its field."""
+        """The grammar; compiles an unknown one on this thread. Raises `BadRequest`, with the kind
+        as its field."""
         found = self._look_up((tenant, constraint.digest()))
         return _grammar_of(found or self._compile(constraint, tenant))
 
@@ -198,9 +197,9 @@ class Grammars:
         return _grammar_of(found)
 
     def renewed(self, used_up: Grammar) -> Grammar:
-        """A grammar to replace one that is used up: one that was compiled since, or else a new one
-        if that is quick to compile. Otherwise raises `BadRequest`; the next session with this
-        constraint then waits until it is compiled."""
+        """A grammar to replace one that is used up: one compiled since, or a new one if it compiles
+        quickly. Otherwise raises `BadRequest`; the next session with this constraint then waits
+        until it is compiled."""
         key = used_up.key
         with self._lock:
             if self._known(key) is used_up:
@@ -213,8 +212,8 @@ class Grammars:
         return self.get(used_up.constraint, used_up.tenant)
 
     def note_slow(self, grammar: Grammar) -> None:
-        """Records that this grammar held up a step for too long. The second time it is refused for
-        a while, and raises `BadRequest`."""
+        """Notes that this grammar held up a step for too long. The second time, refuses it for a
+        while and raises `BadRequest`."""
         if grammar not in self._slow:
             self._slow.add(grammar)
             return
@@ -303,8 +302,7 @@ def _grammar_text(constraint: Constraint) -> str:
 
 
 def _check_strict(schema: dict[str, Any], field: str) -> None:
-    """Raises `BadRequest` for a lenient schema, whose unsupported parts would be ignored
-    silently."""
+    """Raises `BadRequest` for a lenient schema: the compiler would ignore its unsupported parts."""
     options = schema.get("x-guidance")
     if isinstance(options, dict) and options.get("lenient", False) is not False:
         raise BadRequest(field, "x-guidance.lenient is not allowed: it would ignore parts")
@@ -331,7 +329,7 @@ _APART = _NOTES | {"allOf", "$ref", "patternProperties", "enum", "const", *_UNIO
 """Keys that are handled one by one."""
 _MANY = 1e9
 _REFERENCES_MAX = 8
-"""References that are followed to find the type of an alternative."""
+"""Most references to follow to find the type of an alternative."""
 
 
 def check_alternatives(schema: dict[str, Any], field: str) -> None:
@@ -355,8 +353,7 @@ class _Document:
     def __init__(self, schema: dict[str, Any]) -> None:
         self._schema = schema
         self._reached: dict[int, float] = {}
-        """The alternatives in each visited part and in all that it refers to, by the part's
-        `id`."""
+        """The alternatives in each visited part and all that it refers to, by its `id`."""
         self._all_listed = sum(map(self._listed, self._parts()))
 
     def num_alternatives(self) -> float:
@@ -377,7 +374,7 @@ class _Document:
         found, parts = self._listed(schema), self._combined(schema)
         if len(parts) < 2:
             return found
-        # Counted as lists, whatever their types.
+        # Combinations count as lists.
         ways = prod(1 + part / LIST_ALTERNATIVE for part in parts) - 1
         return min(max(found, LIST_ALTERNATIVE * ways), _MANY)
 
@@ -407,8 +404,7 @@ class _Document:
         return 1 if kinds and kinds <= {"object", *_SCALARS} else LIST_ALTERNATIVE
 
     def _combined(self, schema: dict[str, Any]) -> list[float]:
-        """The alternatives of each part of a schema, for parts that apply at the same time; without
-        parts that have none."""
+        """For each part of a schema that applies together with others: its alternatives, if any."""
         patterns = schema.get("patternProperties")
         at_once = [
             *_list_at(schema, "allOf"),
@@ -438,15 +434,14 @@ class _Document:
         return found
 
     def _reach_by(self, reference: Any) -> float:
-        """The same for what a reference names; all alternatives if that is not found in this
-        document."""
+        """The same for what a reference names; all alternatives if this document lacks it."""
         if not isinstance(reference, str):
             return 0.0
         target = self._target(reference)
         return self._all_listed if target is None else self._reach(target)
 
     def _target(self, reference: Any) -> Any:
-        """What a reference names in this document; None if it is not found."""
+        """What a reference names in this document; None if nothing."""
         if not isinstance(reference, str) or not reference.startswith("#"):
             return None
         found: Any = self._schema

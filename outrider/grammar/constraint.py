@@ -34,12 +34,12 @@ class ConstraintKind(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Constraint:
     """What the whole completion must match. Made by `of_schema`, `of_regex`, `of_choices` or
-    `any_object`, or from its parts by `read`; whether it can be compiled is checked later."""
+    `any_object`, or from its parts by `read`. These do not check whether it can be compiled."""
 
     kind: ConstraintKind
     text: str
-    """A schema as compact JSON, with keys in the order given, in which an answer has them too; an
-    expression that the whole completion matches; or choices as a JSON list."""
+    """A schema as compact JSON, with keys in the given order, which answers keep; an expression
+    that the whole completion matches; or choices as a JSON list."""
 
     @classmethod
     def of_schema(
@@ -170,8 +170,8 @@ def containers_in(value: Any) -> list[Any]:
 
 
 def _without_anchors(regex: str) -> str:
-    """Removes all ^ at the beginning and all unescaped $ at the end, so that applying it twice
-    changes nothing more."""
+    """Removes all ^ at the beginning and all unescaped $ at the end, so that a second call changes
+    nothing."""
     bare = regex.lstrip("^")
     while bare.endswith("$"):
         before = bare[:-1]

@@ -1,8 +1,8 @@
-"""Which tokens may follow the tokens of a session, by its grammar. The state depends only on
-constraint and completion: it can be rolled back when tokens are discarded, and rebuilt.
+"""Which tokens may follow a session's tokens, by its grammar. The state depends only on constraint
+and completion: it can be rebuilt, and rolled back when tokens are discarded.
 
-Where a text can continue in only one way, a mask has the one token that the tokenizer itself would
-write. Other tokens that spell a part of the same text could be consumed, but are in no mask.
+If a text can continue in only one way, a mask has only the token that the tokenizer itself would
+write. Other tokens that spell a part of the same text can be consumed, but are in no mask.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ class PrefixMatcher:
     knows whether the text may end and rejects all tokens after a forced end."""
 
     def __init__(self, grammar: Grammar, grammars: Grammars) -> None:
-        """Gets a new grammar from `grammars` when this one is used up, and reports slow ones to
-        them."""
+        """`grammars` replace this one when it is used up, and note slow ones."""
         self.grammar = grammar
         """The grammar in use."""
         self._grammars = grammars
@@ -37,21 +36,21 @@ class PrefixMatcher:
         self._is_ahead = False
         """Whether the question is about draft tokens, which may be rejected."""
         self._tokens: list[int] = []
-        """The tokens up to the current state; all are legal."""
+        """The tokens up to the current state; all are allowed."""
         self._num_fed = 0
-        """How many of them the grammar has consumed: all before the first end of text."""
+        """How many of these the grammar has consumed: all before the first end token."""
 
     def ask_ahead(self, is_ahead: bool) -> None:
-        """Sets whether the next question is about draft tokens; slow ones then end no session.
-        Raises `Incompatible` if so and the grammar has been too slow for that."""
+        """Sets whether the next question is about draft tokens, and so ends no session if it is
+        slow. Raises `Incompatible` if it is and the grammar was too slow for these before."""
         self._is_ahead = is_ahead
         if is_ahead and self.grammar in self._grammars.slow_ahead:
             raise Incompatible(f"{self.grammar.constraint.kind}: is too slow after draft tokens")
 
     def stand(self, length: int, token_ids: Sequence[int]) -> int:
-        """Moves to the state after the first `length` current tokens and `token_ids`, as far as the
-        grammar allows these. Returns how many it allows. Raises `Incompatible` if the grammar has
-        become too hard."""
+        """Moves to the state after the first `length` current tokens and as many of `token_ids` as
+        the grammar allows; returns their number. Raises `Incompatible` if the grammar has become
+        too hard."""
         tokens = self._tokens
         check(length <= len(tokens), f"it stands behind {len(tokens)} tokens, not {length}")
         common = 0
@@ -127,8 +126,8 @@ class PrefixMatcher:
             raise self._too_hard()
 
     def _mend(self) -> bool:
-        """Handles a failure: returns whether to try again with a new grammar. Raises `Incompatible`
-        if there is none, or if the constraint itself is too hard."""
+        """Replaces a grammar that is used up; returns whether to try again. Raises `Incompatible`
+        if there is no new one, or if the constraint itself is too hard."""
         if self.grammar.is_used_up():
             try:
                 self.grammar = self._grammars.renewed(self.grammar)
@@ -154,7 +153,7 @@ class PrefixMatcher:
         if self._grammars.clock() - began <= allowed:
             return
         if self._is_ahead:
-            self._grammars.slow_ahead.add(self.grammar)  # No session ends by it.
+            self._grammars.slow_ahead.add(self.grammar)  # Ends no session.
             return
         try:
             self._grammars.note_slow(self.grammar)
@@ -177,8 +176,7 @@ class Followed:
     def __init__(
         self, matcher: PrefixMatcher, length: int, committed: tuple[int, ...] = ()
     ) -> None:
-        """The matcher has at least `length` tokens of the completion; `committed` come after
-        these."""
+        """The matcher has at least `length` tokens of the completion; `committed` follow these."""
         self._matcher = matcher
         self._length = length
         self._committed = committed
@@ -213,9 +211,9 @@ class Matchers:
         self, session_id: str, compiled: Grammar | OutriderError, completion: Sequence[int]
     ) -> Followed:
         """What may follow a session's completion so far; valid until the next call for this
-        session. `compiled` is its constraint's grammar, or the error in its place. Raises
-        `Incompatible` for such an error, for a grammar that was refused since, and for a completion
-        that does not meet it."""
+        session. `compiled` is its constraint's grammar, or the error of its compilation. Raises
+        `Incompatible` for an error, for a grammar refused since, and for a completion that it does
+        not allow."""
         matcher = self._matchers.pop(session_id, None)
         if isinstance(compiled, OutriderError):
             raise Incompatible(compiled.message) from compiled

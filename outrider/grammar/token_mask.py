@@ -39,9 +39,8 @@ class Allowed(Protocol):
     session's tokens change; the answers depend on tokens and constraint alone."""
 
     def after(self, drafted: Sequence[int]) -> TokenMask | None:
-        """The tokens that may follow the committed ones and `drafted`; None if `drafted` itself is
-        not allowed, as nothing after it counts then. Raises `Incompatible` if nothing may follow,
-        or if the grammar proves too hard."""
+        """The tokens that may follow the committed ones and `drafted`; None if `drafted` is not
+        allowed. Raises `Incompatible` if no token may follow, or if the grammar is too hard."""
         ...
 
     def num_legal(self, drafted: Sequence[int]) -> int:

@@ -1,1 +1,1 @@
-"""Which replicas a deployment has, what they say of their work, and where sessions begin."""
+"""Which replicas a deployment has, and what they announce."""

@@ -6,7 +6,7 @@
                                                     started; with a time to live
 
 The braces are literal. Leases are times to live in Redis. Invalid contents are ignored: these keys
-decide how many replicas there are, within `REPLICAS_MAX`, and nothing of what they run."""
+decide only how many replicas there are, up to `REPLICAS_MAX`, not what they run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RedisRegistry:
     """The records of one deployment. Every call may raise `StoreUnavailable`."""
 
     def __init__(self, address: RedisAddress, deployment: str) -> None:
-        """Connects when it is first used. `deployment` is the deployment's name."""
+        """Connects at the first call. `deployment` is the deployment's name."""
         check(not set(deployment) & set("{}"), "braces in a deployment's name")
         self._client = new_client(address)
         self._prefix, self._tag = address.key_prefix, f"{{{deployment}}}"
@@ -54,8 +54,8 @@ class RedisRegistry:
         await self._run(("DEL", self._key(role, name)), ("SREM", self._names(role), name))
 
     async def records(self, role: Role) -> list[ReplicaRecord]:
-        """The records of a role with current leases, by name. Names without a lease are removed;
-        invalid records are left out."""
+        """The records of a role with current leases, by name. Removes names without a lease; omits
+        invalid records."""
         [members] = await self._run(("SMEMBERS", self._names(role)))
         names = sorted(member.decode(errors="replace") for member in members)
         if not names:
@@ -82,8 +82,8 @@ class RedisRegistry:
         await self._run(("HSET", self._wanted, *fields), self._expiry)
 
     async def wanted(self) -> dict[Role, int]:
-        """How many are wanted, by role: each 0 to `REPLICAS_MAX`. Invalid or unset counts are left
-        out."""
+        """How many replicas are wanted, 0 to `REPLICAS_MAX`, by role. Omits invalid and unset
+        counts."""
         texts, _ = await self._run(("HMGET", self._wanted, *ROLES), self._expiry)
         counts = {
             role: _number(text, REPLICAS_MAX) for role, text in zip(ROLES, texts, strict=True)
@@ -120,8 +120,8 @@ class RedisRegistry:
 
 
 class Lease:
-    """Announces a replica until it is closed. While the registry does not answer, the replica goes
-    on, and is announced once it does."""
+    """Announces a replica until closed. While the registry does not answer, the replica continues;
+    it is announced as soon as the registry answers."""
 
     def __init__(self, registry: RedisRegistry, record: Callable[[], ReplicaRecord]) -> None:
         """`record()` returns the current record. `close` also closes the registry."""
@@ -131,8 +131,7 @@ class Lease:
         self._soon = asyncio.Event()
 
     async def start(self) -> None:
-        """Announces it for the first time, and from then on regularly. Raises
-        `StoreUnavailable`."""
+        """Announces the replica now, and then regularly. Raises `StoreUnavailable`."""
         await self._registry.announce(self._record())
         self._task = asyncio.create_task(self._run())
 
@@ -166,13 +165,13 @@ class Lease:
                 await self._registry.withdraw(record.role, record.name)
 
     async def close(self) -> None:
-        """Withdraws it, and closes the registry."""
+        """Withdraws, and closes the registry."""
         await self.withdraw()
         await self._registry.close()
 
 
 def _number(text: bytes | None, most: int) -> int | None:
-    """The number in decimal digits; None unless it is from 0 to `most`."""
+    """The number with these decimal digits; None unless it is from 0 to `most`."""
     if text is None or not text.isdigit() or len(text) > len(str(most)):
         return None
     number = int(text)

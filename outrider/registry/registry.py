@@ -1,11 +1,11 @@
-"""Which replicas a deployment has: each announces itself regularly, or is forgotten.
+"""Which replicas a deployment has: each announces itself regularly, or its record expires.
 
     record      what a replica announces                         `ReplicaRecord`
     registry    the records of one deployment, in Redis          `RedisRegistry`
     lease       renews one replica's record                      `Lease`
 
 A record lasts `LEASE_S` and is renewed every `RENEWAL_S`. It is never trusted alone: coordinators
-ask a replica what it runs before they use it, and notice by themselves when it cannot be reached.
+ask a replica what it runs before they use it, and detect by themselves that they cannot reach it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Figures:
     acceptance: _Figure = None
     """Of a coordinator: share of the draft tokens that were accepted."""
     look_ahead_hits: _Figure = None
-    """Of a coordinator: share of the proposals that were there before their rounds."""
+    """Of a coordinator: share of the proposals that were ready before their rounds."""
     tokens_per_second: _Figure = None
     """Of a coordinator."""
     loop_lag_ms: _Figure = None
@@ -73,19 +73,19 @@ class ReplicaRecord:
 
     role: Role
     name: _Text
-    """Unique in the deployment, forever: a replica that replaces another has a new name."""
+    """Unique in the deployment, for ever: a replica that replaces another has a new name."""
     address: _Text
-    """HOST:PORT that it answers at."""
+    """HOST:PORT where it answers."""
     host: _Text
     """Machine that it runs on ..."""
     pid: _Number
     """... and its process."""
     model: _Text = ""
     weights: _Text = ""
-    """Fingerprint of what it runs, see `ReplicaDescription.weights`; empty for a coordinator."""
+    """See `ReplicaDescription.weights`; empty for a coordinator."""
     device: _Text = ""
     leaving: bool = False
-    """Whether it stops soon, and gets no more sessions."""
+    """Whether it will stop, and gets no more sessions."""
     load: _Number = 0
     """Sessions that it runs."""
     trial_share: Annotated[float, between(0, 1)] = 0.0
@@ -118,9 +118,9 @@ class Membership:
     deployment: str
     """Name of the deployment in Redis."""
     name: str
-    """Of the replica, unique in the deployment, forever."""
+    """See `ReplicaRecord.name`."""
     slot: int = 0
-    """Its place among the replicas of its role on one machine: ports count up from it."""
+    """Its place among its role's replicas on one machine; ports count up with it."""
     plan: str = ""
     """Name of the plan that started it."""
     trial_share: float = 0.0
@@ -132,10 +132,10 @@ class Engagement:
     """What a running replica reports to a reconciler that takes it over."""
 
     address: str = ""
-    """HOST:PORT that it serves at; empty where it does not serve."""
+    """HOST:PORT where it serves; empty if it does not serve."""
     member: Membership | None = None
     leaving: bool = False
     num_ranks: int = 1
     """Processes that share its model."""
     http_address: str = ""
-    """HOST:PORT where a coordinator answers by HTTP; empty where it does not."""
+    """HOST:PORT where a coordinator answers by HTTP; empty if it does not."""

@@ -22,7 +22,7 @@ _identity: ContextVar[tuple[str, str]] = ContextVar("outrider_log_identity", def
 
 def identify(session_id: str, trace_id: str = "") -> None:
     """Adds a session to all later log lines of this task and of tasks that it starts. Call it in a
-    task of the session's own."""
+    task that serves only this session."""
     _identity.set((session_id, trace_id))
 
 
@@ -64,8 +64,8 @@ class LogFile(RotatingFileHandler):
         self._descriptors = descriptors
 
     def _open(self) -> TextIOWrapper:
-        """Readable by this user alone, because it may contain prompts. Locked while a process has
-        it open, so that `make_room` keeps it."""
+        """Only this user can read the file, as it may contain prompts. It is locked while a process
+        has it open, so that `make_room` keeps it."""
         while True:
             file = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             stream = open(file, "a", encoding=self.encoding, errors=self.errors)  # noqa: SIM115
@@ -73,7 +73,7 @@ class LogFile(RotatingFileHandler):
                 fcntl.flock(stream, fcntl.LOCK_SH)
             if os.path.exists(self.baseFilename):
                 return stream
-            stream.close()  # Removed before it was locked.
+            stream.close()  # `make_room` removed it before the lock.
 
     def doRollover(self) -> None:  # noqa: N802 (the library's name)
         super().doRollover()
@@ -87,10 +87,10 @@ class LogFile(RotatingFileHandler):
 
 
 def make_room(directory: Path) -> None:
-    """Removes log files of a directory until the rest, with a new one, have at most
-    `LOG_DIRECTORY_BYTES_MAX` bytes: each new replica has its own files. Rotated files (`.1` and so
-    on) go first, then those of processes that have ended; within each kind the least recently
-    written. A file that a running process writes to is kept in any case."""
+    """Removes a directory's log files until the rest and a new one have at most
+    `LOG_DIRECTORY_BYTES_MAX` bytes, as each new replica adds files. Rotated files (`.1` and so on)
+    go first, then those of processes that have ended, each from the least recently written on.
+    Files of running processes always stay."""
     found = []
     for path in directory.glob("*.log*"):
         with suppress(FileNotFoundError):
@@ -106,7 +106,7 @@ def make_room(directory: Path) -> None:
 
 
 def _is_open(path: Path) -> bool:
-    """Whether a `LogFile` writes to it, or that cannot be known."""
+    """Whether a `LogFile` writes to it; True if unknown."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -118,8 +118,8 @@ def _is_open(path: Path) -> bool:
 
 
 def rotate(path: Path) -> None:
-    """Moves a file larger than `LOG_BYTES_MAX` to `.1`, over an earlier one; for a program that
-    reopens its log for each line, as Redis does."""
+    """Moves a file larger than `LOG_BYTES_MAX` to `.1`, over an earlier one; for programs that
+    reopen their log for each line, such as Redis."""
     with suppress(FileNotFoundError):
         if path.stat().st_size > LOG_BYTES_MAX:
             path.replace(path.with_name(f"{path.name}.1"))

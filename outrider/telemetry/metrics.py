@@ -18,10 +18,10 @@ SECONDS = (
     0.0005, 0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.125, 0.25, 0.5, 1, 2, 4, 8, 15, 30,
     60, 120, 300,
 )  # fmt: skip
-"""Upper bounds of histogram buckets of times, s."""
+"""Upper bounds of the buckets of time histograms, s."""
 PHASES = ("draft", "wire", "queue", "verify", "commit")
-"""Parts of a round's time: the wait for a proposal; the rest of the wait for a verdict (wire), the
-target's queue and step; from the decision until the tokens may be shown."""
+"""Parts of a round's time: the wait for a proposal; the wait for a verdict, in the target's queue,
+in its step and elsewhere (wire); from the decision until the tokens may be shown."""
 _SIDES = get_args(Side)
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 _RULES = tuple(rule.value for rule in Rule)
@@ -63,16 +63,16 @@ REQUEST_COUNTERS: dict[str, tuple[Any, ...]] = {
     "audit_entropy_nats": ("What that sum is expected to be.", "rule", _RULES),
     "audit_variance_nats2": ("Variance of that sum.", "rule", _RULES),
 }  # fmt: skip
-"""Counters of a coordinator, by name: description, label, and label values that are shown from the
-start. From the increases of the audit counters over a time follow the mean drift of a token,
-(surprise - entropy) / tokens, and a z value for all, (surprise - entropy) / sqrt(variance)."""
+"""Counters of a coordinator, by name: description, label, and label values shown from the start.
+The increases of the audit counters over a time give the mean drift of a token, (surprise - entropy)
+/ tokens, and a z value for all, (surprise - entropy) / sqrt(variance)."""
 CONTEXT_BOUNDS = (1024, 4096, 16_384, 65_536)
 CONTEXTS = ("0-1k", "1k-4k", "4k-16k", "16k-64k", "64k+")
 """Values of the label `context`: ranges of the session's length in tokens."""
 
 
 class Proposed(NamedTuple):
-    """What is counted of a round with a proposal."""
+    """The values of a round with a proposal that counters use."""
 
     context: str
     num_draft_tokens: int
@@ -81,7 +81,7 @@ class Proposed(NamedTuple):
 
     def by_position(self, num: int) -> dict[tuple[str, str], int]:
         """For each position of the proposal, 1 if it is among the first `num`, else 0, so that
-        positions where nothing is accepted have a rate, too."""
+        positions without accepted tokens also have a rate."""
         return {(str(at), self.context): int(at < num) for at in range(self.num_depths)}
 
 
@@ -148,14 +148,14 @@ READINGS: dict[str, tuple[Any, ...]] = {
 
 
 class ObservedCounter:
-    """Numbers that only grow, one per label value. The SDK reads them when it collects, so adding
-    is as cheap as with a plain number; it happens many times a round."""
+    """Numbers that only grow, one per label value. The SDK reads them when it collects, so that
+    adding, which happens many times a round, is as cheap as with plain numbers."""
 
     def __init__(
         self, meter: Meter, name: str, about: str, label: str = "", known: Iterable[str] = ()
     ) -> None:
-        """Without a `label` there is one number, under the value "". `known` values are shown from
-        the start, as 0: no rate can be computed of a value that appears with its first event."""
+        """Without a `label` there is one number, under the value "". `known` values start as 0: a
+        series that appears with its first event has no rate for that event."""
         self._values: dict[str, float] = dict.fromkeys(known if label else ("",), 0.0)
         # A copy: the SDK collects on a thread of its own.
         watch(meter, name, lambda: dict(self._values), about, label, grows=True)
@@ -166,7 +166,7 @@ class ObservedCounter:
 
 
 class SpeculationCounters:
-    """The counters of `SPECULATION_COUNTERS`. A round adds 1 to the number of rounds like it;
+    """The counters of `SPECULATION_COUNTERS`. A round adds 1 to the number of equal rounds; the
     exported values are computed when the SDK collects."""
 
     def __init__(self, meter: Meter) -> None:
@@ -199,8 +199,8 @@ def watch(
     label: str | tuple[str, ...] = "",
     grows: bool = False,
 ) -> None:
-    """Exports the numbers that `read` returns, from any thread, by label value ("" without a label,
-    a tuple for several labels): counters if they only grow, else gauges."""
+    """Exports the numbers that `read`, called on any thread, returns by label value ("" without a
+    label, a tuple for several): as counters if they only grow, else as gauges."""
 
     def attributes(key: Any) -> dict[str, str] | None:
         if isinstance(label, tuple):
@@ -229,8 +229,8 @@ class HttpTimes:
 
     def add(self, seconds: float, method: str, scheme: str, route: str, status: int | None) -> None:
         """Records a finished request. `route` is its pattern, empty if none matches; `status` is
-        None if the caller left before it. A method's name comes from the caller, so unknown ones
-        are not used as label values."""
+        None if the caller left first. Methods are the caller's text, so unknown ones are no label
+        values."""
         found: dict[str, str | int] = {
             "http.request.method": method if method in _METHODS else "_OTHER",
             "url.scheme": scheme,

@@ -1,7 +1,7 @@
-"""Events that a coordinator reports of its requests, and an observer that ignores them.
+"""Events that a coordinator reports about its requests, and an observer that ignores them.
 
-They are always reported; `ObservedRequests` handles them where telemetry is on. Where it is off,
-each costs a call, and OpenTelemetry is not imported."""
+With telemetry `ObservedRequests` handles them. Without, each costs a call, and OpenTelemetry is not
+imported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 Side = Literal["draft", "target"]
 AuditOutcome = Literal["audited", "busy", "repeated", "failed"]
-"""Outcome for a session chosen for an audit. Busy: too many audits or sessions run. Repeated: an
+"""What became of a session chosen for an audit. Busy: too many audits or sessions ran. Repeated: an
 earlier session had its seed, so its tokens are not independent."""
 
 
@@ -49,7 +49,7 @@ class Observation:
     listens: ClassVar[bool] = False
 
     def begin(self, *_: Any, **__: Any) -> RequestObserver:
-        """A request has come, for a model, perhaps as part of its caller's trace."""
+        """A request for a model has come, perhaps in its caller's trace."""
         return SILENT
 
     watch = audited = audit_ended = _ignore

@@ -76,7 +76,7 @@ class ObservedRequests(Observation):
         return every > 0 and (index < TRACED_ROUNDS or (index - TRACED_ROUNDS) % every == 0)
 
     def begin(self, request: GenerateRequest, model: str, traceparent: str) -> RequestObserver:
-        """A request has come, for a model, perhaps as part of its caller's trace."""
+        """A request for a model has come, perhaps in its caller's trace."""
         return ObservedRequest(self, request, model, read_traceparent(traceparent))
 
     def watch(self, readings: Readings) -> None:
@@ -105,7 +105,7 @@ class ObservedRequest(RequestObserver):
             "gen_ai.operation.name": operation, "gen_ai.provider.name": "outrider",
             "gen_ai.request.model": model,
         }  # fmt: skip
-        # Never as a child of the current span.
+        # Not as a child of the current span.
         self._span = shared.tracer.start_span(
             f"{operation} {model}", context=Context() if caller is None else caller,
             kind=SpanKind.SERVER, attributes=self._genai, start_time=self._arrived_ns,
@@ -175,14 +175,14 @@ class ObservedRequest(RequestObserver):
             self._contexts["draft"] = self._contexts["target"] = self._quiet
 
     def asked(self, side: Side) -> None:
-        """A side is about to be asked; its answer ends the span that begins here."""
+        """Begins a span for a question to a side; the side's answer ends it."""
         if (parent := self._rounds.get(self._index)) is not None:
             span = self._asked[side] = self._child(parent, "wire", kind=SpanKind.CLIENT)
             span.set_attribute("outrider.peer", side)
             self._contexts[side] = write_traceparent(span)
 
     def answered(self, side: Side, seconds: float, queue_ms: float, compute_ms: float) -> None:
-        """A proposal or a verdict came, `seconds` after it was asked for; times in ms are the
+        """A proposal or verdict came, `seconds` after the question; times in ms are the
         replica's."""
         queue_s, compute_s = queue_ms / 1e3, compute_ms / 1e3
         wire_s = max(0.0, seconds - queue_s - compute_s)
@@ -255,7 +255,7 @@ class ObservedRequest(RequestObserver):
 
     def failed(self, error: BaseException) -> None:
         """The request ends without a last event. Does nothing after `finished`. A client that
-        disconnects is not a failure, but a cancel."""
+        disconnects counts as a cancellation, not a failure."""
         if self._ended:
             return
         if not isinstance(error, Exception):
@@ -266,7 +266,7 @@ class ObservedRequest(RequestObserver):
         self.count("request_failure", kind)
         self._genai["error.type"] = kind
         self._span.set_attribute("error.type", kind)
-        # Only our own errors are sure not to quote the prompt.
+        # Other errors might quote the prompt.
         message = error.message if isinstance(error, OutriderError) else kind
         self._span.set_status(StatusCode.ERROR, message)
         self._end()
@@ -275,7 +275,7 @@ class ObservedRequest(RequestObserver):
         self._shared.times[name].record(seconds, labels)
 
     def _record_times(self) -> None:
-        """Called late: by then the next round is under way, and nothing waits for this."""
+        """Called when the next round is under way, and nothing waits for this."""
         totals, phases = self._seconds, self._shared.phases
         for phase, seconds in self._times:
             totals[phase] += seconds
@@ -289,7 +289,7 @@ class ObservedRequest(RequestObserver):
         self._record("gen_ai.server.request.duration", duration_s, self._genai)
         for span in (*self._asked.values(), *self._rounds.values()):
             span.end()
-        # Rounds that end after this are counted but not traced.
+        # Later rounds are counted but not traced.
         self._asked, self._rounds = {}, {}
         if reason is not None:
             self._span.set_attribute("gen_ai.response.finish_reasons", [reason.value])
@@ -315,7 +315,7 @@ def _describe(span: Span, request: GenerateRequest, prompts: bool) -> None:
 
 
 def _messages(request: GenerateRequest) -> str:
-    """The prompt in the form of the semantic conventions; token ids as they are."""
+    """The prompt as the semantic conventions require; token ids unchanged."""
     prompt = request.prompt
     found = [
         {"role": turn.role, "parts": [{"type": "text", "content": turn.content}]}

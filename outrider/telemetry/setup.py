@@ -1,5 +1,5 @@
-"""Starts and ends a process's OpenTelemetry SDK, and passes traces between processes. Nothing
-global: Ray has an SDK of its own."""
+"""Starts and ends a process's OpenTelemetry SDK, and passes traces between processes. Sets nothing
+global, as Ray has an SDK of its own."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Metric
 
 EXPORT_TIMEOUT_S = 3.0
-"""Timeout of an export, also of the last one when a process stops."""
+"""Timeout of each export, including the last one of a process."""
 SCOPE = "outrider"
 VLLM_COUNTERS = tuple(
     f"spec_decode_num_{name}"
     for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
 )
-"""Counters that vLLM also has, with the prefix `vllm:`."""
+"""Counters that vLLM has, too, with the prefix `vllm:`."""
 
 _log = logging.getLogger(__name__)
 
@@ -76,8 +76,8 @@ class Scrape:
     """A process's metrics for Prometheus."""
 
     def __init__(self, vllm_model: str | None = None) -> None:
-        """With `vllm_model`, the value of vLLM's label `model_name`, counters of speculation are
-        also served under vLLM's names."""
+        """`vllm_model`: also serve counters of speculation under vLLM's names, with this
+        `model_name`."""
         from opentelemetry.exporter.prometheus import PrometheusMetricReader
         from prometheus_client import CollectorRegistry
 
@@ -95,7 +95,7 @@ class Scrape:
         """host:port of its HTTP server; empty until `serve`."""
 
     def serve(self, host: str, port: int) -> None:
-        """Serves them by HTTP at any path; port 0 = any. Raises `SettingError`."""
+        """Serves the metrics by HTTP at any path; port 0 = any. Raises `SettingError`."""
         from prometheus_client import start_http_server
 
         try:
@@ -112,7 +112,7 @@ class Scrape:
         _log.info("metrics are served on %s", self.address)
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """The metrics now, and their content type, which the scraper accepts. Blocks."""
+        """The metrics, in a content type that the scraper accepts, and this type. Blocks."""
         from prometheus_client.exposition import choose_encoder
 
         encode, content_type = choose_encoder("" if self._plain_text else accept)
@@ -152,7 +152,7 @@ class Exports:
         self.meter: Meter = self._meters.get_meter(SCOPE, version("outrider"))
 
     async def close(self) -> None:
-        """Sends what is left, within the timeout of an export."""
+        """Exports what is left, within an export's timeout."""
         try:
             async with asyncio.timeout(EXPORT_TIMEOUT_S):
                 await asyncio.to_thread(self.shut_down)
@@ -160,7 +160,7 @@ class Exports:
             _log.warning("the last traces and metrics were not exported in time")
 
     def shut_down(self) -> None:
-        """Sends what is left. Blocks."""
+        """Exports what is left. Blocks."""
         if self._tracers is not None:
             self._tracers.shutdown()
         self._meters.shutdown()
@@ -177,10 +177,10 @@ def start_exports(
     scraped: bool = False,
     vllm_model: str | None = None,
 ) -> Exports | None:
-    """Starts what the `telemetry` setting asks for in the process of a role; None where it is off,
-    unless the process serves its `Exports.scrape` itself (`scraped`). Prometheus is served on
-    `host`; `slot` as for `Destination.port`, `vllm_model` as for `Scrape`. Raises `SettingError`
-    where its port is taken."""
+    """Starts the exports of the `telemetry` setting in a role's process. None if it is off, unless
+    the process serves its `Exports.scrape` itself (`scraped`). Serves Prometheus on `host`; `slot`
+    as for `Destination.port`, `vllm_model` as for `Scrape`. Raises `SettingError` if the port is
+    taken."""
     destination = Destination.parse(telemetry)
     endpoint, port = destination.otlp_endpoint, destination.port(role, slot)
     if not endpoint and port is None and not scraped:

@@ -35,8 +35,8 @@ _FIGURES = {
     "prefix_cache_queries": ("pages.prefix_queries", "Tokens looked up in the prefix cache."),
     "prefix_cache_hits": ("pages.prefix_hits", "Tokens that the prefix cache held."),
 }
-"""By name: the attribute of `StepFigures`, and the description. Those of the key-value cache go up
-and down; the others only grow."""
+"""By name: the attribute of `StepFigures`, and the description. `kv_cache_...` rise and fall; the
+others only grow."""
 
 
 class ObservedSteps:
@@ -93,7 +93,7 @@ class ObservedSteps:
         for work, answer in zip(works, answers, strict=True):
             self._answers.add(1, _kind(answer))
             is_ahead = isinstance(answer, ProposalReply) and answer.assumed
-            if isinstance(answer, Unfinished) or is_ahead:  # No request waits for it yet.
+            if isinstance(answer, Unfinished) or is_ahead:  # No request waits for this answer.
                 continue
             began = start if work.started_at is None else work.started_at
             self._queue.record(max(0.0, began - work.arrived_at))
@@ -107,7 +107,7 @@ class ObservedSteps:
         context = read_sampled(head.traceparent)
         if context is None:
             return
-        # Loop time has no date: these are dated by how long ago they were.
+        # Loop time has no date: dates these by how long ago they were.
         now, now_ns = asyncio.get_running_loop().time(), time.time_ns()
         arrived_ns, start_ns, end_ns = (
             now_ns - int((now - moment) * 1e9) for moment in (work.arrived_at, start, end)
