@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 GARBAGE_OBJECTS = 50_000
-"""New objects, some MB, before Python collects cyclic garbage. Rounds leave almost none; with
-Python's default, the objects of 200 sessions were scanned every 100 rounds, for 6 % of the time."""
+"""Python collects cyclic garbage after this many new objects (some MB). Rounds leave almost none.
+With Python's default, scans of 200 sessions' objects every 100 rounds took 6 % of the time."""
 
 
 class CoordinatorActor(PlacedActor):
@@ -44,7 +44,7 @@ class CoordinatorActor(PlacedActor):
         return await self.host.start()
 
     async def trial_sums(self) -> TrialSums | None:
-        """Results of the newest trial of a drafter; None while it does not serve."""
+        """Results of the newest trial of a drafter; None while the coordinator does not serve."""
         service = None if self.host is None else self.host.service
         return None if service is None else service.trial_sums
 

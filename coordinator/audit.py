@@ -1,12 +1,12 @@
 """Audits: checks committed tokens against the target's distribution, while the coordinator serves.
 
-A share of the sessions is scored again once they have ended: their tokens go to a target as
-proposals in a separate session, a few per round, and each verdict has the result
-(`speculation/audit.py`). Sessions are chosen when they begin, and count however they end; choosing
-by their end would prefer short answers, and so surprising ends. The separate session has a tenant
-of its own, so no cached pages of other sessions are used, and keys and values are audited too. The
-cost is that of reading prompt and answer once, as a prompt. Audits run one at a time, and wait
-while the targets are full.
+A share of the sessions is scored again after their end. Their tokens go to a target as proposals in
+a separate session, a few per round, and each verdict has the result (`speculation/audit.py`). A
+session is chosen when it begins, and counts however it ends. Choosing among ended sessions would
+prefer short answers, and so surprising ends. The separate session has its own tenant, so it uses no
+cached pages of other sessions, and the audit covers keys and values. An audit costs as much as
+reading prompt and answer once, as a prompt. Audits run one at a time, and wait while targets are
+full.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Auditor:
         self._sessions = sessions
         self._observation = observation
         self._seeds: Newest[int, None] = Newest(AUDITED_SEEDS_MAX)
-        """Seeds of chosen sessions. Others with the same seed have the same random numbers."""
+        """Seeds of chosen sessions. Sessions with the same seed share their random numbers."""
         self._num_chosen = 0
         """Chosen sessions that run, wait for their audit, or are being audited."""
         self._turn = asyncio.Lock()
@@ -67,13 +67,13 @@ class Auditor:
         return False
 
     def take(self, session: Session, parameters: GenerationParameters) -> None:
-        """A chosen session has ended, however it did. Does not wait."""
+        """Queues a chosen session that has ended, for whatever reason. Does not wait."""
         if self._share <= 0.0 or session.length == session.prompt_length:
             self._num_chosen -= 1
             return
         task = self._sessions.in_background(self._run(session, parameters))
         self._tasks.add(task)
-        # Not in `_run`, which a task that is cancelled at once never enters.
+        # Not in `_run`: a task that is cancelled at once never enters it.
         task.add_done_callback(self._ended)
 
     def close(self) -> None:
@@ -106,8 +106,8 @@ class Auditor:
         return "audited"
 
     async def _audit(self, session: Session, parameters: GenerationParameters) -> None:
-        """Audits all tokens after the prompt. Results are reported at once, so that those of an
-        audit that is given up count too, whatever they are."""
+        """Audits all tokens after the prompt. Reports each result as it comes, so that the results
+        of an audit that is given up count too."""
         prompt = session.tokens.since(0, session.prompt_length)
         tenant = f"audit {session.session_id}"
         deadline = asyncio.get_running_loop().time() + AUDIT_TIMEOUT_S

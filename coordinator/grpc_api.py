@@ -33,7 +33,7 @@ class CoordinatorServicer:
         self._service = service
         self._access = access
         self._num_reads: Counter[str] = Counter()
-        """Calls that are reading stored sessions, by their caller's name."""
+        """Number of current reads of stored sessions, by caller's name."""
 
     def generate(
         self, request: pb.GenerateRequest, context: Context
@@ -71,8 +71,8 @@ class CoordinatorServicer:
         return pb.CancelReply()
 
     async def get_session(self, request: pb.GetSessionRequest, context: Context) -> pb.Session:
-        """Reads a session from the store. Counts as a request of its caller, but not as a
-        generation, so it works while all of the caller's generations run."""
+        """Reads a session from the store. Counts as a request of the caller, but not as a
+        generation, so it needs no free slot."""
         caller = current_caller()
         session_id = session_id_from_wire(request.session_id)
         self._access.check_rate(caller)
@@ -83,8 +83,8 @@ class CoordinatorServicer:
 
     @contextmanager
     def _reading(self, caller: Caller) -> Iterator[None]:
-        """Raises `Overloaded` if a caller has more than `RECORD_READS_MAX` reads at a time, as
-        records are long."""
+        """Raises `Overloaded` if the caller has `RECORD_READS_MAX` reads already, as records are
+        long."""
         if self._num_reads[caller.name] >= RECORD_READS_MAX:
             raise Overloaded(
                 f"this caller may read {RECORD_READS_MAX} stored sessions at a time, and does so; "

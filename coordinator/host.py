@@ -187,7 +187,7 @@ class CoordinatorHost:
             self.service.hand_over()
         if self._health is not None:
             self._health.cancel()
-        # The last one first, and all of them, even if one raises.
+        # Closes the last one first, and all of them even if one raises.
         async with AsyncExitStack() as ending:
             for part in (self.exports, self.access, self.announcer, self.service):
                 if part is not None:
@@ -222,8 +222,8 @@ async def report_health(
 
 
 def owner_name(config: CoordinatorConfig) -> str:
-    """The coordinator's name in the session store, different for every process: else the lease of a
-    replacement would keep others from the sessions of the dead one."""
+    """The coordinator's name in the session store, different for every process. Else a
+    replacement's lease would keep other coordinators from its predecessor's sessions."""
     member = config.membership
     name = "coordinator" if member is None else f"{member.deployment}/{member.name}"
     return f"{name}-{uuid.uuid4().hex}"

@@ -12,7 +12,7 @@ from outrider.registry.registry import WINDOW_S
 
 _LOOK_PERIOD_S = 0.25
 _LAG_S_MAX = 1.0
-"""Most that one measurement adds to the mean, as a process may have been stopped for once."""
+"""Longer delays count as this in the mean, as the process may have been stopped once."""
 
 
 class ProcessLoad:

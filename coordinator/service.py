@@ -68,11 +68,11 @@ TROUBLE_S = 3.0
 """Shorter trouble is not reported. While a replica is being loaded on shared cores, a target or the
 store may be silent for some seconds; running requests survive that."""
 TROUBLE_RETRY_S = 0.2
-"""Time between two checks meanwhile."""
+"""Time between two checks during `TROUBLE_S`."""
 CANCEL_ELSEWHERE_S = 2 * SESSION_LEASE_MS / 1e3
 """Within this time, another coordinator that owns a session has ended it, or is gone."""
 CANCEL_LOOK_S = SESSION_LEASE_RENEWAL_MS / 2e3
-"""Time between two checks of that."""
+"""Time between two checks whether it has."""
 KEY_TRIES = 3
 """Attempts to serve a request with an idempotency key. One fails if the key's session has expired,
 or another request with the key was faster."""
@@ -81,7 +81,7 @@ NO_SESSION = "0" * 32
 
 
 class CoordinatorService:
-    """Serves requests with the target and draft replicas that it knows. Knows nothing about gRPC or
+    """Serves requests with the target and draft replicas that it knows. Independent of gRPC and
     Ray."""
 
     def __init__(
@@ -101,9 +101,9 @@ class CoordinatorService:
         link: Callable[[Role, str], Link] | None = None,
     ) -> None:
         """`owner` is its name in the session store, unique to this process. `targets` and `drafts`
-        are links by name, known from the start. With `registry` and `link(role, address)` it
-        follows the registry's replicas instead; metrics also have the size of the fleet then.
-        `fallback` drafts while no draft replica answers, or alone. `random_bits(n)` gives n random
+        are links by name, known from the start. With `registry` and `link(role, address)` it uses
+        the registry's replicas instead, and metrics include the fleet's size. `fallback` drafts
+        while no draft replica answers, or where there are none. `random_bits(n)` gives n random
         bits, for session ids; `random_seed()` gives the seed of a request without one."""
         self._config = config
         self._looks_up = config.lookup is not None and config.lookup.drafter.is_lookup
@@ -120,7 +120,7 @@ class CoordinatorService:
         self._fallback = fallback
         self.text = text
         """The target's tokenizer; None if requests have token ids and get no text."""
-        # For chains, block verification accepts at least as many tokens; it has no trees.
+        # For chains, BLOCK accepts at least as many tokens as TOKEN. It cannot verify trees.
         best = Rule.TOKEN if has_trees else Rule.BLOCK
         self.defaults = RequestDefaults(
             config.num_draft_tokens,
@@ -150,8 +150,7 @@ class CoordinatorService:
 
     async def start(self) -> None:
         """Gets the descriptions of the replicas, and starts committing. Raises `Unavailable` if no
-        target answers, or none of the drafts known from the start, and `Incompatible` if none
-        fits."""
+        target answers, or none of the given drafts, and `Incompatible` if none fits."""
         config = self._config
         if self._follows:
             await self.fleet.begin()
@@ -207,9 +206,9 @@ class CoordinatorService:
         key: RequestKey | None = None,
     ) -> AsyncGenerator[Event]:
         """Runs a request from its check to its last event. Closing the iterator early cancels the
-        session: at once, or if it is `resumable` after the time in which its client may come back.
-        With a `key` the client may also come back after an error; `KeyTaken` means that another
-        session runs for the key. Raises `BadRequest`, `NotFound` (unknown model), `Overloaded`,
+        session: at once, or if it is `resumable`, after the time that the client has to come back.
+        With a `key`, the client may also come back after an error. `KeyTaken` means that another
+        session has the key. Raises `BadRequest`, `NotFound` (unknown model), `Overloaded`,
         `DeadlineExceeded` (before the first token), `Unavailable`, and the store's error that ended
         the session (`StaleEpoch`, `DataLoss`). `traceparent` is the caller's, if it has one."""
         arrived = asyncio.get_running_loop().time()
@@ -292,9 +291,9 @@ class CoordinatorService:
         tenant: str = "",
         traceparent: str = "",
     ) -> AsyncGenerator[Event]:
-        """Like `generate` for a new request. Otherwise like `resume`, with the session of the
-        `known` key; `resume` says what the client has. If that session has expired, the request
-        runs again; if the client has tokens of it, it is not found."""
+        """Like `generate` for a new request, else like `resume` with the session of the `known`
+        key; `resume` says what the client has. If that session has expired, the request runs again,
+        or raises `SessionNotFound` if the client has tokens of it."""
         is_gone = False
         for _ in range(KEY_TRIES):
             try:
@@ -329,8 +328,8 @@ class CoordinatorService:
     def _serving(
         self, run: SessionRun, resumable: bool = True, *, outlasts_errors: bool = False
     ) -> Iterator[None]:
-        """Ends the session when its stream ends. If it is `resumable`, it waits for a client that
-        went away; if it `outlasts_errors`, also after an error. While this coordinator is about to
+        """Ends the session when its stream ends. A `resumable` session waits for a client that went
+        away, and one that `outlasts_errors` also after an error. While this coordinator is about to
         close, every session waits, so that other coordinators may take it over."""
         chosen = self._auditor.choose(run.session, run.parameters)
         try:
@@ -457,8 +456,8 @@ class CoordinatorService:
             await asyncio.sleep(CANCEL_LOOK_S)
 
     async def stored_parameters(self, session_id: str, tenant: str) -> GenerationParameters:
-        """The parameters of a stored session. Counts as a take-over, whose number is limited.
-        Raises like `session`."""
+        """The parameters of a stored session. Counts as a take-over, so it may raise `Unavailable`;
+        otherwise raises like `session`."""
         with self._sessions.taking_over(session_id):
             record = await self.session(session_id, tenant)
         prompt = record.token_ids[: record.prompt_length]
@@ -469,7 +468,7 @@ class CoordinatorService:
         None = any tenant."""
         record = await self._store.load(session_id)
         if tenant not in (record.tenant, None):
-            raise not_found(session_id)  # The same words as for one that does not exist.
+            raise not_found(session_id)  # The same error as for a session that does not exist.
         return record
 
     def hand_over(self) -> None:
@@ -490,7 +489,7 @@ class CoordinatorService:
                 ending.push_async_callback(close)
 
     def _heed(self, wanted: Mapping[str, bool]) -> None:
-        """Other coordinators want these sessions, or (if true) want them cancelled."""
+        """Releases sessions that other coordinators want, and cancels those with the value true."""
         for session_id, cancels in wanted.items():
             run = self._sessions.running.get(session_id)
             if cancels and run is not None:
@@ -597,7 +596,7 @@ class CoordinatorService:
     def _check_open(self) -> None:
         if self._committer.closing:
             raise Unavailable("this coordinator is shutting down")
-        if self._num_admitted > self._config.max_sessions:  # This one counts already.
+        if self._num_admitted > self._config.max_sessions:  # Includes this request.
             raise Overloaded(f"{self._config.max_sessions} sessions run already; try again later")
         self._load.check()
 
@@ -656,8 +655,7 @@ class CoordinatorService:
         return self.targets.on_trial or self.drafts.on_trial
 
     def _session_trial(self, draft: Drafts | None) -> SessionTrial | None:
-        """Measures a session that a draft replica or its target drafts for, while a replica is on
-        trial."""
+        """The meter of a session that begins during a trial, unless only look-ups draft for it."""
         replica = self._on_trial
         if replica is None or draft is None or draft.on_trial is None:
             return None

@@ -9,8 +9,8 @@ The limit on requests is a token bucket of `requests_per_minute`, which refills 
 concurrent generations, of which a request may have several, is a number of slots. A slot has a
 lease that its coordinator renews; if the coordinator dies, the slot is free after `SLOT_LEASE_MS`.
 A slot gets the name of its session, so a session that is resumed at any coordinator keeps its slot.
-A resumption counts as a request, but is refused only after twice as many: the end of a coordinator
-must not cost its callers their answers.
+A resumption counts as a request, but is refused only after twice as many, so that callers do not
+lose their answers when a coordinator ends.
 
     <prefix>limit:{<name>}:bucket    string: when it is full again, ms of Redis' clock
     <prefix>limit:{<name>}:slots     sorted set: slot to the end of its lease, ms
@@ -80,11 +80,11 @@ def watch_keys(
 
 
 RESUME_DEPTH = 2
-"""A resumption may use this many times the requests of a bucket."""
+"""Resumptions are refused only when this many buckets are used up."""
 
 
 class RateExceeded(Overloaded):
-    """The bucket of a caller is empty until it is to try again."""
+    """A caller's bucket is empty; the error says when it has room again."""
 
 
 def rate_exceeded(caller: Caller, left_ms: int) -> RateExceeded:
@@ -104,8 +104,8 @@ class Grant:
         self._num_running = len(names)
 
     async def note(self, event: Event, index: int = 0) -> None:
-        """Call with each event of generation `index`, before it is sent. Frees all slots before the
-        last event of the last generation, so that its client may make another request then."""
+        """Call before each event of generation `index` is sent. Frees all slots before the last
+        event of the last generation is sent, as the client may then make another request."""
         if isinstance(event, Finished):
             self._num_running -= 1
             if self._num_running <= 0:
@@ -121,14 +121,14 @@ class Grant:
             await freed
 
     def drop(self) -> asyncio.Task[None] | None:
-        """The same, in the background."""
+        """Like `release`, in the background."""
         names, self._held = self._held, []
         return self._access.exchange(self._caller, names) if names else None
 
 
 class AccessControl:
-    """Identifies and limits callers, on one event loop. Without keys all callers are `ANYBODY`. If
-    the store of slots does not answer, leases run out."""
+    """Identifies and limits callers, on one event loop. Without keys all callers are `ANYBODY`.
+    While the store of slots does not answer, leases are not renewed."""
 
     def __init__(
         self, keys: FileWatch[Keyring] | None = None, slots: RedisSlots | None = None
@@ -149,8 +149,8 @@ class AccessControl:
         return self._keys is not None
 
     def identify(self, shown: Sequence[str]) -> Caller:
-        """The caller with these values of the `authorization` header (HTTP) or metadata (gRPC): one
-        `Bearer KEY`. Raises `Unauthenticated`."""
+        """The caller with this `authorization` header (HTTP) or metadata (gRPC), which must have
+        one value, `Bearer KEY`. Raises `Unauthenticated`."""
         if len(shown) > 1:
             raise Unauthenticated(f"authorization: got {len(shown)} values; send one")
         if self._keys is None:
@@ -174,8 +174,8 @@ class AccessControl:
             _CALLER.set(self.identify([str(value) for key, value in metadata if key == _HEADER]))
 
     def check_rate(self, caller: Caller) -> None:
-        """Raises `Overloaded` if the caller is known, without asking the store, to have made all
-        its requests for now. Then its next request need not be read."""
+        """Raises `Overloaded` if the caller's bucket was found empty and has no room yet. Does not
+        ask the store, so it is cheap enough to call before a request is read."""
         left_s = self._empty_until.get(caller, 0.0) - asyncio.get_running_loop().time()
         if left_s > 0:
             raise rate_exceeded(caller, math.ceil(left_s * 1e3))
@@ -185,8 +185,8 @@ class AccessControl:
     async def admit(
         self, caller: Caller, resumes: Sequence[str] = (), num_generations: int = 1
     ) -> AsyncIterator[Grant]:
-        """Counts one request of the caller, and takes a slot for each of its generations while the
-        context lasts, or for none. `resumes` are the sessions that it resumes, if any. Raises
+        """Counts one request of the caller. Takes a slot for each of its generations, or none at
+        all, while the context lasts. `resumes` are the sessions that it resumes, if any. Raises
         `Overloaded`, with the time to try again, and `StoreUnavailable`."""
         names: list[str] = []
         if caller.concurrency and self._store is not None:
@@ -209,7 +209,7 @@ class AccessControl:
             if isinstance(error, RateExceeded) and not resumes:
                 self._empty_until[caller] = asked + error.retry_after_ms / 1e3
             elif not isinstance(error, Overloaded) and not resumes:
-                # The slots may have been taken; their new names are known only here.
+                # Redis may have taken the slots. Their names are known only here.
                 self._in_background(caller, names)
             raise
         self._hold(caller, names)
@@ -259,7 +259,7 @@ class AccessControl:
             await self._tell(dict.fromkeys(self._held, ()))
 
     async def _tell(self, freed: Mapping[str, Collection[str]]) -> None:
-        """Renews the slots of these callers, and frees those given, unless they are held again."""
+        """Renews what these callers hold, and frees the given slots unless they are held again."""
         told = {}
         for name, slots in freed.items():
             held = [*self._held.get(name, ())]
@@ -287,7 +287,7 @@ class RedisSlots:
     async def take(self, caller: Caller, slots: Sequence[str], depth: int) -> None:
         """Counts a request, and takes its slots, each under a lease; a slot with a known name is
         kept. Raises `Overloaded` if there are too few slots, or if the requests of `depth` buckets
-        are used up; then nothing is counted, and no slot taken."""
+        are used up. Then it counts no request and takes no slot."""
         keys = (self._key(caller.name, "bucket"), self._key(caller.name, "slots"))
         arguments: list[str | int] = [
             caller.requests_per_minute, depth, caller.concurrency, SLOT_LEASE_MS, *slots
@@ -305,7 +305,7 @@ class RedisSlots:
                 )
 
     async def keep(self, slots: Mapping[str, tuple[Collection[str], Collection[str]]]) -> None:
-        """By caller's name, the slots whose leases to renew, and those to free."""
+        """Renews the first and frees the second slots of each caller, by name."""
         calls: list[Call] = []
         for name, (held, free) in slots.items():
             keys = (self._key(name, "slots"),)

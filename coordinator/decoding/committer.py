@@ -1,9 +1,9 @@
-"""Commits decided tokens to the store in batches. Clients may see tokens only after that.
+"""Commits decided tokens to the store in batches. Clients may see tokens only once committed.
 
 While one call to the store runs, the outcomes of all sessions are collected for the next call, so
 the number of calls does not grow with the number of sessions. If the store does not answer, the
-call is repeated, and what it missed is sent in one append per session. Until then only sessions
-that reach the limit on uncommitted tokens have to wait.
+call is repeated, and what the store missed is sent in one append per session. Until then only
+sessions that reach the limit on uncommitted tokens wait.
 
 Time comes from the running event loop alone.
 """
@@ -36,10 +36,10 @@ class _Entry:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.waiters: list[asyncio.Future[None]] = []
-        """They wait for any change of what the store has of the session."""
+        """Each waits for any change of what the store has of the session."""
         self.behind_since: float | None = None
-        """When the store last took tokens, or the oldest ones it lacks were decided; None while it
-        lacks none."""
+        """The later of two times: when the store last took tokens, and when the oldest that it
+        lacks were decided. None while it lacks none."""
         self.stirred = False
 
     def wake(self) -> None:
@@ -93,7 +93,7 @@ class Committer:
         return self._leaving.is_set()
 
     def notify(self, session: Session) -> None:
-        """The session has decided tokens. O(1); does nothing after `close`."""
+        """Call when the session has decided tokens. O(1); does nothing after `close`."""
         if not self.closing:
             self._want(self._entry(session))
 
@@ -138,7 +138,7 @@ class Committer:
     async def finish(self, session: Session, reason: FinishReason) -> None:
         """Ends the session: returns when the store has all of its tokens and the reason. Raises the
         session's error if it is lost before that. May be cancelled and called again; the first
-        reason stands."""
+        reason is kept."""
         entry, attempt = self._entry(session), 0
         if session.finish_reason is None and session.error is None:
             session.finish(reason)
@@ -167,7 +167,7 @@ class Committer:
     async def run(self) -> None:
         """Commits and renews the owner's lease until `close`, then tries once more to commit the
         rest. Calls that still wait for a session raise `Unavailable`; the sessions stay in the
-        store for another owner. Raises only bugs, as an exception group."""
+        store for another owner. Raises only for bugs, an exception group."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 work = [
@@ -307,7 +307,7 @@ class Committer:
 
     async def _hold_lease(self) -> None:
         """Renews the lease of all sessions once per period, until they are handed over. If the
-        store does not answer, the next call is made when due: should the lease lapse meanwhile,
+        store does not answer, the next call is made when due. If the lease lapses before that,
         epochs fence the sessions that others take over."""
         loop = asyncio.get_running_loop()
         due = loop.time()

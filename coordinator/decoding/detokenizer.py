@@ -34,7 +34,7 @@ class Completion:
 
     Text that may be the start of a stop string is held back. EOS, a stop token and the token that
     completes a stop string count as tokens, but not as text. Within the first `min_tokens` tokens
-    only `max_tokens` ends the answer, and a stop string that is complete by then is text."""
+    only `max_tokens` ends the answer, and a stop string that is complete by then counts as text."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Completion:
 
     def push(self, token_ids: Sequence[int]) -> Piece:
         """Adds the tokens of a round, up to the one that ends the completion. With `max_tokens` 0
-        it has ended already."""
+        the completion has ended already."""
         shown: list[str] = []
         reason = None if self._max_tokens else FinishReason.LENGTH
         before = self.num_tokens
@@ -89,7 +89,7 @@ class Completion:
         return Piece(self.num_tokens - before, "".join(shown), reason)
 
     def finish(self) -> str:
-        """The text that was held back, for a completion that ends for another reason."""
+        """Ends a completion that no token ended, and returns the text held back."""
         return self._end()[0]
 
     def _end(self) -> tuple[str, bool]:

@@ -1,5 +1,5 @@
-"""The decode loop: proposal, verdict, outcome, commit, and again; and the queue that passes its
-tokens on to the client once they are committed."""
+"""The decode loop, which repeats proposal, verdict, outcome and commit, and the queue that passes
+tokens to the client once they are committed."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ class SessionRun:
         trial: SessionTrial | None = None,
     ) -> None:
         """Starts decoding after what was `replayed`; the committer must know the session already.
-        `length_max` is the target's limit for committed and proposed tokens together. The request
-        `arrived` at this time of the event loop's clock. With `reads_beside` the draft reads the
-        prompt while the target does, else with the first round that has a draft. `trial` collects
-        the rounds while a drafter is on trial."""
+        `length_max` is the target's limit for committed and proposed tokens together. `arrived` is
+        when the request came, by the event loop's clock. With `reads_beside` the draft reads the
+        prompt while the target does, else in the first round that has a draft. `trial` collects the
+        rounds while a drafter is on trial."""
         self.context = context
         self._clock = asyncio.get_running_loop().time
         self.session = context.session
@@ -76,7 +76,7 @@ class SessionRun:
         self._ended = replayed.finish_reason
         """Finish reason of a resumed completion that was complete already."""
         self._num_known = replayed.completion.num_tokens
-        """Tokens that an earlier stream may have sent."""
+        """Number of tokens that an earlier stream may have sent."""
         self._committer = committer
         until = self._deadline + COMMIT_GRACE_S
         self._output = OutputQueue(self.session, committer, until, self._observer)
@@ -102,8 +102,8 @@ class SessionRun:
         """Whether the last event was returned."""
         self._handed_over = False
         self._held_back: Tokens | None = None
-        """Text that came without a token, sent with the last event: before that, a resumed session
-        might send it again."""
+        """Text that came without a token. It is sent with the last event: if it were sent earlier,
+        a resumed session might send it again."""
         self._task = asyncio.create_task(self._decode())
 
     @property
@@ -114,8 +114,7 @@ class SessionRun:
 
     @property
     def record(self) -> SessionRecord:
-        """The record, with current counters but without new tokens: enough to give the session
-        up."""
+        """The record as it was opened, with current counters: enough to give the session up."""
         return replace(self.session.record, counters=self.session.counters)
 
     def cancel(self) -> None:
@@ -132,7 +131,7 @@ class SessionRun:
     async def next_events(self) -> Sequence[Event]:
         """Waits for the next events after `Started`; empty after the last one. Raises
         `DeadlineExceeded` if the deadline passes before the first token, the target's refusal, and
-        the error that cost the session its store."""
+        the store's error that ended the session."""
         while not self._is_told:
             try:
                 found = await self._output.read()
@@ -189,8 +188,8 @@ class SessionRun:
         return await self.close()
 
     async def close(self) -> bool:
-        """Stops decoding and frees everything that the session holds. A session that has not ended
-        is recorded as cancelled. Returns whether its end was recorded before."""
+        """Stops decoding and frees everything that the session holds. Records a session that has
+        not ended as cancelled. Returns whether an end was already recorded."""
         had_ended = self._is_recorded
         identify(self.session_id, self._observer.trace_id)
         self._task.cancel()
@@ -409,12 +408,12 @@ class SessionRun:
 
 
 ENTRIES_UNREAD_MAX = 256
-"""Rounds that decoding may be ahead of a client that does not read."""
+"""Decoding may be this many rounds ahead of a client that does not read."""
 
 
 @value(frozen=True, slots=True)
 class Entry:
-    """What one round adds. It may be read once the first `end_length` tokens are committed."""
+    """What one round adds. The client gets it once the first `end_length` tokens are committed."""
 
     end_length: int
     tokens: Tokens
@@ -452,8 +451,8 @@ class OutputQueue:
             await self._taken.wait()
 
     def write(self, entry: Entry) -> None:
-        """Adds an entry. The commit of its tokens wakes the reader; if it has none, `close`
-        does."""
+        """Adds an entry. The commit of its tokens wakes the reader, or `close` if it has no
+        tokens."""
         self._entries.append(entry)
 
     def close(self) -> None:
@@ -466,9 +465,9 @@ class OutputQueue:
         self._timer.cancel()
 
     async def read(self) -> tuple[Tokens, RoundReport | None] | None:
-        """Waits until the next round is committed. Without reports, later rounds that are committed
-        too are joined to it; events of a replay are not. None after the last one. Raises the error
-        that cost the session its store, and `TimeoutError`."""
+        """Waits until the next round is committed. Without reports, it joins later rounds that are
+        committed too, but not the events of a replay. None after the last one. Raises the store's
+        error that ended the session, and `TimeoutError`."""
         session, num_shown = self._session, self._session.showable_length
         while not self._entries or self._entries[0].end_length > num_shown:
             if self._closed and not self._entries:
@@ -517,8 +516,8 @@ def _joined(parts: list[Tokens]) -> Tokens:
 
 
 WAITED = 1.0
-"""A proposal counts as having waited if it queued longer than it took to compute: that is longer
-than for the step that was running when it was asked for."""
+"""A proposal counts as having waited if it queued for more than this many times its computing time,
+which is longer than the rest of the step that ran when it was asked for."""
 
 
 class RoundMeter:

@@ -1,4 +1,4 @@
-"""Resumes a session whose stream broke: checks what its client has, and replays what it lacks."""
+"""Resumes a session whose stream broke: checks what the client has, and replays the rest."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class Replayed:
     events: tuple[Tokens, ...] = ()
     """The part that the client lacks."""
     finish_reason: FinishReason | None = None
-    """Set if the stored tokens end the completion, even if the store does not have its end."""
+    """Set if the stored tokens end the completion, even if its end is not stored."""
 
 
 def check_known(record: SessionRecord, request: ResumeRequest) -> GenerationParameters:
     """The session's parameters. Raises `DataLoss` if they cannot be read, and `OtherTokens` if the
     client has more tokens than the store, or different ones: a store that lost a take-over may hold
-    what an older owner decided. This holds for every rule, as in bfloat16 none of them is certain
-    to decode the same tokens again."""
+    what an older owner decided. Every rule needs this check: in bfloat16 none is certain to decode
+    the same tokens again."""
     prompt_ids = record.token_ids[: record.prompt_length]
     parameters = GenerationParameters.from_json(record.parameters, prompt_ids)
     num_stored = len(record.token_ids) - record.prompt_length

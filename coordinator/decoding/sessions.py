@@ -1,5 +1,5 @@
-"""A coordinator's sessions from opening to end: created in the store, run, released or given up,
-and taken over from other coordinators, although the store may not answer at any of these points."""
+"""A coordinator's sessions from opening to end: creates them in the store, runs, releases or gives
+them up, and takes them over from other coordinators. The store may be silent at each step."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from outrider.sessions.store import (
 _log = logging.getLogger(__name__)
 
 LOGPROBS_BYTES = 32
-"""About the size of a stored log-probability, which takes as long to read as a token."""
+"""About the size of a stored log-probability. Reading one takes as long as reading a token."""
 
 T = TypeVar("T")
 Told = asyncio.Task[OutriderError | None]
@@ -100,8 +100,8 @@ class KeyTaken(OutriderError):
 class OwnedSessions:
     """The sessions of one coordinator. A session runs here at most once at a time. The number of
     concurrent take-overs is bounded: when a coordinator dies, all of its clients turn to the others
-    at once, and each of their sessions is read and replayed. The store is told of every session
-    that stops running here."""
+    at once, and each session is read and replayed. For each session that stops running here, the
+    store gets a release or an end."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class OwnedSessions:
         self._ending: dict[str, asyncio.Task[bool]] = {}
         """Runs that are being closed."""
         self._telling: dict[str, Told] = {}
-        """By session, the newest call that tells the store of its release or end."""
+        """By session, the newest call that reports its release or end to the store."""
         self._taking: list[str] = []
         """Sessions that are being taken over; twice in here if two clients ask for one."""
         self._unsettled: set[str] = set()
@@ -146,8 +146,8 @@ class OwnedSessions:
         self, tenant: str, parameters: GenerationParameters, key: RequestKey | None = None
     ) -> Session:
         """Creates a session in the store, and stores it under the `key`. Raises `KeyTaken` if the
-        key has got another session meanwhile. Each try uses a new session id, as a store that did
-        not answer may have created the session of the try before."""
+        key has another session by then. Each attempt uses a new session id, as a store that did not
+        answer may have created the last attempt's session."""
         for tries_left in reversed(range(OPEN_TRIES_MAX)):
             new = self._record(tenant, parameters, parameters.to_json(), parameters.prompt)
             opening = asyncio.create_task(self._store.open(new))
@@ -199,8 +199,8 @@ class OwnedSessions:
         )  # fmt: skip
 
     def end(self, run: SessionRun, is_gone: bool = False) -> None:
-        """Frees what the session holds, unless it was handed over. `is_gone`: the client went away
-        and may come back."""
+        """Ends a run, unless it has ended. `is_gone`: the client went away and may come back, so
+        the session waits for it."""
         if self.running.get(run.session_id) is not run:
             return
         if is_gone and self._config.resume_grace_ms > 0:
@@ -209,7 +209,7 @@ class OwnedSessions:
             self._free(run, self._close(run))
 
     async def _close(self, run: SessionRun) -> bool:
-        """If the store did not take the end of the run, it is given up later."""
+        """Closes a run. If the store did not take its end, the session is given up later."""
         had_ended = await run.close()
         if run.is_unrecorded and not self._closing.is_set():
             self.wait_for_client(run.record)
@@ -274,8 +274,8 @@ class OwnedSessions:
     ) -> tuple[SessionRecord, GenerationParameters]:
         """Takes a session over, unless it is finished. Returns the record under its new epoch, and
         the parameters. Raises like `SessionStore.take_over` and `check_known`, and `Incompatible`
-        if no target has its weights. The checks come first; if the tokens changed since `record`
-        was read, `check_known` runs again, and the session is released if that fails."""
+        if no target has its weights. The checks come first. If the tokens changed after `record`
+        was read, `check_known` runs again, and releases the session if it fails."""
         parameters = await self.replay(record, lambda: check_known(record, request))
         if record.finish_reason is not None:
             return record, parameters
@@ -299,8 +299,8 @@ class OwnedSessions:
         return found, parameters
 
     async def replay(self, record: SessionRecord, call: Callable[[], T]) -> T:
-        """Makes a call that reads all tokens of a session: for a long session on a thread, one at a
-        time, as more would only compete with the event loop."""
+        """Makes a call that reads all tokens of a session. For a long session it runs on a thread,
+        one call at a time, as more would only compete with the event loop."""
         size = len(record.token_ids) + len(record.logprobs) // LOGPROBS_BYTES
         if size <= REPLAY_TOKENS_INLINE:
             return call()
@@ -308,9 +308,9 @@ class OwnedSessions:
 
     async def cancel(self, record: SessionRecord) -> None:
         """Records a session that does not run anywhere as cancelled; does nothing if it is
-        finished. Raises `Unavailable` if another coordinator owns it, which is told to end it, and
-        if the store does not answer within `CANCEL_WAIT_S`. Then, or if the caller is cancelled,
-        the store is still asked until it answers."""
+        finished. Raises `Unavailable` if another coordinator owns the session, which then gets the
+        wish to cancel it, or if the store does not answer within `CANCEL_WAIT_S`. Then, or if the
+        caller is cancelled, the call to the store goes on."""
         if record.finish_reason is not None:
             return
         found = await self._take_over(record, cancels=True)
@@ -330,9 +330,8 @@ class OwnedSessions:
 
     async def release_wanted(self, session_id: str) -> None:
         """Releases a session that another coordinator wants, if the store lists it as this
-        coordinator's but it does not run here: then a failover of the store lost its release. If
-        the store does not answer, nothing is done; a session that is still wanted is reported
-        again."""
+        coordinator's but it does not run here: a failover of the store has lost its release. If the
+        store does not answer, does nothing; it reports a session again while it is wanted."""
         if self._is_here(session_id) or self._closing.is_set():
             return
         try:
@@ -360,10 +359,10 @@ class OwnedSessions:
         self._lease_ends = True
 
     async def _take_over(self, seen: SessionRecord, *, cancels: bool = False) -> SessionRecord:
-        """See `SessionStore.take_over`. If the outcome is not known, the session is released: else
-        it would belong to this coordinator, without running here, as long as its lease is renewed.
-        Raises `Unavailable` while a release or end of the session is under way: it may carry the
-        epoch that the take-over would get, and would end the new run."""
+        """See `SessionStore.take_over`. If the outcome is not known, releases the session.
+        Otherwise it would belong to this coordinator, without running, for as long as the
+        coordinator renews its lease. Raises `Unavailable` while a release or end of the session is
+        under way: that may carry the epoch that the take-over would get, and so end the new run."""
         session_id = seen.session_id
         if self._is_unsettled(session_id):
             raise contended(session_id)
@@ -392,7 +391,7 @@ class OwnedSessions:
 
     async def told(self, session_id: str) -> None:
         """Waits, at most `TAKE_OVER_RETRY_MS`, until the store knows the session's release or end.
-        Otherwise these could hit a new run, if the store lost their epoch and gives it again."""
+        A late one could end a new run, if the store lost its epoch and gave it again."""
         if session_id in self._telling:
             await asyncio.wait([self._telling[session_id]], timeout=TAKE_OVER_RETRY_MS / 1e3)
 
@@ -435,9 +434,9 @@ class OwnedSessions:
         call: Callable[[], Awaitable[object]],
         before: asyncio.Task[Any] | None,
     ) -> OutriderError | None:
-        """Repeats a call to the store until it answers, as long as this coordinator lives: else its
-        lease would keep others from a session that it does not run. Gives up after
-        `ABANDON_TRIES_MAX` calls if more than `UNTOLD_SESSIONS_MAX` sessions wait for this."""
+        """Repeats a call to the store until it answers or this coordinator's lease ends, as the
+        lease keeps others from the session. Gives up after `ABANDON_TRIES_MAX` calls if more than
+        `UNTOLD_SESSIONS_MAX` sessions wait for such calls."""
         if before is not None:
             await asyncio.wait([before])
         attempt = 0

@@ -45,9 +45,9 @@ class DrafterSums:
 
     @property
     def relative_error(self) -> float:
-        """Relative standard error of `tokens_per_second`, a ratio of two sums over independent
-        sessions, from their residuals tokens - rate × seconds (Cochran, Sampling Techniques,
-        6.4)."""
+        """Relative standard error of `tokens_per_second`. That is a ratio of two sums over
+        independent sessions; the error is from the residuals tokens - rate × seconds (Cochran,
+        Sampling Techniques, 6.4)."""
         if self.num_sessions < 2 or not self.num_tokens:
             return math.inf
         rate = self.tokens_per_second
@@ -73,20 +73,20 @@ class TrialMeter:
         self.sums = TrialSums()
 
     def begin(self, replica: str) -> SessionTrial:
-        """For a session that begins while this replica is on trial."""
+        """The meter of a session that begins while this replica is on trial."""
         if replica != self.sums.replica:
             self.sums = TrialSums(replica)
         return SessionTrial(self, replica)
 
 
 class SessionTrial:
-    """The rounds of one session, by drafter: it may move from one to the other if one is lost."""
+    """The rounds of one session, by drafter: a session may change drafters if one is lost."""
 
     def __init__(self, meter: TrialMeter, replica: str) -> None:
         self._meter = meter
         self._replica = replica
         self._rounds = [DrafterSums(), DrafterSums()]
-        """Of the other drafters, and of the one on trial."""
+        """Rounds of the other drafters, and of the one on trial."""
 
     def note(self, is_new: bool, num_accepted: int, num_tokens: int, seconds: float) -> None:
         """Counts a round; `is_new`: its drafter is the one on trial."""

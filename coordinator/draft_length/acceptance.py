@@ -1,8 +1,7 @@
-"""Averages of how long proposals are and how much of them is accepted. Pure: learns from verified
-rounds only.
+"""Averages of the lengths and the acceptance of proposals. Pure: learns from verified rounds only.
 
 A sibling costs the target one more row and the draft almost nothing. It may be accepted when the
-draft token at its place is refused; the token after it then comes from the target.
+draft token at its place is refused. Then the next token comes from the target.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from outrider.limits import NUM_DRAFT_TOKENS_MAX
 from outrider.speculation.proposal import DraftTree
 
 FIRST_ACCEPTED = 0.7
-"""Assumed chance that a first draft token is accepted while nothing is known. It is high enough
-that drafting is tried, as only rounds with a draft show anything."""
+"""Assumed chance that a first draft token is accepted while nothing is known. High enough that
+drafting is tried, as only rounds with a draft teach anything."""
 FIRST_TAKEN = 0.3
 """Assumed chance that one of a place's siblings is accepted if the draft token is refused."""
 Array = npt.NDArray[np.float64]
@@ -37,11 +36,11 @@ class Prospects(NamedTuple):
 
 
 def observed(num_asked: int, survival: Sequence[float]) -> Array:
-    """What a round shows that asked for `num_asked` tokens and got `len(survival)`. [5, K], one
-    column for each depth, with `reached` the chance that all tokens before it were accepted:
-    asked for, times `reached`; proposed, times `reached`; the chance that it was accepted too;
-    asked for, and all before it proposed; proposed. `survival` is from
-    `outrider.speculation.accept_reject.survival`."""
+    """What a round shows that asked for `num_asked` tokens and got `len(survival)`: [5, K], with K
+    = `num_asked` and `survival` from `outrider.speculation.accept_reject.survival`. `reached` is
+    the chance that all earlier tokens were accepted. Rows: `reached` if asked for; `reached` if
+    proposed; the chance that this token was accepted too; 1 if asked for and all before it
+    proposed; 1 if proposed."""
     counts, num_proposed = np.zeros((5, num_asked)), min(num_asked, len(survival))
     reached = (1.0, *survival)[:num_asked]
     counts[0, : len(reached)] = reached
@@ -53,8 +52,9 @@ def observed(num_asked: int, survival: Sequence[float]) -> Array:
 
 class DepthAverages:
     """Acceptance and lengths of proposals by depth, of one session or of all: exponentially
-    weighted sums of what was `observed`. Depths that few rounds have reached are drawn towards the
-    prior, or without one towards the depth before. Acceptance is that of proposed tokens."""
+    weighted sums of what was `observed`. Rates of depths that few rounds have reached are drawn
+    towards the prior, or without one towards the depth before. Only proposed tokens count for
+    acceptance."""
 
     def __init__(
         self, memory_rounds: float, prior_rounds: float, prior: DepthAverages | None = None
@@ -84,9 +84,8 @@ class DepthAverages:
         return Prospects(committed, np.cumprod(proposed), offered - committed)
 
     def _rates(self, num_depths: int) -> list[tuple[float, float, float]]:
-        """Chances at each depth, given the depth before: that a proposal whose tokens were all
-        accepted so far goes on, that its next token is accepted then, and that any proposal goes
-        on."""
+        """Three chances at each depth: that a proposal whose tokens were all accepted so far has
+        another token, that this token is accepted, and that any proposal has another token."""
         pull, rate, before = self._pull, FIRST_ACCEPTED, 0.0
         prior = None if self._prior is None else self._prior._rates(num_depths)
         rates = []
@@ -95,7 +94,7 @@ class DepthAverages:
             goes_on = goes_on_at_all = 1.0
             if prior is not None:
                 goes_on, likely, goes_on_at_all = prior[depth]
-                # The prior, scaled by how this session compares with it at the depth before.
+                # The prior, times this session's ratio to it at the depth before.
                 rate = min(1.0, rate * likely / before) if before > 0 else likely
                 before = likely
             rate = (accepted + pull * rate) / (offered + pull)
@@ -125,8 +124,8 @@ class SiblingAverage:
 
 
 def sibling_chances(tree: DraftTree, accept_probability: Sequence[float]) -> tuple[float, float]:
-    """Sums over the places of a spine: the chances that its token is refused after all before it
-    were accepted, and that one of its siblings is accepted then."""
+    """Two sums over the places of a spine: the chance that its token is refused after all before it
+    were accepted, and the chance that then one of its siblings is accepted."""
     refused = taken = 0.0
     reached = 1.0
     for token in tree.spine:

@@ -2,9 +2,9 @@
 rounds and chooses the length of the next one.
 
 The length of a round is fixed when the previous round begins. At that moment no token of the round
-has been drawn, neither here nor by a target or draft that works ahead. So the choice is independent
-of the round's random numbers, and exact under every rule. Sessions that share a seed get fixed
-lengths (`LengthControls.open`). docs/exactness.md has the proof.
+has been drawn, neither here nor by a target or draft that works ahead. So the choice does not
+depend on the round's random numbers, and sampling stays exact under every rule. Sessions that share
+a seed get fixed lengths (`LengthControls.open`). docs/exactness.md has the proof.
 
 | phase of a session | K | ends when |
 | --- | --- | --- |
@@ -47,7 +47,7 @@ from outrider.speculation.sampling_params import Rule
 MEMORY_ROUNDS = 48.0
 """After this many more rounds of its session, a round's weight has fallen to 1/e."""
 SHARED_MEMORY_ROUNDS = 512.0
-"""The same for the averages over all sessions."""
+"""Like `MEMORY_ROUNDS`, for the averages over all sessions."""
 PRIOR_ROUNDS = 12.0
 """The averages over all sessions weigh as much as this many rounds of a session."""
 SHARED_PRIOR_ROUNDS = 12.0
@@ -55,7 +55,7 @@ SHARED_PRIOR_ROUNDS = 12.0
 CHOICE_ROUNDS = 4
 """Rounds with a draft from one choice of K to the next."""
 FIRST_LOOKS = 4
-"""The first rounds of all sessions, which ask for the largest K whatever it costs."""
+"""This many first rounds, over all sessions, ask for the largest K whatever it costs."""
 PLAIN_GAIN = 0.03
 """A drafting session begins a plain phase only if plain decoding is faster by this share."""
 PLAIN_ROUNDS = 16
@@ -81,15 +81,15 @@ PLAIN_KNOWN_ROUNDS = 2.0
 DRAFT_BUDGET_MIN_S = 0.02
 """Least time to draw a proposal: processes that share cores are not always scheduled on time."""
 TIMES_KNOWN_ROUNDS = 16
-"""With look-ups compared in plain rounds, the time of a round with a draft counts as known after
-this many ..."""
+"""If look-ups are compared in plain rounds, the time of a round with a draft counts as known after
+this many of them ..."""
 TIMES_RARITY = 4.0
-"""... and a trial then costs this many times its expected loss, or the whole budget."""
+"""... and then a trial costs this many times its expected loss, at most a full budget."""
 
 
 class Experience:
-    """What the sessions of one rule have shown. Answers to long prompts often copy from them, so
-    acceptance is also averaged by prompt length."""
+    """What the sessions of one rule have shown. Answers often copy from long prompts, so acceptance
+    is also averaged by prompt length."""
 
     def __init__(self) -> None:
         self.averages = DepthAverages(SHARED_MEMORY_ROUNDS, SHARED_PRIOR_ROUNDS)
@@ -121,10 +121,10 @@ class Experience:
 class Learned:
     """What sessions share: round costs for all, acceptance by rule and prompt length.
 
-    All of it depends on how many draft tokens were accepted. So do tokens per round, rows per step
-    and times, since contexts and batches grow with the tokens. Under rules whose random numbers are
-    keyed by the round, a session with a repeated seed has the numbers of an earlier session. What
-    those numbers did there must not influence its lengths, so it neither reads this nor adds to it.
+    All of it depends on how many draft tokens were accepted, even rows per step and times, since
+    contexts and batches grow with the tokens. Under rules whose random numbers are keyed by the
+    round, a session with a repeated seed has the random numbers of an earlier session. The results
+    of those numbers must not influence its lengths, so it neither reads this nor adds to it.
     docs/exactness.md has the proof."""
 
     def __init__(self, costs: RoundCosts) -> None:
@@ -180,12 +180,12 @@ class LengthControls:
         self.load = Load()
         self._seeds = _KnownSeeds()
         self._learned: tuple[int, Learned] | None = None
-        """What was learned, and the value of `times_forgotten` since which."""
+        """The value of `times_forgotten` when learning began, and what was learned."""
 
     @property
     def learned(self) -> Learned:
-        """What new sessions read and add to. It is dropped when seeds are forgotten: a session that
-        repeats such a seed counts as its first, and must not read what the earlier one showed."""
+        """What new sessions read and extend. It is dropped when seeds are forgotten: the next
+        session with such a seed counts as its first, and must not read what earlier ones showed."""
         num_times = self._seeds.times_forgotten
         if self._learned is None or self._learned[0] != num_times:
             self._learned = num_times, self._nothing_learned(self.load)
@@ -196,8 +196,8 @@ class LengthControls:
         return self.learned.costs
 
     def of_another(self, drafter: ReplicaDescription) -> LengthControls:
-        """For sessions with another draft, or another target that drafts: they share load and
-        seeds, but learn separately."""
+        """Controls for sessions with another draft, or another target that drafts. They share load
+        and seeds with this object, but learn separately."""
         found = copy(self)
         found._learned = None
         if drafter.drafts_itself:
@@ -228,7 +228,7 @@ class LengthControls:
     ) -> LengthControl:
         """Begins a session that asks for at most `num_draft_tokens` a round, with at most
         `siblings_max` siblings for each. Under rules whose random numbers are keyed by the round, a
-        repeated seed fixes the lengths of this session and of the one that runs with the seed."""
+        repeated seed fixes the lengths of this session and of a running one with the same seed."""
         self.load.num_sessions += 1
         bounds = (num_draft_tokens, prompt_length, siblings_max)
         if rule.absolute_noise:
@@ -266,7 +266,7 @@ class _Option:
 
     num_draft_tokens: int
     num_tokens: float = 1.0
-    """Tokens committed, minus those that other sessions lose."""
+    """Tokens committed, minus the tokens that other sessions lose."""
     seconds: float = 0.0
     siblings: tuple[int, ...] = ()
     draft_budget_s: float = math.inf
@@ -295,7 +295,7 @@ class LengthControl(LengthPolicy):
         siblings_max: int,
         seed: int | None = None,
     ) -> None:
-        """Reads and adds to `learned`. `close` gives `seed` back to `controls`."""
+        """Reads and adds to `learned`. `close` returns `seed` to `controls`."""
         experience = learned.by_rule[rule]
         of_size = experience.by_size[bisect(PROMPT_SIZES, prompt_length)]
         self._controls = controls
@@ -309,7 +309,7 @@ class LengthControl(LengthPolicy):
         self._choice: _Option | None = None
         """Length of rounds with a draft; None = not chosen yet."""
         self._look: _Option | None = None
-        """Length of the next round if it tries the largest K, else None."""
+        """Length of the next round if that tries the largest K, else None."""
         self._until_choice = 0
         """Rounds with a draft until the next choice."""
         self._num_missed = 0
@@ -327,9 +327,9 @@ class LengthControl(LengthPolicy):
         self._num_asked = 0
         """Its K, which is smaller near the end of a completion."""
         self._follows_plain = False
-        """Whether the round before it was plain too, so that the target did not wait for it."""
+        """Whether the round before `_current` was plain. If both are, the target did not wait."""
         self._next: tuple[_Option, int] | None = None
-        """The round after it, and how many plain rounds are certain to follow that one."""
+        """The round after `_current`, and how many plain rounds are certain to follow it."""
         self._context = prompt_length
         self._ended_at: float | None = None
         if self._bound > 0:
@@ -338,7 +338,7 @@ class LengthControl(LengthPolicy):
             drafted, plain = self._options()
             if not self._drafting_is_due(_best(drafted), plain):
                 self._begin_plain()
-        # If it drafts, the draft reads the prompt while the target does, and may take longer.
+        # A draft reads the prompt while the target does, and may take longer.
         self._num_missed = prompt_length
 
     @property
@@ -346,8 +346,8 @@ class LengthControl(LengthPolicy):
         return self._plans_plain
 
     def fix(self) -> None:
-        """Fixes K at the best value so far, for all rounds that are not planned yet and do not
-        belong to the certain part of a plain phase. From now on `note` changes nothing, so neither
+        """Fixes K at the best value so far, for all rounds that are not planned yet, except those
+        of a plain phase that are certain to come. From now on `note` changes nothing, so neither
         acceptance nor times of this session are learned, and no time limit bounds the drafting of
         rounds that begin later."""
         if self._fixed is None:
@@ -357,7 +357,7 @@ class LengthControl(LengthPolicy):
                 self._plain_left = 0  # The target was not told to run ahead yet.
 
     def choose(self, index: int, num_left: int) -> RoundLength:
-        """See `LengthPolicy`. The first round has no proposal: it would have to wait for one."""
+        """See `LengthPolicy`. The first round has no proposal, as it would have to wait for it."""
         length, run_ahead = self._next or self._settled(_FIRST)
         self._follows_plain = self._current is _PLAIN
         self._current = length
@@ -496,8 +496,8 @@ class LengthControl(LengthPolicy):
     def _options(self) -> tuple[list[_Option], _Option]:
         """The options K = 1, 2, ..., and plain decoding.
 
-        The time limit of a proposal is its usual time plus what its accepted tokens would take in
-        plain decoding. So a draft that becomes slow costs at most twice what it saves."""
+        The time limit of a proposal is its usual time plus the time that its accepted tokens would
+        take in plain decoding. So a draft that becomes slow costs at most twice what it saves."""
         costs = self._costs
         forecast = costs.forecast(self._bound, self._context)
         prospects = self._averages.prospects(self._bound)

@@ -21,10 +21,10 @@ class RoundLength:
     """Siblings to ask for at the place of the first, second, ... draft token."""
     next_max: int = 0
     """K of the next round, or less near the end of the completion. A target that drafts for itself
-    draws that many with this verdict. 0 if the next round certainly has no proposal: then hidden
-    states are not sent to a draft either."""
+    draws that many tokens with this verdict. 0 if the next round certainly has no proposal; then
+    the draft gets no hidden states either."""
     draft_budget_s: float = math.inf
-    """How long drawing the proposal is worth waiting for, on top of the limit for every wait."""
+    """Longest wait that the proposal is worth. The limit for every wait applies too."""
     next_siblings: tuple[int, ...] = ()
     """Siblings that the next round asks for."""
     is_timed: bool = True
@@ -48,10 +48,10 @@ class PlayedRound:
     """What a finished round showed."""
 
     num_asked: int
-    """K that the proposal was drafted for, or the tokens there was time for. 0 if nothing was
-    drafted or a look-up filled in: then nothing is learned but how long the wait was in vain."""
+    """K that the proposal was drafted for, or the tokens that there was time for. 0 if nothing was
+    drafted or a look-up filled in. Then only the time of the vain wait is learned."""
     survival: tuple[float, ...]
-    """Of the proposed tokens, see `outrider.speculation.accept_reject.survival`."""
+    """See `outrider.speculation.accept_reject.survival`; of the proposed tokens."""
     num_tokens: int
     """Tokens committed."""
     context: int
@@ -61,7 +61,7 @@ class PlayedRound:
     target_s: float
     """The target's queue and step."""
     ended_at: float
-    """When it ended, s, on a clock that all rounds share."""
+    """When the round ended, s, on a clock that all rounds share."""
     queue_s: float = 0.0
     """The part of `target_s` spent in the queue."""
     num_siblings: int = 0
@@ -73,7 +73,7 @@ class PlayedRound:
     next_draft_s: float = 0.0
     """Time that the target drafted for the next round, not part of `target_s`."""
     work_s: float = 0.0
-    """What a draft replica computed for this proposal alone."""
+    """Time that a draft replica computed for this proposal alone."""
 
 
 def siblings_beside(num_draft_tokens: int, siblings_max: int) -> tuple[int, ...]:
@@ -104,12 +104,12 @@ class LengthPolicy:
 
     def choose(self, index: int, num_left: int) -> RoundLength:
         """The length of round `index`; `num_left` more tokens fit the completion, the target's own
-        one included. Does not depend on what `note` was told about the round before: a target or
-        draft that works ahead may have drawn tokens of this round by then."""
+        one included. Does not depend on what `note` got about the round before: by then, a target
+        or draft that works ahead may have drawn tokens of this round."""
         raise NotImplementedError
 
     def note(self, played: PlayedRound) -> None:
-        """The round that was chosen last is finished."""
+        """Takes what the round chosen last has shown."""
 
     def note_watched(self, num_asked: int, survival: tuple[float, ...]) -> None:
         """In a round without a draft, `num_asked` tokens were looked up for comparison; `survival`

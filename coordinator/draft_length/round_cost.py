@@ -25,17 +25,17 @@ from .policy import PlayedRound
 MEMORY_ROUNDS = 64.0
 """The weight of a time falls to 1/e over this many others of its kind."""
 LOAD_MEMORY_ROUNDS = 256.0
-"""The same for the load of the target."""
+"""Like `MEMORY_ROUNDS`, for the load of the target."""
 OUTLIER = 8.0
 """A time counts as at most this many mean rounds: one stall says little about the next round."""
 NOISE = 0.15
 """Standard deviation of a time, relative to it."""
 TABLE_SPREAD = 0.5
-"""Prior for the measured time per draft token, relative to the draft's table: 1 with this standard
-deviation."""
+"""Prior of the measured time per draft token, relative to the draft's table: mean 1, and this
+standard deviation."""
 STEP_SPREAD = 0.2
-"""The same for the time per row of the target, relative to its mean time over its table's. Smaller,
-as only the mean number of other sessions' rows is known, which makes measured lines too flat."""
+"""Like `TABLE_SPREAD`, for the target's time per row, relative to its mean time over its table's.
+Smaller: only the mean of other sessions' rows is known, so measured lines are too flat."""
 ROW_SHARE = 0.3
 """Without a table, a row of the target is assumed to cost this share of the step's mean time per
 row ..."""
@@ -44,29 +44,29 @@ TOKEN_SHARE = 1.0
 SHARE_SPREAD = 1.0
 """... with this standard deviation."""
 MESSAGES_WORK = 4.0
-"""Time that other sessions lose to a round's messages, relative to how long the round waits for
-them: both ends work on them, and a step waits for any thread that lost its core. On two cores with
-8 sessions, 3 to 4 was measured."""
+"""Time that other sessions lose to a round's messages, relative to the round's own wait for them.
+Both ends work on them, and a step waits for any thread that lost its core. On two cores with 8
+sessions, 3 to 4 was measured."""
 PLAIN_PRIOR_ROUNDS = 1.0
 """The guess from rounds with a draft weighs as much as this many measured plain rounds."""
 SECONDS_MIN = 1e-9
 """Lower bound of an expected time."""
 FORGOTTEN = 1.0 - 1.0 / 512.0
-"""Times of plain rounds keep this share of their weight with each round that has a draft, and the
-other way round."""
+"""Each round with a draft leaves the times of plain rounds this share of their weight; each plain
+round does the same to the times of rounds with a draft."""
 Array = npt.NDArray[np.float64]
 
 
 class CostLine:
     """Seconds as a linear function of a quantity: exponentially weighted least squares. The slope
-    is drawn towards a given one until enough different quantities were seen. The line never falls
-    and is never negative."""
+    is drawn towards a prior until enough different quantities were seen. The slope and the line are
+    never negative."""
 
     def __init__(
         self, slope: float, spread: float, *, relative: bool = False, unit: float = 1.0
     ) -> None:
-        """`slope` is the expected slope, with standard deviation `spread`. Both are in multiples of
-        `unit`, or if `relative` of the mean time over the mean quantity once these are known."""
+        """`slope` is the expected slope, with standard deviation `spread`. Both are multiples of
+        `unit`, or if `relative`, of the mean time over the mean quantity once these are known."""
         self.weight = 0.0
         """Total weight of the measurements, at most `MEMORY_ROUNDS`."""
         self._slope, self._spread = slope, spread
@@ -116,8 +116,8 @@ class _Mean:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What the next round of a session costs: seconds, and tokens that other sessions lose because
-    it makes their steps longer or because drafting and messages take their cores."""
+    """What the next round of a session costs: its seconds, and the tokens that other sessions lose,
+    because it lengthens their steps, or drafting and messages take their cores."""
 
     plain_s: float
     """A plain round."""
@@ -145,7 +145,7 @@ class Load:
         self.num_elsewhere = 0
         """Sessions of other coordinators on the same targets."""
         self.num_targets = 1
-        """Targets that share all of them."""
+        """Number of targets that run all these sessions."""
 
 
 class RoundCosts:
@@ -175,14 +175,14 @@ class RoundCosts:
         self._target, self.plain = (_line(target, ROW_SHARE, STEP_SPREAD, True) for _ in range(2))
         self.meet_draft(draft)
         self._wait, self._rest = _Mean(), _Mean()
-        """`_wait`, for a step to begin while other sessions use the target, is in steps, at most
-        one."""
+        """`_wait` is the wait for a step to begin while other sessions use the target, in steps, at
+        most one."""
         self._round, self._at_target, self._rows, self._tokens, self._context = (
             _Mean(LOAD_MEMORY_ROUNDS) for _ in range(5)
         )
 
     def meet_draft(self, costs: StepCosts | None) -> None:
-        """Starts from a draft's table; what was measured before is dropped."""
+        """Starts from a draft's table, and drops earlier measurements of drafts."""
         self._draft_table = costs
         self._draft_token = 1.0 if costs is None else costs.step_seconds(1)
         """Work of the draft per token: seconds by its table, or 1 without one."""
@@ -192,7 +192,7 @@ class RoundCosts:
 
     def note_load(self, played: PlayedRound, round_s: float) -> None:
         """Counts any round; `round_s` is the time since the round before ended. If several verdicts
-        arrive together, the first round has the time of all."""
+        arrive together, their whole time is that of the first round."""
         self._round.note(self._bounded(round_s))
         self._at_target.note(self._bounded(played.target_s))
         self._rows.note(1 + len(played.survival) + played.num_siblings)
@@ -206,8 +206,8 @@ class RoundCosts:
         self._target.fade(FORGOTTEN)
 
     def note_drafted(self, played: PlayedRound, round_s: float, is_typical: bool = True) -> None:
-        """Counts a round that asked for draft tokens. Its wait for the proposal counts only if it
-        `is_typical`: the draft had nothing else to read first."""
+        """Counts a round that asked for draft tokens. The wait for its proposal counts only if
+        `is_typical`, that is, if the draft had nothing else to read first."""
         self.num_drafted += 1
         num_proposed = len(played.survival)
         num_drafted, draft_s, work_s = played.beside or (
@@ -241,8 +241,8 @@ class RoundCosts:
         draft_s = self._draft.at(works)
         draft_lost = np.zeros(len(works))
         if self.drafting_delays:
-            # All sessions on the target wait for this draft's work; the session's own wait is
-            # counted already. If all draft in one step, each one's wait is the work of all.
+            # All sessions on the target wait for this draft's work. The session's own wait counts
+            # already. If all draft in one step, each waits for the work of all.
             work_s = (1.0 + others) * self._draft_work.at(works)
             draft_lost = pace * np.maximum(0.0, work_s - draft_s)
         wait_s = self._wait.value * min(1.0, others) * verify_s
@@ -251,7 +251,7 @@ class RoundCosts:
         return Forecast(
             plain_s=(plain_s + PLAIN_PRIOR_ROUNDS * verify_s) / (known + PLAIN_PRIOR_ROUNDS),
             round_s=float(draft_s[0]) + wait_s + verify_s + self._rest.value,
-            # Plain rounds are free of this: the target runs ahead, with few messages.
+            # Plain rounds cost none of this: the target runs ahead, with few messages.
             round_lost=float(draft_lost[0])
             + others * pace * self._messages_work * self._rest.value,
             token_s=np.diff(draft_s) + row_s,
@@ -279,8 +279,8 @@ class RoundCosts:
         return min(seconds, OUTLIER * mean) if mean > 0 else seconds
 
     def _load(self, num_proposed: int, context: int, others: float) -> float:
-        """The target's step with the rows of all sessions: seconds by its table, or without one the
-        number of rows."""
+        """The target's step with the rows of all sessions: seconds by its table, or the number of
+        rows if there is no table."""
         rows = 1 + num_proposed + others * self._rows.value
         if self._table is None:
             return rows

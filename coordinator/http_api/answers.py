@@ -31,7 +31,7 @@ IMPOSSIBLE = -9999.0
 
 
 def as_text(data: bytes) -> str:
-    """A token's bytes as text; as `bytes:\\xNN...` where they are not whole characters."""
+    """A token's bytes as text, or as `bytes:\\xNN...` if they are not whole characters."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -39,17 +39,17 @@ def as_text(data: bytes) -> str:
 
 
 Scored = tuple[int, list[tuple[bytes, float | None]]]
-"""The offset of a token in the answer's text, and pairs of bytes and log-probability: the token's
-own, then those of the likeliest tokens in its place. The log-probability of a prompt's first token
-is None."""
+"""The offset of a token in the answer's text, and pairs of bytes and log-probability: first the
+token's own, then those of the likeliest tokens in its place. The log-probability of a prompt's
+first token is None."""
 
 
 class _Scorer:
-    """Finds where tokens with log-probabilities stand in an answer's text."""
+    """Finds the offsets of tokens with log-probabilities in an answer's text."""
 
     def __init__(self, text: TokenizerText | None, offset: int = 0, given: str = "") -> None:
-        """The first token stands at `offset`, where the text `given` by the caller begins. The
-        answer's text contains only those special tokens that are spelled out in `given`."""
+        """The first token is at `offset`, where the text `given` by the caller begins. The answer's
+        text contains only the special tokens that `given` spells out."""
         self._text = text
         self._stream = None if text is None else text.stream()
         self._offset = offset
@@ -84,7 +84,7 @@ class _Choice:
     def __init__(
         self, text: TokenizerText | None, form: AnswerForm | None, echoed: Prompt | None
     ) -> None:
-        """It begins with the prompt that is `echoed`, if any."""
+        """The choice begins with the `echoed` prompt, if any."""
         self._text, self._echoed = text, echoed
         self.prompt_scorer = self.scorer = _Scorer(text)
         self.reader = None if form is None else form.make_reader()
@@ -120,10 +120,10 @@ class _Choice:
 
 
 class EventStream:
-    """How an answer is sent as server-sent events, where a subclass does not say otherwise."""
+    """How an answer is sent as server-sent events. Subclasses may differ."""
 
     is_named: ClassVar[bool] = False
-    """Whether each event has a line with its type, too."""
+    """Whether each event also has a line with its type."""
     last: ClassVar[bytes] = b"data: [DONE]\n\n"
     """The end of the stream."""
 
@@ -133,7 +133,7 @@ class EventStream:
 
 
 class Answer(EventStream):
-    """An answer with all choices of a request. Its subclasses have what differs between chat and
+    """An answer with all choices of a request. Subclasses define what differs between chat and
     completions."""
 
     id_prefix: ClassVar[str]
@@ -141,9 +141,9 @@ class Answer(EventStream):
     """The `object` of a whole answer, and of a chunk."""
     chunk_kind: ClassVar[str]
     opening: ClassVar[Json | None] = None
-    """What the first chunk of a choice has; None = there is no such chunk."""
+    """Content of a choice's first chunk; None = there is no such chunk."""
     closing: ClassVar[Json]
-    """What the last chunk of a choice has."""
+    """Content of a choice's last chunk."""
 
     def __init__(
         self, asked: TranslatedBody, text: TokenizerText | None, num_draft_tokens: int, created: int
@@ -247,7 +247,7 @@ class Answer(EventStream):
         """A choice with this content, and with the new tokens of the choice `tokens`, if given."""
         reason = finished and finished.finish_reason
         was_cut = reason in (FinishReason.DEADLINE, FinishReason.CANCELLED)
-        shown_reason = "length" if was_cut else reason  # The API has no such reason.
+        shown_reason = "length" if was_cut else reason  # The API lacks these reasons.
         form = self._asked.form
         if reason is FinishReason.STOP and form is not None and form.ends_with_calls:
             shown_reason = "tool_calls" if self._choices[index].num_calls else reason
@@ -385,7 +385,7 @@ class CompletionAnswer(Answer):
     message = delta
 
     def logprobs(self, tokens: Sequence[Scored]) -> Json:
-        """The token itself is among the likeliest ones, too."""
+        """The token itself is also among the likeliest ones."""
         own = [one[0] for _, one in tokens]
         likeliest: list[Json | None] = []
         for _, each in tokens:  # Of tokens with the same text, the first counts.
@@ -408,7 +408,7 @@ class NativeEvents(EventStream):
         self._num_tokens = 0
 
     def whole(self) -> None:
-        """It is always a stream."""
+        """None, as native events are always a stream."""
 
     def take(self, index: int, event: Event) -> list[Json]:
         """See `Answer.take`."""

@@ -89,7 +89,7 @@ _HEADERS = (
 
 class Generated(LiveResponse):
     """The answer to a request for a generation: whole, once all events have come, or a server-sent
-    event for each part, and a last one. The events are closed when it ends for any reason."""
+    event for each part, and a last one. Closes the events when it ends for any reason."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Generated(LiveResponse):
         answer: Answer | NativeEvents,
         progress: Progress,
     ) -> None:
-        """`answer` turns events into parts, of which `progress` leaves out what the client has."""
+        """`answer` turns events into parts. `progress` leaves out the parts that the client has."""
         super().__init__(closing)
         self._events = events
         self._answer = answer
@@ -135,9 +135,9 @@ class Generated(LiveResponse):
 async def _interleaved(
     streams: Sequence[AsyncGenerator[Event]], asked: TranslatedBody, progress: Progress
 ) -> Events:
-    """The events of all streams as they come. Before that each stream begins, and repeats the
-    events that its client has. The first error ends all. Streams pause while `EVENTS_AHEAD_MAX`
-    events are queued."""
+    """The events of all streams as they come. First each stream begins, and then repeats the events
+    that the client has. The first error ends all. Streams pause while `EVENTS_AHEAD_MAX` events are
+    queued."""
     index, tasks = 0, list[asyncio.Task[None]]()
     queue: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(EVENTS_AHEAD_MAX)
 
@@ -161,7 +161,7 @@ async def _interleaved(
             while progress.is_behind(index) and (known := await anext(stream, None)) is not None:
                 yield index, known
         num_left = len(streams)
-        if num_left == 1:  # It needs no queue and no task.
+        if num_left == 1:  # One stream needs no queue and no task.
             async for event in streams[0]:
                 yield 0, event
             return
@@ -203,7 +203,7 @@ class Call:
     progress: Progress
     key: str | None
     session_id: str
-    """The session to resume; empty = those of the key, if it has any."""
+    """The session to resume; empty = the key's sessions, if it has any."""
 
 
 class Generations:
@@ -260,10 +260,10 @@ class Generations:
         return Generated(events, self._closing, answer, progress)
 
     async def _events(self, call: Call) -> Events:
-        """The events of all choices. They count as one request of the caller and as one generation
-        each, whose places are free when the last one ends. None runs before all are admitted, and
-        an error in one ends all. Raises `BadRequest` where the caller's key never allows that many
-        choices, and what `CoordinatorService` does, with the body's names of fields."""
+        """The events of all choices. The choices count as one request of the caller, and each as a
+        generation; their slots are free when the last one ends. None runs before all are admitted,
+        and an error in one ends all. Raises `BadRequest` if the caller's key never allows that many
+        choices, and the errors of `CoordinatorService`, with the body's names of fields."""
         asked, caller = call.asked, cast(Caller, call.request.state.caller)
         number = len(asked.requests)
         if 0 < caller.concurrency < number:
@@ -286,7 +286,7 @@ class Generations:
     async def _streams(
         self, call: Call, exits: AsyncExitStack
     ) -> tuple[list[AsyncGenerator[Event]], list[str]]:
-        """The events of each choice; and the sessions that are resumed, if all choices have one."""
+        """The events of each choice, and the sessions to resume if all choices have one."""
         service, request, progress = self.service, call.request, call.progress
         requests, tenant = call.asked.requests, request.state.caller.tenant
         # The caller's trace, as in W3C Trace Context.
@@ -321,10 +321,10 @@ class Fleet(BaseModel):
 
 
 HEALTH_CACHED_S = 1.0
-"""How long a result is reused: anyone may ask, without a key, and each check calls the store and a
-target."""
+"""How long a result is reused: callers need no key, and each check calls the store and a target."""
 SLOW_S = 0.5
-"""How long a caller waits for a new result if the last one was good; then it gets that one, ..."""
+"""How long a caller waits for a new result if the last one was good. After that it gets the last
+one ..."""
 WELL_S = 5.0
 """... unless it is older than this."""
 
@@ -367,7 +367,7 @@ _PAGE_HEADERS = {
     ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",  # Browsers keep the files, and ask whether they changed.
+    "cache-control": "no-cache",  # Browsers keep files, and ask if they changed.
 }
 
 
@@ -400,7 +400,7 @@ class TimingMiddleware:
         try:
             await self._app(scope, receive, send_noted)
         except Exception:
-            status = status or 500  # The response of the outermost error handler.
+            status = status or 500  # The outermost error handler's response.
             raise
         finally:
             route = getattr(scope.get("route"), "path", "")
@@ -437,7 +437,7 @@ def http_server(
     service: CoordinatorService, options: HttpOptions, formats: ChatFormats | None = None
 ) -> HttpServer:
     """The server of a coordinator. `formats` says how its model writes calls and reasoning; None =
-    as its chat template shows. Raises what `HttpServer` does."""
+    as its chat template shows. Raises like `HttpServer`."""
     return HttpServer(
         options, lambda closing, hosts: build_app(service, closing, options, hosts, formats)
     )
@@ -464,7 +464,7 @@ def build_app(
     app.router.route_class = BodyRoute
     app.state.access = access
     app.state.num_bytes = Counter()
-    app.add_middleware(Entrance, access=access, hosts=hosts)  # The last one is asked first.
+    app.add_middleware(Entrance, access=access, hosts=hosts)  # The last one runs first.
     if options.times is not None:
         app.add_middleware(TimingMiddleware, times=options.times)
     add_error_handlers(app)
@@ -488,7 +488,7 @@ _RESUMED: dict[str, tuple[type[Answer], type[ChatBody | CompletionBody]]] = {
     ChatAnswer.id_prefix: (ChatAnswer, ChatBody),
     CompletionAnswer.id_prefix: (CompletionAnswer, CompletionBody),
 }
-"""The kinds of answers that can be resumed, by the prefix of their ids."""
+"""The kinds of answers that can be resumed, by id prefix."""
 
 
 def _add_generation(app: FastAPI, runs: Generations) -> None:

@@ -2,7 +2,7 @@
 
 The coordinator checks its own limits; `TranslatedBody.renamed` replaces the field names in its
 errors by those of the body. A field of OpenAI's or vLLM's API that Outrider does not implement is
-refused, unless its value asks for nothing: some clients send every field.
+refused unless its value asks for nothing, as some clients send every field.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 Unserved = Mapping[str, tuple[Any, ...]]
 """Fields that are not implemented, and the values besides null that ask for nothing."""
 ANY_VALUE = object()
-"""Any value asks for nothing: a label, or a hint that changes no answer."""
+"""For fields of which no value asks for anything: labels, and hints that change no answer."""
 _COMPLETION_TOKENS = 16
 """OpenAI's default of a completion's `max_tokens`."""
 
 Item = TypeVar("Item")
 Several = Annotated[list[Item], Field(fail_fast=True)]
-"""Validation stops at the first wrong item: there may be millions."""
+"""Validation stops at the first wrong item, as there may be millions."""
 
 
 def asks_nothing(names: str, *values: Any) -> Unserved:
@@ -110,7 +110,7 @@ class Body(BaseModel):
 
     @classmethod
     def _is_idle(cls, name: str, value: Any) -> bool:
-        """Whether a field asks for nothing. 1 does not count as true, though equal in Python."""
+        """Whether a field asks for nothing. 1 does not count as true, although 1 == True."""
         if value is None:
             return name in cls.unserved or name in cls.model_fields
         return any(
@@ -146,18 +146,18 @@ class Speculation(Body):
     num_draft_tokens: int | None = None
     """Most draft tokens of a round, 0..16."""
     draft_deadline_ms: int | None = None
-    """How long a round waits for its draft, which then answers with what it has."""
+    """How long a round waits for its draft, which then answers with the tokens it has."""
     histograms: bool = False
     """Report how many rounds accepted how many tokens."""
 
 
 class StreamOptions(Body):
-    """What a stream has besides the text."""
+    """What to add to a stream besides the text."""
 
     include_usage: bool = False
-    """The usage in a last chunk."""
+    """Add the usage in a last chunk."""
     continuous_usage_stats: bool = False
-    """The usage in every chunk."""
+    """Add the usage to every chunk."""
     include_obfuscation: Literal[False] = False
 
 
@@ -200,7 +200,7 @@ class GenerationBody(Body):
     repetition_penalty: float | None = None
     ignore_eos: bool = False
     deadline_ms: int | None = None
-    """When the answer is cut off, ms from now."""
+    """When to cut off the answer, ms from now."""
     speculation: Speculation = Speculation()
     structured_outputs: dict[str, Any] = {}
     """The form of the answer, as in vLLM: one of json, json_object, regex and choice."""
@@ -287,8 +287,8 @@ class ChoicesBody(GenerationBody):
         return SamplingParams(**values | listed)
 
     def _constraints(self, tools: Tools | None) -> list[tuple[str, Constraint]]:
-        """Each form that is asked for, with the field that asks for it. An answer that must be a
-        call is not held to `response_format`. Raises `BadRequest`."""
+        """Each form that the body asks for, with the field that asks for it. `response_format` does
+        not apply to an answer that must be a call. Raises `BadRequest`."""
         field, asked = "response_format", list[tuple[str, str, Any]]()
         match self.response_format:
             case None | {"type": "text"}:
@@ -377,7 +377,7 @@ class TextPart(Body):
 
 
 def lines(content: str | list[Any]) -> str:
-    """The text of a message; parts are its lines."""
+    """The text of a message; each part is a line."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
@@ -403,7 +403,7 @@ class Message(Body):
     tool_calls: Annotated[Several[CalledTool], Field(max_length=CALLS_MAX)] = []
     """The calls that the assistant made."""
     tool_call_id: str | None = None
-    """The call whose result this message of a tool is."""
+    """In a message of a tool: the call whose result it is."""
 
     @model_validator(mode="after")
     def _fit_for_its_role(self) -> Self:
@@ -449,7 +449,7 @@ class FunctionTool(Body):
     """1 to 64 letters, digits, - and _."""
     description: str = ""
     parameters: dict[str, Any] = {}
-    """Their JSON schema; empty = the function has none."""
+    """JSON schema of the parameters; empty = the function has none."""
 
 
 class Tool(Body):
@@ -556,7 +556,7 @@ class ChatBody(ChoicesBody):
         return self.translate_with(self._turns(), self._tools())
 
     def translate_with(self, turns: tuple[ChatMessage, ...], tools: Tools | None) -> TranslatedBody:
-        """As `translate`, with these in place of the body's messages and tools."""
+        """Like `translate`, with these in place of the body's messages and tools."""
         old, new = self.max_tokens, self.max_completion_tokens  # OpenAI has two names.
         if old is not None and new is not None and old != new:
             raise BadRequest("max_completion_tokens", f"{new} is not the {old} of max_tokens")
@@ -596,8 +596,8 @@ class CompletionBody(ChoicesBody):
     ]
     logprobs: int | None = None
     echo: bool = False
-    """Begin the answer with the prompt, and with its log-probabilities if logprobs is given.
-    max_tokens may then be 0."""
+    """Begin the answer with the prompt, and with its log-probabilities if logprobs is given. Then
+    max_tokens may be 0."""
 
     def translate(self) -> TranslatedBody:
         """See `ChatBody.translate`."""
@@ -616,7 +616,7 @@ class CompletionBody(ChoicesBody):
 
 
 _NAMES = {name: f"speculation.{name}" for name in ("rule", "num_draft_tokens", "draft_deadline_ms")}
-"""The names, in every body, of fields that the coordinator calls otherwise."""
+"""By the coordinator's name of a field, its name in every body."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -648,7 +648,7 @@ class TranslatedBody:
         return BadRequest(name, error.reason)
 
 
-# Errors name the place of a wrong value; `wrong_body` leaves out parts that are no identifiers.
+# Errors name the place of a wrong value; `wrong_body` leaves out parts that are not identifiers.
 _CHAT = "with messages"
 _RAW = "with a prompt"
 

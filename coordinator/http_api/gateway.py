@@ -3,11 +3,10 @@
     client --- gateway --- coordinator A    dies in the middle of a stream
                       \\--- coordinator B    goes on after the last event that the client has
 
-A gateway has no sessions, keys and limits of its own. Each request is forwarded to a coordinator,
-with its `Authorization`, and to the next one if that does not answer or cannot serve it now. A
-`POST` has an `Idempotency-Key`, the client's or a new one, by which every coordinator finds its
-sessions. `Last-Event-ID` asks for the events after the last one. Coordinators implement both, see
-docs/http.md.
+A gateway has no sessions, keys or limits of its own. It forwards each request, with its
+`Authorization`, to a coordinator, and to the next one if that does not answer or cannot serve it
+now. A `POST` gets an `Idempotency-Key`, the client's or a new one, by which every coordinator finds
+its sessions. `Last-Event-ID` asks for the events after the last one. For both, see docs/http.md.
 """
 
 from __future__ import annotations
@@ -50,14 +49,14 @@ LAST_ID = "last-event-id"
 CONNECT_S = 5.0
 _BROKEN = (httpx2.ReadError, httpx2.RemoteProtocolError)
 WORKED_S = 1.0
-"""A coordinator that breaks the connection after this long had begun to work on the request."""
+"""If a coordinator breaks the connection later than this, it had begun to work on the request."""
 _WAIT_S = (0.05, 1.0)
 """First and longest wait between two tries; see `backoff`."""
 _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 _PASSING = frozenset({409, 502, 503})
-"""Statuses of requests that another coordinator, or the same one later, may serve ..."""
+"""Statuses of requests that another coordinator may serve, or the same one later ..."""
 _PASSING_LATER = _PASSING | {429}
-"""... and, once the response has begun, the client cannot repeat."""
+"""... and those once the response has begun: then the client cannot repeat a request."""
 _HOP_BY_HOP = frozenset({
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer",
     "transfer-encoding", "upgrade",
@@ -65,8 +64,8 @@ _HOP_BY_HOP = frozenset({
 _NOT_ASKED = _HOP_BY_HOP | {"accept-encoding", "content-length", "expect", "host", LAST_ID}
 _NOT_TOLD = _HOP_BY_HOP | {"date"}
 _INTERRUPTED = b'"type":"service_unavailable_error"'
-"""In an event without an id: another coordinator can go on. No text in JSON contains this, as its
-quotes are escaped."""
+"""An event that has this but no id means that another coordinator can go on. No text in JSON
+contains this, as its quotes are escaped."""
 _TIMEOUT = httpx2.Timeout(
     connect=CONNECT_S, read=RESUMED_TIMEOUT_S, write=HTTP_STUCK_WRITE_S, pool=None
 )
@@ -80,7 +79,8 @@ _KEEP_ALIVE = [
 
 
 def open_transport(verify: ssl.SSLContext | bool = True) -> httpx2.AsyncHTTPTransport:
-    """Connections to coordinators. `verify`: how the certificates of those with TLS are checked."""
+    """Connections to coordinators. `verify` says how to check the certificates of those with
+    TLS."""
     return httpx2.AsyncHTTPTransport(
         verify=verify,
         trust_env=False,
@@ -134,14 +134,14 @@ class Forwarded(LiveResponse):
         answer = await self._answer(send)
         if answer is None:
             await send_part(send, more=False)
-        elif self._has_begun:  # The error that ends a stream.
+        elif self._has_begun:  # An error ends the stream.
             await send_part(send, b"data: " + bytes(answer.body) + b"\n\n", more=False)
         else:
             await answer(scope, receive, send)
 
     async def _answer(self, send: Send) -> Response | None:
-        """Asks one coordinator after the other until one answers as for `_ask`, or time is up.
-        Then it returns the last refusal, or raises `Unavailable`."""
+        """Asks one coordinator after the other until `_ask` returns, or time is up. Then returns
+        the last refusal, or raises `Unavailable`."""
         pool, now = self._coordinators.pool, asyncio.get_running_loop().time
         began, url, failing_since = now(), None, math.inf
         while True:
@@ -173,8 +173,8 @@ class Forwarded(LiveResponse):
 
     @cached_property
     def _deadline_s(self) -> float:
-        """The request's, counted from its arrival. A body that does not name the field is not
-        parsed: that would hold up all other streams."""
+        """The request's deadline, from its arrival. A body without the field's name is not parsed,
+        as that would hold up all other streams."""
         deadline_ms = None
         if b'"deadline_ms"' in self._body:
             try:
@@ -188,15 +188,15 @@ class Forwarded(LiveResponse):
 
     @property
     def _may_ask_again(self) -> bool:
-        """Requests other than `POST` are tried once at each coordinator: a probe must fail soon. A
-        stream cannot be resumed after an event without an id."""
+        """Requests other than `POST` are tried once at each coordinator, as a probe must fail soon.
+        A stream that had events cannot be resumed if none had an id."""
         if self._method == "POST":
             return bool(self._last_id) or not self._has_sent
         return self._num_failures < len(self._coordinators.pool.each)
 
     async def _ask(self, url: str, send: Send) -> Response | None:
-        """A whole response, or None after the last event of a stream. Raises `TransportError` if
-        the response is incomplete, and `Refused`."""
+        """Asks one coordinator. Returns a whole response, or None after the last event of a stream.
+        Raises `TransportError` if the response is incomplete, and `Refused`."""
         headers = list(self._passed)
         if self._last_id:
             headers.append((LAST_ID.encode(), self._last_id.encode("latin-1")))
@@ -237,7 +237,7 @@ class Forwarded(LiveResponse):
 
 
 async def _raw(found: httpx2.Response) -> bytes:
-    """A body, still encoded as it was sent."""
+    """A body, encoded as it was sent."""
     return b"".join([part async for part in found.aiter_raw()])
 
 
@@ -260,7 +260,7 @@ def _id_of(event: bytes) -> str:
 def _passed_on(
     headers: Iterable[tuple[bytes, bytes]], without: Collection[str]
 ) -> list[tuple[bytes, bytes]]:
-    """The headers for the other end, not those of one connection."""
+    """The headers to pass on, without those of one connection."""
     found = [(name.lower(), value) for name, value in headers]
     named = {
         name.strip().lower() for key, value in found if key == b"connection"

@@ -1,8 +1,8 @@
-"""How a stream is resumed after a break. The id of each event says how far each choice was sent;
-a repeated request with the same key continues the first one.
+"""Resumes streams after a break. The id of each event says how far each choice was sent; a repeated
+request with the same key continues the first one.
 
-A resumed answer is made again from its first event, and what its client has is left out. So a
-later part may depend on all earlier ones, but only on what is stored.
+A resumed answer is made again from its first event, but parts that the client has are not sent. So
+a part may depend on all earlier ones, but only on stored data.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _EVENT_ID = re.compile(
 )
 _KEY = re.compile(rf"[ -~]{{1,{IDEMPOTENCY_KEY_CHARS_MAX}}}")
 _ID_CHARS_MAX = 64
-"""Of a wrong id that an error shows."""
+"""Characters that an error shows of a wrong id."""
 _WAITING_MAX = 8
 """Requests that wait for one with their key."""
 
@@ -41,10 +41,10 @@ class Position:
 
     num_tokens: int = 0
     digest: int = EMPTY_DIGEST
-    """Of these tokens."""
+    """Digest of these tokens."""
     num_others: int = 0
-    """Number of tokens of the prompt and of events without tokens: `Started`, text that was held
-    back, `Finished`."""
+    """Number of prompt tokens, plus the number of events without tokens: `Started`, text that was
+    held back, `Finished`."""
 
     def after(self, event: Event) -> Position:
         if isinstance(event, Tokens) and event.token_ids:
@@ -63,16 +63,16 @@ class Progress:
         self._now = [Position()] * num_choices
         """Position after the newest event of each choice."""
         self._sent = [*self._now]
-        """Position after the newest event of which a part was sent: one whose text is held back
+        """Position after the newest event that had a part to send; an event whose text is held back
         has none."""
         self._num_parts = self.shift = 0
-        """Number of parts that the client has, and by how many they exceed those made here."""
+        """Number of parts that the client has, and that number minus the parts made here."""
         self.follows_event = last_event_id is not None
         self._known = [*self._now]
         """Position of each choice up to which the client has everything."""
         self._begun = (0, 0, 0)
-        """An event of several parts, of which the client has some: its choice, its number of
-        tokens, and the number of these parts."""
+        """An event of which the client has some parts, but not all: its choice, its number of
+        tokens, and the number of parts that the client has."""
         if last_event_id is None:
             return
         found = _EVENT_ID.fullmatch(last_event_id)
@@ -96,7 +96,7 @@ class Progress:
         )
 
     def is_behind(self, index: int) -> bool:
-        """Whether the next event of the choice is one that the client has."""
+        """Whether the client has the next event of the choice."""
         now, known = self._now[index], self._known[index]
         return now.num_tokens < known.num_tokens or now.num_others < known.num_others
 
@@ -153,17 +153,17 @@ class _Turn:
 
 
 class RepeatedRequests:
-    """Equal requests with one key, of which one runs at a time. Two at once would take the session
-    from each other, again and again where their clients retry."""
+    """Requests with the same key, of which one runs at a time. Two at once would take the session
+    from each other, again and again if their clients retry."""
 
     def __init__(self) -> None:
         self._running: dict[RequestKey, _Turn] = {}
 
     @asynccontextmanager
     async def turn(self, key: RequestKey, *, takes_over: bool) -> AsyncIterator[None]:
-        """Waits until no other request with this key runs. One that `takes_over` does not wait: its
-        client has events of the one that runs, so the connection of that one is broken. Raises
-        `Unavailable` where too many wait."""
+        """Waits until no other request with this key runs. A request that `takes_over` does not
+        wait: its client has events of the running one, so the connection of that one is broken.
+        Raises `Unavailable` if too many wait."""
         while not takes_over and (running := self._running.get(key)) is not None:
             if running.num_waiting >= _WAITING_MAX:
                 raise Unavailable(

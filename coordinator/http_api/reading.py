@@ -1,8 +1,8 @@
-"""Reads the bodies of requests, and writes JSON and errors. Errors have OpenAI's form,
-`{"error": {"message", "type", "param", "code"}}`, and a status each.
+"""Reads the bodies of requests, and writes JSON and errors. Each error has a status and OpenAI's
+form, `{"error": {"message", "type", "param", "code"}}`.
 
-A body that takes long to parse is refused before: parsing blocks the coordinator's event loop,
-which renews its leases, too.
+A body that would take long to parse is refused unparsed: parsing blocks the coordinator's event
+loop, which also renews its leases.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _CODES = {
 }  # fmt: skip
 """`code` of errors that FastAPI raises, and of unknown sessions."""
 _WORDS_OF_TYPES = ("str", "int", "float", "bool", "none", "body")
-"""Parts of a place in a body that are no field names."""
+"""Parts of a place in a body that are not field names."""
 
 
 def to_json(value: Any) -> bytes:
@@ -118,8 +118,8 @@ def error_body(error: Exception) -> dict[str, Any]:
 
 
 def error_response(error: Exception) -> Response:
-    """The response for an error. `Retry-After` says when to repeat the request; where that cannot
-    help, `x-should-retry` keeps OpenAI's clients, which go by the status, from it."""
+    """The response for an error. `Retry-After` says when to repeat the request. If that cannot
+    help, `x-should-retry` stops OpenAI's clients, which otherwise decide by the status."""
     status = error.http_status if isinstance(error, OutriderError) else 500
     headers = {}
     if isinstance(error, Incompatible | DeadlineExceeded):
@@ -159,8 +159,8 @@ def _body(message: str, name: str, param: str | None, code: str) -> dict[str, An
 
 
 def wrong_body(errors: Sequence[Mapping[str, Any]]) -> BadRequest:
-    """The first of pydantic's errors in a body. Of several about one field, which each member of a
-    union causes, it is the one about the innermost value."""
+    """The first of pydantic's errors in a body. Each member of a union causes an error about one
+    field; of these it is the one about the innermost value."""
     same = [one for one in errors if one["loc"][:2] == errors[0]["loc"][:2]]
     found = max(same, key=lambda one: len(one["loc"]))
     *place, last = found["loc"]
@@ -206,7 +206,7 @@ def _shown(value: object) -> str:
 _BOM = b"\xef\xbb\xbf"
 _OPENINGS = (b"[", b"{")
 _MARKS = (*_OPENINGS, b",", b":")
-"""One of them is before every value and every key but the first."""
+"""A mark comes before every value and every key but the first."""
 _QUOTES_MAX = 2 * (HTTP_VALUES_MAX + 1)
 _PORT = re.compile(r":\d*$")
 PAGE = "/page"
@@ -214,8 +214,8 @@ PAGE = "/page"
 
 
 class BodyRoute(APIRoute):
-    """A route whose body is parsed by `read_body`, unless the rate limit of its caller, which
-    applies to all routes with a body, refuses the request before."""
+    """A route whose body `read_body` parses. Before that it checks the caller's rate limit, which
+    applies to all routes with a body."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -233,7 +233,7 @@ class BodyRoute(APIRoute):
 
 
 class Unsent(Response):
-    """The response to a client that has disconnected: nothing."""
+    """The response to a client that has disconnected; sends nothing."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
@@ -285,7 +285,7 @@ def read_body(data: bytes) -> Any:
     for more values than a request may have; types are not checked."""
     if _too_many(data):
         bare = data.replace(rb"\\", b"").replace(rb"\"", b"")
-        found = f"more than {HTTP_VALUES_MAX} values"  # A mark is between any two strings.
+        found = f"more than {HTTP_VALUES_MAX} values"  # Any two strings have a mark between them.
         if bare.count(b'"') <= _QUOTES_MAX:
             found = _too_many(b"".join(bare.split(b'"')[::2]))
         if found:
@@ -297,7 +297,7 @@ def read_body(data: bytes) -> Any:
 
 
 def _too_many(data: bytes) -> str:
-    """What exceeds a limit, or nothing. Marks within strings are counted, too."""
+    """What exceeds a limit, or nothing. Marks within strings count too."""
     if sum(map(data.count, _OPENINGS)) > HTTP_CONTAINERS_MAX:
         return f"more than {HTTP_CONTAINERS_MAX} lists and objects"
     if sum(map(data.count, _MARKS)) > HTTP_VALUES_MAX:
@@ -306,8 +306,8 @@ def _too_many(data: bytes) -> str:
 
 
 def is_open(path: str) -> bool:
-    """Whether no key is needed: probes have none, and the page's files contain no data and ask for
-    a key themselves."""
+    """Whether no key is needed: probes have none, and the page, whose files contain no data, asks
+    for a key itself."""
     return path in ("/", "/docs", "/health", "/ping") or path.startswith(f"{PAGE}/")
 
 
@@ -322,7 +322,7 @@ class Entrance:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, caller = Headers(scope=scope), ANYBODY
         try:
-            # A web page of another site, whose name resolves to this machine, makes browsers call.
+            # A web page whose own name resolves to this machine could make browsers call.
             if self._hosts and _PORT.sub("", headers.get("host", "")).lower() not in self._hosts:
                 raise PermissionDenied(
                     "Host: is not a name of this machine; call localhost, or give the server API "

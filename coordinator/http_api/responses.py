@@ -44,7 +44,7 @@ _NAMES = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
 }
-"""The names here of fields of a chat completion; a longer name may follow each."""
+"""By the name of a chat completion's field, its name here; a longer name may follow each."""
 _TOLD_AGAIN = {
     "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "text", "tool_choice",
     "tools", "top_logprobs",
@@ -76,7 +76,7 @@ class MessageItem(Body):
     content: str | Several[ItemText]
 
     def turn(self, place: str) -> Json:
-        """The fields of the `ChatMessage` for this item, or for the part of one that it is. Raises
+        """The fields of the `ChatMessage` that this item becomes, or becomes a part of. Raises
         `BadRequest`, with the item's `place` in the body."""
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": lines(self.content)}
@@ -99,7 +99,7 @@ class CallItem(Body):
 
 
 class OutputItem(Body):
-    """The result of such a call."""
+    """The result of a call."""
 
     unserved = asks_nothing("id status name namespace caller", ANY_VALUE)
 
@@ -131,12 +131,12 @@ class ReasoningItem(Body):
 
 
 def _kind(value: Any) -> str | None:
-    """The tag of an item; those without a type are messages."""
+    """The tag of an item; an item without a type is a message."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", "")
     return f"a {'message' if kind is None else kind}" if isinstance(kind, str | None) else None
 
 
-# `wrong_body` leaves tags that are no identifiers out of a field's name.
+# `wrong_body` leaves tags that are not identifiers out of a field's name.
 Item = Annotated[
     Annotated[MessageItem, Tag("a message")]
     | Annotated[CallItem, Tag("a function_call")]
@@ -172,7 +172,7 @@ class ResponsesTool(Body):
     """1 to 64 letters, digits, - and _."""
     description: str = ""
     parameters: dict[str, Any] = Field(default={})
-    """Their JSON schema; empty = the function has none."""
+    """JSON schema of the parameters; empty = the function has none."""
     strict: bool = True
     """Ignored: calls that the answer must make always meet the schema."""
 
@@ -193,7 +193,7 @@ class TextOptions(Body):
 
 
 class ReasoningOptions(Body):
-    """How the model reasons, which cannot be chosen."""
+    """How the model reasons; cannot be chosen."""
 
     unserved: ClassVar[Unserved] = {
         **asks_nothing("effort", "none"),
@@ -226,11 +226,11 @@ class ResponsesBody(GenerationBody):
     ]
     """The user's text, or a conversation."""
     instructions: str | None = None
-    """A system message before it."""
+    """A system message before `input`."""
     max_output_tokens: int | None = None
     text: TextOptions = TextOptions()
     include: Several[Literal["message.output_text.logprobs"]] = Field(default=[])
-    """What the answer has besides."""
+    """What to add to the answer."""
     top_logprobs: int = 0
     metadata: dict[str, str] = Field(default={}, max_length=16)
     """Repeated in the answer, and ignored."""
@@ -263,12 +263,12 @@ class ResponsesBody(GenerationBody):
             asked = chat.translate_with(turns, tools)
         except BadRequest as error:
             raise BadRequest(_own_name(error.field), error.reason) from error
-        # A conversation of nothing but reasoning without text is an empty prompt.
+        # A conversation of only reasoning items without text gives an empty prompt.
         names = {"max_tokens": "max_tokens", "token_ids": "messages", **asked.names}
         return replace(asked, names={name: _own_name(field) for name, field in names.items()})
 
     def _turns(self) -> tuple[ChatMessage, ...]:
-        """Reasoning, text and calls of the assistant in a row are one message in chat."""
+        """In chat, successive reasoning, text and calls of the assistant are one message."""
         items, turns = self.input, list[Json]()
         if isinstance(items, str):
             items = [MessageItem(role="user", content=items)]
@@ -315,14 +315,14 @@ def _own_name(field: str) -> str:
 
 
 class _Item:
-    """An item of an answer, as far as it has been generated. Each change of it is an event."""
+    """An item of an answer, as far as it has been generated. Each change is an event."""
 
     _TYPES: ClassVar = {
         "content": ("message", "msg", "output_text"),
         "reasoning": ("reasoning", "rs", "reasoning_text"),
         "name": ("function_call", "fc", "function_call_arguments"),
     }
-    """By the kind of its parts: its type, the prefix of its id, and the name of what grows."""
+    """By the kind of its parts: the item's type, its id's prefix, and the field that grows."""
 
     def __init__(
         self, kind: str, session_id: str, index: int, name: str = "", call_id: str = ""
@@ -442,8 +442,8 @@ class ResponseAnswer(ChatAnswer):
         return self._numbered(events)
 
     def _grown(self) -> list[Json]:
-        """Adds the new parts to the items, and returns the events of it. Only messages have
-        log-probabilities: each part of one has all that came since the part before it."""
+        """Adds the new parts to the items, and returns the events for that. Only messages have
+        log-probabilities; each part of one has those that came after the part before."""
         [choice], events = self._choices, list[Json]()
         for kind, text in joined(choice.parts):
             if kind == "name" or kind not in ("arguments", *(one.kind for one in self._items[-1:])):
@@ -483,7 +483,7 @@ class ResponseAnswer(ChatAnswer):
 
     @property
     def _status(self) -> str:
-        """Of a response that has ended."""
+        """The status of a response that has ended."""
         [choice] = self._choices
         is_whole = choice.finished and choice.finished.finish_reason is FinishReason.STOP
         return "completed" if is_whole else "incomplete"

@@ -1,5 +1,5 @@
-"""The answers of routes as models for the OpenAPI document. Small answers are made from them; those
-of generations are built as plain dicts, as each chunk of a stream must be cheap."""
+"""The answers of routes as models for the OpenAPI document. Small answers are made from these
+models. Answers of generations are plain dicts, as each chunk of a stream must be cheap."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ChatLogprobs(Schema):
 
 class CalledFunction(Schema):
     name: str = ""
-    """In a stream only at the beginning of the call, as its id."""
+    """In a stream only at the beginning of the call, like its id."""
     arguments: str
     """JSON as the model wrote it, which may be invalid."""
 
@@ -138,7 +138,7 @@ class ChatCompletionChunk(Chunk):
 
 
 class Completion(Chunk):
-    """A whole one, or a chunk."""
+    """A whole completion, or a chunk of one."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
@@ -212,7 +212,7 @@ def answers(whole: type[Schema], chunk: type[Schema]) -> dict[int | str, dict[st
 
 
 class DocumentedApp(FastAPI):
-    """Adds the schemas that `answers` refers to, as FastAPI allows one model for a response."""
+    """Adds the schemas that `answers` refers to: FastAPI allows only one model for a response."""
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:

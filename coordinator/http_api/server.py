@@ -1,13 +1,13 @@
-"""An HTTP server in the coordinator's event loop, with limits on the number of connections and on
-the time that each of their phases may take.
+"""An HTTP server in the coordinator's event loop, which limits the number of connections, and the
+time that each phase of a connection may take.
 
-uvicorn only limits the time between two requests. Here a connection must also send complete headers
-within `HTTP_HEADERS_S` of its TCP accept, or of the first byte of its next request, and its client
-must read: one that is stuck for `HTTP_STUCK_WRITE_S` is closed. When the maximum of connections is
-reached, one without a request is closed for each new one, so idle sockets keep no caller out.
+uvicorn only limits the time between two requests. Here a client must also send complete headers
+within `HTTP_HEADERS_S` of its TCP accept, or of the first byte of its next request. It must read,
+too: a connection stuck for `HTTP_STUCK_WRITE_S` is closed. At the maximum of connections, one
+without a request is closed for each new one, so idle sockets keep no caller out.
 
 A server that stops serves requests for another `HTTP_LAST_REQUEST_S`. Then it refuses new ones with
-503 until the running ones have ended; if another server may listen on its port, that gets them.
+503 until the running ones have ended. If another server may listen on its port, new ones go there.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 BACKLOG = 2048
 """Connections that the kernel queues until they are accepted."""
 _ACCEPTS = 16
-"""Connections accepted at a time. They are not counted meanwhile, so a burst could take all file
+"""Connections accepted at a time, before they are counted: a large burst could take all file
 descriptors."""
 CLOSE_S = 2.0
 """Time for requests that the server ends to send their last event."""
@@ -109,12 +109,12 @@ class HttpOptions:
 
 
 class _State(IntEnum):
-    """State of a connection; those with lower numbers are closed first to make room."""
+    """State of a connection. Connections in lower states are closed first to make room."""
 
     INCOMPLETE = 0
-    """It waits for complete headers, or for its TLS handshake."""
+    """Waits for complete headers, or for the TLS handshake."""
     IDLE = 1
-    """It waits for another request."""
+    """Waits for another request."""
     BUSY = 2
 
 
@@ -127,7 +127,7 @@ class OpenConnections(dict["HttpConnection", _State]):
         if descriptors == resource.RLIM_INFINITY:
             descriptors = 2 * HTTP_CONNECTIONS_MAX
         self.num_max = min(HTTP_CONNECTIONS_MAX, descriptors // 2)
-        """Exceeded only where all have requests."""
+        """Exceeded only while all connections have requests."""
 
     def make_room(self) -> None:
         """Closes a connection without a request if the maximum is reached."""
@@ -138,7 +138,7 @@ class OpenConnections(dict["HttpConnection", _State]):
 
 
 class HttpConnection(H11Protocol):
-    """One connection, from its accept on."""
+    """One connection, from its accept to its end."""
 
     def __init__(
         self,
@@ -153,11 +153,11 @@ class HttpConnection(H11Protocol):
         self._early = bytearray()
         """Decrypted bytes that arrived before `_encrypt` went on."""
         self.handshake: asyncio.Task[None] | None = None
-        """None = there is none, or it is over."""
+        """None = no handshake, or it is over."""
         self._late: asyncio.TimerHandle | None = None
-        """Closes it when headers are incomplete, or the last response unread, for too long."""
+        """Closes the connection if headers stay incomplete, or the last response unread."""
         self._stuck: asyncio.TimerHandle | None = None
-        """Closes it when its client does not read."""
+        """Closes the connection if its client does not read."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._open.make_room()
@@ -201,7 +201,7 @@ class HttpConnection(H11Protocol):
             self._enter(_State.IDLE)
             if self.transport.is_closing():  # uvicorn has no timer for this.
                 self._late = self._break_off_in(HTTP_STUCK_WRITE_S)
-        else:  # The rest of an unread body is still to come; the client may read first.
+        else:  # The rest of an unread body is to come; the client may first read.
             self._await_headers()
 
     def timeout_keep_alive_handler(self) -> None:
@@ -223,7 +223,7 @@ class HttpConnection(H11Protocol):
         super().connection_lost(exc)
 
     def break_off(self) -> None:
-        """Closes it at once, whatever its client has still to read."""
+        """Closes the connection at once, even if its client has not read everything."""
         self._forget()
         if self.handshake is not None:
             self.handshake.cancel()
@@ -302,7 +302,7 @@ class HttpServer:
         # Replaces `uvicorn.Server.startup`, which counts connections only after their handshake.
         loop = asyncio.get_running_loop()
         server = await loop.create_server(self._connect, sock=listening, backlog=_ACCEPTS)
-        listening.listen(BACKLOG)  # asyncio has one number for backlog and accepts.
+        listening.listen(BACKLOG)  # asyncio uses one number for both.
         self._server.servers = [server]
         self._server.started = True
         self._serving = asyncio.create_task(self._serve(listening))
@@ -339,9 +339,9 @@ class HttpServer:
     async def _leave_port(self, listening: socket.socket) -> None:
         """Leaves the port to another server. Queued connections are accepted."""
         queued: list[socket.socket] = []
-        with suppress(OSError):  # Until none is left; limited, as new ones may keep coming.
+        with suppress(OSError):  # Until none is left; bounded, as new ones may come.
             queued.extend(listening.accept()[0] for _ in range(2 * BACKLOG))
-        self._server.servers[0].close()  # The kernel resets connections since then.
+        self._server.servers[0].close()  # The kernel resets those queued since.
         for client in queued:
             client.setblocking(False)
             await asyncio.get_running_loop().connect_accepted_socket(self._connect, client)
@@ -378,7 +378,7 @@ class HttpServer:
         error."""
         if self._serving is None:
             return
-        # uvicorn counts from the last requests on.
+        # uvicorn counts from the end of `HTTP_LAST_REQUEST_S`.
         left_s = max(0.0, grace_s - HTTP_LAST_REQUEST_S) + CLOSE_S
         self._server.config.timeout_graceful_shutdown = left_s  # type: ignore[assignment]
         self._server.should_exit = True
@@ -390,10 +390,10 @@ class HttpServer:
 class LiveResponse(Response):
     """The response to a request whose body has been read, produced while the client is connected:
     `_respond` is cancelled when the client disconnects. An error, or the end of the server, is
-    raised before the response has begun, and is its last event afterwards."""
+    raised if the response has not begun, and else becomes its last event."""
 
     def __init__(self, closing: asyncio.Event) -> None:
-        """`closing` is set when the server waits no longer."""
+        """`closing` is set when the server stops waiting for responses."""
         super().__init__()
         self._closing = closing
         self._has_begun = False
@@ -453,7 +453,7 @@ def _in_url(host: str) -> str:
 
 def _own_names(options: HttpOptions) -> frozenset[str]:
     """The accepted names of this server; none = any. Without keys, on loopback, another name means
-    a web page whose own name resolves to this machine (DNS rebinding)."""
+    that a web page's own name resolves to this machine (DNS rebinding)."""
     if options.access.asks_for_keys or not is_loopback(options.host):
         return frozenset()
     return _LOOPBACK_NAMES | {_in_url(options.host).lower()}

@@ -41,7 +41,7 @@ class TokenizeBody(Body):
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     """Whether a prompt gets the special tokens that the tokenizer adds to every text (default). A
-    conversation never does: its template has them."""
+    conversation never gets them, as its template has them."""
     return_token_strs: bool = False
     """Add the text of each token."""
     tools: ToolList = Field(default=[])
@@ -87,7 +87,7 @@ class Detokenized(BaseModel):
 
 
 def add_tokens(app: FastAPI, service: CoordinatorService, access: AccessControl) -> None:
-    """Adds both routes. A call counts as a request of the caller, and as no generation."""
+    """Adds both routes. A call counts as a request of the caller, but not as a generation."""
 
     @app.post("/tokenize", responses={200: {"model": Tokenized}})
     async def tokenize(body: TokenizeBody, request: Request) -> Response:

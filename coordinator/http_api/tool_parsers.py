@@ -1,4 +1,4 @@
-"""Splits the text of an answer, as it is generated, into content, reasoning and calls of tools.
+"""Splits an answer's text, while it is generated, into content, reasoning and tool calls.
 
 | class | parses |
 | --- | --- |
@@ -7,9 +7,8 @@
 | `HeldCalls`, `HeldArguments` | answers that a grammar constrains to calls |
 | `Reasoning` | `<think>...</think>`, and then what another parser takes |
 
-A parser is a generator that continues with each piece of text. Text that may be the beginning of a
-mark is held back, and white space beside a mark belongs to it. Text that looks like a call but is
-none is content.
+A parser is a generator that continues with each piece of text. It holds back text that may begin a
+mark. White space beside a mark belongs to the mark. Text that only looks like a call is content.
 """
 
 from __future__ import annotations
@@ -38,34 +37,34 @@ Reading = Generator[None, None, T]
 Kind = Literal["content", "reasoning", "name", "arguments"]
 
 _OPENINGS_KEPT = 64
-"""Cache entries: for which variables the chat template begins the reasoning itself."""
+"""Entries of the cache that says for which variables the chat template begins the reasoning."""
 _SPACE_MAX = 256
-"""Characters of white space before a mark that are left out."""
+"""At most this many characters of white space before a mark are left out."""
 _HEAD_CHARS_MAX = 256
-"""Characters of a call before its arguments."""
+"""Most characters of a call before its arguments."""
 _SOME_TURN = {"role": "user", "content": "x"}
 _OTHER_CALLS = ("<function=", "<arg_key>")
-"""In templates whose `<tool_call>` does not contain JSON."""
+"""Found in templates whose `<tool_call>` does not contain JSON."""
 _NAME_OF_OBJECT = re.compile(
     r'\s*\{\s*(?:"\w+"\s*:\s*"[^"}]*"\s*,\s*)*?"name"\s*:\s*"(?P<name>[^"\\}]*)"'
 )
 _HEAD_OF_OBJECT = re.compile(
     _NAME_OF_OBJECT.pattern + r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
-"""The usual beginning of a call as an object; Llama says `parameters`. As in other heads, nothing
-before the arguments is a closing brace: how the text is cut into pieces makes no difference."""
+"""The usual beginning of a call as an object; Llama writes `parameters`. As in other heads, no
+closing brace comes before the arguments, so the result does not depend on how the text is cut."""
 _JSON_MARK = re.compile(r'[\\"{}\[\]]')
 
 
 class Part(NamedTuple):
-    """A piece of an answer. A call is its whole name, then its arguments as pieces of JSON."""
+    """A piece of an answer. A call has a part for its name, then some for its arguments."""
 
     kind: Kind
     text: str
 
 
 def joined(parts: Iterable[Part]) -> Iterator[Part]:
-    """Merges adjacent parts of one kind, except names."""
+    """Merges adjacent parts of the same kind, except names."""
     for kind, run in groupby(parts, key=attrgetter("kind")):
         texts = [part.text for part in run]
         yield from (Part(kind, text) for text in (texts if kind == "name" else ["".join(texts)]))
@@ -75,17 +74,17 @@ class Reader:
     """Parses text whose calls begin with a mark. This base class knows no marks: all is content."""
 
     shown_tokens: ClassVar[tuple[str, ...]] = ()
-    """Marks that the text must contain even where they are special tokens."""
+    """Marks that the text must contain even if they are special tokens."""
     marks: ClassVar[tuple[str, ...]] = ()
     """Marks around calls, which are not content. Calls follow the first one."""
     named_head: ClassVar[re.Pattern[str] | None] = None
-    """The beginning of a call that is no object, up to its arguments; None = there is no such."""
+    """The beginning of a call that is not an object, up to its arguments; None = all are."""
     shows_mark = False
     """Whether the mark is content, too, where no call follows it."""
     begins_with_calls = False
     """Whether an object at the beginning of the text is a call without a mark."""
     knows_names = False
-    """Whether an object with another name than those of the tools is content."""
+    """Whether an object whose name is not that of a tool is content."""
     has_content = True
     """Whether text besides calls is content; if not, it is dropped."""
 
@@ -95,7 +94,7 @@ class Reader:
         self._several = several
         self._num_calls = 0
         self._is_extra = False
-        """Whether the text is that of a call that does not count, or follows one."""
+        """Whether the text belongs to a call that does not count, or follows such a call."""
         self._text = ""
         """Text that is not parsed yet."""
         self._parts: list[Part] = []
@@ -171,7 +170,7 @@ class Reader:
         return text[:1]
 
     def _take(self, char: str) -> Reading[str]:
-        """Takes the next character, and white space before it, if it is one of these."""
+        """Takes the next character, and white space before it, if it is one of those in `char`."""
         found = yield from self._peek()
         if found and found in char:
             self._text = self._text.lstrip()[1:]
@@ -179,8 +178,8 @@ class Reader:
         return ""
 
     def _calls(self, mark: str = "") -> Reading[None]:
-        """Parses calls up to the first that is none: a list of them, several with a comma or a
-        semicolon between, or one. If there is none, the mark is content."""
+        """Parses calls up to the first text that is not one: a list of calls, several separated by
+        commas or semicolons, or a single one. If there is no call, the mark is content."""
         before = mark + (opening := (yield from self._take("[")))
         while (yield from self._call(before)):
             before = ""
@@ -232,9 +231,9 @@ class Reader:
         self._add("name", name)
 
     def _value(self, depth: int = 0, *, is_added: bool = False) -> Reading[str]:
-        """Takes the text up to the end of an object, or of the text, and returns it. Of its
-        brackets, `depth` are taken already. It is added as arguments if it `is_added`. Only its
-        end is determined: it may be invalid."""
+        """Takes and returns the text up to the end of an object, or of the whole text. `depth` of
+        its brackets were taken before. With `is_added`, adds it as arguments. Only finds the
+        object's end: the JSON may be invalid."""
         taken, is_in_string, escaped = list[str](), False, -1
         while True:
             end = None
@@ -252,7 +251,7 @@ class Reader:
                         end = found.end()
                         break
             piece, rest = self._text[:end], "" if end is None else self._text[end:]
-            escaped -= len(piece)  # It may be the first character of the next piece.
+            escaped -= len(piece)  # The escaped character may be the first of the next piece.
             self._text = rest
             taken.append(piece)
             if is_added:
@@ -268,7 +267,7 @@ def _any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _without_space(text: str) -> str:
-    """The text before a mark, or before what may be one, without white space at its end."""
+    """The text before a mark or a possible mark, without white space at its end."""
     return text[: max(len(text.rstrip()), len(text) - _SPACE_MAX)]
 
 
@@ -281,8 +280,8 @@ def _loaded(text: str) -> Any:
 
 
 def _arguments(call: dict[str, Any]) -> str:
-    """The arguments of a call as an object: some models write it within a string, or null, or
-    nothing, for none."""
+    """The arguments of a call as an object. Some models write the object in a string; for no
+    arguments, some write null or nothing."""
     found = call.get("arguments", call.get("parameters"))
     if isinstance(found, str):
         return found
@@ -313,7 +312,7 @@ class AnswerForm:
 
     make_reader: Callable[[], Reader]
     ends_with_calls: bool = True
-    """Whether calls in an answer are its `finish_reason`."""
+    """Whether an answer with calls has `tool_calls` as its `finish_reason`."""
     has_short_ids: bool = False
     """Whether ids of calls must be nine letters and digits, as some chat templates require."""
 
@@ -341,7 +340,7 @@ class Llama3(Reader):
 
 
 class Mistral(Reader):
-    """`[TOOL_CALLS]` and a list of calls; newer models, before each call, and write it as
+    """`[TOOL_CALLS]` and a list of calls. Newer models write it before each call, and a call as
     `name[ARGS]{..}` or `name{..}`."""
 
     shown_tokens = marks = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
@@ -424,8 +423,8 @@ class ChatFormats:
         self._opens = lru_cache(_OPENINGS_KEPT)(self._opens_with)
 
     def fitted(self, asked: TranslatedBody) -> TranslatedBody:
-        """Adds the form of its answers to the body of a conversation. Raises `BadRequest` if it has
-        tools and it is unknown how the model writes calls."""
+        """The body of a conversation, with the form of its answers. Raises `BadRequest` if the body
+        has tools and it is unknown how the model writes calls."""
         tools, request = asked.tools, asked.requests[0]
         read: dict[str, Any] = {}
         shown: tuple[str, ...] = ()
@@ -448,7 +447,7 @@ class ChatFormats:
         return replace(asked, form=self.form(form), requests=requests)
 
     def form(self, answer_form: str) -> AnswerForm | None:
-        """The form of the answer to a request with this `answer_form`. Raises as `fitted`."""
+        """The form of the answer to a request with this `answer_form`. Raises like `fitted`."""
         if not answer_form:
             return None
         read, form = json.loads(answer_form), AnswerForm(Reader)
@@ -473,7 +472,7 @@ class ChatFormats:
         return replace(form, make_reader=lambda: Reasoning(make(), is_open=read["reasoning"]))
 
     def _opens_with(self, variables: str) -> bool:
-        """Whether the chat template begins the reasoning itself; its variables are in JSON."""
+        """Whether the chat template begins the reasoning itself; `variables` are in JSON."""
         if self._text is None:
             return False
         try:

@@ -28,9 +28,9 @@ class Tools:
     named: str = ""
     """The tool that the answer must call; empty = any."""
     is_required: bool = False
-    """Whether the answer must be calls."""
+    """Whether the answer must consist of calls."""
     several: bool = True
-    """Whether it may have more than one call."""
+    """Whether the answer may have more than one call."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -45,8 +45,8 @@ class Tools:
         return [{"type": "function", "function": dict(one)} for one in self.functions]
 
     def constraint(self) -> Constraint | None:
-        """For an answer that must be calls: a list of names with arguments, or the arguments of
-        the named tool alone. None where text is allowed. Raises `BadRequest`."""
+        """The constraint on an answer that must be calls: to a list of names with arguments, or to
+        the arguments of the named tool. None if text is allowed. Raises `BadRequest`."""
         if self.named:
             [schema] = [one["parameters"] for one in self.functions if one["name"] == self.named]
             return Constraint.of_schema(schema, "tools")
@@ -79,9 +79,9 @@ class Tools:
 def tools_of(
     functions: Sequence[Mapping[str, Any]], choice: str, named: str, *, several: bool, place: str
 ) -> Tools | None:
-    """The tools of a request with these functions; None where none may be called. `choice` is
-    `AUTO`, `REQUIRED` or `NONE`, or a function is `named`. `place` is where a tool of the body has
-    its name. Raises `BadRequest`."""
+    """The tools of a request with these functions; None if none may be called. `choice` is `AUTO`,
+    `REQUIRED` or `NONE`, or a function is `named`. `place` is the path of a tool's name in the
+    body. Raises `BadRequest`."""
     if not functions and (named or choice == REQUIRED):
         raise BadRequest("tool_choice", "asks for a call, but there are no tools")
     names = set[str]()
@@ -104,14 +104,14 @@ def tools_of(
 
 
 def check_arguments(texts: Sequence[str], field: str) -> None:
-    """Raises `BadRequest` where the arguments of all calls together take too long to parse."""
+    """Raises `BadRequest` if the arguments of all calls together take too long to parse."""
     if sum(text.count("{") + text.count("[") for text in texts) > HTTP_CONTAINERS_MAX:
         reason = f"have calls with more than {HTTP_CONTAINERS_MAX} lists and objects in all"
         raise BadRequest(field, reason)
 
 
 def parsed_call(call_id: str, name: str, arguments: str, field: str) -> dict[str, Any]:
-    """A call that was made, as chat templates want it: with its arguments as an object. Empty
+    """An earlier call in the form for chat templates, with its arguments as an object. Empty
     arguments are an empty object. Raises `BadRequest` with this `field`."""
     try:
         found = from_json(arguments) if arguments else {}
@@ -123,7 +123,7 @@ def parsed_call(call_id: str, name: str, arguments: str, field: str) -> dict[str
 
 
 def _of_object(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """A schema that describes an object: arguments always are one, empty without parameters."""
+    """A schema of an object, as arguments are one; of an empty one without parameters."""
     if not schema:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     is_open = schema.keys().isdisjoint({"type", "$ref", "anyOf", "oneOf", "allOf"})

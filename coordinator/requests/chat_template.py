@@ -31,7 +31,7 @@ def read_chat_template(name: str) -> str:
         raise SettingError("chat_template", reason)
     from jinja2 import Environment, TemplateSyntaxError
 
-    try:  # transformers adds one kind of block, for training.
+    try:  # transformers accepts one more kind of block.
         Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_TRAINED.sub("", text))  # noqa: S701
     except TemplateSyntaxError as error:
         reason = f"{name}, line {error.lineno}: {error.message}"

@@ -1,7 +1,7 @@
 """Checks in child processes whether constraints can be compiled.
 
-A coordinator does not need compiled constraints; replicas compile their own. It refuses what cannot
-be compiled, or not in time, before a session is opened and a replica sees it. Tenants take turns.
+A coordinator needs no compiled constraints; replicas compile their own. It refuses a constraint
+that cannot be compiled in time before it opens a session. Tenants take turns.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ class FairQueue:
 
 
 class ConstraintChecks:
-    """Checks the constraints of one coordinator's requests. Results are kept per tenant, so that no
-    tenant learns from times or refusals what others use."""
+    """Checks the constraints of one coordinator's requests. Results are kept per tenant, so that
+    times and refusals do not reveal what other tenants use."""
 
     def __init__(self, load: Callable[[], tuple[str, tuple[int, ...]]]) -> None:
-        """`load` returns the tokenizer, as JSON of Hugging Face's tokenizers, and the EOS tokens.
-        It may block, and is called with the first constraint. If it raises `ConfigError`, every
-        constraint is refused."""
+        """`load` returns the tokenizer, in the JSON format of Hugging Face's tokenizers, and the
+        EOS tokens. It may block, and is called with the first constraint. If it raises
+        `ConfigError`, every constraint is refused."""
 
         @cache
         def first_line() -> bytes:
@@ -120,7 +120,7 @@ class ConstraintChecks:
 
     async def _compile(self, key: _Key, constraint: Constraint) -> None:
         await self._turns.take(key[0])
-        # Goes on if no request waits for it any more, so that its result is kept.
+        # The task goes on even if no request waits for it, so that its result is kept.
         judging = asyncio.create_task(self._judge(key, constraint))
         judging.add_done_callback(lambda _: self._turns.give_back())
         await asyncio.shield(judging)
@@ -158,7 +158,7 @@ class _Compiler:
         process.stdin.write(_line({"kind": constraint.kind, "text": constraint.text}))
         line = b""
         try:
-            async with asyncio.timeout(2 * COMPILE_WAIT_S_MAX):  # Its own limit is shorter.
+            async with asyncio.timeout(2 * COMPILE_WAIT_S_MAX):  # The process has a shorter limit.
                 line = await process.stdout.readline()
         except TimeoutError:
             _log.warning("the process that compiles constraints does not answer; it is killed")
@@ -166,7 +166,7 @@ class _Compiler:
         if line:
             return str(json.loads(line))
         status = -await process.wait()
-        with suppress(OSError, OutriderError):  # Now, so that the next constraint need not wait.
+        with suppress(OSError, OutriderError):  # Now, so the next constraint need not wait.
             await self._start()
         match status:
             case signal.SIGPROF | signal.SIGALRM:

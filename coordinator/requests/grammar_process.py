@@ -1,5 +1,5 @@
-"""Child process of a coordinator that compiles constraints, one at a time. It can be killed: the
-compiler has no time limit, and a schema of 50 bytes may take minutes.
+"""Child process of a coordinator that compiles constraints, one at a time. A process can be killed:
+the compiler has no time limit, and may need minutes for a schema of 50 bytes.
 
 It needs about 30 MB besides the tokenizer. It reads lines of JSON from standard input and answers
 on standard output; anything that a library prints goes to standard error:
@@ -36,7 +36,7 @@ def main() -> None:
         tokenizer = GrammarTokenizer(first["tokenizer"], tuple(first["eos_token_ids"]))
     except ConfigError as error:
         trouble = error.message
-    limit_memory()  # Only once, so memory that constraints leave counts for the next ones.
+    limit_memory()  # Once: memory that a constraint leaves counts for the next ones.
     for line in sys.stdin:
         asked, answer = json.loads(line), trouble
         if not trouble:
@@ -52,14 +52,14 @@ def main() -> None:
 
 
 def limit(cpu_s: float, wait_s: int) -> None:
-    """Sets the limits for what comes next, in seconds of CPU time and of elapsed time; 0 = none."""
+    """Limits the code that follows, in seconds of CPU time and of elapsed time; 0 = no limit."""
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     signal.alarm(wait_s)
 
 
 def limit_memory() -> None:
     """Limits this process to `COMPILE_BYTES_MAX` more than it has now."""
-    with suppress(FileNotFoundError), open("/proc/self/statm", "rb") as file:  # Linux alone.
+    with suppress(FileNotFoundError), open("/proc/self/statm", "rb") as file:  # Linux only.
         size = int(file.read().split()[0]) * resource.getpagesize() + COMPILE_BYTES_MAX
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (size, hard))

@@ -1,5 +1,4 @@
-"""Checks requests against all limits before anything is done, fills in defaults, and tokenizes
-prompts."""
+"""Checks requests against all limits before they run, fills in defaults, and tokenizes prompts."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ class GenerationParameters(GenerateRequest):
     num_draft_tokens: int
     deadline_ms: int
     weights: str = ""
-    """Weights of the target that decodes it (`ReplicaDescription.weights`), also after a move."""
+    """`ReplicaDescription.weights` of its targets; the same after a move."""
 
     def to_json(self) -> str:
         """These parameters without the prompt, for the session store."""
@@ -215,8 +214,8 @@ class PromptEncoder:
         self._text = text
         self._calls: SharedCalls[tuple[int, bool], tuple[int, ...]]
         self._calls = SharedCalls(TOKENIZER_THREADS, "tokenizer")
-        """By the `id` of the prompt, an object that the generations of one request share. The id
-        stays valid as long as one of them waits."""
+        """By the `id` of the prompt, an object that the generations of one request share. The id is
+        valid while one of them waits."""
         self._checks: ConstraintChecks | None = None
 
     async def encode(
@@ -229,8 +228,8 @@ class PromptEncoder:
     ) -> tuple[str, tuple[int, ...]]:
         """The name of the prompt's field, and its token ids. The chat template gets `tools` and
         other `variables`; `add_special_tokens` is for plain text. The same object is tokenized once
-        for all calls that wait for it. Raises `BadRequest` for a text that cannot be tokenized, and
-        without trying for one that is too long for `tokens_max` tokens."""
+        for all calls that wait for it. Raises `BadRequest` for a text that cannot be tokenized, or
+        whose bytes cannot fit `tokens_max` tokens."""
         text, given = self._text, cast(Any, prompt)
         if not isinstance(prompt, str) and not _is_chat(prompt):
             return "token_ids", given

@@ -45,10 +45,10 @@ class SeenReplica:
     name: str
     model: str
     node: str
-    """Its machine; empty = not known."""
+    """The machine it runs on; empty = not known."""
     device: str
     load: int
-    """Sessions: all of a coordinator's, and those of this coordinator on a target or draft."""
+    """Sessions: all that a coordinator runs, but only this coordinator's on a target or draft."""
     state: State
     here: bool = False
     """Whether it is this coordinator."""
@@ -89,8 +89,8 @@ class Discovery:
 
     async def begin(self) -> None:
         """Adds the announced targets, and then the drafts. Waits for a target up to the length of a
-        lease, within which a live one announces itself even to a registry that lost all its data.
-        Raises `Incompatible` if replicas of a role were refused and none joined."""
+        lease: within a lease, a live target announces itself even to a registry that lost all its
+        data. Raises `Incompatible` if replicas of a role were refused and none joined."""
         loop = asyncio.get_running_loop()
         until = loop.time() + LEASE_S
         while not self._pools["target"].replicas and loop.time() < until:
@@ -132,7 +132,7 @@ class Discovery:
         """Handles the current records of these roles."""
         self._heard_at = now = asyncio.get_running_loop().time()
         if self._away:
-            # Replicas could not announce themselves meanwhile.
+            # Replicas could not announce themselves while it was away.
             self._heard = {name: (now, address) for name, (_, address) in self._heard.items()}
         self._away = False
         for role, records in found.items():
@@ -155,7 +155,7 @@ class Discovery:
                 not is_known
                 and now >= self._not_before.get(record.name, now)
                 and pool.may_join
-                and not (record.leaving and pool.first is None)  # All others would have to fit it.
+                and not (record.leaving and pool.first is None)  # Later ones would have to fit it.
             ):
                 self._begin(record.name, self._join(pool, record))
         taken = {record.address for record in records}
@@ -172,8 +172,8 @@ class Discovery:
         self._tasks[name].add_done_callback(lambda _: self._tasks.pop(name))
 
     async def _doubt(self, pool: ReplicaPool, name: str, is_replaced: bool) -> None:
-        """Removes a replica that is not announced any more, unless it answers: maybe it cannot
-        reach the registry. `is_replaced`: another one has its address, and would answer for it."""
+        """Removes a replica that is no longer announced, unless it answers: it may have lost the
+        registry. `is_replaced`: another one has its address, so it is not asked."""
         replica = pool.replicas.get(name)
         if replica is None:
             return

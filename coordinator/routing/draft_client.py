@@ -1,5 +1,5 @@
-"""A session's proposals from a model: a draft replica, or the target itself. If the model does not
-deliver, a look-up proposes, so a failing draft does not harm a request.
+"""A session's proposals from a model, in a draft replica or the target. If the model proposes
+nothing, a look-up does, so a failing draft does not harm a request.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class PushedProposals:
     """Proposals that were drafted ahead, for possible outcomes of the current round. Only those for
     the next round are kept.
 
-    Which one is used depends only on the committed tokens and on whether it came in time, not on
-    the contents of the others."""
+    Which one is used depends only on the committed tokens and on its arrival in time, not on the
+    other proposals."""
 
     def __init__(self) -> None:
         self._round = 0
@@ -78,7 +78,7 @@ class PushedProposals:
             self._kept[place], self._bytes = reply, num_bytes
 
     def expects(self, number: int) -> bool:
-        """Whether proposals for this round were kept: it must follow the previous one."""
+        """Whether this round follows the previous one: only for such a round proposals are kept."""
         return number == self._round + 1
 
     def begin(self, number: int, tokens: TokenSequence) -> ProposalReply | None:
@@ -114,11 +114,11 @@ class _ModelDrafts(Drafts):
         self._confident = math.inf if hybrid is None else hybrid.hybrid_min_score
         """The look-up goes first if it expects at least this many accepted tokens."""
         self._model_tokens = NUM_DRAFT_TOKENS_MAX if hybrid is None else hybrid.hybrid_model_tokens
-        """Most draft tokens that a round asks of the model. In a hybrid they are fewer than those
-        of a look-up, as each one takes a step."""
+        """Most draft tokens that a round asks of the model. In a hybrid it is asked for fewer than
+        the look-up, as each token takes a step."""
         of_request_ms = context.parameters.draft_deadline_ms or config.draft_timeout_ms
         self._draft_s = min(of_request_ms, config.draft_timeout_ms) / 1e3
-        """Time that a draft has to draw. It then answers with what it has."""
+        """Time limit of a draft. It then answers with the tokens drawn so far."""
 
     @property
     def _is_hybrid(self) -> bool:
@@ -177,7 +177,7 @@ class DraftClient(_ModelDrafts):
 
     def prefill(self, num_draft_tokens: int) -> None:
         if self._reads_features:
-            return  # It needs the prompt's hidden states, which come with verdicts.
+            return  # The draft needs the prompt's hidden states, which come with verdicts.
         number = self._route.begin(0)
         self._looked_for = min(num_draft_tokens, self._model_tokens)
         self._try_send(number, self._looked_for if self._look_ahead else 0, ())
@@ -220,8 +220,8 @@ class DraftClient(_ModelDrafts):
     ) -> Drafted | None:
         """The replica's proposal. None if the replica is away or silent, refuses, lacks hidden
         states, or had no time for a first token. The replica knows how much time is left and
-        decides before each draw whether to make it. Tokens once drawn are never dropped for being
-        late, as how late they are may depend on them."""
+        decides before each draw whether to make it. Drawn tokens are never dropped for being late,
+        as the delay may depend on the tokens."""
         num_wanted = length.num_draft_tokens
         self._is_late = False
         if self._route.is_left:
@@ -249,8 +249,8 @@ class DraftClient(_ModelDrafts):
             self._tell_soon(number, num_wanted, proposal)
         else:
             seconds = self._clock() - start
-        # A proposal of exactly the length that was looked ahead for may have been cut short by
-        # that. So may an answer, if it was being drafted ahead when it was asked for.
+        # A proposal as long as the K of its look-ahead may have been cut at that K. So may an
+        # answer that was being drafted ahead when the question came.
         is_cut = self._look_ahead > 0 and len(proposal) == looked_for < num_wanted
         num_asked = looked_for if is_cut else num_wanted
         if reply.out_of_time and not is_ahead:
@@ -261,8 +261,8 @@ class DraftClient(_ModelDrafts):
         )  # fmt: skip
 
     async def _ask(self, number: int, length: RoundLength, start: float) -> ProposalReply | None:
-        """The replica's answer. A round that is not timed waits until the replica is lost, or so
-        long that a step of it must hang."""
+        """The replica's answer. A round that is not timed waits until the replica is lost, or must
+        be hanging."""
         self._is_behind = self._lacks_features
         if not self._route.heard:
             self._probe(number, length)
@@ -285,7 +285,7 @@ class DraftClient(_ModelDrafts):
                 if self._is_behind:
                     self._feed(number)
                     return None
-                self._route.awaited = None  # The answer to this message says as much.
+                self._route.awaited = None  # The next answer says as much.
                 budget = budget_us(draw_until - self._clock())
                 self._send(number, num_wanted, siblings=length.siblings, budget=budget)
                 answer = await self._route.take(give_up_at - self._clock())
@@ -310,7 +310,7 @@ class DraftClient(_ModelDrafts):
         if not self._reads_features or not self._route.heard or length.next_max == 0:
             return NOTHING_WANTED
         if self._features is not None and self._route.awaited is not None:
-            return NOTHING_WANTED  # Those that are here are sent first.
+            return NOTHING_WANTED  # The hidden states held here are sent first.
         held = self._route.cached_length if self._held is None else self._held.cached_length
         return NextWanted(features_from=max(0, held - 1))
 
@@ -325,7 +325,7 @@ class DraftClient(_ModelDrafts):
             self._held = None
 
     def reject(self) -> None:
-        """Moves to another replica; the look-up proposes until there is one."""
+        """Moves to another replica. Until there is one, the look-up proposes."""
         self._held = None
         self._pushed = PushedProposals()
         self._route.reject()
@@ -395,10 +395,10 @@ class DraftClient(_ModelDrafts):
 
     @property
     def _features(self) -> Features | None:
-        """Hidden states to send to the draft, unless they are for another head: a replica that was
-        restarted may have another one. No error would show that, but pages made from such rows
-        would be shared, and fewer of the tokens drafted from them accepted. (A proposal of the
-        earlier head is harmless, as it comes with its own q.)"""
+        """Hidden states to send to the draft; None if they are for another head, as a restarted
+        replica may have. Such rows would cause no error, but the draft would share pages made from
+        them, and fewer of its tokens would be accepted. (A proposal of the earlier head is
+        harmless, as it comes with its own q.)"""
         return self._brought if self._brought_of == self._route.features_read else None
 
     @property
@@ -416,8 +416,8 @@ class DraftClient(_ModelDrafts):
         return self._reads_features and self._reach < self._session.length
 
     def _feed(self, number: int) -> None:
-        """Sends hidden states, so that the draft runs what it can. Does not wait: the answer is
-        read before the next feed, unless it takes longer than the retry time."""
+        """Sends hidden states, so that the draft runs what it can. Does not wait: the next feed
+        reads the answer first, if it comes within the retry time."""
         held, reach, now = self._route.cached_length, self._reach, self._clock()
         is_waiting = self._route.awaited is not None and now < self._ask_again_at
         if not self._route.heard or is_waiting or reach <= held:
@@ -428,7 +428,7 @@ class DraftClient(_ModelDrafts):
 
     def _hear_feed(self) -> None:
         """Reads the answer to the newest feed, if it is here. The draft may hold more than it was
-        fed, if others left pages of the same tokens, or less, if it is short of pages."""
+        fed, if other sessions left pages of the same tokens, or less, if it lacks free pages."""
         answer = self._route.take_awaited()
         if answer is None:
             return
@@ -471,8 +471,8 @@ class DraftClient(_ModelDrafts):
 
 
 class SelfDraftClient(_ModelDrafts):
-    """Proposals from the target, which come with the verdict of the round before. They have the K
-    of their round, and are cut if the completion ends sooner. If there is none, as after rounds
+    """Proposals from the target, each with the verdict of the round before. A proposal has the K of
+    its round, and is cut if the completion ends sooner. If there is none, for example after rounds
     that the target ran ahead, the look-up proposes."""
 
     def __init__(
@@ -484,9 +484,9 @@ class SelfDraftClient(_ModelDrafts):
         super().__init__(target.context, lookup, config)
         self._target = target
         self._wanted = NOTHING_WANTED
-        """What the target was asked for with the newest verdict."""
+        """What the target was asked to send with the newest verdict."""
         self._next_max = 0
-        """The K of that proposal's round, which may be larger."""
+        """The K of that proposal's round; it may exceed what was asked for."""
         self._is_rejected = False
         self._reply: VerdictReply | None = None
         """The newest verdict, if its proposal can be used."""
@@ -506,7 +506,7 @@ class SelfDraftClient(_ModelDrafts):
             proposal, score = self.lookup.guess(num_wanted, noise)
             is_sure = score >= self._confident
             if reply is None or is_sure:
-                # Nothing is learned from a look-up that only fills in.
+                # A look-up that only fills in says nothing about the draft.
                 is_fallback = not is_sure and self._wanted.num_draft_tokens > 0
                 num_asked = num_wanted if is_sure else 0
                 return Drafted(proposal, "fallback" if is_fallback else "local", 0.0, num_asked)

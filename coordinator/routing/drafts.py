@@ -1,5 +1,5 @@
-"""A session's source of proposals, as the decode loop uses it: the interface, and look-ups in this
-process. `draft_client.py` has draft replicas, and targets that draft for themselves."""
+"""A session's source of proposals: the interface for the decode loop, and look-ups in this process.
+`draft_client.py` has draft replicas, and targets that draft for themselves."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Drafted:
     seconds: float
     """How long the round waited for it."""
     num_asked: int
-    """The K that it was drafted for, at most the round's; the tokens there was time for, if time
-    ran out; 0 if it says nothing about the draft."""
+    """The K that it was drafted for, at most the round's. If time ran out, the number of tokens
+    drawn until then. 0 if the proposal says nothing about the draft."""
     queue_ms: float = 0.0
     compute_ms: float = 0.0
-    """The replica's own times."""
+    """Computing time that the replica reports."""
     work_ms: float = 0.0
     """The part of `compute_ms` that was for this session: others may share a step."""
     ahead: bool = False
-    """Whether it was here before the round began."""
+    """Whether it arrived before the round began."""
     siblings: tuple[int, ...] = ()
     """Siblings that were asked for, by place."""
     beside: DraftedBeside | None = None
@@ -74,7 +74,7 @@ class SessionLookup:
         return self.guess(num_draft_tokens, noise)[0]
 
     def guess(self, num_draft_tokens: int, noise: RoundNoise) -> tuple[SealedProposal, float]:
-        """The same, and how many of the tokens are expected to be accepted."""
+        """Like `propose`, and how many of the tokens are expected to be accepted."""
         session = self._session
         request = DraftRequest(
             session_id=session.session_id,
@@ -117,7 +117,7 @@ class Drafts:
 
     def prefill(self, num_draft_tokens: int) -> None:
         """Starts reading the prompt during the first round, which has no proposal. The next round
-        may want up to `num_draft_tokens`. Does not wait."""
+        may ask for up to `num_draft_tokens`. Does not wait."""
 
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
         """A proposal with at most the tokens and siblings of `length`, drawn within its time. A
@@ -133,14 +133,14 @@ class Drafts:
         return NOTHING_WANTED
 
     def hear(self, reply: VerdictReply) -> None:
-        """Takes from a verdict what was wanted."""
+        """Takes from a verdict what `next_wanted` asked for."""
 
     def settle(self, common_length: int) -> None:
-        """Notes an outcome: of the session with the drafted tokens, the first `common_length`
-        tokens are committed."""
+        """Notes an outcome: of the session's tokens and the drafted ones after them, the first
+        `common_length` are committed."""
 
     def reject(self) -> None:
-        """The drafter sent distributions that cannot be read: takes no more proposals from it."""
+        """Takes no more proposals from this drafter, as it sent an unreadable distribution."""
 
     def close(self) -> None:
         """The session ends."""
@@ -150,7 +150,7 @@ class Drafts:
 WATCH_ROUNDS_MIN = 8
 """Fewest rounds from one look-up to the next: each takes up to 0.1 ms of the coordinator."""
 WATCH_ROUNDS_MAX = 64
-"""Most rounds: the number doubles with each look-up whose first token was wrong."""
+"""Most rounds from one look-up to the next. Each wrong first token doubles the number."""
 
 
 class LookupProbe:
@@ -165,7 +165,7 @@ class LookupProbe:
         self._guess: tuple[int, ...] | None = None
         """The look-up that is compared with the tokens to come, if there is one."""
         self._num_followed = 0
-        """Its tokens that were committed since."""
+        """How many of its tokens were committed since."""
         self._rounds_left = 0
         """Rounds until the next look-up."""
         self._interval = WATCH_ROUNDS_MIN

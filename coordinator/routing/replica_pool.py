@@ -6,8 +6,8 @@
     SessionRoute       a session's replica and its answers; it moves to another replica if this one
                        is away or is to be left
 
-A session that moves takes nothing along: its new replica gets the committed tokens, and uses the
-pages that it already has of them.
+A session that moves leaves its pages behind. Its new replica gets the committed tokens, and uses
+the pages of them that it already has.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ PROBE_PERIOD_S = 0.1
 """Time between two probes of the replicas that are away."""
 
 LOAD_SLACK = 0.25
-"""A replica gets at most this share more sessions than the mean, or the mean rounded up. For the
-slack alone it gets no more sessions than fit a step."""
+"""A replica's sessions may exceed the mean by this share, or by rounding up. The share applies only
+as far as the sessions fit a step."""
 _KEY_PAGES = 2
 """Sessions with the same affinity have at least this many pages of their prompts in common."""
 
@@ -97,7 +97,7 @@ class ReplicaConnection:
         return True
 
     def miss(self) -> None:
-        """It cannot be reached, or cannot go on."""
+        """Marks it as away: it cannot be reached, or cannot go on."""
         self.away = True
         self._pool.lost.set()
 
@@ -110,8 +110,8 @@ class ReplicaConnection:
     def _deliver(self, answer: Any) -> None:
         route = self.routes.get(answer.key.session_id)
         is_kept = route is not None and route.put(answer)
-        # Not stale: proposals drafted ahead for an outcome that did not happen, and the empty
-        # proposal that answers a prompt.
+        # Proposals for outcomes that did not happen are not stale, nor are the empty ones that
+        # answer prompts.
         if isinstance(answer, ProposalReply):
             is_kept |= not answer.proposal or bool(answer.assumed)
         self._pool.num_stale += not is_kept and isinstance(answer, ProposalReply | VerdictReply)
@@ -122,7 +122,7 @@ class ReplicaPool:
     with the weights that it began with."""
 
     def __init__(self, role: Side, targets: ReplicaPool | None = None) -> None:
-        """Drafts must fit the first of the `targets`."""
+        """`targets` is for a pool of drafts, which must fit the first target."""
         self.role = role
         self.first: ReplicaDescription | None = None
         """Description of the first replica that ever joined: all others must fit it."""
@@ -130,7 +130,7 @@ class ReplicaPool:
         self.replicas: dict[str, ReplicaConnection] = {}
         """The known replicas, by name, in the order in which they joined."""
         self._left = LinkBytes()
-        """Bytes of replicas that are not known any more."""
+        """Bytes to and from replicas that were removed."""
         self.num_stale = 0
         """Proposals and verdicts that came after their round or session was over. May be read on
         any thread."""
@@ -141,7 +141,7 @@ class ReplicaPool:
 
     @property
     def may_join(self) -> bool:
-        """Whether it is known what a replica must fit."""
+        """Whether there is a description that a new replica must fit."""
         return self._targets is None or self._targets.first is not None
 
     @property
@@ -165,9 +165,9 @@ class ReplicaPool:
         return LinkBytes(sum(one.sent for one in found), sum(one.received for one in found))
 
     def newest(self, weights: str = "") -> ReplicaDescription | None:
-        """Description of the present replica that joined last, or if none is present of any; None
-        if there is none. Replicas on trial count only without others. Only replicas with these
-        `weights` (`ReplicaDescription.weights`) count; empty = any."""
+        """Description of the newest replica with these `weights` (`ReplicaDescription.weights`;
+        empty = any); None if there is none. Present replicas come before absent ones, then those
+        that are not on trial before those that are."""
         replicas = [
             replica for replica in self.replicas.values()
             if weights in ("", replica.description.weights)
@@ -189,9 +189,9 @@ class ReplicaPool:
         return next(found, None)
 
     async def join(self, name: str, link: Link, trial_share: float = 0.0) -> None:
-        """Adds a replica, whose link the pool then owns; with `trial_share` for a trial. Raises
-        `Unavailable` if it does not describe itself and `Incompatible` if it does not fit; then it
-        is not added."""
+        """Adds a replica, whose link the pool then owns; `trial_share` puts it on trial. If it does
+        not describe itself, raises `Unavailable`, or if it does not fit, `Incompatible`, and adds
+        nothing."""
         check(name not in self.replicas, f"{name} has joined already")
         try:
             description = await link.describe(DESCRIBE_TIMEOUT_S)
@@ -247,13 +247,13 @@ class ReplicaPool:
         """The replica for a session, by `choose`: sessions of the same `affinity` share pages.
 
         - It has these `weights` (empty = any), is none of `without`, and `can_read` the session.
-        - It is not away, unless all are and the session leaves none (`without` is empty).
+        - It is not away, except that all are away and `without` is empty.
         - `preferred` comes before all others.
-        - One on trial takes its share of the sessions by their id, and others only if there is no
-          other replica.
-        - Replicas with the same `numerics` come before others, whatever their load: there the
-          session's text is the same to the last token.
-        - A draft that is to be left gets none, so that it ends soon: a look-up fills in."""
+        - One on trial takes its share of the sessions, chosen by id. It takes others only if there
+          is no other replica.
+        - Replicas with the same `numerics` come before others, whatever their load: they continue
+          the session's text with exactly the same tokens.
+        - A draft that is leaving gets no session, so that it ends soon: a look-up fills in."""
         fitting = [
             replica
             for replica in self.replicas.values()
@@ -281,9 +281,8 @@ class ReplicaPool:
         return None if name is None else self.replicas[name]
 
     def can_read(self, replica: ReplicaDescription, session_id: str) -> bool:
-        """Whether a draft works with the session's current target: it either reads no hidden
-        states, or reads those of the head that this target has. During an upgrade there may be two
-        heads."""
+        """Whether a draft can read what the session's current target sends: it reads no hidden
+        states, or those of this target's head. During an upgrade there may be two heads."""
         is_free = self._targets is None or not replica.reads_features
         return is_free or self.features_shown(session_id) == replica.features
 
@@ -327,8 +326,8 @@ class ReplicaPool:
         return found
 
     async def healthy(self, timeout_s: float) -> bool:
-        """Whether any replica answers. Asks one that should be there first and then all others at
-        once, so it takes at most twice `timeout_s`."""
+        """Whether any replica answers. Asks one that is not away first, then all others at once, so
+        it takes at most twice `timeout_s`."""
         replicas = sorted(self.replicas.values(), key=lambda replica: not replica.is_open)
         for some in (replicas[:1], replicas[1:]):
             if any(await asyncio.gather(*(replica.answers(timeout_s) for replica in some))):
@@ -340,8 +339,8 @@ class ReplicaPool:
         await asyncio.gather(*(replica.link.close() for replica in self.replicas.values()))
 
     def check_integrity(self, sessions: set[str], *, every: bool = True) -> None:
-        """Raises `InvariantError` unless only these sessions have a route, each to one replica;
-        with `every`, all of them must have one."""
+        """Raises `InvariantError` if another session has a route, or one of these has two; with
+        `every`, also if one of these has none."""
         routed = [name for replica in self.replicas.values() for name in replica.routes]
         check(len(routed) == len(set(routed)), "a session with two routes")
         check(set(routed) <= sessions, "a route without a session")
@@ -352,8 +351,7 @@ class ReplicaPool:
         self._found = asyncio.Event()
 
     async def _probe(self, replica: ReplicaConnection) -> None:
-        """Marks a replica as back if it answers. Its description may have changed, if it was
-        restarted."""
+        """Marks a replica as back if it answers. After a restart its description may be another."""
         with suppress(OutriderError):
             description = await replica.link.describe(PROBE_TIMEOUT_S)
             self._check(description)
@@ -384,7 +382,8 @@ class ReplicaPool:
 # start of its prompt. So sessions with the same start find the pages that others left, coordinators
 # agree without communicating, and only its own sessions move when a replica comes or goes. A bound
 # on loads (Mirrokni, Thorup and Zadimoghaddam 2018) sends sessions on if one replica would get too
-# many. Each coordinator keeps the bound for its own sessions, so it holds for all of them together.
+# many. Each coordinator keeps the bound for its own sessions, so it holds for all sessions
+# together.
 
 
 def affinity(tenant: str, prompt_ids: Sequence[int]) -> bytes:
@@ -396,8 +395,8 @@ def affinity(tenant: str, prompt_ids: Sequence[int]) -> bytes:
 
 def choose(key: bytes, loads: Mapping[str, int], seats: int) -> str | None:
     """The name that `key` prefers among those with room for one more session; None if there are no
-    names. `loads` has the number of sessions by name, of which `seats` fit a step. Beyond these,
-    loads are kept equal, as the sessions of a replica with more than others would wait."""
+    names. `loads` has the number of sessions by name; `seats` sessions fit a step. Beyond `seats`,
+    loads are kept equal: where there are more sessions than elsewhere, they would wait longer."""
     if not loads:
         return None
     mean = (sum(loads.values()) + 1) / len(loads)
@@ -439,7 +438,7 @@ class SessionContext:
     session: Session
     parameters: GenerationParameters
     deadline: float
-    """In time of the event loop's clock."""
+    """A time of the event loop's clock."""
     observer: RequestObserver = SILENT
 
     @cached_property
@@ -481,8 +480,8 @@ class SessionContext:
 
 class SessionRoute(Generic[Item, Answer]):
     """One session's replica, if there is one, and its answers. Stale and repeated answers are
-    dropped here: the first verdict or proposal of a round wins. A move sends no Release: a released
-    session is refused from then on, and this one may return."""
+    dropped here: the first verdict or proposal of a round wins. A move sends no Release, as a
+    replica refuses a released session, and this session may return."""
 
     def __init__(self, pool: ReplicaPool, context: SessionContext) -> None:
         """Begins with the replica that the session's record names, if it is present. Only targets
@@ -492,11 +491,11 @@ class SessionRoute(Generic[Item, Answer]):
         held = session.target if is_target else session.draft
         self.context = context
         self.heard = True
-        """The owner sets this to False if the replica does not answer; any answer sets it to True
+        """Its user sets this to False if the replica does not answer; any answer sets it to True
         again."""
         self.was_lost = False
-        """Whether the stream broke between the last wait and the current round: then everything
-        must be asked for again."""
+        """Whether the stream broke between the last wait and the current round. Then all questions
+        must be sent again."""
         self.on_pushed: Callable[[ProposalReply], None] | None = None
         """Called with proposals that were drafted ahead; if None, they are dropped."""
         self._pool = pool
@@ -510,14 +509,14 @@ class SessionRoute(Generic[Item, Answer]):
         self._left: dict[str, ReplicaConnection] = {}
         """Replicas that it has left, by name."""
         self._rejected: list[ReplicaConnection] = []
-        """Replicas that it does not return to."""
+        """Replicas that the session does not return to."""
         self._num_moves = 0
         self._round = 0
         self._answers: dict[int, Answer] = {}
         self.awaited: int | None = None
         """An earlier round whose answer is kept for `take_awaited`."""
         self._pushed_round = -1
-        """The last round answered by a proposal drafted ahead, while its question was on the
+        """The last round whose proposal, drafted ahead, came while the question for it was on the
         way."""
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
@@ -545,7 +544,8 @@ class SessionRoute(Generic[Item, Answer]):
 
     @property
     def drafts_itself(self) -> bool:
-        """Whether the replica drafts for itself, or without one the first of its role."""
+        """Whether the replica drafts for itself; without a replica, whether the first of its role
+        does."""
         found = self._pool.first if self._replica is None else self._replica.description
         return found is not None and found.drafts_itself
 
@@ -571,8 +571,8 @@ class SessionRoute(Generic[Item, Answer]):
     def begin(self, round_index: int) -> int:
         """Begins a round, or continues it on another replica; drops answers to earlier rounds.
         Returns the round's number in messages to this replica. After a move it is larger than that
-        of any round asked for, or run ahead, on the replicas before. So late answers from there are
-        not taken for new ones if the session returns."""
+        of any round asked for, or run ahead, on earlier replicas. So if the session returns, it
+        does not take their late answers for new ones."""
         self._round = round_index + self._num_moves * (RUN_AHEAD_ROUNDS_MAX + 1)
         if self._answers:
             self._answers = {r: a for r, a in self._answers.items() if self._is_wanted(r)}
@@ -632,8 +632,8 @@ class SessionRoute(Generic[Item, Answer]):
         self._wake()
 
     def put(self, answer: Answer) -> bool:
-        """Takes an answer to the current or a later round. Returns False if its round is over, or
-        it is not for this epoch."""
+        """Takes an answer to the current or a later round. Returns False if the answer's round is
+        over, or its epoch is another."""
         key = answer.key
         if key.epoch != self.context.session.epoch:
             return False
@@ -650,7 +650,7 @@ class SessionRoute(Generic[Item, Answer]):
         known = self._answers.get(key.round)
         if known is None:
             if len(self._answers) >= MAILBOX_REPLIES_MAX:
-                return False  # Nothing is lost: what is needed is asked for again.
+                return False  # Safe: an answer that is needed is asked for again.
         elif isinstance(known, VerdictReply | ProposalReply):
             return False
         self._answers[key.round] = answer
@@ -666,13 +666,13 @@ class SessionRoute(Generic[Item, Answer]):
         return self._answers.pop(number)
 
     def put_pushed(self, answer: Answer) -> None:
-        """A proposal drafted ahead crossed the question for it. The replica's answer, which is the
-        same proposal, will not count as stale."""
+        """Takes a proposal, drafted ahead, that came while the question for it was on the way. The
+        replica's answer, the same proposal, will not count as stale."""
         if self.put(answer):
             self._pushed_round = answer.key.round
 
     def lose(self, error: Exception) -> None:
-        """The stream to the replica broke."""
+        """Notes that the stream to the replica broke."""
         self._lost, self.awaited = error, None
         self._wake()
 
@@ -696,8 +696,8 @@ class SessionRoute(Generic[Item, Answer]):
 
     def move(self) -> bool:
         """Moves to another replica, with the same weights and not rejected. Returns whether there
-        is one. What was asked for is not answered then, and the new replica is assumed to hold
-        nothing. A draft that is to be left is left in any case."""
+        is one. If so, open questions stay unanswered, and the new replica is assumed to hold
+        nothing. A draft that is to be left is left even if there is no other."""
         before = self._replica
         without = self._rejected if before is None else [*self._rejected, before]
         session_id = self.context.session.session_id

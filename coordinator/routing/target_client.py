@@ -1,5 +1,5 @@
-"""Asks one session's target for verdicts. Sends what the replica lacks of the session, asks again
-if there is no answer, and moves the session to another replica if the target is away."""
+"""Asks one session's target for verdicts: sends the tokens that it lacks, asks again if there is no
+answer, and moves the session to another replica if the target is away."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 _log = logging.getLogger(__name__)
 
 ANSWER_WAIT_GROWTH_MAX = 8
-"""The wait for a verdict doubles up to this many times the first one."""
+"""The wait for a verdict doubles with each silence, up to this many times the first wait."""
 Q_REFUSALS_MAX = 2
 """If the target refuses a q that is readable here this often, the proposal is dropped."""
 RETRY_S_MAX = 1.0
-"""Longest rest between two attempts to reach a target."""
+"""Longest pause between two attempts to reach a target."""
 
 
 class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
@@ -51,7 +51,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         config: CoordinatorConfig,
         audits: bool = False,
     ) -> None:
-        """With `audits`, each verdict has the audit of its proposal (`VerifyItem.audit`)."""
+        """With `audits`, each verdict carries the audit of its proposal (`VerifyItem.audit`)."""
         super().__init__(pool, context)
         self._audits = audits
         self._answer_s = config.target_timeout_ms / 1e3
@@ -74,13 +74,13 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         wanted: NextWanted = NOTHING_WANTED,
     ) -> VerdictReply:
         """The verdict of a round, and what is `wanted` for the next one. Asks until there is an
-        answer, and moves to another target if this one cannot be reached, did not answer twice, or
-        is to be left. Raises the target's refusal, and `Unavailable` if no target can be reached
-        for `target_gone_ms`.
+        answer. Moves to another target if this one cannot be reached, has not answered twice, or is
+        to be left. Raises the target's refusal, and `Unavailable` if no target can be reached for
+        `target_gone_ms`.
 
-        If the target cannot read the draft's q, only the readable part of the proposal is verified
-        (`verified`); none of it if the q is readable here. `found_broken_draft` says whether that
-        could bias the tokens."""
+        If the target cannot read the draft's q, it verifies only the part that is readable here
+        (`verified`), or nothing if all of it is. `found_broken_draft` says whether that could bias
+        the tokens."""
         if self.is_left:
             self.move()
         num_refusals, num_retries, num_silences = 0, 0, 0
@@ -134,7 +134,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
 
     async def judge(self, token_ids: Sequence[int]) -> AsyncGenerator[VerdictReply]:
         """Verdicts on `token_ids`, a few per round. All of them are appended to the session,
-        whatever the verdicts say. Every row is computed, also of tokens that are in the cache."""
+        whatever the verdicts say. The target computes every row, even for cached tokens."""
         session = self.context.session
         for index, start in enumerate(range(0, len(token_ids), NUM_DRAFT_TOKENS_MAX)):
             part = tuple(token_ids[start : start + NUM_DRAFT_TOKENS_MAX])
@@ -144,8 +144,8 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
             self.settle(reply, session.length)
 
     def settle(self, reply: VerdictReply, common_length: int) -> None:
-        """Notes an outcome: of the session with the verified tokens, the first `common_length`
-        tokens are committed."""
+        """Notes an outcome: of the session's tokens and the verified ones after them, the first
+        `common_length` are committed."""
         self.cached_length = min(reply.cached_length, common_length)
 
     def move(self) -> bool:
@@ -155,8 +155,8 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         return is_moved
 
     def _must_ask(self, number: int, run_ahead: int) -> bool:
-        """Whether to send a message for a round without a proposal. Not while the target runs
-        ahead and may go on for more than half of `run_ahead`."""
+        """Whether to send a message for a round without a proposal. None is sent while the target
+        runs ahead and has more than half of `run_ahead` left."""
         left = self._asked_until - number
         return left < 0 or left < run_ahead // 2
 
@@ -188,7 +188,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
             self.give_up()
             if self.move():
                 return
-        # A deadline that has passed there is about to pass here too.
+        # A deadline that has passed at the target passes here soon.
         elif not isinstance(error, Overloaded | DeadlineExceeded):
             raise error
         await asyncio.sleep(self._rest_s(num_retries))
@@ -196,8 +196,8 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
 
 def _refusal(answer: Refused, error: OutriderError) -> OutriderError:
     if answer.code == CANCELLED_CODE:
-        # The session was released under this epoch before. So the store has lost the epoch, and
-        # has given it a second time.
+        # The session was released under this epoch before, so the store has lost the epoch and
+        # given it a second time.
         return DataLoss(f"the target has seen the session's epoch end: {answer.message}")
     if isinstance(error, BadRequest):
         # The user's fields were checked before, so a bad message is our fault.
