@@ -75,8 +75,8 @@ class DraftModel:
 
 @dataclass(frozen=True, slots=True)
 class DrafterChoice:
-    """What proposes: a look-up; a model; heads, first layers or one more layer on the target; or a
-    hybrid, a look-up where it is confident and otherwise one of the others."""
+    """A drafter: a look-up; a model; heads, first layers or one more layer on the target; or a
+    hybrid, which is a look-up where that is confident and else one of the others."""
 
     lookup: LookupKind | None
     model: DraftModel | None

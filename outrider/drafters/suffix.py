@@ -88,10 +88,10 @@ class SuffixDrafter(LookupDrafter):
     """Looks up a session's own text and the finished outputs of its tenant.
 
     Of a tenant's sessions with one seed only the first adds to the history, when it ends. The
-    others have the same noise: under rules with noise keyed by the round, the output of the first
-    depends on this noise and would steer their drafts, which biases the test of a draft. Under
-    these rules the others do not read history either, because it may depend on the first one's
-    length. When a seed is forgotten, so is the output of its session.
+    others have the same noise. If it is keyed by the round, the first one's output depends on it
+    and would steer their drafts, which would bias the test of a draft. Then the others do not read
+    history either, because it may depend on the first one's length. When a seed is forgotten, so is
+    the output of its session.
 
     A round costs O(occurrences_max * (depth + distinct match lengths * K)) at worst; a token that
     is appended or forgotten O(1). Memory: see `TextIndex`.

@@ -54,10 +54,10 @@ smallest size allow it. This bounds the memory of a step."""
 _GATHERED_SLOTS_MAX = 2**16
 """Slots of several sequences that are gathered at once."""
 _SLOTS_UNIT = 16
-"""Slots are gathered in multiples of this, so that a sum over slots does not depend on how many
-masked ones follow: each vector lane always adds the same slots, and none are left over. So in
-bfloat16 a token's logits are bit-equal with and without drafted tokens after it, while matrix
-products use one kernel for few and many rows (on an Intel Xeon's matrix tiles: up to 32 rows)."""
+"""Slots are gathered in multiples of this. Each vector lane then always adds the same slots, with
+none left over, so a sum over slots does not depend on how many masked ones follow. So in bfloat16 a
+token's logits are bit-equal with and without drafted tokens after it, while matrix products use one
+kernel for few and many rows (on an Intel Xeon's matrix tiles: up to 32 rows)."""
 _Ints = npt.NDArray[np.int64]
 _Bools = npt.NDArray[np.bool_]
 
@@ -142,7 +142,7 @@ class StepPlan:
     token_ids: Tensor
     """[1, T]; in fixed shapes with padding at the end."""
     position_ids: Tensor
-    """As `token_ids`."""
+    """Like `token_ids`."""
     slots: Tensor
     """[T]: where keys and values go."""
     logit_rows: Tensor

@@ -62,7 +62,7 @@ class FeatureLayer:
         return self.put(slots, tapped)
 
     def put(self, slots: Tensor, tapped: Sequence[Tensor]) -> Tensor:
-        """As `write`, for tokens in these slots [T]."""
+        """Like `write`, for tokens in these slots [T]."""
         found = self._head.fuse(torch.cat([rows[: len(slots)] for rows in tapped], -1))
         self._features.index_copy_(0, slots, found)
         return found
@@ -89,7 +89,7 @@ class PairLayer:
         self.put(token_ids, places, slots, features)
 
     def put(self, token_ids: Tensor, places: Tensor, slots: Tensor, features: Tensor) -> None:
-        """As `write`, for tokens [T] with these rotary positions and slots."""
+        """Like `write`, for tokens [T] with these rotary positions and slots."""
         self._put(slots, *self._head.keys_and_values(features, token_ids, places))
 
     def draft(self, step: HeldStep, features: Sequence[Tensor]) -> Tensor:
@@ -121,7 +121,7 @@ class DraftLayer:
         self.draft = self._pairs.draft
 
     def write(self, step: HeldStep, tapped: Sequence[Tensor]) -> Tensor:
-        """As `FeatureLayer.write`; also writes the tokens' pairs."""
+        """Like `FeatureLayer.write`; also writes the tokens' pairs."""
         rows = step.rows
         arrays = [rows.token_ids, _places(rows.positions), rows.slots, _slots_before(step)]
         token_ids, places, slots, before = shipped(arrays, self._device)

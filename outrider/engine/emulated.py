@@ -11,8 +11,8 @@ token all probability or none, by a keyed number and the token's place in the ro
 accepts at these rates, with any drafter and at any temperature. Texts depend on their drafts, and
 audits fail.
 
-With `head_on` the draft's distribution is that of a head, which drafts on the target in steps of
-its own, or on draft replicas from rows of zeros that the target sends.
+With `head_on` the draft is a head. It drafts on the target, in steps of its own, or on draft
+replicas, from rows of zeros that the target sends.
 """
 
 from __future__ import annotations
@@ -162,11 +162,11 @@ class EmulatedEngine:
         return torch.zeros(sum(end - first for _, first, end in ranges), self.feature_width)
 
     def run(self, steps: Sequence[SequenceStep], _: torch.Tensor) -> torch.Tensor:
-        """As `HeadEngine.run`."""
+        """Like `HeadEngine.run`."""
         return torch.cat(self.forward(steps))
 
     def draft(self, steps: Sequence[SequenceStep], _: Sequence[torch.Tensor]) -> torch.Tensor:
-        """As `HeadEngine.draft`."""
+        """Like `HeadEngine.draft`."""
         return self._run(steps, self._drafts_as, whole=False)[1].clone()
 
     def fork(self, sequence_id: str, branch_id: str) -> None:
@@ -287,9 +287,8 @@ def _words(keys: _Words, num: int) -> _Words:
 
 
 def _support_ids(keys: _Words, support: int, vocab_size: int) -> _Words:
-    """`support` distinct ids [n, support] for each key, the likeliest first: of a large vocabulary
-    each key's numbers in turn, without repeats; of a small one the ids with the smallest numbers.
-    """
+    """`support` distinct ids [n, support] for each key, the likeliest first. In a large vocabulary:
+    the key's numbers in turn, without repeats. Else the ids with the smallest numbers."""
     if support * 8 > vocab_size:
         order = np.argsort(_words(keys, vocab_size), axis=1, kind="stable")
         return order[:, :support].astype(np.uint64)

@@ -54,8 +54,8 @@ class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
     accepts more tokens than there are chances. Empty = acceptance follows from the distributions.
     """
     head_on: Literal["", "target", "draft"] = ""
-    """Where the draft runs as a head that reads the target: on the target between its steps, or on
-    draft replicas, to which the target sends a row for each token; empty = it is no head."""
+    """Where the draft runs as a head: on the target between its steps, or on draft replicas, to
+    which the target sends a row for each token. Empty = it is no head."""
     feature_width: int = Field(default=4096, ge=1, le=FEATURE_WIDTH_MAX)
     """Numbers in such a row."""
 

@@ -3,8 +3,8 @@
 It uses plain matrix products, with scores in the model's dtype, and rounds as transformers' `eager`
 attention does. On most CPUs this is faster than the fused `scaled_dot_product_attention`. Times of
 a layer relative to that, in bfloat16 on one thread, with 3 key heads of width 64 for 9 query heads:
-0.5 for 16 sequences of 300 slots with one or five new tokens each, 0.4 for 128 tokens of a prompt
-over 1,000 slots, 0.8 for one sequence with five new tokens, 1.1 with one.
+0.5 for 16 sequences of 300 slots with one or five new tokens each; 0.4 for 128 tokens of a prompt
+over 1,000 slots; 0.8 for one sequence with five new tokens; 1.1 with one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _gathered(cache: KeysAndValues, group: Group) -> tuple[Tensor, Tensor]:
 
     `index_select` shares only its first dimension among threads. So on several threads all heads'
     slots are rows of one dimension (76 us instead of 120 for 16 sequences of 320 slots on two
-    threads); on one thread, gathering by head is faster (125 us instead of 155)."""
+    threads). On one thread, gathering by head is faster (125 us instead of 155)."""
     if torch.get_num_threads() == 1:
         return cache.gather(group.slots)
     num_heads, num_slots, _ = cache.keys.shape
@@ -79,7 +79,7 @@ def _attend_group(queries: Tensor, layer: LayerPages, group: Group) -> Tensor:
 
 
 def _attend_group_in_splits(queries: Tensor, layer: LayerPages, group: Group) -> Tensor:
-    """As `_attend_group`, for a group in fixed shapes: sums over each split, then over splits in
+    """Like `_attend_group`, for a group in fixed shapes: sums over each split, then over splits in
     order, so that the result does not depend on how many splits follow."""
     num, size = group.num_segments, group.num_tokens
     key_heads, _, key_width = layer.cache.keys.shape

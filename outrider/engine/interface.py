@@ -1,4 +1,4 @@
-"""What a service knows of the engine that runs its model."""
+"""The interface of the engine that runs a service's model."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ class Engine(Protocol):
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
         """Begins a sequence that is not held, on cached pages of the same tokens under the same
-        `salt`: as many whole pages as match, but never all of `token_ids`, so that at least one
-        token is left to run. Returns the number of slots held now. Evicts nothing."""
+        `salt`. Takes every whole page that matches, but leaves at least one of `token_ids` to run.
+        Returns the number of slots held now. Evicts nothing."""
         ...
 
     def fork(self, sequence_id: str, branch_id: str) -> None:
@@ -191,7 +191,7 @@ class ShallowEngine(Engine, Protocol):
     a drafter that reads their output."""
 
     def forward_shallow(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
-        """As `forward`, but returns for each step the output of the first layers [num_logits, D],
+        """Like `forward`, but returns for each step the output of the first layers [num_logits, D],
         in the model's dtype. The slots that it takes hold keys and values of these layers alone;
         the caller gives them back by `keep` before the sequence's next `forward`."""
         ...

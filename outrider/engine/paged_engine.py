@@ -101,7 +101,7 @@ class PagedEngine(PagedSequences):
         deterministic      the logits of a chain's tokens are bit-equal however they are run: alone
                            or beside others, at once or in parts, or after a cached prefix
         backend            runs steps on a device; not used if the trial fails with it on any rank
-        least              the least of all ranks' numbers: ranks agree on trials and pages by it
+        least              returns the least of all ranks' numbers; keeps trials and pages alike
         draft_heads        Medusa heads: adds `features`
         exit_head          adds `forward_shallow`
         draft_layer        adds `features` and `forward_draft`; only the leader of ranks has one

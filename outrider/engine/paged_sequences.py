@@ -59,7 +59,7 @@ class PagedSequences:
         self._copies: dict[int, int] = {}
         """Pages to copy before the next step, for all sequences at once: to -> from."""
         self._moves: dict[int, int] = {}
-        """Slots to copy before the next step. Only one of the two is ever filled."""
+        """Slots to copy before the next step. Only one of the two is filled at a time."""
         self.can_hold, self.find, self.attach = pool.can_hold, pool.find, pool.attach
         self.mark_idle, self.release, self.length = pool.mark_idle, pool.release, pool.length
         self.page_counts = pool.counts

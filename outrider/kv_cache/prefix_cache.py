@@ -1,4 +1,4 @@
-"""An index of cached prefixes, and what a block pool knows of a sequence.
+"""An index of cached prefixes, and a block pool's record of a sequence.
 
 A slot's keys and values depend on every slot that its token attended to. Only in a chain, where
 each slot follows the one before it, do the ids up to a slot determine them. So only whole pages of

@@ -90,8 +90,8 @@ class KeysAndValues:
         return self.keys.index_select(1, slots), self.values.index_select(1, slots)
 
     def gather_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """As `gather`, for slots given as rows [heads * n] of the flattened heads and slots, which
-        several threads can share."""
+        """Like `gather`, for slots given as rows [heads * n] of the flattened heads and slots,
+        which threads can share."""
         shape = (self.keys.shape[0], len(rows) // self.keys.shape[0], -1)
         keys, values = (
             tensor.view(-1, tensor.shape[2]).index_select(0, rows).view(shape)

@@ -220,8 +220,8 @@ def quantized(weight: Tensor, bias: Tensor | None, bits: int) -> nn.Module | Non
 
 @cache
 def _has_kernel(bits: int, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:
-    """Tries a random weight, once for each shape: the rounded weight must be within half a rounding
-    step (the widest of each row) of the given one, and the products those of the rounded weight in
+    """Tries a random weight, once for each shape. The rounded weight must be within half a rounding
+    step (the widest of each row) of it, and the products must agree with the rounded weight's in
     float64."""
     generator = torch.Generator().manual_seed(shape[0])
     weight = torch.randn(shape, generator=generator).to(device, dtype)

@@ -2,10 +2,9 @@
 sampled, and exactly this distribution is sent, so q is exact.
 
 Counts are the steps of the rounded cumulative distribution, so each is within 1 of its token's
-share. A quantised draw takes one uniform u and returns the token at which the running sum of the
-counts, in the order in which they are sent, exceeds u times their total. Siblings are drawn one
-after another without replacement. A coupled draw is the race that the target runs
-(`gumbel_max.py`).
+share. A quantised draw takes one uniform u. It returns the token at which the running sum of the
+counts, in the order sent, exceeds u times their total. Siblings are drawn one after another without
+replacement. A coupled draw is the race that the target runs (`gumbel_max.py`).
 """
 
 from __future__ import annotations
@@ -132,9 +131,9 @@ def draw_siblings(
     vocabulary: DraftVocabulary | None = None,
 ) -> list[DraftedGroup]:
     """Draws up to `counts[b]` candidates for one position of each of B sessions that share rule and
-    parameters, without penalties. The first is what `draw_from_logits` draws. The others are drawn
-    without replacement from the returned q under token; under coupled they are the next to arrive
-    in the race among the `DRAFT_SUPPORT_ENTRIES` likeliest tokens; under greedy they are the next
+    parameters, without penalties. The first is what `draw_from_logits` draws. Under token the
+    others are drawn from the returned q without replacement. Under coupled they are the next to
+    arrive in the race among the `DRAFT_SUPPORT_ENTRIES` likeliest tokens; under greedy, the next
     likeliest."""
     check(len(noises) == len(indices) == len(counts) == len(logits), "a count for each row")
     check(not params.penalised, "penalties would count siblings")
@@ -365,8 +364,8 @@ def draw_on_device(
     indices: Sequence[int],
     vocabulary: DraftVocabulary | None = None,
 ) -> tuple[list[DraftedToken], list[LikelyTokens | None]]:
-    """As `draw_from_logits`, for sessions of any rules and parameters, with one wait for the device
-    of `logits`; returns the likely tokens of each row separately."""
+    """Like `draw_from_logits`, for sessions of any rules and parameters, with one wait for the
+    device of `logits`. Returns the likely tokens of each row separately."""
     is_greedy = np.array(
         [one.greedy or noise.rule is Rule.GREEDY for one, noise in zip(params, noises, strict=True)]
     )

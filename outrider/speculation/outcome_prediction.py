@@ -3,9 +3,9 @@
 A round of K draft tokens has K + 1 kinds of outcome: n tokens are accepted, and a correction
 follows (for n = K the bonus). The correction wins a race over the target's distribution, or over
 the residual after a rejection, and the noise of this race is known to every process. So a draft
-does better than to guess its likeliest tokens: it runs the same race over its own distribution q
-and takes the first tokens to arrive (ordered by log q + Gumbel noise). Under coupled and with q = p
-this race is the target's own.
+does not guess its likeliest tokens. It runs the same race over its own distribution q and takes the
+first tokens to arrive (ordered by log q + Gumbel noise). Under coupled and with q = p this race is
+the target's own.
 
 Acceptance of draft token i is predicted in a similar way. Under coupled and greedy the token's race
 decides it, and acceptance is the more certain the larger the token's lead over the next one. Under

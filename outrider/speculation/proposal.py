@@ -99,7 +99,7 @@ class SealedProposal:
 
     @property
     def tree(self) -> DraftTree:
-        """As `Proposal.tree`. Raises `BadRequest` for parents that `draft_tree` refuses."""
+        """Like `Proposal.tree`. Raises `BadRequest` for parents that `draft_tree` refuses."""
         return draft_tree(self.parents, len(self.token_ids))
 
     @classmethod

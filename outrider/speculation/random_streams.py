@@ -139,7 +139,7 @@ def _places_in_one(num_draft_tokens: int, parents: tuple[int, ...]) -> tuple[int
 
 
 def chain_keys(noises: Sequence[RoundNoise], lengths: Sequence[int]) -> RowKeys:
-    """As `tree_keys`, for several chains of these lengths, one after another."""
+    """Like `tree_keys`, for several chains of these lengths, one after another."""
     sizes = np.array(lengths) + 1
     ends = np.cumsum(sizes)
 

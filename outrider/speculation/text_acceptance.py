@@ -27,7 +27,7 @@ def conditional_acceptance(texts: Sequence[Sequence[float]]) -> tuple[float | No
 def acceptance_of_windows(
     texts: Sequence[Sequence[npt.NDArray[np.float64]]], num_depths: int
 ) -> tuple[float | None, ...]:
-    """As `conditional_acceptance`, for draft token 1..`num_depths`, where the ratio at a position
+    """Like `conditional_acceptance`, for draft token 1..`num_depths`, where the ratio at a position
     depends on where its window begins: `texts[t][k][w]` is the ratio of draft token k + 1 in window
     w. Windows that the end of a text cuts off come last; a text may have fewer depths."""
     found: list[float | None] = []

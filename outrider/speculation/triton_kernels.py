@@ -8,8 +8,8 @@ filter finds its boundary without a sort: positive floats are ordered as their b
 pass over the row makes the range that contains the boundary four times shorter.
 
 `settle_rows` computes the acceptance of the draft token that a row judges, subtracts its q
-(`verification.py`), and draws the token that follows (`gumbel_max.py`): first the soonest and the
-heaviest token of each block race, then the blocks in which another token could beat the best.
+(`verification.py`), and draws the token that follows (`gumbel_max.py`). A draw tries first the
+soonest and the heaviest token of each block, then blocks in which another could win.
 """
 # mypy: ignore-errors
 

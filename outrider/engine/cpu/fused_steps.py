@@ -218,8 +218,8 @@ def find_span_tokens(
         return steps.run(HeldStep([held], PAGE_SIZE))
 
     def equal(num_threads: int, span: int, length: int, num: int, counts: Iterable[int]) -> bool:
-        """Whether parts of a sequence's last `num` tokens, each run in its own step, have the same
-        rows as one step of all of them in spans of one token on the first number of threads."""
+        """Whether some of a sequence's last `num` tokens, in steps of `counts` tokens, have the
+        same rows as in one step of one-token spans on `thread_counts[0]` threads."""
         first = length - num
         with on_threads(thread_counts[0]):
             expected = rows(1, first, num, length)

@@ -184,7 +184,7 @@ def replay(frame: bytes, engine: Engine) -> None:
 
 
 def follow(frames: FrameReceiver, engine: Engine) -> None:
-    """Repeats the leader's calls until it ends. Raises what a call raised: then this rank's state
+    """Repeats the leader's calls until it ends. Raises what a call raised. Then this rank's state
     differs from the leader's, and the caller must leave the group (`RankGroup.close`,
     `FrameReceiver.close`), so that the leader's step fails instead of waiting."""
     while (frame := frames.receive()) is not None:

@@ -45,8 +45,8 @@ _log = logging.getLogger(__name__)
 
 def plan_for(module: Any, size: int, name: str, key: str) -> dict[str, str]:
     """The style of each linear layer that transformers' plan shares out, by its path. Raises
-    `SettingError` about the setting `key` for a model without a plan, for a plan with an unknown
-    style, and if `size` ranks cannot get equal shares; then it names the sizes that can."""
+    `SettingError` about the setting `key` for a model without a plan, a plan with an unknown style,
+    or a `size` that gives unequal shares; the last names the possible sizes."""
     styles: Mapping[str, str] = getattr(module, "tp_plan", None) or {}
     what = f"model {name} ({type(module).__name__})"
     if not {COLWISE, COLWISE_GATHERED}.intersection(styles.values()):
@@ -114,7 +114,7 @@ class Ranks(Protocol):
         ...
 
     def gather(self, tensor: Tensor) -> Tensor | None:
-        """As `all_gather`, on the leader; None on the others."""
+        """Like `all_gather`, on the leader; None on the others."""
         ...
 
 
