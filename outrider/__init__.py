@@ -1,1 +1,1 @@
-"""Outrider: disaggregated speculative decoding. What more than one service needs."""
+"""Outrider: disaggregated speculative decoding. What more than one service uses."""

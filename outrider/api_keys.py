@@ -1,12 +1,12 @@
-"""Callers, their API keys, and the stored hashes of these.
+"""Callers, their API keys, and the stored hashes of the keys.
 
     or-<salt>-<secret>          a key as `outrider keys new` makes it: 16 hexadecimal digits, and
                                 43 characters for 256 random bits
     sha256:<salt>:<digest>      its hash: HMAC-SHA256 of the whole key under the salt
     sha256:<digest>             hash of a key that was made elsewhere: its SHA-256
 
-The salt is a part of the key, so that one hash finds the key among thousands. A file of keys has
-one per line; `#` begins a comment:
+The salt is part of the key, so that one hash finds the key among thousands. A key file has one key
+per line; `#` begins a comment:
 
     NAME HASH [tenant=TENANT] [requests_per_minute=N] [concurrency=N] [admin]
 """
@@ -35,16 +35,16 @@ from outrider.limits import (
 
 @dataclass(frozen=True)
 class Caller:
-    """The caller of a request, from its key. Its text contains no secret."""
+    """The caller of a request, from its key. `str` of it contains no secret."""
 
     name: str = ""
-    """Name of the key, and of the counters of its limits; empty if no key is needed."""
+    """Name of the key and of its limits' counters; empty if no key is needed."""
     tenant: str = ""
     """Owner of its sessions and cached prefixes. Never taken from the request."""
     requests_per_minute: int = 0
     """0 = unlimited."""
     concurrency: int = 0
-    """Generations that may run at a time (a request may have several); 0 = unlimited."""
+    """Most generations at a time (a request may have several); 0 = unlimited."""
     admin: bool = False
     """Whether it may read and cancel sessions of all tenants."""
 
@@ -72,7 +72,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
 
 @dataclass(frozen=True)
 class KeyHash:
-    """The stored hash of a key, enough to recognise it but not to use it."""
+    """The stored hash of a key. It serves to recognise the key, not to use it."""
 
     salt: str
     """Empty for a key that was made elsewhere."""
@@ -80,7 +80,7 @@ class KeyHash:
 
     @classmethod
     def of(cls, key: str) -> Self:
-        """Hash of any text as a key."""
+        """Hash of a text, valid as a key or not."""
         data = key.encode(errors="surrogatepass")
         made = _MADE.fullmatch(key)
         if made is None:
@@ -153,9 +153,9 @@ def check_key_name(name: str) -> str:
 
 
 def given_keys(text: str) -> tuple[KeyEntry, ...]:
-    """The keys of a setting: keys or hashes, separated by commas. They have no names or limits;
-    each has a tenant of its own, so one holder sees nothing of another's. Raises `ConfigError` that
-    says which one is wrong, but does not quote it."""
+    """The keys of a setting: keys or hashes, separated by commas. They have no limits; each has a
+    tenant of its own, so its holder sees nothing of the others'. Raises `ConfigError` that says
+    which one is wrong, but does not quote it."""
     entries = []
     for number, word in enumerate(text.split(",") if text else (), start=1):
         word = word.strip()
@@ -171,7 +171,7 @@ def given_keys(text: str) -> tuple[KeyEntry, ...]:
             )
         else:
             found = KeyHash.of(word)
-        # Another hash: neither tenant nor name reveals the stored one.
+        # A hash of the hash: tenant and name do not reveal it.
         name = "key-" + hashlib.sha256(b"name of a key" + found.digest).hexdigest()[:12]
         entries.append(KeyEntry(found, Caller(name, name)))
     return tuple(entries)
@@ -259,8 +259,8 @@ def read_key_file(path: Path) -> list[KeyEntry]:
 
 
 def add_key(path: Path, caller: Caller) -> str:
-    """Makes a key, adds its hash to the file, which is created for its owner only, and returns the
-    key. Raises `ConfigError`, also for an existing name."""
+    """Makes a key, adds its hash to the file, and returns the key. Only the owner can read a new
+    file. Raises `ConfigError`, also for an existing name."""
     with locked(path.with_name(f"{path.name}.lock")):
         entries = read_key_file(path) if path.exists() else []
         if any(entry.caller.name == caller.name for entry in entries):

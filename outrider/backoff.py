@@ -1,4 +1,4 @@
-"""Waits between retries: growing, and with jitter."""
+"""Growing waits between retries, with jitter."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """An event loop with a virtual clock, for simulation.
 
 Outrider reads the time only from `asyncio.get_running_loop().time()` and waits with asyncio, so the
-same code runs on either clock. Here waiting costs nothing: when every task waits, the clock jumps
-to the next timer. Sockets are not awaited. Work for other threads runs on the loop's own thread and
-takes no virtual time; otherwise its real duration would decide how much virtual time passes."""
+same code runs on either clock. When every task waits, the virtual clock jumps to the next timer.
+Sockets are not awaited. Work for other threads runs on the loop's own thread and takes no virtual
+time; otherwise the virtual time would depend on its real duration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Ts = TypeVarTuple("Ts")
 
 
 class _VirtualSelector(selectors.DefaultSelector):
-    """Waits by moving the clock."""
+    """Moves the clock instead of waiting."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class _VirtualSelector(selectors.DefaultSelector):
         return ready
 
     def wait(self, timeout: float | None) -> None:
-        """Raises `InvariantError` where nothing can ever happen again."""
+        """Raises `InvariantError` if nothing can ever happen again."""
         if timeout is None:
             raise InvariantError("every task waits, and no timer is set: the program hangs")
         self.now += max(timeout, 0.0)
@@ -46,7 +46,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._virtual = _VirtualSelector()
         super().__init__(self._virtual)
-        # asyncio runs timers up to its clock's resolution early; a virtual clock is exact.
+        # asyncio runs timers early by up to its clock's resolution; a virtual clock is exact.
         self._clock_resolution = 1e-9
 
     def time(self) -> float:
@@ -76,8 +76,7 @@ def run_virtually(main: Coroutine[Any, Any, T]) -> T:
 
 
 async def cancelling_others(main: Coroutine[Any, Any, T]) -> T:
-    """Runs `main`, then cancels all other tasks, also those that start while others are
-    cancelled."""
+    """Runs `main`, then cancels all other tasks, including those that start meanwhile."""
     try:
         return await main
     finally:

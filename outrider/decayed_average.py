@@ -26,7 +26,7 @@ class DecayedSums:
                 self._added_at[name] = now
 
     def mean(self, now: float, name: str, of: str) -> float | None:
-        """Ratio of two sums; None where nothing was added to `of` for `seconds`."""
+        """Ratio of two sums; None if nothing was added to `of` for `seconds`."""
         if now - self._added_at.get(of, -math.inf) > self._seconds:
             return None
         self._fade(now)

@@ -155,8 +155,8 @@ class ConfigError(OutriderError):
 
 
 class SettingError(ConfigError):
-    """A setting, or an option of a command, is wrong. `key` is its name in a configuration; code
-    that knows the source of the value may name that instead."""
+    """A setting or a command's option is wrong. `key` is its name in a configuration; code that
+    knows the source of the value may name that instead."""
 
     def __init__(self, key: str, reason: str) -> None:
         super().__init__(f"{key}: {reason}")
@@ -164,7 +164,7 @@ class SettingError(ConfigError):
         self.reason = reason
 
     def __reduce__(self) -> tuple[type[SettingError], tuple[str, str]]:
-        # It travels between processes: an actor's start-up raises it.
+        # For processes that receive it: an actor's start-up raises it.
         return type(self), (self.key, self.reason)
 
 
@@ -177,14 +177,14 @@ class InvariantError(OutriderError):
 
 
 def check(condition: bool, message: str) -> None:
-    """Raises `InvariantError(message)` unless `condition`, also under `python -O`."""
+    """Raises `InvariantError(message)` unless `condition`, even under `python -O`."""
     if not condition:
         raise InvariantError(message)
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """End of an error about a word that is not among those `known`: `; did you mean X?`, or nothing
-    where none is similar enough (`cutoff`, see `difflib`). Ignores case."""
+    """End of an error about a word that is not `known`: `; did you mean X?`, or empty if no known
+    word is similar enough (`cutoff`, see `difflib`). Ignores case."""
     by_lower = {one.lower(): one for one in known}
     near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
     return f"; did you mean {by_lower[near[0]]}?" if near else ""

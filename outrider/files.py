@@ -23,16 +23,15 @@ Found = TypeVar("Found")
 
 @contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[IO[str]]:
-    """Holds the lock of this file, which is created and stays. Yields the open file, which holds
-    the lock as long as a process has it open. Raises `BlockingIOError` if the lock is taken and not
-    waited for."""
+    """Creates a missing file, and locks it. Yields the open file: the lock lasts while a process
+    has it open. Without `wait`, raises `BlockingIOError` if the lock is taken."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield file
 
 
 def read_file(path: Path) -> bytes:
-    """The bytes of a small file. Raises `ConfigError`, also for one that is far too large."""
+    """The bytes of a small file. Raises `ConfigError`, also for a large file."""
     try:
         with path.open("rb") as file:
             data = file.read(FILE_BYTES_MAX + 1)
@@ -44,7 +43,7 @@ def read_file(path: Path) -> bytes:
 
 
 def write_whole(path: Path, text: str, mode: int | None = None) -> None:
-    """Writes a file atomically. Without a `mode` a new file is for its owner only, and an existing
+    """Writes a file atomically. Without a `mode` only the owner can read a new file; an existing
     one keeps its mode."""
     if mode is None:
         mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
@@ -62,7 +61,7 @@ def write_whole(path: Path, text: str, mode: int | None = None) -> None:
 
 
 class FileWatch(Generic[Found]):
-    """Contents of files, read again after changes, when asked for."""
+    """Contents of files; a call reads them again if they have changed."""
 
     def __init__(
         self,
@@ -70,8 +69,8 @@ class FileWatch(Generic[Found]):
         read: Callable[[], Found],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Files are checked at most every `KEY_FILE_LOOK_MS` of `clock`, in seconds. Raises errors
-        of `read`."""
+        """Checks files at most every `KEY_FILE_LOOK_MS`; `clock` returns s. Raises errors of
+        `read`."""
         self._paths = [path for path in paths if path is not None]
         self._read = read
         self._clock = clock
@@ -81,9 +80,9 @@ class FileWatch(Generic[Found]):
         self._trouble = ""
 
     def current(self) -> Found:
-        """The last result of `read`. If it fails, which is logged once, the earlier result stays,
-        and files are read again at the next check: one may become readable without a change. If a
-        file is gone, nothing is read: it is about to be written."""
+        """The last result of `read`. A failure is logged once: the earlier result stays, and the
+        next check reads again, as a file may become readable without a change. If a file is gone,
+        nothing is read: a new one is expected."""
         now = self._clock()
         if now - self._looked_at < KEY_FILE_LOOK_MS / 1e3:
             return self._found

@@ -1,5 +1,5 @@
-"""Hidden states on the wire: what a drafting head computes from a target's layers at some of a
-session's tokens. Needs no numeric library."""
+"""Hidden states on the wire: a drafting head's input, from a target's layers at some of a session's
+tokens. Needs no numeric library."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Features:
     """Rows of consecutive tokens."""
 
     first: int
-    """Position of the first one in the session."""
+    """The first token's position in the session."""
     width: int
-    """D, numbers of a row."""
+    """D, the length of a row."""
     rows: bytes
     """A row for each token."""
 

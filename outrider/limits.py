@@ -33,22 +33,22 @@ SCHEMA_DEPTH_MAX = 32
 REGEX_BYTES_MAX = 16 * 2**10
 CHOICES_MAX = 1024
 ALTERNATIVES_MAX = 256
-"""Lists and objects among the alternatives of a JSON schema: a step of the parser may take the cube
-of their number, and cannot be interrupted."""
+"""Lists and objects among the alternatives of a JSON schema: a parser's step, which cannot be
+interrupted, may take the cube of their number."""
 LIST_ALTERNATIVE = 4  # weight of an alternative that may be a list, the slowest kind
 COMPILE_S_MAX = 2.0  # constraints that take longer to compile are refused
-MASK_S_MAX = 0.25  # for the mask of one token; if slower twice, the replica refuses the constraint
+MASK_S_MAX = 0.25  # for a token's mask; a replica refuses a constraint that is slower twice
 FOLLOWED_AT_ONCE = 64  # tokens that a matcher may consume in the same time
 TOO_SLOW_S = 60  # how long a constraint that was too slow is refused
 COMPILE_BYTES_MAX = 2**30  # memory for compiling a constraint, beside the tokenizer
 COMPILE_THREADS = 2  # constraints that are compiled at the same time in one process
 COMPILE_WAIT_S_MAX = 20  # how long a request waits for its constraint
-COMPILATIONS_MAX = 256  # constraints waiting for that in one process
-COMPILATIONS_PER_TENANT_MAX = 64  # of those, of one tenant; tenants take turns
-CHECKED_CONSTRAINTS_MAX = 4096  # constraints whose check a coordinator remembers
+COMPILATIONS_MAX = 256  # waiting constraints of a process
+COMPILATIONS_PER_TENANT_MAX = 64  # of one tenant; tenants take turns
+CHECKED_CONSTRAINTS_MAX = 4096  # checked constraints that a coordinator remembers
 GRAMMARS_MAX = 64  # compiled constraints kept, least recently used, beside those in use
 LEXER_STATES_MAX = 2**15
-"""Of a compiled constraint, 1 to 2 KB each; at the limit it is compiled again."""
+"""Of a compiled constraint, 1 to 2 KB each; beyond it, the constraint is compiled again."""
 MATCHERS_MAX = 1024  # sessions with a matcher state in a replica
 
 GRPC_MESSAGE_BYTES_MAX = 8 * 2**20
@@ -56,11 +56,11 @@ GRPC_METADATA_BYTES_MAX = 16 * 2**10
 GRPC_PENDING_CALLS_MAX = 8192
 """Calls received and not yet begun: the sessions of a coordinator, and as many other calls. gRPC's
 own limits are lower, and drop calls as CANCELLED."""
-GRPC_PENDING_S_MAX = 60  # after which gRPC drops such a call
+GRPC_PENDING_S_MAX = 60  # after which gRPC drops a pending call
 GRPC_HANDSHAKE_MS = 10_000  # for TLS and the first HTTP/2 frame of a connection
 GRPC_IDLE_MS = 300_000  # after which a connection without calls is closed
 GRPC_AGE_MS = 300_000  # after which new calls of a connection may go to other coordinators
-GRPC_AGE_GRACE_MS = DEADLINE_MS_MAX + 60_000  # for its running calls
+GRPC_AGE_GRACE_MS = DEADLINE_MS_MAX + 60_000  # how long its running calls may take
 BULK_ITEM_BYTES = 32 * 2**10  # larger items travel on the bulk stream
 
 SESSIONS_PER_COORDINATOR_MAX = 4096
@@ -91,7 +91,7 @@ LOG_BYTES_MAX = 16 * 2**20  # of a log file before it is rotated
 LOG_FILES_KEPT = 3  # rotated files that are kept
 LOG_DIRECTORY_BYTES_MAX = 512 * 2**20  # of all replicas' logs on one machine
 EMBEDDED_REDIS_BYTES_MAX = 2**30
-"""Memory at which it refuses writes; on disk up to three times as much during a rewrite."""
+"""Memory at which it refuses writes; its files may take three times as much in a rewrite."""
 PASSWORD_BYTES_MAX = 4096  # of a file that holds the password of Redis
 REPLICA_TEXT_MAX = 4096  # characters of each text that a replica announces of itself
 REPLICA_NUMBER_MAX = 10**12  # of each number that a replica announces
@@ -112,7 +112,7 @@ MAILBOX_REPLIES_MAX = 64  # replies that may wait for one session on one side
 
 HTTP_BODY_BYTES_MAX = 4 * 2**20
 HTTP_BODIES_BYTES_MAX = 64 * HTTP_BODY_BYTES_MAX  # of all bodies being read by a coordinator
-HTTP_TENANT_BODIES_BYTES_MAX = HTTP_BODIES_BYTES_MAX // 4  # of them, of one tenant
+HTTP_TENANT_BODIES_BYTES_MAX = HTTP_BODIES_BYTES_MAX // 4  # the same for one tenant
 HTTP_BODY_S_MAX = 60  # for a body to arrive
 HTTP_BODY_PART_S_MAX = 10  # for each part of it
 HTTP_VALUES_MAX = 2**19  # values and keys of a body, most of them a prompt's tokens
@@ -120,13 +120,13 @@ HTTP_CONTAINERS_MAX = 2**16  # lists and objects of a body
 HTTP_FIELDS_MAX = 128  # of one object of a body, known or not
 CHAT_PARTS_MAX = 8192  # text parts of all messages of a body
 HTTP_CONNECTIONS_MAX = 2 * SESSIONS_PER_COORDINATOR_MAX
-"""Or half of the file descriptors. Beyond it the oldest connection without a request is closed, or
-else the new one refused."""
+"""Or half of the file descriptors. Beyond this, a new connection replaces the longest idle one, or
+is refused if none is idle."""
 HTTP_HEADERS_S = 10  # for the headers of a request, TLS included
 HTTP_KEEP_ALIVE_S = 75  # how long a connection without a request is kept
-HTTP_LAST_REQUEST_S = 1  # that a stopping server waits for requests on open connections
+HTTP_LAST_REQUEST_S = 1  # for requests on a stopping server's open connections
 HTTP_STUCK_WRITE_S = 30  # for a client that reads nothing while 64 KiB wait for it
-EVENT_ID_CHOICES_MAX = 64  # a stream of more choices has no ids: each names all of them
+EVENT_ID_CHOICES_MAX = 64  # more choices: no event ids, as each id names all choices
 IDEMPOTENCY_KEY_CHARS_MAX = 128
 ANSWERS_MAX = 16  # texts for one prompt of an HTTP request (`n`)
 PROMPTS_MAX = 128  # of one HTTP request: each is a session, or `n` of them
@@ -143,8 +143,8 @@ SESSION_TTL_S = DEADLINE_MS_MAX // 1000 + 900
 """After the last write of an unfinished session: its deadline, `resume_grace_ms` (at most 600 s),
 and a reserve."""
 TAKE_OVERS_MAX = 32  # sessions that a coordinator takes over at a time
-TAKE_OVER_RETRY_MS = 100  # when the clients of others try again
-LEASE_WAIT_SPREAD_MS = 250  # over which clients that wait for a lease try again
+TAKE_OVER_RETRY_MS = 100  # when others' clients try again
+LEASE_WAIT_SPREAD_MS = 250  # the clients' next tries spread over this time
 FINISHED_TTL_S = 600
 UNCOMMITTED_TOKENS_MAX = 256
 UNCOMMITTED_MS_MAX = 10_000  # beyond either bound a session waits for the store
@@ -178,21 +178,20 @@ REPLAY_TOKENS_INLINE = 512
 SLOTS_PER_SCRIPT_MAX = 256  # slots that one run of a script renews or frees
 OPEN_TRIES_MAX = 3  # to open a session before the client gets an error
 UNTOLD_SESSIONS_MAX = SESSIONS_PER_COORDINATOR_MAX
-"""Ended sessions whose release the store has not confirmed: retried without limit. Those beyond are
-retried"""
-ABANDON_TRIES_MAX = 20  # times
+"""Sessions whose end the store has not confirmed. Up to this number, tries are unlimited."""
+ABANDON_TRIES_MAX = 20  # tries for each session, if there are more
 CANCEL_WAIT_S = 10  # for the store to record the end of a session that does not run
 COMMIT_RETRY_MS_MIN = 20
 COMMIT_RETRY_MS_MAX = 500  # between tries to reach a store that does not answer, doubling
 REDIS_TIMEOUT_MS = 900  # for Redis to connect or answer
 REDIS_TIMEOUT_SLICES = 9  # parts of that time; a pause of this process costs one of them
 REDIS_SENTINEL_TIMEOUT_MS = 200  # for one Sentinel before the next is asked
-REDIS_ELECTION_MS_MAX = 3_000  # that a starting process waits for a primary
+REDIS_ELECTION_MS_MAX = 3_000  # how long a starting process waits for a primary
 REDIS_WAIT_MS = 500  # for a write to reach `redis_wait_replicas` replicas
 REDIS_WAIT_REPLICAS_MAX = 16
 REDIS_CONNECTIONS_MAX = 16
 REDIS_LOADING_MS_MAX = 20_000
-"""Time that a starting coordinator waits for a Redis that loads its file."""
+"""How long a starting coordinator waits for a Redis that loads its file."""
 EMBEDDED_REDIS_START_MS_MAX = 20_000
 EMBEDDED_REDIS_STOP_MS_MAX = 5_000
 
@@ -206,6 +205,6 @@ KEY_FILE_LOOK_MS = 1_000  # between checks of key and certificate files
 REQUESTS_PER_MINUTE_MAX = 1_000_000
 KEY_CONCURRENCY_MAX = SESSIONS_PER_COORDINATOR_MAX
 SLOT_LEASE_MS = 5_000  # how long requests of a dead coordinator count for their key
-SLOT_RENEWAL_MS = 1_000  # how often a living one renews its slots
+SLOT_RENEWAL_MS = 1_000  # how often a coordinator renews its slots
 SLOT_RETRY_MS = 1_000  # when to try again with a key whose slots are taken
 HEALTH_WATCHES_MAX = 64  # watchers of a server's health, which need no key

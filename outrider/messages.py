@@ -1,6 +1,6 @@
 """Messages between coordinators and replicas, as values; `outrider.transport` sends them.
 
-Every message is idempotent: repeated, late or reordered ones change nothing but time."""
+Every message is idempotent: repeated, late and reordered ones cost only time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOKEN_BYTES = 4
 
 @value(frozen=True, slots=True)
 class RoundHead:
-    """Session, round and prefix, in every item for drafts and targets."""
+    """Session, round and prefix: part of every item for drafts and targets."""
 
     session_id: str
     """32 hexadecimal digits."""
@@ -36,7 +36,7 @@ class RoundHead:
     epoch: int
     round: int
     base_length: int
-    """Length of the stated prefix, which the replica must hold ..."""
+    """Length of the stated prefix. The replica must hold this prefix ..."""
     prefix_digest: int
     """... with this digest, before `append`."""
     append: tuple[int, ...]
@@ -55,17 +55,18 @@ class RoundHead:
     constraint_hash: bytes = b""
     """Empty = no constraint."""
     compiled: Grammar | OutriderError | None = field(default=None, compare=False, repr=False)
-    """Not sent: the replica's compiled grammar, or why it could not be compiled, ready when a step
-    comes to the item."""
+    """Not sent: the replica's compiled grammar, or the error of its compilation; set before a step
+    takes the item."""
 
     @property
     def committed_length(self) -> int:
-        """Committed tokens when the round began: the position of its noise."""
+        """Committed tokens when the round began; its noise depends on this position."""
         return self.base_length + len(self.append)
 
     @property
     def given_hashes(self) -> tuple[int, bytes]:
-        """Hashes of parameters and constraint, which come in full once per session and stream."""
+        """Hashes of parameters and constraint, which are sent in full once per session and
+        stream."""
         return self.sampling_hash, self.constraint_hash
 
     @property
@@ -74,7 +75,7 @@ class RoundHead:
         return RoundNoise(self.seed, self.rule, self.committed_length)
 
     def params(self) -> SamplingParams:
-        """`sampling`. Raises `BadRequest` where it is unknown or contradicts the rule."""
+        """`sampling`. Raises `BadRequest` if it is unknown or contradicts the rule."""
         if self.sampling is None:
             raise BadRequest("head.sampling", "the parameters behind the hash are not known")
         if self.sampling.greedy != (self.rule is Rule.GREEDY):
@@ -101,24 +102,23 @@ class ReplyKey:
 
 @value(frozen=True, slots=True)
 class VerifyItem:
-    """Asks a target to verify a proposal; an empty one = to decode one token."""
+    """Asks a target to verify a proposal; with an empty one, to decode one token."""
 
     head: RoundHead
     proposal: SealedProposal = NOTHING_SEALED
     run_ahead: int = 0
-    """Further rounds that the target may run unasked, each answered separately."""
+    """Further rounds that the target may run, with an answer for each."""
     num_logprobs: int | None = None
     num_next_draft_tokens: int = 0
-    """Tokens that a target which drafts for itself may propose for the next round."""
+    """Most draft tokens for the next round of a target that drafts for itself."""
     next_siblings: tuple[int, ...] = ()
-    """Candidates beside its first, second, ... token: see `DraftRequest.siblings`."""
+    """Candidates beside the first, second, ... of these: see `DraftRequest.siblings`."""
     features_from: int | None = None
     """Position from which features of committed tokens are wanted; None = none."""
     next_budget_us: int = 0
     """Time for drafting the next round's proposal, from the start of drafting; 0 = no bound."""
     audit: bool = False
-    """Whether the proposal is a chain of committed tokens of an ended session, to be audited under
-    the target's distribution."""
+    """Whether the proposal is a chain of an ended session's committed tokens, to be audited."""
 
     @property
     def num_rows(self) -> int:
@@ -133,7 +133,7 @@ class VerifyItem:
 
     awaits_answer: ClassVar[bool] = True
     gives_way: ClassVar[bool] = False
-    """Every verdict is waited for."""
+    """The session waits for every verdict."""
 
 
 @value(frozen=True, slots=True)
@@ -146,16 +146,16 @@ class DraftItem:
     """Outcomes of this round that the draft may predict: for each it sends a proposal for the next
     round, of up to `num_draft_tokens` tokens."""
     held: tuple[int, ...] | None = None
-    """The round's proposal where it is known: then only looking ahead is asked for."""
+    """The round's proposal if known: the item then asks only for look-ahead."""
     siblings: tuple[int, ...] = ()
-    """Candidates that the proposal may have beside its first, second, ... token: see
-    `DraftRequest.siblings`. Not with look-ahead."""
+    """Candidates beside the proposal's first, second, ... token: see `DraftRequest.siblings`. Not
+    with look-ahead."""
     features: Features | None = None
-    """Features of committed tokens that the draft lacks, where it reads them."""
+    """Features of committed tokens that the draft lacks, for drafts that read features."""
     budget_us: int = field(default=0, compare=False)
     """Remaining time for drafting, from the item's arrival; 0 = no bound."""
     deadline: DraftDeadline = field(default=NO_DEADLINE, compare=False, repr=False)
-    """Not sent: the end of that time, on the draft's clock."""
+    """Not sent: when that time ends, by the draft's clock."""
 
     @property
     def num_rows(self) -> int:
@@ -171,8 +171,8 @@ class DraftItem:
 
     @property
     def gives_way(self) -> bool:
-        """Whether a newer item of its session may begin before it is finished: it asks only for
-        look-ahead."""
+        """Whether it asks only for look-ahead: a newer item of its session may begin before it
+        ends."""
         return self.held is not None and self.look_ahead > 0
 
 
@@ -194,44 +194,44 @@ class VerdictReply:
     cached_length: int
     """Tokens of prefix and proposal that the replica now holds."""
     logprobs: tuple[PositionLogprobs, ...] = ()
-    """If asked for, [2K+1]: of the K draft tokens, then of the K+1 corrections."""
+    """[2K+1] if asked for: of the K draft tokens, then of the K+1 corrections."""
     queue_ms: float = 0.0
     compute_ms: float = 0.0
     next_proposal: SealedProposal = NOTHING_SEALED
-    """Proposal for the next round after this one's outcome; as asked for, or shorter."""
+    """Proposal for the next round after this one's outcome, perhaps shorter than asked for."""
     next_base_length: int = 0
-    """Committed tokens that it extends."""
+    """Number of committed tokens that it extends."""
     next_draft_ms: float = 0.0
-    """Part of `compute_ms` for drafting, for all sessions of the step ..."""
+    """Part of `compute_ms` for drafting in all sessions of the step ..."""
     next_work_ms: float = 0.0
     """... and this session's share of that."""
     next_out_of_time: bool = False
-    """Whether it is short because its time ran out."""
+    """Whether the next proposal is short because its time ran out."""
     features: Features | None = None
-    """If wanted: of the tokens committed with this verdict except the last, from the wanted
-    position on, as many as fit a message."""
+    """If wanted: from that position on, of the tokens committed with this verdict except the last,
+    as many as fit a message."""
     audit: AuditSums | None = None
     """Result of an audit item."""
 
 
 @value(frozen=True, slots=True)
 class ProposalReply:
-    """A draft's answer; with assumed tokens, a proposal for a round that has not come yet."""
+    """A draft's answer; with assumed tokens, a proposal for a future round."""
 
     key: ReplyKey
     proposal: SealedProposal
     base_length: int
-    """Length of the committed prefix that the proposal, with what it assumes, extends."""
+    """Length of the committed prefix that assumed tokens and proposal extend."""
     cached_length: int
     """Tokens of prefix and proposal that the replica now holds."""
     queue_ms: float = 0.0
     compute_ms: float = 0.0
     work_ms: float = 0.0
-    """This session's share of `compute_ms`, which others of its step share."""
+    """This session's share of `compute_ms`."""
     assumed: tuple[int, ...] = ()
-    """Tokens after the prefix that are not committed yet, and may never be."""
+    """Tokens after the prefix that are not committed, and may never be."""
     out_of_time: bool = False
-    """Whether it is short, or empty, because its time ran out."""
+    """Whether the proposal is short or empty because its time ran out."""
 
     @property
     def num_bytes(self) -> int:
@@ -271,7 +271,7 @@ class ReplicaDescription:
     model: str
     weights_fingerprint: str
     tokenizer_fingerprint: str
-    """Empty where the replica does not depend on a tokenizer (n-gram drafting)."""
+    """Empty if the replica does not depend on a tokenizer (n-gram drafting)."""
     vocab_size: int
     """Width of the logits, padding included; 0 without logits."""
     dtype: str
@@ -280,24 +280,23 @@ class ReplicaDescription:
     eos_token_ids: tuple[int, ...]
     max_num_seqs: int
     step_costs: StepCosts | None = None
-    """Times of its steps; None where they were not measured."""
+    """Times of its steps; None if not measured."""
     drafts_itself: bool = False
     """Whether a target sends proposals for the next round with its verdicts."""
     shows_features: bool = False
-    """Whether a target keeps features of its layers for a head, and sends them if asked ..."""
+    """Whether a target sends features of its layers if asked ..."""
     reads_features: bool = False
     """... and whether a draft reads them."""
     features: str = ""
     """Identifies the target's weights and the head, which must agree."""
     numerics: str = ""
-    """Identifies how logits are computed, where those of a token do not depend on the rest of its
-    step: with equal values and weights, logits are bit-identical. Empty where they depend on the
-    step."""
+    """Identifies how logits are computed: with equal values and weights, they are bit-identical.
+    Empty if a token's logits depend on the rest of its step."""
     draft_note: str = ""
-    """Note for operators on how a target drafts for itself; empty where all is well."""
+    """Note for operators on a target's own drafting; empty if all is well."""
 
     @property
     def weights(self) -> str:
-        """Identifies what a session needs to continue on another replica: weights and how they are
-        run, which determine logits, and the maximum length."""
+        """Identifies what must be equal for a session to continue on another replica: the weights,
+        how they are run, and the maximum length."""
         return f"{self.weights_fingerprint}/{self.dtype}/{self.max_model_len}"

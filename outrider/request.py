@@ -1,6 +1,5 @@
-"""Requests of users and the events that answer them, as client and coordinator see them.
-
-`outrider.transport.request_codec` converts them to and from gRPC."""
+"""Users' requests, and the events that answer them. `outrider.transport.request_codec` converts
+both to and from gRPC."""
 
 from __future__ import annotations
 
@@ -69,8 +68,7 @@ class GenerateRequest:
     """How to parse tool calls and reasoning from the text, as JSON of `coordinator.http_api`; empty
     = all is content."""
     default_max_tokens: int = MAX_TOKENS_DEFAULT
-    """What an absent `max_tokens` stands for, as far as there is room: it differs between the
-    coordinator's protocols."""
+    """Default of `max_tokens`, if there is room; gRPC and HTTP have different ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +102,17 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """Tokens of the prompt, [n], before any of the completion."""
+    """Tokens of the prompt, [n]; before the completion's."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[PositionLogprobs | None, ...]
-    """[n], given the tokens before each; None for the prompt's first one."""
+    """[n], given the tokens before each; None for the prompt's first."""
 
 
 @value(frozen=True, slots=True)
 class Tokens:
-    """Committed tokens, [n] each. `text_delta` holds whole characters and may lag behind them."""
+    """Committed tokens, [n] each. `text_delta` holds whole characters and may lag behind the
+    tokens."""
 
     first_index: int
     """Index of `token_ids[0]` in the completion."""
@@ -126,7 +125,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class RoundReport:
-    """What one round proposed, and where its time went."""
+    """A round's proposal, and the parts of its time."""
 
     index: int
     proposed_token_ids: tuple[int, ...]
@@ -137,10 +136,10 @@ class RoundReport:
     verify_ms: float
     commit_ms: float
     look_ahead_hit: bool = False
-    """Whether the proposal was there before the round began."""
+    """Whether the proposal was ready when the round began."""
     proposed_parents: tuple[int, ...] = ()
-    """In a tree, the index of the proposed token that each follows, -1 = the committed tokens;
-    empty for a chain."""
+    """In a tree, for each token the index of the proposed one that it follows, -1 = the committed
+    tokens; empty for a chain."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 A configuration is a pydantic dataclass (`checked`). Its fields are settings, unless they are
 `Internal`. Defaults < YAML file < `OUTRIDER_*` environment < flag. Each layer is checked by itself,
-so that an error names where the bad value was set."""
+so that an error names the source of the bad value."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(Field,))
 def checked(prefix: str = "", fields: Collection[str] = ()) -> Any:
-    """Makes a frozen dataclass of settings, whose values are checked. The key of a setting is its
-    field's alias, or else the field's name, with `prefix` before it for these `fields`."""
+    """Makes a frozen dataclass of settings that checks their values. A setting's key is its field's
+    alias or name, with `prefix` before it for these `fields`."""
     names = {name: prefix + name for name in fields}
     config = ConfigDict(
         strict=True, extra="forbid", use_attribute_docstrings=True,
@@ -50,7 +50,7 @@ NOT_SETTINGS = (
     "OUTRIDER_CACHE", "OUTRIDER_STATE_DIR", "OUTRIDER_TEST_DATA", "OUTRIDER_CA_CERT",
     "OUTRIDER_CLIENT_CERT", "OUTRIDER_CLIENT_KEY",
 )  # fmt: skip
-"""Variables with this prefix that are not settings of a deployment: paths of local files, and
+"""Variables with this prefix that are no settings of a deployment: paths of local files, and
 credentials of clients."""
 
 _KIND_NAMES = {
@@ -71,7 +71,7 @@ class Setting:
     """Title of its class, for grouping in help texts."""
     default: Value
     secret: bool
-    """Whether its value is hidden everywhere, also in errors."""
+    """Whether its value is hidden everywhere, even in errors."""
     annotation: Any
     """Its type, with its bounds."""
 
@@ -93,7 +93,7 @@ class Setting:
 
     @property
     def choices(self) -> Sequence[str]:
-        """The allowed values, where they are listed."""
+        """The allowed values, if they are a list."""
         found: Sequence[str] = self.schema.get("enum", ())
         return found
 
@@ -136,7 +136,7 @@ class Setting:
                 raise ValueError(raw)
             entries = tuple(map(str.strip, raw.split(",")))
             return self.adapter.validate_python(entries if self.is_list else raw, strict=False)
-        except ValueError:  # pydantic's errors, too.
+        except ValueError:  # Includes pydantic's errors.
             shown = "the value" if self.secret else repr(raw)
             hint = did_you_mean(str(raw), self.choices) if self.choices else ""
             raise ConfigError(
@@ -164,7 +164,7 @@ def settings_of(config: type[Any]) -> Mapping[str, Setting]:
 
 @contextmanager
 def blaming(key: str) -> Iterator[None]:
-    """Turns a `ConfigError` that names no setting into a `SettingError` of this one."""
+    """Turns a `ConfigError` that names no setting into a `SettingError` for this key."""
     try:
         yield
     except SettingError:
@@ -175,8 +175,7 @@ def blaming(key: str) -> Iterator[None]:
 
 @contextmanager
 def by_its_keys(config: type) -> Iterator[None]:
-    """In a `SettingError` that names a field of this configuration, replaces the field by the
-    setting's key."""
+    """Replaces the field name in a `SettingError` by the key of the setting."""
     try:
         yield
     except SettingError as error:
@@ -187,7 +186,7 @@ def by_its_keys(config: type) -> Iterator[None]:
 
 
 def build(config: type[Config], values: Mapping[str, Value], **internal: Any) -> Config:
-    """A configuration from values by key; others keep their defaults."""
+    """A configuration from values by key; other settings keep their defaults."""
     named = {
         name: values[found.key]
         for name, found in settings_of(config).items()
@@ -202,9 +201,9 @@ def layers(
     environment: Mapping[str, str],
     flags: Mapping[str, object],
 ) -> Iterator[tuple[Setting, object, str]]:
-    """What a YAML file, the environment and flags set, in this order: the setting, the raw value,
-    and the source to name in errors. If a setting occurs more than once, its last value wins.
-    Raises `ConfigError` for an unknown key."""
+    """All that a YAML file, the environment and flags set, in this order: the setting, its raw
+    value, and the source to name in errors. A setting's last value wins. Raises `ConfigError` for
+    an unknown key."""
     if file is not None:
         for key, raw in _read_yaml(file).items():
             yield _known(settings, key, f"{file}: {key}"), raw, f"{file}: {key}"

@@ -1,4 +1,4 @@
-"""Calls that are made once for all callers that wait for them, on threads or as tasks."""
+"""Calls that run once for all callers that wait for them, on threads or as tasks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 class SharedCalls(Generic[Key, Result]):
-    """A call is cancelled when no caller waits for it any more; a thread then does not begin it.
+    """Cancels a call when no caller waits for it any more; a thread does not begin a cancelled one.
     For the event loop's thread."""
 
     def __init__(self, num_threads: int = 1, name: str = "") -> None:
@@ -30,12 +30,12 @@ class SharedCalls(Generic[Key, Result]):
         return key in self._running
 
     async def result(self, key: Key, call: Callable[[], Result]) -> Result:
-        """The call's result or error; where one with this key is running, that one's."""
+        """The result or error of the running call with this key, or else of `call`."""
         loop = asyncio.get_running_loop()
         return await self.share(key, lambda: loop.run_in_executor(self._threads, call))
 
     async def share(self, key: Key, begin: Callable[[], asyncio.Future[Result]]) -> Result:
-        """The same for the future that `begin` returns."""
+        """As `result`, for the future that `begin` returns."""
         if key not in self._running:
             self._running[key] = begin()
         running = self._running[key]

@@ -1,6 +1,6 @@
 """Translates the `--speculative-config` of `vllm serve` into settings of a deployment.
 
-Keys and values are those of vLLM 0.32. Values that are not supported are refused by key."""
+Keys and values are those of vLLM 0.32. Errors name the keys of unsupported values."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ _METHODS = {
 }  # fmt: skip
 """`draft_model` by method; {} = the key `model`."""
 _NGRAM = ("ngram", "[ngram]")
-"""As `method` or `model`."""
+"""N-grams, as `method` or `model`."""
 _NGRAM_TOKENS = 5
-"""Both bounds of a match if neither is given."""
+"""Both bounds of a match's length if neither is given."""
 _RULES = {"standard": "token", "block": "block"}
 """`unseeded_rule` by rejection_sample_method, except synthetic."""
 _RATES = ("synthetic_acceptance_rates", "synthetic_acceptance_length")
@@ -80,8 +80,7 @@ _FIXED: dict[str, tuple[Value, str]] = {
     "use_local_argmax_reduction": (False, _ONLY_VLLM),
     "dspark_draft_topk": (None, _ONLY_VLLM),
 }
-"""Keys that allow only one value, which is what Outrider does anyway; None = they may not be
-given."""
+"""Keys with one allowed value, which is what Outrider does anyway; None = not allowed."""
 _UNDERSTOOD = (
     "method", "model", "parallel_drafting", *_SETTINGS, "rejection_sample_method", *_RATES
 )  # fmt: skip
@@ -89,8 +88,8 @@ _UNDERSTOOD = (
 
 def settings_of_vllm(raw: object, source: str) -> Iterator[tuple[str, Value, str]]:
     """The settings that a `speculative_config` (text, or a value from YAML) stands for: key, value
-    (not checked yet), and vLLM's key. Synthetic acceptance also yields `speculative_config` with
-    the `acceptance_rates` of the emulated engine, and without vLLM's key. Raises `ConfigError` that
+    (not checked yet), and vLLM's key. Synthetic acceptance also yields the key `speculative_config`
+    with the emulated engine's `acceptance_rates`, and an empty vLLM key. Raises `ConfigError` that
     names `source` and the wrong key."""
     if raw == "":
         return
@@ -136,13 +135,13 @@ class _Said:
                 self.values[key] = value
         bounds = ("prompt_lookup_min", "prompt_lookup_max")
         if _METHODS.get(str(self.values.get("method", self.values.get("model")))) == "ngram":
-            # As in vLLM. The given one comes first, so that errors name it.
+            # As in vLLM. The given key is first, so errors name it.
             one = next((self.values[key] for key in bounds if key in self.values), _NGRAM_TOKENS)
             for key in bounds:
                 self.values.setdefault(key, one)
 
     def error(self, key: str, reason: str) -> ConfigError:
-        """An error about a key."""
+        """The error for a key."""
         return ConfigError(f"{self._source}: {key}: {reason}")
 
     def _check_fixed(self, key: str, value: object) -> None:
@@ -182,8 +181,8 @@ class _Said:
         return form.format(model), "model"
 
     def check_parallel_drafting(self) -> None:
-        """Raises `ConfigError` if it is set without a model that drafts. A model's own files say
-        whether it drafts all tokens in one pass."""
+        """Raises `ConfigError` if `parallel_drafting` is set without a draft model. That model's
+        files say whether it drafts all tokens in one pass."""
         value = self.values.get("parallel_drafting", False)
         if not isinstance(value, bool):
             raise self.error("parallel_drafting", f"{value!r} is wrong; it must be true or false")
@@ -195,7 +194,7 @@ class _Said:
             )
 
     def acceptance_rates(self) -> tuple[float, ...]:
-        """Probability that a round accepts at least this many tokens, by position."""
+        """Probabilities that a round accepts at least 1, 2, ... draft tokens."""
         given = [key for key in _RATES if key in self.values]
         if len(given) != 1:
             reason = "synthetic needs one of the two" if not given else f"given beside {given[1]}"
@@ -210,7 +209,7 @@ class _Said:
                 raise self.error(
                     key, f"{value!r} is wrong; it must be a number from 1 to {count + 1}"
                 )
-            # As in vLLM: rounds accept the whole number of tokens, or one more.
+            # As in vLLM: rounds commit the length's whole part, or one more.
             return tuple(min(1.0, max(0.0, value - 1 - place)) for place in range(count))
         try:
             rates = EmulatedSpec(acceptance_rates=tuple(value)).acceptance_rates

@@ -1,4 +1,4 @@
-"""Converts text to token ids, and tokens to whole characters as they arrive."""
+"""Converts text to token ids, and arriving tokens to whole characters."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from outrider.models.loading import load_tokenizer
 
 _REPLACEMENT = "\ufffd"
 _HELD_TOKENS_MAX = 8
-"""A UTF-8 character has at most four bytes, and a token at least one: more tokens than this will
-hardly complete a character."""
+"""Most tokens held back for an incomplete character: a UTF-8 character has at most four bytes, and
+a token at least one."""
 _SOME_TURN = {"role": "user", "content": "x"}
 _SOME_TOOL = "a_tool_that_is_looked_for"
 UNKNOWN_BYTES_MAX = 256
-"""Assumed bytes of text that a token for unknown words stands for, at most."""
+"""Assumed most bytes of text that a token for unknown words stands for."""
 
 
 class TokenizerText:
@@ -45,10 +45,10 @@ class TokenizerText:
         vocabulary = tokenizer.get_vocab()
         spelled = {vocabulary.get(f"<0x{byte:02X}>"): byte for byte in range(256)}
         self.fallback_bytes: dict[int, int] = {k: v for k, v in spelled.items() if k is not None}
-        """The byte of each token `<0x00>` to `<0xFF>`, with which some tokenizers spell unknown
-        text."""
+        """The byte of each token `<0x00>` to `<0xFF>`; some tokenizers spell unknown text with
+        these."""
         self._marks: dict[tuple[str, ...], dict[int, str]] = {(): {}}
-        """Special tokens to show, by requested names; only a few combinations occur."""
+        """Special tokens to show, by requested names; few combinations occur."""
         longest = max((len(token.encode()) for token in vocabulary), default=0)
         self.token_bytes_max = max(longest, UNKNOWN_BYTES_MAX)
         """Most bytes of text that one token stands for."""
@@ -63,7 +63,7 @@ class TokenizerText:
         chat_template: str = "",
     ) -> TokenizerText:
         """Loads it from a model's directory; `chat_template` replaces the model's own. Raises
-        `ConfigError` where there is no tokenizer."""
+        `ConfigError` if there is no tokenizer."""
         tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
         if tokenizer is None:
             raise ConfigError(f"model {name}: no tokenizer in {path}")
@@ -80,14 +80,14 @@ class TokenizerText:
 
     @property
     def chat_template(self) -> str:
-        """Template for conversations with tools; empty where the model has none."""
+        """Template for conversations with tools; empty if the model has none."""
         found = getattr(self._tokenizer, "chat_template", None)
         if isinstance(found, dict):
             found = found.get("tool_use") or found.get("default")
         return found or ""
 
     def check_tools(self, field: str) -> None:
-        """Raises `BadRequest` for this field where the chat template does not support tools."""
+        """Raises `BadRequest` for this field if the chat template does not support tools."""
         if self.chat_template and not self._knows_tools:
             raise BadRequest(
                 field,
@@ -102,7 +102,7 @@ class TokenizerText:
         try:
             told = self.render([_SOME_TURN], [{"type": "function", "function": function}])
         except BadRequest:
-            return True  # A real conversation gives a better error.
+            return True  # The real conversation gives a better error.
         return _SOME_TOOL in told
 
     def render(
@@ -120,10 +120,10 @@ class TokenizerText:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
-        """The ids of a conversation of `role` and `content`, up to where the answer begins. The
+        """The ids of a conversation of `role` and `content`, up to the beginning of the answer. The
         chat template gets `tools` and `variables`.
 
-        Raises `BadRequest` where the model has no chat template, or its template fails or does not
+        Raises `BadRequest` if the model has no chat template, or its template fails or does not
         support tools."""
         for message in messages:
             _check_unicode("chat", message.get("content", ""))
@@ -158,8 +158,8 @@ class TokenizerText:
             raise BadRequest("chat", f"the model's chat template failed: {error}") from error
 
     def backend_json(self) -> str:
-        """The tokenizer as JSON of Hugging Face's tokenizers. Raises `ConfigError` where it is not
-        one of these."""
+        """The tokenizer as JSON of Hugging Face's tokenizers. Raises `ConfigError` if it is of
+        another kind."""
         return backend_json(self._tokenizer)
 
     def decode(self, token_ids: Sequence[int], with_special: bool = False) -> str:
@@ -174,10 +174,10 @@ class TokenizerText:
         )
 
     def stream(self, shown: Collection[str] = ()) -> _ByteStream | _WindowStream:
-        """Converts tokens to text as they come: `push` returns what is certain after one more
-        token, often nothing, and `finish`, called once, what was held back, with U+FFFD for bytes
-        that are not a character. Together they are the decoded whole, in linear time. Special
-        tokens are included if `shown`, by name."""
+        """Converts arriving tokens to text. `push` takes a token and returns the text that is
+        certain, often none. `finish`, called once, returns what was held back, with U+FFFD for
+        bytes that are not a character. All texts together are the decoded whole, in linear time.
+        Special tokens named in `shown` are included."""
         names = tuple(shown)
         marks = self._marks.get(names)
         if marks is None:
@@ -201,15 +201,14 @@ class TokenizerText:
             return str(token).encode()
 
     def spell(self, token_id: int) -> bytes:
-        """The text of a single token: a special one by its name, which no text shows; empty for an
-        unknown id."""
+        """The text of a single token, or a special token's name; empty for an unknown id."""
         if token_id in self._special:
             return str(self._tokenizer.convert_ids_to_tokens(token_id)).encode()
         if self._bytes_of is not None:
             return self.token_bytes(token_id)
         if token_id in self.fallback_bytes:
             return bytes([self.fallback_bytes[token_id]])
-        # After itself, because the first token of a text may lose its leading space.
+        # Decoded after itself: the first token of a text may lose its leading space.
         once, twice = self.decode([token_id]), self.decode([token_id, token_id])
         return twice[len(once) :].encode()
 
@@ -232,8 +231,8 @@ class _ByteStream:
 
 
 class _WindowStream:
-    """For any tokenizer: decodes the last tokens again, together with some before them, because the
-    first token of a text may lose its leading space.
+    """For any tokenizer: decodes the last tokens again, after some earlier ones, because the first
+    token of a text may lose its leading space.
 
         ids      ... | context: shown | pending: not yet shown |
         decoded        `_shown`         what push returns
@@ -273,7 +272,7 @@ class _WindowStream:
             return False  # no further byte can repair it
 
     def _may_split_character(self, decoded: str) -> bool:
-        """The same for other tokenizers, guessed from the text."""
+        """The same for tokenizers without byte tokens, guessed from the text."""
         return (
             not self._text.fallback_bytes
             and decoded.endswith(_REPLACEMENT)
@@ -297,8 +296,8 @@ def _not_for_templates() -> frozenset[str]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The character for each byte in byte-level vocabularies (Radford et al. 2019): printable
-    Latin-1 as itself, the others as the characters from U+0100 on, in order."""
+    """The byte of each character in byte-level vocabularies (Radford et al. 2019): printable
+    Latin-1 stands for itself, the characters from U+0100 on for the other bytes, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}

@@ -13,7 +13,7 @@ EMPTY_DIGEST = 0
 
 def extend_digest(digest: int, token_id: int) -> int:
     """The digest of a prefix and one more token: SplitMix64's finaliser (Steele et al. 2014) of
-    their sum. It detects loss of sync between peers; it is no defence against malice."""
+    their sum. It detects that peers differ; it is no defence against malice."""
     z = (digest + (token_id + 1) * 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -35,7 +35,7 @@ class TokenSequence:
 
     @property
     def ids(self) -> Sequence[int]:
-        """All ids; a view that must not be changed and is stale after the next call."""
+        """All ids; a view that must not be changed and is stale after a change."""
         return self._ids
 
     def extend(self, token_ids: Iterable[int]) -> None:
@@ -61,5 +61,5 @@ class TokenSequence:
         return tuple(self._ids[start:stop])
 
     def holds(self, length: int, digest: int) -> bool:
-        """Whether the first `length` tokens exist and have this digest."""
+        """Whether there are `length` tokens, and the first `length` have this digest."""
         return 0 <= length <= len(self) and self._digests[length] == digest

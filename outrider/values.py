@@ -1,4 +1,4 @@
-"""Fast dataclasses, for values that are made in every round."""
+"""Fast dataclasses, for values made in every round."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 else:
 
     def value(*, frozen: bool, slots: bool) -> Any:
-        """`dataclass`, but `frozen` is enforced only by the type checker: at run time it makes each
-        assignment of a field a call, and creating an object of 16 fields takes 1.7 us instead of
+        """`dataclass`, but only the type checker enforces `frozen`: at run time it would make each
+        assignment of a field a call, and an object of 16 fields would take 1.7 us instead of
         0.3."""
         return dataclass(slots=slots, unsafe_hash=frozen)
