@@ -74,7 +74,7 @@ class AutoregressiveDraft:
         return self.error is not None or len(self.token_ids) >= self.num_wanted
 
     def goes_on(self) -> bool:
-        """Whether to draw another token. Asked once before each draw; a draw must follow if True.
+        """Whether to draw another token. Called once before each draw, which must follow if True.
         When there is no time for one, the draft ends as it is."""
         if self.is_whole:
             return False
@@ -104,7 +104,7 @@ class AutoregressiveDraft:
 
     @property
     def is_seen(self) -> bool:
-        """Whether it has tokens and knows what each was drawn from."""
+        """Whether it has tokens and holds what each was drawn from."""
         return 0 < len(self.token_ids) == len(self.rows)
 
     @property

@@ -19,10 +19,10 @@ from outrider.tokens import TokenSequence
 class DraftDeadline:
     """The time limit of a round's draft, on the clock of the drafting process.
 
-    A drafter asks before each draw (a token with its siblings) whether to make it, and proposes
-    everything that it has drawn. So the length of a proposal depends on the time and on proposed
-    tokens, never on a token that was drawn and dropped. That length is a stopping time, as
-    docs/exactness.md requires. Thread-safe.
+    A drafter checks the limit before each draw (a token with its siblings), and proposes everything
+    that it has drawn. So the length of a proposal depends on the time and on proposed tokens, never
+    on a token that was drawn and dropped. That length is a stopping time, as docs/exactness.md
+    requires. Thread-safe.
     """
 
     def __init__(
@@ -103,8 +103,7 @@ class DraftRequest:
     """The first tokens of `token_ids` with their digests, as far as these are known; a drafter can
     compare the prefix that it keeps by digest. Read only, and only during the call."""
     deadline: DraftDeadline = field(default=NO_DEADLINE, compare=False)
-    """Asked before each draw. Look-ups do not ask, as they draw nothing and take next to no
-    time."""
+    """Checked before each draw, except by look-ups, which draw nothing and take next to no time."""
 
 
 class Drafter(Protocol):

@@ -49,10 +49,10 @@ def padded_rows(num_rows: int, smallest: int = STEP_ROWS_MIN) -> int:
 _SEGMENT_TOKENS_MAX = 128
 _SEGMENT_TOKENS_MIN = 16
 _SCORES_MAX = 2**19
-"""Attention scores of one head (tokens * context) that are computed at once, where segments of the
+"""Most attention scores of one head (tokens * context) to compute at once, if segments of the
 smallest size allow it. This bounds the memory of a step."""
 _GATHERED_SLOTS_MAX = 2**16
-"""Slots of several sequences that are gathered at once."""
+"""Most slots of several sequences to gather at once."""
 _SLOTS_UNIT = 16
 """Slots are gathered in multiples of this. Each vector lane then always adds the same slots, with
 none left over, so a sum over slots does not depend on how many masked ones follow. So in bfloat16 a

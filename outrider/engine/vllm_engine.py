@@ -127,12 +127,12 @@ class VllmEngine(PagedSequences):
         """The model in `path`, or this rank's share of it, for steps of at most `max_num_seqs`
         sequences and `max_num_batched_tokens` tokens. Its pages take `kv_cache_memory_bytes`; 0 =
         what `memory_budget` leaves. Steps are compiled, and captured on a CUDA device, unless
-        `enforce_eager` or `deterministic`, with which logits do not depend on what else is in a
-        step. With `draft_heads` it has `features`; with a `draft_layer`, which only the leader of
+        `enforce_eager` or `deterministic`. With the latter, logits do not depend on what else is in
+        a step. With `draft_heads` it has `features`; with a `draft_layer`, which only the leader of
         several ranks has, `features` and `forward_draft`. Every rank has its `draft_check`.
-        `draft_reads_output`: the layer reads the model's output, and none of its layers.
-        Raises `ConfigError` for a model that vLLM does not load, whose state cannot be cut back, or
-        that does not show what the layer reads."""
+        `draft_reads_output`: the draft layer reads the model's output, not its layers. Raises
+        `ConfigError` for a model that vLLM does not load, whose state cannot be cut back, or that
+        does not show what the layer reads."""
         self._device, self._ranks = use_device(**options), ranks
         self._deterministic, self.draft_heads = deterministic, draft_heads
         self.shows_features = draft_heads is not None or draft_layer is not None

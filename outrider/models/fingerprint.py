@@ -26,7 +26,7 @@ PICKLED_FILE = "pytorch_model.bin"
 no safetensors."""
 _digest = partial(hashlib.blake2b, digest_size=16)
 _COUNTS = frozenset({"cpu_name", "num_logical_cores", "num_physical_cores", "num_sockets"})
-"""Capabilities that torch names besides a processor's instructions and caches."""
+"""Capabilities in torch's list that are neither instructions nor caches."""
 _VOLATILE_CONFIG_KEYS = frozenset(
     {"_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
 )

@@ -265,9 +265,9 @@ def use_device(**options: Unpack[LoadOptions]) -> torch.device:
 
 
 def resolve_device(device: str, rank: int = 0) -> torch.device:
-    """`auto` is `cuda` if there is a CUDA device, otherwise the CPU. `cuda` is one device for each
-    `rank`, of those that the process sees; on Ray it sees those that it was assigned. The result
-    has an index if it is a CUDA device. Raises `SettingError`."""
+    """`auto` is `cuda` if there is a CUDA device, otherwise the CPU. `cuda` gives each `rank` one
+    of the devices that the process sees; on Ray, those assigned to it. The result has an index if
+    it is a CUDA device. Raises `SettingError`."""
     num_visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "auto":
         device = "cuda" if num_visible else "cpu"

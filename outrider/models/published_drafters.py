@@ -25,7 +25,7 @@ from outrider.models.loading import open_weights, read_weights, refusing
 
 
 class DrafterFormat(StrEnum):
-    """A kind of published drafter that is not refused here. MTP layers are only served from their
+    """A kind of published drafter that is accepted here. MTP layers are only served from their
     target's files; a deployment refuses those in a directory of their own."""
 
     EAGLE3 = "eagle3"

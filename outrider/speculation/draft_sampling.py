@@ -240,7 +240,7 @@ def place_of(levels: Any, count: Any) -> Any:
 
 
 def _drawn_counts(keys: RowKeys) -> RealArray:
-    """A uniform draw from the counts of each row: [R, 1]."""
+    """A uniform number in 0..`COUNT_TOTAL` - 1 for each row: [R, 1]."""
     uniform: Any = uniforms(token_keys(keys), np.zeros((1, 1), dtype=np.int64))
     counts: RealArray = uniform * COUNT_TOTAL // 1
     return counts

@@ -1,9 +1,9 @@
 """Noise for each token of a row, and sampling with it.
 
 A row's place and stream give four Philox words (`random_streams.py`), which make two 64-bit keys.
-Number i of the row is 64 bits from these keys by the finaliser of SplitMix64 (Steele, Lea, Flood:
-Fast Splittable Pseudorandom Number Generators, OOPSLA 2014), with the second key xored in between
-its two multiplications.
+SplitMix64's finaliser (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA
+2014) makes number i of the row, of 64 bits, from these keys; the second key is xored in between its
+two multiplications.
 
 Race: argmax over v of w_v / t_v, where the waits t_v are independent Exp(1), is v with probability
 w_v / sum w. The weights need not be normalised. This equals Gumbel-argmax over log w. A draft and a

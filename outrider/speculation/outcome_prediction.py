@@ -50,7 +50,7 @@ class OutcomeGuesses:
 
     corrections: list[list[int]]
     """For n = 0..K accepted tokens the guesses of the correction, best first, without the draft
-    token that was rejected there. The last row, the bonus, may be missing."""
+    token that is rejected there. The last row, the bonus, may be missing."""
     scores: RealArray
     """[K + 1, R] or [K, R]: log q + g of each guess, up to a constant for each row; under greedy
     the logit. Falling; -inf after the last guess."""
@@ -175,7 +175,7 @@ class _Coefficient:
         self._information = _PRIOR_INFORMATION
 
     def step(self, slope: float, information: float) -> None:
-        """Takes one outcome, by the slope and the negated curvature of its log likelihood."""
+        """Updates the value by one outcome's slope and negated curvature of the log likelihood."""
         self._information = self._information * _FADE + information
         step = min(max(slope / self._information, -_STEP_MAX), _STEP_MAX)
         self.value = min(max(self.value + step, self._low), self._high)

@@ -22,7 +22,7 @@ Q_BYTES_MAX = TREE_TOKENS_MAX * (_SIZE_BYTES + DRAFT_SUPPORT_ENTRIES_MAX * ENTRY
 
 
 class UnreadableQ(BadRequest):
-    """The q of a proposal cannot be read from some group of siblings on."""
+    """Raised if a proposal's q cannot be read from some group of siblings on."""
 
     def __init__(self, group: int, message: str, *, after_draw: bool = False) -> None:
         """`after_draw`: the fault may depend on the tokens drawn from this q or on later ones;
@@ -251,8 +251,8 @@ class DraftTree:
     depths: tuple[int, ...]
     """[N]: the number of draft tokens before each on its path."""
     ranks: tuple[int, ...]
-    """[N]: the number of tokens of the same depth listed before each, which tells its noise from
-    theirs. The first token of each depth has 0, as has every token of a chain."""
+    """[N]: how many tokens of the same depth are listed before each; this gives each its own noise.
+    The first token of each depth has 0, as has every token of a chain."""
     groups: tuple[tuple[int, ...], ...]
     """All groups of siblings, ordered by their first token; each group has one q."""
 
@@ -283,7 +283,7 @@ class DraftTree:
 @lru_cache(maxsize=256)
 def draft_tree(parents: tuple[int, ...], num_tokens: int) -> DraftTree:
     """The tree of `num_tokens` draft tokens; a chain without `parents`. Raises `BadRequest` naming
-    `proposal.parents` if they are no tree, or a larger one than is verified."""
+    `proposal.parents` if they form no tree, or one that is too large to verify."""
     if not parents:
         parents = tuple(range(ROOT, num_tokens - 1))
     if len(parents) != num_tokens:

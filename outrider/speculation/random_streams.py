@@ -6,8 +6,8 @@
 | coupled        | TARGET, position | -             | TARGET, position | TARGET, position     |
 | greedy         | -                | -             | -                | -                    |
 
-Under token and block, a draft's draw uses the number of its place for token id 0 as a uniform, and
-sibling j the number for token id j. Every other draw is a race over the numbers of all tokens
+Under token and block, the uniform of a draft's draw is its place's number for token id 0; that of
+sibling j is the number for token id j. Every other draw is a race over the numbers of all tokens
 (`gumbel_max.py`), so that a draft can predict corrections by running the same race. In a tree i is
 the depth of a draft token, and its rank among the tokens of that depth gives it numbers of its own.
 What follows a token is a RESIDUAL draw at its depth + 1 if the token has children, and a TARGET

@@ -1,4 +1,4 @@
-"""Estimates acceptance from a text that the target wrote, without playing rounds."""
+"""Estimates acceptance from a text that the target wrote, without running rounds."""
 
 from __future__ import annotations
 

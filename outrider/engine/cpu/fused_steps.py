@@ -121,7 +121,7 @@ class _Spans:
         self._rows.extend(rows)
 
     def made(self, *, is_all: bool = False) -> Attention | None:
-        """None if there are none. `is_all`: they are all rows of the step, in its order."""
+        """The spans, if any. `is_all`: they are all rows of the step, in its order."""
         if not self._ends:
             return None
         table = np.zeros((len(self._pages), max(map(len, self._pages))), dtype=np.int32)
