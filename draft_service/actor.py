@@ -36,7 +36,7 @@ class DraftActor(ReplicaHost):
                     head, info, max_num_seqs=config.max_num_seqs, kv_cache_memory_bytes=num_bytes
                 )
             if head is not None:
-                # A pass of many committed tokens attends for the last one alone: costs do not fit.
+                # In a pass of many committed tokens only the last one attends, so no costs fit.
                 drafter, costs = FeatureDrafter(head, engine), None
             elif (token := parallel_token(config)) is not None:
                 drafter = ParallelDrafter(engine, token)

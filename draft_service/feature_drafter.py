@@ -1,5 +1,5 @@
-"""Drafts with an EAGLE-3 head apart from its target, which sends the hidden states that the head
-reads (features)."""
+"""Drafts with an EAGLE-3 head that runs apart from its target. The target sends the hidden states
+that the head reads (features)."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class HeadEngine(PagedSequences):
     def __init__(
         self, head: LoadedEagle3, info: ModelInfo, *, max_num_seqs: int, kv_cache_memory_bytes: int
     ) -> None:
-        """At most `max_num_seqs` sequences in one step. Pages use at most `kv_cache_memory_bytes`,
-        and there are no more than that many sequences of full length can fill."""
+        """A step has at most `max_num_seqs` sequences. Pages use at most `kv_cache_memory_bytes`,
+        and are no more than `max_num_seqs` sequences of full length can fill."""
         weight = head.module.embed_tokens.weight
         shape = pair_shape(head.module, weight.dtype, weight.device)
         longest = max_num_seqs * -(-info.max_model_len // PAGE_SIZE)
@@ -48,9 +48,9 @@ class HeadEngine(PagedSequences):
         raise InvariantError("a head's pass needs features")
 
     def run(self, steps: Sequence[SequenceStep], features: Tensor) -> Tensor:
-        """As `Engine.forward`, with the features [T, D] of the tokens before each of the T new ones
-        (arbitrary for the first token of a sequence). Returns the head's output, [L, D], for the
-        last token of each of the L steps that want a logit."""
+        """Like `Engine.forward`, with the features [T, D] of the tokens before each of the T new
+        ones (arbitrary for the first token of a sequence). Returns the head's output, [L, D], for
+        the last token of each of the L steps that want a logit."""
         check(all(step.num_logits <= 1 for step in steps), "a head is asked for its last token")
         ends = [end - 1 for end in accumulate(len(step.token_ids) for step in steps)]
         wanted = [index for index, step in enumerate(steps) if step.num_logits]
@@ -59,7 +59,7 @@ class HeadEngine(PagedSequences):
 
         def run(step: HeldStep) -> Tensor:
             sequences, size = step.sequences, step.page_size
-            if others:  # The last token of a step that drafts writes its own pair.
+            if others:  # In a step that drafts, the last token writes its own pair.
                 before = [_but_last(one) if one.step.num_logits else one for one in sequences]
                 before = [one for one in before if one.step.token_ids]
                 self._layer.write(HeldStep(before, size), features[others])
@@ -94,13 +94,13 @@ class _HeadDraft(AutoregressiveDraft):
     """A draft with the state that its next token is drawn from."""
 
     carried: Tensor
-    """[D]: stands in for the feature of the token before its newest one."""
+    """[D]: replaces the feature of the token before the newest one."""
 
 
 class FeatureDrafter(ModelDrafter):
     """A `ModelDrafter` whose engine holds only committed tokens after `propose`: those whose
-    features have come with its requests. If some are missing, nothing is proposed. Sessions do not
-    look ahead."""
+    features came with its requests. If some features are missing, it proposes nothing. Sessions do
+    not look ahead."""
 
     looks_ahead = False
     engine: Any
@@ -112,7 +112,7 @@ class FeatureDrafter(ModelDrafter):
     def propose(
         self, requests: Sequence[DraftRequest | AutoregressiveDraft]
     ) -> list[Proposal | OutriderError | AutoregressiveDraft]:
-        """As `ModelDrafter.propose`."""
+        """Like `ModelDrafter.propose`."""
         found = super().propose(requests)
         for request, result in zip(requests, found, strict=True):
             if not isinstance(result, AutoregressiveDraft):
@@ -123,8 +123,8 @@ class FeatureDrafter(ModelDrafter):
         return found
 
     def begin(self, request: DraftRequest) -> AutoregressiveDraft | None:
-        """As `ModelDrafter.begin`: runs the committed tokens whose features are known, and draws
-        only if these are all. Raises `BadRequest` for features that do not fit this head."""
+        """Like `ModelDrafter.begin`. Runs the committed tokens whose features are known, and draws
+        only if all are known. Raises `BadRequest` for features that do not fit this head."""
         draft = super().begin(request)
         if draft is None:
             return None
@@ -143,7 +143,7 @@ class FeatureDrafter(ModelDrafter):
         return _HeadDraft(request, num_wanted, unseen)
 
     def _pass(self, branches: Sequence[Any], beside: Sequence[SequenceStep] = ()) -> list[Tensor]:
-        """Runs new drafts, and continues those that have tokens from what they carry."""
+        """Runs new drafts. Drafts that have tokens continue from what they carry."""
         fresh = [branch for branch in branches if not branch.token_ids]
         begun = [branch for branch in branches if branch.token_ids]
         hidden = []
@@ -163,7 +163,7 @@ class FeatureDrafter(ModelDrafter):
         return [found.get(id(branch), logits[:0]) for branch in branches]
 
     def _rows(self, branch: AutoregressiveDraft) -> Tensor:
-        """[T, D], bfloat16: the features of the tokens before those that are run."""
+        """[T, D], bfloat16: for each token to run, the feature of the token before it."""
         features, held = branch.request.features, self.engine.length(branch.sequence_id)
         if features is None:
             raise InvariantError("a pass without features")

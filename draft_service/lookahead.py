@@ -5,14 +5,14 @@
     outcomes      C x_1..x_n y for likely n and y: forks of the session, all drafted together
     pushed        each finished proposal, with the tokens x_1..x_n y that it assumes
 
-The item of a round starts it: with the proposal, if the coordinator has one; or with an outcome of
-the previous round that has come true and is still being drafted; otherwise the session itself is
-drafted. Every draft advances by one token a pass. Proposals that a coordinator waits for come
-first, then the likeliest outcomes of all sessions, as many as fit the engine.
+A round starts with its item. If the coordinator has a proposal, the item holds it. Otherwise an
+outcome of the previous round that came true is drafted on, or else the session itself is drafted.
+Every pass adds a token to each draft. Proposals that a coordinator waits for come first, then the
+likeliest outcomes of all sessions, as many as fit the engine.
 
-The sequence that drafted a proposal has already run all of it but x_K, and may know what each token
-was drawn from. Then rejections are predicted and their outcomes branch off at once, beside the pass
-that reads x_K for the bonus.
+The sequence that drafted a proposal has already run all of it but x_K. If it is known what each
+token was drawn from, rejections are predicted and their outcomes branch off at once, beside the
+pass that reads x_K for the bonus.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class RoundAhead:
         self.unseen = unseen
         """The last committed tokens that the session's own sequence lacks."""
         self.bytes_left = LOOK_AHEAD_BYTES_MAX
-        """How much may still be pushed."""
+        """Bytes that may still be pushed."""
         self.num_recorded = len(committed) - len(unseen)
         """Tokens recorded in its table while its own proposal grows."""
         self.drafted: tuple[int, ...] = ()
@@ -71,8 +71,8 @@ class RoundAhead:
         self.wanted: AutoregressiveDraft | None = None
         """The proposal that the coordinator waits for, while it grows."""
         self.basis: AutoregressiveDraft | None = None
-        """What drafted the proposal, if its sequence still holds all of it but x_K and it is known
-        what each x was drawn from: outcomes can branch off from it before the round is read."""
+        """The branch that drafted the proposal, if its sequence still holds all but x_K and it is
+        known what each x was drawn from: outcomes can branch off it before the round is read."""
         self.is_read = False
         self.guesses: OutcomeGuesses | None = None
         """The predicted outcomes."""
@@ -99,15 +99,15 @@ class RoundAhead:
 
     @property
     def to_read(self) -> tuple[int, ...]:
-        """What must still be run of it on the session's own sequence."""
+        """Tokens of the round that the session's own sequence has still to run."""
         if self.basis is not None and self.basis.sequence_id == self.session_id:
             return self.drafted[-1:]
         return (*self.unseen, *self.drafted)
 
     @property
     def reading(self) -> SequenceStep:
-        """The step that reads it: a row for each outcome, or for the bonus alone if the others are
-        known."""
+        """The step that reads the round: a row for each number of accepted tokens, or only the
+        bonus's row if the others are known."""
         num_logits = 1 if self.basis is not None else len(self.drafted) + 1
         return SequenceStep(self.session_id, self.to_read, num_logits)
 
@@ -147,7 +147,7 @@ class LookAhead:
         return found is not None and found.item is item
 
     def progress(self, item: DraftItem) -> Answers:
-        """No answers, and whether the round goes on; for a round that it `works_on`."""
+        """No answers, and whether the item's round goes on. Call for rounds that it `works_on`."""
         return self._advanced(self._rounds[item.head.session_id], ())
 
     def begin(
@@ -213,7 +213,7 @@ class LookAhead:
         return [self._advanced(now, self._harvest(now)) for now in rounds]
 
     def forget(self, session_id: str) -> None:
-        """Drops the session's round; unknown sessions are ignored."""
+        """Drops the session's round; ignores unknown sessions."""
         self._outcome_models.forget(session_id)
         found = self._rounds.pop(session_id, None)
         if found is not None:
@@ -234,7 +234,7 @@ class LookAhead:
         return Answers(tuple(answers), not is_over, now.wanted is not None)
 
     def _come_true(self, before: RoundAhead, committed: tuple[int, ...]) -> Outcome:
-        """What was committed since the previous round began; the outcome model learns from it.
+        """The tokens committed since the previous round began, from which the outcome model learns.
         Empty if the two rounds are not consecutive."""
         length, guesses = len(before.committed), before.guesses
         outcome = committed[length:]
@@ -253,10 +253,10 @@ class LookAhead:
     def _begin_wanted(
         self, now: RoundAhead, taken: AutoregressiveDraft | None
     ) -> list[DraftAnswer]:
-        """A coordinator waits for a proposal: the branch that came true continues, or the session
-        is drafted. A branch with at least half of its tokens is answered as it is, because the
-        remaining ones are the least likely to be accepted and each takes a pass. This depends on
-        when the item came, and on no token's value."""
+        """Begins a proposal that a coordinator waits for: continues the branch that came true, or
+        drafts the session. A branch with at least half of its tokens becomes the answer as it is,
+        because each further token takes a pass, and the last ones are the least likely to be
+        accepted. This depends on when the item came, and on no token's value."""
         if taken is not None:
             num_held = len(taken.token_ids)
             taken.num_wanted = min(taken.num_wanted, now.item.num_draft_tokens)
@@ -275,8 +275,8 @@ class LookAhead:
     def _answer(
         self, now: RoundAhead, proposal: SealedProposal, out_of_time: bool = False
     ) -> ProposalReply:
-        """The requested proposal, cut to the requested K: it may have been drafted for a larger
-        one."""
+        """The requested proposal, cut to the requested K, as it may have been drafted for a larger
+        K."""
         proposal = proposal.cut(now.item.num_draft_tokens)
         now.drafted = proposal.token_ids
         held = self._engine.length(now.session_id)
@@ -284,7 +284,7 @@ class LookAhead:
         return ProposalReply(key, proposal, len(now.committed), held, out_of_time=out_of_time)
 
     def _is_readable(self, now: RoundAhead) -> bool:
-        """Whether the session is still where it was aligned, and the model can continue."""
+        """Whether the session's sequence still has its aligned length and can be continued."""
         info = self._engine.info
         length = len(now.committed) + len(now.drafted)
         return (
@@ -299,8 +299,8 @@ class LookAhead:
     def _likely_rows(
         self, rounds: Sequence[RoundAhead], logits: Sequence[torch.Tensor]
     ) -> list[LikelyTokens | None]:
-        """The likely tokens of each round's rows; None if they are no distribution. Rounds with
-        equal parameters are processed together."""
+        """The likely tokens of each round's rows; None if a row is not a distribution. Processes
+        rounds with equal parameters together."""
         groups: dict[SamplingParams, list[int]] = {}
         for index, now in enumerate(rounds):
             groups.setdefault(now.sampling, []).append(index)
@@ -319,8 +319,8 @@ class LookAhead:
         return [found[index] for index in range(len(rounds))]
 
     def _begin_outcomes(self, now: RoundAhead, read: LikelyTokens | None) -> None:
-        """Branches off each outcome that is worth drafting, as long as there are pages, and ends
-        those that are not worth it any more. With `read` the rows end with that of the bonus."""
+        """Branches off each outcome that is worth drafting, while there are pages, and ends those
+        that no longer are. `read` are the round's rows, of which the last is for the bonus."""
         parts = [*now.seen]
         if read is not None:
             parts.append(read)
@@ -344,7 +344,7 @@ class LookAhead:
                     now.outcomes[outcome] = begun.pop(outcome)
                 elif outcome not in now.finished:
                     self._branch_off(now, outcome)
-        except OutOfPages:  # Although no other round keeps any.
+        except OutOfPages:  # Even though no other round keeps any pages.
             now.outcomes |= {one: begun.pop(one) for one in now.chances.keys() & begun.keys()}
         self._release([*begun.values()])
 
@@ -418,15 +418,15 @@ class LookAhead:
             length + len(outcome) - 1, assumed=outcome,
         )  # fmt: skip
         now.finished[outcome] = proposal
-        if reply.num_bytes > now.bytes_left:  # It is sent when it is asked for.
+        if reply.num_bytes > now.bytes_left:  # It is sent on request.
             return []
         now.bytes_left -= reply.num_bytes
         return [reply]
 
     def _recover(self, wanted: Sequence[AutoregressiveDraft], error: Exception) -> bool:
-        """After a failed pass: stops looking ahead for now. Drafts with tokens end with these;
-        drafts without any are run again, alone. Returns False if the error may be the engine's own
-        and no drawn tokens would be lost by raising it."""
+        """After a failed pass, stops looking ahead for now. Drafts with tokens end with these;
+        drafts without any run again, each alone. Returns False if the error may be the engine's
+        own, and raising it would lose no drawn tokens."""
         _log.info("a pass of the draft failed: %r", error)
         self.give_way()
         is_own = isinstance(error, OutriderError) and not isinstance(error, EngineLost)
@@ -447,7 +447,7 @@ class LookAhead:
         return True
 
     def _drop_evicted(self, now: RoundAhead) -> None:
-        """Drops drafts that have lost their pages to an older session; drawn tokens stay
+        """Drops drafts that lost their pages to an older session. Drawn tokens are still
         proposed."""
         if now.wanted is not None and not self._drafter.holds(now.wanted):
             now.wanted.stop()
@@ -456,14 +456,14 @@ class LookAhead:
     def _release(
         self, branches: list[AutoregressiveDraft] | dict[Outcome, AutoregressiveDraft]
     ) -> None:
-        """Releases all their sequences."""
+        """Releases the sequences of all these branches."""
         for branch in branches.values() if isinstance(branches, dict) else branches:
             self._engine.release(branch.sequence_id)
         branches.clear()
 
     def _end(self, now: RoundAhead) -> None:
-        """Ends a round and drops what it holds, including an unfinished proposal. What was pushed
-        is released after the next pass, because a coordinator may wait for that."""
+        """Ends a round and drops what it holds, including an unfinished proposal. Releases
+        sequences of pushed proposals after the next pass: a coordinator may wait for that."""
         if now.wanted is not None and now.wanted.sequence_id != now.session_id:
             self._release([now.wanted])
         self._stale += now.kept.values()

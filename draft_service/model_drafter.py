@@ -23,10 +23,10 @@ class ModelDrafter:
     ones but the last, which was drawn and never run.
 
     It proposes fewer tokens than requested, or none, if the prefix has a token outside the model's
-    vocabulary or comes near its `max_model_len`. It also does when there is no time for another
-    draw; this is decided before the pass for that draw, or after the pass if it runs the prefix,
-    too. If a pass fails after a first token was drawn, what was drawn is proposed: the failure may
-    be due to that token, and dropping a token because of its value biases the output.
+    vocabulary or comes near its `max_model_len`, or if there is no time for another draw. Time is
+    checked before the pass for that draw, or after the pass if that also runs the prefix. If a pass
+    fails after the first draw, the drawn tokens are proposed: one of them may be the cause, and
+    dropping a token because of its value biases the output.
     """
 
     looks_ahead = True
@@ -43,15 +43,15 @@ class ModelDrafter:
     def propose(
         self, requests: Sequence[DraftRequest | AutoregressiveDraft]
     ) -> list[Proposal | OutriderError | AutoregressiveDraft]:
-        """As `Drafter.propose`; or, for a session, the error because of which nothing was proposed,
-        or an unfinished draft, which continues when it is given in place of its request. The engine
-        must hold a proper prefix of each request's tokens, or what was run of an unfinished draft.
-        A request for no tokens runs the prefix, too. Once the time of a finished proposal is over,
-        unfinished ones are returned as they are. Raises what the engine's first pass raises, unless
-        an unfinished draft was part of it."""
+        """Like `Drafter.propose`, but for a session it may return an error, if nothing was
+        proposed, or an unfinished draft, which continues when it is given in place of its request.
+        The engine must hold a proper prefix of each request's tokens, or what was run of an
+        unfinished draft. A request for no tokens also runs the prefix. Once the time of a finished
+        proposal is over, unfinished ones are returned as they are. Raises what the engine's first
+        pass raises, unless an unfinished draft was part of it."""
         kept = [one for one in requests if isinstance(one, AutoregressiveDraft)]
         for branch in kept:
-            if not self.holds(branch):  # It has lost its pages; what was drawn is proposed.
+            if not self.holds(branch):  # Without its pages, it ends with what was drawn.
                 branch.stop()
         branches = [
             one if isinstance(one, AutoregressiveDraft) else self.begin(one) for one in requests
@@ -65,8 +65,8 @@ class ModelDrafter:
         return [EMPTY_PROPOSAL if branch is None else _result(branch) for branch in branches]
 
     def holds(self, branch: AutoregressiveDraft) -> bool:
-        """Whether the engine still has all that was run of a branch, so that it has lost no
-        pages."""
+        """Whether the engine still holds all tokens run for a branch, that is, no pages are
+        lost."""
         length = len(branch.request.token_ids) + len(branch.token_ids) - len(branch.unseen)
         return self.engine.length(branch.sequence_id) == length
 
@@ -90,9 +90,9 @@ class ModelDrafter:
     def advance(
         self, branches: Sequence[AutoregressiveDraft], beside: Sequence[SequenceStep] = ()
     ) -> list[Tensor]:
-        """One pass for unfinished proposals of any length: each then has one more token, or an
-        error. Returns the logits of the other sequences' steps (`beside`), which run in the same
-        pass. Raises what the engine's pass raises."""
+        """One pass for unfinished proposals of any length: each gets one more token, or an error.
+        The steps `beside`, of other sequences, run in the same pass; returns their logits. Raises
+        what the engine's pass raises."""
         if not (branches or beside):
             return []
         with torch.inference_mode():
@@ -103,7 +103,7 @@ class ModelDrafter:
     def _pass(
         self, branches: Sequence[AutoregressiveDraft], beside: Sequence[SequenceStep] = ()
     ) -> list[Tensor]:
-        """The logits of the other sequences' steps, then those from which each branch draws."""
+        """The logits of the steps `beside`, then those from which each branch draws."""
         return self.engine.forward([*beside, *map(self._step, branches)])
 
     def _step(self, branch: AutoregressiveDraft) -> SequenceStep:
@@ -113,9 +113,9 @@ class ModelDrafter:
     def _grow(
         self, active: list[AutoregressiveDraft], together: Sequence[AutoregressiveDraft]
     ) -> None:
-        """Extends each branch to its length: one pass for all that lack a token, then their draws.
-        Stops between two passes once the time of a finished one of `together` is over, since its
-        answer leaves with the step."""
+        """Extends each branch to its length, by passes for all that lack a token, each followed by
+        their draws. Stops between two passes once the time of a finished branch of `together` is
+        over, since its answer leaves with the step."""
         while active:
             self.num_passes += 1
             try:
@@ -138,8 +138,8 @@ class ModelDrafter:
     def _draw(
         self, branches: Sequence[AutoregressiveDraft], rows: Sequence[Tensor]
     ) -> list[AutoregressiveDraft]:
-        """Draws the next token of each branch from its row of logits [1, V]; returns those that got
-        one."""
+        """Draws the next token of each branch from its row of logits [1, V]. Returns the branches
+        that got one."""
         drawn = self._sampler.draw(branches, rows)
         if len(drawn) < len(branches):
             for branch in branches:

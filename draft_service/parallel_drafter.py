@@ -16,8 +16,8 @@ from outrider.models.published_drafters import DrafterFormat, read_config, recog
 
 
 def parallel_token(config: DraftConfig) -> int | None:
-    """The token that stands for one that is not drawn yet, if the draft model's files are of this
-    kind; None for others. Raises as `recognise`."""
+    """The token that stands for a token not drawn yet, if the files are those of such a model, else
+    None. Raises like `recognise`."""
     model, directory = config.drafter.model, Path(config.directory)
     if not config.directory or model is None or model.name is None:
         return None
@@ -33,8 +33,8 @@ class ParallelDrafter(ModelDrafter):
         drawn     x_1, ..., x_K from the last K rows, independent of each other
         held      the committed tokens; the slots after them are dropped at once
 
-    All draws are made together if there is time. With a penalty, a grammar or siblings they are
-    made one after another, because each depends on the tokens before it.
+    If there is time, all tokens are drawn together. With a penalty, a grammar or siblings they are
+    drawn one after another, because each depends on the tokens before it.
     """
 
     def __init__(self, engine: Engine, token_id: int) -> None:
@@ -68,7 +68,7 @@ class ParallelDrafter(ModelDrafter):
             self._sampler.draw([branch for branch, _ in left], next_rows)
             left = [(branch, own[1:]) for branch, own in left if branch.goes_on()]
         for branch in branches:
-            # None of them has been run, so outcomes branch off after the proposal is read.
+            # None of its tokens has been run, so outcomes branch off after the proposal is read.
             branch.unseen = tuple(branch.token_ids)
             branch.rows.clear()
         return [branch for branch in branches if branch.token_ids]

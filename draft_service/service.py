@@ -35,8 +35,8 @@ class DraftService(SteppedService):
     ) -> None:
         """Steps are limited as in `TargetService`. A drafter that looks ahead pushes at most
         `LOOK_AHEAD_BYTES_MAX` bytes of proposals for a round of a session. With `grammars` (of the
-        engine's tokenizer) it drafts what a session's constraint allows. Coordinators are told the
-        `costs`, except of a `ParallelDrafter`, none of whose passes is of one token."""
+        engine's tokenizer) it drafts what a session's constraint allows. The description has the
+        `costs`, but not those of a `ParallelDrafter`, as none of its passes is of one token."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         self._proposer = Proposer(drafter, budget, grammars)
         told = None if isinstance(drafter, ParallelDrafter) else costs
@@ -47,9 +47,9 @@ class DraftService(SteppedService):
         super().__init__(self._proposer, executor, description, budget.note_seconds)
 
     def _work(self, item: DraftItem, sender: AnswerSender) -> StepRequest:
-        """The time limit of an item's draws starts here. If a session looks ahead, tokens of a
-        round may be drawn before they are requested, so only the steps check it. A running step is
-        ahead of the clock by the time that its engine states."""
+        """Starts the time limit of an item's draws. If a session looks ahead, a round's tokens may
+        be drawn before they are requested, so only steps check the limit. A running step is ahead
+        of the clock by the time that its engine states."""
         time, proposer = asyncio.get_running_loop().time, self._proposer
         deadline = DraftDeadline.after(
             item.budget_us, lambda: time() + proposer.stated_seconds, time()

@@ -33,22 +33,22 @@ class _Drafting(Work):
     request: DraftRequest
     """The drafter's request."""
     draft: AutoregressiveDraft | None = None
-    """The unfinished draft in its place, if there is one."""
+    """The unfinished draft that replaces `request`, if there is one."""
     new_tokens: tuple[int, ...]
     """The request's tokens that are not held yet."""
     is_whole: bool
     """Whether a proposal follows; otherwise only a part of the prefix is run."""
 
     def __init__(self, item: DraftItem, in_one_pass: bool, reads_features: bool) -> None:
-        """`in_one_pass`: a proposal's tokens have rows in the pass of the last committed token."""
+        """`in_one_pass`: the pass of the last committed token has the rows for all draft tokens."""
         super().__init__(item)
         self._in_one_pass = in_one_pass
         self._reads_features = reads_features
 
     @property
     def demand(self) -> SlotDemand:
-        """The last token of a proposal is drawn but not run, except to look ahead. If features are
-        read, each token needs the feature of the token before it."""
+        """Slots for all tokens but a proposal's last, which is drawn but not run, except to look
+        ahead. If features are read, each token needs the feature of the token before it."""
         item = self.item
         if self._reads_features:
             reach = 0 if item.features is None else item.features.end + 1
@@ -66,8 +66,8 @@ _Found = Proposal | OutriderError | AutoregressiveDraft
 class Proposer(StepWorker):
     """The draft's worker.
 
-    A session that finds no pages is answered with an empty proposal, so that its round continues
-    without a draft. This is exact, since it depends on no token's value.
+    If there are no pages for a session, the answer is an empty proposal, so that the round
+    continues without a draft. This is exact, since it depends on no token's value.
     """
 
     def __init__(
@@ -76,15 +76,15 @@ class Proposer(StepWorker):
         budget: TokenBudget,
         grammars: Grammars | None = None,
     ) -> None:
-        """Looks ahead if items ask for it and the drafter supports it. Without `grammars` the
-        drafts of sessions with a constraint may not meet it, and the target then rejects them."""
+        """Looks ahead if items ask for it and the drafter supports it. Without `grammars`, draft
+        tokens may violate a session's constraint. The target then rejects them."""
         super().__init__(drafter.engine, budget, grammars)
         self._drafter, self._budget = drafter, budget
         self._look_ahead: LookAhead | None = None
         if drafter.looks_ahead:
             self._look_ahead = LookAhead(drafter, self._table, budget.max_steps)
         self._unfinished: dict[str, _Drafting] = {}
-        """The unfinished item of each session, continued when it comes again."""
+        """The unfinished item of each session, which continues when it comes again."""
 
     @property
     def stated_seconds(self) -> float:
@@ -98,8 +98,8 @@ class Proposer(StepWorker):
         return wants and self._look_ahead is not None
 
     def step(self, items: Sequence[DraftItem]) -> list[Any]:
-        """As `StepWorker.step`. With look-ahead new rounds begin first, then all rounds advance by
-        one pass; answers that are known at once do not wait for it."""
+        """Like `StepWorker.step`. With look-ahead, new rounds begin first, then all rounds advance
+        by one pass. If new rounds have answers at once, there is no pass in this step."""
         works = [self._work(item) for item in items]
         ahead = self._look_ahead
         if ahead is None:
@@ -120,8 +120,8 @@ class Proposer(StepWorker):
         return [work.answer for work in works]
 
     def _work(self, item: DraftItem) -> _Drafting:
-        """The unfinished work of an item, or a new one; unfinished work of another item of the
-        session is given up."""
+        """The unfinished work of an item, or new work. Gives up unfinished work of another item of
+        the session."""
         name = item.head.session_id
         work = self._unfinished.get(name)
         if work is None or work.item is not item:
@@ -133,8 +133,8 @@ class Proposer(StepWorker):
         return work
 
     def _give_up(self, session_id: str) -> None:
-        """Drops the slots of an unfinished draft: those of a head hold guesses, which must not
-        serve committed tokens even if these are equal."""
+        """Drops the slots of an unfinished draft. A head's slots hold guesses, which must not be
+        used for committed tokens, even for equal ones."""
         work = self._unfinished.pop(session_id, None)
         if work is not None and self._table.length(session_id):
             self._table.keep(session_id, len(work.request.token_ids))
@@ -228,7 +228,7 @@ class Proposer(StepWorker):
         key, deadline = work.head.key, work.item.deadline
         held = self._record(work, proposal.spine_ids)
         if work.is_whole or held < len(work.request.token_ids):
-            # If a part was not run, the model cannot read it, and no more will be run.
+            # A part that was not run cannot be read by the model, so nothing more will run.
             sealed, length = SealedProposal.of(proposal), work.head.committed_length
             work.answer = ProposalReply(key, sealed, length, held, out_of_time=deadline.has_cut)
         elif deadline.is_over and deadline.close_undrawn():
@@ -237,8 +237,8 @@ class Proposer(StepWorker):
             work.answer = Unfinished.CONTINUES
 
     def _record(self, work: _Drafting, drafted: Sequence[int]) -> int:
-        """Records what was run for an item; returns how many tokens are held now."""
+        """Records the tokens run for an item; returns how many are held now."""
         name, run = work.head.session_id, (*work.new_tokens, *drafted)
-        if work.draft is not None:  # Some of it is recorded, unless it was evicted.
+        if work.draft is not None:  # A part is recorded, unless it was evicted.
             run = (*work.request.token_ids, *drafted)[self._table.length(name) :]
         return self._table.record(name, run)

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class HeadDrafter:
-    """Drafts with heads, one token of every round at a time."""
+    """Drafts with heads: in each step, one token of every round."""
 
     reads_features: Final = True
     """Whether it reads the target's hidden states."""
@@ -34,14 +34,14 @@ class HeadDrafter:
     def propose(
         self, requests: Sequence[DraftRequest], hidden_states: Sequence[Tensor]
     ) -> list[Proposal]:
-        """One proposal of at most the requested length for each request, in order. A request is for
-        the target's sequence, which holds all its tokens but the newest; without penalties
+        """One proposal of at most the requested length for each request, in order. A request names
+        a sequence of the target, which holds all its tokens but the newest; without penalties,
         `token_ids` has only the newest token. `hidden_states`, [D] each, are what the target's head
-        read at the token before. The sequences are left unchanged.
+        read at the token before it. The sequences stay unchanged.
 
-        As for any drafter, a proposal depends on no token that was drafted and not committed, and
-        on the noise of its own round alone. If logits cannot be drawn from, or a pass fails, what
-        was drawn so far is proposed: dropping a token because of its value would bias the output.
+        As for any drafter, a proposal depends on no uncommitted token of earlier drafts, and on no
+        noise but that of its round. If logits cannot be drawn from, or a pass fails, the tokens
+        drawn so far are proposed: to drop a token because of its value biases the output.
         """
         depths = len(self._heads.heads)
         drafts = [
@@ -62,8 +62,8 @@ class HeadDrafter:
 
 
 class _LayerDrafter:
-    """Drafts with layers on the target's pages: one token of every round at a time, each in a step
-    of the engine after the committed tokens."""
+    """Drafts with layers on the target's pages, after the committed tokens. Each step of the engine
+    drafts one token of every round."""
 
     def __init__(self, head: Any, token_ids: Sequence[int], engine: Engine):
         """`engine` is the target's; the logits of `head` are over `token_ids`."""
@@ -74,12 +74,12 @@ class _LayerDrafter:
     def propose(
         self, requests: Sequence[DraftRequest], hidden_states: Sequence[Tensor] = ()
     ) -> list[Proposal]:
-        """As `HeadDrafter.propose`; `hidden_states` are needed if it `reads_features`."""
+        """Like `HeadDrafter.propose`; `hidden_states` are needed if it `reads_features`."""
         drafts = [AutoregressiveDraft(request) for request in requests]
         features = list(hidden_states)
         engine = self._engine
         lengths = {draft.sequence_id: engine.length(draft.sequence_id) for draft in drafts}
-        for draft in drafts:  # Otherwise it would continue from tokens that are not committed.
+        for draft in drafts:  # Else it would continue from uncommitted tokens.
             if lengths[draft.sequence_id] != draft.request.noise.committed_length - 1:
                 draft.stop()
 
@@ -96,7 +96,7 @@ class _LayerDrafter:
     def _fitting(
         self, drafts: Sequence[AutoregressiveDraft], active: Sequence[int]
     ) -> dict[int, SequenceStep]:
-        """A step for each of these drafts that there are pages for; the others end."""
+        """A step for each of these drafts for which there are pages; the other drafts end."""
         steps = {
             index: SequenceStep(drafts[index].sequence_id, (drafts[index].newest,), 1)
             for index in active
@@ -112,8 +112,8 @@ class _LayerDrafter:
         return fitting
 
     def _logits(self, steps: Mapping[int, SequenceStep], features: list[Tensor]) -> Tensor:
-        """[R, N]: the logits after each step; `steps` has the index of its draft. Stores what the
-        next step reads in `features`."""
+        """[R, N]: the logits after each step. The keys of `steps` are indices of drafts. Stores in
+        `features` what the next step reads."""
         raise NotImplementedError
 
 
@@ -132,8 +132,8 @@ class ExitDrafter(_LayerDrafter):
 
 
 class PairDrafter(_LayerDrafter):
-    """Drafts with an EAGLE-3 head or an MTP layer: one more layer on the target's pages, which
-    reads pairs of a token and a hidden state."""
+    """Drafts with an EAGLE-3 head or an MTP layer. Either is one more layer on the target's pages,
+    which reads pairs of a token and a hidden state."""
 
     reads_features: Final = True
 

@@ -40,9 +40,9 @@ class TargetService(SteppedService):
         clock: Callable[[], float] = time.perf_counter,
         grammars: Grammars | None = None,
     ) -> None:
-        """A step has at most `max_num_seqs` sessions and `max_num_batched_tokens` tokens, and fewer
-        if its `costs` are known and would be felt; a step waits for sessions that will soon be
-        ready, if `costs` say that this pays. A `self_drafter` must belong to this
+        """A step has at most `max_num_seqs` sessions and `max_num_batched_tokens` tokens, or fewer
+        if `costs` show that other sessions would notice the longer step. It waits for sessions that
+        will soon be ready, if `costs` say that this pays. A `self_drafter` must belong to this
         engine; its time is measured by `clock`, in seconds. Without `grammars` (of the engine's
         tokenizer) sessions with a constraint are refused."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
@@ -133,7 +133,7 @@ class RunAhead:
         self._tokens: list[int] = list(item.head.append)
         """Committed tokens after `item.head.base_length`, including those of these rounds."""
         self._digests: list[int] = [item.head.prefix_digest]
-        """The digests of their prefixes."""
+        """Digests of the prefixes that end before and after each of `_tokens`."""
         for token_id in self._tokens:
             self._digests.append(extend_digest(self._digests[-1], token_id))
 
@@ -143,8 +143,8 @@ class RunAhead:
 
     def continues(self, item: VerifyItem) -> bool:
         """Whether `item` states a prefix that these rounds have reached and still know, and allows
-        at least as many rounds. A coordinator that allows fewer is another one and may draft
-        sooner: it must not get verdicts of rounds that it did not ask for."""
+        at least as many rounds. An item that allows fewer is from another coordinator, which may
+        draft sooner: it must not get verdicts of rounds that it did not ask for."""
         mine, asked = self._item.head, item.head
         offset = asked.base_length - mine.base_length
         rounds = asked.round - mine.round
@@ -164,8 +164,8 @@ class RunAhead:
 
     def extend(self, item: VerifyItem, sender: AnswerSender) -> list[VerdictReply]:
         """Moves the beginning to `item`, which `continues` these rounds, and extends the allowance.
-        Returns the known verdicts from its round on if they may have been lost: if the round is
-        asked for again, or over another connection."""
+        Returns the known verdicts from its round on if they may be lost: if the item repeats its
+        round, or came over another connection."""
         rounds = item.head.round - self._item.head.round
         may_be_lost = rounds == 0 or sender is not self.sender
         offset = item.head.base_length - self._item.head.base_length
@@ -187,8 +187,8 @@ class RunAhead:
 
     def next_item(self, length_max: int) -> VerifyItem | None:
         """The next round, if the allowance and `length_max` tokens permit it; the requested round
-        in any case. Its base is what the round before has left in the cache, and it appends that
-        round's token. It asks for no features."""
+        in any case. A later round's base is what the round before has left in the cache. It appends
+        that round's token, and asks for no features."""
         head = self._item.head
         rounds = len(self.replies)
         if rounds == 0:
@@ -202,6 +202,6 @@ class RunAhead:
             base_length=held,
             prefix_digest=self._digests[held - head.base_length],
             append=(self._tokens[-1],),
-            traceparent="",  # It names the round that was asked for, and this is another one.
+            traceparent="",  # It belongs to the requested round, not to this one.
         )
         return replace(self._item, head=own, features_from=None)

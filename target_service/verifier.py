@@ -195,12 +195,12 @@ class Verifier(StepWorker):
         return self._engine.forward([one.step for one in rounds])
 
     def _finish(self, rounds: Sequence[_Round], logits: Sequence[Tensor]) -> None:
-        # Before any verdict, so that tokens and slots agree even if a verdict fails. A tree is
-        # recorded with its verdict; without one, the session's next step drops its slots.
+        # Recorded before any verdict, so that tokens and slots agree even if a verdict fails. A
+        # tree is recorded with its verdict; if that fails, the session's next step drops its slots.
         for one in rounds:
             if not one.step.parents:
                 self._table.record(one.step.sequence_id, one.step.token_ids)
-        # On a few rows threads gain little, and wait for cores that are in use.
+        # For few rows, more threads gain little, and would wait for busy cores.
         with on_threads(1):
             self._judge(rounds, logits)
         if self.shown is not None:
@@ -257,8 +257,8 @@ class Verifier(StepWorker):
         self._table.record(name, (*new, *(drafted[index] for index in path)))
 
     def _add_features(self, rounds: Sequence[_Round], keeper: FeatureKeeper) -> None:
-        """Adds hidden states of committed tokens to the verdicts that want them, in one copy from
-        the device. If that fails, drafts wait for a later verdict."""
+        """Adds hidden states of committed tokens to verdicts whose items want them, in one copy
+        from the device. If that fails, drafts wait for a later verdict."""
         width = keeper.feature_width
         wanting: list[tuple[_Round, int, int]] = []
         try:
@@ -276,7 +276,7 @@ class Verifier(StepWorker):
             one.answer = replace(one.answer, features=Features(first, width, rows.tobytes()))
 
     def _add_proposals(self, rounds: Sequence[_Round], drafter: SelfDrafter) -> None:
-        """Adds the next proposal to the verdicts that want one. A failure costs only speed."""
+        """Adds the next proposal to verdicts whose items want one. A failure costs only speed."""
         wanting: list[_Round] = []
         requests: list[DraftRequest] = []
         features: list[Tensor] = []
@@ -360,7 +360,7 @@ def _features_wanted(rounds: Sequence[_Round], width: int) -> list[tuple[_Round,
 
 
 def _verdicts(questions: Sequence[Question]) -> list[Verdict | OutriderError]:
-    """The verdict on each question, or its error; several are made together."""
+    """The verdict on each question, or its error. Computes several verdicts together."""
     if not questions:
         return []
     num, num_rows = len(questions), sum(len(question.logits) for question in questions)
@@ -376,8 +376,8 @@ def _verdicts(questions: Sequence[Question]) -> list[Verdict | OutriderError]:
 def _logprobs(
     logits: Tensor, proposal: Proposal, num_logprobs: int, verdict: Verdict
 ) -> tuple[PositionLogprobs, ...]:
-    """From the raw logits: [2K+1], the K draft tokens (each from the row that it follows), then the
-    corrections n = 0..K (from row n)."""
+    """Log-probabilities from the raw logits, [2K+1]: of the K draft tokens (each in the row that it
+    follows), then of the corrections n = 0..K (in row n)."""
     entries = raw_logprobs(
         logits,
         (*proposal.token_ids, *verdict.correction),

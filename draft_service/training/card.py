@@ -20,8 +20,8 @@ def render_card(
     seconds: Mapping[str, float],
     measured: Mapping[str, Measured],
 ) -> str:
-    """The card of a drafter for `target`, whose tensors have this fingerprint. `seconds` by stage;
-    `measured` by the name of what was measured."""
+    """The card of a drafter for `target`, whose tensors have this fingerprint. `seconds` are by
+    stage, `measured` by the name of the measured texts."""
     learner, now = trainer.learner, trainer.progress
     times = ", ".join(f"{stage} {spent / 60:.1f} min" for stage, spent in seconds.items())
     start = ""

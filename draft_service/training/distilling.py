@@ -56,13 +56,13 @@ from .writing import WrittenCorpus
 
 WRITING_SHARE = 0.4
 READING_SHARE = 0.15
-"""Shares of the time in which the target writes, and in which it answers about what was written or
-given. Training gets the rest."""
+"""Shares of the time in which the target writes texts, and in which it answers about written and
+given texts. Training gets the rest."""
 TRAINING_SHARE = 1 - WRITING_SHARE - READING_SHARE
 """Minimum share for training."""
 TOKENS_A_SECOND = {"cpu": 500, "cuda": 20_000}
-"""Given texts with this many tokens for each second of the whole time are enough: nothing is
-written, and half of the time for writing is added to that for reading."""
+"""If the given texts have this many tokens for each second of the whole time, the target writes
+none, and half of the time for writing is added to the time for reading."""
 _TOGETHER = {"cpu": 96, "cuda": 512}
 """Conversations that are written side by side."""
 _GPU_SHARE = 0.6
@@ -77,7 +77,7 @@ class Distilled:
     """Acceptance in held-out texts, and in answers to the prompts to measure with, if any."""
     num_steps: int
     seconds: float
-    """Time of all stages but measuring, including earlier parts of the same run."""
+    """Time of all stages except measuring, including earlier parts of the same run."""
 
 
 def distill(options: DistillOptions, target: Target, cache: Path, report: Report) -> Distilled:
@@ -119,8 +119,8 @@ class _Run:
         _check_prompts(options, info.max_model_len - 1)
 
     def finish(self, fingerprint: str) -> Distilled:
-        """Runs all stages. The answers to measure with come first, because their prompts may not
-        fit the target's pages."""
+        """Runs all stages. The answers to measure with come first, so that prompts that do not fit
+        the target's pages fail early."""
         options, learner, seconds = self._options, self._learner, self._options.minutes * 60
         prompts = self._ask_to_measure() if options.measure else None
         tokens = options.tokens
@@ -159,7 +159,7 @@ class _Run:
         return Distilled(options.out, [*measured.values()], num_steps, sum(spent.values()))
 
     def _ask_to_measure(self) -> TeacherCache:
-        """The target's answers about its answers to prompts that are not learned from."""
+        """What the target says about its own answers to the prompts to measure with."""
         options, info = self._options, self._info
         prompts = [prompt for prompt in options.measure for _ in MEASURED_TEMPERATURES]
         tokens_max = min(max(map(len, prompts)) + MEASURED_TOKENS_MAX, info.max_model_len)
@@ -182,7 +182,7 @@ class _Run:
         tokens_max: int,
         **options: Any,
     ) -> WrittenCorpus:
-        """What the target writes, in a folder of its own."""
+        """The texts that the target writes, in a folder of their own."""
         seed, template = self._options.seed, self._target.template
         folder = folder_name(
             kind, str(self._module.dtype), sorted(self._info.eos_token_ids), seed, template,
@@ -245,13 +245,13 @@ class _Run:
 
 
 def _long_enough(documents: Sequence[Document]) -> list[Document]:
-    """Those with two learned tokens: the first may be the newest token of the first draft."""
+    """Those with two learned tokens: the first may be the newest token before the first draft."""
     return [document for document in documents if document.num_learned >= 2]
 
 
 def _check_prompts(options: DistillOptions, longest: int) -> None:
     """Raises `SettingError` for a prompt that is too long for the target to answer, and for a
-    prompt to measure with that would be learned from."""
+    prompt to measure with that is also one to learn from."""
     for number, prompt in enumerate(options.measure, start=1):
         if prompt in options.prompts:
             raise SettingError(

@@ -23,7 +23,7 @@ HELD_OUT_EVERY = 32
 """One text in this many is held out, with all its pieces."""
 _HELD_OUT_KEY = b"outrider distill: held out"
 DOCUMENT_TOKENS_MAX = 1024
-"""Longer texts are cut into pieces; no conversation gets longer."""
+"""Longer texts are cut into pieces; conversations stay within this length."""
 CORPUS_FILES_MAX = 100_000
 _SUFFIXES = (".txt", ".md", ".jsonl")
 Array = npt.NDArray[Any]
@@ -33,27 +33,27 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The token ids around a user's turn; for a model without a template the beginning of a text,
+    """The token ids around a user's turn. For a model without a template: the beginning of a text,
     and no turn."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]
-    """Up to the beginning of the answer; empty = there are no turns."""
+    """From the turn's end to the beginning of the answer; empty = there are no turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text or a piece of one. Tokens from `first` on are learned; those before are only read."""
+    """A text or a piece of one. Tokens from `first` on are learned; earlier ones are only read."""
 
     token_ids: Array
     first: int
     """At least 1, since nothing predicts the first token of a text."""
     answer_first: int
-    """Measurement begins here, at `first` or later: in a conversation at the answer."""
+    """Measurement begins here, at `first` or later. In a conversation, at the answer."""
     temperature: float | None
-    """At which the target wrote the answer; None for a text from `--corpus`."""
+    """Temperature of the target's answer; None for a text from `--corpus`."""
     is_held_out: bool = False
-    """Whether it is measured on and not learned from."""
+    """Whether it is used to measure, not to learn."""
 
     @property
     def num_learned(self) -> int:
@@ -61,7 +61,7 @@ class Document:
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """Of a conversation."""
+        """The prompt of a conversation."""
         return tuple(self.token_ids[: self.answer_first].tolist())
 
 
@@ -75,8 +75,8 @@ def is_kept_back(token_ids: npt.ArrayLike) -> bool:
 
 
 def shuffled(documents: Sequence[Document]) -> list[Document]:
-    """In an order that depends on their number alone, so that a run that is short of time reads a
-    fair sample."""
+    """The documents in an order that depends only on their number, so that a run that is short of
+    time reads a fair sample."""
     order = np.random.default_rng(0).permutation(len(documents))
     return [documents[index] for index in order]
 

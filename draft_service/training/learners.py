@@ -62,7 +62,7 @@ from .options import LAYERS, DistillOptions
 from .teacher import Batch, Shown, Target
 
 NUM_DEPTHS = 3
-"""Length of the chains that an EAGLE-3 head learns from and is measured with."""
+"""Length of the chains that train and measure an EAGLE-3 head."""
 NUM_HEADS = 4
 """Heads of a new Medusa drafter."""
 _LAYERS_WITH_TAPS = 7
@@ -72,8 +72,8 @@ _EXIT_INNER_WIDTHS = 4
 """Inner width of a new head, as a multiple of the target's width."""
 _EAGLE3_INNER_WIDTHS = 4
 _EPS, _ROPE_THETA = 1e-5, 10_000.0
-"""Epsilon of the norms of a new EAGLE-3 head, and the base of its rotary embedding if the target
-does not state one for all of its layers."""
+"""Epsilon of a new EAGLE-3 head's norms, and the base of its rotary embedding if the target does
+not state one base for all of its layers."""
 _FIRST_SCALE = 0.25
 """A new exit head or EAGLE-3 head begins with the weight of the target's norm, times this factor.
 The norm was trained for the output of the last layer; after an early layer it makes a head far too
@@ -83,8 +83,8 @@ with 0.25; after training on 6,200 tokens, 8.0 and 5.4.)"""
 _LAYERS_FOR_EACH = 5
 """By default an exit comes after the first of this many equal parts of the target's layers."""
 _QUIET_DEVIATION = 1e-3
-"""Standard deviation of the new weights that add to a drafter's input: at first it passes the input
-on almost unchanged."""
+"""Standard deviation of new weights whose output is added to a drafter's input. So at first the
+drafter passes its input on almost unchanged."""
 
 
 class Depth(NamedTuple):
@@ -101,18 +101,18 @@ class Learner:
 
     kind: ClassVar[str]
     shown: Shown = ()
-    """What of the target a drafter learns from besides its answers."""
+    """Features of the target that a drafter learns from, besides the target's answers."""
     num_layers = 0
     """Layers of the target before an exit head."""
     num_depths: int | None = None
-    """Draft tokens of one step. None: one; each further token takes another step."""
+    """Draft tokens of one step; None = one, so each further token takes another step."""
     stored_form: ClassVar[str] = (
         "Embeddings and head are the target's and are not stored here; matrices are stored as int8 "
         "with one scale a row."
     )
-    """What the model card says of the stored weights."""
+    """Text about the stored weights for the model card."""
     key: object
-    """Distinguishes the drafter from all others of the same kind, target and texts."""
+    """Tells the drafter from others of the same kind, target and texts."""
     module: Any
     weights: dict[str, nn.Parameter]
     """The trained weights."""
@@ -162,7 +162,7 @@ class Learner:
         return as_stored(weight)
 
     def save(self, directory: Path, target: Target, fingerprint: str) -> None:
-        """Writes its files, without the card."""
+        """Writes the drafter's files, without the card."""
         token_ids, description = self._description(target, fingerprint)
         save_head(directory, self.module, token_ids, description, self.num_layers)
 
@@ -203,7 +203,7 @@ class Learner:
 
     def _fill(self, module: nn.Module, quiet: Collection[str]) -> None:
         """Initialises linear layers that have no values, in the target's dtype and on its device:
-        near zero if their name is in `quiet`, otherwise as the library does."""
+        near zero if `quiet` has their name, else with the library's default."""
         generator = torch.Generator().manual_seed(self._options.seed)
         for name, linear in module.named_modules():
             if isinstance(linear, nn.Linear) and linear.weight.is_meta:
@@ -253,8 +253,8 @@ class Medusa(Learner):
 
 
 class Eagle3(Learner):
-    """One more layer, over what three layers of the target read: a step drafts `NUM_DEPTHS` tokens.
-    Saved in the form that speculators and vLLM load."""
+    """One more layer, whose input is what three layers of the target read. A step drafts
+    `NUM_DEPTHS` tokens. Saved in the form that speculators and vLLM load."""
 
     kind = EAGLE3
     stored_form = (
@@ -301,7 +301,7 @@ class Eagle3(Learner):
         return found
 
     def as_stored(self, weight: Tensor) -> Tensor:
-        """The weight itself: it is not quantised."""
+        """The same weight, as it is not quantised."""
         return weight
 
     def save(self, directory: Path, target: Target, fingerprint: str) -> None:
@@ -321,9 +321,9 @@ class Eagle3(Learner):
         return LoadedHead(found.module, found.token_ids)
 
     def _make(self, token_ids: Tensor) -> Any:
-        """A layer that passes on what the target's last but two reads. It has the target's width
-        and number of heads. All its inputs are normalised, so its weights need not learn their
-        scale."""
+        """A layer that at first passes on what the target's third-last layer reads. It has the
+        target's width and number of heads. Its inputs are normalised, so its weights need not learn
+        their scale."""
         sizes, width = self._target.config.get_text_config(), self._width
         heads = sizes.num_attention_heads
         rope = getattr(sizes, "rope_parameters", None) or {}
@@ -393,9 +393,9 @@ class EarlyExit(Learner):
 
 
 class Student(Learner):
-    """A small model of the target's architecture, with its embeddings and copies of some of its
-    layers. Embeddings and head are not trained, so a student needs less data, and neither has to be
-    stored. It is trained without dropout, as it is served."""
+    """A small model of the target's architecture, with the target's embeddings and copies of some
+    of its layers. Embeddings and head are not trained, so a student needs less data, and they are
+    not stored. It is trained without dropout, as it is served."""
 
     kind = TrainedKind.STUDENT
     shown = None
@@ -426,7 +426,7 @@ class Student(Learner):
             device=target.device, trust_remote_code=target.trust_remote_code,
         )  # fmt: skip
         student: Any = module
-        # The target's own: a copy of the embeddings would be trained but not stored.
+        # The target's own embeddings: a copy would be trained but not stored.
         student.get_input_embeddings().weight = self._embeddings
         return LoadedHead(student, info.logit_token_ids)
 
@@ -475,13 +475,13 @@ def _next_tokens(hidden: Tensor) -> list[Depth]:
 
 
 def use_plain_attention(module: Any) -> None:
-    """For whole texts this is faster on a CPU than the library's fused attention."""
+    """Plain attention is faster on a CPU for whole texts than the library's fused attention."""
     if module.device.type == "cpu":
         module.set_attn_implementation("eager")
 
 
 _LAYERS_TO_COPY = 4
-"""A student with fewer layers has only the first ones and the last."""
+"""A student with fewer layers has only first layers and the last one."""
 _NUM_TEXTS = 8
 _NUM_TOKENS = 64
 """Length of a text before it is repeated."""
@@ -492,10 +492,10 @@ _SCORE_MIN = 0.2
 def kept_layers(
     num_wanted: int, num_layers: int, copying: tuple[int, int] | None = None
 ) -> list[int]:
-    """The layers of the target that a student starts from: the last one, two that copy (if the
-    target has them and at least four layers are wanted), and the first ones. (Acceptance of
-    four-layer students of the demo target after 80,000 tokens: 0.235 with the first layers and the
-    last, 0.230 with layers spread evenly, 0.231 with two at each end.)"""
+    """The layers of the target that a student starts from: the last one, the two that copy (if the
+    target has such layers and at least four are wanted), and first ones. (Acceptance of four-layer
+    students of the demo target after 80,000 tokens: 0.235 with the first layers and the last, 0.230
+    with layers spread evenly, 0.231 with two at each end.)"""
     if num_wanted > num_layers:
         raise SettingError("layers", f"{num_wanted} is more than the target's {num_layers}")
     kept = {num_layers - 1} if num_wanted > 1 else set()
@@ -526,7 +526,7 @@ def _scores(target: Any) -> tuple[list[float], list[float]]:
     texts = torch.randint(embeddings.shape[0], (_NUM_TEXTS, _NUM_TOKENS), generator=generator)
     ids = torch.cat([texts, texts], dim=1).to(embeddings.device)
     implementation = target.config._attn_implementation
-    target.set_attn_implementation("eager")  # The others do not return attention.
+    target.set_attn_implementation("eager")  # Others do not return attention.
     try:
         with torch.inference_mode():
             read = target.base_model(input_ids=ids, use_cache=False, output_attentions=True)

@@ -18,11 +18,11 @@ from .teacher import Batch, Dataset
 MEASURED_TEMPERATURES = (0.0, 1.0)
 """Temperatures of the answers to each prompt that a drafter is measured with."""
 MEASURED_TOKENS_MAX = 128
-"""Greatest length of these answers, the default of `outrider bench acceptance`."""
+"""Greatest length of these answers, in tokens; also the default of `outrider bench acceptance`."""
 MEASURED_PROMPT_TOKENS_MAX = 4096
-"""Greatest length of such a prompt. It is read in one pass with its answer, in which attention over
-T tokens holds T * T numbers for each head, some of them three times: for 9 heads in half precision
-0.3 GB each time."""
+"""Greatest length of such a prompt, in tokens. One pass reads it with its answer. In that pass,
+attention over T tokens holds T * T numbers for each head, up to three times: for 9 heads in half
+precision, 0.3 GB each time."""
 _ROWS_OF_A_BLOCK = 512
 _TOKENS_OF_A_PASS = 4096
 
@@ -33,9 +33,9 @@ class Measured:
     rest counts as rejected."""
 
     num_tokens: int
-    """In texts of all temperatures."""
+    """Measured tokens, in texts of all temperatures."""
     greedy: float
-    """Share of positions where the likeliest token of both is the same, in texts that the target
+    """Share of positions where p and q have the same likeliest token, in texts that the target
     wrote at temperature 0 (in all texts if it wrote none)."""
     sampled: float
     """Mean of sum min(p, q) at temperature 1, with q as it is sent, in texts that the target wrote
@@ -46,9 +46,9 @@ class Measured:
 
 
 def measure(learner: Learner, dataset: Dataset) -> Measured:
-    """Drafts along the held-out documents. The text before their answers is not measured, as the
-    target did not write it in the same way. The temperature of a text is not that of the two
-    distributions, which is always 1. The rates are those of first draft tokens."""
+    """Drafts along the held-out documents. Does not measure the text before their answers, as the
+    target did not write it in the same way. p and q have temperature 1, whatever the text's
+    temperature. `greedy` and `sampled` are rates of first draft tokens."""
     firsts: dict[float | None, list[Array]] = {}
     texts: list[list[Array]] = []
     for chosen in dataset.cache.batches(dataset.held_out, _TOKENS_OF_A_PASS):
@@ -66,7 +66,7 @@ def measure(learner: Learner, dataset: Dataset) -> Measured:
                 texts.append([part[:, 2] for part in parts])
             first = end
     everything = np.concatenate([part for parts in firsts.values() for part in parts])
-    if learner.num_depths is None:  # A chain goes on as the text does.
+    if learner.num_depths is None:  # A chain continues along the text.
         positions = conditional_acceptance([ratios.tolist() for [ratios] in texts])
     else:
         positions = acceptance_of_windows(texts, learner.num_depths)
@@ -78,7 +78,7 @@ def measure(learner: Learner, dataset: Dataset) -> Measured:
 
 
 _Depth = tuple[Array, Array]
-"""One draft token of C chains: their rows of the batch, and `_scores` [C, 3]."""
+"""One draft token of C chains: the chains' rows of the batch, and `_scores` [C, 3]."""
 
 
 def _read(learner: Learner, batch: Batch) -> list[_Depth]:

@@ -23,7 +23,7 @@ class DistillOptions:
     kind: Literal["student", "medusa", "early-exit", "eagle3"] = "student"
     """`student`: a small model of its own; `medusa`: heads on the target; `early-exit`: a head
     after the target's first layers; `eagle3`: a layer that reads three of the target's layers,
-    saved in the form of `speculators`, which other programs load, too."""
+    saved in the form of `speculators`, which other programs load too."""
     minutes: Annotated[float, between(0.01, 7 * 24 * 60)] = 30.0
     """Time to write, read and train, including earlier parts of the same run; measuring is
     extra."""

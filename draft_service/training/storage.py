@@ -1,4 +1,4 @@
-"""Files that survive a kill, complete or absent, and the time that each stage has taken so far."""
+"""Files that a kill leaves complete or absent, and the time that each stage has taken so far."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ CACHE_VERSION = 4
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file to write, which then replaces `path`: readers find the complete new file or the old
-    one."""
+    """A file to write, which then replaces `path`: readers find either the old or the complete new
+    file."""
     partial = path.with_name(f".{path.name}.partial")
     yield partial
     with partial.open("rb") as file:
@@ -45,15 +45,13 @@ def alone_in(directory: Path) -> Iterator[None]:
 
 
 def folder_name(kind: str, *parts: object) -> str:
-    """The name of a folder whose content depends on these parts, by their `repr`, and on nothing
-    else."""
+    """The name of a folder whose content depends only on these parts, by their `repr`."""
     key = hashlib.blake2b(repr((CACHE_VERSION, *parts)).encode(), digest_size=8).hexdigest()
     return f"{kind}-{key}"
 
 
 class Stopwatch:
-    """Seconds of work, including earlier runs. The time is stored in the directory of its
-    results."""
+    """Seconds of work, including earlier runs. Stored in the directory of the work's results."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -82,8 +80,8 @@ class Stopwatch:
 
 
 def check_out(out: Path) -> Path:
-    """The directory with links resolved. Raises `SettingError` unless it is new or empty and can be
-    written, which is tried."""
+    """The directory with links resolved. Raises `SettingError` unless it is new or empty and a file
+    can be written there."""
     try:
         out = out.resolve()
         if out.exists() and not (out.is_dir() and next(out.iterdir(), None) is None):

@@ -42,8 +42,8 @@ ROWS_OF_A_BLOCK = {"cpu": 256, "cuda": 8192}
 _DOCUMENTS_OF_A_FILE = 64
 _FEATURES = "features"
 Shown = tuple[int, ...] | None
-"""What is kept of the target beside its answers: what these layers read, counted from 0; (): what
-its head reads; None: nothing."""
+"""Features that are kept beside the target's answers: what these layers read, counted from 0; for
+(), what its head reads; for None, nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Target:
 
 
 class TeacherCache:
-    """The answers about a list of documents, of which the first are known."""
+    """The answers about a list of documents; the first of them are known."""
 
     def __init__(
         self,
@@ -127,8 +127,8 @@ class TeacherCache:
         return found
 
     def fill(self, seconds: float, progress: Callable[[float], None]) -> None:
-        """Asks the target about the documents that are not known, until all are known or the time
-        (including earlier runs) is over; about some in any case."""
+        """Asks the target about unknown documents until all are known, or the time (including
+        earlier runs) is over. Asks about some in any case."""
         size = _TOKENS_OF_A_PASS[self.device.type]
         with self.spent.working():
             while (start := len(self.known)) < len(self.documents) and (
@@ -147,7 +147,7 @@ class TeacherCache:
                 progress(min(1.0, max(by_time, len(self.known) / len(self.documents))))
 
     def likeliest_tokens(self, num_wanted: int) -> Array:
-        """The tokens [N], ascending, with the most of the target's probability in the documents to
+        """The tokens [N], ascending, to which the target gives most probability in the documents to
         learn from (ties: lowest ids)."""
         mass = np.zeros(self.vocab_size)
         for index, document in enumerate(self.known):
@@ -167,7 +167,7 @@ class TeacherCache:
 
 
 def _fingerprint(documents: Sequence[Document]) -> str:
-    """A hash of what the target is asked: every token, in order, and which of them are learned."""
+    """A hash of the target's input: every token, in order, and which of them are learned."""
     digest = hashlib.blake2b(digest_size=16)
     for document in documents:
         digest.update(np.array([len(document.token_ids), document.first], np.int32).tobytes())
@@ -187,7 +187,7 @@ def ask(module: Any, documents: Sequence[Document], shown: Shown) -> dict[str, A
     ids, rows, following = (torch.from_numpy(part).to(device) for part in packed(documents))
     watching: Any = watched_layers(module, shown) if shown else nullcontext([])
     with torch.inference_mode(), watching as watched:
-        # No mask is needed: a causal model does not read the padding after a text.
+        # Needs no mask: a causal model does not read the padding after a text.
         hidden = module.base_model(input_ids=ids, use_cache=False).last_hidden_state
         read = hidden.flatten(0, 1)[rows]
         blocks = (torch.split(part, ROWS_OF_A_BLOCK[device.type]) for part in (read, following))
@@ -209,8 +209,8 @@ def ask(module: Any, documents: Sequence[Document], shown: Shown) -> dict[str, A
 def packed(
     documents: Sequence[Document],
 ) -> tuple[Array, Array, Array]:
-    """Token ids [B, T] of B documents, padded with zeros; which of the B * T positions are followed
-    by a learned token, [R]; and those tokens, [R]."""
+    """Token ids [B, T] of B documents, padded with zeros; [R], those of the B * T positions that a
+    learned token follows; and [R], these tokens."""
     width = max(len(document.token_ids) for document in documents)
     ids = np.zeros((len(documents), width), dtype=np.int64)
     rows = []
@@ -233,8 +233,8 @@ def _likeliest(module: Any, hidden: Tensor, following: Tensor) -> tuple[Tensor, 
 
 
 def check_head(module: Any) -> None:
-    """Raises `ConfigError` for a model whose logits are not the product of its head alone; a
-    drafter would have to learn the rest, too."""
+    """Raises `ConfigError` for a model whose logits are more than its head's output: a drafter
+    would have to learn the rest too."""
     embeddings, head = module.get_input_embeddings().weight, module.get_output_embeddings()
     ids = torch.arange(min(8, len(embeddings)), device=embeddings.device)[None]
     with torch.inference_mode():
@@ -257,9 +257,9 @@ class TeacherRows:
     """The target's answers at R positions."""
 
     columns: Tensor
-    """[R, M]: column of the head for each listed token; arbitrary where `mass` is 0."""
+    """[R, M]: the head's column of each listed token; arbitrary where `mass` is 0."""
     mass: Tensor
-    """[R, M], float32: p of each; 0 for a token without a column."""
+    """[R, M], float32: p of each listed token; 0 for a token without a column."""
 
     def at(self, rows: Tensor | slice) -> TeacherRows:
         """The answers of these rows [C]."""
@@ -273,11 +273,11 @@ class Batch:
     token_ids: Tensor
     """[B, T]; padded with zeros, which no position reads."""
     rows: Tensor
-    """[R]: those of the B * T positions that are followed by a learned token."""
+    """[R]: those of the B * T positions that a learned token follows."""
     following: Tensor
-    """[R]: the columns of those tokens; -1 if there is none."""
+    """[R]: the columns of these learned tokens; -1 if there is none."""
     written: Tensor
-    """[R]: the target's log-probability of each."""
+    """[R]: the target's log-probability of each of these tokens."""
     likeliest: Tensor
     """[R]: the columns of the target's likeliest tokens; -1 if there is none."""
     teacher: TeacherRows

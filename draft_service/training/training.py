@@ -1,8 +1,8 @@
 """Trains a drafter: cross-entropy first, then the likelihood of acceptance.
 
-The budget is a number of steps or of seconds; learning rate and loss depend on the share that is
-used. A checkpoint has everything that the rest depends on, so a killed run continues as if it had
-not been killed.
+The budget is a number of steps or of seconds. Learning rate and loss depend on its used share. A
+checkpoint has all that later steps depend on, so a killed run continues as if it had not been
+killed.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from .storage import Stopwatch, replacing
 from .teacher import ROWS_OF_A_BLOCK, Batch, Dataset, TeacherRows
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 32_768}
-"""Tokens of a batch late in the budget, padding included."""
+"""Tokens of a batch in the last part of the budget, padding included."""
 _BATCH_PARTS = ((0.5, 0.25), (0.8, 0.5))
-"""An epoch that begins before the first share of the budget has batches of the second share of
-these tokens: early on many small steps gain most, later ones with less noise."""
+"""(used share of the budget, share of `BATCH_TOKENS`): batches of an epoch that begins before the
+first have the second. Early on many small steps gain most, later steps with less noise."""
 _PEAK_RATE_BY_WIDTH = 0.864
 _PEAK_RATE_MAX = 2e-3
-"""The highest learning rate is the former divided by the model's width, and at most the latter."""
+"""The peak learning rate is `_PEAK_RATE_BY_WIDTH` / the model's width, at most this."""
 _TRAINED_RATE = 0.5
 """Factor of the peak rate for a drafter that is trained further."""
 _WARM_UP = 0.04
 _LIKELIHOOD_FROM = 0.25
 _LIKELIHOOD_UP_TO = 0.5
 _LIKELIHOOD_SHARE = 0.9
-"""Up to the first share of the budget the loss is cross-entropy alone; from the second on this
-share of it is the likelihood of acceptance; linear in between."""
+"""The loss is cross-entropy alone up to the budget's share `_LIKELIHOOD_FROM`. From
+`_LIKELIHOOD_UP_TO` on, this share of it is the likelihood of acceptance. Linear in between."""
 _DEPTH_SHARE = 0.8
 """Weight of a draft token in the loss, relative to the token before it, since it is reached less
 often."""
@@ -47,11 +47,11 @@ _LARGEST_GRADIENT = 1.0
 _CHECKPOINT_S = 60.0
 
 Report = Callable[[str, float, float | None], None]
-"""Called with the current stage, the share of it that is done, and in training the loss."""
+"""Called with the current stage, its share that is done, and in training the loss."""
 
 
 def learning_rate(part: float, width: int, is_trained: bool) -> float:
-    """At this share of the budget: linear up, then linear down to 0."""
+    """The learning rate at this share of the budget: linear up, then linear down to 0."""
     peak = min(_PEAK_RATE_BY_WIDTH / width, _PEAK_RATE_MAX) * (_TRAINED_RATE if is_trained else 1)
     return peak * max(0.0, min(part / _WARM_UP, (1 - part) / (1 - _WARM_UP)))
 
@@ -63,7 +63,7 @@ def batch_tokens(part: float, most: int) -> int:
 
 
 def likelihood_share(part: float, is_trained: bool) -> float:
-    """Share of the likelihood in the loss, at this share of the budget."""
+    """Share of the likelihood in the loss, when `part` of the budget is used."""
     if is_trained:
         return _LIKELIHOOD_SHARE
     over = (part - _LIKELIHOOD_FROM) / (_LIKELIHOOD_UP_TO - _LIKELIHOOD_FROM)
@@ -75,7 +75,7 @@ class Progress(BaseModel):
 
     num_steps: int = 0
     num_tokens: int = 0
-    """Learned so far, repetitions included."""
+    """Tokens learned so far, repetitions included."""
     epoch: int = 0
     done_of_epoch: int = 0
     """Batches of this epoch that are done."""
@@ -207,8 +207,8 @@ _LEAST_OVERLAP = 1e-3
 def overlap_loss(
     hidden: Tensor, head: Tensor, teacher: TeacherRows, likelihood_share: float
 ) -> Tensor:
-    """The mean loss over R rows, differentiable by `hidden` alone. `hidden` [R, D] and `head` [N,
-    D] have one dtype; `likelihood_share` mixes cross-entropy and likelihood."""
+    """The mean loss over R rows, differentiable by `hidden` only. `hidden` [R, D] and `head` [N, D]
+    have the same dtype; `likelihood_share` mixes cross-entropy and likelihood."""
     num_rows, size = len(hidden), ROWS_OF_A_BLOCK[hidden.device.type]
     loss, slopes = torch.zeros((), device=hidden.device), torch.empty_like(hidden)
     with torch.no_grad():  # The gradient is computed with the logits, which are not kept.

@@ -1,4 +1,4 @@
-"""The target writes a corpus: user turns from the chat template alone, and the answers."""
+"""Lets the target write a corpus: user turns, drawn after the chat template alone, and answers."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from .storage import Stopwatch
 TEMPERATURES = (0.0, 0.7, 1.0)
 """Temperatures of the answers, in turn."""
 _TURN_MIN_P = 0.03
-"""User turns are drawn at temperature 1 without tokens less likely than this share of the likeliest
-one: so they make sense, and differ."""
+"""User turns are drawn at temperature 1, without tokens less likely than this share of the
+likeliest one. So they make sense, and differ."""
 _TURN_TOKENS_MAX = 512
 _ANSWER_TOKENS_MAX = 320
 _BEGINNING = 16
-"""Tokens of an answer that distinguish it if its prompt does not. An answer that was cut off after
-these is held out if the whole answer is."""
+"""Where the prompt does not tell conversations apart, this many first tokens of the answer do. So
+an answer cut off after them is held out if the whole answer is."""
 
 
 class WrittenCorpus:
     """Conversations in a folder, one a line; a line torn by a kill is written again. Each depends
-    on seed, index and target alone, except for rounding in the target's steps. Prompts are answered
-    first; without them, and after them, the target writes the user's turn, too."""
+    only on seed, index and target, apart from rounding in the target's steps. The target answers
+    the prompts first. After that it writes the user's turns too."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class WrittenCorpus:
         answer_tokens_max: int = _ANSWER_TOKENS_MAX,
     ) -> None:
         """Conversations have at most `tokens_max` tokens, which is more than any prompt has. Writes
-        until `tokens` tokens are answered, or for `seconds` including earlier runs; without both,
-        the answers to the prompts."""
+        until the answers have `tokens` tokens, or for `seconds` including earlier runs, or without
+        both only the answers to the prompts."""
         self.template = template
         self.seed = seed
         self.tokens_max = tokens_max
@@ -60,9 +60,9 @@ class WrittenCorpus:
         self.spent = Stopwatch(directory)
         self._path = directory / "conversations.jsonl"
         self._records: dict[int, dict[str, Any]] = {}
-        """By index."""
+        """Conversations by index."""
         self._num_first = self._first_tokens = 0
-        """Conversations before the first gap, and their answered tokens."""
+        """Conversations before the first missing index, and the tokens of their answers."""
         if self._path.exists():
             data = self._path.read_bytes()
             whole = data[: data.rfind(b"\n") + 1]
@@ -71,9 +71,9 @@ class WrittenCorpus:
                 self._keep(json.loads(line))
 
     def documents(self) -> list[Document]:
-        """What has been written. If a number of tokens is wanted: the first conversations with as
-        many. Whether one is held out depends on its prompt, since answers to one prompt are alike;
-        or on its beginning, if the target wrote nothing of the prompt and it may begin any text."""
+        """What has been written; if a number of tokens is wanted, the first conversations with as
+        many. The prompt decides whether a conversation is held out, since answers to one prompt are
+        alike. If the target wrote nothing of the prompt, the answer's beginning decides too."""
         records = list(self._records.values())
         if self._tokens is not None:
             missing, records = self._tokens, []
@@ -102,8 +102,7 @@ class WrittenCorpus:
 
     def write(self, engine: Engine, num_together: int, progress: Callable[[float], None]) -> None:
         """Lets the target write what is missing, `num_together` conversations side by side, or as
-        many as its pages hold. Conversations that are unfinished when the time is over are used as
-        they are."""
+        many as its pages hold. Conversations that time cuts short are used as they are."""
         room = engine.page_counts().num_slots // self.tokens_max
         num_together = max(1, min(num_together, room))
         end = len(self._prompts) if self._tokens is self._seconds is None else None
@@ -164,7 +163,7 @@ class _Conversation:
         self.unseen: tuple[int, ...] = ()
 
     def begin(self, engine: Engine) -> None:
-        if not self.prompt:  # Without a template any token may begin a text.
+        if not self.prompt:  # Without a template, a text may begin with any token.
             self.prompt.append(self._seed % engine.info.vocab_size)
         self.unseen = tuple(self.prompt[engine.attach(self.name, self.prompt) :])
 
@@ -197,9 +196,9 @@ class _Conversation:
 
 
 def draw(logits: torch.Tensor, drawings: Sequence[tuple[float, float, float]]) -> list[int]:
-    """One token for each row of `logits` [B, V], by its temperature, floor and number in (0, 1):
-    the likeliest token at temperature 0; otherwise the token where the cumulative distribution
-    passes the number, without tokens less likely than the floor's share of the likeliest."""
+    """One token for each row of `logits` [B, V], by its temperature, floor and number in (0, 1). At
+    temperature 0, the likeliest token. Otherwise the token where the cumulative distribution,
+    without tokens less likely than `floor` times the likeliest, passes the number."""
     columns = torch.tensor(drawings, dtype=torch.float32, device=logits.device)
     heat, floor, uniform = columns[:, :, None].unbind(1)
     weights = ((logits - logits.amax(dim=1, keepdim=True)) / heat.clamp(min=1e-4)).exp()
