@@ -76,7 +76,7 @@ class LookupDrafter:
         self._texts.pop(session_id, None)
 
     def _guess(self, request: DraftRequest, text: Any) -> Guess:
-        """By the session's text, which has exactly the request's tokens."""
+        """The guess by the session's text, which has exactly the request's tokens."""
         raise NotImplementedError
 
 

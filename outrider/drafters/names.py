@@ -26,7 +26,7 @@ FORMER_KIND_IS_GONE = (
     f"distill TARGET --kind {EAGLE3}`, which goes by `{EAGLE3}:DIR`"
 )
 _DIRECTORIES = {MEDUSA: "the heads", EARLY_EXIT: "the exit head", EAGLE3: "the head"}
-"""Kinds that a directory follows, and what it contains."""
+"""Kinds that name a directory, and its content."""
 _KINDS = (_QUANTIZED, _HYBRID, MTP, *_DIRECTORIES)
 NOT_ON_VLLM = {
     EARLY_EXIT: "drafts with the target's first layers, which vllm does not run alone",

@@ -243,7 +243,7 @@ def plan_step(
 
 
 def _padded(array: _Ints) -> _Ints:
-    """With zeros at the end for rows of padding."""
+    """The array with zeros at the end for rows of padding."""
     return np.pad(array, (0, padded_rows(len(array)) - len(array)))
 
 

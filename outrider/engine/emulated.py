@@ -37,8 +37,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _NO_TOKEN = 2**32
 """Fills the places before the first token of a short prefix."""
 _SPARE_DRAWS = 64
-"""Numbers drawn beyond twice the support. They contain too few distinct ids with probability
-< 1e-50."""
+"""Numbers drawn beyond twice the support. The probability of too few distinct ids is < 1e-50."""
 _DRAFT_KEY = np.uint64(0x6472616674)
 _ACCEPT_KEY = np.uint64(0x616363657074)
 _Words = npt.NDArray[np.uint64]

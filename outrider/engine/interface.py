@@ -138,8 +138,8 @@ class Engine(Protocol):
         ...
 
     def mark_idle(self, sequence_id: str) -> None:
-        """From now on the sequence may be evicted, after those that have been idle for longer; its
-        length is 0 then. Its next step makes it busy again. Unknown ones are ignored."""
+        """From now on the sequence may be evicted, after those that have been idle for longer. Once
+        evicted, its length is 0. Its next step makes it busy again. Unknown ones are ignored."""
         ...
 
     def page_counts(self) -> PageCounts:

@@ -96,7 +96,7 @@ class PagedEngine(PagedSequences):
         and at most what `max_num_seqs` sequences of full length fill. `info.max_model_len` is
         reduced to what the pages hold.
 
-        contended_threads  of steps with fewer than `WIDE_STEP_ROWS` tokens while other processes
+        contended_threads  number for steps of under `WIDE_STEP_ROWS` tokens while other processes
                            use the cores; other steps have torch's threads
         deterministic      the logits of a chain's tokens are bit-equal however they are run: alone
                            or beside others, at once or in parts, or after a cached prefix

@@ -195,7 +195,7 @@ class PagedSequences:
 
 
 def newest_rows(rows: Tensor, step: HeldStep) -> list[Tensor]:
-    """Of rows [T, ..] of all new tokens of a step, the last `num_logits` of each sequence."""
+    """The last `num_logits` rows of each sequence, of rows [T, ..] of all new tokens of a step."""
     steps = [held.step for held in step.sequences]
     parts = torch.split(rows, [len(one.token_ids) for one in steps])
     return [part[len(part) - one.num_logits :] for part, one in zip(parts, steps, strict=True)]
@@ -203,6 +203,6 @@ def newest_rows(rows: Tensor, step: HeldStep) -> list[Tensor]:
 
 def _add(pending: dict[int, int], copies: Sequence[Copy]) -> None:
     """Adds copies (from, to) so that all pending ones can be made at once: a copy from a place that
-    has yet to be written reads that place's own source."""
+    has yet to be written reads that place's source instead."""
     for source, target in copies:
         pending[target] = pending.get(source, source)

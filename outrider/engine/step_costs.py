@@ -176,8 +176,8 @@ class _Bench:
         )
 
     def least(self, steps: Sequence[SequenceStep], length: int = 0) -> float:
-        """The least time, s, of such a step of sequences that hold `length` slots each before and
-        after it."""
+        """The least time, s, to run `steps` at once on sequences that hold `length` slots each
+        before and after it."""
         self._warm_up(steps, length)
         times: list[float] = []
         enough = self._clock() + self._try_s

@@ -129,7 +129,7 @@ class VllmEngine(PagedSequences):
         what `memory_budget` leaves. Steps are compiled, and captured on a CUDA device, unless
         `enforce_eager` or `deterministic`. With the latter, logits do not depend on what else is in
         a step. With `draft_heads` it has `features`; with a `draft_layer`, which only the leader of
-        several ranks has, `features` and `forward_draft`. Every rank has its `draft_check`.
+        several ranks has, `features` and `forward_draft`. Every rank needs the `draft_check`.
         `draft_reads_output`: the draft layer reads the model's output, not its layers. Raises
         `ConfigError` for a model that vLLM does not load, whose state cannot be cut back, or that
         does not show what the layer reads."""
@@ -165,7 +165,7 @@ class VllmEngine(PagedSequences):
         self._ids, self._positions = (
             torch.zeros(most, dtype=torch.int64, device=self._device) for _ in range(2)
         )
-        self._sizes: list[int] = []  # Of captured steps, ascending: steps are padded to them.
+        self._sizes: list[int] = []  # Captured ones, ascending: steps are padded to them.
         self._skips_compiled = False
         with refusing(f"model {name}:"):
             if draft_check is not None:
@@ -434,7 +434,7 @@ class VllmEngine(PagedSequences):
 
     def _hidden_of(self, step: HeldStep) -> tuple[Tensor, list[Tensor]]:
         """What the model's head reads for the rows whose logits are wanted, [L, D]; and what the
-        shown layers read, as of `_call`."""
+        shown layers read, as `_call` returns it."""
         if self._deterministic and len(step.rows.token_ids) == 1:
             # Products of a single row use other kernels.
             spare = HeldSequence(SequenceStep("", (0,), 0), 0, (self._pool.num_pages,))
@@ -476,8 +476,8 @@ class VllmEngine(PagedSequences):
         self, attention: Any, mapping: Any, size: int, is_captured: bool
     ) -> tuple[Tensor, list[Tensor]]:
         """Runs the tokens in the first places of the buffers. Returns what the model's head reads
-        [size, D] and what the layers that are shown read, in ascending order; where none are shown,
-        the former stands for these."""
+        [size, D] and what the layers that are shown read, in ascending order; if none are shown,
+        the former replaces these."""
         context = set_forward_context(
             attention, self._config, num_tokens=size, slot_mapping=mapping,
             cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE if is_captured else CUDAGraphMode.NONE,
@@ -504,7 +504,7 @@ class _Blocks:
 
     @property
     def num_bytes(self) -> int:
-        # Layers may share theirs.
+        # Layers may share caches.
         models = sum({cache.data_ptr(): cache.nbytes for cache in self._caches}.values())
         return models + sum(one.keys.nbytes + one.values.nbytes for one in self._draft_pages)
 

@@ -1,6 +1,6 @@
 """Assigns the pages of an engine's keys and values to sequences: paging, sharing, eviction.
 
-It holds no tensors: the engine makes the copies that it returns, and then runs its step.
+It holds no tensors: the engine makes the copies that the pool returns, then runs its step.
 
     a page is            sequences that hold it    its prefix is known    eviction
     free                 none                      no                     -

@@ -59,8 +59,8 @@ def memory_budget(
     num_gpus: float | None,
     num_others: int = 0,
 ) -> int:
-    """Bytes for keys and values beside a loaded model. On a GPU, of which this process may use the
-    share `num_gpus` or all: what the weights and `num_others` bytes leave; elsewhere a fixed
+    """Bytes for keys and values beside a loaded model. On a GPU: what the weights and `num_others`
+    bytes leave of the share `num_gpus` (None = all) that this process may use. Elsewhere a fixed
     number."""
     if device.type != "cuda":
         return KV_CACHE_BYTES_DEFAULT
@@ -156,7 +156,7 @@ class KVCache:
     ) -> None:
         """`is_blocked`: layers are `BlockedKeysAndValues`, except those of `plain_shapes`."""
         self._stacks: list[Any] = []
-        """The caches of all layers of one shape in one, which are copied at once."""
+        """One cache for all layers of a shape, which are copied at once."""
         self.layers = self._new_layers(shapes, num_pages, is_blocked)
         self.plain_layers = self._new_layers(plain_shapes, num_pages, False)
         slot_bytes = sum(shape.slot_bytes for shape in (*shapes, *plain_shapes))

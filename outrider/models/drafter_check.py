@@ -36,7 +36,7 @@ AGREEMENT_MIN = 0.2
 """Least share of places at which a head that works agrees with its target. Published heads reach
 0.6 and more, and 0.1 when they read a wrong layer."""
 _GAIN_MIN = 0.1
-"""Another way to read is taken if its share is higher than the stated one's by this much, which is
+"""Another way to read is chosen if its share is higher than the stated one's by this much, which is
 more than chance."""
 _DEPTHS = 2
 _PROMPT = "Explain in a few sentences why the sky is blue."

@@ -84,7 +84,7 @@ def first_layers(module: Any, num_layers: int) -> Any:
 
 
 class Watched(nn.Module):
-    """Wraps a module and keeps what it read last."""
+    """Wraps a module and keeps its last input."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Watched(nn.Module):
             return getattr(super().__getattr__("inner"), name)
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        """As the inner module's."""
+        """Like the inner module's."""
         found = self.inner(*arguments, **options)
         self.read = arguments[0] if arguments else None
         return found

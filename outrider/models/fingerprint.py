@@ -1,4 +1,4 @@
-"""Fingerprints of weights and tokenizers, by which replicas tell whether they run the same."""
+"""Fingerprints of weights and tokenizers, with which replicas check that they run the same."""
 
 from __future__ import annotations
 

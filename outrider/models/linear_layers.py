@@ -28,7 +28,7 @@ class InferenceLinear(nn.Module):
         cls.__call__ = cls.forward  # type: ignore[method-assign]
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Of `weight` [out, in] and `bias` [out]."""
+        """`weight` is [out, in], `bias` [out]."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
         # Not a parameter, whose lookup at each use costs as much as a small operator.

@@ -252,7 +252,7 @@ def check_same_tokenizer(target: str, draft: str, *, trust_remote_code: bool = F
 
 
 def use_device(**options: Unpack[LoadOptions]) -> torch.device:
-    """Where the model goes; sets the threads, and the device on which the calling thread's kernels
+    """The model's device. Sets the threads, and the device on which the calling thread's kernels
     and streams are made. Raises `SettingError`."""
     where = resolve_device(options.get("device", "auto"))
     if where.type == "cuda":

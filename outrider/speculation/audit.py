@@ -4,9 +4,9 @@ Under the target's distribution p_i, given all earlier tokens, the surprise -log
 has the mean H(p_i) and the variance of -log p_i under p_i. Both are known without the token. So the
 sum of surprise minus entropy is a martingale, also for sessions whose tokens decide where they end.
 Divided by the square root of the summed variances it is approximately standard normal for many
-tokens. If tokens come from another distribution, its mean is the cross entropy minus the entropy of
-p: usually positive, and negative for a sharper distribution. A distribution that differs from p but
-has the same mean surprise is not detected.
+tokens. If tokens come from another distribution, the mean per token is the cross entropy minus the
+entropy of p: usually positive, and negative for a sharper distribution. A distribution that differs
+from p but has the same mean surprise is not detected.
 
 Greedy tokens are compared with the likeliest token. The transforms are those of the verdicts, in
 float64: an audit finds wrong noise, acceptance or residuals, but no wrong transform.
@@ -44,8 +44,8 @@ def audit(
     history: TokenHistory = NO_HISTORY,
 ) -> AuditSums:
     """Audits a chain of tokens, token i against row i of `logits` [N, V] (any float type, on the
-    CPU, unchanged). Row i counts the history and its `drafted_ids[:i]`, as in a verification.
-    Raises `InvariantError` for rows that `target_probabilities` refuses."""
+    CPU, unchanged). Penalties of row i count the history and its `drafted_ids[:i]`, as in a
+    verification. Raises `InvariantError` for rows that `target_probabilities` refuses."""
     num, vocab_size = logits.shape
     check(len(token_ids) == num, f"{len(token_ids)} tokens and {num} rows")
     inside = [index for index in range(num) if token_ids[index] < vocab_size]
@@ -66,7 +66,7 @@ def audit(
     at = torch.zeros(num, dtype=torch.float64)
     at[inside] = p[inside, chosen]
     possible = at > 0
-    terms = torch.special.entr(p)  # -p log p, 0 of p = 0, in one pass: V is large.
+    terms = torch.special.entr(p)  # -p log p, 0 for p = 0, in one pass: V is large.
     entropy = terms.sum(dim=1)
     terms.square_().div_(p.clamp_(min=_P_MIN))  # p log^2 p
     variance = (terms.sum(dim=1) - entropy.square()).clamp(min=0.0)

@@ -60,7 +60,7 @@ class JudgedRows:
     """The kernels' results, [R] each, on the CPU."""
 
     maxima: RealArray
-    """The largest logit; NaN where any is."""
+    """The largest logit; NaN if any is NaN."""
     behind: RealArray
     """For a row that judges a draft token: min(1, p / q), or in a block pi after the token; NaN if
     the token is outside its q."""

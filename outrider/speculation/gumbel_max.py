@@ -37,7 +37,7 @@ BLOCK = 128
 """Tokens that share a least wait."""
 _BLOCK_BITS = 7
 _BLOCK_NUMBERS = 2**32
-"""The number of block 0; token ids are smaller."""
+"""Index of block 0's number; token ids are smaller."""
 _DENSE_WIDTH = 4 * BLOCK
 """Up to this width all waits of a row are computed."""
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64

@@ -251,7 +251,7 @@ def rounds(
 
 
 def key_steps(low: _Words, high: _Words, ones: int = 1) -> KeySteps[_Words]:
-    """The key of each of the rounds, from the words of the seed."""
+    """The key of each round of Philox, from the words of the seed."""
     mask = WORD_MASK * ones
     lows = [low + number * _KEY_STEP_LOW for number in range(_ROUNDS)]
     highs = [high + number * _KEY_STEP_HIGH for number in range(_ROUNDS)]
@@ -259,4 +259,4 @@ def key_steps(low: _Words, high: _Words, ones: int = 1) -> KeySteps[_Words]:
 
 
 _kept_key_steps = lru_cache(maxsize=1024)(key_steps)
-"""For integers: a session has the same key in every round."""
+"""For integers; cached, as a session has the same key in every round."""

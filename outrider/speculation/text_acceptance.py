@@ -12,8 +12,8 @@ NUM_DEPTHS = 8
 
 
 def conditional_acceptance(texts: Sequence[Sequence[float]]) -> tuple[float | None, ...]:
-    """The probability, for draft token 1..`NUM_DEPTHS`, that it is accepted given that those before
-    it were, from min(1, q(x) / p(x)) along texts that the target drew.
+    """For draft token 1..`NUM_DEPTHS`, the probability that it is accepted if those before it were,
+    from min(1, q(x) / p(x)) along texts that the target drew.
 
     For such a text the mean of prod_{i<=k} min(1, q_i / p_i) over windows of k tokens is the
     probability that the first k tokens of a chain are accepted. The probabilities for depths k and

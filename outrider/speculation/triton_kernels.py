@@ -5,7 +5,7 @@ program works on one row, whose results do not depend on the other rows.
 
 `weigh_rows` turns logits into weights exp((x - max) / T) and applies min-p, top-k and top-p. A
 filter finds its boundary without a sort: positive floats are ordered as their bits are, and each
-pass over the row makes the range that contains the boundary four times shorter.
+pass over the row reduces the range that contains the boundary to a quarter.
 
 `settle_rows` computes the acceptance of the draft token that a row judges, subtracts its q
 (`verification.py`), and draws the token that follows (`gumbel_max.py`). A draw tries first the
@@ -21,16 +21,16 @@ import triton.language as tl
 from outrider.speculation import cuda_verdicts, gumbel_max, proposal
 
 ROW_WORDS = tl.constexpr(cuda_verdicts.ROW_WORDS)
-"""Of each row: temperature, min-p, top-p as float64, top-k; the draft token that it judges, or -1;
-how many tokens have biases or penalties, and the byte offset of their `ENTRY_WORDS`; the byte
+"""Words of a row: temperature, min-p, top-p as float64, top-k; the draft token that it judges, or
+-1; how many tokens have biases or penalties, and the byte offset of their `ENTRY_WORDS`; the byte
 offset of its mask, or -1; the number of draft tokens before it; repetition, presence and frequency
 penalty as float64."""
 ENTRY_WORDS = tl.constexpr(3)
-"""Of each token with a bias or a penalty: its id, its bias as float64, and twice its count in the
-output, plus 1 if it is in the prompt."""
+"""Words of a token with a bias or a penalty: its id, its bias as float64, and twice its count in
+the output, plus 1 if it is in the prompt."""
 JUDGED_WORDS = tl.constexpr(cuda_verdicts.JUDGED_WORDS)
-"""Of each row: its `RowKeys`; how many draft tokens come before the one that it judges, or -1 if it
-judges none; whether its chain is judged as a block; the byte offset of that token's q, as
+"""Words of a row: its `RowKeys`; how many draft tokens come before the one that it judges, or -1 if
+it judges none; whether its chain is judged as a block; the byte offset of that token's q, as
 `DraftDistribution.packed`, and its number of tokens (0 = certain)."""
 MAXIMUM, TOTAL, DRAFTED, ACCEPTED, LEFT, DRAWN = [tl.constexpr(i) for i in range(6)]
 """Results for each row: the largest logit, NaN if any is NaN; the sum of its weights; p of the

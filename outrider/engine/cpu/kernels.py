@@ -218,7 +218,7 @@ class FusedLayers(nn.Module):
 
     def norm(self, rows: Tensor, weight: Tensor) -> Tensor:
         """rows / sqrt(mean(rows^2) + eps) * weight, over the last axis. A weight has another dtype
-        if the rows' dtype cannot hold it, as 1 + w of Gemma in bfloat16."""
+        if the rows' dtype cannot hold it, like Gemma's 1 + w in bfloat16."""
         if weight.dtype == rows.dtype:
             return torch.ops.pace.rmsnorm(rows, weight, self.eps)  # type: ignore[no-any-return]
         wide = rows.to(weight.dtype)

@@ -103,7 +103,7 @@ class TableStep:
 
 
 def _begins(counts: Sequence[int]) -> list[int]:
-    """The begin of each of several consecutive parts of these sizes, and the end of the last."""
+    """Where each of several consecutive parts of these sizes begins, and where the last ends."""
     return [0, *accumulate(counts)]
 
 
@@ -128,7 +128,7 @@ def _blocks(held: HeldSequence, row: int, table: int, block_tokens: int) -> npt.
     1    number of its rows
     2    where the sequence's page table begins
     3    number of slots that the block may see
-    4    of a tree the number of slots before its new tokens; of a chain as word 3
+    4    for a tree the number of slots before its new tokens; for a chain word 3
     5    first row of the sequence
     """
     num = len(held.step.token_ids)
