@@ -1,8 +1,8 @@
 """How much of the target's text a draft would have proposed, for `outrider bench acceptance` and
 `outrider plan`.
 
-The target answers every prompt, and the draft then reads each answer once. No round is played and
-nothing is timed, so the figures depend on the two models alone, not on K or the machine.
+The target answers every prompt, and the draft then reads each answer once. There are no rounds and
+no times, so the figures depend only on the two models, not on K or the machine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SAMPLED_RULES = (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED)
 OUTCOMES = (4, 8, 12, 16, 24)
 """Numbers of outcomes of a round, the likeliest first, for `--hits`."""
 AT_ONCE = 8
-"""Prompts that are decoded together; p of all their tokens is in memory until they are read."""
+"""Prompts decoded together; p of all their tokens stays in memory until the draft has read them."""
 _SEQUENCE = "bench"
 
 Array = npt.NDArray[np.float64]
@@ -63,29 +63,29 @@ class Answer:
     token_ids: tuple[int, ...] = ()
     """Including the EOS."""
     ratios: tuple[float, ...] = ()
-    """q(x) / p(x) of each token x; at temperature 0 1 if x is the draft's likeliest, else 0."""
+    """q(x) / p(x) of each token x; at temperature 0: 1 if x is the draft's likeliest, else 0."""
     overlaps: tuple[float, ...] = ()
     """sum over v of min(p(v), q(v))."""
     matches: tuple[float, ...] = ()
     """P(the draft draws x | the target does), both with the same noise."""
 
     def steps(self, rule: Rule) -> tuple[float, ...]:
-        """The values that decide about each token under a rule."""
+        """The values that decide about acceptance of each token under a rule."""
         return self.matches if rule is Rule.COUPLED else self.ratios
 
 
 class Guessing:
     """How well a draft predicts corrections under one rule: weights by the rank of the correct
-    guess, after a refusal (`recovery`) and after all draft tokens (`bonus`). The last weight counts
-    corrections that were not guessed."""
+    guess, after a rejection (`recovery`) and after all draft tokens (`bonus`). The last weight is
+    that of corrections not guessed."""
 
     def __init__(self) -> None:
         self.recovery, self.bonus = np.zeros(RANKS_MAX + 1), np.zeros(RANKS_MAX + 1)
 
     def hit_rates(self, accepted: Sequence[float]) -> tuple[float, ...]:
         """The chances that a round's outcome is among the 1, 2, ... `LOOK_AHEAD_MAX` likeliest.
-        `accepted` [K] are the draft tokens' chances of acceptance, each given those before it. A
-        real draft also uses the q of the round itself (`OutcomeModel`); this does not."""
+        `accepted` [K]: each draft token's chance of acceptance if those before it were accepted.
+        Unlike a real draft (`OutcomeModel`), this ignores the round's own q."""
         recovery, bonus = (
             counts[:-1] / max(counts.sum(), 1e-300) for counts in (self.recovery, self.bonus)
         )
@@ -114,8 +114,8 @@ class Sample:
         return [one for text in texts for one in text.overlaps]
 
     def by_position(self, rule: Rule) -> tuple[float | None, ...]:
-        """The chance that draft token 1, 2, ... is accepted given that those before it were, in
-        chains from every place; None for depths that no chain reached. Not for block."""
+        """The chance that draft token 1, 2, ... is accepted if those before it were, in chains from
+        every place; None for depths that no chain reached. Not for block."""
         return conditional_acceptance(
             [np.minimum(text.steps(rule), 1.0).tolist() for text in self.texts]
         )
@@ -138,8 +138,8 @@ class ModelReader:
     def distributions(
         self, token_ids: Sequence[int], first: int, params: SamplingParams = SAMPLED
     ) -> list[DraftDistribution | None]:
-        """The draft's q, as it is sent, at each place of `token_ids[first:]`; None = it would
-        propose nothing. At temperature 0 only the order of its tokens matters."""
+        """The draft's q, as sent, at each place of `token_ids[first:]`; None = it would propose
+        nothing. At temperature 0 only the order of q's tokens matters."""
         step = SequenceStep(_SEQUENCE, tuple(token_ids[:-1]), len(token_ids) - first)
         try:
             [logits] = self._engine.forward([step])
@@ -162,8 +162,8 @@ class LookupReader:
     def distributions(
         self, token_ids: Sequence[int], first: int, params: SamplingParams = SAMPLED
     ) -> list[DraftDistribution | None]:
-        # Every text is a session with its own seed, as in a deployment. The temperature is the
-        # tenant: texts of one temperature are not copied at another.
+        # Every text is a session with its own seed, as in a deployment. Each temperature is a
+        # tenant, so that no text of another temperature is copied.
         self._num_read += 1
         name = f"{_SEQUENCE}-{self._num_read}"
         rule = Rule.GREEDY if params.greedy else Rule.TOKEN
@@ -188,7 +188,7 @@ def decode(
     names = [f"{_SEQUENCE}-{i}" for i in range(len(asked))]
     new = {i: each.prompt_ids for i, each in enumerate(asked)}
     try:
-        # Long prompts do not fit into one step together.
+        # Long prompts do not fit into one step.
         for i, each in enumerate(asked if len(asked) > 1 else ()):
             if len(each.prompt_ids) > 1:
                 engine.forward([SequenceStep(names[i], each.prompt_ids[:-1], num_logits=0)])
@@ -263,7 +263,7 @@ def load_reading(
 
 
 class Reading:
-    """Lets the target answer prompts, and the draft read the answers."""
+    """The target's answers to prompts, read by the draft."""
 
     def __init__(
         self,
@@ -313,7 +313,7 @@ class Reading:
         params: SamplingParams,
         guessing: Mapping[Rule, Guessing],
     ) -> Answer:
-        """The text with the draft's values; `rows` are p [V] at each token."""
+        """The answer with the draft's values; `rows` are p [V] at each token."""
         ids = (*text.prompt_ids, *text.token_ids)
         drafted = self.reader.distributions(ids, len(text.prompt_ids), params)
         places = [
@@ -331,9 +331,9 @@ class Reading:
         params: SamplingParams,
         guessing: Mapping[Rule, Guessing],
     ) -> tuple[float, float, float]:
-        """Ratio, overlap and match of one token. Counts in `guessing` the rank of the token among
-        the draft's guesses, as a bonus and as a correction after a refusal: of the draft's own
-        token under greedy and coupled, else of a token that is drawn here."""
+        """Ratio, overlap and match of one token. Counts in `guessing` its rank among the draft's
+        guesses as a bonus, and as a correction after a rejection: of the draft's own token under
+        greedy and coupled, else of a token drawn here."""
         drafted, counts = (q.token_ids, q.counts) if q is not None else ((), ())
         rank = drafted.index(token_id) if token_id in drafted else None
         if params.greedy:
@@ -360,8 +360,8 @@ class Reading:
 def _both(
     row: torch.Tensor, token_id: int, drafted: Sequence[int], counts: Sequence[int]
 ) -> tuple[Array, Array, int]:
-    """p and q of the drafted tokens and of the written one, and the index of that one; `row` is
-    p [V]. A token that one vocabulary lacks has probability 0 there."""
+    """p and q of the drafted tokens and of `token_id`, and the index of the latter; `row` is p [V].
+    A token that a vocabulary lacks has probability 0 there."""
     ids = np.union1d(np.array(drafted, dtype=np.int64), [token_id])
     ours, theirs = np.zeros((2, len(ids)))
     known = ids < len(row)
@@ -372,9 +372,9 @@ def _both(
 
 def matched(p: Array, q: Array, own: int) -> float:
     """P(argmax(log q + g) = x | argmax(log p + g) = x) for Gumbel noise g and the token x at index
-    `own`: the chance of both is 1 / sum_v max(p_v / p_x, q_v / q_x) (Daliri et al., arXiv
-    2408.07978), and that of the second is p_x. Tokens with q = 0 other than x may be left out; p
-    then sums to less than 1."""
+    `own`: the chance of both events is 1 / sum_v max(p_v / p_x, q_v / q_x) (Daliri et al., arXiv
+    2408.07978), that of the second p_x. Tokens with q = 0 except x may be omitted; p then sums to
+    less than 1."""
     if q[own] <= 0:
         return 0.0
     both = np.maximum(p, q * (p[own] / q[own])).sum() + max(0.0, 1.0 - p.sum())
@@ -384,9 +384,9 @@ def matched(p: Array, q: Array, own: int) -> float:
 def race_rank(
     p: Array, q: Array, winner: int, generator: np.random.Generator, refused: int | None = None
 ) -> int | None:
-    """The rank, from 0, that the token drawn from `p` has among the draft's guesses: its place in
-    an exponential race over `q` with the same noise, without `refused`. Both [N] are over the same
-    tokens; those with q = 0 may be left out. None if q of the winner is 0."""
+    """The rank, from 0, of the token drawn from `p` (`winner`) among the draft's guesses: its place
+    in an exponential race over `q` with the same noise, without `refused`. `p` and `q` [N] are over
+    the same tokens; those with q = 0 may be omitted. None if the winner's q is 0."""
     if q[winner] <= 0:
         return None
     first = generator.exponential()
@@ -409,10 +409,10 @@ def run(options: AcceptanceOptions, config: DeploymentConfig, progress: Progress
 
 
 def measure(options: AcceptanceOptions, reading: Reading, progress: Progress) -> Report:
-    """All places count alike. `greedy` is the share of tokens at temperature 0 that are the draft's
-    likeliest; `sampled` the mean of sum min(p, q) at temperature 1; `by_position` the chance at
-    temperature 1 that draft token i is accepted given that those before it were; `hits` the chance
-    that the outcome of a round of K draft tokens is among the first that the draft predicts."""
+    """All places have equal weight. `greedy` is the share of tokens at temperature 0 that are the
+    draft's likeliest; `sampled` the mean of sum min(p, q) at temperature 1; `by_position` the
+    chance at temperature 1 that draft token i is accepted if those before it were; `hits` the
+    chance that the outcome of a round of K draft tokens is among the draft's first predictions."""
     if options.hits and not isinstance(reading.reader, ModelReader):
         raise SettingError("hits", f"needs a draft model; {reading.name} predicts no outcomes")
     greedy, sampled = (reading.sample(temperature, progress) for temperature in (0.0, 1.0))

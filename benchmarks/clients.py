@@ -23,10 +23,10 @@ CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 CONNECT_S = 60.0
 SILENCE_S = 600.0
-"""Longest silence of a server before a request counts as failed."""
+"""A request fails after this silence of the server."""
 ERROR_CHARS_MAX = 300
 _CONTENT = ("text", "content", "reasoning_content", "reasoning", "tool_calls")
-"""Fields with tokens, in a choice of a completion or in the delta of a chat."""
+"""Fields with tokens, in a completion's choice or a chat's delta."""
 
 
 class GrpcClient(BenchClient):
@@ -54,7 +54,7 @@ class GrpcClient(BenchClient):
 
 async def complete(client: Client, request: GenerateRequest) -> Completion:
     """Runs a request. Raises the coordinator's error, and `Unavailable` if the answer was cut
-    short, as its time would mean nothing."""
+    short: its time would mean nothing."""
     clock = asyncio.get_running_loop().time
     rounds: list[Round] = []
     report: Any = None
@@ -82,7 +82,7 @@ async def complete(client: Client, request: GenerateRequest) -> Completion:
 
 class HttpClient(BenchClient):
     """Calls a server with OpenAI's HTTP API. An async context manager; entering it asks the server
-    for its model if none is named."""
+    for its model if `model` is empty."""
 
     def __init__(self, base_url: str, *, raw: bool, model: str = "", api_key: str = "") -> None:
         """`base_url` may end with `/v1`. `raw` requests text completions instead of chats. Raises
@@ -119,7 +119,7 @@ class HttpClient(BenchClient):
 
     async def generate(self, prompt: BenchPrompt, decoding: Decoding) -> Completion:
         """Decodes one prompt. Raises `Unavailable` if the request is refused, its stream breaks, or
-        there is no usage."""
+        the answer has no usage."""
         clock = asyncio.get_running_loop().time
         chunk_s: list[float] = []
         usage: dict[str, Any] = {}
@@ -169,7 +169,7 @@ class HttpClient(BenchClient):
 
 @contextmanager
 def _failures(what: str) -> Iterator[None]:
-    """Raises `Unavailable` if a server cannot be reached or does not answer as OpenAI's API."""
+    """Raises `Unavailable` if a server cannot be reached or its answer is not OpenAI's API."""
     try:
         yield
     except httpx2.HTTPError as error:

@@ -6,7 +6,7 @@
 | `weight_bytes` | bytes that a step reads: all weights but an embedding that is not also the head |
 | `copy_gb_per_s` | 10^9 bytes a second, read and written by the fastest copy of a large tensor |
 | `ideal_step_ms` | time to read `weight_bytes` at that speed |
-| `decode_step_ms` | one token of one session, until its likeliest successor is known |
+| `decode_step_ms` | a step of one token, until its likeliest successor is known |
 | `decode_over_ideal` | `decode_step_ms` over `ideal_step_ms` (goal 1.25) |
 | `verify_step_ms` | K + 1 tokens of one session |
 | `draft_steps_ms` | K draft tokens at temperature 1 |
@@ -88,7 +88,7 @@ def measure(
     backend: DeviceBackend | None,
     progress: Progress,
 ) -> Report:
-    """Measures a model, and replaces some of its modules."""
+    """Measures a model, and changes it: replaces some modules."""
     device = module.device
     weight_bytes = _weight_bytes(module)
     progress("copying")
@@ -176,8 +176,7 @@ def _question(logits: torch.Tensor, rule: Rule, index: int) -> Question:
 
 
 def _weight_bytes(module: Any) -> int:
-    """Bytes that a step reads. It reads only a few rows of an embedding that is not also the head,
-    which are left out."""
+    """Bytes that a step reads, without the few rows of an embedding that is not also the head."""
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     whole = sum(parameter.nbytes for parameter in module.parameters())
@@ -203,7 +202,7 @@ def _figures(
     )  # fmt: skip
 
     def step(token_ids: Sequence[int], _: int) -> None:
-        """A step until its likeliest tokens are known, as sampling has to wait for them."""
+        """A step until its likeliest tokens are known, as sampling has to wait."""
         steps = [SequenceStep(_NAME, tuple(token_ids), len(token_ids))]
         engine.forward(steps)[0].argmax(dim=1).tolist()
 

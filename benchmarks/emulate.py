@@ -42,7 +42,7 @@ PROMPT_TOKENS = 64
 TOKENS_MAX = 8_000
 """With the prompt they must fit the emulated models' length."""
 SPARE_TOKENS = 16
-"""Extra tokens, which are not measured: the last rounds of a session draft less."""
+"""Extra tokens, not measured: the last rounds of a session draft less."""
 SWEEP_SHARE = 0.05
 """Length of a session that helps to choose K, as a share of the tokens."""
 SWEEP_TOKENS_MIN = 24
@@ -62,15 +62,15 @@ STEPS = {"verify_ms": 18.3, "verify_tokens": 16, "draft_ms": 1.3, "draft_branche
 LAW = {
     "vocab_size": 32_000, "support": 64, "exponent": 1.706, "order": 3, "deviation": 0.645,
 }  # fmt: skip
-"""With `STEPS` the parameters of `EmulatedSpec`."""
+"""With `STEPS`, the parameters of `EmulatedSpec`."""
 ACCEPTANCE = {Rule.TOKEN: 0.8000, Rule.COUPLED: 0.7627}
-"""Chance that a draft token is accepted if those before it were, which follows from `LAW`."""
+"""Chance that a draft token is accepted if those before it were; follows from `LAW`."""
 NUM_DRAFT_TOKENS_MAX = 14
 ROUND_TRIP_MS = 5.0
 """Added between coordinator and draft for the second measurement of `modes`."""
 
 PLACES = (("target", 1), ("draft", 576), ("draft", 4_096))
-"""Where a head drafts, and the width of the rows that it is sent: of the demo target, and of a
+"""Where a head drafts, and the width of the rows sent to it: those of the demo target, and of a
 model of eight billion parameters."""
 FEATURE_ROUND_TRIPS_MS = (0.0, 1.0, 5.0)
 """Added between coordinator and draft."""
@@ -105,7 +105,7 @@ class EmulateOptions(Options):
     """Tokens of each session."""
     acceptance_rates: tuple[Annotated[float, between(0, 1)], ...] = ()
     """Chances that a round accepts at least 1, 2, ... draft tokens, like vLLM's
-    synthetic_acceptance_rates; by default they follow from the models' distributions."""
+    synthetic_acceptance_rates; by default from the models' distributions."""
 
 
 class Timed(NamedTuple):
@@ -115,7 +115,7 @@ class Timed(NamedTuple):
     num_tokens: int
     """Committed."""
     look_ahead_hit: bool
-    """Whether its proposal was ready when it began."""
+    """Whether the proposal was ready when the round began."""
     ms: float
     """Since the tokens of the previous round arrived."""
 
@@ -210,7 +210,7 @@ async def _features(options: EmulateOptions, progress: Progress) -> list[dict[st
 async def _measure_head(
     options: EmulateOptions, client: Client, coordinator: Process
 ) -> dict[str, Any]:
-    """Measures a session with a prompt of one token: rows of more would count as bytes of its
+    """Measures a session. Its prompt has one token: rows of more would count as bytes of its
     rounds."""
     rates = options.acceptance_rates
     k = min(FEATURES_K, len(rates) or FEATURES_K)
@@ -240,7 +240,7 @@ async def _measure(
     for count in range(1, most + 1) if mode != "plain" else ():
         num_tokens = max(SWEEP_TOKENS_MIN, round(options.tokens * SWEEP_SHARE))
         tried = window((await _decode(client, rule, count, num_tokens)).rounds, num_tokens)
-        # By expected tokens: over few rounds these vary less than the actual ones.
+        # By expected tokens, which over few rounds vary less than the actual ones.
         expected = sum(expected_tokens(rule, one.num_draft_tokens, rates) for one in tried)
         speeds[count] = expected / sum(one.ms for one in tried)
     best = max(speeds, key=speeds.__getitem__)

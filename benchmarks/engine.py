@@ -12,8 +12,8 @@ waits     `prefix_ratio`: time to first token of a prompt whose first 1,000 toke
 steps     `verify_step_ms`: 5 new tokens after 256 cached ones of one session;
           `transformers_forward_ms`: the same in transformers
 
-A gap is the time between two tokens of a session as the client receives them; tokens of one message
-share the time until the next message.
+A gap is the time between the arrivals of two tokens of a session at the client; tokens of one
+message share the time until the next message.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PROMPT_TOKENS = 256
 NEW_TOKENS = 128
 GREEDY = SamplingParams(temperature=0.0)
 _STRIDE = 7
-"""Each measurement shifts its prompts by this, so that no beginning is cached."""
+"""Shift of prompts between measurements, so that no beginning is cached."""
 
 PREFIX_TOKENS = 1_000
 OWN_TOKENS = 20
@@ -64,12 +64,12 @@ RUNNING_SESSIONS = 8
 """Sessions that decode beside the long prompt, and the length of their prompts."""
 RUNNING_TOKENS = 256
 SETTLING_GAPS = 16
-"""First gaps of each running session, which are not measured: others are still starting."""
+"""First gaps of each running session, not measured because others are starting."""
 GAPS_BEFORE = 64
 """Gaps of each session that are measured before the long prompt is sent."""
 _POLL_S = 0.005
 _REST_S = 0.5
-"""Wait after the first token of the long prompt, so that the gaps around it end."""
+"""Wait after the first token of the long prompt, in which the gaps around it end."""
 
 CACHED_TOKENS = 256
 STEP_TOKENS = 5
@@ -99,7 +99,7 @@ async def run(options: EngineOptions, config: DeploymentConfig, progress: Progre
     prompts = Prompts(chain.from_iterable(text.encode(one.text) for one in built_in_prompts()))
     progress("loading the engine")
     num_threads = target.num_threads or available_cores()
-    # Stated, so that every step uses all of them: nothing else is running.
+    # Set, so that every step uses all threads: nothing else is running.
     engine = build_engine(replace(target, num_threads=num_threads), num_threads)
     room = engine.info.max_model_len
     if room < PROMPT_TOKENS + NEW_TOKENS:
@@ -128,7 +128,7 @@ async def run(options: EngineOptions, config: DeploymentConfig, progress: Progre
 async def _rates(
     options: EngineOptions, prompts: Prompts, client: Client, engine: Engine, progress: Progress
 ) -> dict[str, object]:
-    """Rates of services and engine, measured in turns after a warm-up."""
+    """Rates of services and engine, which take turns, after a warm-up."""
     found: dict[int, list[tuple[float, float]]] = {number: [] for number in SESSIONS}
     for index in range(-1, options.repetitions):
         for number in SESSIONS if index >= 0 else SESSIONS[:2]:
@@ -175,7 +175,7 @@ async def _decode(client: Client, prompts: Sequence[tuple[int, ...]], num_tokens
 
 
 async def _waits(client: Client, prompts: Prompts, max_model_len: int) -> dict[str, float]:
-    """The figures of `waits` for which the model is long enough."""
+    """The figures of `waits` for which the model's length suffices."""
     found = {}
     if max_model_len > PREFIX_TOKENS + OWN_TOKENS:
         (prefix,) = prompts.take(1, PREFIX_TOKENS)
@@ -223,8 +223,7 @@ async def _beside_a_long_prompt(
 
 
 def gaps(arrivals: Sequence[Sequence[float]], start: float, end: float) -> list[float]:
-    """Gaps between tokens of a session that overlap these times, in seconds. Tokens of one message
-    share the time until the next message."""
+    """Gaps, in seconds, between tokens of a session that overlap the time from `start` to `end`."""
     return [
         (after - before) / num_tokens
         for own in arrivals

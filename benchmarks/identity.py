@@ -1,10 +1,10 @@
 """`outrider bench identity`: checks that answers are the same with drafts as without.
 
 Every prompt is decoded plainly and alone, and then with every K: alone, beside others, and after a
-long context. All but the first answer find their prompt in the prefix cache. Greedy and coupled
-tokens must be equal if `outrider status` shows `bit-equal rows`. The check fails if any differ, or
-if no draft token was accepted. Run it on a deployment with `--no-length-control --draft-model
-demo-drafter`, so that a model drafts K tokens in each round.
+long context. All answers but the first use cached prompts. Greedy and coupled tokens must be equal
+if `outrider status` shows `bit-equal rows`. The check fails if any differ, or if no draft token was
+accepted. Run it on a deployment with `--no-length-control --draft-model demo-drafter`, so that a
+model drafts K tokens in each round.
 """
 
 from __future__ import annotations

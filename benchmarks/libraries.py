@@ -1,7 +1,7 @@
-"""Other inference libraries as sides of a benchmark, and the target's engine alone.
+"""Other inference libraries, and the target's engine alone, as sides of a benchmark.
 
 `make peers` installs each library in a virtual environment of its own. A sweep over a few settings
-finds how it runs fastest on this machine; the result is stored in that environment.
+finds the fastest on this machine, and stores it in that environment.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SWEEP_PROMPTS = 6
 SPARE_TOKENS = 16
 """Room in a library's context for drafts after the longest completion."""
 CONTEXT_STEP = 256
-"""A library's context is a multiple of this: some caches hold whole blocks only."""
+"""A library's context is a multiple of this: some caches hold only whole blocks."""
 _PROGRAM = Path(__file__).with_name("library_process.py")
 
 
@@ -109,7 +109,7 @@ def sweep_prompts() -> tuple[BenchPrompt, ...]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
     name: str
-    """Also of its environment, its file in `peer_environments` and its decoder."""
+    """Also names its environment, its file in `peer_environments` and its decoder."""
     is_ours: bool = False
     """Whether it runs in this interpreter's environment, one request at a time."""
     needs_gguf: bool = False
@@ -220,8 +220,8 @@ class LibraryProcess(Process, BenchClient):
         return completion
 
     async def generate_all(self, jobs: Sequence[Job], concurrency: int) -> list[Completion]:
-        """Leaves the scheduling to the library. Seeds are ignored: per-request seeds are slow in
-        some libraries. Raises as `Process.ask`."""
+        """The library schedules the requests. Ignores seeds: per-request seeds are slow in some
+        libraries. Raises as `Process.ask`."""
         decoding = jobs[0][1]
         request = {
             "prompts": [self._token_ids[prompt.text] for prompt, _ in jobs],
@@ -244,7 +244,7 @@ async def fastest_settings(
     library: Library, inputs: TargetInputs, progress: Progress, *, again: bool
 ) -> dict[str, Setting]:
     """The fastest setting of each mode, from the stored sweep of the same model and number of
-    threads, or with `again` from a new one. A mode without a working setting is left out. Raises
+    threads, or with `again` from a new one. Omits modes without a working setting. Raises
     `Unavailable` if plain decoding does not work."""
     if library.is_ours:
         return {PLAIN: library.bindings[0], library.speculative: library.drafting[0]}
@@ -285,11 +285,10 @@ async def _rate(library: Library, setting: Setting, inputs: TargetInputs) -> flo
 
 
 def bfloat16_gguf(gguf: Path, cache: Path) -> Path:
-    """A copy of `gguf` with the target's weights, which are rounded to bfloat16; cached.
-
-    Matrices are stored as float16, since not every reader knows bfloat16: it holds the same numbers
-    except that those below 2**-17 in magnitude lose bits. Vectors are stored as float32, as
-    llama.cpp needs them. Metadata, names, shapes and the order of rows stay the same.
+    """A cached copy of `gguf` with the target's weights, rounded to bfloat16. Matrices are stored
+    as float16, since not every reader knows bfloat16; only numbers below 2**-17 in magnitude lose
+    bits. Vectors are stored as float32, which llama.cpp needs. Metadata, names, shapes and the
+    order of rows stay the same.
     """
     from outrider.models.sources import cached_path, made_once
 

@@ -1,8 +1,8 @@
 """The process of one inference library, for `libraries.LibraryProcess`.
 
 It runs in the library's own environment and imports only the standard library and that library;
-`Engine` and `Transformers` run in ours. It reads JSON lines until its input ends: first what to
-load, then batches of prompts. An answer is `{}`, `{"completions"}` or `{"error"}`.
+`Engine` and `Transformers` run in Outrider's. It reads JSON lines until its input ends: first what
+to load, then batches of prompts. An answer is `{}`, `{"completions"}` or `{"error"}`.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class LlamaCpp(Decoder):
 
 
 class Streamer:
-    """Receives tokens from the library's `generate`, the prompt's first."""
+    """Receives tokens from the library's `generate`, first those of the prompt."""
 
     def __init__(self, emit: Callable[[list[int]], None]) -> None:
         self._emit = emit
@@ -238,7 +238,7 @@ class Transformers(Decoder):
 
 
 class Engine(Decoder):
-    """The engine of a target replica, without the replica."""
+    """A target replica's engine alone."""
 
     def load(self, setup: dict[str, Any]) -> None:
         from outrider.config import TargetConfig

@@ -1,7 +1,7 @@
 """The harness of all benchmarks that compare sides: decodes the same prompts on each side.
 
-Load, clock rates and heat drift over minutes. So sides take turns prompt by prompt, in one order
-for one prompt and in the opposite order for the next.
+Load, clock rates and heat drift over minutes. So sides take turns, prompt by prompt; the order is
+reversed for every second prompt.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Round(NamedTuple):
     """None if the request did not ask for reports."""
     tokens: Tokens
     arrived_s: float
-    """Time since the request was sent."""
+    """Seconds after the request was sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Completion:
     token_ids: tuple[int, ...]
     """Including the EOS; empty if they are not known."""
     started_s: float
-    """When the request was sent, on a clock that all completions of a side share."""
+    """When the request was sent, on a clock for all completions of a side."""
     seconds: float
     """From sending to the final event, including prefill."""
     num_rounds: int = 0
@@ -73,7 +73,7 @@ class Completion:
     """Proposed in all rounds together."""
     num_accepted_draft_tokens: int = 0
     chunk_s: Sequence[float] = ()
-    """Seconds from sending to each chunk with tokens; some sides know the first only."""
+    """Seconds from sending to each chunk with tokens; some sides know only the first."""
     prompt_tokens: int = 0
     counted_tokens: int = 0
     """Number of tokens if their ids are not known, as by HTTP."""
@@ -116,8 +116,8 @@ class BenchClient(ABC):
         """Decodes one prompt. Raises an `OutriderError` if that fails."""
 
     async def generate_all(self, jobs: Sequence[Job], concurrency: int) -> list[Completion]:
-        """Decodes prompts, `concurrency` at a time. Raises as `generate`, and cancels the other
-        requests then."""
+        """Decodes prompts, `concurrency` at a time. Raises as `generate`, after cancelling the
+        other requests."""
         places = asyncio.Semaphore(concurrency)
 
         async def one(job: Job) -> Completion:
@@ -204,7 +204,7 @@ async def measure(
 
 
 async def _warm_up(contestant: Contestant) -> None:
-    """Uses seeds that no prompt has: a second session of a seed may be drafted differently."""
+    """Uses seeds of no prompt: a second session with a seed may be drafted differently."""
     short = min(WARM_UP_TOKENS_MAX, contestant.decoding.max_tokens)
     for index, prompt in enumerate(WARM_UP_PROMPTS, start=1):
         decoding = replace(contestant.decoding.for_prompt(-index), max_tokens=short)
@@ -212,9 +212,9 @@ async def _warm_up(contestant: Contestant) -> None:
 
 
 def _blocks(num_prompts: int, concurrency: int) -> list[range]:
-    """The prompts of each turn. With several at a time there are two turns, each with every second
-    prompt: each side comes first once (the second finds the beginnings of prompts cached), and
-    there are only two ends in which fewer than `concurrency` requests run."""
+    """The prompts of each turn. If several run at a time, there are two turns, each with every
+    second prompt. So each side comes first once (the other then finds the beginnings of prompts
+    cached), and only at two ends do fewer than `concurrency` requests run."""
     if concurrency == 1:
         return [range(index, index + 1) for index in range(num_prompts)]
     return [range(turn, num_prompts, 2) for turn in range(min(2, num_prompts))]
@@ -225,8 +225,8 @@ def medians_ms(
     repetitions: int,
     undo: Callable[[], object] = lambda: None,
 ) -> list[float]:
-    """The median time of each function, ms. They take turns and get the number of the repetition;
-    `undo` is called after each call."""
+    """The median time of each function, ms. Functions take turns; each gets the number of the
+    repetition. `undo` is called after each call."""
     times: list[list[float]] = [[] for _ in works]
     for index in range(-WARM_UP_REPETITIONS, repetitions):
         for work, own in zip(works, times, strict=True):

@@ -60,7 +60,7 @@ from .report import Report, percentile
 NUM_DRAFT_TOKENS = 8
 PROMPT_TOKENS = 64
 ACCEPT_PROBABILITY = 0.7
-"""Of every canned draft token: a round of 8 commits about 3 tokens."""
+"""Of each canned draft token: a round of 8 commits about 3 tokens."""
 Q_ENTRIES = 64
 CANNED = ReplicaDescription(
     model="canned", weights_fingerprint="canned", tokenizer_fingerprint="canned",
@@ -80,7 +80,7 @@ TURN_STEP_MS = 5.0
 """A step of the emulated target."""
 _PARTS_OF_A_ROUND = ("draft_ms", "wire_ms", "queue_ms", "verify_ms", "commit_ms")
 _WORDS = tuple("".join(letters) for letters in product(ascii_lowercase[:16], repeat=3))
-"""The vocabulary of the emulated target: every token is text."""
+"""The emulated target's vocabulary: every token is text."""
 DECODING = Decoding(32, temperature=0.0, num_draft_tokens=0, ignore_eos=True)
 PROMPT = BenchPrompt("".join(f" {word}" for word in _WORDS[:PROMPT_TOKENS]), "")
 
@@ -121,7 +121,7 @@ def canned_request(seed: int, max_tokens: int) -> GenerateRequest:
 async def _canned_services(
     draft_s: float = 0.0, verify_s: float = 0.0
 ) -> AsyncIterator[tuple[Client, Process]]:
-    """A coordinator with a canned draft and target, whose steps take these seconds."""
+    """A coordinator with a canned draft and target; these are the seconds of their steps."""
     setup = {"draft_s": draft_s, "verify_s": verify_s}
     async with (
         embedded_redis() as redis_url,
@@ -135,8 +135,8 @@ async def _canned_services(
 
 
 async def measure_rounds(options: OverheadOptions, progress: Progress) -> dict[str, Any]:
-    """Figures of rounds with K draft tokens, one session after the other, by the coordinator's
-    reports."""
+    """Figures of rounds with K draft tokens, from the coordinator's reports, one session at a
+    time."""
     wanted, seed = WARM_UP_ROUNDS + options.rounds, 0
     reports: list[RoundReport] = []
     async with _canned_services() as (client, _):
@@ -199,8 +199,8 @@ async def measure_capacity(options: OverheadOptions, progress: Progress) -> dict
 
 
 async def measure_transports(_: OverheadOptions, progress: Progress) -> dict[str, Any]:
-    """Calls a coordinator in this process in turn by gRPC and HTTP, on one event loop: the added
-    time is the computing on both sides and the kernel's loopback.
+    """Calls a coordinator in this process by gRPC and HTTP in turn, on one event loop: the added
+    time is that of both sides' code and of the kernel's loopback.
 
     `X_ttft_added_ms_p50` is the median of TTFT by X minus the coordinator's part of it,
     `X_chunk_added_ms` the median time from the coordinator having a chunk to the client reading
@@ -240,8 +240,8 @@ async def added_ms(client: BenchClient, stamps: list[float]) -> tuple[float, lis
 
 @asynccontextmanager
 async def _coordinator_here() -> AsyncIterator[tuple[list[float], str, str]]:
-    """A coordinator in this process with an emulated target: the times of its requests and their
-    tokens, its gRPC address and its HTTP URL."""
+    """A coordinator in this process with an emulated target. Yields the times of its requests and
+    their tokens, its gRPC address and its HTTP URL."""
     from coordinator.actor import CoordinatorActor
 
     stamps: list[float] = []
@@ -290,7 +290,7 @@ def _save_tokenizer(directory: str) -> None:
 
 
 class CannedReplica:
-    """A `ReplicaService` that answers an item with a function of it, after `step_s` of waiting."""
+    """A `ReplicaService` whose answers are a function of the item, after `step_s`."""
 
     def __init__(self, answer: Callable[[Any], Any], step_s: float = 0.0) -> None:
         self._answer = answer

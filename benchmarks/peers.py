@@ -34,12 +34,12 @@ Name = Literal["vllm", "vllm-pace", "openvino", "llama-cpp", "transformers"]
 OURS_PLAIN = "outrider plain"
 OURS_SPECULATIVE = "outrider speculative"
 REST_S = 0.5
-"""Pause between two sides: the OpenMP threads of vLLM spin for 0.2 s after their work, and would
-take cores from the next side."""
+"""Pause between two sides: vLLM's OpenMP threads spin for 0.2 s after their work, and would take
+cores from the next side."""
 
 StartSubjects = Callable[[], AbstractAsyncContextManager[tuple[Subject, Subject]]]
-"""Starts a deployment, or finds the running one: for plain and for speculative decoding, without a
-shared cache if possible."""
+"""Starts a deployment or finds the running one. Yields subjects for plain and for speculative
+decoding, if possible without a shared cache."""
 Level = Mapping[str, Any]
 """The JSON object of one temperature and concurrency."""
 
@@ -138,10 +138,10 @@ async def start_peers(
 
 
 def level_of(temperature: float, concurrency: int, results: Mapping[str, SideResult]) -> Level:
-    """The figures of sides that decoded the same prompts. Rates are all tokens over wall time
-    including prefill; the time to the first token is a median, only at one request at a time;
-    `same_tokens` counts answers equal to our plain decoding (at temperature 0, where ids are
-    known): all of them, except for near ties."""
+    """The figures of sides that decoded the same prompts. Rates are all tokens over wall time,
+    including prefill. The time to the first token is a median, for one request at a time.
+    `same_tokens` counts answers equal to Outrider's plain decoding, at temperature 0 and where ids
+    are known; only near ties may differ."""
     ours = results[OURS_PLAIN].completions
 
     def figures(found: SideResult) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def level_of(temperature: float, concurrency: int, results: Mapping[str, SideRes
 
 
 def report(setup: Mapping[str, Any], levels: Sequence[Level], missing: Mapping[str, str]) -> Report:
-    """`setup` is what all sides share; `missing` says why a peer or a mode was not measured."""
+    """`setup` is what all sides share; `missing` says why a peer or mode was not measured."""
     shown: list[Any] = [
         "{model} with {draft_model}, K <= {num_draft_tokens}, {dtype}, rule {rule}, {num_prompts} "
         "prompts of at most {max_tokens} tokens, {threads} threads".format(**setup)

@@ -1,8 +1,8 @@
-"""Processes of a benchmark: how to start and call them, and the roles they play. The services of a
-deployment run like this too, without Ray.
+"""Processes of a benchmark: how to start and call them, and their roles. The services of a
+deployment can also run like this, without Ray.
 
 A process reads JSON lines until its input ends, and answers each with a line. The first line sets
-it up, and is answered when it is ready. An answer with `error` is a refusal.
+it up; its answer says that the process is ready. An answer with `error` is a refusal.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ STOP_TIMEOUT_S = 10.0
 """How long it may take to end before it is killed."""
 LINE_BYTES_MAX = 2**26
 DRAFT_TIMEOUT_MS = 30_000
-"""Long, so that rounds wait for a slow draft instead of doing without it."""
+"""Long, so that rounds wait for a slow draft."""
 EXACT_TIMERS = "--exact-timers"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _GRACE_S = 1.0
@@ -63,7 +63,7 @@ class Process:
         setup: Mapping[str, object],
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """A `command` that is a string is a role, MODULE:FUNCTION (see `Opens`), and its options.
+        """A `command` that is a string has a role, MODULE:FUNCTION (see `Opens`), and its options.
         `name` is for error messages, `setup` the first line, `environment` as for `spawn`."""
         if isinstance(command, str):
             command = (sys.executable, "-m", "benchmarks.processes", *command.split())
@@ -121,11 +121,11 @@ async def spawn(
     command: Sequence[str], environment: Mapping[str, str]
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """A process with pipes as standard input and output. Leaving the context ends it and all its
-    children. Its environment is this process's, without limits on threads, and `environment`."""
+    children. Its environment is this process's without limits on threads, plus `environment`."""
     own = {key: value for key, value in os.environ.items() if key not in _THREAD_VARIABLES}
     process = await asyncio.create_subprocess_exec(
         *command, stdin=PIPE, stdout=PIPE, limit=LINE_BYTES_MAX, env=own | dict(environment),
-        start_new_session=True,  # Ctrl-C reaches this process only, which then closes the input.
+        start_new_session=True,  # Ctrl-C reaches only this process, which then closes the input.
     )  # fmt: skip
     try:
         yield process
@@ -163,8 +163,9 @@ Opens = Callable[[dict[str, Any]], AbstractAsyncContextManager[Role]]
 
 
 def main(words: Sequence[str]) -> None:
-    """Plays the role that the first word names, until the input ends. With `EXACT_TIMERS` the event
-    loop uses `select`, whose timers are exact to microseconds; `epoll` is late by up to 1 ms."""
+    """Runs the role named by the first word, until the input ends. With `EXACT_TIMERS` the event
+    loop uses `select`, whose timers are exact to microseconds; those of `epoll` are up to 1 ms
+    late."""
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # Keeps what libraries print out of the answers.
     module, _, name = words[0].partition(":")
@@ -203,7 +204,7 @@ _ACTORS: dict[str, tuple[str, str, Any]] = {
 @asynccontextmanager
 async def service(setup: dict[str, Any]) -> AsyncIterator[Role]:
     """The role of a target, a draft or a coordinator: `setup` has its name as `service` and its
-    configuration as `config`. It answers the CPU time of its process, and a coordinator also its
+    configuration as `config`. Answers are the CPU time of its process, and for a coordinator also
     `wire_bytes`."""
     module, kind, make = _ACTORS[setup["service"]]
     actor = getattr(importlib.import_module(module), kind)()
@@ -229,8 +230,8 @@ def wire_bytes(coordinator: CoordinatorService) -> dict[str, int]:
 
 
 def service_process(name: str, config: TargetConfig | DraftConfig | CoordinatorConfig) -> Process:
-    """A process of a service, on a free port, as a deployment with the same settings may run
-    here."""
+    """A process of a service. Targets and drafts get a free port and no telemetry, as a deployment
+    with the same settings may run here."""
     if not isinstance(config, CoordinatorConfig):
         config = replace(without_security(config), port=0, telemetry="")
     setup = {"service": name, "config": asdict(config)}
@@ -288,7 +289,7 @@ class Replicas:
     """Further settings of coordinators."""
 
     def coordinator_config(self, **changes: Any) -> CoordinatorConfig:
-        """The configuration of a coordinator that uses them, on free ports."""
+        """The configuration of a coordinator that uses these, on free ports."""
         fixed: dict[str, Any] = {
             "grpc_port": 0, "port": 0, "http": False, "telemetry": "",
             "redis": RedisAddress(url=self.redis_url), "target_address": self.target_address,
@@ -301,7 +302,7 @@ class Replicas:
     async def coordinator(
         self, look_ahead: int = 0, delay_ms: float = 0.0
     ) -> AsyncIterator[tuple[Client, Process]]:
-        """Starts a coordinator with `settings` and this `look_ahead`; returns a client and the
+        """Starts a coordinator with `settings` and this `look_ahead`; yields a client and the
         process. Messages to and from the draft take `delay_ms` longer. Raises `Unavailable` if a
         process ends."""
         changes: dict[str, Any] = {"look_ahead": look_ahead}

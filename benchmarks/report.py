@@ -62,8 +62,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A table with a column for each key of the rows; the first one has names, the others
-    figures."""
+    """A table with a column for each key of the rows; the first has names, the others figures."""
     from rich.table import Table
 
     found = Table(title=title)

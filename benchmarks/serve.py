@@ -1,8 +1,8 @@
 """`outrider bench serve`: a server under load, with the options and figures of `vllm bench serve`.
 
-With a request rate, requests arrive independently of the answers; one that exceeds
-`max_concurrency` waits in this client, which does not count as latency. Without a rate all are sent
-at once, or with `max_concurrency` whenever another one has ended.
+With a request rate, requests arrive independently of the answers. Requests beyond `max_concurrency`
+wait in this client, which does not count as latency. Without a rate all are sent at once, beyond
+`max_concurrency` each after the end of another.
 
 | figure | of each request that did not fail |
 | --- | --- |
@@ -113,11 +113,11 @@ class Record:
     """One finished request. Times are seconds since the load began."""
 
     due_s: float
-    """When it arrived."""
+    """Arrival time."""
     started_s: float
-    """When it was sent; later if it waited for `--max-concurrency` or this client was slow."""
+    """Sending time; later if it waited for `--max-concurrency` or this client was slow."""
     done: Completion | str
-    """Or the error."""
+    """The answer, or the error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class Load:
     most_running: int
     records: Sequence[Record]
     lags_s: Sequence[float]
-    """Samples of this client's lag: it reads chunks this much after they arrive."""
+    """Samples of this client's lag, by which it reads chunks after their arrival."""
 
     @property
     def completed(self) -> list[tuple[Record, Completion]]:
@@ -144,8 +144,8 @@ def arrival_times(rate: float, burstiness: float, seed: int) -> Iterator[float]:
 
     Gaps are Gamma(shape `burstiness`, mean 1 / `rate`), as in `vllm bench serve`: 1 is a Poisson
     process, less is burstier, more is more regular, infinity has equal gaps. The first request also
-    comes after a gap. With an infinite rate all times are 0. Unlike vLLM's, the times are not
-    rescaled so that the last one equals its mean."""
+    comes after a gap. With an infinite rate all times are 0. Unlike in vLLM, the times are not
+    rescaled to give the last one its mean."""
     generator = random.Random(seed)  # noqa: S311 (times, not secrecy)
     is_even = math.inf in (rate, burstiness)
     now = 0.0
@@ -269,8 +269,8 @@ def report(options: ServeOptions, settings: Mapping[str, object], load: Load) ->
 
 
 def latencies(done: Completion) -> dict[str, float | None]:
-    """The latencies of a request, ms. An answer of one token has no TPOT; without a chunk of tokens
-    TTFT is the time to its end."""
+    """The latencies of a request, ms. An answer of one token has no TPOT. Without a chunk with
+    tokens, TTFT is the time to the end."""
     first_s, rest = done.first_token_s or done.seconds, done.num_tokens - 1
     return {
         "ttft": 1e3 * first_s,

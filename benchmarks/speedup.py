@@ -62,10 +62,10 @@ class Subject:
     """The default of a request."""
     target: TargetConfig | None
     """With its directory, and the threads of target and draft together; None if its files are not
-    on this machine."""
+    here."""
 
     def setup(self, drafted: Decoding) -> dict[str, Any]:
-        """What the JSON object says of it."""
+        """Its part of the JSON object."""
         return {
             "model": self.model,
             "draft_model": self.draft_model,
@@ -109,8 +109,8 @@ async def run(options: SpeedupOptions, subject: Subject, progress: Progress) -> 
 def compared(
     prompts: Sequence[BenchPrompt], results: Mapping[str, SideResult], several: bool
 ) -> dict[str, Any]:
-    """The figures of all prompts and of each category. With `several` requests at a time categories
-    run side by side, so a category's time is the sum over its requests."""
+    """The figures of all prompts and of each category. With `several` requests at a time,
+    categories run side by side, so a category's time is the sum over its requests."""
     plain, fast = results[PLAIN], results[SPECULATIVE]
     found = _compare(plain, fast, several)
     found["categories"] = {
@@ -131,9 +131,9 @@ def _part(result: SideResult, prompts: Sequence[BenchPrompt], category: str) -> 
 
 def _compare(plain: SideResult, fast: SideResult, several: bool) -> dict[str, Any]:
     """Compares sides that decoded the same prompts. `speedup` is the median over the prompts of the
-    ratios of tokens/s, or with `several` at a time the ratio of total rates; rates are all tokens
-    over wall time including prefill; `num_identical` counts prompts with the same tokens on both
-    sides (at temperature 0 all, except for near ties)."""
+    ratios of tokens/s, or with `several` at a time the ratio of total rates. Rates are all tokens
+    over wall time, including prefill. `num_identical` counts prompts with the same tokens on both
+    sides; at temperature 0 only near ties should differ."""
     pairs = list(zip(plain.completions, fast.completions, strict=True))
     speedup = fast.tokens_per_second / plain.tokens_per_second
     if not several:
@@ -154,7 +154,7 @@ def _compare(plain: SideResult, fast: SideResult, several: bool) -> dict[str, An
 
 
 def report(levels: Sequence[Level]) -> Report:
-    """The JSON object is the first level's; of several it also has all in `by_concurrency`."""
+    """The JSON object is the first level's; with several levels, `by_concurrency` has all."""
     values = dict(levels[0])
     if len(levels) > 1:
         values["by_concurrency"] = {str(level["concurrency"]): level for level in levels}

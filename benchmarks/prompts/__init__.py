@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from outrider.tokenizer import TokenizerText
 
 CATEGORIES = ("chat", "code", "math", "rewrite", "summary", "extract")
-"""Of the built-in prompts. Prompts of the last three contain a text to work on."""
+"""Of the built-in prompts. Those of the last three contain a text."""
 UNCATEGORISED = "other"
 """Category of a prompt that names none."""
 PROMPTS_MAX = 100_000
@@ -35,7 +35,7 @@ class BenchPrompt:
     text: str
     category: str
     max_tokens: int | None = None
-    """Of its completion, for `bench serve`; None = the option's value."""
+    """Most tokens, for `bench serve`; None = the option's value."""
 
 
 WARM_UP_PROMPTS = (
@@ -66,8 +66,8 @@ def read_prompts(path: Path | None) -> tuple[BenchPrompt, ...]:
 
 
 def parse_prompts(text: str, source: str) -> tuple[BenchPrompt, ...]:
-    """The prompts of a JSONL text, ignoring empty lines and unknown keys. Raises `SettingError` for
-    a wrong line; `source` names the text in its message."""
+    """The prompts of a JSONL text; ignores empty lines and unknown keys. Raises `SettingError` for
+    a wrong line; `source` names the text in the message."""
     prompts: list[BenchPrompt] = []
     # Not splitlines: a JSON string may contain line separators other than the line feed.
     for number, line in enumerate(text.split("\n"), start=1):
@@ -80,7 +80,7 @@ def parse_prompts(text: str, source: str) -> tuple[BenchPrompt, ...]:
 
 
 def select_prompts(prompts: Sequence[BenchPrompt], num_prompts: int) -> tuple[BenchPrompt, ...]:
-    """The first prompts of every category, evenly, in their original order."""
+    """The first prompts of each category, equally many, in their original order."""
     seen: Counter[str] = Counter()
     ranks: list[int] = []
     for prompt in prompts:
