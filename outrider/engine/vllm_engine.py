@@ -165,7 +165,7 @@ class VllmEngine(PagedSequences):
         self._ids, self._positions = (
             torch.zeros(most, dtype=torch.int64, device=self._device) for _ in range(2)
         )
-        self._sizes: list[int] = []  # Captured ones, ascending: steps are padded to them.
+        self._sizes: list[int] = []  # Of captured steps, ascending; steps are padded to these.
         self._skips_compiled = False
         with refusing(f"model {name}:"):
             if draft_check is not None:

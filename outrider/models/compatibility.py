@@ -38,9 +38,9 @@ _HALF_TOLERANCE = 0.2
 _LONG_TRIAL_TOKENS = 136
 """Tokens of the sequence for steps of all sizes: enough for more than one split."""
 _ALONE_TOKENS = 5
-"""How many of them are run in a step for reference."""
+"""How many of them each reference step runs."""
 _CROWDED_ROWS = (8, 16, 32, 64, 128, 256, 512)
-"""The sizes of those steps, in tokens of all sequences."""
+"""The sizes of the other steps, in tokens of all sequences."""
 CROWD_SLOTS = 1024
 """Slots that the largest step takes, with partial pages."""
 _Model = Any

@@ -72,8 +72,8 @@ def check_exit(module: Any, num_layers: int) -> None:
 
 def first_layers(module: Any, num_layers: int) -> Any:
     """The base of a causal language model with its first layers alone, so that `last_hidden_state`
-    is the output of layer `num_layers`. It shares layers and embeddings with the model. Raises as
-    `check_exit`."""
+    is the output of layer `num_layers`. It shares layers and embeddings with the model. Raises what
+    `check_exit` raises."""
     check_exit(module, num_layers)
     base = module.base_model
     shallow = copy.copy(base)

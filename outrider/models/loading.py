@@ -29,7 +29,7 @@ _SINGLE = "model.safetensors"
 
 @contextmanager
 def open_weights(path: Path) -> Iterator[Mapping[str, Any]]:
-    """The open file of every stored tensor."""
+    """The open file of every stored tensor, by the tensor's name."""
     from safetensors import safe_open
 
     with ExitStack() as stack:
@@ -41,7 +41,7 @@ def open_weights(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def read_weights(path: Path) -> dict[str, Any]:
-    """Every stored tensor."""
+    """Every stored tensor, by name."""
     with open_weights(path) as files:
         return {key: file.get_tensor(key) for key, file in files.items()}
 

@@ -64,8 +64,8 @@ _WAYS = {
     for own in ("", _OWN)
     for side in ("behind", "before")
 }
-"""Whether the target's last norm is applied to what is read of the target, and the layer's own norm
-to what is carried from pair to pair."""
+"""Whether the target's last norm is applied to what is read from the target, and the layer's own
+norm to what is carried from pair to pair."""
 
 
 class MtpHead(DraftHead):

@@ -148,6 +148,6 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def tensor_names(path: Path) -> set[str]:
-    """The names of the tensors of a published drafter; raises as `read_tensors`."""
+    """The names of the tensors of a published drafter; raises what `read_tensors` raises."""
     with open_weights(path) as files:
         return set(files or read_tensors(path))

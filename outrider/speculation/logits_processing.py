@@ -127,7 +127,7 @@ def likeliest(
     logits: Tensor, params: SamplingParams, history: TokenHistory = NO_HISTORY
 ) -> list[int]:
     """The id of the largest logit of every row [R, V] after bias and penalties (ties: lowest id),
-    where greedy `target_probabilities` are 1. On any device. Raises as that does."""
+    where greedy `target_probabilities` are 1. On any device. Raises what that function raises."""
     found, maxima = _largest(logits)
     check_maxima(maxima)
     adjusted = adjusted_logits(logits, params, history)

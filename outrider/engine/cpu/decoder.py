@@ -5,7 +5,7 @@ what they compute is known: RMS norms, a product for queries, keys and values, r
 causal attention, an output product, a gated MLP. A layer has two norms (Llama, Mistral, Qwen 2 and
 3) or four (Gemma 3). A run of the model with placeholders for layers shows the rest: what the first
 layer reads, which rotation each layer gets, and how the last layer's output is used. A model that
-does anything else is refused by `CannotFuse`, and runs on transformers' own code.
+does anything else is refused with `CannotFuse`, and runs on transformers' own code.
 """
 
 from __future__ import annotations

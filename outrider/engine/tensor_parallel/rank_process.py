@@ -81,10 +81,10 @@ def engine_of_a_replica(
     num_threads: int,
     leadership: RankLeader | None,
 ) -> Engine:
-    """The engine that a configuration names, in this process or on all ranks. Blocks; raises as
-    `build_engine` and `RankLeader.engine`. Call it on a short-lived thread: without ranks it lowers
-    the calling thread's priority, for replicas that serve on the same cores. With ranks it does
-    not, as threads for their sums would inherit it."""
+    """The engine that a configuration names, in this process or on all ranks. Blocks; raises what
+    `build_engine` and `RankLeader.engine` raise. Call it on a short-lived thread: without ranks it
+    lowers the calling thread's priority, for replicas that serve on the same cores. With ranks it
+    does not, as threads for their sums would inherit it."""
     if leadership is None:
         give_way(LOADING_NICENESS)
         return build_engine(config, num_threads)

@@ -54,7 +54,8 @@ class OpenRendezvous:
         self.rendezvous = Rendezvous(host, store_port, frames_port, num_ranks, token)
 
     def accept(self, timeout_s: float) -> dict[int, socket.socket]:
-        """The connections of all followers by rank; may be called once. Raises as `accept`."""
+        """All followers' connections by rank; may be called once. Raises `Unavailable` if one is
+        late."""
         followers = range(1, self.rendezvous.num_ranks)
         with self._frames_socket as listening:
             return accept(listening, self.rendezvous.token, followers, timeout_s)
@@ -138,8 +139,8 @@ _KEEPALIVE_PROBES = 3
 
 def tune(connection: socket.socket, timeout_s: float | None) -> socket.socket:
     """Sends small frames at once, and notices if the peer's machine is gone. `timeout_s` bounds
-    each call; None = no bound. The kernel enforces it, as Python's own timeouts add a system call
-    to each call."""
+    each call; None = no bound. The kernel enforces the bound, as Python's timeouts add a system
+    call to each call."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
