@@ -4,10 +4,10 @@
     position    7 8 9 0 4 5 5 6 ...     in the token's own sequence; in a tree, by depth
     slot                                where its key and value go
 
-A token attends to slots of its own sequence alone. Therefore new tokens are cut into *segments*:
+A token attends to slots of its own sequence alone. So new tokens are cut into *segments*:
 consecutive tokens of one sequence. Segments of equal size and similar context form a *group*, whose
-attention is one batch of matrix products. Everything here is index arithmetic on arrays; it is done
-once a step, and every layer with the same window reads the result.
+attention is one batch of matrix products. All this is index arithmetic on arrays, done once a step;
+layers with the same window share the result.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ smallest size allow it. This bounds the memory of a step."""
 _GATHERED_SLOTS_MAX = 2**16
 """Most slots of several sequences to gather at once."""
 _SLOTS_UNIT = 16
-"""Slots are gathered in multiples of this. Each vector lane then always adds the same slots, with
-none left over, so a sum over slots does not depend on how many masked ones follow. So in bfloat16 a
+"""Slots are gathered in multiples of this. Then each vector lane always adds the same slots, and
+none are left over, so a sum does not depend on the masked slots after them. So in bfloat16 a
 token's logits are bit-equal with and without drafted tokens after it, while matrix products use one
 kernel for few and many rows (on an Intel Xeon's matrix tiles: up to 32 rows)."""
 _Ints = npt.NDArray[np.int64]
@@ -243,7 +243,7 @@ def plan_step(
 
 
 def _padded(array: _Ints) -> _Ints:
-    """The array with zeros at the end for rows of padding."""
+    """The array, with zeros at the end for padding."""
     return np.pad(array, (0, padded_rows(len(array)) - len(array)))
 
 
@@ -299,8 +299,8 @@ def _segments(
 
 
 def _alike(segments: Sequence[_Segment], view: _View) -> list[list[_Segment]]:
-    """Groups of segments. All in a group have the same number of tokens, and at least half the
-    slots of the longest."""
+    """Groups of segments with the same number of tokens, and at least half the slots of the
+    longest."""
 
     def size(segment: _Segment) -> tuple[int, int]:
         return view.num_tokens(segment), view.num_slots(segment)

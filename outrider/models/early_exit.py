@@ -7,8 +7,8 @@
 
 w [D], M [D, D], gate and up [M', D], down [D, M'] are trained; H [N', D] has the rows of the
 target's head for a part of its vocabulary. With w of the target's last norm and all other weights
-zero, this is the target's norm and head, applied to layer N. Related: LayerSkip (arXiv 2404.16710)
-trains the layers for it; Kangaroo (2404.18911), as here, trains only what reads them.
+zero, this is that norm and head, applied to layer N. Related: LayerSkip (arXiv 2404.16710) trains
+the layers for it; Kangaroo (2404.18911), as here, trains only what reads them.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Watched(nn.Module):
         self.train(inner.training)
 
     def __getattr__(self, name: str) -> Any:
-        """Looks in the inner module: a base model may read a layer's kind, or its head's weight."""
+        """The inner module's: a base model may read a layer's kind, or its head's weight."""
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -132,7 +132,7 @@ def _kind_of(description: Path) -> str:
 
 
 def _demo_gguf() -> Path:
-    """Found without importing the wheel's package, which would load another inference library."""
+    """Finds it without the wheel's package, which would load another inference library."""
     try:
         files = metadata.files(DEMO_DISTRIBUTION) or []
     except metadata.PackageNotFoundError:

@@ -264,8 +264,8 @@ class OutcomeModels:
     """The models that the sessions of a draft replica share, by rule and temperature.
 
     Under rules whose noise is keyed by the round, only the first session of each seed uses the
-    shared model. A later session has the same noise, on which the first one's outcomes depend, so
-    it learns alone.
+    shared model. A later one has the same noise, on which the first one's outcomes depend, so it
+    learns alone.
     """
 
     def __init__(self, seeds_max: int = DRAFTED_SEEDS_MAX) -> None:

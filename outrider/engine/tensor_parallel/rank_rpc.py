@@ -54,8 +54,7 @@ class OpenRendezvous:
         self.rendezvous = Rendezvous(host, store_port, frames_port, num_ranks, token)
 
     def accept(self, timeout_s: float) -> dict[int, socket.socket]:
-        """All followers' connections by rank; may be called once. Raises `Unavailable` if one is
-        late."""
+        """Followers' connections by rank; call it once. Raises `Unavailable` if one is late."""
         followers = range(1, self.rendezvous.num_ranks)
         with self._frames_socket as listening:
             return accept(listening, self.rendezvous.token, followers, timeout_s)
