@@ -77,7 +77,7 @@ MODEL_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "emulate": (), "overhead": (), "device": (), "engine": TARGET_SETTINGS,
     "acceptance": TARGET_SETTINGS + DRAFT_SETTINGS,
 }  # fmt: skip
-"""The model settings of benchmarks that need no deployment."""
+"""By benchmark that needs no deployment, its settings of models."""
 
 
 def _load(name: str) -> Command:
@@ -146,7 +146,7 @@ def found_models(config: DeploymentConfig) -> DeploymentConfig:
 
 @asynccontextmanager
 async def _two_tenants(arguments: Arguments, raw: bool) -> AsyncIterator[tuple[Subject, Subject]]:
-    """One deployment as both sides of a comparison. A temporary one is called as two tenants, so
+    """One deployment as both sides of a comparison. A temporary one gets calls from two tenants, so
     that neither side finds the other's prompts cached."""
     key = new_key()
     is_own = (
@@ -167,8 +167,8 @@ async def _two_tenants(arguments: Arguments, raw: bool) -> AsyncIterator[tuple[S
 
 
 def _subject(connection: Connection, client: Client, raw: bool) -> Subject:
-    """The deployment to measure. References and peers get as many threads as the larger of target
-    and draft has, as these take turns."""
+    """The deployment to measure. References and peers get as many threads as the target or the
+    draft, whichever has more, as these two take turns."""
     from benchmarks.clients import GrpcClient
     from benchmarks.speedup import Subject
 
@@ -189,7 +189,7 @@ def _subject(connection: Connection, client: Client, raw: bool) -> Subject:
 
 
 def _note_copies(connection: Connection, draft: DraftConfig) -> None:
-    """Warns if drafts may be copied from earlier answers."""
+    """Warns if drafts may be copies of earlier answers."""
     copies = draft.drafter.lookup is LookupKind.SUFFIX and draft.suffix_tokens_per_tenant
     if (copies or not connection.settings) and not (connection.is_own or progress.quiet):
         own = ". Stop it to measure a new deployment" if connection.settings else ""

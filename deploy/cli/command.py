@@ -85,7 +85,7 @@ def grouped(group: str, options: Iterable[Option]) -> list[Option]:
 
 
 class Command(click.Command):
-    """A command that parses to its `Arguments`; `main` then calls their `run`."""
+    """A command whose parsing returns `Arguments`; `main` then calls their `run`."""
 
     def __init__(self, name: str, *, params: Iterable[click.Parameter], **attributes: Any) -> None:
         common = [
@@ -120,7 +120,7 @@ class Command(click.Command):
         return Arguments(**own, run=self.callback, settings=settings, given=given)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """By group; rare ones only with `--help=all`."""
+        """Shows options by group, rare ones only with `--help=all`."""
         groups: dict[str, list[tuple[str, str]]] = {}
         num_hidden = 0
         for one in self.get_params(ctx):
@@ -141,7 +141,7 @@ class Command(click.Command):
 
 
 class Group(click.Group):
-    """Subcommands, given as names and purposes. Only the one that runs is imported."""
+    """Subcommands by name, each with its purpose. Imports only the one that runs."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class Group(click.Group):
 
 
 def command(name: str, *params: click.Parameter, **attributes: Any) -> Callable[[Any], Command]:
-    """A decorator: makes a command of the function that runs it."""
+    """A decorator that turns the function that runs a command into the command."""
     return lambda run: Command(name, params=params, callback=run, **attributes)
 
 

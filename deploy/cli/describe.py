@@ -20,7 +20,7 @@ from .command import Arguments, command, json_option
 from .output import tell
 
 MIN_WIDTHS = {"proposes": 10, "files": 10}
-"""Of columns of `outrider drafters`, in characters."""
+"""Widths of columns of `outrider drafters`, in characters."""
 
 Facts = dict[str, Any]
 

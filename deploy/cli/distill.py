@@ -118,7 +118,7 @@ def distill(arguments: Arguments) -> int:
             f"acceptance, {name}: {rates['greedy']:.3f} at temperature 0, {rates['sampled']:.3f} "
             "at 1"
         )
-    # A model drafts behind a look-up.
+    # A model drafts in a hybrid with a look-up.
     served = draft_model(options.kind, found.out)
     if options.kind == STUDENT:
         served = f"hybrid:{LookupKind.SUFFIX},{served}"
@@ -154,7 +154,7 @@ def _target(config: TargetConfig) -> tuple[Target, TokenizerText | None]:
 
 
 def _template(text: TokenizerText | None) -> Template:
-    """The tokens around a user's turn: what two conversations with different turns share."""
+    """The tokens around a user's turn: those that two conversations with different turns share."""
     from draft_service.training.documents import Template
 
     if text is None:

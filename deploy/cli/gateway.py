@@ -122,7 +122,7 @@ def _running() -> DeploymentRecord:
 
 
 def _coordinators(arguments: Arguments, record: DeploymentRecord | None) -> Coordinators:
-    """Those of `--coordinators`, or the record's. Raises `ConfigError`."""
+    """The coordinators of `--coordinators`, or the record's. Raises `ConfigError`."""
     from coordinator.http_api.gateway import Coordinators, open_transport
     from outrider.client.failover import EndpointPool
 
@@ -147,8 +147,8 @@ def _coordinators(arguments: Arguments, record: DeploymentRecord | None) -> Coor
 
 
 def _trust(arguments: Arguments, record: DeploymentRecord | None) -> tuple[ssl.SSLContext, str]:
-    """TLS for calling coordinators, and the host that their certificate must name; empty = the one
-    that is called."""
+    """TLS for calls to coordinators, and the host that their certificate must name; empty = the
+    called host."""
     from outrider.transport.tls import check_pair, pinned_name, read_certificates
 
     authority, certificate, key = (

@@ -83,8 +83,8 @@ def generate(arguments: Arguments) -> int:
     """Prints the generated text, or one JSON object."""
     from outrider.transport.request_codec import request_to_proto
 
-    # Before anything is started, so that errors show at once; and outside of an event loop, so that
-    # Ctrl-C interrupts the reading of standard input.
+    # Before anything starts, so that errors show at once, and outside of an event loop, so that
+    # Ctrl-C interrupts reads of standard input.
     request = _request(arguments)
     request_to_proto(request)
     asyncio.run(_run(arguments, request))
@@ -175,7 +175,7 @@ def _report(completion: Completion, seconds: float) -> dict[str, Any]:
 
 
 def figures(completions: Sequence[Completion], seconds: float) -> str:
-    """A line of figures of answers that took these seconds in all."""
+    """A line of figures about answers that took `seconds` in all."""
     tokens = sum(one.usage.completion_tokens for one in completions)
     rounds = sum(one.metrics.num_rounds for one in completions)
     proposed = sum(one.metrics.num_draft_tokens for one in completions)
@@ -324,7 +324,7 @@ class Chat:
         self._on_terminal = on_terminal
         self._turns: list[ChatMessage] = []
         self._answers: list[Completion] = []
-        """Including those before a reset."""
+        """All answers, including those before a reset."""
         self._seconds = 0.0
         self._num_broken_off = 0
         self._waits_for: asyncio.Task[Any] | None = None
@@ -363,7 +363,7 @@ class Chat:
         try:
             await asyncio.wait((self._waits_for,))
         finally:
-            self._waits_for.cancel()  # It still runs if this task was cancelled itself.
+            self._waits_for.cancel()  # It still runs if this task itself was cancelled.
         return self._waits_for
 
     def _run_command(self, command: str) -> None:
@@ -464,7 +464,7 @@ async def _read_line(on_terminal: bool) -> str | None:
 
 
 def _read_raw() -> str | None:
-    """Bypasses Python's buffer: the interpreter would wait for its lock when it exits."""
+    """Reads past Python's buffer: at its exit, the interpreter would wait for the buffer's lock."""
     with open(0, "rb", buffering=0, closefd=False) as file:
         line = file.readline()
     return line.decode("utf-8", "replace").rstrip("\r\n") if line else None

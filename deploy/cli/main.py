@@ -44,7 +44,7 @@ _MODULES = {
     "keys": "credentials", "certs": "credentials", "drafters": "describe",
     "collect-env": "describe",
 }  # fmt: skip
-"""The module of a command that has none of its own name."""
+"""The modules of commands that share a module with another command."""
 
 
 def _load(name: str) -> Command:
@@ -111,10 +111,10 @@ def _run(arguments: Arguments) -> int:
         return 2 if isinstance(error, (ConfigError, BadRequest)) else 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except asyncio.CancelledError:  # SIGTERM: the deployment that the command started has ended.
+    except asyncio.CancelledError:  # SIGTERM ended the deployment that this command started.
         return 128 + signal.SIGTERM
     except BrokenPipeError:
-        # The reader of our output is gone; the interpreter must not flush it again.
+        # The reader of the output is gone; the interpreter must not flush again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     finally:

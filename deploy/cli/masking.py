@@ -17,7 +17,7 @@ MASK = "***"
 _SECRETS = re.compile(
     r"\bor-[0-9a-f]{16}-[A-Za-z0-9_-]{43}|(?i:\bbearer)\s+[!-~]+|(?<=://)\S*(?=@)|(?<=\?)\S+"
 )
-"""In some other text: an API key, and the user, password and query of a URL."""
+"""Secrets in other texts: an API key, and the user, password and query of a URL."""
 _END_OF_FLAGS = "--"
 
 
@@ -48,7 +48,7 @@ def hide_words() -> None:
 
 
 def masked_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by key without secret ones, and with secrets in other texts masked."""
+    """Settings by key, without secret ones, and with secrets within values masked."""
     secrets = {one.key for one in deployment_settings().values() if one.secret}
     return {
         key: _SECRETS.sub(MASK, value) if isinstance(value, str) else value

@@ -59,7 +59,7 @@ OF_CALLERS = ("api_key",)
 PLACE_KEYS = ("address", "deployment_name")
 """Settings that identify a deployment on a Ray cluster."""
 REQUEST_KEYS = ("seed", "num_draft_tokens", "deadline_ms")
-"""Settings that `generate`, `chat` and `bench` have as options of a request instead."""
+"""Settings for which `generate`, `chat` and `bench` have an option of the request instead."""
 COMMON = (
     "draft_model", "device", "dtype", "max_model_len", "max_num_seqs", "num_draft_tokens",
     "num_targets", "num_drafts", "grpc_port", "port", "host", "api_key_file", "redis_url",
@@ -236,7 +236,7 @@ def error_line(error: OutriderError, arguments: Arguments) -> str:
 
 
 def error_message(error: OutriderError) -> str:
-    """The error's message; where a key was refused also how to give one."""
+    """The error's message, and if a key was refused, how to give one."""
     if isinstance(error, Unauthenticated):
         return f"{error.message} ({KEY_VARIABLE}, or --api-key)"
     return error.message
@@ -250,7 +250,7 @@ def _setting_name(key: str, arguments: Arguments) -> str:
     try:
         given = translated_layers(arguments.settings, os.environ, arguments.config)
         return {found.key: source for found, _, source in given}.get(key, key)
-    except ConfigError:  # Another setting is wrong, too; this error is reported first.
+    except ConfigError:  # Another setting is wrong too; report this error first.
         return key
 
 
@@ -354,8 +354,8 @@ def caller_trust_of(arguments: Arguments, settings: Mapping[str, Value]) -> Trus
 
 @asynccontextmanager
 async def connected(arguments: Arguments) -> AsyncIterator[Connection]:
-    """The deployment to call: `--server`, the one on this machine, or one that is started now and
-    stopped with the context. Raises `ConfigError` if flags contradict a running deployment."""
+    """The deployment to call: `--server`, the one on this machine, or a new one that runs while the
+    context lasts. Raises `ConfigError` if flags contradict a running deployment."""
     state = state_directory(os.environ)
     if arguments.server:
         given = arguments.settings.keys() - set(OF_CALLERS)
@@ -388,8 +388,8 @@ def _connection(
 
 
 async def _served(record: DeploymentRecord, state: Path) -> DeploymentRecord:
-    """Waits until the record names a coordinator: the only one may be being replaced. Raises
-    `Unavailable` after `COORDINATOR_WAIT_S`."""
+    """Waits until the record names a coordinator, as the only one may be about to be replaced.
+    Raises `Unavailable` after `COORDINATOR_WAIT_S`."""
     try:
         async with asyncio.timeout(COORDINATOR_WAIT_S):
             while not record.grpc_address:
@@ -405,7 +405,7 @@ async def _served(record: DeploymentRecord, state: Path) -> DeploymentRecord:
 
 
 def caller_key(arguments: Arguments) -> str:
-    """The API key from the flag or the variable, the first of several. Raises `ConfigError` for a
+    """The API key from the flag or the variable; of several, the first. Raises `ConfigError` for a
     hash."""
     keys = str(arguments.settings.get("api_key", os.environ.get(KEY_VARIABLE, "")))
     key = keys.partition(",")[0].strip()
@@ -415,8 +415,8 @@ def caller_key(arguments: Arguments) -> str:
 
 
 def own_config(arguments: Arguments) -> DeploymentConfig:
-    """The configuration of a temporary deployment: as `serve` would have it, but unless they are
-    set gRPC takes any free port, and there is no HTTP."""
+    """The configuration of a temporary deployment: as for `serve`, but unless ports are set, gRPC
+    takes any free port, and there is no HTTP."""
     given = given_settings(arguments)
     own: dict[str, Value] = {"grpc_port": 0} if "port" in given else {"grpc_port": 0, "http": False}
     return configuration(own | given)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 PERIOD_S = 5.0
-"""Between two lines about the same work."""
+"""Time between two lines about the same work."""
 PREFIX = "outrider: "
 _WARNING = "warning: "
 _WIDTH = 160
@@ -26,7 +26,7 @@ _WIDTH = 160
 
 
 class Progress:
-    """Prints what a command is doing, and repeats it with its seconds while that takes long.
+    """Prints what a command is doing, and if that takes long repeats it with the seconds so far.
     Thread-safe."""
 
     def __init__(self, period_s: float = PERIOD_S) -> None:
@@ -68,7 +68,7 @@ class Progress:
             note(text)
 
     def update(self, line: str) -> None:
-        """Replaces the line of the current work from its next repetition on."""
+        """Replaces the line of the current work, from its next repetition on."""
         with self._changed:
             if self._doing:
                 self._doing = line
@@ -87,7 +87,7 @@ class Progress:
 
 
 progress = Progress()
-"""The one of this process."""
+"""The progress of this process."""
 
 
 def note(line: str) -> None:

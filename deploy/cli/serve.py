@@ -352,7 +352,7 @@ async def _status(arguments: Arguments) -> Facts:
     if arguments.server:
         address, trust = checked_address(arguments.server), caller_trust_of(arguments, {})
         one = await _ask("coordinator", address, key, trust, timeout_s)
-        # A serving coordinator may refuse this caller; `error` says why.
+        # A serving coordinator may refuse this caller, as `error` says.
         running = one["error"] is None or one["serving"]
         return found | {"running": running, "serving": one["serving"], "coordinators": [one]}
     state = state_directory(os.environ)

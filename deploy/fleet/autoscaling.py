@@ -15,8 +15,8 @@ one, after its condition has held for `autoscale_calm_s`. Between two changes of
 `COOLDOWN_S` pass.
 
 While replicas are missing, the number does not grow, as the missing ones may be enough. It can
-shrink, by the load of those that are there, to as many as were there during `autoscale_calm_s`.
-While a replica is leaving, or if there is none, nothing changes.
+shrink, by the load of the present ones, to the most that were present during `autoscale_calm_s`.
+While a replica is leaving, or if none is present, nothing changes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from outrider.registry.registry import ROLES, ReplicaRecord, Role
 _log = logging.getLogger(__name__)
 
 LOOK_PERIOD_S = 1.0
-"""Between two looks at the reported load."""
+"""Time between two looks at the reported load."""
 GROWTH_MAX = 2
 """Largest factor of one change."""
 SESSIONS, BUSY, LAG_MS = 1024, 0.8, 100.0
@@ -52,7 +52,7 @@ Change = tuple[Role, int, str]
 
 
 class Autoscaler:
-    """Decides, and remembers when each role changed and since when it has been calm."""
+    """Decides changes, and keeps when each role changed and since when it has been calm."""
 
     def __init__(self, registry: RedisRegistry, config: AutoscaleConfig) -> None:
         """`config` may be replaced at any time."""
@@ -92,7 +92,7 @@ class Autoscaler:
             on_trial = any(one.trial_share for one in records[role])
             if not least <= count <= most:
                 change = role, min(max(count, least), most), f"it must be {least} to {most}"
-            elif on_trial:  # Waits of the trial's sessions are in the average.
+            elif on_trial:  # The trial's sessions distort the average wait.
                 self._calm.pop(role, None)
             elif now >= self._changed_at.get(role, -math.inf) + COOLDOWN_S:
                 change = self._change(now, role, count, records)

@@ -47,9 +47,9 @@ from .spec import FleetSpec, plan_fleet
 _log = logging.getLogger(__name__)
 
 FOLLOW_PERIOD_S = 0.5
-"""Until a reconciler that did not answer is called again."""
+"""Time until a reconciler that did not answer is called again."""
 REDIS_LOOK_PERIOD_S = 0.25
-"""Between two checks of the embedded Redis."""
+"""Time between two checks of the embedded Redis."""
 CLOSE_AWAY_S = 2.0
 """How long to wait for a reconciler that is being restarted before replicas are killed."""
 
@@ -78,7 +78,7 @@ class Deployment:
         self.redis: EmbeddedRedis | None = None
         """The embedded server; None with `redis_url`."""
         self._is_own = False
-        """Whether it runs and this process must end it."""
+        """Whether the deployment runs and this process must end it."""
         self.overview = Overview({}, (), None)
         """Its replicas."""
         self._following: list[asyncio.Task[None]] = []
@@ -98,7 +98,7 @@ class Deployment:
 
     @property
     def record(self) -> DeploymentRecord:
-        """What other processes need to find it, without secrets."""
+        """What other processes need to find the deployment, without secrets."""
         config, overview = self.config, self.overview
         redis = replace(config.coordinator.redis, password="", sentinel_password="")
         return DeploymentRecord(
@@ -153,13 +153,13 @@ class Deployment:
         await self._go_on()
 
     async def _take_over(self) -> None:
-        """Takes over a running deployment of this name, and changes its settings to these. Raises
-        `ConfigError` if that cannot be; the deployment then stays as it was."""
+        """Takes over a running deployment of this name, and changes its settings to these. If that
+        is impossible, raises `ConfigError` and leaves the deployment as it was."""
         self._report(f"deployment {self.name} runs there already: taking it over")
         self.api_key = ""  # The running coordinators do not know this key.
         before: FleetSpec = await self.reconciler.call("spec")
         runs, asked = before.given.values(), self._given.values()
-        # Another Redis means another deployment: a change of these two is requested, and refused.
+        # Another Redis means another deployment, so a change of these two must be refused.
         kept = {*FIXED, *BOUND_SETTINGS} - {"redis_url", "redis_key_prefix"}
         changes = {
             key: asked[key] for key, value in runs.items()
@@ -258,9 +258,9 @@ class Deployment:
         self._changed.clear()
 
     async def stop(self) -> None:
-        """Gives running requests `stop_timeout_s` to end, and their last steps as long again; then
-        stops everything that was started. Idempotent. Raises `Unavailable` if replicas may be left
-        on another cluster, as its head does not answer."""
+        """Gives running requests `stop_timeout_s` to end, and their last steps the same time again.
+        Then stops everything that was started. Idempotent. Raises `Unavailable` if replicas may be
+        left on another cluster, as its head does not answer."""
         for task in self._following:
             task.cancel()
         await asyncio.gather(*self._following, return_exceptions=True)

@@ -1,8 +1,8 @@
 """The deployment of this user on this machine: its process and its addresses.
 
 `deployment.json` in the state directory is written atomically when the deployment is ready, and
-removed when it stops; so is `cli.key` if callers need a key. A lock file with the process's number
-is held while it runs, so that there is only one.
+removed when it stops; so is `cli.key` if callers need a key. The process holds a lock file with its
+number while it runs, so that there is only one deployment.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ERROR_PREFIX = "outrider: error: "
 """Begins the line with which a command reports an error."""
 _LOCK_ATTEMPTS = 10
 _LOCK_PERIOD_S = 0.02
-"""Between two attempts: `lock_holder` holds the lock for a moment."""
+"""Time between two attempts, as `lock_holder` holds the lock for a moment."""
 
 
 @dataclass(frozen=True)

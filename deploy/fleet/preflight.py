@@ -56,9 +56,9 @@ def check_before_start(config: DeploymentConfig) -> None:
 
 
 def listeners(config: DeploymentConfig) -> list[tuple[str, str, int]]:
-    """Setting, host and port of each listener of a deployment on this machine; port 0 once for each
-    role that takes any free ones. Raises `SettingError` if the port ranges of two roles overlap, or
-    exceed the last port."""
+    """Setting, host and port of each listener of a deployment on this machine. A role that takes
+    any free ports has one entry, with port 0. Raises `SettingError` if the port ranges of two roles
+    overlap, or exceed the last port."""
     front = config.coordinator
     taken: dict[int, str] = {}
     found = []
@@ -87,7 +87,7 @@ def check_ports(config: DeploymentConfig) -> None:
             reason = f"{host!r} is no address: {error.strerror or error}"
             raise SettingError("host", reason) from error
         with socket.socket(family, kind) as probe:
-            # As the server does: an address in TIME_WAIT is free.
+            # Like the server: an address in TIME_WAIT counts as free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(address)
@@ -102,8 +102,8 @@ def check_ports(config: DeploymentConfig) -> None:
 
 
 def check_names(config: DeploymentConfig) -> DeploymentConfig:
-    """Checks the models without fetching any. Returns the configuration, with the kind added to the
-    name of a published head on this machine (which imports torch and opens its weights). Raises
+    """Checks the models without fetching any. Returns the configuration; for a published head on
+    this machine, its name gets its kind (this imports torch and opens the weights). Raises
     `SettingError` if `resolve_models` certainly would, and for a draft model that is probably a
     typing error."""
     drafter = config.draft.drafter
@@ -133,7 +133,7 @@ def check_names(config: DeploymentConfig) -> DeploymentConfig:
 
 def _with_kind(config: DeploymentConfig, name: str, where: Path) -> DeploymentConfig:
     """The configuration, with the kind added to the name of a published head in directory `where`.
-    Raises `SettingError` for a drafter that cannot be served, and for a head named as another
+    Raises `SettingError` for a drafter that cannot be served, and for a head whose name has another
     kind."""
     from outrider.models.published_drafters import SERVED, DrafterFormat, recognise
 
@@ -192,7 +192,7 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
     coordinator = replace(coordinator, served_model_name=config.served_model_name, **places)
     if drafter.on_target is None and drafter.model is None:
         return replace(config, target=target, draft=draft, coordinator=coordinator)
-    # Imports the model library, which takes seconds and memory: only if it is needed.
+    # Imported only if needed: the model library takes seconds and memory.
     from outrider.models.drafter_checkpoint import TrainedKind, check_target, is_trained_drafter
     from outrider.models.loading import check_same_tokenizer
     from outrider.models.mtp import check_mtp
@@ -203,11 +203,11 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
         if drafter.kind == MTP:
             drafts = MTP
             check_mtp(directory, name)
-        elif model.name is not None:  # Else it drafts with the target's weights.
+        elif model.name is not None:  # Otherwise the target's weights draft.
             drafts, is_head = model.name, drafter.reads_target and drafter.kind != EAGLE3
             where = resolve_model(drafts, trust_remote_code=trust, heads=is_head, drafts=True)
             named = config if is_head else _with_kind(config, drafts, where)
-            if named is not config:  # The kind was not known before its files were fetched.
+            if named is not config:  # The kind was unknown before the fetch.
                 return _resolved(named)
             if is_head:
                 check_target(where, TrainedKind(drafter.kind), name=drafts, **made_for)
@@ -231,8 +231,8 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
 
 
 def _lookup_of(draft: DraftConfig) -> DraftConfig | None:
-    """The coordinators' look-up, if there is one, without settings of draft replicas: an upgrade of
-    these alone must not replace coordinators."""
+    """The coordinators' look-up, if there is one, without settings of draft replicas, as a change
+    of only those must not replace coordinators."""
     lookup = draft.drafter.lookup
     if lookup is None:
         return None
@@ -250,7 +250,7 @@ def emulated_spec(text: str) -> EmulatedSpec:
 
 
 def check_same_tokens(running: TargetConfig, other: TargetConfig) -> None:
-    """Raises `SettingError` if token ids of the `other` target mean something else than those of
+    """Raises `SettingError` if token ids of the `other` target have another meaning than those of
     the `running` one, whose tokenizer and sessions the coordinators have. Both have the directories
     of their models. Accepts any target if the files of the running one are gone."""
     if running.emulated == other.emulated and running.directory == other.directory:
@@ -319,8 +319,8 @@ def warnings(config: DeploymentConfig) -> Iterator[str]:
 
 def without_secrets(config: DeploymentConfig) -> tuple[DeploymentConfig, str, Passwords]:
     """The configuration with hashes instead of keys and without passwords of Redis and Sentinels; a
-    new key for commands on this machine, whose hash is included (empty if keys are not required);
-    and the passwords. Ray and Redis get none of the secrets. Raises `SettingError`."""
+    new key for this machine's commands, whose hash it has (empty if keys are not required); and the
+    passwords. Ray and Redis get none of the secrets. Raises `SettingError`."""
     config = configuration(whole_paths(config.values()))
     front, key = config.coordinator, ""
     if front.asks_for_keys:

@@ -1,5 +1,5 @@
-"""Ray: starting a local cluster or connecting to another one, its token, and its actors: how they
-are placed, found, called and ended, and what is saved for one that Ray restarts.
+"""Ray: starts a local cluster or connects to another, with its token; places, finds, calls and ends
+actors; and saves text for an actor that Ray restarts.
 
 Ray reads RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH, and its processes inherit both. The token itself is
 in a file for its owner only, never in arguments or variables.
@@ -35,14 +35,14 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 CALLS_PER_ACTOR_MAX = 1000
-"""Concurrent Ray calls of one actor. Generation does not use Ray; but a watcher that dies leaves
+"""Concurrent Ray calls to one actor. Generation does not use Ray, but a watcher that dies leaves
 its call behind."""
 RECONCILER = "reconciler"
 """Name of the actor that places the others."""
 RETRY_PERIOD_S = 1.0
 _SAVED = b"changes"
 _RANK = "-rank-"
-"""Between a replica's name and the rank of a follower in the name of its actor."""
+"""In the name of a follower's actor, between the replica's name and the rank."""
 
 
 @contextmanager
@@ -109,8 +109,8 @@ class Actor:
         self._handle = actor.remote(*arguments)
 
     async def find_place(self, timeout_s: float) -> bool:
-        """Waits until it runs and finds its place; False after the time limit. Raises `Unavailable`
-        if it died."""
+        """Waits until the actor runs, and finds its place. False after the time limit. Raises
+        `Unavailable` if it died."""
         try:
             self.place = await self.call("ping", timeout_s=timeout_s)
         except Unavailable as error:
@@ -155,8 +155,8 @@ class Cluster:
     async def place(self, demands: Sequence[Demand], timeout_s: float) -> list[list[Actor]]:
         """Starts the actors of all demands; returns the ranks of each once all run. The ranks of a
         replica are in one placement group, on one machine if possible. If that fails, ends all of
-        them and raises `ConfigError` with those that found no place within `timeout_s` (on a local
-        cluster at once if there is none), or `Unavailable` if one died."""
+        them, and raises `ConfigError` with those that found no place within `timeout_s` (on a local
+        cluster at once, if there can be none), or `Unavailable` if one died."""
         if self.local and (too_much := beyond(demands, resources())):
             raise ConfigError(_no_place("there is no place", too_much, demands))
         placed = [self._begin(demand) for demand in demands]
@@ -179,8 +179,8 @@ class Cluster:
             await asyncio.to_thread(_remove_group, self._group(name))
 
     async def free_groups(self, spared: Collection[str] = ()) -> None:
-        """Removes all placement groups except those of `spared` replicas: a group remains if all
-        ranks died with their machine."""
+        """Removes all placement groups except those of `spared` replicas. A group is left over if
+        all its ranks died with their machine."""
         from ray.util import placement_group_table
 
         found = await asyncio.to_thread(placement_group_table)
@@ -190,8 +190,8 @@ class Cluster:
                 await asyncio.to_thread(_remove_group, name)
 
     def _group(self, replica: str) -> str:
-        """The name of its placement group. Ray lists the groups of all namespaces without telling
-        them apart."""
+        """The name of a replica's placement group. It has the namespace, as Ray lists the groups of
+        all namespaces without telling them apart."""
         return f"{self.namespace}/{replica}"
 
     async def replicas(self) -> dict[str, list[Actor]]:
@@ -226,8 +226,8 @@ class Cluster:
         return "" if found is None else bytes(found).decode()
 
     async def save(self, text: str) -> None:
-        """Saves a text for a restarted reconciler in the key-value store of Ray's head (GCS). Not
-        in Redis: writing here needs the right to run code on the cluster. Raises
+        """Saves a text for a restarted reconciler in the key-value store of Ray's head (GCS), not
+        in Redis: to write here, a process must be allowed to run code on the cluster. Raises
         `Unavailable`."""
         from ray.experimental.internal_kv import _internal_kv_put
 
@@ -236,8 +236,8 @@ class Cluster:
             await asyncio.to_thread(_internal_kv_put, _SAVED, text.encode(), namespace=space)
 
     def _begin(self, demand: Demand) -> list[Actor]:
-        """Starts the actors of a demand: spread over the machines if it has one rank only, or needs
-        no resources, as such ranks cannot form a group."""
+        """Starts the actors of a demand. They are spread over the machines if it has only one rank,
+        or needs no resources, as such ranks cannot form a group."""
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -314,7 +314,7 @@ def resources() -> Mapping[str, float]:
 
 
 def beyond(demands: Sequence[Demand], amounts: Mapping[str, float]) -> list[Demand]:
-    """The demands that these resources cannot meet beside the demands before them. Pure."""
+    """The demands that these resources cannot meet in addition to the demands before them. Pure."""
     left = dict(amounts)
     found = []
     for demand in demands:
@@ -359,7 +359,7 @@ async def retried(what: str, work: Callable[[], Awaitable[T]]) -> T:
 
 
 OBJECT_STORE_BYTES = 100 * 2**20
-"""Small: nothing large goes through Ray."""
+"""Size of Ray's object store. Small, as nothing large goes through Ray."""
 _TEMPORARY_BYTES_MAX = 16
 """Most bytes of the temporary directory: Ray adds about 85 to a socket's path, of at most 107."""
 _RAY_FOLDER = "r"
@@ -427,7 +427,7 @@ class RayConnection:
         """Starts a local cluster, or connects to the one at the address. Raises `ConfigError`."""
         await asyncio.to_thread(self._connect)
         if threading.current_thread() is threading.main_thread():
-            # Ray has installed a handler below Python's that dumps a stack; this removes it.
+            # Ray installs a handler below Python's that dumps a stack. This removes it.
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
     def _connect(self) -> None:
@@ -439,7 +439,7 @@ class RayConnection:
         options: dict[str, Any] = {"address": self._address, "namespace": self.namespace}
         if self.local and self._secret_files is not None:
             self._temporary = _short_directory()
-            # Needed because Ray's processes always listen on all addresses of the machine.
+            # Needed, because Ray's processes always listen on all addresses of the machine.
             self.token = self._secret_files.hide(TOKEN_FILE, secrets.token_hex(_BYTES))
             options |= {
                 "include_dashboard": False,
@@ -479,7 +479,7 @@ class RayConnection:
 
 @contextmanager
 def _without_secrets() -> Iterator[None]:
-    """Removes variables with secrets, so that processes started meanwhile do not inherit them."""
+    """Removes variables with secrets, so that processes started within do not inherit them."""
     names = {one.variable for one in deployment_settings().values() if one.secret}
     hidden = {name: os.environ.pop(name) for name in names & os.environ.keys()}
     try:
@@ -521,9 +521,9 @@ def _set_variables(texts: dict[str, str]) -> None:
 
 
 def check_asks_for_token(address: str) -> None:
-    """Calls the head (GCS) of a Ray cluster without a token. Raises `SettingError` unless it
-    refuses: otherwise any process that reaches it could run code on every machine. Does nothing if
-    Ray uses TLS, which requires certificates."""
+    """Calls the head (GCS) of a Ray cluster without a token. Raises `SettingError` unless the head
+    refuses: if it accepts, any process that reaches it can run code on every machine. Does nothing
+    if Ray uses TLS, which requires certificates."""
     import grpc
 
     if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):

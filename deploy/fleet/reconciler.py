@@ -1,4 +1,4 @@
-"""The reconciler: the actor that keeps a deployment as it should be, and how to call it. It
+"""The reconciler, the actor that keeps a deployment in its wanted state, and its client. It
 outlives the process that started it. If it dies, Ray restarts it, and it takes over the existing
 replicas.
 
@@ -10,8 +10,8 @@ replicas.
 | changed settings and bounds, and which trial ran | Ray's head (`Cluster.save`) |
 | the results of the trial | the coordinators |
 
-Changes of settings come through Ray, whose callers need the cluster's token and may run code
-anyway, and never through Redis.
+Changes of settings come only through Ray, whose callers need the cluster's token and may run code
+anyway, never through Redis.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def changed(given: DeploymentConfig, changes: Mapping[str, Value]) -> Deployment
 
 
 def _shared(values: Mapping[str, Value], gpus: float | None) -> float | None:
-    """The number of GPUs to distribute with these changes; `gpus` is the one before."""
+    """The number of GPUs to distribute with these changes; `gpus` is the number so far."""
     return gpus if SHARING.isdisjoint(values) else resources().get("GPU", 0.0)
 
 
@@ -109,13 +109,13 @@ _log = logging.getLogger(__name__)
 AWAY_S = 60.0
 """Ray restarts a reconciler within seconds; after this time it is considered lost."""
 RETRY_PERIOD_S = 0.5
-"""Between two calls of a reconciler that does not answer."""
+"""Time between two calls of a reconciler that does not answer."""
 NEWS_S = 10.0
 """Longest wait for a new overview."""
 NEWS_PERIOD_S = 0.5
-"""Between two looks for a new overview."""
+"""Time between two looks for a new overview."""
 TRIAL_LOOK_S = 2.0
-"""Between two looks at a trial."""
+"""Time between two looks at a trial."""
 TRIAL_CALL_S = 5.0
 """Time limit for a coordinator's answer about a trial."""
 END_TRIAL = "end it with `outrider upgrade --trial-share 0`"
@@ -127,7 +127,7 @@ class Reconciler(PlacedActor):
     """The actor around a `Fleet`."""
 
     def __init__(self, spec: FleetSpec, namespace: str) -> None:
-        """`namespace` is that of its actors. Continues by itself if Ray has restarted it."""
+        """`namespace` is its actors'. After a restart by Ray, it continues by itself."""
         import ray
 
         log_to(spec.log_directory, RECONCILER, spec.config.coordinator.log_level)
@@ -141,7 +141,7 @@ class Reconciler(PlacedActor):
         self._changes: Changes = {}, None, None
         self._report: TrialReport | None = None
         self._trial_over_at = math.inf
-        """End of the trial's time, of the loop's clock. The time begins when the trial's replica
+        """End of the trial's time, by the loop's clock. The time begins when the trial's replica
         serves."""
         self._changing = asyncio.Lock()
         self._registry = RedisRegistry(redis, spec.deployment)
@@ -149,7 +149,7 @@ class Reconciler(PlacedActor):
         self._fleet = Fleet(self._cluster, spec, self._registry)
         self._autoscaler = Autoscaler(self._registry, spec.config.autoscale)
         self._keeps = asyncio.Event()
-        """Set once it supervises the fleet (after a restart with all changes), or failed to start
+        """Set once it supervises the fleet (after a restart: with all changes), or could not start
         it."""
         self._closing: asyncio.Task[None] | None = None
         self._upgrades = returns = ray.get_runtime_context().was_current_actor_reconstructed
@@ -164,7 +164,7 @@ class Reconciler(PlacedActor):
         if self._work is None:
             if self._no_password is not None:
                 raise self._no_password
-            # First, as a restarted reconciler uses what is saved.
+            # Cleared first, as a restarted reconciler uses what is saved.
             await self._cluster.save("")
             self._work = asyncio.create_task(self._fleet.start())  # `close` may cancel it.
             try:
@@ -176,8 +176,8 @@ class Reconciler(PlacedActor):
         await self._ready()
 
     async def _ready(self) -> None:
-        """Waits until it supervises the fleet. Raises the error of the start, but not as
-        `Unavailable`, which would mean a reconciler that is away and called again."""
+        """Waits until it supervises the fleet. Raises the error of the start, but never as
+        `Unavailable`: callers would take the reconciler for away, and call again."""
         await self._keeps.wait()
         try:
             if self._work is not None and self._work.done() and not self._work.cancelled():
@@ -229,7 +229,7 @@ class Reconciler(PlacedActor):
         await self._save(*changes)
         try:
             self._use(spec)
-        except BaseException:  # A replica was placed after the check.
+        except BaseException:  # For example, a replica was placed after the check.
             await self._save(*before)
             raise
 
@@ -330,7 +330,7 @@ class Reconciler(PlacedActor):
         given = changed(before.given, changes)
         if before.local:
             listeners(given)
-        # In a process of its own, which imports the model library.
+        # In a separate process, as this imports the model library.
         config = await run_task(resolve_models, given)
         coordinator = config.coordinator.reaching(before.config.coordinator.redis)
         return plan_fleet(
@@ -469,8 +469,8 @@ class ReconcilerClient:
         self._away_s = away_s
 
     async def call(self, method: str, *arguments: object, timeout_s: float | None = AWAY_S) -> Any:
-        """Calls a method, perhaps twice. Raises what it raises, and `Unavailable` if there is no
-        reconciler, it does not answer within `timeout_s`, or is away for too long."""
+        """Calls a method, perhaps repeatedly. Raises the method's errors, and `Unavailable` if
+        there is no reconciler, it does not answer within `timeout_s`, or is away for too long."""
         loop = asyncio.get_running_loop()
         give_up_at = None
         while True:

@@ -6,7 +6,7 @@
 | dies, or one of its ranks | removed, and is then missing | at once |
 | is not wanted | drained and stopped | once it gets no more items, at most after `stop_timeout_s` |
 
-The wanted numbers are in Redis, where coordinators read them, too.
+The wanted numbers are in Redis, where coordinators read them too.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ while a machine is paused."""
 QUIET_S = 1.0
 """A leaving replica that got no items for this time is drained."""
 LOOK_PERIOD_S = 0.5
-"""Between two looks at the wanted numbers."""
+"""Time between two looks at the wanted numbers."""
 FIRST_REST_S = 1.0
 """Delay before a replica that failed to start, or died, is started again; doubles each time."""
 REST_S_MAX = 30.0
@@ -72,7 +72,7 @@ class ReplicaView:
     stale: bool = False
     """Whether it was started with other settings than the current ones."""
     places: tuple[Place, ...] = ()
-    """Of its ranks, the serving one first; empty while it does not serve."""
+    """Places of its ranks, the serving rank first; empty while it does not serve."""
     http_address: str = ""
     """HOST:PORT of a coordinator's HTTP server, if it has one."""
     on_trial: bool = False
@@ -92,21 +92,21 @@ class Overview:
     failures: tuple[str, ...] = ()
     """Why missing replicas did not start."""
     trial: TrialReport | None = None
-    """Of the running trial, or of the last one since the reconciler was started."""
+    """Report of the running trial, or of the last one since the reconciler was started."""
 
     def of(self, role: Role) -> list[ReplicaView]:
         """The replicas of a role."""
         return [one for one in self.replicas if one.role == role]
 
     def late(self, what: str, after_s: float) -> Unavailable:
-        """The error that something was not reached in time, with the reason if it is known."""
+        """The error that `what` was not reached in time, with the reason if it is known."""
         reasons = "; ".join(self.failures) or "see `outrider status` and the logs that it names"
         return Unavailable(f"not {what} after {after_s:g} s: {reasons}")
 
     @property
     def num_stale(self) -> int:
-        """Replicas that an upgrade still has to replace. One counts until it has ended and another
-        one with the current settings serves in its place."""
+        """Replicas that an upgrade still has to replace. Each counts until it has ended and a
+        replica with the current settings serves in its place."""
         if not self.upgrades:
             return 0
         total = 0
@@ -260,8 +260,8 @@ async def _stop(actor: Actor, grace_s: float) -> None:
 
 
 async def _all_or_error(*work: Awaitable[Any]) -> None:
-    """Raises when one of them fails; if others fail within `ERROR_GRACE_S` a `ConfigError` is
-    preferred: ranks also end because another one ended."""
+    """Waits for all; raises when one fails. If others fail within `ERROR_GRACE_S`, prefers a
+    `ConfigError`, as ranks also end because another rank ended."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -293,10 +293,10 @@ def next_steps(
     Missing replicas are started, except of roles that are `held_back`. If there are too many,
     replicas that do not serve yet leave first, then stale ones, then the youngest.
 
-    If none is missing, stale replicas are replaced one by one, role by role: another one is
-    started, and the stale one leaves when that serves. Of roles `in_place` the stale one leaves
-    first, and another one is started when it has ended. So it is for a `crowded` role even if
-    replicas are missing, as there is no room for them; but its last replica stays."""
+    If none is missing, stale replicas are replaced one by one, role by role: a new one is started,
+    and the stale one leaves when the new one serves. For roles `in_place`, the stale one leaves
+    first, and another one is started when it has ended. For a `crowded` role this is so even if
+    replicas are missing, as there is no room for them, but its last replica stays."""
     starts: list[Role] = []
     leaves: list[str] = []
     stale = {one.role for one in fleet if one.stale and not one.leaves}
@@ -311,7 +311,7 @@ def next_steps(
             elif num_more > 0 and role in crowded and len(stay) > 1:
                 num_more = -1
         elif role == rolled and num_more < 0:
-            num_more += 1  # The new one that replaces a stale one.
+            num_more += 1  # The surplus one replaces a stale one.
         makes_room = any(one.role == role and one.stale and one.leaves for one in fleet)
         is_held = role in held_back or (role in in_place and makes_room)
         if num_more > 0 and not is_held:
@@ -334,8 +334,8 @@ class Trouble:
         self.crowded = False
         """Whether there was no room for another replica: a stale one must leave first."""
         self.made_way = False
-        """Whether a stale one has left for that, and no new one has served since. Until then no
-        other one leaves, as new ones may never serve."""
+        """Whether a stale replica has left to make room, and no new one has served since. Until one
+        serves, no other leaves, as new ones may never serve."""
 
 
 class Fleet:
@@ -430,8 +430,8 @@ class Fleet:
         _log.info("taken over: %s", ", ".join(self._replicas) or "nothing")
 
     async def _recall(self) -> None:
-        """Reads the wanted numbers, and how many replicas were ever started. Nothing is started
-        before: a new replica could not register, and its name might not be unique."""
+        """Reads the wanted numbers, and how many replicas were ever started. Starts nothing before
+        that, as a new replica could not register, and its name might not be unique."""
         wanted, num_started = await self._registry.wanted(), await self._registry.started()
         there = Counter(one.role for one in self.replicas if not one.on_trial)
         self.wanted = self.spec.bounded(self.wanted | there | wanted)
@@ -462,7 +462,7 @@ class Fleet:
 
     def _is_tried(self, one: Replica) -> bool:
         """Whether a replica on trial stays. If its settings were adopted, it stays until another
-        one with them serves."""
+        replica with these settings serves."""
         plan = self.spec.plans[one.role]
         is_taken = one.plan == PLAN + plan and self.wanted[one.role] > 0
         serves = any(other.address and other.plan == plan for other in self.of(one.role))
@@ -488,7 +488,7 @@ class Fleet:
         now = asyncio.get_running_loop().time()
         held_back = {role for role, trouble in self._troubles.items() if now < trouble.not_before}
         if not any(one.address for one in self.of("target")):
-            held_back.add("coordinator")  # It needs a target to describe the model.
+            held_back.add("coordinator")  # It needs a target's description of the model.
         crowded = {role for role, one in self._troubles.items() if one.crowded}
         in_place = {role for role in ROLES if self.spec.replaced_in_place(role)} | crowded
         crowded = {role for role in crowded if not self._troubles[role].made_way}
@@ -537,8 +537,8 @@ class Fleet:
         return one
 
     def _free_slot(self, role: Role) -> int:
-        """The lowest free slot; of a role that keeps its ports the slot of the stale replica that
-        leaves next, if there is one."""
+        """The lowest free slot, or for a role that keeps its ports the slot of the stale replica
+        that leaves next, if there is one."""
         taken, stale = set(), []
         for one in self.of(role):
             if self.spec.keeps_ports(role) and one.plan != self.spec.plans[role]:
@@ -563,7 +563,7 @@ class Fleet:
             ports = self._ports.get(one.slot, ports)
             if (
                 not takes_over
-            ):  # Another program may have them by now; then the next try uses others.
+            ):  # Another program may have taken them; then the next try uses others.
                 self._ports.pop(one.slot, None)
         config = spec.replica_config(
             one.role, one.name, one.slot, takes_over=takes_over, ports=ports

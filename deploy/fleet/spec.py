@@ -42,9 +42,9 @@ class FleetSpec:
     """What the replicas of each role get."""
 
     config: DeploymentConfig
-    """With models' files, devices and GPUs resolved."""
+    """The configuration with models' files, devices and GPUs resolved."""
     given: DeploymentConfig
-    """As given by the user."""
+    """The configuration as given by the user."""
     cluster_gpus: float
     """GPUs of the whole cluster, when they were distributed."""
     demands: Mapping[Role, Demand]
@@ -87,13 +87,13 @@ class FleetSpec:
             raise ConfigError(f"{role}={count}: it must be {LEAST[role]} to {REPLICAS_MAX}")
 
     def replaced_in_place(self, role: Role) -> bool:
-        """Whether a replica ends before its replacement starts: coordinators of one machine with a
-        port for metrics, which two processes cannot share."""
+        """Whether a replica ends before its replacement starts. So do coordinators on one machine
+        with a port for metrics, which two processes cannot share."""
         telemetry = self.config.coordinator.telemetry
         return self.keeps_ports(role) and bool(Destination.parse(telemetry).prometheus_port)
 
     def keeps_ports(self, role: Role) -> bool:
-        """Whether a replica gets the ports of the one that it replaces: coordinators of one
+        """Whether a replica gets the ports of the one that it replaces. So do coordinators on one
         machine, whose ports callers know."""
         return role == "coordinator" and self.local
 
@@ -107,8 +107,8 @@ class FleetSpec:
         ports: Mapping[str, int] = MappingProxyType({}),
     ) -> Any:
         """The configuration of a replica; `slot` is its number among those of its role. It
-        `takes_over` if another replica still has that slot. `ports` by key replace ports that may
-        be any free one. Raises `SettingError` for a port beyond the last."""
+        `takes_over` if another replica still has that slot. `ports`, by key, replace ports set to
+        any free one. Raises `SettingError` for a port beyond the last."""
         own: Any = getattr(self.config, role)
         slot = slot if self.local else 0
         member = Membership(
@@ -164,7 +164,7 @@ def plan_fleet(
     """The spec of a deployment. `found` is `given` with the models' files and Redis; `amounts` are
     the cluster's resources. Distributes GPUs unless the configuration does: one for each rank of a
     model, or an equal fraction if there are fewer. On one machine, targets share the cores unless
-    their number of threads is set. Raises `SettingError` for a device that no actor gets, and for
+    their number of threads is set. Raises `SettingError` for a GPU device without a GPU, and for
     several ranks without a model."""
     target, draft, coordinator = found.target, found.draft, found.coordinator
     runs_model = target.emulated is None
@@ -177,7 +177,7 @@ def plan_fleet(
             raise SettingError(key, f"{num_ranks} given, but there is no model to divide")
     num_ranks = target.tensor_parallel_size * found.num_targets
     if local and found.num_targets > 1 and runs_model and not target.num_threads:
-        # By default each would use all cores.
+        # By default, each target would use all cores.
         target = replace(target, num_threads=max(1, available_cores() // num_ranks))
     default_gpus, cluster_gpus = 0.0, amounts.get("GPU", 0.0)
     if cluster_gpus > 0 and runs_model:
@@ -202,8 +202,8 @@ def plan_fleet(
         del demands["draft"]
     config = replace(found, **parts)
     reads = draft.drafter.model is not None and draft.drafter.model.reads_features
-    # Coordinators learn how drafting works from the first replicas that they find. So they are
-    # replaced, after the others, if that changes.
+    # Coordinators learn from the first replicas that they find how drafting works. So if that
+    # changes, they are replaced, after the others.
     beside: dict[Role, Any] = {"coordinator": (drafts, draft.drafter.on_target is None, reads)}
     plans = {
         role: hashlib.blake2b(
@@ -235,7 +235,7 @@ def are_apart(config: DeploymentConfig, *, same_node: bool, num_cores: int) -> b
     if not same_node or target.emulated is not None:
         return True
     on_devices = [service.device.startswith("cuda") for service in (target, draft)]
-    if all(on_devices):  # With too few devices, each has a fraction of one.
+    if all(on_devices):  # If devices are too few, each has a fraction of one.
         return max(target.num_gpus or 0, draft.num_gpus or 0) >= 1
     if any(on_devices):
         return True

@@ -1,6 +1,6 @@
 """The trial of a drafter: one draft replica with other settings, or one target with another head,
-for a share of the sessions. It is better if its sessions get more tokens per second of decoding.
-Pure."""
+for a share of the sessions. The drafter is better if its sessions get more tokens per second of
+decoding. Pure."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ MINUTES_MAX = 7 * 24 * 60.0
 SESSIONS_MIN = 10
 """Sessions that must have ended with each drafter before a decision."""
 ROUNDS_MIN = 200
-"""Rounds that these must have had."""
+"""Rounds that these sessions must have had, for each drafter."""
 EARLY_ERRORS = 4.0
-"""A difference of this many standard errors ends a trial early; large, as it is tested often."""
+"""A difference of this many standard errors ends a trial early. Large, as it is tested often."""
 LATE_ERRORS = 2.0
 """The difference that is needed at the end of a trial's time, in standard errors."""
 PLAN = "trial-"
-"""Begins the plan of a replica on trial."""
+"""Prefix of the plan of a replica on trial."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Trial:
     share: float
     """Share of the new sessions."""
     seconds: float
-    """Time limit, from when its replica serves."""
+    """Time limit; starts when the trial's replica serves."""
     spec: FleetSpec
     """The spec of a deployment with these settings."""
 
@@ -124,8 +124,8 @@ def check_share(share: float, role: Role, num_replicas: int) -> None:
 
 
 def check_weights(records: Iterable[ReplicaRecord]) -> str:
-    """Why sessions could not move between the target on trial and the others, from the records of
-    all; empty if they can."""
+    """Why sessions could not move between the target on trial and the others, by the records of all
+    targets; empty if they can."""
     records = [*records]
     kept = {one.weights for one in records if not one.trial_share}
     for one in records:

@@ -21,14 +21,14 @@ from .rounds import Option, Rounds, ServiceTimes, scripted, total
 GAIN_MIN = 0.005
 """A later option must be faster by this share to be chosen over an earlier one."""
 REPLICAS_LOSS_MAX = 0.05
-"""Share of the speed with one draft for each session that fewer drafts may cost."""
+"""Fewer drafts may cost this share of the speed with one draft for each session."""
 SWEEP = (1, 2, 3, 4, 6, 8, 12, 16)
 """Values of K to compare with plain decoding."""
 FAN_OUTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Values of look-ahead to compare."""
 RESAMPLES = 200
 LEVEL = 0.9
-"""Share of the resamples within the interval."""
+"""Share of the resamples that lie within the interval."""
 
 
 class Chooser:
@@ -46,7 +46,7 @@ class Chooser:
         self.plain = self.timed(self.plain, plain)
 
     def timed(self, way: Option, rounds: Rounds) -> Option:
-        """The way with its speed over these rounds."""
+        """The way, with its speed over these rounds filled in."""
         seconds = self._first_s + self._times.seconds(rounds, way, self._sessions)
         rate = self._sessions * rounds.num_tokens / seconds
         return replace(
@@ -72,7 +72,7 @@ class Chooser:
         return best(self._with_replicas(way, rounds) for way in (waits, *ahead))
 
     def _with_replicas(self, way: Option, rounds: Rounds) -> Option:
-        """The way with the fewest drafts that cost little speed; none for a look-up."""
+        """The way with the fewest drafts that cost little speed; no drafts for a look-up."""
         if self._times.draft is None:
             return self.timed(way, rounds)
 
@@ -149,7 +149,7 @@ class TemperaturePlan:
     survival: tuple[float, ...]
     """[K]: the chance that at least 1, 2, ... draft tokens are accepted with the chosen option."""
     spread: Spread | None
-    """None if there was one prompt only."""
+    """None if there was only one prompt."""
 
 
 class Replays:
@@ -158,17 +158,17 @@ class Replays:
     def __init__(self, draft: DraftConfig, sample: Sample) -> None:
         self.sample = sample
         self.rules = rules_at(sample.temperature)
-        """One for a look-up, whose tokens every rule accepts alike."""
+        """One rule for a look-up, as every rule accepts the same of its tokens."""
         if draft.drafter.model is None:
             self.rules = self.rules[:1]
         self.rounds = {
             (rule, k): scripted(draft, sample, rule, k) for rule in self.rules for k in (0, *SWEEP)
         }
-        """By rule and K (0 = plain decoding), for each text."""
+        """Rounds by rule and K (0 = plain decoding), for each text."""
         self._looks_ahead = draft.drafter.lookup is None
 
     def chances(self, rule: Rule, k: int) -> list[float]:
-        """[K]: the chance of each draft token to be accepted given that those before it were."""
+        """[K]: the chance that each draft token is accepted, given that those before it were."""
         return [chance or 0.0 for chance in total(self.rounds[rule, k]).by_position[:k]]
 
     def hit_rates(self, rule: Rule, k: int) -> tuple[float, ...]:

@@ -1,9 +1,9 @@
 """`outrider plan --devices`: whether a draft is worth its device, by bytes and bandwidth.
 
-A step reads the weights once, and each session's keys and values once; above `compute_rows` rows
-computing takes longer than reading the weights. It also takes `layer_ms` for each layer and
-`session_ms` for each further session. A head on a draft device waits in each round for its rows, 2
-bytes for each of `head_width` numbers of each committed token, over two links of `link_gb`.
+A step reads the weights once, and each session's keys and values once. Above `compute_rows` rows,
+computing takes longer than reading the weights. A step also takes `layer_ms` for each layer and
+`session_ms` for each further session. In each round, a head on a draft device waits for its rows:
+`head_width` numbers of 2 bytes for each committed token, over two links of `link_gb`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=F
     sources."""
 
     sessions: PositiveInt = 1
-    """Of each target, unless fewer fit."""
+    """Sessions of each target, unless fewer fit."""
     context: PositiveInt = 1024
     """Tokens of each session."""
     target: _Spec = "16.06/32/131.1"  # type: ignore[assignment]
@@ -62,15 +62,15 @@ class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=F
     head_acceptance: Share = 0.71
     hit_rate: Share = 0.84
     memory_gb: PositiveFloat = 127.0
-    """For weights, keys and values: 0.9 of 141 GB."""
+    """Memory for weights, keys and values: 0.9 of 141 GB."""
     bandwidth_tb: PositiveFloat = 3.6
     """0.75 of 4.8 TB/s."""
     compute_rows: PositiveInt = 206
-    """990 TFLOP/s over 4.8 TB/s; the same in 8 bits, with twice the speed and half the bytes."""
+    """990 TFLOP/s over 4.8 TB/s. The same in 8 bits, at twice the speed and half the bytes."""
     layer_ms: NonNegativeFloat = 0.07
     session_ms: NonNegativeFloat = 0.05
     verdict_ms: NonNegativeFloat = 0.07
-    """A session's verdict."""
+    """Time of a session's verdict."""
     round_ms: NonNegativeFloat = 1.3
     """The rest of a round with a draft, beside steps and verdicts."""
     plain_ms: NonNegativeFloat = 0.5
@@ -91,7 +91,7 @@ class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=F
         return room_gb * 1e6 / (model.kv_kb * self.context)
 
     def wire_s(self, num_tokens: float) -> float:
-        """Time of the rows of `num_tokens` over both links."""
+        """Time that the rows of `num_tokens` take over both links."""
         return 2 * num_tokens * self.head_width * _BYTES_OF_A_NUMBER / (self.link_gb * 1e9)
 
     def row(

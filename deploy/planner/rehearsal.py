@@ -32,7 +32,7 @@ TEXTS_MAX = 4
 TOKENS_MAX = 48
 """Length of a rehearsed answer."""
 OUTLIER = 3.0
-"""Rounds longer than this many medians of their K are ignored."""
+"""Rounds longer than this many times the median of their K are ignored."""
 DESCRIBE_TIMEOUT_S = 60.0
 
 
@@ -47,7 +47,7 @@ class PlayedSession:
 
     @property
     def unread_tokens(self) -> int:
-        """Tokens of the prompt that had to be prefilled; full pages are cached."""
+        """Tokens of the prompt that had to be prefilled; only full pages are cached."""
         num = len(self.text.prompt_ids)
         return num - (num - 1) // PAGE_SIZE * PAGE_SIZE if self.is_cached else num
 
@@ -125,7 +125,7 @@ async def _rehearsed(
 ) -> list[PlayedSession]:
     """`is_first`: the prompts are not cached yet."""
     rule = rehearsed_rule(sample.temperature)
-    # Evenly from the sample, so from different categories.
+    # Evenly spaced in the sample, so of different categories.
     texts = sample.texts[:: math.ceil(len(sample.texts) / TEXTS_MAX)]
     texts = tuple(replace(text, max_tokens=min(TOKENS_MAX, text.max_tokens)) for text in texts)
     warm_up = replace(texts[-1], seed=(texts[0].seed - 1) & SEED_MAX)
@@ -137,7 +137,7 @@ async def _rehearsed(
 
 
 def rehearsed_rule(temperature: float) -> Rule:
-    """Greedy, or coupled above 0: answers do not depend on K."""
+    """Greedy, or coupled above temperature 0: with these, answers do not depend on K."""
     return rules_at(temperature)[-1]
 
 
@@ -156,7 +156,7 @@ def fit(
         if k > 0:
             drafted.setdefault(k, []).extend(_drafted_rounds(draft, temperature, session))
         elif len(rounds) > 1:
-            # The mean of the session, as the target runs ahead and tokens arrive in bursts.
+            # The session's mean, as the target runs ahead, so tokens arrive in bursts.
             elapsed_s = rounds[-1].arrived_s - rounds[0].arrived_s
             table_s = step_seconds(1, 1, num_tokens + len(rounds) // 2)
             plain.append((table_s, elapsed_s / (len(rounds) - 1)))
@@ -179,7 +179,7 @@ def fit(
 def _drafted_rounds(
     draft: DraftConfig, temperature: float, session: PlayedSession
 ) -> Iterator[tuple[int, int, RoundReport, float]]:
-    """Steps of the draft model, context, report and seconds of each drafted round, except the
+    """Steps of the draft model, context, report and seconds of each round with a draft, except the
     first, in which the draft may still prefill the prompt."""
     script, text = Script(draft, temperature), session.text
     for index, (before, now) in enumerate(pairwise(session.done.rounds)):

@@ -1,9 +1,9 @@
-"""The rounds that a text of the target takes, how much of each proposal is accepted, and their
-times: engines' cost tables, corrected by lines through measured rounds.
+"""The rounds that a text of the target takes, how much of each proposal is accepted, and the
+rounds' times, from engines' cost tables corrected by lines through measured rounds.
 
 A lossless verifier commits the target's own text x, whatever is drafted. So given x, the rounds are
-a Markov chain that can be computed without playing any. With p and q after every transform, at each
-place of the text:
+a Markov chain, which can be computed without running any. With p and q after every transform, at
+each place of the text:
 
 | rule | chance that the first n tokens of a proposal are accepted, given the text |
 | --- | --- |
@@ -36,9 +36,9 @@ from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 NOISE = 0.15
-"""Assumed standard deviation of a time, as a share of it."""
+"""Assumed standard deviation of a time, relative to it."""
 FACTOR_SPREAD = 0.5
-"""Assumed standard deviation of a factor around 1."""
+"""Assumed standard deviation of a line's factor, around 1."""
 FACTOR_MAX = 4.0
 
 
@@ -60,7 +60,7 @@ class Attempt(NamedTuple):
     num_steps: int
     """Steps of the draft model; 0 if a look-up proposes, or nothing is proposed."""
     survival: Sequence[float]
-    """Of the proposed tokens up to the end of the text."""
+    """Survival of the proposed tokens, up to the end of the text."""
 
 
 _DEPTHS = NUM_DRAFT_TOKENS_MAX
@@ -70,7 +70,7 @@ _KINDS = _DEPTHS + 1
 @dataclass(frozen=True)
 class Rounds:
     """Expected rounds of any number of texts, as one array of sums, so that they can be added. The
-    first round of each text has no draft; *later* rounds are all others."""
+    first round of each text has no draft; all others are *later* rounds."""
 
     sums: Array
     """Texts; tokens; rounds; contexts of later rounds; how often each depth was reached; how often
@@ -95,7 +95,7 @@ class Rounds:
 
     @property
     def accepted(self) -> Array:
-        """How often each depth from 1 was accepted, with all before it."""
+        """How often each depth from 1 on was accepted, with all before it."""
         return self.sums[4 + _DEPTHS : 4 + 2 * _DEPTHS]
 
     @property
@@ -167,7 +167,7 @@ class Script:
         self._sampling = SamplingParams(temperature=temperature)
 
     def attempt(self, text: Answer, start: int, bound: int, rule: Rule) -> Attempt:
-        """Its proposal after the first `start` tokens of an answer, of at most `bound` tokens."""
+        """Its proposal of at most `bound` tokens, after the first `start` tokens of an answer."""
         draft, num_steps, guessed = self._draft, bound, None
         if self._lookup is not None:
             token_ids = (*text.prompt_ids, *text.token_ids[:start])
@@ -218,7 +218,7 @@ def scripted(
 
 @dataclass(frozen=True)
 class Line:
-    """Corrects the seconds of a table; by default not at all."""
+    """Corrects the seconds of a table. The default corrects nothing."""
 
     base_s: float = 0.0
     factor: float = 1.0
@@ -230,7 +230,7 @@ class Line:
 
 def fitted(pairs: Sequence[tuple[float, float]]) -> Line:
     """The least-squares line through pairs of table and measured seconds. Its factor is 0 to
-    `FACTOR_MAX`, and shrunk towards 1 as far as it may be noise."""
+    `FACTOR_MAX`, and is drawn towards 1 as far as it may be noise."""
     if not pairs:
         return Line()
     x, y = np.array(pairs, dtype=np.float64).T
@@ -251,13 +251,13 @@ class Option:
     look_ahead: int = 0
     """Outcomes of a round that the draft works out ahead; 0 = rounds wait for the draft."""
     draft_replicas: float = 0
-    """For each target replica, below 1 if several share one; 0 for plain decoding and look-ups."""
+    """Drafts for each target, below 1 if several share one; 0 for plain decoding and look-ups."""
     hit_rate: float | None = None
     """Share of rounds whose proposal is ready when they begin; None without look-ahead."""
     tokens_per_second: float = 0.0
-    """Of all sessions of a target replica together, including prefill."""
+    """Speed of all sessions of a target replica together, including prefill."""
     speedup: float = 1.0
-    """Over plain decoding of the same number of sessions."""
+    """Speed relative to plain decoding of the same number of sessions."""
     tokens_per_round: float = 1.0
     proposed_per_round: float = 0.0
     """Mean number of draft tokens of rounds with a draft."""
@@ -273,15 +273,15 @@ class ServiceTimes:
     draft: StepCosts | None
     """None = a look-up, without a replica."""
     verify: Line = Line()
-    """Corrects the table to the target's part of a round with a draft."""
+    """From the target's table to its part of a round with a draft."""
     plain: Line = Line()
-    """Corrects the target's table to a round of plain decoding."""
+    """From the target's table to a round of plain decoding."""
     wait: Line = Line()
-    """Corrects the steps of the draft model to the wait for a proposal."""
+    """From the steps of the draft model to the wait for a proposal."""
     rest_s: float = 0.0
     """The rest of a round with a draft, beside wait and verification."""
     first: Line = Line()
-    """Corrects the target's step for the prompt to the time to the first token."""
+    """From the target's step for the prompt to the time to the first token."""
     round_trip_s: float = 0.0
     """Extra round-trip time between coordinator and draft; 0 = on one machine."""
     target_max_num_seqs: int = ENGINE_SEQUENCES_MAX
@@ -308,7 +308,7 @@ class ServiceTimes:
 
 @dataclass(frozen=True)
 class _SharedSteps:
-    """Rounds whose steps are shared with other sessions of the same mean."""
+    """Rounds that share steps with other sessions, whose rounds have the same means."""
 
     times: ServiceTimes
     rounds: Rounds
@@ -316,8 +316,8 @@ class _SharedSteps:
 
     def drafted_seconds(self, sessions: int) -> float:
         """Total time of rounds that wait for their drafts. Sessions that share a step stay together
-        as a group; target and draft each serve one group at a time. In a cycle each session has
-        one round; the number of groups is the one with the shortest cycle."""
+        as a group; target and draft each serve one group at a time. In a cycle each session has one
+        round. The number of groups is chosen for the shortest cycle."""
         mean = 1.0 + self.rounds.proposed_per_round, self.rounds.steps_per_round
 
         def cycle_s(groups: int) -> float:
@@ -339,10 +339,10 @@ class _SharedSteps:
 
     def look_ahead_s(self, sessions: int, way: Option, hit_rate: float) -> float:
         """Time of a round with a draft that works out `way.look_ahead` outcomes while the target
-        verifies. After a hit it takes the longer of the target's step and the draft's work for all
-        outcomes; after a miss the proposal is drafted after the outcome (Kumar et al., arXiv
-        2603.03251, theorem 7). Each pass of the draft adds a token to as many outcomes as fit into
-        a step; the bonus joins at the second pass."""
+        verifies. After a hit, a round takes the longer of the target's step and the draft's work
+        for all outcomes. After a miss, the proposal is drafted once the outcome is known (Kumar et
+        al., arXiv 2603.03251, theorem 7). Each pass of the draft adds a token to as many outcomes
+        as fit into a step; the bonus joins at the second pass."""
         times, k = self.times, way.num_draft_tokens
         verify_s = self._verify_s(sessions, 1.0 + k) + times.rest_s
         branches = math.ceil(sessions / self.draft_replicas) * way.look_ahead
@@ -359,7 +359,7 @@ class _SharedSteps:
         return self._wait_s(together, steps) + self._verify_s(together, rows) + self.times.rest_s
 
     def _verify_s(self, together: float, rows: float) -> float:
-        """The target's part of a round with these rows, beside the others' rows."""
+        """The target's part of a round with these rows, in a step with other sessions' rows."""
         all_rows = rows + (together - 1) * (1.0 + self.rounds.proposed_per_round)
         context = together * self.rounds.context
         return self.times.verify.at(self.times.target.step_seconds(all_rows, together, context))

@@ -1,8 +1,8 @@
 """`outrider plan --simulate`: simulates fleets, and searches for the smallest that is fast enough.
 
 A simulated fleet is the real services (coordinators, targets, drafts and the memory store) in one
-event loop on a virtual clock. Two things are stated instead of computed: the time of a step, by the
-plan's cost tables, and what is accepted, by emulated distributions (`_rows`).
+event loop on a virtual clock. Two things are given instead of computed: the time of a step, by the
+plan's cost tables, and which tokens are accepted, by emulated distributions (`_rows`).
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ from target_service.service import TargetService
 from .rounds import Line, Option, ServiceTimes
 
 ANSWER_TOKENS_MAX = 2**17
-"""Length of an endless answer."""
+"""Length of an answer without an end."""
 VOCABULARY = 64
 _GUESSED_MASS = 2.0**-10
 _DECOY_MASS = 2.0**-15
-"""Probabilities in the draft's distribution of a correction that it guesses, and of a decoy."""
+"""Probabilities, in the draft's distribution, of a correction that it guesses and of a decoy."""
 ROLES: tuple[Role, ...] = ("target", "draft", "coordinator")
-"""In the order in which their numbers are searched: the most expensive first."""
+"""Ordered as their numbers are searched: the most expensive role first."""
 STEPPED_ROWS = 512
 SEARCH_S = 5.0
 """Measured time of each simulation in a search; the warm-up takes half as long."""
@@ -76,7 +76,7 @@ ReplicaRole = Literal["target", "draft"]
 
 @dataclass(frozen=True)
 class Fleet:
-    """Numbers of replicas; no drafts for a look-up."""
+    """Numbers of replicas. With a look-up there are no drafts."""
 
     targets: int
     drafts: int
@@ -92,12 +92,12 @@ class Workload:
     """The load: exactly one of `sessions` and `rate`."""
 
     sessions: int | None = None
-    """Sessions at a time; when one ends the next begins."""
+    """Sessions at a time; when one ends, the next begins."""
     rate: float | None = None
     """Requests a second (a Poisson process)."""
     prompt_tokens: int = 64
     answer_tokens: float = 256.0
-    """Mean of a geometric distribution; `inf` = answers do not end."""
+    """Mean length, of a geometric distribution; `inf` = answers do not end."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Pair:
 
     @property
     def has_drafts(self) -> bool:
-        """False for plain decoding and for look-ups."""
+        """Whether a model drafts: false for plain decoding and for look-ups."""
         return len(self.survival) > 0 and self.times.draft is not None
 
     def seats(self, role: ReplicaRole) -> int:
@@ -173,7 +173,7 @@ class FleetFigures:
     hit_rate: float
     """Share of these rounds whose proposal was ready when they began."""
     busy: tuple[float, float, float]
-    """Mean share of the time that replicas spent in steps."""
+    """Mean share of the time for which replicas were in steps."""
     sessions_per_step: float
     """Mean over the steps of all targets."""
 
@@ -339,7 +339,7 @@ class _Request:
     def __init__(self, began_at: float) -> None:
         self.began_at = began_at
         self.tokens: list[tuple[float, int]] = []
-        """Arrival times, and numbers of tokens."""
+        """Arrival times of tokens, and their numbers."""
 
     def pace(self, begin: float) -> tuple[float, int] | None:
         """Seconds per token, and the number of tokens that this covers: those after `begin` and
@@ -356,9 +356,9 @@ class _Simulation:
         self._tasks: list[asyncio.Task[Any]] = []
         self._requests: list[_Request] = []
         self._rounds: list[RoundReport] = []
-        """Since the end of the warm-up."""
+        """Rounds since the end of the warm-up."""
         self._ends: list[bool] = []
-        """Whether each request that ended since then was served."""
+        """For each request that ended since then, whether it was served."""
 
     async def run(self) -> FleetFigures:
         scenario = self._scenario
@@ -399,8 +399,8 @@ class _Simulation:
         self._tasks.append(asyncio.create_task(work))
 
     async def _keep(self, start_s: float) -> None:
-        """One request after the other. The first prompt is short, so that a simulation does not
-        begin with the prefill of all prompts at once."""
+        """Sends one request after the other. The first prompt is short, so that a simulation does
+        not begin with a prefill of all prompts at once."""
         await asyncio.sleep(start_s)
         prompt_tokens = self._scenario.workload.prompt_tokens
         is_served = await self._request(min(PAGE_SIZE, prompt_tokens))
@@ -538,7 +538,7 @@ class SimulatedFleet:
     fleet: Fleet | None
     """None = no fleet meets the goal for the time per token."""
     was_found: bool
-    """Whether the fleet was searched for, not given."""
+    """Whether the fleet was searched, not given."""
     figures: FleetFigures | None
 
 
