@@ -1,7 +1,7 @@
 """Settings: one frozen configuration per service, and one of a whole deployment.
 
 Flags, `OUTRIDER_*` variables, YAML keys and the table in `docs/settings.md` are made from these
-fields. Fields that are `Internal` are filled in by the code that starts the service."""
+fields. The code that starts the service sets `Internal` fields."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def is_loopback(host: str) -> bool:
 
 
 def without_security(config: Server) -> Server:
-    """The same server for a measurement on this machine: on loopback, without keys or TLS."""
+    """The same server on loopback, without keys or TLS, for a measurement."""
     locks = {one.name: "" for one in fields(config) if one.name in (*PATHS, "api_key")}
     changes: dict[str, Any] = {"host": LOOPBACK, **locks}
     return replace(config, **changes)
@@ -98,13 +98,13 @@ class ServerConfig:
     insecure: bool = False
     """Allow an address other than loopback without keys and TLS."""
     internal_tls_dir: str = ""
-    """Directory of certificates made by `outrider certs`, with which coordinators, targets and
-    drafts authenticate each other. It must exist on each machine. Empty = plain text, and no
-    authentication between them."""
+    """Directory, on each machine, of the certificates from `outrider certs`, by which coordinators,
+    targets and drafts authenticate each other. Empty = plain text, and no authentication between
+    them."""
     telemetry: str = ""
     """Where to send traces and metrics: `otlp=http://HOST:PORT`, `prometheus=PORT`, or both with a
-    comma between them; the target serves on PORT + 1, the draft on PORT + 2. Empty = nowhere; a
-    coordinator with HTTP still serves `GET /metrics`."""
+    comma between them. On PORT the coordinator serves metrics, on PORT + 1 the target, on PORT + 2
+    the draft. Empty = nowhere; a coordinator with HTTP still serves `GET /metrics`."""
 
     log_level: Literal["debug", "info", "warning"] = "info"
     """Log level; `debug` adds a line for each session that ends or moves."""
@@ -199,9 +199,9 @@ class ModelServerConfig(ServerConfig):
     )
     """Most tokens in one step; longer prompts are prefilled in chunks, beside other sessions."""
     deterministic: bool = False
-    """Make logits bit-identical whatever else is in a step, so that coupled and greedy output does
-    not depend on `num_draft_tokens` or on other sessions. Fused kernels always do; other steps
-    become slower."""
+    """Make a token's logits independent of the rest of its step, to the bit, so that coupled and
+    greedy output does not depend on `num_draft_tokens` or on other sessions. Fused kernels always
+    do this; other kernels become slower."""
     cpu_kernels: Literal["auto", "torch"] = "auto"
     """Kernels of a step on a CPU: `auto` = the fused kernels of amd-pace where it is installed and
     supports the processor and the model, `torch` = torch's own operators."""
@@ -210,10 +210,10 @@ class ModelServerConfig(ServerConfig):
     dtype: Dtype = "auto"
     """Data type of the weights."""
     max_model_len: Annotated[int, between(0, MODEL_LEN_MAX)] = 0
-    """Most tokens of prompt and completion; 0 = what the model allows and the memory for keys and
-    values can hold."""
+    """Most tokens of prompt and completion; 0 = what the model allows and fits into the memory for
+    keys and values."""
     kv_cache_memory_bytes: Annotated[int, between(0, MEMORY_BYTES_MAX)] = 0
-    """Bytes for keys and values on each rank; 0 = 1 GiB on a CPU, and what `gpu_memory_utilization`
+    """Bytes for keys and values on each rank; 0 = 1 GiB on a CPU, what `gpu_memory_utilization`
     leaves on a GPU. Never more than `max_num_seqs` sequences of full length need."""
     port: Port = 0
     """The replica's gRPC port; 0 = any."""
@@ -252,7 +252,7 @@ class ModelServerConfig(ServerConfig):
 
     @property
     def emulated(self) -> str | None:
-        """The specification of an emulated engine; None where models run."""
+        """The specification of an emulated engine; None if models run."""
         return self.engine.removeprefix(EMULATED) if self.engine.startswith(EMULATED) else None
 
 
@@ -271,7 +271,7 @@ class TargetConfig(ModelServerConfig):
     model: str = "demo"
     """The target: `demo`, a directory, a .gguf file, or a hub id."""
     heads: Internal[str] = ""
-    """Name of its draft heads or exit head, where it drafts for itself; else empty."""
+    """Name of its draft heads or exit head; empty if it does not draft for itself."""
     heads_kind: Internal[str] = ""
     """`medusa`, `early-exit`, `eagle3` or `mtp`."""
     heads_directory: Internal[str] = ""
@@ -302,16 +302,15 @@ class DraftConfig(ModelServerConfig):
     suffix_depth: Annotated[int, between(2, SUFFIX_DEPTH_MAX)] = 16
     """Longest match, in tokens, that suffix decoding looks for."""
     suffix_min_score: Annotated[float, between(0.01, 1)] = 0.1
-    """Suffix decoding drafts a token while the product of its probability and those before it is at
-    least this."""
+    """Suffix decoding drafts tokens while the product of their probabilities is at least this."""
     suffix_tokens_per_tenant: Annotated[int, between(0, SUFFIX_TOKENS_MAX)] = 2**17
     """Tokens of earlier outputs that suffix decoding keeps per tenant, about 200 bytes each, and
     for all tenants together four times as many; 0 = none."""
     hybrid_min_score: Annotated[float, between(0.1, NUM_DRAFT_TOKENS_MAX)] = HYBRID_SCORE_MIN
     """A hybrid uses its look-up, not its model, from this number of expected accepted tokens on."""
     hybrid_model_tokens: Annotated[int, between(1, NUM_DRAFT_TOKENS_MAX)] = HYBRID_MODEL_TOKENS
-    """Most draft tokens a round that a hybrid draws from its model, heads or early exit; its
-    look-up is not limited by this."""
+    """Most draft tokens a round from a hybrid's model, heads or early exit; does not limit its
+    look-up."""
     target: Internal[str] = ""
     """Name of the target that the drafter was made for; else empty."""
     target_directory: Internal[str] = ""
@@ -359,9 +358,8 @@ class CoordinatorConfig(ServerConfig):
     """Settings of coordinators."""
 
     api_key: str = Field(default="", repr=False)
-    """API keys, or their hashes, one of which callers need; several are separated by commas, or
-    given by several flags. Best set as a variable: flags are visible to other users of this
-    machine."""
+    """API keys, or their hashes; callers need one of them. Several are separated by commas, or
+    given by several flags. Best set as a variable: other users of this machine can see flags."""
     api_key_file: str = ""
     """File of API keys as `outrider keys new` writes it, with tenants and limits. Read again when
     it changes."""
@@ -371,8 +369,8 @@ class CoordinatorConfig(ServerConfig):
     ssl_keyfile: str = ""
     """Its private key, in PEM."""
     ssl_ca_certs: str = ""
-    """Certificate authorities, in PEM, that callers' certificates must be signed by; empty =
-    callers need no certificate."""
+    """Certificate authorities, in PEM, one of which must have signed each caller's certificate;
+    empty = callers need no certificate."""
     role = "coordinator"
 
     served_model_name: str = ""
@@ -396,20 +394,20 @@ class CoordinatorConfig(ServerConfig):
     redis: Internal[RedisAddress] = RedisAddress()
     """The session store."""
     redis_wait_replicas: Annotated[int, between(0, REDIS_WAIT_REPLICAS_MAX)] = 0
-    """Replicas of Redis that must have tokens before they are sent to the client; 0 = the primary
-    alone. A failover cannot lose tokens that all replicas have."""
+    """Replicas of Redis that must have tokens before the client gets these; 0 = the primary alone.
+    A failover cannot lose tokens that all replicas have."""
     num_draft_tokens: Annotated[int, between(0, NUM_DRAFT_TOKENS_MAX)] = 8
     """Draft tokens a round for requests that do not set a number; with `length_control` the most.
     0 = plain decoding."""
     length_control: bool = True
-    """Choose the number of draft tokens of each round, down to none, by expected gain and cost; the
-    request's number is then the most."""
+    """Choose the number of draft tokens of each round by expected gain and cost, from 0 up to the
+    request's number."""
     unseeded_rule: Literal["auto", "token", "block"] = "auto"
     """Rule of requests with a temperature but neither rule nor seed; `auto` = token with
     `draft_siblings`, else block."""
     look_ahead: Annotated[int | None, between(0, LOOK_AHEAD_MAX)] = None
     """Outcomes of a round for which the draft already drafts while the target verifies; 0 = none,
-    unset = some where draft and target share neither cores nor a device."""
+    unset = some if draft and target share neither cores nor a device."""
     draft_siblings: Annotated[int, between(0, SIBLINGS_MAX)] = 0
     """Alternative candidates beside each token of a model's proposal, up to the largest tree. 0 =
     chains. Not used with `look_ahead` (set or chosen), `deterministic`, penalties or the rule
@@ -427,7 +425,7 @@ class CoordinatorConfig(ServerConfig):
     cancelled. Nothing is decoded meanwhile."""
     draft_timeout_ms: WaitMs = 1_000
     """Time limit for the draft of a round, ms: it returns the tokens drawn by then. Length control
-    sets a shorter one where more would not pay."""
+    sets a shorter limit if more time would not pay."""
     draft_retry_ms: Internal[WaitMs] = 1_000
     """Delay before a draft that failed is asked again, ms."""
     target_timeout_ms: Internal[WaitMs] = 30_000
@@ -448,8 +446,8 @@ class CoordinatorConfig(ServerConfig):
     again, one session at a time, and metrics compare the tokens with the target's distribution. 0 =
     none. Without `telemetry` there are no audits."""
     trace_every_rounds: Annotated[int, between(0, TRACE_ROUNDS_MAX)] = 64
-    """Every Nth round of a request has spans, and so have the first two; 0 = none. Totals of the
-    request count all rounds."""
+    """Every Nth round of a request has spans, and so have the first two; 0 = none. The request's
+    totals include all rounds."""
     trace_prompts: bool = False
     """Record prompts in traces."""
     vllm_metric_names: bool = False
@@ -460,16 +458,16 @@ class CoordinatorConfig(ServerConfig):
     trust_remote_code: bool = False
     """Run Python code that comes with a model's files."""
     drafting_delays: Internal[bool] = False
-    """Whether drafting slows the target down: they share cores or a device."""
+    """Whether drafting slows the target down because they share cores or a device."""
     shares_ports: Internal[bool] = False
     """Whether a coordinator that replaces this one may listen on its ports before it has ended."""
     takes_over_ports: Internal[bool] = False
     """Whether another coordinator, which this one replaces, may still listen on its ports. If not,
     ports in use are an error."""
     target_address: Internal[str] = ""
-    """HOST:PORT of the target, where it is not announced ..."""
+    """HOST:PORT of a target that is not announced ..."""
     draft_address: Internal[str] = ""
-    """... and of the draft; empty = none."""
+    """... and of such a draft; empty = none."""
     lookup: Internal[DraftConfig | None] = None
     """The look-up that drafts in the coordinator, alone or before a model, heads or early exit."""
 
@@ -531,9 +529,9 @@ class AutoscaleConfig:
     autoscale_coordinators: str = ""
     """The same for coordinators."""
     autoscale_queue_steps: Annotated[float, between(0.1, 1000)] = 1.5
-    """Add targets where items wait for longer than this many steps in the queue."""
+    """Add targets if items wait in the queue for longer than this many steps."""
     autoscale_draft_waits: Annotated[float, between(0.01, 1)] = 0.25
-    """Add drafts where a larger share of the rounds waits for its turn at a draft."""
+    """Add drafts if a larger share of the rounds waits for its turn at a draft."""
     autoscale_calm_s: Annotated[float, between(1, WAIT_S_MAX)] = 120.0
     """Remove a replica once one fewer would have been enough for this long, s."""
 
@@ -565,15 +563,15 @@ class DeploymentConfig:
     coordinator: Internal[CoordinatorConfig] = CoordinatorConfig()
     autoscale: Internal[AutoscaleConfig] = AutoscaleConfig()
     num_targets: Annotated[int, between(1, REPLICAS_MAX)] = 1
-    """Target replicas at the start; `outrider scale` changes the number."""
+    """Target replicas at the start; `outrider scale` changes their number."""
     num_drafts: Annotated[int, between(0, REPLICAS_MAX)] = 1
-    """Draft replicas at the start; none where the target drafts for itself or a look-up drafts
+    """Draft replicas at the start; none if the target drafts for itself or a look-up drafts
     alone."""
     num_coordinators: Annotated[int, between(1, REPLICAS_MAX)] = 1
     """Coordinators at the start. On one machine their ports count up."""
     target_resources: str = ""
     """Ray resources that each rank of a target needs beside CPUs and GPUs, as NAME=AMOUNT,
-    separated by commas: they decide where it is placed."""
+    separated by commas. Ray places the rank where these are."""
     draft_resources: str = ""
     """The same for drafts."""
     coordinator_resources: str = ""
@@ -581,8 +579,8 @@ class DeploymentConfig:
     address: str = ""
     """Ray cluster that the actors start on; empty = a local one."""
     deployment_name: str = ""
-    """Name of the deployment. If one of this name runs on the cluster, it is taken over and
-    upgraded to these settings. Empty = a new name each time."""
+    """Name of the deployment. A running one of this name on the cluster is taken over and upgraded
+    to these settings. Empty = a new name each time."""
     startup_timeout_s: Annotated[float, between(0.1, WAIT_S_MAX)] = 20.0
     """Time for Ray to place all actors, s."""
     model_timeout_s: Annotated[float, between(0.1, WAIT_S_MAX)] = 900.0
