@@ -74,8 +74,8 @@ CANCEL_ELSEWHERE_S = 2 * SESSION_LEASE_MS / 1e3
 CANCEL_LOOK_S = SESSION_LEASE_RENEWAL_MS / 2e3
 """Time between two checks whether it has."""
 KEY_TRIES = 3
-"""Attempts to serve a request with an idempotency key. One fails if the key's session has expired,
-or another request with the key was faster."""
+"""Attempts to serve a request with an idempotency key. An attempt fails if the key's session has
+expired, or another request with the key was faster."""
 NO_SESSION = "0" * 32
 """Session id that does not exist, to check whether the store answers."""
 
@@ -435,9 +435,9 @@ class CoordinatorService:
 
     async def cancel(self, session_id: str, tenant: str | None = "") -> None:
         """Ends a session as cancelled, wherever it runs; does nothing if it is finished. If another
-        coordinator owns it, that one is told when it renews its lease; if its lease has run out,
-        the session is ended here. `tenant` as for `session`. Raises `NotFound`, and `Unavailable`
-        if the session has not ended within `CANCEL_ELSEWHERE_S`."""
+        coordinator owns it, that one learns of it when it renews its lease; if its lease has run
+        out, this coordinator ends the session. `tenant` as for `session`. Raises `NotFound`, and
+        `Unavailable` if the session has not ended within `CANCEL_ELSEWHERE_S`."""
         loop = asyncio.get_running_loop()
         until = loop.time() + CANCEL_ELSEWHERE_S
         while True:

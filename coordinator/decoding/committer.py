@@ -167,7 +167,7 @@ class Committer:
     async def run(self) -> None:
         """Commits and renews the owner's lease until `close`, then tries once more to commit the
         rest. Calls that still wait for a session raise `Unavailable`; the sessions stay in the
-        store for another owner. Raises only for bugs, an exception group."""
+        store for another owner. Raises only for bugs, with an exception group."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 work = [

@@ -456,12 +456,12 @@ class OutputQueue:
         self._entries.append(entry)
 
     def close(self) -> None:
-        """No more entries will be written."""
+        """Call when no more entries will be written."""
         self._closed = True
         self._committer.stir(self._session)
 
     def end(self) -> None:
-        """No more entries will be read."""
+        """Call when no more entries will be read."""
         self._timer.cancel()
 
     async def read(self) -> tuple[Tokens, RoundReport | None] | None:

@@ -19,10 +19,10 @@ from outrider.tokens import TokenSequence
 from .detokenizer import Completion
 
 TOKENS_PER_EVENT = 512
-"""Most tokens in one event of a replay: a message has a size limit ..."""
+"""Most tokens in one event of a replay, as a message has a size limit."""
 ENTRIES_PER_EVENT = 1024
-"""... and must not take long to encode. Most log-probabilities in one event, except for those of a
-single token."""
+"""Most log-probabilities in one event, which must not take long to encode; a single token may have
+more."""
 
 
 _LOGPROBS = TypeAdapter(

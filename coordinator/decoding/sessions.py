@@ -217,7 +217,7 @@ class OwnedSessions:
 
     async def vacate(self, record: SessionRecord) -> None:
         """Ends this coordinator's own run of a session that was taken over under a newer epoch.
-        Raises `StaleEpoch` if another stream has resumed the session meanwhile."""
+        Raises `StaleEpoch` if another stream has resumed the session since."""
         session_id = record.session_id
         while True:
             run = self.running.get(session_id)
@@ -396,7 +396,7 @@ class OwnedSessions:
             await asyncio.wait([self._telling[session_id]], timeout=TAKE_OVER_RETRY_MS / 1e3)
 
     def _release(self, record: SessionRecord) -> Told:
-        """Lets any coordinator take the session over; it must not run here."""
+        """Lets any coordinator take the session over, which must not run here."""
         session_id, epoch = record.session_id, record.epoch
         return self._tell(session_id, lambda: self._store.release(session_id, epoch, self.owner))
 

@@ -11,12 +11,12 @@ a seed get fixed lengths (`LengthControls.open`). docs/exactness.md has the proo
 | drafting | the best by expected tokens and expected time | plain decoding is better |
 | plain | 0; the target runs ahead of the coordinator | drafting is better |
 
-Expectations may be wrong, so three kinds of trial test them, each for a few rounds:
+Expectations may be wrong, so three kinds of trial test them, for one or a few rounds:
 
 | trial | when |
 | --- | --- |
-| drafting | in a plain phase, or in its place when a session begins |
-| the largest K, which shows what every smaller K would have brought | in one round |
+| drafting | in a plain phase, or instead of one when a session begins |
+| the largest K, which shows what every smaller K would have brought | when K is chosen |
 | plain decoding | while almost nothing is known about how long it takes |
 
 A trial runs once a budget covers its expected loss in tokens. The budget grows by a small share of
@@ -307,7 +307,7 @@ class LengthControl(LengthPolicy):
         self._bound = num_draft_tokens
         self._seed = seed
         self._choice: _Option | None = None
-        """Length of rounds with a draft; None = not chosen yet."""
+        """Length of the next rounds with a draft; None = not chosen yet."""
         self._look: _Option | None = None
         """Length of the next round if that tries the largest K, else None."""
         self._until_choice = 0

@@ -116,7 +116,7 @@ class LengthPolicy:
         as in `PlayedRound`."""
 
     def close(self) -> None:
-        """The session ends."""
+        """Call when the session ends."""
 
 
 class FixedLength(LengthPolicy):

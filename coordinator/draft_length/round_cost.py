@@ -129,8 +129,8 @@ class Forecast:
     """[K]: what the first, second, ... proposed token adds, its row included."""
     token_lost: Array
     row_s: Array
-    """[K]: what the row of each of these adds, and each sibling beside it, which costs the draft
-    nothing."""
+    """[K]: what the row of each of these adds. Each sibling beside it adds the same, as it costs
+    the draft nothing."""
     row_lost: Array
     draft_s: Array
     """[K]: the wait for a proposal of one, two, ... tokens."""

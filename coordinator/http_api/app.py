@@ -450,8 +450,8 @@ def build_app(
     hosts: Collection[str] = (),
     formats: ChatFormats | None = None,
 ) -> FastAPI:
-    """The application. `closing` is set when running requests are no longer waited for. `hosts` are
-    the accepted names of this server; none = any. `formats` as for `http_server`."""
+    """The application. `closing` is set when the server stops waiting for running requests. `hosts`
+    are the accepted names of this server; none = any. `formats` as for `http_server`."""
     access = options.access
     app = DocumentedApp(
         title="Outrider",

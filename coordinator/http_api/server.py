@@ -259,8 +259,8 @@ class HttpServer:
     def __init__(
         self, options: HttpOptions, build: Callable[[asyncio.Event, Collection[str]], ASGIApp]
     ) -> None:
-        """`build` makes the application from an event, which is set when running requests are no
-        longer waited for, and the accepted names of this server; none = any. Raises `OSError` or
+        """`build` makes the application from an event, which is set when the server stops waiting
+        for running requests, and the accepted names of this server; none = any. Raises `OSError` or
         `ValueError` for wrong TLS files."""
         self._options = options
         self._tls = None

@@ -80,7 +80,7 @@ class Reader:
     named_head: ClassVar[re.Pattern[str] | None] = None
     """The beginning of a call that is not an object, up to its arguments; None = all are."""
     shows_mark = False
-    """Whether the mark is content, too, where no call follows it."""
+    """Whether a mark that no call follows is content."""
     begins_with_calls = False
     """Whether an object at the beginning of the text is a call without a mark."""
     knows_names = False
@@ -324,16 +324,16 @@ class AnswerForm:
 
 
 class Hermes(Reader):
-    """`<tool_call>{"name": .., "arguments": {..}}</tool_call>`, any number of them; Qwen's models,
-    too."""
+    """`<tool_call>{"name": .., "arguments": {..}}</tool_call>`, any number of them; also of Qwen's
+    models."""
 
     shown_tokens = marks = ("<tool_call>", "</tool_call>")
     shows_mark = True
 
 
 class Llama3(Reader):
-    """`{"name": .., "parameters": {..}}` at the beginning, or after `<|python_tag|>`; several with
-    semicolons between. An object whose name is not that of a tool is content."""
+    """`{"name": .., "parameters": {..}}` at the beginning, or after `<|python_tag|>`; semicolons
+    separate several. An object whose name is not that of a tool is content."""
 
     shown_tokens = marks = ("<|python_tag|>",)
     begins_with_calls = knows_names = True
@@ -350,8 +350,8 @@ class Mistral(Reader):
 
 
 class DeepSeek(Reader):
-    """Between marks: in V3 `function`, the name, and the arguments as a block of JSON; in V3.1 the
-    name and the arguments."""
+    """Calls between marks. In V3: `function`, the name, and the arguments in a code block of JSON.
+    In V3.1: the name and the arguments."""
 
     shown_tokens = (
         "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
@@ -400,7 +400,7 @@ class Reasoning(Reader):
 CALL_READERS: dict[str, type[Reader]] = {
     "hermes": Hermes, "llama3": Llama3, "mistral": Mistral, "deepseek": DeepSeek, "none": Reader
 }  # fmt: skip
-"""By their names for `--tool-call-parser`."""
+"""Parsers by their names in `--tool-call-parser`."""
 
 
 class ChatFormats:

@@ -83,7 +83,7 @@ class PushedProposals:
 
     def begin(self, number: int, tokens: TokenSequence) -> ProposalReply | None:
         """Begins a round after these committed tokens. Returns the proposal that assumed them, if
-        it is here, and drops all others."""
+        it has come, and drops all others."""
         found = None
         if self.expects(number):
             for base_length in {length for length, _ in self._kept}:
@@ -427,7 +427,7 @@ class DraftClient(_ModelDrafts):
             self._held_before, self._route.cached_length, self._brought = held, reach, None
 
     def _hear_feed(self) -> None:
-        """Reads the answer to the newest feed, if it is here. The draft may hold more than it was
+        """Reads the answer to the newest feed, if it has come. The draft may hold more than it was
         fed, if other sessions left pages of the same tokens, or less, if it lacks free pages."""
         answer = self._route.take_awaited()
         if answer is None:

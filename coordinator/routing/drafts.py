@@ -91,7 +91,7 @@ class SessionLookup:
         return SealedProposal.of(guess.proposal(request)), guess.score
 
     def close(self) -> None:
-        """The session ends."""
+        """Call when the session ends."""
         self._lookup.release(self._session.session_id)
 
 
@@ -143,7 +143,7 @@ class Drafts:
         """Takes no more proposals from this drafter, as it sent an unreadable distribution."""
 
     def close(self) -> None:
-        """The session ends."""
+        """Call when the session ends."""
         self.lookup.close()
 
 

@@ -102,7 +102,7 @@ class ReplicaConnection:
         self._pool.lost.set()
 
     def lose(self, error: Exception) -> None:
-        """Its stream broke."""
+        """Call when its stream broke."""
         self.miss()
         for route in self.routes.values():
             route.lose(error)
@@ -602,8 +602,8 @@ class SessionRoute(Generic[Item, Answer]):
             raise
 
     async def take(self, timeout_s: float) -> Answer:
-        """Waits for the answer to the current round. Raises `LinkLost` if the stream breaks
-        meanwhile, `TimeoutError` after `timeout_s`. One waiter at a time."""
+        """Waits for the answer to the current round. Raises `LinkLost` if the stream breaks first,
+        and `TimeoutError` after `timeout_s`. One waiter at a time."""
         check(self._waiter is None, "two waiters on one route")
         self._due = self._loop.time() + timeout_s
         while self._round not in self._answers:
@@ -658,7 +658,7 @@ class SessionRoute(Generic[Item, Answer]):
         return True
 
     def take_awaited(self) -> Answer | None:
-        """The `awaited` answer if it is here; then nothing is awaited any more."""
+        """Returns the `awaited` answer if it has come, and clears `awaited`."""
         number = self.awaited
         if number is None or number not in self._answers:
             return None

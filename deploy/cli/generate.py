@@ -247,8 +247,8 @@ def _tokenizer(directory: str) -> Any:
 
 
 def logprob_table(completion: Completion, directory: str) -> Table:
-    """A row for each token: its log-probability, and the likeliest tokens at its place with theirs.
-    Token ids have their texts beside them if the directory has a tokenizer."""
+    """A row for each token: its log-probability, and the likeliest tokens in its place, with
+    theirs. Token ids have their texts beside them if the directory has a tokenizer."""
     from rich.table import Table
     from rich.text import Text
 

@@ -388,7 +388,7 @@ def _connection(
 
 
 async def _served(record: DeploymentRecord, state: Path) -> DeploymentRecord:
-    """Waits until the record names a coordinator, as the only one may be about to be replaced.
+    """Waits until the record names a coordinator. While the only one is replaced, it names none.
     Raises `Unavailable` after `COORDINATOR_WAIT_S`."""
     try:
         async with asyncio.timeout(COORDINATOR_WAIT_S):

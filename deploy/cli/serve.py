@@ -390,7 +390,7 @@ async def ask_registry(
     record: DeploymentRecord, timeout_s: float
 ) -> tuple[dict[str, Facts], str | None]:
     """The replicas' records in the deployment's Redis by address, and an error if some are missing.
-    A password without a file comes from the environment variable that replicas read, too."""
+    A password without a file comes from the environment variable that replicas also read."""
     from outrider.registry.redis_registry import RedisRegistry
 
     known: dict[str, Facts] = {}

@@ -238,7 +238,7 @@ def _lookup_of(draft: DraftConfig) -> DraftConfig | None:
         return None
     prefixes = ("ngram_", "suffix_", "hybrid_")
     names = [one.name for one in fields(draft) if one.name.startswith(prefixes)]
-    # The same for every model of a hybrid.
+    # Every model of a hybrid gives the same name.
     model = lookup.value if draft.drafter.is_lookup else f"hybrid:{lookup},model"
     return DraftConfig(model=model, **{name: getattr(draft, name) for name in names})
 

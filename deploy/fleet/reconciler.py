@@ -127,7 +127,7 @@ class Reconciler(PlacedActor):
     """The actor around a `Fleet`."""
 
     def __init__(self, spec: FleetSpec, namespace: str) -> None:
-        """`namespace` is its actors'. After a restart by Ray, it continues by itself."""
+        """`namespace` is that of its actors. After a restart by Ray, it goes on by itself."""
         import ray
 
         log_to(spec.log_directory, RECONCILER, spec.config.coordinator.log_level)
