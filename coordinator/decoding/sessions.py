@@ -275,7 +275,7 @@ class OwnedSessions:
         """Takes a session over, unless it is finished. Returns the record under its new epoch, and
         the parameters. Raises like `SessionStore.take_over` and `check_known`, and `Incompatible`
         if no target has its weights. The checks come first. If the tokens changed after `record`
-        was read, `check_known` runs again, and releases the session if it fails."""
+        was read, `check_known` runs again; if it fails, the session is released."""
         parameters = await self.replay(record, lambda: check_known(record, request))
         if record.finish_reason is not None:
             return record, parameters
@@ -330,8 +330,8 @@ class OwnedSessions:
 
     async def release_wanted(self, session_id: str) -> None:
         """Releases a session that another coordinator wants, if the store lists it as this
-        coordinator's but it does not run here: a failover of the store has lost its release. If the
-        store does not answer, does nothing; it reports a session again while it is wanted."""
+        coordinator's but it does not run here: a failover of the store has lost its release. Does
+        nothing if the store does not answer: the store reports a wanted session again."""
         if self._is_here(session_id) or self._closing.is_set():
             return
         try:

@@ -56,7 +56,7 @@ _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 _PASSING = frozenset({409, 502, 503})
 """Statuses of requests that another coordinator may serve, or the same one later ..."""
 _PASSING_LATER = _PASSING | {429}
-"""... and those once the response has begun: then the client cannot repeat a request."""
+"""... and after the response has begun, when the client cannot repeat the request itself."""
 _HOP_BY_HOP = frozenset({
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer",
     "transfer-encoding", "upgrade",

@@ -78,7 +78,7 @@ class Reader:
     marks: ClassVar[tuple[str, ...]] = ()
     """Marks around calls, which are not content. Calls follow the first one."""
     named_head: ClassVar[re.Pattern[str] | None] = None
-    """The beginning of a call that is not an object, up to its arguments; None = all are."""
+    """The head of a call that is not an object, up to its arguments; None = all are objects."""
     shows_mark = False
     """Whether a mark that no call follows is content."""
     begins_with_calls = False
@@ -324,8 +324,8 @@ class AnswerForm:
 
 
 class Hermes(Reader):
-    """`<tool_call>{"name": .., "arguments": {..}}</tool_call>`, any number of them; also of Qwen's
-    models."""
+    """`<tool_call>{"name": .., "arguments": {..}}</tool_call>`, any number of them. Qwen's models
+    write the same."""
 
     shown_tokens = marks = ("<tool_call>", "</tool_call>")
     shows_mark = True

@@ -1,10 +1,10 @@
 """Follows the registry: updates the pools of replicas, and lists the fleet.
 
 - A replica joins once it has described itself and fits.
-- It is left when its record says that it leaves.
-- It is removed when the registry has not listed it for the length of a lease, and it does not
-  answer either or another replica has its address. Within a lease, a live replica announces itself
-  again even to a registry that lost all its data.
+- Sessions leave it once its record says that it leaves.
+- It is removed when the registry has not listed it for the length of a lease, and either it
+  does not answer or another replica has its address. Within a lease, a live replica announces
+  itself again even to a registry that lost all its data.
 - While the registry is away, nothing changes.
 - A replica that is leaving already joins only if no other one with its weights is known: sessions
   that began with these weights have nowhere else to go.

@@ -247,7 +247,7 @@ class ReplicaPool:
         """The replica for a session, by `choose`: sessions of the same `affinity` share pages.
 
         - It has these `weights` (empty = any), is none of `without`, and `can_read` the session.
-        - It is not away, except that all are away and `without` is empty.
+        - It is not away, unless all are away and `without` is empty.
         - `preferred` comes before all others.
         - One on trial takes its share of the sessions, chosen by id. It takes others only if there
           is no other replica.

@@ -112,7 +112,7 @@ class Learner:
     )
     """Text about the stored weights for the model card."""
     key: object
-    """Tells the drafter from others of the same kind, target and texts."""
+    """Distinguishes the drafter from others of the same kind, target and texts."""
     module: Any
     weights: dict[str, nn.Parameter]
     """The trained weights."""
