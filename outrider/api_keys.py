@@ -59,7 +59,7 @@ class Caller:
 
 
 ANYBODY = Caller()
-"""The caller where no key is needed: one tenant, without limits."""
+"""The caller if no key is needed: one tenant, without limits."""
 
 
 SCHEME = "sha256"

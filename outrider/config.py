@@ -184,7 +184,7 @@ class ModelServerConfig(ServerConfig):
 
     engine: str = AUTO_ENGINE
     """What runs the models: `transformers`; `vllm`, installed beside Outrider; `auto` = vLLM on a
-    CUDA device where it is installed and supports the settings, else transformers; or
+    CUDA device if it is installed and supports the settings, else transformers; or
     `emulated:KEY=VALUE,...` for a toy pair with given step times."""
     enforce_eager: bool = False
     """Run models on vLLM without compilation and CUDA graphs."""
@@ -203,7 +203,7 @@ class ModelServerConfig(ServerConfig):
     greedy output does not depend on `num_draft_tokens` or on other sessions. Fused kernels always
     do this; other kernels become slower."""
     cpu_kernels: Literal["auto", "torch"] = "auto"
-    """Kernels of a step on a CPU: `auto` = the fused kernels of amd-pace where it is installed and
+    """Kernels of a step on a CPU: `auto` = the fused kernels of amd-pace if it is installed and
     supports the processor and the model, `torch` = torch's own operators."""
     trust_remote_code: bool = False
     """Run Python code that comes with a model's files."""

@@ -14,7 +14,7 @@
 | `Client(InProcessTransport(c))` | a coordinator in this process, without gRPC | its event loop |
 | `SyncClient` | a server by gRPC | any thread |
 
-    trust = caller_trust(authority=Path("ca.pem"))    # TLS, where the server has it
+    trust = caller_trust(authority=Path("ca.pem"))    # if the server has TLS
     Client("inference.example:50051", api_key=os.environ["OUTRIDER_API_KEY"], trust=trust)
 
 Every call has a deadline; every error is one of `outrider.errors`. Leaving a stream early cancels

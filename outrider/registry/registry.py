@@ -36,8 +36,8 @@ _Figure = Annotated[float, between(0, FIGURE_MAX)] | None
 
 @dataclass(frozen=True)
 class Figures:
-    """A replica's load: means over about `WINDOW_S`; None where unknown, or where the figure
-    belongs to another role."""
+    """A replica's load: means over about `WINDOW_S`; None if unknown, or if the figure belongs to
+    another role."""
 
     __pydantic_config__: ClassVar = _STRICT
 

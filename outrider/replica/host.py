@@ -119,7 +119,7 @@ class ReplicaHost(PlacedActor):
         return 0 if self._service is None else self._service.num_items
 
     async def wait(self) -> None:
-        """Returns when the server has stopped. Raises `EngineLost` where it did so by itself."""
+        """Returns when the server has stopped. Raises `EngineLost` if that is why."""
         if self._server is not None:
             await self._server.wait()
         lost = None if self._service is None else self._service.lost

@@ -345,7 +345,7 @@ def _kernels(
     dtype: torch.dtype,
     ranks: Ranks | None,
 ) -> PaceKernels | None:
-    """The fused kernels for a model's steps; None, and a log line, where there are none."""
+    """The fused kernels for a model's steps; None, and a log line, if there are none."""
     from outrider.engine.cpu.kernels import KernelsUnavailable, load_pace
 
     if device.type != "cpu":

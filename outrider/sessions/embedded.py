@@ -127,7 +127,7 @@ class EmbeddedRedis:
                     stderr=subprocess.DEVNULL,
                     pass_fds=[lock.fileno()],
                     start_new_session=True,
-                    env=os.environ.copy(),  # `execv` fails with EFAULT where a thread sets one.
+                    env=os.environ.copy(),  # `execv` fails with EFAULT if a thread sets one.
                 )
         except BlockingIOError:
             raise ConfigError(

@@ -55,7 +55,7 @@ _PASSING_ANSWERS = re.compile(
     # How Redis 6.2 says NOPERM inside a script.
     r"|The user executing the script can't run this command"
 )
-"""Errors of a server that runs but cannot serve us now: busy, failing over, disk or memory full,
+"""Errors of a server that runs but cannot serve now: busy, failing over, disk or memory full,
 rights being changed. The client has classes for some; a script wraps them into other text."""
 _REPLACED_ERRORS = (BusyLoadingError, MasterDownError, ReadOnlyError)
 _REPLACED_ANSWERS = re.compile(r"\b(LOADING|MASTERDOWN|NOREPLICAS|READONLY|UNBLOCKED)\b")

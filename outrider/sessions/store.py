@@ -64,7 +64,7 @@ class Append:
     target: CacheState
     counters: Counters
     logprobs: str = ""
-    """JSON lines for these tokens where the request asked for log-probabilities."""
+    """JSON lines for these tokens if the request asked for log-probabilities."""
     more_follow: bool = False
     """Whether the store once had tokens after these. If it has lost the owner's take-over, readers
     get the former owner's tokens until an append without this."""

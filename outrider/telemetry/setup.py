@@ -221,7 +221,7 @@ def read_traceparent(text: str) -> Context | None:
 
 
 def read_sampled(text: str) -> Context | None:
-    """As `read_traceparent`, but None where the trace is not sampled."""
+    """As `read_traceparent`, but None if the trace is not sampled."""
     if not text or text[-1] not in "13579bdf":
         return None
     return read_traceparent(text)

@@ -307,8 +307,8 @@ def sampling_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
 def sampling_from_proto(
     message: types_pb2.SamplingParams, path: str = "sampling"
 ) -> SamplingParams:
-    """Unset fields take their defaults; each is checked against `outrider.limits`. Whether `top_k`
-    and biased tokens fit a vocabulary is checked where the vocabulary is known."""
+    """Unset fields take their defaults; each is checked against `outrider.limits`. Code that knows
+    the vocabulary checks whether `top_k` and biased tokens fit it."""
     if (size := len(message.logit_bias)) > LOGIT_BIAS_ENTRIES_MAX:  # before they are sorted
         reason = f"got {size} entries; at most {LOGIT_BIAS_ENTRIES_MAX}"
         raise BadRequest(f"{path}.logit_bias", reason)

@@ -226,7 +226,7 @@ class _Stream:
         try:
             reason = await self._read()
         except asyncio.CancelledError:
-            # Raised where the call or this task is cancelled.
+            # Raised if the call or this task is cancelled.
             if self._stopped:
                 raise
             reason = "the call was cancelled"

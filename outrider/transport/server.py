@@ -105,7 +105,7 @@ class RpcServer:
         return _join(self._options.host, self._port)
 
     async def start(self) -> int:
-        """Listens, and returns the port. Raises `ConfigError` where it cannot listen."""
+        """Listens, and returns the port. Raises `ConfigError` if it cannot listen."""
         options = self._options
         address = _join(options.host, options.port)
         try:

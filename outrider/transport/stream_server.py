@@ -200,7 +200,7 @@ class SendQueue:
         self._changed = asyncio.Event()
 
     def put(self, frame: bytes) -> bool:
-        """Queues a frame; False where the queue is full."""
+        """Queues a frame; False if the queue is full."""
         if len(self._waiting) >= STREAM_QUEUE_ITEMS_MAX:
             return False
         self._waiting.append(frame)

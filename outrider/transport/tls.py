@@ -98,7 +98,7 @@ def make_role(directory: Path, role: Role, now: datetime.datetime, days: int = R
 
 
 def days_left(path: Path, now: datetime.datetime) -> int:
-    """Whole days until a certificate ends; negative where it has ended."""
+    """Whole days until a certificate ends; negative if it has ended."""
     return (read_certificates(path)[0].not_valid_after_utc - now).days
 
 
@@ -246,7 +246,7 @@ def pinned_trust(server: Path, certificate: Path | None = None, key: Path | None
 
 
 def pinned_name(server: Path) -> str:
-    """A host in a certificate. Raises `ConfigError` where there is none."""
+    """A host in a certificate. Raises `ConfigError` if there is none."""
     names = certificate_names(server)
     if not names:
         raise ConfigError(f"{server}: names no host; it needs a subject alternative name")
