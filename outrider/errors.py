@@ -21,7 +21,7 @@
     ├── ConfigError           (start-up only: one line and exit code 2)
     │   └── SettingError                                  names the setting
     ├── StepUndone            INTERNAL              500   a draft step failed and was undone
-    └── InvariantError        INTERNAL              500   a bug in Outrider
+    └── InvariantError        INTERNAL              500   a bug
 
 An error says what was wrong, what was expected, and what to do.
 """

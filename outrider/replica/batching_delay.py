@@ -17,7 +17,7 @@ from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 from outrider.newest import Newest
 
 GAIN = 0.9
-"""A step waits where this shortens the cycle to less than this fraction of it."""
+"""A step waits if this shortens the cycle to less than this fraction."""
 MEMORY = 0.25
 """Weight of the newest value in the averages of gaps and of step times."""
 SPREAD = 2.5

@@ -4,8 +4,8 @@
     up to ROUND_TOKENS_MAX tokens (a round)  all of them, while there is room, or nothing yet
     more tokens (a prefix)                   the rest, in order of arrival, in chunks
 
-While rounds run, each waiting prefix prolongs a step, with those between two rounds, by STEP_GROWTH
-times its usual time: with n waiting prefixes it may take 1 + 0.75 n times as long, up to
+While rounds run, each waiting prefix lets a step, or all steps between two rounds, last longer by
+STEP_GROWTH times a step's usual time: with n waiting prefixes 1 + 0.75 n times as long, up to
 `max_num_batched_tokens`. So one long prompt does not stall sessions that decode, and many prompts
 are prefilled soon; in return the gaps between tokens grow while prompts wait. n falls by at most
 the factor WAITING_DECAY a step, so the last of many prompts that came together is prefilled as fast
@@ -66,7 +66,7 @@ class _Load(NamedTuple):
     rows: int = 0
     sessions: int = 0
     attention_s: float = 0.0
-    """Time for reading its contexts; 0 where costs are unknown."""
+    """Time for reading its contexts; 0 if costs are unknown."""
     has_prefix: bool = False
     later_s: float = 0.0
     """Time of the passes after its first one."""

@@ -1,6 +1,6 @@
 """What the workers of draft and target share: sessions, admission, and one answer for each item.
 
-Whether a session's item runs in a step, and how far, is decided by pages and tokens:
+Pages and tokens decide whether a session's item runs in a step, and how far:
 
     every item        is aligned with its coordinator (`SessionTable.align`)
     pages, by age     its whole step fits; or younger sessions lose theirs to it; or it waits

@@ -163,7 +163,7 @@ class SessionStore(Protocol):
     async def hold_lease(self, owner: str) -> Mapping[str, bool]:
         """Renews the lease: for a while, no other owner can take over any session of this one.
         Returns the ids of those that others asked for in vain since the last call, each with
-        whether it is to be cancelled. The owner then cancels it, and releases those that it does
+        whether it is to be cancelled. The owner then cancels these, and releases those that it does
         not run."""
 
     async def end_lease(self, owner: str) -> None:
