@@ -75,7 +75,6 @@ class RoundAhead:
         known what each x was drawn from: outcomes can branch off it before the round is read."""
         self.is_read = False
         self.guesses: OutcomeGuesses | None = None
-        """The predicted outcomes."""
         self.chances: dict[Outcome, float] = {}
         """The probabilities of the outcomes that are worth drafting."""
         self.outcomes: dict[Outcome, AutoregressiveDraft] = {}
@@ -456,7 +455,6 @@ class LookAhead:
     def _release(
         self, branches: list[AutoregressiveDraft] | dict[Outcome, AutoregressiveDraft]
     ) -> None:
-        """Releases the sequences of all these branches."""
         for branch in branches.values() if isinstance(branches, dict) else branches:
             self._engine.release(branch.sequence_id)
         branches.clear()

@@ -413,7 +413,6 @@ class LengthControl(LengthPolicy):
         self._controls.close(self._seed)
 
     def _plan(self) -> tuple[_Option, int]:
-        """Plans the next round."""
         if self._bound > 0 and self._fixed is None:
             self._look = None
             if self._plain_left > 0:

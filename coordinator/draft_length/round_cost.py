@@ -102,8 +102,6 @@ class CostLine:
 
 
 class _Mean:
-    """An exponentially weighted mean."""
-
     def __init__(self, memory_rounds: float = MEMORY_ROUNDS) -> None:
         self._keep = 1.0 - 1.0 / memory_rounds
         self._weight = 0.0

@@ -108,7 +108,6 @@ class _Choice:
         self.parts += [Part("content", before)] if before else []
 
     def add(self, text: str) -> None:
-        """Parses new text."""
         if self.reader is not None:
             self.parts += self.reader.push(text)
         elif text:
@@ -164,7 +163,6 @@ class Answer(EventStream):
     delta: Callable[[_Choice], Json]
     """The text of a choice for the next chunk."""
     message: Callable[[_Choice], Json]
-    """The whole text of a choice."""
     logprobs: Callable[[Sequence[Scored]], Json]
     """The log-probabilities of a choice's tokens."""
 
@@ -351,7 +349,6 @@ class ChatAnswer(Answer):
         return {**found, "tool_calls": calls} if calls else found
 
     def _called(self, choice: _Choice, name: str) -> Json:
-        """The beginning of a call."""
         session_id = choice.started.session_id if choice.started else ""
         index, choice.num_calls = choice.num_calls, choice.num_calls + 1
         return {

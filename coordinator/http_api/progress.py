@@ -144,8 +144,6 @@ def request_keys(key: str, tenant: str, request: bytes, num_choices: int) -> lis
 
 
 class _Turn:
-    """The turn of one request."""
-
     def __init__(self) -> None:
         self.ended = asyncio.Event()
         self.num_waiting = 0

@@ -115,7 +115,6 @@ class Learner:
     """Distinguishes the drafter from others of the same kind, target and texts."""
     module: Any
     weights: dict[str, nn.Parameter]
-    """The trained weights."""
     token_ids: Array
     """[N], ascending: the tokens of its logits."""
 
