@@ -1,20 +1,17 @@
-"""`bench peers`: its arithmetic, and whole runs with a scripted deployment, a tiny model, and fakes
-of other libraries."""
+"""`bench peers`: its arithmetic, and a run with a scripted deployment and scripted libraries."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from bench_sides import ScriptedSide, subject_of
 from command_lines import printed
-from peer_stand_ins import make_environment
 from tiny_gguf import save_tiny_gguf
 
 from benchmarks import libraries, peers
-from benchmarks.libraries import PEERS
+from benchmarks.libraries import Library
 from benchmarks.measurement import Completion, SideResult
 from benchmarks.peers import PeersOptions, level_of, report, run
 from benchmarks.speedup import Subject
@@ -66,22 +63,31 @@ def test_ratios_are_to_the_fastest_peer_of_all_tokens_over_all_time() -> None:
         assert text in shown
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_gguf(tmp_path_factory.mktemp("tiny") / "tiny.Q8_0.gguf")
+class ScriptedLibrary(ScriptedSide):
+    """In place of a `LibraryProcess`; OpenVINO does not start."""
+
+    def __init__(self, library: Library, *_: object) -> None:
+        super().__init__(lambda prompt, decoding: (decoding.max_tokens, 1.0))
+        self._name = library.name
+
+    async def __aenter__(self) -> Self:
+        if self._name == "openvino":
+            raise ConfigError("No module named 'openvino_genai'")
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        """Nothing is open."""
 
 
 async def measured(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, known: bool = True,
-    **changes: Any,
-) -> dict[str, Any]:  # fmt: skip
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, known: bool = True
+) -> dict[str, Any]:
     """The report of a scripted deployment."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("RECORD", str(tmp_path / "record"))
-    alone = [replace(one, bindings=one.bindings[:1], drafting=one.drafting[-1:]) for one in PEERS]
     monkeypatch.setattr(peers, "REST_S", 0.0)
-    monkeypatch.setattr(libraries, "SWEEP_TOKENS", 2)
-    monkeypatch.setattr(peers, "PEERS", alone)  # A sweep of one setting is short.
+    for module in (peers, libraries):
+        monkeypatch.setattr(module, "LibraryProcess", ScriptedLibrary)
+    tiny = save_tiny_gguf(tmp_path / "tiny.Q8_0.gguf")
     directory = str(resolve_model(str(tiny)))
     target = TargetConfig(directory=directory, dtype="auto", device="cpu", num_threads=1)
     subject = subject_of(
@@ -96,34 +102,33 @@ async def measured(
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "The fox"}\n{"prompt": "The cat", "category": "cat"}\n')
     options = PeersOptions(
-        prompts=prompts, num_prompts=None, max_tokens=3, temperature=(0.0,),
-        environments=tmp_path / "peers", **changes,
+        prompts=prompts, num_prompts=None, max_tokens=3, temperature=(0.0,), concurrency=(1, 2),
+        environments=tmp_path,
     )  # fmt: skip
     return dict((await run(options, start, lambda line: None)).values)
 
 
 async def test_every_side_decodes_every_prompt(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Transformers one request at a time; peers that are not installed, or fail, are missing."""
     for name in ("vllm", "openvino"):
-        make_environment(tmp_path / "peers", name)
-    found = await measured(tiny, tmp_path, monkeypatch, concurrency=(1, 2))
-    one, two = (set(level["sides"]) for level in found["levels"])
-    ours = {"outrider plain", "outrider speculative"}
-    assert two == ours | {"vllm plain", "vllm n-gram"}
-    assert one == two | {"transformers plain", "transformers prompt lookup"}
-    sides = [entry for level in found["levels"] for entry in level["sides"].values()]
-    assert all(0 < entry["num_tokens"] <= 6 for entry in sides)
-    assert found["levels"][0]["sides"]["vllm plain"]["num_tokens"] == 6
-    missing = found["missing"]
-    assert set(missing) == {"vllm-pace", "openvino", "llama-cpp"}
-    assert missing["vllm-pace"] == "not installed; `make peers` installs it"
-    assert "No module named 'openvino_genai'" in missing["openvino"]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "installed").touch()
+    found = await measured(tmp_path, monkeypatch)
+    one, two = (level["sides"] for level in found["levels"])
+    assert two.keys() == {"outrider plain", "outrider speculative", "vllm plain", "vllm n-gram"}
+    assert one.keys() == two.keys() | {"transformers plain", "transformers prompt lookup"}
+    assert {side["num_tokens"] for side in (*one.values(), *two.values())} == {6}
+    assert found["missing"] == {
+        "vllm-pace": "not installed; `make peers` installs it",
+        "openvino": "plain does not work: No module named 'openvino_genai'",
+        "llama-cpp": "not installed; `make peers` installs it",
+    }
 
 
 async def test_a_deployment_whose_files_are_elsewhere_has_no_peers(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match="server: the target's files"):
-        await measured(tiny, tmp_path, monkeypatch, known=False)
+        await measured(tmp_path, monkeypatch, known=False)

@@ -131,15 +131,15 @@ def test_look_ahead_hides_the_draft_where_it_hits() -> None:
     assert found.draft_ms == pytest.approx(4 * (1 - found.hit_rate), rel=0.2)
 
 
-SIZED = _scenario(sessions=6, seats=2, pair=_pair(*ALL), seconds=1.0, warm_up_s=0.5)
+SIZED = _scenario(sessions=3, seats=2, pair=_pair(*ALL), seconds=0.5, warm_up_s=0.25)
 """A round of 24 ms brings five tokens: 4.8 ms a token where nothing is waited for."""
 
 
 def test_the_smallest_fleet_keeps_the_time_and_one_target_less_does_not() -> None:
-    """6 sessions at 6 ms a token want 200 rounds a second; a full target plays 100."""
+    """3 sessions at 6 ms a token want 100 rounds a second; a full target plays 83."""
     fleet = smallest(SIZED, 6.0, ROLES)
     assert fleet is not None
-    assert (2 <= fleet.targets <= 3, fleet.coordinators) == (True, 1)
+    assert (fleet.targets, fleet.coordinators) == (2, 1)
     assert keeps(simulate(replace(SIZED, fleet=fleet)), 6.0)
     fewer = replace(fleet, targets=fleet.targets - 1)
     assert not keeps(simulate(replace(SIZED, fleet=fewer)), 6.0)
