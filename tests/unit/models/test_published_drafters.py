@@ -167,40 +167,26 @@ def test_other_published_drafters_are_recognised(
 
 
 @pytest.mark.parametrize(
-    ("config", "names", "kind"),
+    ("config", "names", "message"),
     [
-        ({"speculators_model_type": "peagle"}, ["fc.weight"], "peagle"),
-        ({"speculators_model_type": "dflash"}, ["fc.weight"], "dflash"),
-        ({"architectures": ["DFlashDraftModel"]}, ["fc.weight"], "DFlash"),
-        ({"architectures": ["LlamaForCausalLM"]}, ["fc.weight", "layers.0.x"], "EAGLE"),
-        ({"architectures": ["MedusaModel"]}, ["blocks.0.layers.0.weight"], "Medusa"),
-        ({"medusa_num_heads": 3}, ["0.0.linear.weight"], "Medusa"),
-        ({"pard_token": 5, "pard2_target_layers": [-1]}, ["lm_head.weight"], "PARD-2"),
+        ({"speculators_model_type": "peagle"}, ["fc.weight"], "kind peagle, which is not served"),
+        ({"speculators_model_type": "dflash"}, ["fc.weight"], "kind dflash, which is not served"),
+        ({"architectures": ["DFlashDraftModel"]}, ["fc.weight"], "kind DFlash,"),
+        ({"architectures": ["LlamaForCausalLM"]}, ["fc.weight", "layers.0.x"], "kind EAGLE,"),
+        ({"architectures": ["MedusaModel"]}, ["blocks.0.layers.0.weight"], "kind Medusa,"),
+        ({"medusa_num_heads": 3}, ["0.0.linear.weight"], "kind Medusa,"),
+        ({"pard_token": 5, "pard2_target_layers": [-1]}, ["lm_head.weight"], "kind PARD-2,"),
+        ({"transformer_layer_config": None}, ["fc.weight"], "layer_config is None; an object"),
+        ({"eagle_config": [1]}, ["fc.weight"], r"eagle_config is \[1\]; an object"),
+        ({"architectures": [None]}, ["fc.weight"], r"architectures is \[None\]; a list of names"),
+        ({"pard_token": None}, ["fc.weight"], "pard_token is None; a token"),
     ],
 )
-def test_known_kinds_that_are_not_served_are_refused(
-    config: dict[str, Any], names: list[str], kind: str, tmp_path: Path
+def test_what_is_not_served_or_malformed_is_refused(
+    config: dict[str, Any], names: list[str], message: str, tmp_path: Path
 ) -> None:
     save_file({name: torch.ones(1) for name in names}, str(tmp_path / "model.safetensors"))
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=f"of the kind {kind}, which is not served"):
-        recognise(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("stated", "message"),
-    [
-        ({"transformer_layer_config": None}, "transformer_layer_config is None; an object"),
-        ({"eagle_config": [1]}, r"eagle_config is \[1\]; an object"),
-        ({"architectures": [None]}, r"architectures is \[None\]; a list of names"),
-        ({"pard_token": None}, "pard_token is None; a token"),
-    ],
-)
-def test_malformed_configurations_are_refused(
-    stated: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    save_file({"fc.weight": torch.ones(1)}, str(tmp_path / "model.safetensors"))
-    (tmp_path / "config.json").write_text(json.dumps(stated))
     with pytest.raises(ConfigError, match=f"drafter {tmp_path}: .*{message}"):
         recognise(tmp_path)
 

@@ -173,34 +173,26 @@ async def test_unseen_tokens_stay_unseen_while_the_store_is_down() -> None:
         assert await b.stored(session) == tuple(session.tokens.ids)
 
 
-async def test_a_session_waits_at_the_bound_of_uncommitted_tokens() -> None:
-    ahead = 17
+@pytest.mark.parametrize(
+    ("decided", "ahead", "seconds"),
+    [(UNCOMMITTED_TOKENS_MAX - 17, 17, 0.0), (1, 1, UNCOMMITTED_MS_MAX / 1000)],
+)
+async def test_a_session_waits_while_too_many_or_too_old_tokens_are_uncommitted(
+    decided: int, ahead: int, seconds: float
+) -> None:
     async with bench() as b:
         session = await b.session()
         b.store.down = True
-        b.decide(session, UNCOMMITTED_TOKENS_MAX - ahead)
+        b.decide(session, decided)
+        await asyncio.sleep(seconds)
         await b.committer.room(session, ahead)
         b.decide(session)
+        await asyncio.sleep(0.001)
         room = asyncio.create_task(b.committer.room(session, ahead))
         assert await is_waiting(room, 5)
         b.store.down = False
         await room
         assert session.num_uncommitted == 0
-
-
-async def test_a_session_waits_when_its_oldest_token_waits_too_long() -> None:
-    async with bench() as b:
-        session = await b.session()
-        b.store.down = True
-        b.decide(session)
-        await asyncio.sleep(UNCOMMITTED_MS_MAX / 1000)
-        await b.committer.room(session)
-        b.decide(session)
-        await asyncio.sleep(0.001)
-        room = asyncio.create_task(b.committer.room(session))
-        assert await is_waiting(room, 5)
-        b.store.down = False
-        await room
 
 
 async def test_a_take_over_stops_one_session_alone() -> None:
@@ -418,20 +410,3 @@ async def test_a_lease_survives_short_outages_of_the_store_only() -> None:
         b.decide(session)
         with pytest.raises(StaleEpoch):
             await b.committer.shown(session, 4)
-
-
-async def test_sessions_are_handed_over_at_once() -> None:
-    """Running sessions go on until they are taken over; the lease is not renewed any more."""
-    async with bench() as b:
-        taken, kept = await b.session(0), await b.session(1)
-        await asyncio.sleep(1)
-        b.committer.hand_over()
-        await asyncio.sleep(2 * LATENCY_S)
-        b.decide(kept)
-        assert await b.committer.shown(kept, 4) == 4
-        await asyncio.sleep(1)
-        seen = await b.store.load(taken.session_id)
-        assert (await b.store.take_over(seen, "bert")).epoch == 2
-        b.decide(taken)
-        with pytest.raises(StaleEpoch):
-            await b.committer.shown(taken, 4)

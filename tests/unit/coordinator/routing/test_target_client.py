@@ -18,7 +18,6 @@ from outrider.errors import (
 )
 from outrider.messages import Resync
 from outrider.replica.step_request import CANCELLED_CODE
-from outrider.sessions.store import CacheState
 from outrider.speculation.proposal import (
     NOTHING_SEALED,
     DraftDistribution,
@@ -29,18 +28,6 @@ from outrider.speculation.sampling_params import Rule
 from outrider.telemetry.observer import RequestObserver
 
 pytestmark = pytest.mark.virtual
-
-
-async def test_what_the_target_lacks_is_sent_and_what_it_holds_is_not() -> None:
-    link = ScriptedLink(verdict, verdict)
-    one = session()
-    target = target_of(link, one=one)
-    await play(target, one, 0)
-    await target.verify(1, SealedProposal((1, 2)))
-    assert target.cache_state == CacheState("r0", 4)
-    first, second = (item.head for item in link.sent)
-    assert (first.base_length, first.append) == (0, PROMPT)
-    assert (second.base_length, second.append) == (4, (9,))
 
 
 async def test_a_session_leaves_a_target_that_did_not_answer_twice() -> None:
