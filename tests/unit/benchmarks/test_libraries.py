@@ -124,7 +124,6 @@ def test_engine_and_library_write_the_same_tokens_at_temperature_zero(
     tiny: TargetConfig, raw: bool
 ) -> None:
     """In float32, so a difference would be an error in one of the loops. All stop at the EOS."""
-    torch.set_num_threads(1)
     chats = [BenchPrompt("The quick brown fox", "chat"), BenchPrompt("fox", "chat")]
     setup = TargetInputs.load(tiny, chats, PromptOptions(raw=raw, max_tokens=16))
     prompts = [setup.token_ids[prompt.text] for prompt in chats]

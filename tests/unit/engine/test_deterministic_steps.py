@@ -28,11 +28,6 @@ FAMILIES = ("llama", "mistral", "gpt_neox", "generic gemma2")
 _NAMES = count()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def make_engine() -> Iterator[EngineMaker]:
     with checked_engines() as maker:

@@ -26,11 +26,6 @@ EXACT = 1e-10
 """Allowed difference in float64 of sums in another order, for logits of about 10."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(params=["library", "fused"])
 def make_engine(request: pytest.FixtureRequest) -> Iterator[EngineMaker]:
     with checked_engines(fused=request.param == "fused") as maker:

@@ -22,11 +22,6 @@ CLOSE = 2e-3
 TREE = (-1, 0, 0, 1, 2, -1, 5, 4)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def make_engine() -> Iterator[EngineMaker]:
     with checked_engines() as maker:

@@ -22,11 +22,6 @@ SUM_TOLERANCE = 1e-6
 """Of the largest output: rounding in float32 of sums of 192 products."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def random_layer(dtype: torch.dtype, bias: bool, out_features: int = 97) -> nn.Linear:
     with torch.random.fork_rng():
         torch.manual_seed(7)
@@ -126,7 +121,6 @@ def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.M
 def test_a_model_is_rounded_as_a_whole() -> None:
     """Fused blocks and the head included, all but the layers that cannot be, which are packed; its
     logits are near the model's own, and nearer with more bits."""
-    torch.set_num_threads(1)
     config = tiny_config("llama", 96)
     config.hidden_size, config.intermediate_size, config.head_dim = 64, 80, 16
     config.num_attention_heads, config.num_key_value_heads = 4, 2

@@ -46,11 +46,6 @@ RELATIVES = {
 """Settings of other models of the library, and how many of two attention blocks are fused."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def relative_config(model_type: str) -> Any:
     return AutoConfig.for_model(model_type, **(SIZES | RELATIVES[model_type][0]))
 

@@ -31,7 +31,6 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 @pytest.fixture(params=FAMILIES)
 def reference(request: pytest.FixtureRequest) -> MtpReference:
-    torch.set_num_threads(1)
     return MtpReference(mtp_target(request.param, VOCAB, LENGTH))
 
 

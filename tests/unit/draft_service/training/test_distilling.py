@@ -31,7 +31,6 @@ OPTIONS = DistillOptions(out=Path(), **WISHES)  # type: ignore[arg-type]
 @pytest.fixture(scope="module", autouse=True)
 def small_pieces() -> Iterator[None]:
     """So that there are several of each."""
-    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(training.BATCH_TOKENS, "cpu", 512)
         patch.setattr(teacher, "_DOCUMENTS_OF_A_FILE", 32)

@@ -305,7 +305,6 @@ def test_what_is_stored_is_what_was_measured_and_learns_on(
 ) -> None:
     """Logit for logit, loaded for serving or for further training, with the same layers and tokens.
     Nothing else is trained."""
-    torch.set_num_threads(1)
     directory = save_tiny_model(tmp_path / "target", eos_token_id=3, num_layers=NUM_LAYERS)
     target = Target("tiny", directory, Template((0, 5), (3, 6)), None)
     seen: list[tuple[Batch, list[torch.Tensor]]] = []
