@@ -19,12 +19,11 @@ from typing import Any
 from tests.fuzz import seeds
 from tests.fuzz.by_grpc import GrpcFeed, calls
 from tests.fuzz.by_http import HttpFeed, requests
-from tests.fuzz.by_socket import SocketFeed, byte_strings
 from tests.fuzz.control import Control
 from tests.fuzz.ledger import Ledger
 from tests.fuzz.started import Started
 
-KINDS = ("http", "grpc", "bytes", "raw")
+KINDS = ("http", "grpc", "bytes")
 
 
 def main() -> int:
@@ -49,12 +48,10 @@ def _fuzzed(started: Started, arguments: argparse.Namespace, seed: int) -> int:
     ledger = Ledger(seed, math.inf, arguments.batch, 0 if arguments.only else arguments.least)
     control = Control(started, ledger)
     grpc, http = GrpcFeed(started, ledger), HttpFeed(started, ledger)
-    raw = SocketFeed(started, ledger)
     feeds: dict[str, tuple[Any, Any, Callable[[str, Any], None]]] = {
         "http": (requests(http.document), seeds.by_http, http.feed),
         "grpc": (calls(raw=False), seeds.by_grpc, partial(grpc.feed, "grpc")),
         "bytes": (calls(raw=True), tuple, partial(grpc.feed, "bytes")),
-        "raw": (byte_strings(), seeds.by_socket, raw.feed),
     }
     watching = threading.Thread(target=control.run)
     watching.start()
@@ -84,9 +81,8 @@ def _fuzzed(started: Started, arguments: argparse.Namespace, seed: int) -> int:
     counts = ledger.counts
     grpc_count = counts["grpc"] + counts["bytes"]
     print(
-        f"requests={counts['http'] + grpc_count + counts['raw']} http={counts['http']} "
-        f"grpc={grpc_count} raw={counts['raw']} failed={len(ledger.failures)} "
-        f"control={control.number}"
+        f"requests={counts['http'] + grpc_count} http={counts['http']} grpc={grpc_count} "
+        f"failed={len(ledger.failures)} control={control.number}"
     )
     return 1 if ledger.failures else 0
 

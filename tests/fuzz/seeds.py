@@ -10,7 +10,6 @@ from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import draft_pb2, target_pb2, types_pb2
 from tests.fuzz.by_grpc import METHODS, Call
 from tests.fuzz.by_http import HttpCall
-from tests.fuzz.by_socket import Bytes
 from tests.fuzz.system import MAX_MODEL_LEN, VOCAB_SIZE
 from tests.fuzz.valid import CONSTRAINTS
 
@@ -101,20 +100,6 @@ def by_http() -> Iterator[HttpCall]:
 
 def _completion(body: bytes) -> HttpCall:
     return HttpCall("POST", "/v1/completions", "/v1/completions", body, _JSON)
-
-
-def by_socket() -> Iterator[Bytes]:
-    for place in ("open_http", "locked_http"):
-        yield Bytes(place, b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X: " + b"y" * 2**20)
-        yield Bytes(place, b"GET /health HTTP/1.1\r\n" * 2000)
-        yield Bytes(
-            place, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
-        )
-        yield Bytes(place, b"\0" * 2**20, num_pieces=7)
-    for place in ("coordinator", "target", "draft"):
-        yield Bytes(place, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 2**16)
-        yield Bytes(place, b"GET / HTTP/1.1\r\n\r\n")
-        yield Bytes(place, b"\x80\x04\x95" + _PICKLE * 1000)
 
 
 def by_grpc() -> Iterator[Call]:

@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from models import byte_level_tokenizer
-from stack import Stack, running_stack
+from stack import Stack, coordinator_api, http_front, running_stack, serve
 
 from coordinator.auth.access_control import OPEN, AccessControl, RedisSlots, watch_keys
-from coordinator.grpc_api import CoordinatorServicer
-from coordinator.http_api.app import http_server
 from coordinator.http_api.server import HttpOptions
 from coordinator.requests.chat_template import read_chat_template
 from coordinator.service import CoordinatorService
@@ -32,8 +30,7 @@ from outrider.sessions.redis_address import RedisAddress
 from outrider.telemetry.request_spans import ObservedRequests
 from outrider.telemetry.setup import Exports, start_exports
 from outrider.tokenizer import TokenizerText
-from outrider.transport.server import RpcServer, ServerOptions, Service
-from outrider.v1 import coordinator_pb2
+from outrider.transport.server import ServerOptions
 
 UNTRACED: Final = CoordinatorConfig(trace_every_rounds=0)
 VOCAB_SIZE: Final = 320
@@ -98,19 +95,12 @@ async def _serve(
     stack: Stack, place: str, options: HttpOptions, addresses: dict[str, str], exits: AsyncExitStack
 ) -> None:
     gate = options.access
-    http = http_server(stack.coordinator, options)
-    await http.start()
-    exits.push_async_callback(http.stop)
-    addresses[f"{place}_http"] = http.address
-    if not gate.asks_for_keys:
-        return
-    descriptor: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
-    servicer = CoordinatorServicer(stack.coordinator, gate)
-    server = RpcServer([Service(descriptor, servicer)], ServerOptions(guard=gate.check_call))
-    await server.start()
-    exits.push_async_callback(server.stop)
-    await server.set_serving(True)
-    addresses[f"{place}_coordinator"] = server.address
+    url = await exits.enter_async_context(http_front(stack, options))
+    addresses[f"{place}_http"] = url.removeprefix("http://")
+    if gate.asks_for_keys:
+        api = coordinator_api(stack.coordinator, gate)
+        server = await serve(exits, api, ServerOptions(guard=gate.check_call))
+        addresses[f"{place}_coordinator"] = server.address
 
 
 def _figures(coordinator: CoordinatorService) -> dict[str, int]:
