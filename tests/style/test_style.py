@@ -48,11 +48,14 @@ def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
-def _nodes(files: list[Path]) -> Iterator[tuple[str, ast.AST]]:
-    """Each node with its place."""
+def _nodes(files: list[Path]) -> Iterator[tuple[Path, ast.AST]]:
     for path in files:
         for node in ast.walk(_tree(path)):
-            yield f"{_name(path)}::{getattr(node, 'name', getattr(node, 'lineno', 0))}", node
+            yield path, node
+
+
+def _place(path: Path, node: ast.AST) -> str:
+    return f"{_name(path)}::{getattr(node, 'name', getattr(node, 'lineno', 0))}"
 
 
 def _unless_excepted(found: dict[str, str]) -> None:
@@ -63,11 +66,11 @@ def _unless_excepted(found: dict[str, str]) -> None:
 def test_functions_fit_a_screen() -> None:
     """No function is longer than `FUNCTION_LINES_MAX` lines."""
     found = {}
-    for place, node in _nodes(ALL_FILES):
+    for path, node in _nodes(ALL_FILES):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or 0) - node.lineno + 1
             if lines > FUNCTION_LINES_MAX:
-                found[place] = f"{lines} lines"
+                found[_place(path, node)] = f"{lines} lines"
     _unless_excepted(found)
 
 
@@ -135,14 +138,14 @@ def test_values_are_frozen_and_things_have_one_name() -> None:
     """Every dataclass of the product is frozen: state lives in classes with methods. Identifiers
     use the glossary's words."""
     found = {}
-    for place, node in _nodes(PRODUCT_FILES):
+    for path, node in _nodes(PRODUCT_FILES):
         if isinstance(node, ast.ClassDef):
             for decorator in map(ast.unparse, node.decorator_list):
                 if decorator.startswith("dataclass") and "frozen=True" not in decorator:
-                    found[place] = "a dataclass that is not frozen"
+                    found[_place(path, node)] = "a dataclass that is not frozen"
         for attribute in ("id", "attr", "arg", "name"):
             name = getattr(node, attribute, None)
             if isinstance(name, str) and name.startswith(tuple(GLOSSARY)):
                 instead = next(says for word, says in GLOSSARY.items() if name.startswith(word))
-                found[place] = f"{name}: say {instead}"
+                found[_place(path, node)] = f"{name}: say {instead}"
     _unless_excepted(found)
