@@ -19,20 +19,12 @@ from outrider.speculation.draft_sampling import (
     quantised_draws,
     raced,
 )
-from outrider.speculation.gumbel_max import BLOCK, race
+from outrider.speculation.gumbel_max import BLOCK
 from outrider.speculation.logits_processing import DraftVocabulary, TokenHistory, row_sums
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.random_streams import (
-    INDEX_TAG,
-    NO_ACCEPT_NOISE,
-    SIBLING_SHIFT,
-    WORD_MASK,
     RoundNoise,
-    RowKeys,
-    Stream,
-    WordArray,
     draft_keys,
-    row_words,
 )
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verification import (
@@ -55,59 +47,6 @@ class VerdictLaw:
     weights: torch.Tensor
 
 
-class NoiseRows:
-    """The noise of one round in each of B sessions of one rule, as arrays."""
-
-    def __init__(self, seeds: WordArray, rule: Rule, committed_lengths: WordArray) -> None:
-        self.seeds, self.rule, self.committed_lengths = seeds, rule, committed_lengths
-
-    @classmethod
-    def of(cls, noises: Sequence[RoundNoise]) -> NoiseRows:
-        [rule] = {noise.rule for noise in noises}
-        lengths = np.array([noise.committed_length for noise in noises], dtype=np.uint64)
-        return cls(np.array([noise.seed for noise in noises], dtype=np.uint64), rule, lengths)
-
-    def __len__(self) -> int:
-        return len(self.seeds)
-
-    def draft_keys(self, indices: WordArray) -> RowKeys:
-        """Of the draft's draw in session b at depth indices[b]: B rows."""
-        return self.keys(indices[:, None], RoundNoise(0, self.rule, 0).draft_stream)
-
-    def correction_keys(self, num_draft_tokens: int) -> RowKeys:
-        """Of the corrections n = 0..K of every session: B * (K + 1) rows, session by session."""
-        width = num_draft_tokens + 1
-        keys = self.keys(self._depths(width), RoundNoise(0, self.rule, 0).residual_stream)
-        keys[width - 1 :: width, 2] = int(Stream.TARGET)
-        return keys
-
-    def accept_uniforms(self, num_draft_tokens: int, sibling: int = 0) -> torch.Tensor:
-        """`RoundNoise.accept_uniforms` of every session: [B, K]."""
-        shape = (len(self), num_draft_tokens)
-        if self.rule.absolute_noise or num_draft_tokens == 0:
-            return torch.full(shape, NO_ACCEPT_NOISE, dtype=torch.float64)
-        keys = self.keys(self._depths(num_draft_tokens), Stream.ACCEPT)
-        keys[:, 1] |= np.uint64(sibling << SIBLING_SHIFT)
-        return torch.from_numpy((row_words(keys)[0] + 0.5) * 2.0**-32).view(shape)
-
-    def keys(self, indices: WordArray, stream: Stream) -> RowKeys:
-        """Of the places of `indices` [B, N] in every session, row-major."""
-        a, b = self._places(self.committed_lengths[:, None], indices)
-        seeds = self.seeds[:, None]
-        words = (a, b, np.uint64(stream), seeds & np.uint64(WORD_MASK), seeds >> np.uint64(32))
-        return np.stack([np.broadcast_to(word, indices.shape).ravel() for word in words], axis=1)
-
-    def _depths(self, num: int) -> WordArray:
-        return np.arange(num, dtype=np.uint64)[None].repeat(len(self), axis=0)
-
-    def _places(self, lengths: WordArray, indices: WordArray) -> tuple[WordArray, WordArray]:
-        """`RoundNoise.place` for many: (a, b)."""
-        if self.rule.absolute_noise:
-            positions = lengths + indices
-            return positions & np.uint64(WORD_MASK), positions >> np.uint64(32)
-        return lengths, indices | np.uint64(INDEX_TAG)
-
-
 def verdict_from_logits(
     logits: torch.Tensor,
     params: SamplingParams,
@@ -126,9 +65,16 @@ def draft_rows(token_ids: torch.Tensor, support: torch.Tensor, mass: torch.Tenso
 def score(probabilities: torch.Tensor, proposal: Proposal, noise: RoundNoise) -> Verdict:
     """The verdict on one proposal. `probabilities` [N + 1, V], rows summing to 1; unchanged."""
     check_parts(probabilities, proposal, noise.rule)
+    return scores(probabilities, [(proposal, noise)])[0]
+
+
+def scores(
+    probabilities: torch.Tensor, asked: Sequence[tuple[Proposal, RoundNoise]]
+) -> list[Verdict]:
+    """The verdicts on several proposals, whose rows follow each other."""
     width = -probabilities.shape[1] % BLOCK
     weights = torch.nn.functional.pad(probabilities, (0, width)).contiguous()
-    return verdicts_from_weights(weights, row_sums(weights).cpu().numpy(), [(proposal, noise)])[0]
+    return verdicts_from_weights(weights, row_sums(weights).cpu().numpy(), asked)
 
 
 def tree_law(
@@ -137,24 +83,6 @@ def tree_law(
     """Of a tree under token: accept [N], and weights [N + 1, V] of what follows."""
     weights = probabilities.clone()
     return tree_law_in_place(weights, row_sums(weights).cpu().numpy(), proposal), weights
-
-
-def score_rows(
-    probabilities: torch.Tensor, drafts: DraftRows, noise: NoiseRows
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Verdicts on B proposals of K tokens: accept [B, K] and correction [B, K+1].
-    `probabilities` [B, K+1, V], unchanged."""
-    shape = probabilities.shape[:2]
-    token_ids = torch.from_numpy(drafts.token_ids).to(probabilities.device)
-    if noise.rule is Rule.GREEDY:
-        own = probabilities.argmax(dim=2)
-        return (own[:, :-1] == token_ids).double(), own
-    keys = noise.correction_keys(shape[1] - 1)
-    if noise.rule.needs_q:
-        law = verdict_law(noise.rule, probabilities, drafts)
-        return law.accept, race(law.weights.flatten(0, 1), keys).view(shape)
-    own = race(probabilities.flatten(0, 1), keys).view(shape)
-    return (own[:, :-1] == token_ids).double(), own
 
 
 def verdict_law(rule: Rule, probabilities: torch.Tensor, drafts: DraftRows) -> VerdictLaw:

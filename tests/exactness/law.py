@@ -88,6 +88,11 @@ def chi_square(cells: np.ndarray, law: np.ndarray) -> Fit:
     return Fit(float(p_value), len(cells), degrees)
 
 
+def cells_of(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
+    """The index of each sequence [N, T] in a law of shape [V] * T."""
+    return np.ravel_multi_index(tuple(tokens.T), (vocab_size,) * tokens.shape[1])
+
+
 def fit(samples: Sequence[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> Fit:
     places = {cell: place for place, cell in enumerate(law)}
     cells = np.array([places.get(sample, -1) for sample in samples])

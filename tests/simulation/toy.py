@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from verdict_laws import NoiseRows, draft_rows, score_rows
+from verdict_laws import scores
 
 from outrider.engine.emulated import _NO_TOKEN, EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
@@ -17,6 +17,7 @@ from outrider.engine.interface import SequenceStep
 from outrider.errors import check
 from outrider.request import GenerateRequest
 from outrider.speculation.logits_processing import target_probabilities
+from outrider.speculation.proposal import Proposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
@@ -103,14 +104,10 @@ def fault_free(request: GenerateRequest, shown: Sequence[int]) -> list[int]:
     contexts = _contexts(request, shown)
     rule, num = rule_of(request), len(shown)
     check(rule.absolute_noise, f"under {rule} a token depends on what was drafted")
-    probabilities = _law(request.sampling)[contexts][:, None]
     first = len(request.prompt)
     rounds = [RoundNoise(request.seed or 0, rule, first + place) for place in range(num)]
-    nothing = torch.zeros((num, 0, 0), dtype=torch.int64)
-    drafts = draft_rows(torch.zeros((num, 0), dtype=torch.int64), nothing, nothing.double())
-    _, own = score_rows(probabilities, drafts, NoiseRows.of(rounds))
-    tokens: list[int] = own[:, 0].tolist()
-    return tokens
+    verdicts = scores(_law(request.sampling)[contexts], [(Proposal(()), one) for one in rounds])
+    return [verdict.correction[0] for verdict in verdicts]
 
 
 def ranks_of(request: GenerateRequest, shown: Sequence[int]) -> list[int]:

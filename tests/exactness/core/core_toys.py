@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from verdict_laws import draft_rows, verdict_law
 
-from outrider.speculation.accept_reject import Verdict, count_accepted, decide
+from outrider.speculation.accept_reject import count_accepted
 from outrider.speculation.draft_sampling import quantise
 from outrider.speculation.proposal import COUNT_TOTAL
 from outrider.speculation.sampling_params import Rule
@@ -142,23 +142,17 @@ def round_law(
     rule: Rule,
     k: int,
     goes_on: GoesOn = lambda path: 1.0,
-    *,
-    decides_late: bool = False,
 ) -> tuple[np.ndarray, float]:
     """The law of k+1 tokens, [V] * (k+1), if one round of K = k under token or block is followed by
     the target alone; and the expected number of accepted draft tokens. `goes_on` decides before
-    each draw whether to make it. With `decides_late` it decides after the draw (a fault): it gets
-    the path with the new token, which is dropped if it says no."""
+    each draw whether to make it."""
     law = np.zeros((pair.vocab_size,) * (k + 1))
     accepted = 0.0
     for length in range(k + 1):
         tokens, states = pair.paths(length)
         before = states[:, :-1]
         drawn = pair.mass[0][before].gather(2, tokens[..., None])[..., 0].prod(dim=1).numpy()
-        ends = np.array([
-            _ends_chance(pair.mass[0][end].numpy(), tuple(path), k, goes_on, decides_late)
-            for path, end in zip(tokens.tolist(), states[:, -1], strict=True)
-        ])  # fmt: skip
+        ends = np.array([_ends_chance(tuple(path), k, goes_on) for path in tokens.tolist()])
         chance = drawn * ends
         taken = chance > 0
         if not taken.any():
@@ -175,18 +169,10 @@ def round_law(
     return law, accepted
 
 
-def _ends_chance(
-    q: np.ndarray, path: tuple[int, ...], k: int, goes_on: GoesOn, decides_late: bool
-) -> float:
-    """The chance that a proposal is this path, given the values of its draws; q [V] is what the
-    next one would be drawn from."""
-    if decides_late:
-        gone_on = np.prod([goes_on(path[:n]) for n in range(1, len(path) + 1)])
-        more = sum(q[v] * goes_on((*path, v)) for v in range(len(q))) if len(path) < k else 0.0
-    else:
-        gone_on = np.prod([goes_on(path[:n]) for n in range(len(path))])
-        more = goes_on(path) if len(path) < k else 0.0
-    return float(gone_on * (1.0 - more))
+def _ends_chance(path: tuple[int, ...], k: int, goes_on: GoesOn) -> float:
+    """The chance that a proposal is this path, given the values of its draws."""
+    gone_on = np.prod([goes_on(path[:n]) for n in range(len(path))])
+    return float(gone_on * (1.0 - (goes_on(path) if len(path) < k else 0.0)))
 
 
 def stopping_rule(seed: int) -> GoesOn:
@@ -198,31 +184,6 @@ def stopping_rule(seed: int) -> GoesOn:
         return known.setdefault(path, float(random.choice([0.0, 0.3, 1.0, 1.0])))
 
     return goes_on
-
-
-def own_draw_law(pair: ToyPair, rule: Rule, k: int, seed: int) -> np.ndarray:
-    """The law of k+1 tokens if one round of the target's own draws t_i ~ p_i is followed by the
-    target alone, with draft tokens that depend on those draws (as with shared noise): x_i is drawn
-    from a row that t_i selects."""
-    random = np.random.default_rng(seed)
-    drafter = random.dirichlet([0.5] * pair.vocab_size, pair.vocab_size)
-    law = np.zeros((pair.vocab_size,) * (k + 1))
-    every = range(pair.vocab_size)
-    for path in itertools.product(every, repeat=k):
-        states = [torch.tensor(0)]
-        for token_id in path:
-            states.append(pair.step[states[-1], token_id])
-        for own in itertools.product(every, repeat=k + 1):
-            chance = np.prod([float(pair.p[s, t]) for s, t in zip(states, own, strict=True)])
-            chance *= np.prod([drafter[t, x] for t, x in zip(own, path, strict=False)])
-            if chance == 0:
-                continue
-            accept = tuple(float(t == x) for t, x in zip(own, path, strict=False))
-            outcome = decide(Verdict(accept, own), path, rule, (0.5,) * k)
-            state = pair.step[states[outcome.num_accepted], outcome.token_ids[-1]]
-            rest = pair.continuation(state, k - outcome.num_accepted)
-            law[outcome.token_ids] += chance * rest
-    return law
 
 
 def assert_exact(pair: ToyPair, rule: Rule, k: int) -> float:

@@ -1,22 +1,15 @@
-"""Trees of draft tokens: the law of one round by enumeration, of several rounds by their own noise,
-and the target's own tokens under coupled and greedy."""
+"""Trees of draft tokens: the law of one round by enumeration; several: `test_core_rounds.py`."""
 
-import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 import torch
-from core_rounds import cells_of
-from core_toys import EXACT, ToyPair, flat_pair, random_pair, sampling_pair
-from exactness.law import chi_square, power
-from verdict_laws import tree_law, verdict_from_logits
+from core_toys import EXACT, ToyPair, random_pair
+from verdict_laws import tree_law
 
-from outrider.speculation import accept_reject as decision
-from outrider.speculation import random_streams as noise
-from outrider.speculation.accept_reject import Verdict, decide
+from outrider.speculation.accept_reject import Origin, Verdict, decide
 from outrider.speculation.draft_sampling import draw_from_logits, draw_siblings
-from outrider.speculation.logits_processing import NO_HISTORY
 from outrider.speculation.proposal import (
     COUNT_TOTAL,
     DraftDistribution,
@@ -28,7 +21,6 @@ from outrider.speculation.proposal import (
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
-SAMPLED = SamplingParams()
 SHAPES = {
     "caterpillar": caterpillar_tree((2, 1)),
     "two of two": (-1, -1, 0, 0, 1, 1),
@@ -36,7 +28,6 @@ SHAPES = {
     "three at once": (-1, -1, -1),
     "not by depth": (-1, 0, -1, 2, 0),
 }
-NUM_SEQUENCES = 2_500
 
 
 def entry(pair: ToyPair, state: int) -> DraftDistribution | None:
@@ -158,93 +149,11 @@ def test_a_tree_may_stop_by_what_was_drawn(num_siblings, seed):
     np.testing.assert_allclose(law, pair.law(3), atol=EXACT)
 
 
-def by_what_was_thrown_away(verdict: Verdict | None) -> tuple[int, ...]:
-    """An adversary: a large tree after a round whose last slot was weak."""
-    if verdict is None or not verdict.accept_probability:
-        return (1, 1)
-    return (2, 1) if verdict.accept_probability[-1] < 0.5 else (0, 1)
-
-
-def play(
-    pair: ToyPair, rule: Rule, shape: tuple[int, ...] | None, seed: int, num_tokens: int
-) -> list[int]:
-    """The first tokens of a sequence decoded with caterpillar trees of this shape; None = a shape
-    that depends on the previous round."""
-    params = SamplingParams(temperature=0.0) if rule is Rule.GREEDY else SAMPLED
-    tokens: list[int] = []
-    state = 0
-    verdict: Verdict | None = None
-    while len(tokens) < num_tokens:
-        siblings = by_what_was_thrown_away(verdict) if shape is None else shape
-        numbers = RoundNoise(seed, rule, 5 + len(tokens))
-        groups, states = [], [state]
-        for depth, others in enumerate(siblings):
-            row = pair.q[0][states[-1]].log()[None]
-            [group] = draw_siblings(row, params, [numbers], [depth], [1 + others])
-            groups.append(group)
-            states.append(int(pair.step[states[-1], group[0][0]]))
-        parents = caterpillar_tree([len(ids) - 1 for ids, _ in groups])
-        ids = tuple(token_id for group, _ in groups for token_id in group)
-        q = tuple(q for _, q in groups) if rule.needs_q else ()
-        proposal = Proposal(ids, q, parents)
-        tree = proposal.tree
-        behind = {-1: state}
-        for index, parent in enumerate(tree.parents):
-            behind[index] = int(pair.step[behind[parent], ids[index]])
-        logits = pair.p[[behind[i] for i in range(-1, len(ids))]].log()
-        verdict = verdict_from_logits(logits, params, NO_HISTORY, proposal, numbers)
-        uniforms = numbers.accept_uniforms(len(ids), parents)
-        outcome = decide(verdict, ids, rule, uniforms, parents)
-        state = int(pair.step[behind[outcome.last - 1], outcome.token_ids[-1]])
-        tokens += outcome.token_ids
-    return tokens[:num_tokens]
-
-
-def cells(pair: ToyPair, rule: Rule, shape: tuple[int, ...] | None, num_tokens: int) -> np.ndarray:
-    tokens = [play(pair, rule, shape, seed, num_tokens) for seed in range(NUM_SEQUENCES)]
-    return cells_of(np.array(tokens), pair.vocab_size)
-
-
-@pytest.mark.parametrize("shape", [(1, 1), None], ids=["fixed", "by what was thrown away"])
-def test_rounds_with_trees_have_the_targets_law(shape):
-    """Several rounds with the product's noise: two candidates at each of two depths, or as many as
-    an adversary chooses."""
-    pair = sampling_pair()
-    assert power(0.09, NUM_SEQUENCES, 8) > 0.99
-    num_tokens = 2 if shape else 3
-    law = pair.law(num_tokens)
-    found = cells(pair, Rule.TOKEN, shape, num_tokens)
-    if shape is None:  # The law of the last two tokens: so the second round's shape matters.
-        law, found = law.sum(axis=0), found % 9
-    assert not chi_square(found, law).rejects
-
-
-def test_siblings_that_share_their_noise_are_found(monkeypatch):
-    pair = flat_pair([0.2, 0.6, 0.2], [0.8, 0.1, 0.1])
-
-    def shared(parents, num_tokens):
-        tree = draft_tree(parents, num_tokens)
-        return dataclasses.replace(tree, ranks=(0,) * num_tokens)
-
-    monkeypatch.setattr(noise, "draft_tree", shared)
-    monkeypatch.setattr(noise, "_places_in_one", noise._places_in_one.__wrapped__)
-    assert chi_square(cells(pair, Rule.TOKEN, (1, 1), 2), pair.law(2)).rejects
-
-
-@pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.GREEDY])
-def test_own_tokens_do_not_depend_on_the_tree(rule):
-    pair = sampling_pair()
-    for seed in range(200):
-        plain = play(pair, rule, (), seed, 6)
-        for siblings in ((1,), (2, 1), (1, 1, 2)):
-            assert play(pair, rule, siblings, seed, 6) == plain
-
-
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.COUPLED, Rule.GREEDY])
 def test_the_first_sibling_is_what_a_chain_has(rule):
     """The others are different tokens, drawn from the same distribution."""
     random = np.random.default_rng(5)
-    params = SamplingParams(temperature=0.0) if rule is Rule.GREEDY else SAMPLED
+    params = SamplingParams(temperature=0.0) if rule is Rule.GREEDY else SamplingParams()
     for seed in range(50):
         logits = torch.from_numpy(random.normal(0, 2, (2, 300)))
         noises = [RoundNoise(seed, rule, 9), RoundNoise(seed + 1, rule, 3)]
@@ -269,4 +178,4 @@ def test_a_path_is_decided_by_siblings_in_turn():
     for uniforms, (path, token_ids, last) in expected.items():
         outcome = decide(verdict, (20, 21, 22, 23), Rule.TOKEN, uniforms, parents)
         assert (outcome.path, outcome.token_ids) == (path, token_ids)
-        assert outcome.origins == (decision.Origin.ACCEPTED,) * len(path) + (decision.Origin(last),)
+        assert outcome.origins == (Origin.ACCEPTED,) * len(path) + (Origin(last),)

@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from verdict_laws import NoiseRows
 
 from outrider.limits import SEED_MAX
 from outrider.speculation.gumbel_max import numbers
@@ -108,14 +107,6 @@ def test_many_rounds_have_the_keys_that_each_has_alone(rule):
         [*noise.place(index), noise.draft_stream, noise.seed & FULL, noise.seed >> 32]
         for noise, index in zip(noises, (2, 1), strict=True)
     ]
-    rows = NoiseRows.of(noises)
-    chain = [noise.tree_keys(draft_tree((), 3)).tolist() for noise in noises]
-    assert rows.correction_keys(3).tolist() == chain[0] + chain[1]
-    assert rows.draft_keys(np.array([2, 1], dtype=np.uint64)).tolist() == [
-        draft_keys([noise], [index]).tolist()[0]
-        for noise, index in zip(noises, (2, 1), strict=True)
-    ]
-    assert rows.accept_uniforms(3).tolist() == [list(n.accept_uniforms(3)) for n in noises]
 
 
 def test_choice_seeds():
