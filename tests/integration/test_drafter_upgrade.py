@@ -23,7 +23,7 @@ END_S = 180.0
 TRIAL_S = 60.0
 """Then two standard errors decide, where a busy machine has not let four do so before."""
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(5 * END_S)]
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(5 * END_S), pytest.mark.full]
 
 
 class Load:

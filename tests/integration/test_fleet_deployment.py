@@ -2,7 +2,6 @@
 and die under load without a request that notices."""
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -21,7 +20,7 @@ from outrider.config import load_config
 from outrider.errors import ConfigError
 from outrider.registry.registry import ROLES, Role
 from outrider.speculation.sampling_params import Rule
-from tests.chaos.load import gateway_of
+from tests.chaos.load import gateway_of, streamed
 
 SETTINGS = {
     "engine": "emulated:vocab_size=1000,verify_ms=10,draft_ms=1",
@@ -39,6 +38,7 @@ UNDER_WAY_S = 0.3
 """What was committed before the store stopped has reached the client by then."""
 NUM_TOKENS, NUM_STREAMS, NUM_SEEDS = 60, 2, 3
 NUM_HTTP_STREAMS = 50
+TRIAL_S = 10.0
 CHANGE_S = 120.0
 """What starting or ending some replicas may take on a busy machine."""
 
@@ -148,24 +148,17 @@ async def test_a_coordinator_answers_by_http(deployment: Deployment) -> None:
 async def test_http_streams_through_a_gateway_outlive_their_coordinator(
     deployment: Deployment,
 ) -> None:
-    async def ask(http: httpx.AsyncClient, seed: int, told: list[int]) -> list[int]:
-        body = {
-            "prompt": list(PROMPT), "max_tokens": 300, "seed": seed, "stream": True,
-            "ignore_eos": True, "return_token_ids": True, "speculation": {"rule": "coupled"},
-        }  # fmt: skip
-        async with http.stream("POST", "/v1/completions", json=body) as response:
-            lines = [line async for line in _noted(response.aiter_lines(), told)]
-        assert lines[-1] == "data: [DONE]"
-        return told
+    async with gateway_of(deployment) as address:
 
-    async with (
-        gateway_of(deployment) as address,
-        httpx.AsyncClient(base_url=f"http://{address}", timeout=CHANGE_S) as http,
-    ):
-        expected = [await ask(http, seed, []) for seed in range(NUM_SEEDS)]
+        async def ask(seed: int, told: list[int]) -> list[int]:
+            async for token_ids in streamed(address, PROMPT, 300, seed):
+                told += token_ids
+            return told
+
+        expected = [await ask(seed, []) for seed in range(NUM_SEEDS)]
         told: list[list[int]] = [[] for _ in range(NUM_HTTP_STREAMS)]
         asking = [
-            asyncio.create_task(ask(http, index % NUM_SEEDS, one)) for index, one in enumerate(told)
+            asyncio.create_task(ask(index % NUM_SEEDS, one)) for index, one in enumerate(told)
         ]
         async with asyncio.timeout(CHANGE_S):
             while min(map(len, told)) < 20:
@@ -176,15 +169,6 @@ async def test_http_streams_through_a_gateway_outlive_their_coordinator(
         found = await asyncio.gather(*asking)
     assert found == [expected[index % NUM_SEEDS] for index in range(NUM_HTTP_STREAMS)]
     await until(deployment, "coordinator", 2, without=victim.name)
-
-
-async def _noted(lines: AsyncIterator[str], told: list[int]) -> AsyncIterator[str]:
-    """Those with data, their tokens noted."""
-    async for line in lines:
-        if line.startswith("data: {"):
-            told += json.loads(line.removeprefix("data: "))["choices"][0].get("token_ids") or []
-        if line.startswith("data: "):
-            yield line
 
 
 async def test_a_redis_that_is_killed_is_started_again(deployment: Deployment) -> None:
@@ -241,6 +225,16 @@ async def test_other_settings_are_rolled_out_under_load(deployment: Deployment, 
     for role in ROLES:
         assert not before[role] & serving(deployment, role)
         assert len(before[role]) == len(serving(deployment, role))
+
+
+async def test_a_draft_is_tried_under_load(deployment: Deployment, load: Load) -> None:
+    """Coordinators tell what sessions gain by it: here, nothing."""
+    await deployment.reconciler.call("begin_trial", {"draft_num_threads": 2}, 0.5, TRIAL_S)
+    async with asyncio.timeout(CHANGE_S):
+        while (found := deployment.overview.trial) is None or found.state == "runs":
+            await asyncio.sleep(0.1)
+    assert "tokens/s a session" in found.reason
+    await until(deployment, "draft", 1)
 
 
 async def test_a_reconciler_that_is_killed_under_load_returns(
