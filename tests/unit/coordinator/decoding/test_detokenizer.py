@@ -41,12 +41,6 @@ def completion(
     )
 
 
-def test_eos_counts_as_a_token_but_not_as_text() -> None:
-    piece = completion(lag=2).push([*ids("abc"), EOS, *ids("zz")])
-    assert (piece.num_tokens, piece.text) == (4, "abc")
-    assert piece.finish_reason is FinishReason.STOP
-
-
 @pytest.mark.parametrize(("end", "told"), [(5, 5), (EOS, None)])
 def test_a_stop_token_ends_the_text_as_eos_does_and_is_named(end: int, told: int | None) -> None:
     answer = completion(lag=2, stop_token_ids=(5, EOS))

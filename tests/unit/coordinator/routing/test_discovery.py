@@ -104,18 +104,6 @@ async def test_what_other_coordinators_run_is_known(world: World) -> None:
     assert load() == 0
 
 
-async def test_an_announced_replica_joins_and_stays(world: World) -> None:
-    world.live("a")
-    await asyncio.sleep(SOON_S)
-    assert list(world.pool.replicas) == ["a"]
-    world.live("b")
-    await asyncio.sleep(SOON_S)
-    assert list(world.pool.replicas) == ["a", "b"]
-    await asyncio.sleep(10 * LEASE_S)
-    assert list(world.pool.replicas) == ["a", "b"]
-    assert world.addresses == ["a:1", "b:1"]
-
-
 async def test_a_leaving_replica_gets_no_more_sessions(world: World) -> None:
     """It stays for its own sessions, until it is not announced any more."""
     await world.registry.announce(record("a"))

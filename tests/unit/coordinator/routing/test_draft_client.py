@@ -406,6 +406,7 @@ def pushed(
 
 
 def test_the_proposal_for_the_real_outcome_is_picked() -> None:
+    """Those for rounds that are over, or that are too far ahead, are not kept."""
     kept = PushedProposals()
     for assumed in ((9,), (8, 9), (8, 7)):
         kept.put(pushed(1, 4, assumed))
@@ -413,17 +414,11 @@ def test_the_proposal_for_the_real_outcome_is_picked() -> None:
     found = kept.begin(1, TokenSequence((*PROMPT, 8, 9)))
     assert found is not None
     assert found.assumed == (8, 9)
+    for index in (0, 1, 3):
+        kept.put(pushed(index, 4, (9,)))
     assert len(kept._kept) == 0
     kept.put(pushed(2, 6, (5,)))
     assert kept.begin(2, TokenSequence((*PROMPT, 8, 9, 4))) is None
-
-
-@pytest.mark.parametrize("late", [0, 1, 3])
-def test_proposals_for_other_rounds_are_not_kept(late: int) -> None:
-    kept = PushedProposals()
-    kept.begin(1, TokenSequence(PROMPT))
-    kept.put(pushed(late, 4, (9,)))
-    assert len(kept._kept) == 0
 
 
 def test_kept_proposals_are_bounded_and_the_first_for_an_outcome_stays(
