@@ -29,7 +29,7 @@ from outrider.request import Event, Finished, GenerateRequest, Started, Tokens
 from outrider.sessions.store import FinishReason
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from tests.simulation.faults import GREATER, Faults
-from tests.simulation.network import Adversary, Odds
+from tests.simulation.network import NOISE, Adversary, Odds
 from tests.simulation.processes import run_processes
 from tests.simulation.toy import SPEC, fault_free, ranked_law, ranks_of, rule_of
 from tests.simulation.world import World
@@ -46,6 +46,8 @@ PARTS = {
 """Bounds in these seeds."""
 
 
+ALL_FAULTS = GREATER | NOISE | {"oom_refusal"}
+SEEDS_FOR_ALL = 100
 P_VALUE_MIN = 1e-6
 """Threshold of each of the two chi-square tests of a run: the probability of a false alarm."""
 _NUMBERS = (
@@ -103,8 +105,11 @@ class Result:
 
     @property
     def is_good(self) -> bool:
-        """Whether no seed failed, and drawn tokens follow the target's distribution."""
-        return not self.num_failed and min(self.p_values().values(), default=1.0) > P_VALUE_MIN
+        """Whether no seed failed, drawn tokens follow the target's distribution, and in many seeds
+        every kind of fault occurred."""
+        has_all = self.num_seeds < SEEDS_FOR_ALL or set(self.faults) == ALL_FAULTS
+        is_drawn = min(self.p_values().values(), default=1.0) > P_VALUE_MIN
+        return not self.num_failed and has_all and is_drawn
 
     def lines(self) -> list[str]:
         faults = " ".join(f"{kind}={count}" for kind, count in sorted(self.faults.items()))

@@ -15,6 +15,7 @@ from outrider.errors import OutriderError, StoreUnavailable
 from outrider.kv_cache.session_table import SessionTable
 from outrider.sessions import redis_store
 from outrider.sessions.redis_scripts import Script
+from tests.simulation import world
 from tests.simulation.faults import GREATER
 from tests.simulation.processes import Process, wall_clock_s
 from tests.simulation.redis_host import Command, RedisServer
@@ -107,7 +108,9 @@ def change_arguments(
 
 
 def deadline_after_the_draw(patch: Patch) -> None:
-    """Tokens drawn too late are dropped, so the length of a proposal depends on its tokens."""
+    """Tokens drawn too late are dropped, so the length of a proposal depends on its tokens. Each
+    draft has too little time here."""
+    patch.setattr(world, "HASTY_SHARE", 1.0)
     add = AutoregressiveDraft.add
 
     def in_time(self: AutoregressiveDraft, token_ids: tuple[int, ...], q: Any) -> None:
