@@ -4,7 +4,6 @@ import asyncio
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -14,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import psutil
 
 from deploy.fleet.ray_cluster import ENVIRONMENT, OBJECT_STORE_BYTES, use_token
-from outrider.sessions.embedded import find_server
 from tests.chaos.proxy import FaultProxy
-from tests.redis_servers import RedisServers
+from tests.redis_servers import START_S, RedisServers, Server, free_port
 
 if TYPE_CHECKING:
     from ray._private.node import Node
@@ -26,7 +24,6 @@ NUM_NODES: Final = 2
 """Nodes for replicas, beside the head, which has none."""
 NODE_CPUS: Final = 2
 PROXY: Final = "grpc_proxy"
-START_S: Final = 20.0
 POLL_S: Final = 0.05
 EXTERNAL: Final = "RAY_REDIS_ADDRESS"
 
@@ -38,7 +35,7 @@ class Machines:
         self.proxy = FaultProxy()
         self.redis = RedisServers(state / "redis", forward=self.proxy.forward)
         """The other servers and Sentinel reach each server by an address of the proxy."""
-        self._gcs: subprocess.Popen[bytes] | None = None
+        self._gcs: Server | None = None
         """A Redis for the state of Ray's head, so that the head can be lost. Not behind the proxy:
         Ray connects while it holds this interpreter's lock."""
         self._head: subprocess.Popen[bytes] | None = None
@@ -51,13 +48,13 @@ class Machines:
         self._token.write_text(secrets.token_hex(32))
         use_token(self._token)
         os.environ |= ENVIRONMENT | {PROXY: await self.proxy.start()}
-        port = _free_port()
-        self._gcs = subprocess.Popen(  # noqa: ASYNC220 (it returns at once)
-            [find_server(), "--port", str(port), "--bind", "127.0.0.1", "--save", ""],
-            stdout=subprocess.DEVNULL,
-        )
-        await asyncio.to_thread(_wait_for, port)
-        os.environ[EXTERNAL] = f"redis://127.0.0.1:{port}"
+        port = free_port()
+        config = f"port {port}\nbind 127.0.0.1\nsave ''\n"
+        self._gcs = Server(self._token.parent / "gcs", config, port=port)
+        async with asyncio.timeout(START_S):
+            while not await asyncio.to_thread(self._gcs.info):
+                await asyncio.sleep(POLL_S)
+        os.environ[EXTERNAL] = f"redis://{self._gcs.address}"
         await self.redis.__aenter__()
         await asyncio.to_thread(self._start_nodes)
         return self
@@ -74,8 +71,7 @@ class Machines:
             self._head.kill()
             await asyncio.to_thread(self._head.wait)
         if self._gcs is not None:
-            self._gcs.kill()
-            await asyncio.to_thread(self._gcs.wait)
+            await asyncio.to_thread(self._gcs.kill)
         await self.redis.__aexit__()
         self.proxy.close()
         del os.environ[PROXY]
@@ -95,7 +91,7 @@ class Machines:
             head_node_args={
                 "num_cpus": 0,
                 "include_dashboard": False,
-                "gcs_server_port": _free_port(),  # The same when it comes back.
+                "gcs_server_port": free_port(),  # The same when it comes back.
                 "object_store_memory": OBJECT_STORE_BYTES,
             },
         )
@@ -151,22 +147,3 @@ def _started_again(server: Any, away_s: float) -> subprocess.Popen[bytes]:
     server.wait()
     time.sleep(away_s)
     return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def _wait_for(port: int) -> None:
-    give_up_at = time.monotonic() + START_S
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port)).close()
-            return
-        except ConnectionRefusedError:
-            if time.monotonic() > give_up_at:
-                raise
-            time.sleep(POLL_S)

@@ -10,8 +10,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -38,16 +39,18 @@ def main() -> int:
         tempfile.TemporaryDirectory(prefix="outrider-clients-") as directory,
         _served(Path(directory) / "state") as record,
     ):
+        given, num = (arguments.environments, record, Path(directory)), arguments.requests
+        checks: dict[tuple[str, ...], Callable[[], tuple[list[str], str]]] = {
+            (tool, endpoint): partial(_check_tool, tool, Asked(endpoint, num), *given)
+            for tool in READERS for endpoint in ENDPOINTS
+        }  # fmt: skip
+        checks |= {(HARNESS,): partial(_check_harness, *given)}
+        checks |= {(AGENT,): partial(_check_agent, *given)}
         are_right = [
-            _is_right(tool, Asked(endpoint, arguments.requests), arguments, record, Path(directory))
-            for tool in READERS
-            if arguments.only in (None, tool)
-            for endpoint in ENDPOINTS
+            _is_right(", ".join(name), check)
+            for name, check in checks.items()
+            if arguments.only in (None, name[0])
         ]
-        if arguments.only in (None, HARNESS):
-            are_right.append(_harness_is_right(arguments, record, Path(directory)))
-        if arguments.only in (None, AGENT):
-            are_right.append(_agent_is_right(arguments, record, Path(directory)))
     return 0 if all(are_right) else 1
 
 
@@ -66,63 +69,65 @@ def _served(state: Path) -> Iterator[dict[str, Any]]:
         _run([*program, "stop", "--quiet"], environment, Path.cwd(), SERVE_S)
 
 
-def _is_right(
-    tool: str, asked: Asked, arguments: argparse.Namespace, record: Mapping[str, Any], root: Path
-) -> bool:
-    """Runs one tool, and prints its outcome."""
-    out = root / tool / asked.endpoint
-    out.mkdir(parents=True)
-    program = (arguments.environments / tool / "bin" / tool).absolute()
-    words = [str(program), *command_of(tool, asked, record, out)]
-    began, printed = time.monotonic(), ""
+def _is_right(name: str, check: Callable[[], tuple[list[str], str]]) -> bool:
+    """Prints the outcome of a check, which returns its faults and figures."""
+    began = time.monotonic()
     try:
-        code, printed = _run(words, environment_of(tool, root / "home"), out, RUN_S)
-        if code:
-            raise ValueError(f"exit code {code}")
-        found = READERS[tool](out)
-        wrong = faults(asked, found)
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        wrong = [f"{type(error).__name__}: {error}"]
-    if wrong:
-        print(f"{tool}, {asked.endpoint}: WRONG", *wrong, printed[-4000:], sep="\n  ", flush=True)
-        return False
-    rounds = "" if found.accepted is None else f", {found.accepted:.2f} tokens a round"
-    print(
-        f"{tool}, {asked.endpoint}: {found.completed} requests, none failed, "
-        f"{sum(found.output_tokens):.0f} tokens, first ones after {median(found.ttft_ms):.0f} ms"
-        f"{rounds} ({time.monotonic() - began:.0f} s)",
-        flush=True,
-    )
-    return True
-
-
-def _harness_is_right(arguments: argparse.Namespace, record: Mapping[str, Any], root: Path) -> bool:
-    out, began, all_printed = root / HARNESS, time.monotonic(), ""
-    program = str((arguments.environments / HARNESS / "bin" / HARNESS).absolute())
-    try:
-        for name, words in harness.commands(record, out).items():
-            environment = environment_of(HARNESS, root / "home")
-            code, printed = _run([program, *words], environment, harness.TASKS, RUN_S)
-            all_printed += printed[-4000:]
-            if code:
-                raise ValueError(f"exit code {code} for {name}")
-        wrong, told = harness.compared(out)
+        wrong, told = check()
     except (OSError, ValueError, LookupError, TypeError) as error:
         wrong, told = [f"{type(error).__name__}: {error}"], ""
     if wrong:
-        print(f"{HARNESS}: WRONG", *wrong, all_printed, sep="\n  ", flush=True)
+        print(f"{name}: WRONG", *wrong, sep="\n  ", flush=True)
         return False
-    print(f"{HARNESS}: {told} ({time.monotonic() - began:.0f} s)", flush=True)
+    print(f"{name}: {told} ({time.monotonic() - began:.0f} s)", flush=True)
     return True
 
 
-def _agent_is_right(arguments: argparse.Namespace, record: Mapping[str, Any], root: Path) -> bool:
-    program = (arguments.environments / AGENT / "bin" / "python").absolute()
-    words = [str(program), str(Path(__file__).with_name("agent.py").absolute())]
-    words += [f"http://{record['http_address']}/v1", record["served_model_name"]]
-    code, printed = _run(words, environment_of(AGENT, root / "home"), root, RUN_S)
-    print(f"{AGENT}:{' WRONG' if code else ''}", *printed.splitlines(), sep="\n  ", flush=True)
-    return code == 0
+def _check_tool(
+    tool: str, asked: Asked, environments: Path, record: Mapping[str, Any], root: Path
+) -> tuple[list[str], str]:
+    out = root / tool / asked.endpoint
+    out.mkdir(parents=True)
+    words = [_program(environments, tool), *command_of(tool, asked, record, out)]
+    printed = _succeeded(words, environment_of(tool, root / "home"), out)
+    found = READERS[tool](out)
+    if wrong := faults(asked, found):
+        return [*wrong, printed], ""
+    rounds = "" if found.accepted is None else f", {found.accepted:.2f} tokens a round"
+    return [], (
+        f"{found.completed} requests, none failed, {sum(found.output_tokens):.0f} tokens, "
+        f"first ones after {median(found.ttft_ms):.0f} ms{rounds}"
+    )
+
+
+def _check_harness(
+    environments: Path, record: Mapping[str, Any], root: Path
+) -> tuple[list[str], str]:
+    out, program = root / HARNESS, _program(environments, HARNESS)
+    for words in harness.commands(record, out).values():
+        _succeeded([program, *words], environment_of(HARNESS, root / "home"), harness.TASKS)
+    return harness.compared(out)
+
+
+def _check_agent(
+    environments: Path, record: Mapping[str, Any], root: Path
+) -> tuple[list[str], str]:
+    script = str(Path(__file__).with_name("agent.py").absolute())
+    url = f"http://{record['http_address']}/v1"
+    words = [_program(environments, AGENT, "python"), script, url, record["served_model_name"]]
+    return [], _succeeded(words, environment_of(AGENT, root / "home"), root)
+
+
+def _program(environments: Path, tool: str, name: str = "") -> str:
+    return str((environments / tool / "bin" / (name or tool)).absolute())
+
+
+def _succeeded(words: list[str], environment: Mapping[str, str], directory: Path) -> str:
+    """The end of a program's output. Raises `ValueError` for another exit code than 0."""
+    code, printed = _run(words, environment, directory, RUN_S)
+    if code:
+        raise ValueError(f"exit code {code}:\n{printed[-4000:]}")
+    return printed[-4000:]
 
 
 def _run(
