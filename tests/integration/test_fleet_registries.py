@@ -64,26 +64,19 @@ async def test_announced_replicas_are_listed_by_role_and_name(registries: Regist
 
 
 async def test_deployments_do_not_see_each_other(registries: Registries) -> None:
+    """Of each the wanted counts are kept role by role."""
     first, second = registries.registry("d"), registries.registry("d2")
     await first.announce(TARGET)
-    await first.want({"target": 2})
+    await first.note_started(7)
+    await first.want({"target": 2, "draft": 0})
     assert await second.records("target") == []
-    assert await second.wanted() == {}
+    assert (await second.wanted(), await second.started()) == ({}, 0)
     await second.withdraw("target", TARGET.name)
     await second.want({"target": 5})
+    await first.want({"draft": 4})
     assert await first.records("target") == [TARGET]
-    assert await first.wanted() == {"target": 2}
-
-
-async def test_wanted_counts_are_kept_role_by_role(registries: Registries) -> None:
-    registry = registries.registry("d")
-    await registry.note_started(7)
-    assert await registry.wanted() == {}
-    await registry.want({"target": 2, "draft": 0})
-    assert await registry.wanted() == {"target": 2, "draft": 0}
-    await registry.want({"draft": 4, "coordinator": 1})
-    assert await registry.wanted() == {"coordinator": 1, "target": 2, "draft": 4}
-    assert await registry.started() == 7
+    assert await first.wanted() == {"target": 2, "draft": 4}
+    assert await first.started() == 7
 
 
 async def test_replicas_lie_in_redis_as_documented(

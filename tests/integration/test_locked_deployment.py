@@ -2,15 +2,12 @@
 line."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from made_certificates import Made
+from test_cli import Shell
 
 from outrider.client import Client, GenerateRequest, SamplingParams, caller_trust
 from outrider.errors import Unauthenticated, Unavailable
@@ -21,35 +18,20 @@ GIVEN = "a-key-that-a-flag-gives"
 ENGINE = "emulated:vocab_size=320,support=8,max_model_len=512,verify_ms=1"
 
 
-class Locked:
+class Locked(Shell):
     """The deployment and what is needed to call it."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory, self.state = directory, directory / "state"
+        super().__init__(directory / "state")
+        self.directory = directory
+        self.environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
         self.certificate = Made(directory, "server", "127.0.0.1")
         self.key = ""
-        self.environment = {
-            name: value for name, value in os.environ.items() if not name.startswith("OUTRIDER_")
-        } | {"OUTRIDER_STATE_DIR": str(self.state)}
-
-    def run(self, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "deploy.cli.main", *words],
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200, check=False,
-            env=self.environment | variables, cwd=self.directory,
-        )  # fmt: skip
-
-    def record(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.state / "deployment.json").read_text("utf-8"))
-        return found
 
 
 @pytest.fixture(scope="module")
 def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
     one = Locked(tmp_path_factory.mktemp("locked"))
-    one.environment["PYTHONPATH"] = os.pathsep.join(
-        [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
-    )
     made = one.run("keys", "--api-key-file", "keys", "new", "alice", "--tenant", "team")
     assert made.returncode == 0, made.stderr
     one.key = made.stdout.strip()
@@ -67,11 +49,9 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
     assert not (one.state / "cli.key").exists()
 
 
-def test_commands_here_need_nothing_typed(locked: Locked) -> None:
-    elsewhere = subprocess.run(
-        [sys.executable, "-m", "deploy.cli.main", "generate", "--token-ids", "1,2,3", "--json"],
-        capture_output=True, text=True, timeout=100, check=False, env=locked.environment, cwd="/",
-    )  # fmt: skip
+def test_commands_here_need_nothing_typed(locked: Locked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locked, "directory", Path("/"))
+    elsewhere = locked.run("generate", "--token-ids", "1,2,3", "--json")
     assert elsewhere.returncode == 0, elsewhere.stderr
     assert len(json.loads(elsewhere.stdout)["token_ids"]) > 0
     status = locked.run("status", "--json")

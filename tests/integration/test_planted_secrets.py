@@ -5,8 +5,6 @@ import json
 import os
 import re
 import secrets
-import socket
-import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -14,13 +12,12 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-import redis
+from redis_servers import START_S, Server, free_port
 
 from deploy.cli.serve import ask_registry
 from deploy.fleet.launcher import Deployment
 from deploy.fleet.ray_cluster import check_asks_for_token
 from outrider.config import load_config
-from outrider.sessions.embedded import find_server
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -30,34 +27,21 @@ pytestmark = [
 PASSWORD, KEY = secrets.token_hex(16), f"key-{secrets.token_hex(16)}"
 MARKER = f"marker-{secrets.token_hex(8)}:"
 """Begins Redis' keys. It is told to Ray, and no secret: a search that finds nothing is noticed."""
-START_S = 20.0
 PART_BYTES = 2**24
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """The port of a Redis server that asks for the password."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    words = [find_server(), "-"]
-    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
-    assert process.stdin is not None
-    folder = tmp_path_factory.mktemp("redis")
-    process.stdin.write(f"port {port}\ndir {folder}\nsave ''\nrequirepass {PASSWORD}\n".encode())
-    process.stdin.close()
+    port = free_port()
+    config = f"port {port}\nbind 127.0.0.1\nsave ''\nrequirepass {PASSWORD}\n"
+    running = Server(tmp_path_factory.mktemp("redis") / "server", config, port=port)
     give_up_at = time.monotonic() + START_S
-    with redis.Redis(port=port, password=PASSWORD) as client:
-        while True:
-            try:
-                client.ping()
-                break
-            except redis.ConnectionError:
-                assert time.monotonic() < give_up_at
-                time.sleep(0.05)
+    while not running.info(PASSWORD):
+        assert time.monotonic() < give_up_at
+        time.sleep(0.05)
     yield port
-    process.terminate()
-    process.wait()
+    running.kill()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
