@@ -174,8 +174,20 @@ async def demote(servers: RedisServers) -> None:
     await servers.demote()
 
 
-@pytest.mark.parametrize(("wait_replicas", "within_s"), [(0, BACK_S), (1, FOLLOWED_S)])
-@pytest.mark.parametrize("fault", [kill, pause, demote])
+@pytest.mark.parametrize(
+    ("fault", "wait_replicas", "within_s"),
+    [
+        (kill, 0, BACK_S),
+        (pause, 1, FOLLOWED_S),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                (demote, 0, BACK_S), (pause, 0, BACK_S), (kill, 1, FOLLOWED_S),
+                (demote, 1, FOLLOWED_S),
+            )
+        ),
+    ],
+)  # fmt: skip
 async def test_commits_go_on_at_the_promoted_replica(
     servers: RedisServers,
     fault: Callable[[RedisServers], Awaitable[None]],
