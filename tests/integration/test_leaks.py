@@ -5,7 +5,6 @@ import gc
 import os
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.errors import Unavailable
 from outrider.kv_cache.session_table import SessionTable
 from outrider.replica.step_request import StepRequest
-from outrider.request import Event, Finished, GenerateRequest, Started, Tokens
+from outrider.request import Finished, GenerateRequest, Started, Tokens
 from outrider.sessions.state import Session
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from tests.chaos.proxy import FaultProxy
@@ -65,9 +64,7 @@ class Plan:
     request: GenerateRequest
     end: str
     after: int
-    """Tokens that it waits for before that; -1 = none ..."""
-    pause_s: float
-    """... but only this time."""
+    """Tokens that it waits for before that."""
 
 
 def plans(number: int, drawn: random.Random) -> list[Plan]:
@@ -83,8 +80,7 @@ def plans(number: int, drawn: random.Random) -> list[Plan]:
             sampling=SamplingParams(temperature=0.0 if rule is Rule.GREEDY else 1.0),
             num_draft_tokens=drawn.choice((0, 2, 4, 6)),
         )
-        after = drawn.choice((-1, drawn.randrange(num_tokens // 2), drawn.randrange(num_tokens)))
-        found.append(Plan(request, end, after, drawn.uniform(0, 0.1)))
+        found.append(Plan(request, end, drawn.randrange(num_tokens)))
     return found
 
 
@@ -123,8 +119,6 @@ class Clients:
         """Listens until the plan's moment, acts, and listens on."""
         session_id, num_tokens, acted = "", 0, plan.end == "whole"
         async with aclosing(client.generate(plan.request)) as events:
-            if not acted and plan.after < 0:
-                return await self._end_early(client, plan, proxy, events)
             async for event in events:
                 if isinstance(event, Started):
                     session_id = event.session_id
@@ -138,19 +132,6 @@ class Clients:
                         return "left"
                     await self._act(client, plan, proxy, session_id)
         raise AssertionError("a stream without an end")
-
-    async def _end_early(
-        self, client: Client, plan: Plan, proxy: FaultProxy | None, events: AsyncGenerator[Event]
-    ) -> str:
-        first = asyncio.create_task(anext(events))
-        await asyncio.wait([first], timeout=plan.pause_s)
-        if proxy is None:
-            first.cancel()
-        else:
-            await self._act(client, plan, proxy, "")
-        [found] = await asyncio.gather(first, return_exceptions=True)
-        assert isinstance(found, Started | Unavailable | asyncio.CancelledError), found
-        return "left" if proxy is None else "lost"
 
     async def _act(
         self, client: Client, plan: Plan, proxy: FaultProxy | None, session_id: str
