@@ -114,7 +114,9 @@ def test_a_shared_engine_gives_what_the_whole_one_gives(tmp_path: Path) -> None:
         assert engine.page_counts() == whole.page_counts()
 
 
-@pytest.mark.parametrize(("size", "temperature"), [(2, 1.0), (3, 0.0)])
+@pytest.mark.parametrize(
+    ("size", "temperature"), [(3, 1.0), pytest.param(2, 0.0, marks=pytest.mark.full)]
+)
 async def test_a_head_drafts_on_the_leader(size: int, temperature: float, tmp_path: Path) -> None:
     """As on the whole model, on ranks that hold the same pages; and what is written, coupled or
     greedy and with trees, is the same for any number of drafted tokens."""
@@ -173,6 +175,7 @@ def test_a_deterministic_shared_engine_gives_one_answer(tmp_path: Path) -> None:
         assert torch.equal(alone, beside)
 
 
+@pytest.mark.full
 @pytest.mark.real_model
 def test_the_demo_target_on_three_ranks_writes_what_generate_writes() -> None:
     """Nine heads and three of keys and values: greedy, float32, the library's tokens."""
