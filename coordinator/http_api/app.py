@@ -301,8 +301,7 @@ class Generations:
             return each, []
         content = request.url.path.encode() + b"\n" + await request.body()
         new = request_keys(call.key, tenant, content, len(requests))
-        turn = self._repeated.turn(new[0], takes_over=progress.follows_event)
-        await exits.enter_async_context(turn)
+        await exits.enter_async_context(self._repeated.turn(new[0], progress))
         keys = await asyncio.gather(*map(service.known, new))
         each = [
             service.generate_once(one, key, progress.resume_request(index), tenant, trace)

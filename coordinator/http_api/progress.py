@@ -95,6 +95,11 @@ class Progress:
             session_id, known.num_tokens, tokens_digest=known.digest, cuts=(known.num_tokens, end)
         )
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether there was an event."""
+        return any(now != Position() for now in self._now)
+
     def is_behind(self, index: int) -> bool:
         """Whether the client has the next event of the choice."""
         now, known = self._now[index], self._known[index]
@@ -144,10 +149,13 @@ def request_keys(key: str, tenant: str, request: bytes, num_choices: int) -> lis
 
 
 class _Turn:
+    """The running requests with one key: one, and any that take over from it."""
+
     def __init__(self) -> None:
+        self.running: list[Progress] = []
         self.ended = asyncio.Event()
         self.num_waiting = 0
-        """Requests that wait for its end."""
+        """Requests that wait for the end."""
 
 
 class RepeatedRequests:
@@ -155,32 +163,36 @@ class RepeatedRequests:
     from each other, again and again if their clients retry."""
 
     def __init__(self) -> None:
-        self._running: dict[RequestKey, _Turn] = {}
+        self._turns: dict[RequestKey, _Turn] = {}
 
     @asynccontextmanager
-    async def turn(self, key: RequestKey, *, takes_over: bool) -> AsyncIterator[None]:
-        """Waits until no other request with this key runs. A request that `takes_over` does not
-        wait: its client has events of the running one, so the connection of that one is broken.
-        Raises `Unavailable` if too many wait."""
-        while not takes_over and (running := self._running.get(key)) is not None:
-            if running.num_waiting >= _WAITING_MAX:
+    async def turn(self, key: RequestKey, progress: Progress) -> AsyncIterator[None]:
+        """Waits until no other request with this key runs. A request that follows an event does not
+        wait: its client has events of the running one, so the connection of that one is broken. If
+        it fails before it has begun, the other one runs on. Raises `Unavailable` if too many wait.
+        """
+        while not progress.follows_event and (turn := self._turns.get(key)) is not None:
+            if turn.num_waiting >= _WAITING_MAX:
                 raise Unavailable(
                     f"{_WAITING_MAX} requests with this Idempotency-Key wait for the one that runs"
                 )
-            running.num_waiting += 1
+            turn.num_waiting += 1
             try:
-                await running.ended.wait()
+                await turn.ended.wait()
             finally:
-                running.num_waiting -= 1
-        if (before := self._running.get(key)) is not None:
-            before.ended.set()  # Others wait for this request instead.
-        own = self._running[key] = _Turn()
+                turn.num_waiting -= 1
+        turn = self._turns.setdefault(key, _Turn())
+        turn.running.append(progress)
         try:
             yield
         finally:
-            own.ended.set()
-            if self._running.get(key) is own:
-                del self._running[key]
+            is_newest = turn.running[-1] is progress
+            turn.running.remove(progress)
+            # The streams of earlier requests ended when the newest one began.
+            if not turn.running or (is_newest and progress.has_begun):
+                turn.ended.set()
+                if self._turns.get(key) is turn:
+                    del self._turns[key]
 
 
 def split_answer_id(answer_id: str, prefixes: Iterable[str]) -> tuple[str, str]:

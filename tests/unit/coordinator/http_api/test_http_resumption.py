@@ -3,6 +3,7 @@ store."""
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -10,12 +11,13 @@ from typing import Any, cast
 import pytest
 from coordinator_bench import Bench
 from script_store import ScriptStore
+from told_coordinator import MemorySlots
 
 from coordinator.auth.access_control import AccessControl, watch_keys
 from coordinator.http_api.app import build_app
 from coordinator.http_api.server import HttpOptions
 from coordinator.http_api.tool_parsers import ChatFormats
-from outrider.api_keys import given_keys
+from outrider.api_keys import Caller, KeyEntry, KeyHash, given_keys
 from outrider.errors import StoreUnavailable, Unavailable
 from outrider.limits import IDEMPOTENCY_KEY_CHARS_MAX
 
@@ -251,6 +253,12 @@ def add_choice(found: dict[str, Any], choice: dict[str, Any]) -> None:
             found[key] = found.get(key, []) + value
 
 
+def one_token_more(event_id: str) -> str:
+    """An event id that does not fit the stored tokens."""
+    number, num_tokens, rest = re.split("[:-]", event_id, maxsplit=2)
+    return f"{number}:{int(num_tokens) + 1}-{rest}"
+
+
 @pytest.mark.parametrize("form", FORMS)
 async def test_a_stream_goes_on_after_any_of_its_events(form: str) -> None:
     """At another coordinator, whether the first one lives or has died. The whole equals an unbroken
@@ -296,7 +304,8 @@ async def test_requests_at_the_same_moment_are_one(form: str) -> None:
 
 async def test_a_request_that_runs_is_waited_for_by_the_same_one() -> None:
     """Neither is broken off, and each gets all of it. A client that has events of the first takes
-    over at once, and a different request is refused at once."""
+    over at once. A different request is refused at once, as is one with a wrong event id; those that
+    wait go on waiting."""
     path, body = FORMS["choices"]
     async with two() as (first, _):
         answers = await asyncio.gather(*(first.call(path, body, KEY) for _ in range(3)))
@@ -313,11 +322,32 @@ async def test_a_request_that_runs_is_waited_for_by_the_same_one() -> None:
         assert refused[0] == 503
         assert (await first.refusal(path, {**body, "seed": 8}, key))[0] == 400
         last = {**key, "Last-Event-ID": first.last_id}
+        for wrong in ("7", one_token_more(first.last_id)):
+            assert (await first.refusal(path, body, {**last, "Last-Event-ID": wrong}))[0] == 400
+        await asyncio.sleep(1.0)
+        assert sum(task.done() for task in waiting) == 1
         assert (await first.call(path, body, last))[0] == 200
         statuses = [(await task)[0] for task in waiting]
         assert sorted(statuses) == [200] * 8 + [503]
         assert not stuck.done()
         stuck.cancel()
+
+
+async def test_a_request_that_waits_takes_no_slot_of_its_key() -> None:
+    """A retry beside the first try is not refused, as both are one generation. Another request is,
+    until both have ended."""
+    path, body = FORMS["chat"]
+    limited = KeyEntry(KeyHash.of(API_KEYS[0]), Caller("a", "a", concurrency=1))
+    async with two() as (first, _):
+        access = AccessControl(watch_keys(None, (limited,)), MemorySlots())
+        first.app = build_app(first.service, first.closing, HttpOptions(access=access))
+        tries = [asyncio.create_task(first.call(path, body, KEY)) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        other = {"Idempotency-Key": "other"}
+        assert await first.refusal(path, body, other) == (429, None, "rate_limit_exceeded")
+        assert [status for status, *_ in await asyncio.gather(*tries)] == [200] * 3
+        assert (await first.call(path, body, other))[0] == 200
+        await access.close()
 
 
 @pytest.mark.parametrize("form", ["chat", "choices"])
@@ -377,9 +407,8 @@ async def test_a_key_is_its_tenants_and_of_one_request() -> None:
         assert len(await first.lengths()) == 1
         refused = (400, "Last-Event-ID", "invalid_value")
         last = told[-2][0]
-        number, _, place = last.partition(":")
-        others = [f"{number}:{int(place.partition('-')[0]) + 1}-{place.partition('-')[2]}"]
-        others += [f"{number}:3-1-1", "7", "", last + ".0-0-0", last + "+", "\u0663" + last]
+        others = [one_token_more(last), f"{last.partition(':')[0]}:3-1-1"]
+        others += ["7", "", last + ".0-0-0", last + "+", "\u0663" + last]
         for event_id in others:
             headers = {**KEY, "Last-Event-ID": event_id}
             assert await second.refusal(path, body, headers) == refused, event_id
