@@ -92,11 +92,12 @@ def ray_pods(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
 
 
 def pods(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
-    """All pod templates: those of Ray, and of the release's own servers `redis`, for sessions, and
-    `gcs`, for Ray's head."""
+    """All pod templates: those of Ray, of the release's own servers `redis`, for sessions, and
+    `gcs`, for Ray's head, and of the `gateway`."""
     found = ray_pods(manifests)
-    for stateful in of_kind(manifests, "StatefulSet").values():
-        template = stateful["spec"]["template"]
+    kinds = of_kind(manifests, "StatefulSet") | of_kind(manifests, "Deployment")
+    for one in kinds.values():
+        template = one["spec"]["template"]
         found[template["metadata"]["labels"]["app.kubernetes.io/component"]] = template
     return found
 

@@ -20,6 +20,7 @@ GROUPS: Final = ("headgroup", "coordinator", "target", "draft")
 RAY_PORTS: Final = (6379, 8265, 10001)
 GRPC: Final = 50051
 HTTP: Final = 8000
+GATEWAY: Final = 8080
 METRICS: Final = {"coordinator": 9464, "target": 9465, "draft": 9466}
 ANY_PORT: Final = 40000
 """Where a target or a draft may listen: any port."""
@@ -56,7 +57,7 @@ def _labels(manifests: Sequence[Manifest], cluster: str) -> dict[str, dict[str, 
     found = {}
     for group, template in pods(manifests).items():
         found[group] = dict(template["metadata"]["labels"])
-        if group not in ("redis", "gcs"):
+        if group not in ("redis", "gcs", "gateway"):
             found[group] |= {"ray.io/cluster": cluster, "ray.io/group": group}
     return found
 
@@ -83,7 +84,7 @@ class Release:
         )
 
     def reached(self, source: Source) -> set[tuple[str, int]]:
-        ports = (*RAY_PORTS, GRPC, HTTP, ANY_PORT, *METRICS.values())
+        ports = (*RAY_PORTS, GRPC, HTTP, GATEWAY, ANY_PORT, *METRICS.values())
         return {(to, one) for to in self.labels for one in ports if self.admits(to, source, one)}
 
 
@@ -119,21 +120,25 @@ def test_what_the_head_knows_is_for_the_head() -> None:
 
 
 def test_who_is_named_is_admitted_and_nobody_else() -> None:
-    """Users, scrapers and clients of Redis, each to their ports."""
+    """Users, scrapers, clients of Redis and the gateway, each to their ports."""
     release = Release("speculation", [EVERY_OPTION], OWN_REDIS)
     user = Source({"uses": "outrider"}, {"kubernetes.io/metadata.name": "applications"})
     scraper = Source({}, {"kubernetes.io/metadata.name": "monitoring"})
     heir = Source({"ray.io/cluster": "speculation-next"})
-    assert release.reached(user) == {("coordinator", GRPC), ("coordinator", HTTP)}
+    public = {("coordinator", GRPC), ("coordinator", HTTP)}
+    assert release.reached(user) == {*public, ("gateway", GATEWAY)}
+    assert release.reached(Source(release.labels["gateway"])) == public
     assert release.reached(scraper) == {*METRICS.items()}
     assert release.reached(heir) == {("redis", 6379)}
     for stranger in (STRANGER, FAR_STRANGER, Source({"uses": "outrider"})):
         assert release.reached(stranger) == set()
 
 
-def test_services_lead_to_coordinators_and_to_redis() -> None:
-    """No service of the chart has a port of a target, of a draft or of Ray."""
-    release = Release()
+@pytest.mark.parametrize("has_gateway", [False, True])
+def test_services_lead_to_coordinators_and_to_redis(has_gateway: bool) -> None:
+    """And to the gateway, if there is one. No service of the chart has a port of a target, of a
+    draft or of Ray."""
+    release = Release(f"{RELEASE}-outrider", (), [f"gateway.enabled={str(has_gateway).lower()}"])
     led = {
         name.removeprefix(f"{RELEASE}-outrider"): group
         for name, each in of_kind(release.manifests, "Service").items()
@@ -142,4 +147,4 @@ def test_services_lead_to_coordinators_and_to_redis() -> None:
     }  # fmt: skip
     assert led == {
         "": "coordinator", "-coordinators": "coordinator", "-redis": "redis", "-gcs": "gcs"
-    }  # fmt: skip
+    } | ({"-gateway": "gateway"} if has_gateway else {})  # fmt: skip

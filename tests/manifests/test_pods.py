@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from deploy.cli.main import parse
 from outrider.config import deployment_settings
 from outrider.limits import LOG_BYTES_MAX, LOG_FILES_KEPT
 from outrider.settings import NOT_SETTINGS
@@ -107,8 +108,8 @@ def test_actors_find_places_of_their_role(variant: str) -> None:
 
 
 def test_what_is_optional_is_there_where_it_is_asked_for() -> None:
-    """GPUs, as the resource that was named; Ray's token; budgets, as numbers of pods that stay: a
-    RayCluster has no scale that Kubernetes could ask for."""
+    """GPUs, as the resource that was named; Ray's token; budgets, for a RayCluster as numbers of
+    pods that stay: it has no scale that Kubernetes could ask for."""
     every, default = render([EVERY_OPTION]), render()
     limits = {
         name: template["spec"]["containers"][0]["resources"]["limits"].get("nvidia.com/gpu", 0)
@@ -124,10 +125,27 @@ def test_what_is_optional_is_there_where_it_is_asked_for() -> None:
         assert ("RAY_AUTH_TOKEN" in variables(serve)) is has_token
     assert not of_kind(default, "PodDisruptionBudget")
     left = {
-        each["spec"]["selector"]["matchLabels"]["ray.io/group"]: each["spec"]["minAvailable"]
-        for each in of_kind(every, "PodDisruptionBudget").values()
+        name.removeprefix("speculation-"): each["spec"].get("minAvailable")
+        for name, each in of_kind(every, "PodDisruptionBudget").items()
     }
-    assert left == {"coordinator": 2, "target": 1}
+    assert left == {"coordinator": 2, "target": 1, "gateway": None}
+
+
+def test_the_gateway_is_started_before_the_coordinators() -> None:
+    """By a command that takes its flags; it calls the coordinators' service, and outlives the
+    requests that it waits for when it stops."""
+    manifests = render([EVERY_OPTION])
+    template = pods(manifests)["gateway"]
+    [one] = template["spec"]["containers"]
+    assert one["command"][:2] == ["outrider", "gateway"]
+    asked = parse(one["command"][1:])
+    assert (asked.host, asked.insecure) == ("0.0.0.0", True)  # noqa: S104 (in its pod)
+    assert asked.coordinators == "http://speculation:80"
+    service = of_kind(manifests, "Service")["speculation"]
+    assert "http" in [each["name"] for each in service["spec"]["ports"] if each["port"] == 80]
+    assert {"name": "http", "containerPort": asked.port} in one["ports"]
+    assert template["spec"]["terminationGracePeriodSeconds"] > asked.stop_timeout_s + 5
+    assert "gateway" not in pods(render())
 
 
 def test_the_process_that_starts_the_deployment_can_be_a_driver() -> None:

@@ -11,6 +11,7 @@
 {{/* Where a coordinator listens, in each of its pods. */}}
 {{- define "outrider.grpcPort" -}}50051{{- end -}}
 {{- define "outrider.httpPort" -}}8000{{- end -}}
+{{- define "outrider.gatewayPort" -}}8080{{- end -}}
 
 {{- define "outrider.image" -}}
 {{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) -}}
@@ -25,8 +26,8 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 
-{{/* Takes the root and the component: redis for sessions, gcs for the state of Ray's head. */}}
-{{- define "outrider.redisLabels" -}}
+{{/* Takes the root and the component: redis for sessions, gcs for the state of Ray's head, gateway. */}}
+{{- define "outrider.componentLabels" -}}
 app.kubernetes.io/name: {{ .root.Chart.Name }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .component }}

@@ -47,7 +47,7 @@ metadata:
 spec:
   clusterIP: None
   selector:
-    {{- include "outrider.redisLabels" $ | nindent 4 }}
+    {{- include "outrider.componentLabels" $ | nindent 4 }}
   ports:
     - name: redis
       port: 6379
@@ -64,11 +64,11 @@ spec:
   replicas: 1
   selector:
     matchLabels:
-      {{- include "outrider.redisLabels" $ | nindent 6 }}
+      {{- include "outrider.componentLabels" $ | nindent 6 }}
   template:
     metadata:
       labels:
-        {{- include "outrider.redisLabels" $ | nindent 8 }}
+        {{- include "outrider.componentLabels" $ | nindent 8 }}
         {{- with $server.podLabels }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
