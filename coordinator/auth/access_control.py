@@ -50,10 +50,8 @@ from outrider.transport.server import HEALTH_PATH, Context
 _log = logging.getLogger(__name__)
 
 _OTHERS_MAY_WRITE = 0o022
-_HEADER = "authorization"
-_SCHEME = "bearer"
-
-
+RESUME_DEPTH = 2
+"""Resumptions are refused only when this many buckets are used up."""
 _CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
 
 
@@ -79,21 +77,13 @@ def watch_keys(
     return watch
 
 
-RESUME_DEPTH = 2
-"""Resumptions are refused only when this many buckets are used up."""
-
-
 class RateExceeded(Overloaded):
-    """A caller's bucket is empty; the error says when it has room again."""
+    """A caller's bucket has no room for a request for another `left_ms`."""
 
-
-def rate_exceeded(caller: Caller, left_ms: int) -> RateExceeded:
-    """The error for a caller whose bucket has room for a request after `left_ms`."""
-    return RateExceeded(
-        f"the key {caller.name!r} may make {caller.requests_per_minute} requests a minute; try "
-        "again later",
-        retry_after_ms=left_ms,
-    )
+    def __init__(self, caller: Caller, left_ms: int) -> None:
+        number = caller.requests_per_minute
+        message = f"the key {caller.name!r} may make {number} requests a minute; try again later"
+        super().__init__(message, retry_after_ms=left_ms)
 
 
 class Grant:
@@ -108,20 +98,15 @@ class Grant:
         event of the last generation is sent, as the client may then make another request."""
         if isinstance(event, Finished):
             self._num_running -= 1
-            if self._num_running <= 0:
-                await self.release()
+            if self._num_running <= 0 and (freed := self.drop()):
+                await freed
         elif isinstance(event, Started) and self._held:
             old, self._held[index] = self._held[index], event.session_id
             if old != event.session_id:
                 self._access.exchange(self._caller, [old], [event.session_id])
 
-    async def release(self) -> None:
-        """Frees the slots of the request. Idempotent."""
-        if freed := self.drop():
-            await freed
-
     def drop(self) -> asyncio.Task[None] | None:
-        """Like `release`, in the background."""
+        """Frees the slots of the request in the background. Idempotent."""
         names, self._held = self._held, []
         return self._access.exchange(self._caller, names) if names else None
 
@@ -158,7 +143,7 @@ class AccessControl:
         if not shown:
             raise Unauthenticated("authorization: is missing; send `Bearer` and an API key")
         scheme, _, key = shown[0].strip().partition(" ")
-        if scheme.lower() != _SCHEME:
+        if scheme.lower() != "bearer":
             raise Unauthenticated("authorization: has another scheme; send `Bearer` and an API key")
         key = key.strip()
         found = self._keys.current().find(key) if 0 < len(key) <= API_KEY_CHARS_MAX else None
@@ -171,14 +156,16 @@ class AccessControl:
         balancers have no key."""
         if not method.startswith(HEALTH_PATH):
             metadata = context.invocation_metadata() or ()
-            _CALLER.set(self.identify([str(value) for key, value in metadata if key == _HEADER]))
+            _CALLER.set(
+                self.identify([str(value) for key, value in metadata if key == "authorization"])
+            )
 
     def check_rate(self, caller: Caller) -> None:
         """Raises `Overloaded` if the caller's bucket was found empty and has no room yet. Does not
         ask the store, so it is cheap enough to call before a request is read."""
         left_s = self._empty_until.get(caller, 0.0) - asyncio.get_running_loop().time()
         if left_s > 0:
-            raise rate_exceeded(caller, math.ceil(left_s * 1e3))
+            raise RateExceeded(caller, math.ceil(left_s * 1e3))
         self._empty_until.pop(caller, None)
 
     @asynccontextmanager
@@ -189,30 +176,25 @@ class AccessControl:
         all, while the context lasts. `resumes` are the sessions that it resumes, if any. Raises
         `Overloaded`, with the time to try again, and `StoreUnavailable`."""
         names: list[str] = []
-        if caller.concurrency and self._store is not None:
-            names = [*resumes] or [secrets.token_hex(16) for _ in range(num_generations)]
         if caller.is_limited and self._store is not None:
-            await self._take(self._store, caller, names, bool(resumes))
+            if caller.concurrency:
+                names = [*resumes] or [secrets.token_hex(16) for _ in range(num_generations)]
+            asked = asyncio.get_running_loop().time()
+            try:
+                await self._store.take(caller, names, RESUME_DEPTH if resumes else 1)
+            except BaseException as error:
+                if isinstance(error, RateExceeded) and not resumes:
+                    self._empty_until[caller] = asked + error.retry_after_ms / 1e3
+                elif not isinstance(error, Overloaded) and not resumes:
+                    # Redis may have taken the slots. Their names are known only here.
+                    self._in_background(caller, names)
+                raise
+            self._hold(caller, names)
         grant = Grant(self, caller, names)
         try:
             yield grant
         finally:
             grant.drop()
-
-    async def _take(
-        self, store: RedisSlots, caller: Caller, names: Sequence[str], resumes: bool
-    ) -> None:
-        asked = asyncio.get_running_loop().time()
-        try:
-            await store.take(caller, names, RESUME_DEPTH if resumes else 1)
-        except BaseException as error:
-            if isinstance(error, RateExceeded) and not resumes:
-                self._empty_until[caller] = asked + error.retry_after_ms / 1e3
-            elif not isinstance(error, Overloaded) and not resumes:
-                # Redis may have taken the slots. Their names are known only here.
-                self._in_background(caller, names)
-            raise
-        self._hold(caller, names)
 
     def exchange(
         self, caller: Caller, old: Collection[str], new: Collection[str] = ()
@@ -247,11 +229,10 @@ class AccessControl:
         return task
 
     def _hold(self, caller: Caller, names: Collection[str]) -> None:
-        if not names:
-            return
-        self._held[caller.name].update(names)
-        if self._renewing is None or self._renewing.done():
-            self._renewing = asyncio.create_task(self._renew())
+        if names:
+            self._held[caller.name].update(names)
+            if self._renewing is None or self._renewing.done():
+                self._renewing = asyncio.create_task(self._renew())
 
     async def _renew(self) -> None:
         while self._held:
@@ -260,12 +241,12 @@ class AccessControl:
 
     async def _tell(self, freed: Mapping[str, Collection[str]]) -> None:
         """Renews what these callers hold, and frees the given slots unless they are held again."""
+        if self._store is None:
+            return
         told = {}
         for name, slots in freed.items():
             held = [*self._held.get(name, ())]
             told[name] = held, [one for one in slots if one not in held]
-        if self._store is None:
-            return
         try:
             await self._store.keep(told)
         except OutriderError as error:  # Leases run out by themselves.
@@ -296,7 +277,7 @@ class RedisSlots:
             case [b"taken", _]:
                 return
             case [b"rate", int(left_ms)]:
-                raise rate_exceeded(caller, left_ms)
+                raise RateExceeded(caller, left_ms)
             case _:
                 raise Overloaded(
                     f"the key {caller.name!r} may run {caller.concurrency} generations at a time; "
@@ -326,13 +307,13 @@ class RedisSlots:
         return f"{self._prefix}limit:{{{name}}}:{what}"
 
 
-OPEN = AccessControl()
-"""Admits everything."""
-
-
 def access_control_of(
     api_keys: str, api_key_file: str, slots: RedisSlots | None = None
 ) -> AccessControl:
     """The access control for these settings. Raises `ConfigError`."""
     path = Path(api_key_file) if api_key_file else None
     return AccessControl(watch_keys(path, given_keys(api_keys)), slots)
+
+
+OPEN = AccessControl()
+"""Admits everything."""

@@ -15,7 +15,7 @@ from models import byte_level_tokenizer
 from told_coordinator import FINISHED, STARTED, TOKENS, MemorySlots
 from told_coordinator import ToldCoordinator as Service
 
-from coordinator.auth.access_control import OPEN, AccessControl, rate_exceeded, watch_keys
+from coordinator.auth.access_control import OPEN, AccessControl, RateExceeded, watch_keys
 from coordinator.http_api.app import (
     HEALTH_CACHED_S,
     SLOW_S,
@@ -427,7 +427,7 @@ async def test_no_body_is_read_for_a_key_whose_bucket_is_empty(
 
     async def take(caller: Caller, slots: Sequence[str], depth: int) -> None:
         asked.append(caller)
-        raise rate_exceeded(caller, 300)
+        raise RateExceeded(caller, 300)
 
     monkeypatch.setattr(slots, "take", take)
     begun = asyncio.get_running_loop().time()
