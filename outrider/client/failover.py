@@ -257,8 +257,8 @@ class Tries:
         self._tried_until: float | None = None
         self._has_answer = False
         """Whether one of these has answered, so that it may be called again."""
-        self._num_failures = self._num_waits = 0
-        """Failures since the last token, and waits because of no answer."""
+        self._num_waits = 0
+        """Waits because of no answer, since the last token."""
         self._stayed = False
         """Whether the last coordinator is called a second time."""
 
@@ -279,8 +279,7 @@ class Tries:
             return is_first
         if isinstance(event, Tokens) and (known := self.received) is not None:
             if event.token_ids:  # Only tokens are limited in number.
-                self._tried_until, self._num_failures, self._num_waits = None, 0, 0
-                self._stayed = False
+                self._tried_until, self._num_waits, self._stayed = None, 0, False
             characters, digest = known.num_characters, known.tokens_digest
             if digest is not None:
                 digest = reduce(extend_digest, event.token_ids, digest)
@@ -304,8 +303,8 @@ class Tries:
         an error; or the time is over."""
         pool, now = self._pool, self._pool.clock()
         answered, begins = not isinstance(error, StreamBroken), self.received is None
-        self._num_failures += 1
-        self._stayed = not begins and not self._stayed and (answered or self._num_failures == 1)
+        may_stay = answered or self._tried_until is None
+        self._stayed = not begins and not self._stayed and may_stay
         following = tried
         if tried is not None and not self._stayed:
             can_begin_s = error.retry_after_ms / 1e3 if begins and self._is_stream else 0.0

@@ -189,7 +189,7 @@ class Transport(Protocol):
         """Ends running calls. Idempotent."""
 
 
-STATUS_DETAILS = "grpc-status-details-bin"
+_STATUS_DETAILS = "grpc-status-details-bin"
 """Metadata of every `Unavailable` from a coordinator; gRPC's own lacks it."""
 _ERROR_NUMBER = re.compile(r" \(\d+\)$")
 _VISIBLE = re.compile("[!-~]+")
@@ -302,7 +302,7 @@ def call_error(error: Any, address: str) -> OutriderError:
     """The coordinator's error in a failed call to `address`, or a `StreamBroken` if no coordinator
     answered. Its cause is gRPC's error."""
     meant = status_to_error(error)
-    answered = any(key == STATUS_DETAILS for key, _ in error.trailing_metadata() or ())
+    answered = any(key == _STATUS_DETAILS for key, _ in error.trailing_metadata() or ())
     if answered or not isinstance(meant, Unavailable):
         return meant
     if "Failed parsing HTTP/2" in meant.message:
@@ -340,18 +340,15 @@ class InProcessTransport(Transport):
     def address(self) -> str:
         return "in-process"
 
-    def events(
+    async def events(
         self, request: GenerateRequest | ResumeRequest, timeout_s: float
     ) -> AsyncGenerator[Event]:
         if isinstance(request, ResumeRequest):
-            asked = resume_from_proto(resume_to_proto(request))
-            return self._events(self._service.resume(asked, self._tenant), timeout_s)
-        decoded = request_from_proto(request_to_proto(request))
-        return self._events(self._service.generate(decoded, self._tenant), timeout_s)
-
-    async def _events(
-        self, stream: AsyncGenerator[Event], timeout_s: float
-    ) -> AsyncGenerator[Event]:
+            asked: Any = resume_from_proto(resume_to_proto(request))
+            stream = self._service.resume(asked, self._tenant)
+        else:
+            asked = request_from_proto(request_to_proto(request))
+            stream = self._service.generate(asked, self._tenant)
         deadline = _now() + timeout_s
         async with aclosing(stream) as events:
             while True:
