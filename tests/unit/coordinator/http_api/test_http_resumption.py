@@ -304,8 +304,8 @@ async def test_requests_at_the_same_moment_are_one(form: str) -> None:
 
 async def test_a_request_that_runs_is_waited_for_by_the_same_one() -> None:
     """Neither is broken off, and each gets all of it. A client that has events of the first takes
-    over at once. A different request is refused at once, as is one with a wrong event id; those that
-    wait go on waiting."""
+    over at once. A different request is refused at once, and so is one with a wrong event id, which
+    wakes none of those that wait."""
     path, body = FORMS["choices"]
     async with two() as (first, _):
         answers = await asyncio.gather(*(first.call(path, body, KEY) for _ in range(3)))
