@@ -11,7 +11,6 @@
 | `answers.py` | turns events into answers, whole or in chunks |
 | `responses.py` | OpenAI's Responses API: its body and its answers |
 | `schemas.py` | the form of answers, for the OpenAPI document |
-| `tokens.py` | `/tokenize` and `/detokenize` |
 | `progress.py` | resumed streams and repeated requests |
 | `gateway.py` | a proxy that resumes streams for its clients |
 

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -19,12 +19,21 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.auth.access_control import AccessControl
-from coordinator.http_api.answers import Answer, ChatAnswer, CompletionAnswer, Json, NativeEvents
+from coordinator.http_api.answers import (
+    Answer,
+    ChatAnswer,
+    CompletionAnswer,
+    Json,
+    NativeEvents,
+    as_text,
+)
 from coordinator.http_api.bodies import (
     ChatBody,
     CompletionBody,
+    DetokenizeBody,
     NativeBody,
     ResumeBody,
+    TokenizeBody,
     TranslatedBody,
 )
 from coordinator.http_api.progress import (
@@ -47,12 +56,14 @@ from coordinator.http_api.schemas import (
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
+    Detokenized,
     DocumentedApp,
     Health,
     Model,
     ModelList,
     ResponseEvent,
     ResponseObject,
+    Tokenized,
     Version,
     answers,
 )
@@ -63,7 +74,6 @@ from coordinator.http_api.server import (
     Metrics,
     send_part,
 )
-from coordinator.http_api.tokens import add_tokens
 from coordinator.http_api.tool_parsers import ChatFormats
 from coordinator.routing.discovery import SeenReplica
 from coordinator.service import CoordinatorService
@@ -194,18 +204,6 @@ class RepeatHeaders(BaseModel):
     """The id of the last event that the client has."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A request for generations."""
-
-    request: Request
-    asked: TranslatedBody
-    progress: Progress
-    key: str | None
-    session_id: str
-    """The session to resume; empty = the key's sessions, if it has any."""
-
-
 class Generations:
     """Runs generations and responds with their answers."""
 
@@ -256,59 +254,60 @@ class Generations:
             )
             raise BadRequest("Last-Event-ID", reason)
         progress = Progress(len(asked.requests), event_id)
-        events = self._events(Call(request, asked, progress, key, session_id))
+        events = self._events(request, asked, progress, key, session_id)
         return Generated(events, self._closing, answer, progress)
 
-    async def _events(self, call: Call) -> Events:
-        """The events of all choices. The choices count as one request of the caller, and each as a
-        generation; their slots are free when the last one ends. None runs before all are admitted,
-        and an error in one ends all. Raises `BadRequest` if the caller's key never allows that many
-        choices, and the errors of `CoordinatorService`, with the body's names of fields."""
-        asked, caller = call.asked, cast(Caller, call.request.state.caller)
-        number = len(asked.requests)
+    async def _events(
+        self,
+        request: Request,
+        asked: TranslatedBody,
+        progress: Progress,
+        key: str | None,
+        session_id: str,
+    ) -> Events:
+        """The events of all choices: of the session, if one is given, else of the key's sessions,
+        if it has any. The choices count as one request of the caller, and each as a generation;
+        their slots are free when the last one ends. None runs before all are admitted, and an error
+        in one ends all. Raises `BadRequest` if the caller's key never allows that many choices, and
+        the errors of `CoordinatorService`, with the body's names of fields."""
+        service, caller = self.service, cast(Caller, request.state.caller)
+        tenant, number, resumed = caller.tenant, len(asked.requests), list[str]()
         if 0 < caller.concurrency < number:
             raise BadRequest(
                 "n" if asked.body.n > 1 else "prompt",
                 f"asks for {number} generations; the key {caller.name!r} may run "
                 f"{caller.concurrency} at a time",
             )
+        # The caller's trace, as in W3C Trace Context.
+        trace = request.headers.get("traceparent", "")
+        trace = trace if len(trace) <= TRACEPARENT_CHARS_MAX else ""
         async with AsyncExitStack() as exits:
-            streams, resumed = await self._streams(call, exits)
+            if session_id:
+                resumed = [session_id]
+                resume = progress.resume_request(0, session_id)
+                streams = [service.resume(resume, tenant, trace, outlasts_errors=True)]
+            elif key is None:
+                each = asked.requests
+                streams = [service.generate(one, tenant, trace, resumable=False) for one in each]
+            else:
+                content = request.url.path.encode() + b"\n" + await request.body()
+                new = request_keys(key, tenant, content, number)
+                await exits.enter_async_context(self._repeated.turn(new[0], progress))
+                keys = await asyncio.gather(*map(service.known, new))
+                streams = [
+                    service.generate_once(one, own, progress.resume_request(index), tenant, trace)
+                    for index, (one, own) in enumerate(zip(asked.requests, keys, strict=True))
+                ]
+                if all(one.session_id for one in keys):
+                    resumed = [one.session_id for one in keys]
             for stream in streams:
                 await exits.enter_async_context(aclosing(stream))
-            interleaved = _interleaved(streams, asked, call.progress)
+            interleaved = _interleaved(streams, asked, progress)
             running = await exits.enter_async_context(aclosing(interleaved))
             grant = await exits.enter_async_context(self._access.admit(caller, resumed, number))
             async for index, event in running:
                 await grant.note(event, index)
                 yield index, event
-
-    async def _streams(
-        self, call: Call, exits: AsyncExitStack
-    ) -> tuple[list[AsyncGenerator[Event]], list[str]]:
-        """The events of each choice, and the sessions to resume if all choices have one."""
-        service, request, progress = self.service, call.request, call.progress
-        requests, tenant = call.asked.requests, request.state.caller.tenant
-        # The caller's trace, as in W3C Trace Context.
-        trace = request.headers.get("traceparent", "")
-        trace = trace if len(trace) <= TRACEPARENT_CHARS_MAX else ""
-        if call.session_id:
-            resume = progress.resume_request(0, call.session_id)
-            stream = service.resume(resume, tenant, trace, outlasts_errors=True)
-            return [stream], [call.session_id]
-        if call.key is None:
-            each = [service.generate(one, tenant, trace, resumable=False) for one in requests]
-            return each, []
-        content = request.url.path.encode() + b"\n" + await request.body()
-        new = request_keys(call.key, tenant, content, len(requests))
-        await exits.enter_async_context(self._repeated.turn(new[0], progress))
-        keys = await asyncio.gather(*map(service.known, new))
-        each = [
-            service.generate_once(one, key, progress.resume_request(index), tenant, trace)
-            for index, (one, key) in enumerate(zip(requests, keys, strict=True))
-        ]
-        session_ids = [key.session_id for key in keys]
-        return each, session_ids if all(session_ids) else []
 
 
 class Fleet(BaseModel):
@@ -469,7 +468,7 @@ def build_app(
     add_error_handlers(app)
     formats = formats or ChatFormats(service.text)
     _add_generation(app, Generations(service, access, closing, formats))
-    add_tokens(app, service, access)
+    _add_tokens(app, service, access)
     _add_models(app, service)
     _add_operation(app, service, options.metrics)
     return app
@@ -538,6 +537,37 @@ def _add_generation(app: FastAPI, runs: Generations) -> None:
         one = replace(one, include_rounds=True, default_max_tokens=MAX_TOKENS_DEFAULT)
         asked = replace(asked, requests=(one,))
         return runs.run(request, asked, lambda *_: NativeEvents(service.text), headers)
+
+
+def _add_tokens(app: FastAPI, service: CoordinatorService, access: AccessControl) -> None:
+    """Adds both routes. A call counts as a request of the caller, but not as a generation."""
+
+    @app.post("/tokenize", responses={200: {"model": Tokenized}})
+    async def tokenize(body: TokenizeBody, request: Request) -> Response:
+        """The tokens of a prompt, and their number."""
+        asked, special = body.translate(), body.add_special_tokens is not False
+        async with access.admit(request.state.caller, num_generations=0):
+            try:
+                token_ids = await service.tokenize(asked.requests[0], special)
+            except BadRequest as error:
+                raise asked.renamed(error, 0) from error
+
+        def as_json() -> str:
+            strs, text = None, service.text
+            if body.return_token_strs and text is not None:
+                strs = [as_text(text.spell(token_id)) for token_id in token_ids]
+            length, tokens = service.served.max_model_len, list(token_ids)
+            return Tokenized(
+                count=len(tokens), max_model_len=length, tokens=tokens, token_strs=strs
+            ).model_dump_json()
+
+        return Response(await asyncio.to_thread(as_json), media_type="application/json")
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeBody, request: Request) -> Detokenized:
+        """The text of tokens, with the names of special ones."""
+        async with access.admit(request.state.caller, num_generations=0):
+            return Detokenized(prompt=await service.detokenize(body.tokens, body.model))
 
 
 def _add_models(app: FastAPI, service: CoordinatorService) -> None:

@@ -504,15 +504,13 @@ class ChatBody(ChoicesBody):
 
     unserved = {
         **ChoicesBody.unserved,
-        **asks_nothing("echo", False),
-        **asks_nothing("safety_identifier", ANY_VALUE),
-        **asks_nothing("prompt_cache_key prompt_cache_retention", ANY_VALUE),
+        **asks_nothing("safety_identifier prompt_cache_key prompt_cache_retention", ANY_VALUE),
         **asks_nothing("functions", []),
         **asks_nothing("function_call", "none", "auto"),
         **asks_nothing("modalities", ["text"]),
         **asks_nothing("reasoning_effort", "none"),
         **asks_nothing("verbosity", "medium"),
-        **asks_nothing("store continue_final_message", False),
+        **asks_nothing("echo store continue_final_message", False),
         **asks_nothing("add_generation_prompt", True),
         **asks_nothing("audio prediction web_search_options chat_template"),
     }
@@ -613,6 +611,51 @@ class CompletionBody(ChoicesBody):
             prompt_logprobs=self.logprobs if self.echo else None,
             default_max_tokens=_COMPLETION_TOKENS,
         )
+
+
+class TokenizeBody(Body):
+    """The body of `POST /tokenize`: a text, or a conversation for the model's chat template."""
+
+    unserved = {
+        **asks_nothing("add_generation_prompt", True),
+        **asks_nothing("continue_final_message", False),
+        **asks_nothing("chat_template mm_processor_kwargs"),
+    }
+
+    model: str = ""
+    """The name of the served model, if given."""
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    """Whether a prompt gets the special tokens that the tokenizer adds to every text (default). A
+    conversation never gets them, as its template has them."""
+    return_token_strs: bool = False
+    """Add the text of each token."""
+    tools: ToolList = []
+    """The tools that the answer to a conversation may call."""
+    chat_template_kwargs: TemplateVariables = {}
+    """Variables for the template of a conversation."""
+
+    def translate(self) -> TranslatedBody:
+        """The request with this prompt. Raises `BadRequest`."""
+        if (self.prompt is None) is (self.messages is None):
+            raise BadRequest("prompt", "or messages must be given; allowed: one of the two")
+        if self.messages is None:
+            for name in ("tools", "chat_template_kwargs"):
+                if getattr(self, name):
+                    raise BadRequest(name, "is for messages; leave it out")
+            return CompletionBody.model_construct(**dict(self)).translate()
+        if self.add_special_tokens:
+            raise BadRequest("add_special_tokens", "is for a prompt; give false, or leave it out")
+        return ChatBody.model_construct(**dict(self)).translate()
+
+
+class DetokenizeBody(Body):
+    """The body of `POST /detokenize`."""
+
+    model: str = ""
+    """The name of the served model, if given."""
+    tokens: Several[int]
 
 
 _NAMES = {name: f"speculation.{name}" for name in ("rule", "num_draft_tokens", "draft_deadline_ms")}

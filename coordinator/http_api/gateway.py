@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 import secrets
 import socket
 import ssl
@@ -66,6 +67,7 @@ _NOT_TOLD = _HOP_BY_HOP | {"date"}
 _INTERRUPTED = b'"type":"service_unavailable_error"'
 """An event that has this but no id means that another coordinator can go on. No text in JSON
 contains this, as its quotes are escaped."""
+_ID = re.compile(rb"^id:(.*)", re.MULTILINE)
 _TIMEOUT = httpx2.Timeout(
     connect=CONNECT_S, read=RESUMED_TIMEOUT_S, write=HTTP_STUCK_WRITE_S, pool=None
 )
@@ -212,7 +214,8 @@ class Forwarded(LiveResponse):
             if found.headers.get("content-type", "").startswith("text/event-stream"):
                 await self._pass_on(found, send)
                 return None
-            answer = Response(await _raw(found), found.status_code)
+            body = b"".join([part async for part in found.aiter_raw()])
+            answer = Response(body, found.status_code)
             answer.raw_headers = _passed_on(found.headers.raw, _NOT_TOLD)
         finally:
             await found.aclose()
@@ -236,11 +239,6 @@ class Forwarded(LiveResponse):
                 self._num_failures = 0
 
 
-async def _raw(found: httpx2.Response) -> bytes:
-    """A body, encoded as it was sent."""
-    return b"".join([part async for part in found.aiter_raw()])
-
-
 async def _events(found: httpx2.Response) -> AsyncGenerator[bytes]:
     """Each complete event, with its empty line."""
     left = b""
@@ -252,9 +250,8 @@ async def _events(found: httpx2.Response) -> AsyncGenerator[bytes]:
 
 def _id_of(event: bytes) -> str:
     """The id of an event, or nothing."""
-    lines = event.split(b"\n")
-    found = next((line for line in lines if line.startswith(b"id:")), b"")
-    return found.removeprefix(b"id:").strip().decode("latin-1")
+    found = _ID.search(event)
+    return "" if found is None else found[1].strip().decode("latin-1")
 
 
 def _passed_on(

@@ -112,8 +112,6 @@ class OutputItem(Body):
 
 
 class ReasoningText(Body):
-    """A text in an earlier answer's reasoning."""
-
     type: Literal["reasoning_text"]
     text: str
 
@@ -206,9 +204,8 @@ class ResponsesBody(GenerationBody):
 
     unserved: ClassVar[Unserved] = {
         **GenerationBody.unserved,
-        **asks_nothing(
-            "store safety_identifier prompt_cache_key prompt_cache_retention", ANY_VALUE
-        ),
+        **asks_nothing("store safety_identifier prompt_cache_key", ANY_VALUE),
+        **asks_nothing("prompt_cache_retention", ANY_VALUE),
         **asks_nothing("context_management", []),
         **asks_nothing("background", False),
         **asks_nothing("truncation", "disabled"),
@@ -314,41 +311,35 @@ def _own_name(field: str) -> str:
     return field
 
 
+_KINDS = {
+    "content": ("message", "msg", "output_text"),
+    "reasoning": ("reasoning", "rs", "reasoning_text"),
+    "name": ("function_call", "fc", "function_call_arguments"),
+}
+"""By the kind of its parts: an item's type, its id's prefix, and the field that grows."""
+
+
 class _Item:
     """An item of an answer, as far as it has been generated. Each change is an event."""
 
-    _TYPES: ClassVar = {
-        "content": ("message", "msg", "output_text"),
-        "reasoning": ("reasoning", "rs", "reasoning_text"),
-        "name": ("function_call", "fc", "function_call_arguments"),
-    }
-    """By the kind of its parts: the item's type, its id's prefix, and the field that grows."""
-
-    def __init__(
-        self, kind: str, session_id: str, index: int, name: str = "", call_id: str = ""
-    ) -> None:
-        self.kind = kind
-        self._type, prefix, self._grows = self._TYPES[kind]
+    def __init__(self, kind: str, session_id: str, index: int, call: Json) -> None:
+        """`call` has the fields of a call that are known at its beginning."""
+        self.kind, self._index, self._call = kind, index, call
+        self._type, prefix, self._grows = _KINDS[kind]
         self._id = f"{prefix}_{session_id}_{index}"
-        self._index, self._name, self._call_id = index, name, call_id
         self.status = "in_progress"
         self._texts: list[str] = []
         self.logprobs: list[Json] = []
 
-    @property
-    def _text(self) -> str:
-        return "".join(self._texts)
-
     def body(self) -> Json:
         own: Json = {"id": self._id, "type": self._type, "status": self.status}
         if self.kind == "name":
-            call = {"call_id": self._call_id, "name": self._name, "arguments": self._text}
-            return own | call
+            return own | self._call | {"arguments": "".join(self._texts)}
         own |= {"summary": list[Json]()} if self.kind == "reasoning" else {"role": "assistant"}
         return own | {"content": [] if self.status == "in_progress" else [self._part()]}
 
     def opened(self) -> list[Json]:
-        events = [self._item_event("added")]
+        events = [_event("output_item.added", output_index=self._index, item=self.body())]
         if self.kind != "name":
             events.append(self._event("content_part.added", part=self._part()))
         return events
@@ -362,26 +353,21 @@ class _Item:
 
     def closed(self, status: str) -> list[Json]:
         self.status = status
-        done = f"{self._grows}.done"
+        done, part, body = f"{self._grows}.done", self._part(), self.body()
         if self.kind == "name":
-            whole = [self._event(done, name=self._name, arguments=self._text)]
+            whole = [self._event(done, name=body["name"], arguments=part["text"])]
         else:
-            part = self._part()
             more = {"logprobs": part["logprobs"]} if self.kind == "content" else {}
             whole = [
-                self._event(done, text=self._text, **more),
+                self._event(done, text=part["text"], **more),
                 self._event("content_part.done", part=part),
             ]
-        return [*whole, self._item_event("done")]
+        return [*whole, _event("output_item.done", output_index=self._index, item=body)]
 
     def _part(self) -> Json:
-        own: Json = {"type": self._grows, "text": self._text}
-        if self.kind == "content":
-            own |= {"annotations": [], "logprobs": [*self.logprobs]}
-        return own
-
-    def _item_event(self, step: str) -> Json:
-        return _event(f"output_item.{step}", output_index=self._index, item=self.body())
+        own: Json = {"type": self._grows, "text": "".join(self._texts)}
+        more = {"annotations": [], "logprobs": [*self.logprobs]} if self.kind == "content" else {}
+        return own | more
 
     def _event(self, name: str, /, **fields: Any) -> Json:
         place: Json = {"item_id": self._id, "output_index": self._index}
@@ -448,7 +434,7 @@ class ResponseAnswer(ChatAnswer):
         for kind, text in joined(choice.parts):
             if kind == "name" or kind not in ("arguments", *(one.kind for one in self._items[-1:])):
                 events += self._items[-1].closed("completed") if self._items else []
-                self._items.append(self._next_item(kind, text))
+                self._begin(kind, text)
                 events += self._items[-1].opened()
             logprobs = self.logprobs(choice.scored)["content"] if kind == "content" else []
             choice.scored = []
@@ -457,13 +443,13 @@ class ResponseAnswer(ChatAnswer):
         choice.parts, choice.token_ids = [], []
         return events
 
-    def _next_item(self, kind: str, text: str) -> _Item:
-        session_id, form = self._session_id, self._asked.form
-        name = call_id = ""
-        if kind == "name" and form is not None:
+    def _begin(self, kind: str, text: str) -> None:
+        session_id = str(self._envelope["id"]).removeprefix(self.id_prefix)
+        call: Json = {}
+        if kind == "name" and self._asked.form is not None:
             num_calls = sum(item.kind == kind for item in self._items)
-            name, call_id = text, form.call_id(session_id, num_calls)
-        return _Item(kind, session_id, len(self._items), name, call_id)
+            call = {"call_id": self._asked.form.call_id(session_id, num_calls), "name": text}
+        self._items.append(_Item(kind, session_id, len(self._items), call))
 
     def _ended(self) -> list[Json]:
         [choice] = self._choices
@@ -476,10 +462,6 @@ class ResponseAnswer(ChatAnswer):
             event["sequence_number"] = self._num_events
             self._num_events += 1
         return events
-
-    @property
-    def _session_id(self) -> str:
-        return str(self._envelope["id"]).removeprefix(self.id_prefix)
 
     @property
     def _status(self) -> str:

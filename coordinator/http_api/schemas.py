@@ -173,6 +173,21 @@ class ResponseEvent(Schema):
     sequence_number: int
 
 
+class Tokenized(Schema):
+    """The tokens of a prompt."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(Schema):
+    """The text of tokens."""
+
+    prompt: str
+
+
 class Model(Schema):
     id: str
     object: Literal["model"] = "model"
