@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
     from benchmarks.prompts import BenchPrompt
     from deploy.planner.report import PlanReport
-    from deploy.planner.simulation import Pair, SimulatedFleet
-    from outrider.registry.registry import Role
+    from deploy.planner.simulation import Pair
 
 OWN_FLAGS = ("seed", "num_draft_tokens", "deadline_ms", "length_control", "look_ahead")
 """Settings that the plan chooses, or that belong to a request."""
@@ -112,24 +111,24 @@ class SimulationOptions(Options):
                 "--coordinators and, if a model drafts, --drafts"
             )
 
-    def simulate(self, config: DeploymentConfig, pair: Pair) -> SimulatedFleet:
+    def simulate(self, config: DeploymentConfig, pair: Pair) -> Report:
         """The load on the fleet, with the batch sizes of `config`."""
-        from deploy.planner.simulation import ROLES, Fleet, Scenario, Workload, simulated
+        from deploy.planner.simulation import ROLES, Scenario, Workload, simulated
 
         self.check(pair.has_drafts)
-        counts: dict[Role, int | None] = {role: getattr(self, f"{role}s") for role in ROLES}
+        given = {role: getattr(self, f"{role}s") for role in ROLES}
         if not pair.has_drafts:
-            counts["draft"] = 0
-        free = [role for role, number in counts.items() if number is None]
+            given["draft"] = 0
         scenario = Scenario(
             pair=pair,
-            fleet=Fleet(**{f"{role}s": counts[role] or int(role in free) for role in counts}),
+            fleet={role: 1 if number is None else number for role, number in given.items()},
             workload=Workload(self.sessions, self.rate, self.prompt_tokens, self.answer_tokens),
             config=config,
             coordinator_s=self.coordinator_ms / 1e3,
             seconds=self.simulated_seconds,
         )
-        return simulated(scenario, free, self.tpot_ms, progress)
+        free = [role for role, number in given.items() if number is None]
+        return simulated(scenario, self.tpot_ms, free, progress)
 
 
 _SIMULATE = option(
@@ -184,11 +183,9 @@ def plan(arguments: Arguments) -> int:
         found = _plan(arguments, options, config, prompts)
         pair, values, shown = found.pair, found.values(), [*found.tables()]
     if arguments.simulate:
-        from deploy.planner.simulation import tables
-
         simulated = simulation.simulate(config, pair)
-        values["simulated"] = asdict(simulated)
-        shown += tables(simulated, pair, arguments.tpot_ms)
+        values["simulated"] = simulated.values
+        shown += simulated.shown
     return tell(Report(values, shown), arguments.json)
 
 

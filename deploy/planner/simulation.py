@@ -12,10 +12,10 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -23,9 +23,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from pydantic import TypeAdapter
-from rich.console import RenderableType
 
-from benchmarks.report import table
+from benchmarks.report import Report, table
 from coordinator.service import CoordinatorService
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
@@ -38,12 +37,7 @@ from outrider.engine.emulated_spec import PAGES_MAX, EmulatedSpec
 from outrider.engine.interface import SequenceStep
 from outrider.engine.step_costs import StepCosts
 from outrider.errors import OutriderError, SettingError
-from outrider.limits import (
-    DEADLINE_MS_MAX,
-    PAGE_SIZE,
-    REPLICAS_MAX,
-    SEED_BITS,
-)
+from outrider.limits import DEADLINE_MS_MAX, PAGE_SIZE, REPLICAS_MAX, SEED_BITS
 from outrider.registry.registry import Role
 from outrider.replica.executors import InlineExecutor
 from outrider.request import GenerateRequest, RoundReport, Tokens
@@ -72,19 +66,8 @@ GENEROUS = 4
 HOPELESS = 16
 """The search gives up at this many times a role's least need."""
 ReplicaRole = Literal["target", "draft"]
-
-
-@dataclass(frozen=True)
-class Fleet:
-    """Numbers of replicas. With a look-up there are no drafts."""
-
-    targets: int
-    drafts: int
-    coordinators: int = 1
-
-    def of(self, role: Role) -> int:
-        """The number of a role."""
-        return int(getattr(self, f"{role}s"))
+Fleet = Mapping[Role, int]
+"""Numbers of replicas. With a look-up there are no drafts."""
 
 
 @dataclass(frozen=True)
@@ -268,18 +251,14 @@ class _Lookup(LookupDrafter):
 class _Replica:
     def __init__(self, scenario: Scenario, role: ReplicaRole) -> None:
         self.role = role
-        target = scenario.config.target
         self.engine = _Engine(scenario, role)
-        executor = InlineExecutor(self.engine.take_step_seconds)
-        bounds: dict[str, Any] = {
-            "max_num_seqs": scenario.pair.seats(role), "costs": self.engine.costs,
-            "max_num_batched_tokens": target.max_num_batched_tokens,
-        }  # fmt: skip
-        self.service: Any = (
-            TargetService(self.engine, executor, **bounds)
-            if role == "target"
-            else DraftService(ModelDrafter(self.engine), executor, **bounds)
-        )
+        service: Any = TargetService if role == "target" else DraftService
+        self.service = service(
+            self.engine if role == "target" else ModelDrafter(self.engine),
+            InlineExecutor(self.engine.take_step_seconds),
+            max_num_seqs=scenario.pair.seats(role), costs=self.engine.costs,
+            max_num_batched_tokens=scenario.config.target.max_num_batched_tokens,
+        )  # fmt: skip
 
 
 class _Coordinator:
@@ -363,12 +342,12 @@ class _Simulation:
     async def run(self) -> FleetFigures:
         scenario = self._scenario
         fleet, workload = scenario.fleet, scenario.workload
-        drafts = fleet.drafts if scenario.pair.has_drafts else 0
-        replicas = [_Replica(scenario, "target") for _ in range(fleet.targets)]
+        drafts = fleet["draft"] if scenario.pair.has_drafts else 0
+        replicas = [_Replica(scenario, "target") for _ in range(fleet["target"])]
         replicas += [_Replica(scenario, "draft") for _ in range(drafts)]
         store = MemoryStore()
         coordinators = [
-            _Coordinator(scenario, place, replicas, store) for place in range(fleet.coordinators)
+            _Coordinator(scenario, place, replicas, store) for place in range(fleet["coordinator"])
         ]
         for coordinator in coordinators:
             await coordinator.service.start()
@@ -453,7 +432,7 @@ class _Simulation:
         total = sum(n for one in requests for at, n in one.tokens if at >= begin)
         pace = [found for one in requests if (found := one.pace(begin)) is not None]
         firsts = [(one.tokens[0][0], one.began_at) for one in requests if one.tokens]
-        busy = [float(work[role][0]) / seconds / max(1, fleet.of(role)) for role in ROLES]
+        busy = [float(work[role][0]) / seconds / max(1, fleet[role]) for role in ROLES]
         return FleetFigures(
             tokens_per_second=total / seconds,
             rounds_per_second=num_rounds / seconds,
@@ -530,33 +509,31 @@ def _stepped(ms: float, rows: int) -> StepCosts:
     return StepCosts(tuple(table), tuple(table.values()))
 
 
-@dataclass(frozen=True)
-class SimulatedFleet:
-    """The result of one workload."""
-
-    load: Workload
-    fleet: Fleet | None
-    """None = no fleet meets the goal for the time per token."""
-    was_found: bool
-    """Whether the fleet was searched, not given."""
-    figures: FleetFigures | None
-
-
 def simulated(
-    scenario: Scenario,
-    free: Collection[Role],
-    tpot_ms: float | None,
-    progress: Callable[[str], None],
-) -> SimulatedFleet:
-    """Simulates a scenario, with the smallest numbers of `free` roles that meet the goal."""
-    fleet: Fleet | None = scenario.fleet
-    if free and tpot_ms is not None:
-        fleet = smallest(scenario, tpot_ms, free, progress)
-    figures = None
-    if fleet is not None:
-        progress(f"simulating {in_words(fleet)}")
-        figures = simulate(replace(scenario, fleet=fleet))
-    return SimulatedFleet(scenario.workload, fleet, bool(free), figures)
+    scenario: Scenario, tpot_ms: float | None, free: Sequence[Role], progress: Callable[[str], None]
+) -> Report:
+    """Simulates a scenario, with the smallest numbers of `free` roles that meet the goal `tpot_ms`.
+    Replicas and busy shares are listed for targets, drafts and coordinators, in this order; times
+    are p50 and p99."""
+    workload, pair, figures = scenario.workload, scenario.pair, None
+    fleet = smallest(scenario, tpot_ms, free, progress) if free and tpot_ms else scenario.fleet
+    if workload.sessions is None:
+        load = f"{workload.rate:g} requests a second"
+    else:
+        load = _counted(workload.sessions, "session")
+    shown: list[Any] = []
+    if fleet is None:
+        shown.append(f"No fleet meets {tpot_ms:g} ms a token for {load}.")
+    else:
+        progress(f"simulating {_in_words(fleet)}")
+        figures = asdict(simulate(replace(scenario, fleet=fleet)))
+        row = {"load": load, "replicas": [*fleet.values()], **figures}
+        if free:
+            shown.append(f"For {load}: {_in_words(fleet)} meet {tpot_ms:g} ms a token.")
+        shown.append(table(f"Simulated: {pair.name}; K = {len(pair.survival)}", [row]))
+    numbers = fleet and {f"{role}s": number for role, number in fleet.items()}
+    values = {"load": asdict(workload), "fleet": numbers, "was_found": bool(free)}
+    return Report({**values, "figures": figures}, shown)
 
 
 def keeps(figures: FleetFigures, tpot_ms: float) -> bool:
@@ -568,7 +545,7 @@ def keeps(figures: FleetFigures, tpot_ms: float) -> bool:
 def smallest(
     scenario: Scenario,
     tpot_ms: float,
-    free: Collection[Role],
+    free: Sequence[Role],
     progress: Callable[[str], None] = lambda line: None,
 ) -> Fleet | None:
     """The fleet with the fewest targets, then drafts, then coordinators (within `TOLERANCE`) that
@@ -581,24 +558,28 @@ def smallest(
     rounds = tokens / (1.0 + sum(scenario.pair.survival))
     seconds = min(scenario.seconds, SEARCH_S)
     scenario = replace(scenario, seconds=seconds, warm_up_s=min(scenario.warm_up_s, seconds / 2))
+    needs = {role: rounds * _busy_s(scenario, role) for role in ROLES if role in free}
+    fleet = {**scenario.fleet}
+    for role, need in needs.items():
+        fleet[role] = _bounded(GENEROUS * need)
 
     @cache
-    def is_kept(fleet: Fleet) -> bool:
-        figures = simulate(replace(scenario, fleet=fleet))
+    def are_enough(*numbers: int) -> bool:
+        tried = dict(zip(ROLES, numbers, strict=True))
+        figures = simulate(replace(scenario, fleet=tried))
         _, p99 = figures.tpot_ms or (0.0, 0.0)
-        progress(f"{in_words(fleet)}: 99 % of the tokens take at most {p99:.1f} ms each")
+        progress(f"{_in_words(tried)}: 99 % of the tokens take at most {p99:.1f} ms each")
         return keeps(figures, tpot_ms)
 
-    needs = {role: rounds * _busy_s(scenario, role) for role in ROLES if role in free}
-    fleet = scenario.fleet
+    def is_enough(role: Role, number: int) -> bool:
+        tried = fleet | {role: _bounded(number)}
+        return are_enough(*(tried[one] for one in ROLES))
+
     for role, need in needs.items():
-        fleet = _with(fleet, role, GENEROUS * need)
-    for role, need in needs.items():
-        enough = lambda number: is_kept(_with(fleet, role, number))  # noqa: B023, E731
-        number = _fewest(enough, math.ceil(need), math.ceil(HOPELESS * need))
+        number = _fewest(partial(is_enough, role), math.ceil(need), math.ceil(HOPELESS * need))
         if number is None:
             return None
-        fleet = _with(fleet, role, number)
+        fleet[role] = _bounded(number)
     return fleet
 
 
@@ -629,33 +610,13 @@ def _fewest(enough: Callable[[int], bool], least: int, most: int) -> int | None:
     return high
 
 
-def _with(fleet: Fleet, role: Role, number: float) -> Fleet:
-    return replace(fleet, **{f"{role}s": min(REPLICAS_MAX, max(1, math.ceil(number)))})
+def _bounded(number: float) -> int:
+    return min(REPLICAS_MAX, max(1, math.ceil(number)))
 
 
-def in_words(fleet: Fleet) -> str:
-    return ", ".join(_counted(fleet.of(role), role) for role in ROLES)
+def _in_words(fleet: Fleet) -> str:
+    return ", ".join(_counted(number, role) for role, number in fleet.items())
 
 
 def _counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-def tables(found: SimulatedFleet, pair: Pair, tpot_ms: float | None) -> Iterator[RenderableType]:
-    """A line and a table. Replicas and busy shares are listed for targets, drafts and
-    coordinators, in this order; times are p50 and p99."""
-    load = _load(found.load)
-    if found.fleet is None or found.figures is None:
-        yield f"No fleet meets {tpot_ms:g} ms a token for {load}."
-        return
-    if found.was_found:
-        yield f"For {load}: {in_words(found.fleet)} meet {tpot_ms:g} ms a token."
-    named = {"load": load, "replicas": tuple(asdict(found.fleet).values())}
-    title = f"Simulated: {pair.name}; K = {len(pair.survival)}"
-    yield table(title, [named | asdict(found.figures)])
-
-
-def _load(workload: Workload) -> str:
-    if workload.sessions is not None:
-        return _counted(workload.sessions, "session")
-    return f"{workload.rate:g} requests a second"

@@ -15,7 +15,6 @@ from deploy.cli.main import main
 from deploy.planner.rounds import Line, Option, ServiceTimes
 from deploy.planner.simulation import (
     ROLES,
-    Fleet,
     FleetFigures,
     Pair,
     Scenario,
@@ -51,7 +50,7 @@ def _scenario(
     changed = {"max_num_seqs": seats, "target_max_num_seqs": seats, **(times or {})}
     asked = workload or Workload(sessions=sessions, prompt_tokens=16, answer_tokens=math.inf)
     return Scenario(
-        fleet=Fleet(targets=targets, drafts=drafts),
+        fleet={"target": targets, "draft": drafts, "coordinator": 1},
         workload=asked,
         pair=replace(pair or _pair(0.0, 0.0, 0.0, 0.0), times=replace(TIMES, **changed)),
         **{"coordinator_s": 0.0, "warm_up_s": 1.0, "seconds": 4.0, **changes},
@@ -139,9 +138,9 @@ def test_the_smallest_fleet_keeps_the_time_and_one_target_less_does_not() -> Non
     """3 sessions at 6 ms a token want 100 rounds a second; a full target plays 83."""
     fleet = smallest(SIZED, 6.0, ROLES)
     assert fleet is not None
-    assert (fleet.targets, fleet.coordinators) == (2, 1)
+    assert (fleet["target"], fleet["coordinator"]) == (2, 1)
     assert keeps(simulate(replace(SIZED, fleet=fleet)), 6.0)
-    fewer = replace(fleet, targets=fleet.targets - 1)
+    fewer = {**fleet, "target": fleet["target"] - 1}
     assert not keeps(simulate(replace(SIZED, fleet=fewer)), 6.0)
     assert smallest(SIZED, 4.7, ROLES) is None  # One session takes longer.
     assert smallest(SIZED, 6.0, ["draft"]) is None

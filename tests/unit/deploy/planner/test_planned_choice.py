@@ -11,7 +11,7 @@ import pytest
 
 from deploy.planner.choosing import GAIN_MIN, LEVEL, Chooser, Spread, best, spread
 from deploy.planner.rounds import Attempt, Line, Option, Rounds, ServiceTimes, fitted, replay, total
-from deploy.planner.simulation import Fleet, Pair, Scenario, Workload, simulate
+from deploy.planner.simulation import Pair, Scenario, Workload, simulate
 from outrider.engine.step_costs import StepCosts
 from outrider.speculation.sampling_params import Rule
 
@@ -98,7 +98,7 @@ def test_sessions_that_share_steps_take_what_the_services_take(
     rounds = _text(4, 0.8)
     told = times.seconds(rounds, _way(4), sessions) / (rounds.num_rounds - 1)
     scenario = Scenario(
-        fleet=Fleet(targets=1, drafts=1),
+        fleet={"target": 1, "draft": 1, "coordinator": 1},
         workload=Workload(sessions=sessions, prompt_tokens=16, answer_tokens=math.inf),
         pair=Pair(
             survival=(0.8, 0.64, 0.512, 0.4096),
