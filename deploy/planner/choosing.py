@@ -16,7 +16,7 @@ from outrider.config import DraftConfig
 from outrider.speculation.sampling_params import Rule
 from outrider.speculation.text_acceptance import NUM_DEPTHS
 
-from .rounds import Option, Rounds, ServiceTimes, scripted, total
+from .rounds import Option, Rounds, ServiceTimes, scripted, stacked, total, weighted
 
 GAIN_MIN = 0.005
 """A later option must be faster by this share to be chosen over an earlier one."""
@@ -118,12 +118,12 @@ def spread(
     if num < 2:
         return None
     chosen, generator = options.index(best(options)), np.random.default_rng(0)
-    sums = [np.stack([one.sums for one in parts]) for parts in rounds]
+    stacks = [stacked(parts) for parts in rounds]
     speedups, num_same = [], 0
     for _ in range(RESAMPLES):
         drawn = generator.integers(num, size=num)
-        counts = np.bincount(drawn, minlength=num)
-        plain, *drafted = (Rounds(counts @ rows) for rows in sums)
+        counts = np.bincount(drawn, minlength=num).astype(np.float64)
+        plain, *drafted = (weighted(stack, counts) for stack in stacks)
         tokens = [prompt_tokens[at] for at in drawn]
         chooser = Chooser(times, sessions, tokens, plain, options[0].rule)
         again = [chooser.plain, *map(chooser.timed, options[1:], drafted)]

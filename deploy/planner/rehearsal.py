@@ -64,19 +64,6 @@ async def play(
     return PlayedSession(text, num_draft_tokens, await complete(client, request))
 
 
-async def play_all(
-    client: Client, sample: Sample, rule: Rule, counts: Sequence[int], progress: Progress
-) -> list[PlayedSession]:
-    """Plays every prompt at each K of `counts`, whose order is reversed for every second prompt."""
-    played: list[PlayedSession] = []
-    for index, text in enumerate(sample.texts):
-        number = f"prompt {index + 1} of {len(sample.texts)}"
-        progress(f"temperature {sample.temperature:g}, {number}: {text.category}")
-        order = counts if index % 2 == 0 else reversed(counts)
-        played += [await play(client, text, sample.temperature, rule, k) for k in order]
-    return played
-
-
 async def rehearsed_plans(
     config: DeploymentConfig, samples: Sequence[Sample], progress: Progress, sessions: int,
     **link: Any,
@@ -131,9 +118,16 @@ async def _rehearsed(
     warm_up = replace(texts[-1], seed=(texts[0].seed - 1) & SEED_MAX)
     for k in (0, REHEARSED_K[-1]):
         await play(client, warm_up, sample.temperature, rule, k)
-    played = await play_all(client, replace(sample, texts=texts), rule, REHEARSED_K, progress)
-    fresh = range(0, len(played) - len(REHEARSED_K), len(REHEARSED_K)) if is_first else ()
-    return [replace(one, is_cached=index not in fresh) for index, one in enumerate(played)]
+    played: list[PlayedSession] = []
+    for index, text in enumerate(texts):
+        number = f"prompt {index + 1} of {len(texts)}"
+        progress(f"temperature {sample.temperature:g}, {number}: {text.category}")
+        is_cached = not is_first or text is texts[-1]  # The warm-up has cached the last one.
+        for k in REHEARSED_K if index % 2 == 0 else reversed(REHEARSED_K):
+            one = await play(client, text, sample.temperature, rule, k)
+            played.append(replace(one, is_cached=is_cached))
+            is_cached = True
+    return played
 
 
 def rehearsed_rule(temperature: float) -> Rule:

@@ -20,9 +20,9 @@ telescopes to the minimum above. Coupled: see `benchmarks.acceptance.matched`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -67,36 +67,30 @@ _DEPTHS = NUM_DRAFT_TOKENS_MAX
 _KINDS = _DEPTHS + 1
 
 
-@dataclass(frozen=True)
-class Rounds:
-    """Expected rounds of any number of texts, as one array of sums, so that they can be added. The
-    first round of each text has no draft; all others are *later* rounds."""
+class Rounds(NamedTuple):
+    """Expected rounds of any number of texts. The first round of each text has no draft; all others
+    are *later* rounds."""
 
-    sums: Array
-    """Texts; tokens; rounds; contexts of later rounds; how often each depth was reached; how often
-    it was accepted; later rounds by tokens proposed and steps of the draft model."""
-
-    @property
-    def num_tokens(self) -> float:
-        return float(self.sums[1])
-
-    @property
-    def num_rounds(self) -> float:
-        return float(self.sums[2])
+    num_texts: float
+    num_tokens: float
+    num_rounds: float
+    contexts: float
+    """The session's tokens when a later round began, summed over these rounds."""
+    reached: Array
+    """How often each depth from 1 on was reached."""
+    accepted: Array
+    """How often each depth from 1 on was accepted, with all before it."""
+    kinds: Array
+    """[tokens proposed, steps of the draft model]: the number of such later rounds."""
 
     @property
     def num_later(self) -> float:
-        return float(self.sums[2] - self.sums[0])
+        return self.num_rounds - self.num_texts
 
     @property
     def context(self) -> float:
         """Mean number of the session's tokens when a later round began."""
-        return self._mean(self.sums[3])
-
-    @property
-    def accepted(self) -> Array:
-        """How often each depth from 1 on was accepted, with all before it."""
-        return self.sums[4 + _DEPTHS : 4 + 2 * _DEPTHS]
+        return self._mean(self.contexts)
 
     @property
     def tokens_per_round(self) -> float:
@@ -106,31 +100,37 @@ class Rounds:
     def by_position(self) -> tuple[float | None, ...]:
         """The chance, for depth 1, 2, ..., that a token is accepted given that those before it
         were; None for depths that were not reached."""
-        pairs = zip(self.accepted.tolist(), self.sums[4 : 4 + _DEPTHS].tolist(), strict=True)
+        pairs = zip(self.accepted.tolist(), self.reached.tolist(), strict=True)
         return tuple(accepted / reached if reached > 0 else None for accepted, reached in pairs)
 
     @property
     def proposed_per_round(self) -> float:
         """Mean number of draft tokens of a later round."""
-        return self._mean(sum(proposed * number for proposed, _, number in self.kinds()))
+        return self._mean(np.arange(_KINDS) @ self.kinds.sum(axis=1))
 
     @property
     def steps_per_round(self) -> float:
         """Mean number of steps of the draft model in a later round."""
-        return self._mean(sum(steps * number for _, steps, number in self.kinds()))
-
-    def kinds(self) -> Iterator[tuple[int, int, float]]:
-        """The later rounds: tokens proposed, steps, and the number of such rounds."""
-        kinds = self.sums[4 + 2 * _DEPTHS :].reshape(_KINDS, _KINDS)
-        for proposed, steps in np.argwhere(kinds).tolist():
-            yield proposed, steps, float(kinds[proposed, steps])
+        return self._mean(np.arange(_KINDS) @ self.kinds.sum(axis=0))
 
     def _mean(self, total: float) -> float:
         return float(total) / self.num_later if self.num_later > 0 else 0.0
 
 
+def stacked(parts: Sequence[Rounds]) -> Rounds:
+    """Rounds of several texts, whose fields have a further, first dimension for the texts."""
+    fields: Any = map(np.stack, zip(*parts, strict=True))
+    return Rounds(*fields)
+
+
+def weighted(stack: Rounds, counts: Array) -> Rounds:
+    """The sum of `stacked` rounds, each text `counts` times."""
+    fields: Any = (np.tensordot(counts, field, 1) for field in stack)
+    return Rounds(*fields)
+
+
 def total(parts: Sequence[Rounds]) -> Rounds:
-    return Rounds(np.sum([part.sums for part in parts], axis=0))
+    return weighted(stacked(parts), np.ones(len(parts)))
 
 
 def replay(num_tokens: int, attempt_at: Callable[[int], Attempt], prompt_tokens: int = 0) -> Rounds:
@@ -153,8 +153,7 @@ def replay(num_tokens: int, attempt_at: Callable[[int], Attempt], prompt_tokens:
         accepted[: len(known)] += chances[1:-1]
         for num_accepted, chance in enumerate(chances[:-1] - chances[1:]):
             visits[min(num_tokens, start + num_accepted + 1)] += chance
-    scalars = 1.0, num_tokens, 1.0 + kinds.sum(), contexts
-    return Rounds(np.concatenate([scalars, reached, accepted, kinds.ravel()]))
+    return Rounds(1.0, num_tokens, 1.0 + kinds.sum(), contexts, reached, accepted, kinds)
 
 
 class Script:
@@ -332,9 +331,11 @@ class _SharedSteps:
                 groups += 1
         together = sessions / groups
         queue_s = cycle_s(groups) - self._round_s(together, *mean)
+        kinds = self.rounds.kinds
         return sum(
-            number * (self._round_s(together, 1.0 + proposed, steps) + queue_s)
-            for proposed, steps, number in self.rounds.kinds()
+            float(kinds[proposed, steps])
+            * (self._round_s(together, 1.0 + proposed, steps) + queue_s)
+            for proposed, steps in np.argwhere(kinds).tolist()
         )
 
     def look_ahead_s(self, sessions: int, way: Option, hit_rate: float) -> float:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -312,13 +312,12 @@ class _Coordinator:
         return carry
 
 
-class _Request:
+class _Request(NamedTuple):
     """One request, as its client sees it. Times are of the loop's clock, in seconds."""
 
-    def __init__(self, began_at: float) -> None:
-        self.began_at = began_at
-        self.tokens: list[tuple[float, int]] = []
-        """Arrival times of tokens, and their numbers."""
+    began_at: float
+    tokens: list[tuple[float, int]]
+    """Arrival times of tokens, and their numbers."""
 
     def pace(self, begin: float) -> tuple[float, int] | None:
         """Seconds per token, and the number of tokens that this covers: those after `begin` and
@@ -374,7 +373,6 @@ class _Simulation:
         return self._measured({role: now - before[role] for role, now in work().items()})
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Starts a task, which may run to the end of the simulation."""
         self._tasks.append(asyncio.create_task(work))
 
     async def _keep(self, start_s: float) -> None:
@@ -405,7 +403,7 @@ class _Simulation:
             num_draft_tokens=len(self._scenario.pair.survival), deadline_ms=DEADLINE_MS_MAX,
             include_rounds=True,
         )  # fmt: skip
-        request = _Request(loop.time())
+        request = _Request(loop.time(), [])
         self._requests.append(request)
         try:
             async with aclosing(next(self._turns).service.generate(asked)) as events:
@@ -531,9 +529,10 @@ def simulated(
         if free:
             shown.append(f"For {load}: {_in_words(fleet)} meet {tpot_ms:g} ms a token.")
         shown.append(table(f"Simulated: {pair.name}; K = {len(pair.survival)}", [row]))
-    numbers = fleet and {f"{role}s": number for role, number in fleet.items()}
-    values = {"load": asdict(workload), "fleet": numbers, "was_found": bool(free)}
-    return Report({**values, "figures": figures}, shown)
+    values = {"load": asdict(workload), "fleet": None, "was_found": bool(free), "figures": figures}
+    if fleet is not None:
+        values["fleet"] = {f"{role}s": number for role, number in fleet.items()}
+    return Report(values, shown)
 
 
 def keeps(figures: FleetFigures, tpot_ms: float) -> bool:

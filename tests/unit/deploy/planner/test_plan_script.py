@@ -4,6 +4,7 @@ from dataclasses import replace
 from statistics import mean
 from typing import Any
 
+import numpy as np
 import pytest
 from command_lines import printed
 from toy_engine import ToyEngine
@@ -111,7 +112,8 @@ def test_at_temperature_0_told_rounds_are_played_rounds(draft: DraftConfig, k: i
     for found, rounds in zip(told, _played(draft, sample, Rule.GREEDY, k), strict=True):
         assert found.num_rounds == 1 + len(rounds)
         proposed = sorted(number for number, _ in rounds)
-        counted = sorted(num for num, _, number in found.kinds() for _ in range(int(number)))
+        kinds = np.ndenumerate(found.kinds)
+        counted = sorted(num for (num, _), number in kinds for _ in range(int(number)))
         assert counted == proposed
         for depth in range(k):
             assert found.accepted[depth] == sum(taken > depth for _, taken in rounds)
