@@ -25,7 +25,7 @@ from outrider.replica.process_setup import available_cores
 from outrider.settings import between, checked
 
 from .bench import found_models
-from .command import Arguments, Option, command, exclusive, grouped, json_option, option
+from .command import Arguments, Option, command, exclusive, grouped, json_option
 from .options import deployment_config, flags_again, setting_options
 from .output import progress, tell
 
@@ -76,6 +76,10 @@ Count = Annotated[int | None, between(1, REPLICAS_MAX)]
 
 @checked()
 class SimulationOptions(Options):
+    simulate: bool = False
+    """Also simulate a fleet: the real services on a virtual clock. 20 sessions for 10 s take about
+    20 s (three times that with look-ahead); finding numbers of replicas takes about ten such
+    runs."""
     from_report: Path | None = None
     """Simulate the pair of this file, which `outrider plan --json` printed, without running a
     model. (With `--engine emulated:acceptance_rates=A/A/..` the emulated pair is simulated.)"""
@@ -111,7 +115,7 @@ class SimulationOptions(Options):
                 "--coordinators and, if a model drafts, --drafts"
             )
 
-    def simulate(self, config: DeploymentConfig, pair: Pair) -> Report:
+    def run(self, config: DeploymentConfig, pair: Pair) -> Report:
         """The load on the fleet, with the batch sizes of `config`."""
         from deploy.planner.simulation import ROLES, Scenario, Workload, simulated
 
@@ -131,14 +135,6 @@ class SimulationOptions(Options):
         return simulated(scenario, self.tpot_ms, free, progress)
 
 
-_SIMULATE = option(
-    "--simulate", is_flag=True,
-    help="also simulate a fleet: the real services on a virtual clock. 20 sessions for 10 s take "
-    "about 20 s (three times that with look-ahead); finding numbers of replicas takes about ten "
-    "such runs",
-)  # fmt: skip
-
-
 _PLAN = PlanOptions.params(Option)
 _SIMULATION = SimulationOptions.params(Option)
 
@@ -147,7 +143,7 @@ _SIMULATION = SimulationOptions.params(Option)
     "plan",
     *_PLAN,
     json_option(),
-    *grouped("A simulated fleet", (_SIMULATE, *_SIMULATION)),
+    *grouped("A simulated fleet", _SIMULATION),
     *setting_options(OWN_FLAGS, ("model", "draft_model")),
     epilog="With the demo pair and 12 built-in prompts (the default) a plan takes about two "
     "minutes on two free cores.",
@@ -183,7 +179,7 @@ def plan(arguments: Arguments) -> int:
         found = _plan(arguments, options, config, prompts)
         pair, values, shown = found.pair, found.values(), [*found.tables()]
     if arguments.simulate:
-        simulated = simulation.simulate(config, pair)
+        simulated = simulation.run(config, pair)
         values["simulated"] = simulated.values
         shown += simulated.shown
     return tell(Report(values, shown), arguments.json)
