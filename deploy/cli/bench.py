@@ -42,7 +42,6 @@ from .options import (
 from .output import note, progress, tell
 
 if TYPE_CHECKING:
-    from benchmarks.identity import IdentityOptions
     from benchmarks.measurement import BenchClient
     from benchmarks.options import PromptOptions
     from benchmarks.peers import PeersOptions
@@ -81,7 +80,6 @@ MODEL_SETTINGS: Mapping[str, tuple[str, ...]] = {
 
 
 def _load(name: str) -> Command:
-    """The command of a benchmark."""
     kind = f"{name.capitalize()}Options"
     module = benchmarks.options
     if not hasattr(module, kind):
@@ -98,7 +96,8 @@ def _load(name: str) -> Command:
         if hasattr(asked, "load_prompts"):
             asked.load_prompts()  # Reports wrong prompts before anything is started.
         if name in _CALLERS:
-            report = _CALLERS[name](asked, arguments)
+            module = importlib.import_module(f"benchmarks.{name}")
+            report = _CALLERS[name](module, asked, arguments)
         else:
             given = [asked, found_models(deployment_config(arguments))] if keys else [asked]
             report = importlib.import_module(f"benchmarks.{name}").run(*given, progress)
@@ -107,32 +106,21 @@ def _load(name: str) -> Command:
     return Command(name, params=params, callback=run)
 
 
-async def _speedup(options: SpeedupOptions, arguments: Arguments) -> Report:
-    from benchmarks import speedup
-
+async def _speedup(module: Any, options: SpeedupOptions, arguments: Arguments) -> Report:
     # Each concurrency has a temporary deployment of its own: all send the same prompts, and prompts
     # that a deployment has answered before are faster.
-    levels = [await _measured(speedup.run, level, arguments) for level in options.levels()]
-    return speedup.report(levels)
-
-
-async def _identity(options: IdentityOptions, arguments: Arguments) -> Report:
-    from benchmarks import identity
-
-    report: Report = await _measured(identity.run, options, arguments)
+    levels = [await _measured(module, level, arguments) for level in options.levels()]
+    report: Report = module.report(levels)
     return report
 
 
-async def _measured(run: Callable[..., Any], options: PromptOptions, arguments: Arguments) -> Any:
-    """The result of a benchmark of one deployment."""
+async def _measured(module: Any, options: PromptOptions, arguments: Arguments) -> Any:
     async with connected(arguments) as connection, connection.client() as client:
-        return await run(options, _subject(connection, client, options.raw), progress)
+        return await module.run(options, _subject(connection, client, options.raw), progress)
 
 
-async def _peers(options: PeersOptions, arguments: Arguments) -> Report:
-    from benchmarks import peers
-
-    return await peers.run(options, partial(_two_tenants, arguments, options.raw), progress)
+async def _peers(module: Any, options: PeersOptions, arguments: Arguments) -> Any:
+    return await module.run(options, partial(_two_tenants, arguments, options.raw), progress)
 
 
 def found_models(config: DeploymentConfig) -> DeploymentConfig:
@@ -199,9 +187,8 @@ def _note_copies(connection: Connection, draft: DraftConfig) -> None:
         )
 
 
-async def _serve(options: ServeOptions, arguments: Arguments) -> Report:
+async def _serve(module: Any, options: ServeOptions, arguments: Arguments) -> Any:
     """Measures a deployment, or the server at `--base-url`."""
-    from benchmarks import serve
     from benchmarks.clients import GrpcClient, HttpClient
 
     if options.base_url is not None:
@@ -231,12 +218,12 @@ async def _serve(options: ServeOptions, arguments: Arguments) -> Report:
         gc.collect()
         gc.freeze()  # Long-lived objects are not scanned during the measurement.
         progress("sending requests")
-        load = await serve.measure(options, client, progress.update)
+        load = await module.measure(options, client, progress.update)
         progress.rest()
-    return serve.report(options, settings, load)
+    return module.report(options, settings, load)
 
 
-_CALLERS: Mapping[str, Callable[[Any, Arguments], Any]] = {
-    "speedup": _speedup, "identity": _identity, "peers": _peers, "serve": _serve,
+_CALLERS: Mapping[str, Callable[[Any, Any, Arguments], Any]] = {
+    "speedup": _speedup, "identity": _measured, "peers": _peers, "serve": _serve,
 }  # fmt: skip
 bench = Group("bench", PURPOSES, _load, subcommand_metavar="WHAT")

@@ -60,7 +60,6 @@ class Option(click.Option):
 
 
 def option(*names: str, **attributes: Any) -> Option:
-    """An option that belongs to one command."""
     return Option(list(names), **attributes)
 
 
@@ -77,7 +76,6 @@ def json_option() -> Option:
 
 
 def grouped(group: str, options: Iterable[Option]) -> list[Option]:
-    """Puts the options under one heading."""
     found = list(options)
     for one in found:
         one.group = group

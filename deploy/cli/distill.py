@@ -74,7 +74,6 @@ _SETTINGS = {
     "are in $OUTRIDER_CACHE/distillation.",
 )  # fmt: skip
 def distill(arguments: Arguments) -> int:
-    """Trains the drafter, with progress on standard error."""
     start_name = arguments.start_from
     given = {
         key: _SETTINGS[key].parse(raw, _SETTINGS[key].flag)

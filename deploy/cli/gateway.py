@@ -20,7 +20,7 @@ from outrider.errors import ConfigError, SettingError, Unavailable
 from outrider.settings import blaming
 
 from .command import Arguments, Seconds, command, grouped, json_option, option
-from .options import trust_options
+from .options import TRUST_OPTIONS, trust_options
 from .output import progress, tell
 
 if TYPE_CHECKING:
@@ -151,9 +151,7 @@ def _trust(arguments: Arguments, record: DeploymentRecord | None) -> tuple[ssl.S
     called host."""
     from outrider.transport.tls import check_pair, pinned_name, read_certificates
 
-    authority, certificate, key = (
-        arguments.ca_cert, arguments.client_cert, arguments.client_key
-    )  # fmt: skip
+    authority, certificate, key = (getattr(arguments, name) for name in TRUST_OPTIONS)
     name, pinned = "", "" if record is None else record.settings.get("ssl_certfile") or ""
     with blaming("ca_cert"):
         if pinned and authority is None:

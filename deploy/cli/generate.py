@@ -80,7 +80,6 @@ def _token_ids(text: str) -> tuple[int, ...]:
     *connection_options(without=REQUEST_KEYS),
 )  # fmt: skip
 def generate(arguments: Arguments) -> int:
-    """Prints the generated text, or one JSON object."""
     from outrider.transport.request_codec import request_to_proto
 
     # Before anything starts, so that errors show at once, and outside of an event loop, so that
@@ -175,7 +174,6 @@ def _report(completion: Completion, seconds: float) -> dict[str, Any]:
 
 
 def figures(completions: Sequence[Completion], seconds: float) -> str:
-    """A line of figures about answers that took `seconds` in all."""
     tokens = sum(one.usage.completion_tokens for one in completions)
     rounds = sum(one.metrics.num_rounds for one in completions)
     proposed = sum(one.metrics.num_draft_tokens for one in completions)

@@ -181,7 +181,6 @@ def deployment_config(arguments: Arguments) -> DeploymentConfig:
 
 
 def with_settings(arguments: Arguments, **values: object) -> Arguments:
-    """The arguments with these settings, by key, added."""
     return Arguments(**vars(arguments) | {"settings": arguments.settings | values})
 
 
@@ -325,7 +324,6 @@ def caller_options() -> list[Option]:
 
 
 def trust_options() -> list[Option]:
-    """TLS options of a caller."""
     tls = "use TLS and trust the system's certificate authorities"
     found = [option("--tls", is_flag=True, rare=True, help=tls)]
     for name, words in TRUST_OPTIONS.items():

@@ -74,7 +74,6 @@ class Progress:
                 self._doing = line
 
     def rest(self) -> None:
-        """Ends the current work."""
         with self._changed:
             self._doing = ""
             self._changed.notify()

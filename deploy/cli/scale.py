@@ -12,12 +12,11 @@ from typing import Any
 from benchmarks.report import Report
 from deploy.fleet.local_state import DeploymentLocation
 from deploy.fleet.preflight import whole_paths
-from deploy.fleet.reconciler import CHANGE_S, FIXED, ReconcilerClient, connect_reconciler
+from deploy.fleet.reconciler import CHANGE_S, FIXED, ReconcilerClient, connect_reconciler, differing
 from deploy.fleet.replica_set import Overview
 from deploy.fleet.spec import FleetSpec
 from deploy.fleet.trial import MINUTES_DEFAULT, MINUTES_MAX, SHARE_MAX
 from outrider.config import WAIT_S_MAX, AutoscaleConfig
-from outrider.drafters.names import same_drafter
 from outrider.errors import ConfigError, SettingError
 from outrider.registry.registry import ROLES, Role
 from outrider.settings import Value
@@ -74,8 +73,10 @@ def scale(arguments: Arguments) -> int:
 
     def left(overview: Overview) -> str:
         serving = {
-            role: sum(bool(one.address) and not (one.leaves or one.on_trial) for one in those)
-            for role, those in ((role, overview.of(role)) for role in counts)
+            role: sum(
+                bool(one.address) and not (one.leaves or one.on_trial) for one in overview.of(role)
+            )
+            for role in counts
         }
         said = ", ".join(f"{role}={number}" for role, number in serving.items())
         return "" if serving == counts else f"serving now: {said}"
@@ -182,15 +183,9 @@ async def _upgrade(
     progress("asking the deployment", at_once=False)
     async with connect_reconciler(where) as reconciler:
         spec: FleetSpec = await reconciler.call("spec")
-        runs_with = spec.given.values()
-        place = runs_with | {"address": where.address, "deployment_name": where.deployment}
-        changes = {
-            key: value for key, value in values.items()
-            if key not in SECRETS and value not in (runs_with[key], place[key])
-        }  # fmt: skip
-        asked = changes.get("draft_model")
-        if asked and same_drafter(str(asked), spec.given.draft.model):
-            del changes["draft_model"]
+        place = {"address": where.address, "deployment_name": where.deployment}
+        kept = {*SECRETS, *(key for key, value in place.items() if values.get(key) == value)}
+        changes = differing(spec.given, values, kept)
         ends_trial = trial is not None and trial[0] == 0
         if ends_trial:
             changes.clear()

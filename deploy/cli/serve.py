@@ -31,7 +31,6 @@ from deploy.fleet.local_state import (
     lock_holder,
     logged_error,
     publish,
-    publish_key,
     recorded_deployment,
     running_deployment,
     state_directory,
@@ -136,8 +135,7 @@ async def _until_it_fails(deployment: Deployment, state: Path, arguments: Argume
     """Starts the deployment, and keeps its record up to date while replicas come and go."""
     await deployment.start()
     progress.rest()
-    publish_key(state, deployment.api_key)
-    publish(state, deployment.record)
+    publish(state, deployment.record, deployment.api_key)
     if not arguments.detach:
         _announce(deployment.record, arguments)
     while (role := deployment.overview.hopeless) is None:

@@ -63,7 +63,6 @@ class Autoscaler:
         """Since when a role has been calm, and the most replicas that it had since."""
 
     async def run(self) -> None:
-        """Looks at the registry periodically."""
         while True:
             try:
                 await self.look()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -24,7 +25,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from outrider.config import BOUND_SETTINGS, DeploymentConfig
-from outrider.drafters.names import same_drafter
 from outrider.errors import OutriderError, SettingError, Unavailable
 from outrider.replica.process_setup import STANDARD_ERROR
 from outrider.sessions.embedded import EmbeddedRedis
@@ -39,8 +39,15 @@ from .preflight import (
     warnings,
     without_secrets,
 )
-from .ray_cluster import Cluster, RayConnection, SecretFiles, check_asks_for_token, resources
-from .reconciler import CHANGE_S, FIXED, ReconcilerClient, find_reconciler, start_reconciler
+from .ray_cluster import Cluster, RayConnection, check_asks_for_token, hide, resources
+from .reconciler import (
+    CHANGE_S,
+    FIXED,
+    ReconcilerClient,
+    differing,
+    find_reconciler,
+    start_reconciler,
+)
 from .replica_set import Overview, close_timeout_s, raise_first
 from .spec import FleetSpec, plan_fleet
 
@@ -72,8 +79,8 @@ class Deployment:
         self._state = state
         self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
         self._report = report
-        self._secret_files = SecretFiles(state / "secrets")
-        self.ray = RayConnection(config.address, namespace_of(self.name), self._secret_files)
+        self._secrets_at = state / "secrets"
+        self.ray = RayConnection(config.address, namespace_of(self.name), self._secrets_at)
         self.reconciler = ReconcilerClient(self.ray.namespace)
         self.redis: EmbeddedRedis | None = None
         """The embedded server; None with `redis_url`."""
@@ -129,7 +136,7 @@ class Deployment:
     async def _start(self) -> None:
         verb = "starting" if self.ray.local else "connecting to"
         self._report(f"{verb} Ray and Redis, finding the models")
-        self._secret_files.forget()  # Files of an earlier deployment.
+        self._forget_secrets()  # Those of an earlier deployment.
         config = await self._prepare()
         for line in warnings(config):
             self._report(line)
@@ -158,16 +165,9 @@ class Deployment:
         self._report(f"deployment {self.name} runs there already: taking it over")
         self.api_key = ""  # The running coordinators do not know this key.
         before: FleetSpec = await self.reconciler.call("spec")
-        runs, asked = before.given.values(), self._given.values()
         # Another Redis means another deployment, so a change of these two must be refused.
         kept = {*FIXED, *BOUND_SETTINGS} - {"redis_url", "redis_key_prefix"}
-        changes = {
-            key: asked[key] for key, value in runs.items()
-            if asked[key] != value and key not in kept
-        }  # fmt: skip
-        if same_drafter(self._given.draft.model, before.given.draft.model):
-            changes.pop("draft_model", None)
-        if changes:
+        if changes := differing(before.given, self._given.values(), kept):
             self._report(f"replacing its replicas one by one: {', '.join(changes)}")
             await self.reconciler.call("change", changes, timeout_s=CHANGE_S)
         await self._go_on()
@@ -227,11 +227,13 @@ class Deployment:
             asyncio.to_thread(self._start_redis),
             asyncio.to_thread(resolve_models, self.config),
         )
-        redis, hide = replace(config.coordinator.redis, url=redis_url), self._secret_files.hide
+        redis = replace(config.coordinator.redis, url=redis_url)
         if self.ray.local and (password := self._passwords.redis):
-            redis = replace(redis, password_file=str(hide("redis.password", password)))
+            path = hide(self._secrets_at, "redis.password", password)
+            redis = replace(redis, password_file=str(path))
         if self.ray.local and (password := self._passwords.sentinel):
-            redis = replace(redis, sentinel_password_file=str(hide("sentinel.password", password)))
+            path = hide(self._secrets_at, "sentinel.password", password)
+            redis = replace(redis, sentinel_password_file=str(path))
         return replace(config, coordinator=config.coordinator.reaching(redis))
 
     async def _connect(self) -> None:
@@ -266,7 +268,7 @@ class Deployment:
         await asyncio.gather(*self._following, return_exceptions=True)
         async with AsyncExitStack() as ending:  # Runs every step, even if one before it fails.
             ending.push_async_callback(self._stop_redis)
-            ending.callback(self._secret_files.forget)
+            ending.callback(self._forget_secrets)
             # This ends all clients of Redis.
             ending.push_async_callback(self.ray.disconnect)
             if not self._is_own:
@@ -278,6 +280,9 @@ class Deployment:
                 if not self.ray.local:
                     raise
                 _log.warning("the replicas end with Ray's processes: %s", error)
+
+    def _forget_secrets(self) -> None:
+        shutil.rmtree(self._secrets_at, ignore_errors=True)
 
     async def _stop_redis(self) -> None:
         if self.redis is not None:

@@ -129,15 +129,12 @@ def logged_error(directory: Path) -> str | None:
     return errors[-1].removeprefix(ERROR_PREFIX) if errors else None
 
 
-def publish(directory: Path, record: DeploymentRecord) -> None:
-    """Writes the record atomically, for its owner only."""
-    write_whole(directory / FILE_NAME, json.dumps(asdict(record), indent=2) + "\n", 0o600)
-
-
-def publish_key(directory: Path, key: str) -> None:
-    """Writes the API key of this machine's commands, if there is one, for its owner only."""
+def publish(directory: Path, record: DeploymentRecord, key: str = "") -> None:
+    """Writes the record atomically, and an API key for this machine's commands if there is one.
+    Both are for their owner only."""
     if key:
         write_whole(directory / KEY_NAME, key, 0o600)
+    write_whole(directory / FILE_NAME, json.dumps(asdict(record), indent=2) + "\n", 0o600)
 
 
 def local_key(directory: Path) -> str:

@@ -13,7 +13,6 @@ import importlib
 import logging
 import os
 import secrets
-import shutil
 import signal
 import sys
 import tempfile
@@ -383,36 +382,26 @@ _BYTES = 32
 _ANSWER_S = 5.0
 
 
-class SecretFiles:
-    """Secrets in files for their owner only. (All users can read Ray's directory, and the arguments
-    of processes.)"""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def hide(self, name: str, secret: str) -> Path:
-        """Writes a secret to a file of mode 0600 in a directory of mode 0700."""
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = self._directory / name
-        write_whole(path, secret, 0o600)
-        return path
-
-    def forget(self) -> None:
-        shutil.rmtree(self._directory, ignore_errors=True)
+def hide(directory: Path, name: str, secret: str) -> Path:
+    """Writes a secret to a file of mode 0600 in a directory of mode 0700. (All users can read Ray's
+    directory, and the arguments of processes.)"""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_whole(directory / name, secret, 0o600)
+    return directory / name
 
 
 class RayConnection:
     """A connection to a Ray cluster: a local one, which it starts, or another one."""
 
     def __init__(
-        self, address: str, namespace: str, secret_files: SecretFiles | None = None,
+        self, address: str, namespace: str, secrets_at: Path | None = None,
         token: Path | None = None,
     ) -> None:  # fmt: skip
         """`address` is HOST:PORT, empty = local. The `namespace` is the deployment's alone. The
-        token of a local cluster is stored in `secret_files`; `token` is the file of another's."""
+        token of a local cluster is stored in `secrets_at`; `token` is the file of another's."""
         self.local = not address
         self.namespace = namespace
-        self._secret_files = secret_files
+        self._secrets_at = secrets_at
         self._address = address or "local"
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._connected = False
@@ -437,10 +426,10 @@ class RayConnection:
             import ray
 
         options: dict[str, Any] = {"address": self._address, "namespace": self.namespace}
-        if self.local and self._secret_files is not None:
+        if self.local and self._secrets_at is not None:
             self._temporary = _short_directory()
             # Needed, because Ray's processes always listen on all addresses of the machine.
-            self.token = self._secret_files.hide(TOKEN_FILE, secrets.token_hex(_BYTES))
+            self.token = hide(self._secrets_at, TOKEN_FILE, secrets.token_hex(_BYTES))
             options |= {
                 "include_dashboard": False,
                 "object_store_memory": OBJECT_STORE_BYTES,

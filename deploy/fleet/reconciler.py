@@ -21,12 +21,13 @@ import json
 import logging
 import math
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 from outrider.config import BOUND_SETTINGS, AutoscaleConfig, DeploymentConfig, configuration
+from outrider.drafters.names import same_drafter
 from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import Role
@@ -97,6 +98,20 @@ def changed(given: DeploymentConfig, changes: Mapping[str, Value]) -> Deployment
         # The draft model was chosen for the old target.
         del values["draft_model"]
     return configuration(values | dict(changes))
+
+
+def differing(
+    given: DeploymentConfig, asked: Mapping[str, Value], kept: Collection[str]
+) -> dict[str, Value]:
+    """The `asked` settings that differ from the given ones, except those in `kept`."""
+    runs = given.values()
+    found = {
+        key: value for key, value in asked.items() if key not in kept and value != runs[key]
+    }  # fmt: skip
+    asked_drafter = found.get("draft_model")
+    if asked_drafter and same_drafter(str(asked_drafter), given.draft.model):
+        del found["draft_model"]
+    return found
 
 
 def _shared(values: Mapping[str, Value], gpus: float | None) -> float | None:

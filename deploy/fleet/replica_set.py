@@ -561,9 +561,7 @@ class Fleet:
         ports: Mapping[str, int] = {}
         if spec.keeps_ports(one.role):
             ports = self._ports.get(one.slot, ports)
-            if (
-                not takes_over
-            ):  # Another program may have taken them; then the next try uses others.
+            if not takes_over:  # If another program has taken them, the next try uses others.
                 self._ports.pop(one.slot, None)
         config = spec.replica_config(
             one.role, one.name, one.slot, takes_over=takes_over, ports=ports

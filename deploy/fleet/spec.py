@@ -184,12 +184,13 @@ def plan_fleet(
         if drafts:
             num_ranks += draft.tensor_parallel_size * found.num_drafts
         default_gpus = 1.0 / math.ceil(num_ranks / max(1, int(cluster_gpus)))
-    parts: dict[Role, Any] = {"coordinator": coordinator, "target": target, "draft": draft}
-    for role in ("target", "draft"):
-        share = (0.0, "cpu")
-        if role == "target" or drafts:
-            share = _device(role, parts[role], default_gpus)
-        parts[role] = replace(parts[role], num_gpus=share[0], device=share[1])
+    parts: dict[Role, Any] = {
+        "coordinator": coordinator,
+        "target": _on_device("target", target, default_gpus),
+        "draft": replace(draft, num_gpus=0.0, device="cpu"),
+    }
+    if drafts:
+        parts["draft"] = _on_device("draft", draft, default_gpus)
     demands = {
         role: Demand(
             role, one.num_cpus, getattr(one, "num_gpus", 0.0),
@@ -267,20 +268,20 @@ def _resources(role: Role, config: DeploymentConfig) -> dict[str, float]:
     return found
 
 
-def _device(
-    role: Role, config: TargetConfig | DraftConfig, default_gpus: float
-) -> tuple[float, str]:
-    asked = default_gpus if config.num_gpus is None else config.num_gpus
-    if config.device == "cpu":
+def _on_device(role: Role, config: TargetConfig | DraftConfig, default_gpus: float) -> Any:
+    """The configuration with its device and GPUs. Raises `SettingError`."""
+    gpus = default_gpus if config.num_gpus is None else config.num_gpus
+    device = config.device
+    if device == "cpu":
         if config.num_gpus:
-            raise SettingError(f"{role}_num_gpus", f"{asked:g} cannot go with device cpu; give 0")
-        return 0.0, "cpu"
-    if config.device == "auto":
-        return asked, "cuda" if asked else "cpu"
-    if not asked:
+            raise SettingError(f"{role}_num_gpus", f"{gpus:g} cannot go with device cpu; give 0")
+        gpus = 0.0
+    elif device == "auto":
+        device = "cuda" if gpus else "cpu"
+    elif not gpus:
         raise SettingError(
             "device",
-            f"{config.device} needs a GPU, but the {role} gets none: the cluster has none, or "
+            f"{device} needs a GPU, but the {role} gets none: the cluster has none, or "
             f"--{role}-num-gpus is 0",
         )
-    return asked, config.device
+    return replace(config, num_gpus=gpus, device=device)

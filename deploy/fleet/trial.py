@@ -85,10 +85,13 @@ def check_trial(before: FleetSpec, tried: FleetSpec) -> None:
             f"{cannot}: {now!r} runs on {drafts_on(before)}s and {then!r} on {role}s, but a trial "
             f"needs both on draft replicas, or both on targets; {at_once}",
         )
-    if role == "target" and (others := _other_settings(before, tried)):
-        raise SettingError(
-            others[0], "a trial on targets changes nothing but their head (--draft-model)"
-        )
+    if role == "target":
+        values = before.given.values()
+        for key, value in tried.given.values().items():
+            if key != "draft_model" and value != values[key]:
+                raise SettingError(
+                    key, "a trial on targets changes nothing but their head (--draft-model)"
+                )
     if before.plans[role] == tried.plans[role]:
         raise ConfigError(f"--trial-share: nothing to try; {role} replicas would not change")
     roles = [
@@ -101,14 +104,6 @@ def check_trial(before: FleetSpec, tried: FleetSpec) -> None:
             f"{cannot}: a trial changes {role} replicas alone, and "
             f"these settings change each {' and each '.join(roles)}, too; {at_once}",
         )
-
-
-def _other_settings(before: FleetSpec, tried: FleetSpec) -> list[str]:
-    values = before.given.values()
-    return [
-        key for key, value in tried.given.values().items()
-        if key != "draft_model" and value != values[key]
-    ]  # fmt: skip
 
 
 def check_share(share: float, role: Role, num_replicas: int) -> None:
@@ -157,17 +152,14 @@ def judged(sums: TrialSums, is_over: bool) -> tuple[bool | None, str]:
                 f"drafter; {SESSIONS_MIN} and {ROUNDS_MIN} are needed"
             )
             return (False if is_over else None), reason
-    gain = _ratio(new.tokens_per_second, old.tokens_per_second) - 1
+    before = old.tokens_per_second
+    gain = new.tokens_per_second / before - 1 if before > 0 else math.inf
     error = (1 + gain) * math.hypot(old.relative_error, new.relative_error)
     reason = f"{_rates(new)}, {_rates(old)} before: {gain:+.1%} +- {error:.1%} tokens/s"
     needed = (LATE_ERRORS if is_over else EARLY_ERRORS) * error
     if abs(gain) > needed or is_over:
         return gain > needed, reason
     return None, reason
-
-
-def _ratio(one: float, other: float) -> float:
-    return one / other if other > 0 else math.inf
 
 
 def _rates(one: DrafterSums) -> str:

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 import ray
 
-from deploy.fleet.ray_cluster import Actor, Cluster, Demand, RayConnection, SecretFiles
+from deploy.fleet.ray_cluster import Actor, Cluster, Demand, RayConnection
 from outrider.errors import ConfigError
 from outrider.replica.process_setup import Place
 
@@ -49,7 +49,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_OVERRIDE_RESOURCES", json.dumps({"CPU": 4, "GPU": NUM_GPUS}))
-        secrets = SecretFiles(tmp_path_factory.mktemp("ranks") / "secrets")
+        secrets = tmp_path_factory.mktemp("ranks") / "secrets"
         connection = RayConnection("", "outrider-test", secrets)
         await connection.connect()
     yield Cluster(connection.namespace, local=True)

@@ -16,7 +16,6 @@ from deploy.fleet.local_state import (
     local_key,
     lock_holder,
     publish,
-    publish_key,
     recorded_deployment,
     running_deployment,
     state_directory,
@@ -53,8 +52,7 @@ def test_what_one_that_was_killed_has_left_misleads_nobody(
     directory: Path, record: DeploymentRecord
 ) -> None:
     """Nor after another one has started, although kernels reuse pids."""
-    publish(directory, record)
-    publish_key(directory, "a key")
+    publish(directory, record, "a key")
     assert running_deployment(directory) is None
     assert recorded_deployment(directory) == record
     with exclusive(directory):

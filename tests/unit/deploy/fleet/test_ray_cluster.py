@@ -23,8 +23,8 @@ from deploy.fleet.ray_cluster import (
     TOKEN,
     Actor,
     RayConnection,
-    SecretFiles,
     check_asks_for_token,
+    hide,
 )
 from deploy.fleet.replica_set import _all_or_error
 from outrider.config import DraftConfig, TargetConfig
@@ -155,15 +155,12 @@ def test_the_users_own_token_is_theirs_again(
     assert [*found, variables()] == [{MODE: "token", PATH: str(tmp_path)}, own]
 
 
-def test_secrets_are_their_owners_alone_and_go_with_the_deployment(tmp_path: Path) -> None:
+def test_secrets_are_their_owners_alone(tmp_path: Path) -> None:
     place = tmp_path / "state" / "secrets"
-    secrets = SecretFiles(place)
-    path = secrets.hide("one", "first")
+    path = hide(place, "one", "first")
     assert path.read_text() == "first"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(place.stat().st_mode) == 0o700
-    secrets.forget()
-    assert not place.exists()
 
 
 def test_other_users_do_not_enter_the_directory_of_a_local_ray(
@@ -179,7 +176,7 @@ def test_other_users_do_not_enter_the_directory_of_a_local_ray(
         raise ConnectionError
 
     monkeypatch.setattr(ray, "init", init)
-    connection = RayConnection("", "outrider-test", SecretFiles(tmp_path / "secrets"))
+    connection = RayConnection("", "outrider-test", tmp_path / "secrets")
     with pytest.raises(SettingError):
         asyncio.run(connection.connect())
     [ours] = told[0].relative_to("/tmp").parts[:1]
