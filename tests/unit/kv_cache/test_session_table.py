@@ -13,7 +13,7 @@ from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.interface import SequenceStep
 from outrider.errors import InvariantError
 from outrider.kv_cache.session_table import SessionTable
-from outrider.messages import Resync, RoundHead
+from outrider.messages import ReplyKey, Resync, RoundHead
 from outrider.tokens import TokenSequence
 
 SPEC = EmulatedSpec.parse("vocab_size=16,support=4,max_model_len=512,num_pages=256")
@@ -43,6 +43,15 @@ class Replica:
         run = (*aligned.new_tokens, *guesses)
         self.engine.forward([SequenceStep(at.session_id, run, 1)])
         return self.table.record(at.session_id, run)
+
+
+def test_resync_offers_what_is_known_to_be_committed() -> None:
+    """Guesses are not offered: the coordinator may have refused them."""
+    replica = Replica()
+    replica.answer(head([1, 2, 3], 0), (4, 5))
+    answer = replica.answer(head([1, 2, 3, 7, 8, 9], 5))
+    assert answer == Resync(ReplyKey("s", 1, 0), 3, TokenSequence([1, 2, 3]).digest())
+    assert replica.answer(head([1, 2, 3, 7, 8, 9], 3)) == 6
 
 
 PROMPT = list(range(10)) * 4
