@@ -26,10 +26,9 @@
 An error says what was wrong, what was expected, and what to do.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
+from typing import Self
 
 NO_TOKENIZER = "the model has no tokenizer; give token_ids"
 """Reason of a `BadRequest` about a prompt in text. The command line names its flag instead of
@@ -42,15 +41,17 @@ class OutriderError(Exception):
     grpc_code: int = 13
     http_status: int = 500
 
+    def __init_subclass__(cls, grpc_code: int = 0, http_status: int = 0) -> None:
+        cls.grpc_code = grpc_code or cls.grpc_code
+        cls.http_status = http_status or cls.http_status
+
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.message = message
 
 
-class BadRequest(OutriderError):
+class BadRequest(OutriderError, grpc_code=3, http_status=400):
     """A field of a request is wrong. `field` is its path, such as `sampling.top_p`."""
-
-    grpc_code, http_status = 3, 400
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
@@ -58,44 +59,32 @@ class BadRequest(OutriderError):
         self.reason = reason
 
 
-class Unauthenticated(OutriderError):
+class Unauthenticated(OutriderError, grpc_code=16, http_status=401):
     """No key, or a wrong one."""
 
-    grpc_code, http_status = 16, 401
 
-
-class PermissionDenied(OutriderError):
+class PermissionDenied(OutriderError, grpc_code=7, http_status=403):
     """The caller is known but may not do this."""
 
-    grpc_code, http_status = 7, 403
 
-
-class NotFound(OutriderError):
+class NotFound(OutriderError, grpc_code=5, http_status=404):
     """No such session or model."""
-
-    grpc_code, http_status = 5, 404
 
 
 class SessionNotFound(NotFound):
     """The session never existed, is another tenant's, or has outlived its time to live."""
 
 
-class Incompatible(OutriderError):
+class Incompatible(OutriderError, grpc_code=9, http_status=409):
     """Two replicas, or a request and a replica, do not fit together."""
 
-    grpc_code, http_status = 9, 409
 
-
-class StaleEpoch(OutriderError):
+class StaleEpoch(OutriderError, grpc_code=10, http_status=409):
     """Another coordinator has taken over the session."""
 
-    grpc_code, http_status = 10, 409
 
-
-class DataLoss(OutriderError):
+class DataLoss(OutriderError, grpc_code=15, http_status=500):
     """Tokens that were committed can no longer be read."""
-
-    grpc_code, http_status = 15, 500
 
 
 class OtherTokens(DataLoss):
@@ -110,20 +99,16 @@ class _Retryable(OutriderError):
         self.retry_after_ms = retry_after_ms
 
 
-class Overloaded(_Retryable):
+class Overloaded(_Retryable, grpc_code=8, http_status=429):
     """A rate, a concurrency limit or a queue is at its limit."""
-
-    grpc_code, http_status = 8, 429
 
 
 class OutOfPages(Overloaded):
     """The sequences in use fill an engine's key-value memory."""
 
 
-class Unavailable(_Retryable):
+class Unavailable(_Retryable, grpc_code=14, http_status=503):
     """Something that the request needs does not answer."""
-
-    grpc_code, http_status = 14, 503
 
 
 class StreamBroken(Unavailable):
@@ -142,16 +127,12 @@ class StoreUnavailable(Unavailable):
     """The session store does not answer."""
 
 
-class DeadlineExceeded(OutriderError):
+class DeadlineExceeded(OutriderError, grpc_code=4, http_status=504):
     """The deadline passed before the first token."""
 
-    grpc_code, http_status = 4, 504
 
-
-class ConfigError(OutriderError):
+class ConfigError(OutriderError, grpc_code=9):
     """A setting is wrong or does not suit this machine; the process stops with exit code 2."""
-
-    grpc_code = 9
 
 
 class SettingError(ConfigError):
@@ -163,7 +144,7 @@ class SettingError(ConfigError):
         self.key = key
         self.reason = reason
 
-    def __reduce__(self) -> tuple[type[SettingError], tuple[str, str]]:
+    def __reduce__(self) -> tuple[type[Self], tuple[str, str]]:
         # For processes that receive it: an actor's start-up raises it.
         return type(self), (self.key, self.reason)
 
