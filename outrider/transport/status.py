@@ -1,7 +1,5 @@
 """Maps Outrider's errors to gRPC statuses with details, and back."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 
@@ -32,9 +30,9 @@ def error_to_status(error: OutriderError) -> status_pb2.Status:
         code=error.grpc_code, message=error.message[:ERROR_MESSAGE_CHARS_MAX]
     )
     if isinstance(error, BadRequest):
-        reason = error.message.removeprefix(f"{error.field}: ")[:ERROR_MESSAGE_CHARS_MAX]
         violation = error_details_pb2.BadRequest.FieldViolation(
-            field=error.field[:ERROR_MESSAGE_CHARS_MAX], description=reason
+            field=error.field[:ERROR_MESSAGE_CHARS_MAX],
+            description=error.reason[:ERROR_MESSAGE_CHARS_MAX],
         )
         status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
     elif isinstance(error, Overloaded | Unavailable):
@@ -59,20 +57,13 @@ def status_to_error(error: grpc.aio.AioRpcError) -> OutriderError:
     """The error that a call's peer raised, or `Unavailable` if no peer answered."""
     code: int = error.code().value[0]
     plain = error_from_code(code, error.details() or error.code().name)
-    metadata: Any = error.trailing_metadata()
-    for key, value in metadata or ():
-        if key == "grpc-status-details-bin":
-            return _from_details(value, plain)
-    return plain
-
-
-def _from_details(data: bytes, plain: OutriderError) -> OutriderError:
+    call: Any = error  # It has a call's methods.
     try:
-        status = status_pb2.Status.FromString(data)
-    except DecodeError:
-        logger.warning("a peer sent status details that cannot be decoded")
+        status = rpc_status.from_call(call)
+    except (DecodeError, ValueError):
+        logger.warning("a peer sent status details that cannot be read")
         return plain
-    for detail in status.details:
+    for detail in () if status is None else status.details:
         bad_request, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
         if detail.Unpack(bad_request) and bad_request.field_violations:
             violation = bad_request.field_violations[0]
