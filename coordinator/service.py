@@ -15,7 +15,7 @@ from coordinator.decoding.detokenizer import Completion
 from coordinator.decoding.loop import RoundMeter, SessionRun
 from coordinator.decoding.recovery import Replayed, replay, told_again
 from coordinator.decoding.sessions import KeyTaken, OwnedSessions, RequestKey
-from coordinator.decoding.trial import SessionTrial, TrialMeter, TrialSums
+from coordinator.decoding.trial import TrialMeter, TrialSums
 from coordinator.draft_length.controller import LengthControls
 from coordinator.draft_length.policy import FixedLength, LengthPolicy
 from coordinator.requests.validation import (
@@ -65,8 +65,8 @@ LOOK_PERIOD_S = 1.0
 HEALTH_TIMEOUT_S = 2.0
 """Time for a target to describe itself."""
 TROUBLE_S = 3.0
-"""Shorter trouble is not reported. While a replica is being loaded on shared cores, a target or the
-store may be silent for some seconds; running requests survive that."""
+"""Shorter trouble is not reported: while a replica loads on shared cores, target or store may be
+silent for some seconds."""
 TROUBLE_RETRY_S = 0.2
 """Time between two checks during `TROUBLE_S`."""
 CANCEL_ELSEWHERE_S = 2 * SESSION_LEASE_MS / 1e3
@@ -74,15 +74,14 @@ CANCEL_ELSEWHERE_S = 2 * SESSION_LEASE_MS / 1e3
 CANCEL_LOOK_S = SESSION_LEASE_RENEWAL_MS / 2e3
 """Time between two checks whether it has."""
 KEY_TRIES = 3
-"""Attempts to serve a request with an idempotency key. An attempt fails if the key's session has
-expired, or another request with the key was faster."""
+"""Attempts to serve a request with an idempotency key, each of which fails if the key's session has
+expired or another request was faster."""
 NO_SESSION = "0" * 32
 """Session id that does not exist, to check whether the store answers."""
 
 
 class CoordinatorService:
-    """Serves requests with the target and draft replicas that it knows. Independent of gRPC and
-    Ray."""
+    """Serves requests with the replicas that it knows. Independent of gRPC and Ray."""
 
     def __init__(
         self,
@@ -175,8 +174,8 @@ class CoordinatorService:
 
     @property
     def served(self) -> ReplicaDescription:
-        """Description of the first target, with the name that its model is served under and the
-        maximum length of the newest target. Raises `Unavailable` before `start`."""
+        """The first target, with the name that its model is served under and the maximum length of
+        the newest one. Raises `Unavailable` before `start`."""
         if self._served is None:
             raise Unavailable("the coordinator is starting")
         newest = self.targets.newest() or self._served
@@ -250,9 +249,9 @@ class CoordinatorService:
     async def _prompt_tokens(
         self, asked: GenerationParameters, tenant: str, deadline: float
     ) -> AsyncGenerator[PromptTokens]:
-        """The prompt in parts with its log-probabilities, if the request wants them. A session of
-        its own scores the prompt's tokens as proposals, while the request's session runs. Raises
-        `DeadlineExceeded`, and the target's refusal."""
+        """The prompt in parts with its log-probabilities, if the request wants them: a session of
+        its own scores the prompt's tokens as proposals. Raises `DeadlineExceeded`, and the target's
+        refusal."""
         if asked.prompt_logprobs is None:
             return
         greedy = SamplingParams(temperature=0.0)
@@ -329,8 +328,8 @@ class CoordinatorService:
         self, run: SessionRun, resumable: bool = True, *, outlasts_errors: bool = False
     ) -> Iterator[None]:
         """Ends the session when its stream ends. A `resumable` session waits for a client that went
-        away, and one that `outlasts_errors` also after an error. While this coordinator is about to
-        close, every session waits, so that other coordinators may take it over."""
+        away, and one that `outlasts_errors` also after an error; while this coordinator is leaving,
+        every session does."""
         chosen = self._auditor.choose(run.session, run.parameters)
         try:
             yield
@@ -472,13 +471,13 @@ class CoordinatorService:
         return record
 
     def hand_over(self) -> None:
-        """Lets other coordinators take any session over at once, as this one is about to close.
-        Until then its sessions go on."""
+        """Lets others take any session over at once, as this one is about to close; its sessions go
+        on."""
         self._committer.hand_over()
 
     async def close(self) -> None:
-        """Cancels what runs, commits the rest, and closes the links and the store. Does all of
-        these, even if one of them raises."""
+        """Cancels what runs, commits the rest, and closes links and store, even if one of these
+        raises."""
         self._sessions.close()
         self._auditor.close()
         async with AsyncExitStack() as ending:  # The last one first.
@@ -561,8 +560,8 @@ class CoordinatorService:
         """Current metrics, by name and by the value of their label. May be called on any thread."""
         pools = (self.targets, self.drafts)
         return self._known | {
-            "wire_bytes_sent": {pool.role: pool.num_bytes.sent for pool in pools},
-            "wire_bytes_received": {pool.role: pool.num_bytes.received for pool in pools},
+            "wire_bytes_sent": {pool.role: pool.num_bytes["sent"] for pool in pools},
+            "wire_bytes_received": {pool.role: pool.num_bytes["received"] for pool in pools},
             "stale_answers": {pool.role: pool.num_stale for pool in pools},
             "num_requests_running": {"": self.num_running},
             "num_requests_waiting": {"": self._num_admitted - self.num_running},
@@ -575,9 +574,9 @@ class CoordinatorService:
         return self._commit_task is not None and self._commit_task.done()
 
     def check_integrity(self) -> None:
-        """Raises `InvariantError` unless exactly the running sessions have a route to a target, no
-        others have one to a draft, and the committer's state is consistent. For an idle
-        coordinator: a session that has just ended may still be closing."""
+        """Raises `InvariantError` unless exactly the running sessions have a route to a target,
+        no others have one to a draft, and the committer is consistent. For an idle coordinator
+        only."""
         sessions = set(self._sessions.running)
         self.targets.check_integrity(sessions | self._sessions.scored_ids)
         self.drafts.check_integrity(sessions, every=False)
@@ -616,27 +615,31 @@ class CoordinatorService:
 
     def _begin(self, context: SessionContext, arrived: float, replayed: Replayed) -> SessionRun:
         session, parameters = context.session, context.parameters
+        context.observer.opened(session.session_id, session.prompt_length, parameters.seed)
+        commits = self._committer.add(session)
         try:
-            context.observer.opened(session.session_id, session.prompt_length, parameters.seed)
-            self._committer.add(session)
             target = TargetClient(self.targets, context, self._config)
             draft = open_drafts(self.drafts, target, self._fallback, self._config)
+            tried, trial = self._on_trial, None
+            # None for a session that only look-ups draft for.
+            if tried is not None and draft is not None and draft.on_trial is not None:
+                trial = self._trial.begin(tried.name)
             run = SessionRun(
                 context,
                 replayed,
                 target,
                 draft,
-                committer=self._committer,
+                commits=commits,
                 lengths=self._length_policy(context, draft),
                 length_max=(self.targets.newest(parameters.weights) or self.served).max_model_len,
                 meter=self._meter,
                 arrived=arrived,
                 reads_beside=not self._config.drafting_delays,
-                trial=self._session_trial(draft),
+                trial=trial,
             )
             self._sessions.running[session.session_id] = run
         except BaseException:
-            self._committer.remove(session)
+            commits.remove()
             raise
         return run
 
@@ -653,13 +656,6 @@ class CoordinatorService:
     @property
     def _on_trial(self) -> ReplicaConnection | None:
         return self.targets.on_trial or self.drafts.on_trial
-
-    def _session_trial(self, draft: Drafts | None) -> SessionTrial | None:
-        """The meter of a session that begins during a trial, unless only look-ups draft for it."""
-        replica = self._on_trial
-        if replica is None or draft is None or draft.on_trial is None:
-            return None
-        return self._trial.begin(replica.name)
 
     def _length_policy(self, context: SessionContext, draft: Drafts | None) -> LengthPolicy:
         record, parameters = context.session.record, context.parameters

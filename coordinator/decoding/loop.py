@@ -1,5 +1,5 @@
-"""The decode loop, which repeats proposal, verdict, outcome and commit, and the queue that passes
-tokens to the client once they are committed."""
+"""The decode loop (proposal, verdict, outcome, commit), and the queue of committed tokens for the
+client."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import chain
 
-from coordinator.decoding.committer import Committer
+from coordinator.decoding.committer import SessionCommits
 from coordinator.decoding.recovery import Replayed, write_logprobs
 from coordinator.decoding.trial import SessionTrial
 from coordinator.draft_length.acceptance import sibling_chances
@@ -23,7 +23,6 @@ from outrider.errors import DeadlineExceeded, OutriderError, StaleEpoch, StoreUn
 from outrider.messages import PositionLogprobs, VerdictReply
 from outrider.registry.registry import WINDOW_S, Figures
 from outrider.request import Event, Finished, Metrics, RoundReport, Started, Tokens, Usage
-from outrider.sessions.state import Session
 from outrider.sessions.store import Counters, FinishReason, SessionRecord
 from outrider.speculation.accept_reject import Outcome, decide, survival
 from outrider.speculation.proposal import NOTHING_SEALED
@@ -42,8 +41,8 @@ COMMIT_GRACE_S = 2.0
 
 
 class SessionRun:
-    """Runs one session from its opening to its last event: a task decodes, and the client reads
-    the events. The commit of a round overlaps the next round."""
+    """Runs one session: a task decodes, and the client reads the events. The commit of a round
+    overlaps the next round."""
 
     def __init__(
         self,
@@ -52,7 +51,7 @@ class SessionRun:
         target: TargetClient,
         draft: Drafts | None,
         *,
-        committer: Committer,
+        commits: SessionCommits,
         lengths: LengthPolicy,
         length_max: int,
         meter: RoundMeter,
@@ -60,11 +59,10 @@ class SessionRun:
         reads_beside: bool = True,
         trial: SessionTrial | None = None,
     ) -> None:
-        """Starts decoding after what was `replayed`; the committer must know the session already.
+        """Starts decoding after what was `replayed`.
         `length_max` is the target's limit for committed and proposed tokens together. `arrived` is
         when the request came, by the event loop's clock. With `reads_beside` the draft reads the
-        prompt while the target does, else in the first round that has a draft. `trial` collects the
-        rounds while a drafter is on trial."""
+        prompt while the target does, else in the first round with a draft."""
         self.context = context
         self._clock = asyncio.get_running_loop().time
         self.session = context.session
@@ -77,9 +75,9 @@ class SessionRun:
         """Finish reason of a resumed completion that was complete already."""
         self._num_known = replayed.completion.num_tokens
         """Number of tokens that an earlier stream may have sent."""
-        self._committer = committer
+        self._commits = commits
         until = self._deadline + COMMIT_GRACE_S
-        self._output = OutputQueue(self.session, committer, until, self._observer)
+        self._output = OutputQueue(commits, until, self._observer)
         for tokens in replayed.events:
             self._write(tokens)
         self._target = target
@@ -99,17 +97,15 @@ class SessionRun:
         self._is_recorded = False
         """Whether the store has the end of the session."""
         self._is_told = False
-        """Whether the last event was returned."""
         self._handed_over = False
         self._held_back: Tokens | None = None
-        """Text that came without a token. It is sent with the last event: if it were sent earlier,
-        a resumed session might send it again."""
+        """Text that came without a token. It is sent with the last event; else a resumed session
+        might send it again."""
         self._task = asyncio.create_task(self._decode())
 
     @property
     def is_unrecorded(self) -> bool:
-        """Whether the store may still list the session as running here: it does not have the end,
-        and no other owner took the session over."""
+        """Whether the store lacks the end of the session, and no other owner took it over."""
         return not self._is_recorded and self.session.error is None
 
     @property
@@ -130,8 +126,8 @@ class SessionRun:
 
     async def next_events(self) -> Sequence[Event]:
         """Waits for the next events after `Started`; empty after the last one. Raises
-        `DeadlineExceeded` if the deadline passes before the first token, the target's refusal, and
-        the store's error that ended the session."""
+        `DeadlineExceeded` before the first token, the target's refusal, and the store's error that
+        ended the session."""
         while not self._is_told:
             try:
                 found = await self._output.read()
@@ -178,7 +174,6 @@ class SessionRun:
         return (finished,) if self._held_back is None else (self._held_back, finished)
 
     def _check_here(self) -> None:
-        """Raises `StaleEpoch` if the session was handed over."""
         if self._handed_over:
             raise StaleEpoch(f"session {self.session_id} was resumed by another stream")
 
@@ -188,8 +183,8 @@ class SessionRun:
         return await self.close()
 
     async def close(self) -> bool:
-        """Stops decoding and frees everything that the session holds. Records a session that has
-        not ended as cancelled. Returns whether an end was already recorded."""
+        """Stops decoding and frees what the session holds. Records a session that has not ended as
+        cancelled. Returns whether an end was already recorded."""
         had_ended = self._is_recorded
         identify(self.session_id, self._observer.trace_id)
         self._task.cancel()
@@ -210,7 +205,7 @@ class SessionRun:
         except OutriderError as error:
             _log.info("session %s was not closed: %r", self.session_id, error)
         finally:
-            self._committer.remove(session)
+            self._commits.remove()
             fields = about(
                 finish_reason=session.finish_reason,
                 prompt_tokens=session.prompt_length,
@@ -223,7 +218,7 @@ class SessionRun:
     async def _finish(self, reason: FinishReason, until: float) -> None:
         try:
             async with asyncio.timeout_at(until):
-                await self._committer.finish(self.session, reason)
+                await self._commits.finish(reason)
         except TimeoutError:
             raise StoreUnavailable("the session store did not take the session's end") from None
         self._is_recorded = True
@@ -257,7 +252,7 @@ class SessionRun:
             self._draft.prefill(self.parameters.num_draft_tokens)
         reason, index = None, 0
         while reason is None:
-            await self._committer.room(self.session, self.parameters.num_draft_tokens + 1)
+            await self._commits.room(self.parameters.num_draft_tokens + 1)
             await self._output.room()
             reason = await self._round(index)
             index += 1
@@ -375,7 +370,7 @@ class SessionRun:
         )
         self._observer.decided(drafted.proposal, num_accepted, num_tokens, self.session.length)
         self._meter.decided(drafted, num_accepted, num_tokens)
-        self._committer.notify(self.session)
+        self._commits.notify()
         report = None
         if self.parameters.include_rounds:
             report = RoundReport(
@@ -424,12 +419,11 @@ class Entry:
 
 
 class OutputQueue:
-    """Committed output of one session: written by the decode loop, read by the client's stream."""
+    """Committed output of one session, from the decode loop to the client's stream."""
 
     def __init__(
         self,
-        session: Session,
-        committer: Committer,
+        commits: SessionCommits,
         until: float,
         observer: RequestObserver = SILENT,
     ) -> None:
@@ -437,8 +431,8 @@ class OutputQueue:
         loop = asyncio.get_running_loop()
         self._clock = loop.time
         self._observer = observer
-        self._session = session
-        self._committer = committer
+        self._session = commits.session
+        self._commits = commits
         self._is_late = False
         self._timer = loop.call_at(until, self._expire)
         self._entries: deque[Entry] = deque()
@@ -451,31 +445,28 @@ class OutputQueue:
             await self._taken.wait()
 
     def write(self, entry: Entry) -> None:
-        """Adds an entry. The commit of its tokens wakes the reader, or `close` if it has no
-        tokens."""
+        """Adds an entry. Its commit wakes the reader, or `close` if it has no tokens."""
         self._entries.append(entry)
 
     def close(self) -> None:
         """Call when no more entries will be written."""
         self._closed = True
-        self._committer.stir(self._session)
+        self._commits.wake()
 
     def end(self) -> None:
         """Call when no more entries will be read."""
         self._timer.cancel()
 
     async def read(self) -> tuple[Tokens, RoundReport | None] | None:
-        """Waits until the next round is committed. Without reports, it joins later rounds that are
-        committed too, but not the events of a replay. None after the last one. Raises the store's
-        error that ended the session, and `TimeoutError`."""
-        session, num_shown = self._session, self._session.showable_length
-        while not self._entries or self._entries[0].end_length > num_shown:
+        """Waits until the next round is committed. Without reports, joins later committed rounds,
+        but not the events of a replay. None after the last one. Raises the store's error that ended
+        the session, and `TimeoutError`."""
+        while not self._entries or self._entries[0].end_length > self._session.showable_length:
             if self._closed and not self._entries:
                 return None
             if self._is_late:
                 raise TimeoutError
-            awaited = self._entries[0].end_length if self._entries else session.length + 1
-            num_shown = await self._committer.shown(session, awaited)
+            await self._commits.change()
         entry = self._entries.popleft()
         self._taken.set()
         seconds = self._told(entry)
@@ -485,7 +476,8 @@ class OutputQueue:
         while entry.round_index is not None and self._entries:
             entry = self._entries[0]
             joins = entry.round_index is not None and entry.tokens.token_ids
-            if entry.end_length > num_shown or entry.report or not joins:
+            is_shown = entry.end_length <= self._session.showable_length
+            if not is_shown or entry.report or not joins:
                 break
             self._told(self._entries.popleft())
             parts.append(entry.tokens)
@@ -493,7 +485,7 @@ class OutputQueue:
 
     def _expire(self) -> None:
         self._is_late = True
-        self._committer.stir(self._session)
+        self._commits.wake()
 
     def _told(self, entry: Entry) -> float:
         """Reports an entry to the observer. Returns how many seconds ago it was decided."""
@@ -517,7 +509,7 @@ def _joined(parts: list[Tokens]) -> Tokens:
 
 WAITED = 1.0
 """A proposal counts as having waited if it queued for more than this many times its computing time,
-which is longer than the rest of the step that ran when it was asked for."""
+longer than the rest of the step that ran when it was asked for."""
 
 
 class RoundMeter:

@@ -160,7 +160,7 @@ def in_use(stack: Stack) -> dict[str, int]:
         "file descriptors": descriptors(stack),
         "sessions of the coordinator": stack.coordinator.num_running,
         "admissions": stack.coordinator._num_admitted,
-        "commits": len(stack.coordinator._committer._entries),
+        "commits": len(stack.coordinator._committer.sessions),
         "background work": len(stack.coordinator._sessions._background),
         "runs that end": len(stack.coordinator._sessions._ending),
     }

@@ -124,22 +124,23 @@ class Load:
         loop = asyncio.get_running_loop()
         await until_it_works(lambda: self._store.open(new), FOLLOWED_S)
         session = Session(new)
-        self._committer.add(session)
+        commits = self._committer.add(session)
         try:
             for _ in range(60):
-                await self._committer.room(session)
+                await commits.room()
                 session.decide([decided(new.session_id, session.length)], NO_COUNTS)
-                self._committer.notify(session)
-                shown = await self._committer.shown(session, session.length)
-                self.shown[new.session_id] = shown
+                commits.notify()
+                while session.showable_length < session.length:
+                    await commits.change()
+                self.shown[new.session_id] = session.showable_length
                 now = loop.time()
                 self.longest_gap_s = max(self.longest_gap_s, now - self._last_shown)
                 self._last_shown = now
                 await asyncio.sleep(0.005)
-            await self._committer.finish(session, FinishReason.LENGTH)
+            await commits.finish(FinishReason.LENGTH)
             self.ended.add(new.session_id)
         finally:
-            self._committer.remove(session)
+            commits.remove()
 
     async def check(self, store: RedisStore, but: set[str]) -> None:
         """Checks that shown tokens are stored, and as decided, except for these sessions."""

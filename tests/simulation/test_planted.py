@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from coordinator.decoding.committer import Committer
 from coordinator.decoding.loop import OutputQueue
 from coordinator.routing.discovery import Discovery
 from coordinator.routing.replica_pool import SessionRoute
@@ -15,6 +14,7 @@ from outrider.errors import OutriderError, StoreUnavailable
 from outrider.kv_cache.session_table import SessionTable
 from outrider.sessions import redis_store
 from outrider.sessions.redis_scripts import Script
+from outrider.sessions.state import Session
 from tests.simulation import world
 from tests.simulation.faults import GREATER
 from tests.simulation.processes import Process, wall_clock_s
@@ -29,12 +29,13 @@ ANY_LENGTH = b"-1"
 
 
 def shown_before_committed(patch: Patch) -> None:
-    shown = Committer.shown
+    decide = Session.decide
 
-    async def at_once(self: Committer, session: Any, length: int) -> int:
-        return length if length <= session.length else await shown(self, session, length)
+    def at_once(self: Session, *arguments: Any, **more: Any) -> None:
+        decide(self, *arguments, **more)
+        self.showable_length = self.length
 
-    patch.setattr(Committer, "shown", at_once)
+    patch.setattr(Session, "decide", at_once)
 
 
 def refused_tokens_kept(patch: Patch) -> None:

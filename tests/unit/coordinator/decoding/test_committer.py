@@ -10,10 +10,9 @@ import pytest
 from script_store import ScriptStore
 from session_model import IDS, new_session
 
-from coordinator.decoding.committer import Committer
+from coordinator.decoding.committer import Committer, SessionCommits
 from outrider.errors import (
     DataLoss,
-    InvariantError,
     OutriderError,
     StaleEpoch,
     StoreUnavailable,
@@ -94,18 +93,27 @@ class Bench:
     def __init__(self) -> None:
         self.store = UnreliableStore()
         self.committer = Committer(self.store, "anna", random.Random(7).random)
+        self.made: dict[Session, SessionCommits] = {}
         self.running = asyncio.create_task(self.committer.run())
 
     async def session(self, k: int = 0) -> Session:
         new = new_session(f"{k:032x}")
         await self.store.open(new)
         session = Session(new)
-        self.committer.add(session)
+        self.made[session] = self.committer.add(session)
         return session
+
+    def of(self, session: Session) -> SessionCommits:
+        return self.made[session]
+
+    async def shown(self, session: Session, length: int) -> int:
+        while session.showable_length < length:
+            await self.of(session).change()
+        return session.showable_length
 
     def decide(self, session: Session, num_tokens: int = 1) -> None:
         session.decide(range(session.length, session.length + num_tokens), NO_COUNTS)
-        self.committer.notify(session)
+        self.of(session).notify()
 
     async def stored(self, session: Session) -> tuple[int, ...]:
         return (await self.store.load(session.session_id)).token_ids
@@ -117,7 +125,7 @@ async def bench() -> AsyncIterator[Bench]:
     yield made
     made.committer.close()
     await made.running
-    assert not made.committer._entries
+    assert not made.committer.sessions
 
 
 async def is_waiting(task: asyncio.Task[Any], seconds: float) -> bool:
@@ -134,7 +142,7 @@ async def test_sessions_are_batched_while_a_call_runs() -> None:
         for session in sessions:
             b.decide(session)
             b.decide(session, 2)
-        await asyncio.gather(*(b.committer.shown(s, s.length) for s in sessions))
+        await asyncio.gather(*(b.shown(s, s.length) for s in sessions))
         assert [len(appends) for appends in b.store.appends] == [1, 50]
         assert [await b.stored(s) for s in sessions] == [tuple(s.tokens.ids) for s in sessions]
         b.committer.check_integrity()
@@ -145,7 +153,7 @@ async def test_the_appends_of_a_call_are_bounded() -> None:
         sessions = [await b.session(k) for k in range(APPENDS_PER_CALL_MAX + 1)]
         for session in sessions:
             b.decide(session)
-        await asyncio.gather(*(b.committer.shown(s, s.length) for s in sessions))
+        await asyncio.gather(*(b.shown(s, s.length) for s in sessions))
         assert [len(appends) for appends in b.store.appends] == [APPENDS_PER_CALL_MAX, 1]
 
 
@@ -156,7 +164,7 @@ async def test_unseen_tokens_stay_unseen_while_the_store_is_down() -> None:
         session = await b.session()
         b.store.down = True
         b.decide(session)
-        shown = asyncio.create_task(b.committer.shown(session, 4))
+        shown = asyncio.create_task(b.shown(session, 4))
         assert await is_waiting(shown, 30)
         b.decide(session, 3)
         assert await is_waiting(shown, 30)
@@ -185,10 +193,10 @@ async def test_a_session_waits_while_too_many_or_too_old_tokens_are_uncommitted(
         b.store.down = True
         b.decide(session, decided)
         await asyncio.sleep(seconds)
-        await b.committer.room(session, ahead)
+        await b.of(session).room(ahead)
         b.decide(session)
         await asyncio.sleep(0.001)
-        room = asyncio.create_task(b.committer.room(session, ahead))
+        room = asyncio.create_task(b.of(session).room(ahead))
         assert await is_waiting(room, 5)
         b.store.down = False
         await room
@@ -201,7 +209,7 @@ async def test_a_take_over_stops_one_session_alone() -> None:
         b.store.down = True
         b.decide(taken)
         b.decide(kept)
-        shown = asyncio.create_task(b.committer.shown(taken, 4))
+        shown = asyncio.create_task(b.shown(taken, 4))
         assert await is_waiting(shown, 3)
         b.store.down = False
         await b.store.end_lease("anna")
@@ -212,13 +220,13 @@ async def test_a_take_over_stops_one_session_alone() -> None:
         assert taken.error is not None
         assert taken.showable_length == 3
         for call in (
-            b.committer.room(taken),
-            b.committer.shown(taken, 4),
-            b.committer.finish(taken, FinishReason.STOP),
+            b.of(taken).room(),
+            b.shown(taken, 4),
+            b.of(taken).finish(FinishReason.STOP),
         ):
             with pytest.raises(StaleEpoch):
                 await call
-        assert await b.committer.shown(kept, 4) == 4
+        assert await b.shown(kept, 4) == 4
         b.committer.check_integrity()
 
 
@@ -230,13 +238,13 @@ async def test_a_record_that_is_gone_is_data_loss(idle: bool) -> None:
         b.store.restore(({}, {}))
         with pytest.raises(DataLoss):
             if idle:
-                await b.committer.finish(session, FinishReason.DEADLINE)
+                await b.of(session).finish(FinishReason.DEADLINE)
             else:
                 b.decide(session)
-                await b.committer.shown(session, 4)
+                await b.shown(session, 4)
         assert isinstance(session.error, DataLoss)
         with pytest.raises(DataLoss):
-            await b.committer.room(session)
+            await b.of(session).room()
         with pytest.raises(Exception, match="no session"):
             await b.store.load(session.session_id)
 
@@ -246,7 +254,7 @@ async def test_finish_waits_for_the_last_tokens() -> None:
         session = await b.session()
         b.store.down = True
         session.decide([1, 2], Counters(3, 2, 1))
-        ended = asyncio.create_task(b.committer.finish(session, FinishReason.LENGTH))
+        ended = asyncio.create_task(b.of(session).finish(FinishReason.LENGTH))
         assert await is_waiting(ended, 20)
         assert b.store.num_finishes == 0
         b.store.down = False
@@ -254,7 +262,7 @@ async def test_finish_waits_for_the_last_tokens() -> None:
         record = await b.store.load(session.session_id)
         assert record.finish_reason is FinishReason.LENGTH
         assert (record.token_ids[3:], record.counters) == ((1, 2), Counters(3, 2, 1))
-        await b.committer.finish(session, FinishReason.CANCELLED)
+        await b.of(session).finish(FinishReason.CANCELLED)
         assert (await b.store.load(session.session_id)).finish_reason is FinishReason.LENGTH
 
 
@@ -264,7 +272,7 @@ async def test_finish_is_repeated_until_it_is_answered(failure: str) -> None:
         session = await b.session()
         left = [failure] * 4
         b.store.fails = lambda: left.pop() if left else ""
-        await b.committer.finish(session, FinishReason.STOP)
+        await b.of(session).finish(FinishReason.STOP)
         assert b.store.num_finishes == 5
         assert (await b.store.load(session.session_id)).finish_reason is FinishReason.STOP
 
@@ -276,11 +284,11 @@ async def test_a_lost_take_over_is_sent_again_before_its_end() -> None:
         await b.store.open(new_session(owner="bert"))
         before = b.store.snapshot()
         session = Session(await b.store.take_over(await b.store.load(IDS[0]), "anna"))
-        b.committer.add(session)
+        b.made[session] = b.committer.add(session)
         b.decide(session, 5)
-        await b.committer.shown(session, 8)
+        await b.shown(session, 8)
         b.store.restore(before)
-        ended = asyncio.create_task(b.committer.finish(session, FinishReason.LENGTH))
+        ended = asyncio.create_task(b.of(session).finish(FinishReason.LENGTH))
         while not ended.done():
             record = await b.store.load(IDS[0])
             whole = record.token_ids == tuple(session.tokens.ids)
@@ -298,14 +306,14 @@ async def test_waiting_for_a_removed_session_fails() -> None:
         session = await b.session()
         b.store.down = True
         b.decide(session)
-        shown = asyncio.create_task(b.committer.shown(session, 4))
+        shown = asyncio.create_task(b.shown(session, 4))
         await asyncio.sleep(0.05)
-        b.committer.remove(session)
-        b.committer.remove(session)
+        b.of(session).remove()
+        b.of(session).remove()
         with pytest.raises(Unavailable):
             await shown
-        with pytest.raises(InvariantError, match="not added"):
-            b.committer.notify(session)
+        b.of(session).notify()
+        assert not b.committer.dirty
 
 
 async def test_close_stores_what_it_can_and_ends_all_waits() -> None:
@@ -316,8 +324,8 @@ async def test_close_stores_what_it_can_and_ends_all_waits() -> None:
     b.decide(sent)
     await asyncio.sleep(LATENCY_S / 2)
     b.decide(session, 2)
-    shown = asyncio.create_task(b.committer.shown(session, 6))
-    never = asyncio.create_task(b.committer.shown(other, 4))
+    shown = asyncio.create_task(b.shown(session, 6))
+    never = asyncio.create_task(b.shown(other, 4))
     await asyncio.sleep(0)
     b.committer.close()
     await b.running
@@ -327,9 +335,9 @@ async def test_close_stores_what_it_can_and_ends_all_waits() -> None:
     assert await b.stored(session) == tuple(session.tokens.ids)
     assert await b.stored(sent) == tuple(sent.tokens.ids)
     assert (await b.store.load(session.session_id)).finish_reason is None
-    b.committer.notify(session)
-    for refused in (b.committer.room(session), b.committer.finish(session, FinishReason.STOP)):
-        with pytest.raises(Unavailable, match="shutting down"):
+    b.of(session).notify()
+    for refused in (b.of(session).room(), b.of(session).finish(FinishReason.STOP)):
+        with pytest.raises(Unavailable, match="not served here"):
             await refused
     with pytest.raises(Unavailable, match="shutting down"):
         b.committer.add(session)
@@ -364,7 +372,7 @@ async def test_whatever_fails_all_is_stored_once_and_nothing_is_shown_early(seed
 
         async def generate(session: Session) -> None:
             for _ in range(60):
-                await b.committer.room(session, 17)
+                await b.of(session).room(17)
                 b.decide(session, dice.randint(1, 17))
                 await asyncio.sleep(dice.random() / 50)
 
@@ -374,7 +382,7 @@ async def test_whatever_fails_all_is_stored_once_and_nothing_is_shown_early(seed
         [failure] = await asyncio.gather(watcher, return_exceptions=True)
         assert isinstance(failure, asyncio.CancelledError), f"seed {seed}"
         b.store.down = False
-        await asyncio.gather(*(b.committer.finish(s, FinishReason.STOP) for s in sessions))
+        await asyncio.gather(*(b.of(s).finish(FinishReason.STOP) for s in sessions))
         assert [await b.stored(s) for s in sessions] == [tuple(s.tokens.ids) for s in sessions]
         b.committer.check_integrity()
 
@@ -409,4 +417,4 @@ async def test_a_lease_survives_short_outages_of_the_store_only() -> None:
         assert (await b.store.take_over(seen, "bert")).owner == "bert"
         b.decide(session)
         with pytest.raises(StaleEpoch):
-            await b.committer.shown(session, 4)
+            await b.shown(session, 4)

@@ -6,29 +6,28 @@ from typing import Any, cast
 
 import pytest
 
-from coordinator.decoding.committer import Committer
+from coordinator.decoding.committer import SessionCommits
 from coordinator.decoding.loop import Entry, OutputQueue, RoundMeter
 from coordinator.routing.drafts import Drafted
 from outrider.registry.registry import WINDOW_S, Figures
 from outrider.request import RoundReport, Tokens
-from outrider.sessions.state import Session
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 
 
 class _Committed:
-    """A session and its committer, with `showable_length` committed tokens."""
+    """A session and its commits, with `showable_length` committed tokens."""
 
     def __init__(self, showable_length: int) -> None:
+        self.session = self
         self.showable_length = showable_length
 
-    def stir(self, session: Session) -> None:
+    def wake(self) -> None:
         pass
 
 
 def _queue(committed: _Committed) -> OutputQueue:
-    session, committer = cast("Session", committed), cast("Committer", committed)
-    return OutputQueue(session, committer, until=1e9)
+    return OutputQueue(cast("SessionCommits", committed), until=1e9)
 
 
 def _entry(index: int, text: str, report: RoundReport | None = None, num_tokens: int = 1) -> Entry:

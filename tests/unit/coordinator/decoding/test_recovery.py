@@ -236,7 +236,7 @@ async def test_a_resume_that_is_given_up_leaves_nothing_behind(
 ) -> None:
     """The session may be resumed here or at another coordinator, and does not count as a take-over
     any more. The end of `two` checks integrity."""
-    monkeypatch.setattr("coordinator.decoding.sessions.TAKE_OVERS_MAX", 1)
+    monkeypatch.setattr("outrider.limits.TAKE_OVERS_MAX", 1)
     async with two(resume_grace_ms=60_000) as (made, other):
         old = made.service.generate(SEEDED)
         broken = await taken(old)
@@ -564,7 +564,7 @@ async def test_a_session_that_cannot_begin_is_recorded_as_cancelled(
         await asyncio.sleep(0.1)
         [kept] = await made.store.records()
         assert kept.finish_reason is CANCELLED
-        assert not made.service._committer._entries
+        assert not made.service._committer.sessions
 
 
 PARAMETERS = GenerationParameters(
