@@ -226,7 +226,7 @@ async def service(setup: dict[str, Any]) -> AsyncIterator[Role]:
 def wire_bytes(coordinator: CoordinatorService) -> dict[str, int]:
     """Bytes sent to and received from replicas, by their role."""
     pools = (coordinator.targets, coordinator.drafts)
-    return {pool.role: pool.num_bytes.sent + pool.num_bytes.received for pool in pools}
+    return {pool.role: pool.num_bytes.total() for pool in pools}
 
 
 def service_process(name: str, config: TargetConfig | DraftConfig | CoordinatorConfig) -> Process:

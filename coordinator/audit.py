@@ -1,15 +1,11 @@
 """Audits: checks committed tokens against the target's distribution, while the coordinator serves.
 
-A share of the sessions is scored again after their end. Their tokens go to a target as proposals in
-a separate session, a few per round, and each verdict has the result (`speculation/audit.py`). A
-session is chosen when it begins, and counts however it ends. Choosing among ended sessions would
-prefer short answers, and so surprising ends. The separate session has its own tenant, so it uses no
-cached pages of other sessions, and the audit covers keys and values. An audit costs as much as
-reading prompt and answer once, as a prompt. Audits run one at a time, and wait while targets are
-full.
+A share of the sessions is scored again after their end: a separate session proposes their tokens,
+and each verdict has the result (`speculation/audit.py`). Sessions are chosen when they begin, as
+choosing among ended ones would prefer short answers. The separate session has its own tenant, so it
+uses no cached pages, and the audit covers keys and values. An audit costs as much as reading prompt
+and answer once. Audits run one at a time, and wait while targets are full.
 """
-
-from __future__ import annotations
 
 import asyncio
 import logging
@@ -46,7 +42,7 @@ class Auditor:
         self._seeds: Newest[int, None] = Newest(AUDITED_SEEDS_MAX)
         """Seeds of chosen sessions. Sessions with the same seed share their random numbers."""
         self._num_chosen = 0
-        """Chosen sessions that run, wait for their audit, or are being audited."""
+        """Chosen sessions that run, wait or are being audited."""
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -67,7 +63,7 @@ class Auditor:
         return False
 
     def take(self, session: Session, parameters: GenerationParameters) -> None:
-        """Queues a chosen session that has ended, for whatever reason. Does not wait."""
+        """Queues a chosen session that has ended. Does not wait."""
         if self._share <= 0.0 or session.length == session.prompt_length:
             self._num_chosen -= 1
             return
@@ -91,28 +87,28 @@ class Auditor:
         self._observation.audit_ended(outcome)
 
     async def _outcome(self, session: Session, parameters: GenerationParameters) -> AuditOutcome:
+        """Audits all tokens after the prompt. Reports each result as it comes, so that those of an
+        audit that is given up count too."""
         for _ in range(SEATS_LOOKS):
             if not self._sessions.targets.is_full:
                 break
             await asyncio.sleep(SEATS_PERIOD_S)
         else:
             return "busy"
+        prompt = session.tokens.since(0, session.prompt_length)
+        answer = session.tokens.since(session.prompt_length)
+        tenant = f"audit {session.session_id}"
+        deadline = asyncio.get_running_loop().time() + AUDIT_TIMEOUT_S
         try:
-            async with asyncio.timeout(AUDIT_TIMEOUT_S):
-                await self._audit(session, parameters)
+            async with asyncio.timeout_at(deadline):
+                with self._sessions.scoring(
+                    tenant, parameters, prompt, deadline, audits=True
+                ) as target:
+                    async for reply in target.judge(answer):
+                        if reply.audit is None:
+                            raise Unavailable("the target does not audit")
+                        self._observation.audited(session.record.rule.value, reply.audit)
         except (OutriderError, TimeoutError) as error:
             _log.info("session %s was not audited: %r", session.session_id, error)
             return "failed"
         return "audited"
-
-    async def _audit(self, session: Session, parameters: GenerationParameters) -> None:
-        """Audits all tokens after the prompt. Reports each result as it comes, so that the results
-        of an audit that is given up count too."""
-        prompt = session.tokens.since(0, session.prompt_length)
-        tenant = f"audit {session.session_id}"
-        deadline = asyncio.get_running_loop().time() + AUDIT_TIMEOUT_S
-        with self._sessions.scoring(tenant, parameters, prompt, deadline, audits=True) as target:
-            async for reply in target.judge(session.tokens.since(session.prompt_length)):
-                if reply.audit is None:
-                    raise Unavailable("the target does not audit")
-                self._observation.audited(session.record.rule.value, reply.audit)

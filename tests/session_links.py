@@ -1,6 +1,7 @@
 """Scripted replicas, and a session's clients of them."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,6 @@ from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedPropos
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.telemetry.observer import SILENT, RequestObserver
-from outrider.transport.link import LinkBytes
 
 CONFIG = CoordinatorConfig(
     target_timeout_ms=1_000,
@@ -45,7 +45,7 @@ class ScriptedLink:
         self.description = TOY
         self.away_until = 0.0
         self.is_closed = False
-        self.num_bytes = LinkBytes()
+        self.num_bytes = Counter[str]()
 
     def listen(self, on_answer: Callable[[Any], None], on_lost: Callable[[Any], None]) -> None:
         self.on_answer, self.on_lost = on_answer, on_lost

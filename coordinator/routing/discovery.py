@@ -1,16 +1,12 @@
 """Follows the registry: updates the pools of replicas, and lists the fleet.
 
-- A replica joins once it has described itself and fits.
+- A replica joins once it has described itself and fits. One that is leaving joins only if no other
+  with its weights is known: sessions that began with these weights have nowhere else to go.
 - Sessions leave it once its record says that it leaves.
-- It is removed when the registry has not listed it for the length of a lease, and either it
-  does not answer or another replica has its address. Within a lease, a live replica announces
-  itself again even to a registry that lost all its data.
+- It is removed when the registry has not listed it for the length of a lease, and either it does
+  not answer or another replica has its address.
 - While the registry is away, nothing changes.
-- A replica that is leaving already joins only if no other one with its weights is known: sessions
-  that began with these weights have nowhere else to go.
 """
-
-from __future__ import annotations
 
 import asyncio
 import logging
@@ -56,8 +52,8 @@ class SeenReplica:
 
 
 class Discovery:
-    """Updates the pools from the registry, and lists the fleet from the last read of the registry
-    and this coordinator's own knowledge, without asking any other process."""
+    """Updates the pools from the registry. Lists the fleet from its last read and this
+    coordinator's own knowledge, without asking any other process."""
 
     def __init__(
         self,
@@ -68,7 +64,7 @@ class Discovery:
         link: Callable[[Role, str], Link] | None = None,
     ) -> None:
         """`own_name` is the coordinator's name in the registry. `link(role, address)` makes a link
-        to a replica, without sending anything."""
+        without sending anything."""
         self._own_name = own_name
         self._pools: dict[Role, ReplicaPool] = {"target": targets, "draft": drafts}
         self._registry: Any = registry
@@ -76,8 +72,7 @@ class Discovery:
         self._records: dict[Role, dict[str, ReplicaRecord]] = {role: {} for role in ROLES}
         self._heard_at: float | None = None
         self._heard: dict[str, tuple[float, str]] = {}
-        """By name, when the registry last listed a replica (event loop's clock, s), and its address
-        then."""
+        """By name, when the registry last listed a replica (loop time, s), and its address then."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """By name, the task that adds or checks a replica."""
         self._not_before: dict[str, float] = {}
@@ -89,8 +84,8 @@ class Discovery:
 
     async def begin(self) -> None:
         """Adds the announced targets, and then the drafts. Waits for a target up to the length of a
-        lease: within a lease, a live target announces itself even to a registry that lost all its
-        data. Raises `Incompatible` if replicas of a role were refused and none joined."""
+        lease: by then a live one has announced itself, even to a registry that lost all its data.
+        Raises `Incompatible` if replicas of a role were refused and none joined."""
         loop = asyncio.get_running_loop()
         until = loop.time() + LEASE_S
         while not self._pools["target"].replicas and loop.time() < until:
@@ -154,7 +149,8 @@ class Discovery:
             elif (
                 not is_known
                 and now >= self._not_before.get(record.name, now)
-                and pool.may_join
+                # Drafts must fit the first target.
+                and (pool.role == "target" or self._pools["target"].first is not None)
                 and not (record.leaving and pool.first is None)  # Later ones would have to fit it.
             ):
                 self._begin(record.name, self._join(pool, record))

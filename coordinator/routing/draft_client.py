@@ -1,8 +1,5 @@
-"""A session's proposals from a model, in a draft replica or the target. If the model proposes
-nothing, a look-up does, so a failing draft does not harm a request.
-"""
-
-from __future__ import annotations
+"""A session's proposals from a model, in a draft replica or the target. If it proposes nothing, a
+look-up does."""
 
 import asyncio
 import logging
@@ -13,6 +10,7 @@ from dataclasses import replace
 from coordinator.draft_length.policy import DraftedBeside, RoundLength, fitting
 from coordinator.routing.drafts import NOTHING_WANTED, Drafted, Drafts, NextWanted, SessionLookup
 from coordinator.routing.replica_pool import ReplicaPool, SessionContext, SessionRoute
+from outrider import limits
 from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import LookupDrafter
 from outrider.errors import (
@@ -26,14 +24,6 @@ from outrider.errors import (
     error_from_code,
 )
 from outrider.hidden_states import Features
-from outrider.limits import (
-    DRAFT_DEADLINE_MS_MAX,
-    LOOK_AHEAD_BYTES_MAX,
-    LOOK_AHEAD_MAX,
-    NUM_DRAFT_TOKENS_MAX,
-    SILENT_DRAFT_S,
-    UNTIMED_DRAFT_S,
-)
 from outrider.messages import (
     DraftAnswer,
     DraftItem,
@@ -56,11 +46,8 @@ _VAIN_FEEDS_MAX = 2
 
 
 class PushedProposals:
-    """Proposals that were drafted ahead, for possible outcomes of the current round. Only those for
-    the next round are kept.
-
-    Which one is used depends only on the committed tokens and on its arrival in time, not on the
-    other proposals."""
+    """Proposals that were drafted ahead for the next round, for possible outcomes of this one.
+    Which one is used depends only on the committed tokens and on its arrival in time."""
 
     def __init__(self) -> None:
         self._round = 0
@@ -74,7 +61,7 @@ class PushedProposals:
         if reply.key.round != self._round + 1 or place in self._kept:
             return
         num_bytes = self._bytes + reply.num_bytes
-        if len(self._kept) < LOOK_AHEAD_MAX and num_bytes <= LOOK_AHEAD_BYTES_MAX:
+        if len(self._kept) < limits.LOOK_AHEAD_MAX and num_bytes <= limits.LOOK_AHEAD_BYTES_MAX:
             self._kept[place], self._bytes = reply, num_bytes
 
     def expects(self, number: int) -> bool:
@@ -96,12 +83,12 @@ def budget_us(seconds: float) -> int:
     """Time left to draft, as in messages: 0 for infinity, else at least 1."""
     if seconds == math.inf:
         return 0
-    return max(1, min(round(seconds * 1e6), DRAFT_DEADLINE_MS_MAX * 1000))
+    return max(1, min(round(seconds * 1e6), limits.DRAFT_DEADLINE_MS_MAX * 1000))
 
 
 class _ModelDrafts(Drafts):
-    """A model drafts. In a hybrid, a look-up that is confident goes first. Confidence depends only
-    on the committed tokens and the look-up's history."""
+    """A model drafts. In a hybrid, a look-up that is confident goes first; that depends only on the
+    committed tokens and the look-up's history."""
 
     is_lookup = False
 
@@ -113,9 +100,11 @@ class _ModelDrafts(Drafts):
         hybrid = config.lookup
         self._confident = math.inf if hybrid is None else hybrid.hybrid_min_score
         """The look-up goes first if it expects at least this many accepted tokens."""
-        self._model_tokens = NUM_DRAFT_TOKENS_MAX if hybrid is None else hybrid.hybrid_model_tokens
-        """Most draft tokens that a round asks of the model. In a hybrid it is asked for fewer than
-        the look-up, as each token takes a step."""
+        self._model_tokens = (
+            limits.NUM_DRAFT_TOKENS_MAX if hybrid is None else hybrid.hybrid_model_tokens
+        )
+        """Most draft tokens that a round asks of the model, fewer in a hybrid, as each takes a
+        step."""
         of_request_ms = context.parameters.draft_deadline_ms or config.draft_timeout_ms
         self._draft_s = min(of_request_ms, config.draft_timeout_ms) / 1e3
         """Time limit of a draft. It then answers with the tokens drawn so far."""
@@ -219,9 +208,9 @@ class DraftClient(_ModelDrafts):
         self, round_index: int, length: RoundLength, start: float
     ) -> Drafted | None:
         """The replica's proposal. None if the replica is away or silent, refuses, lacks hidden
-        states, or had no time for a first token. The replica knows how much time is left and
-        decides before each draw whether to make it. Drawn tokens are never dropped for being late,
-        as the delay may depend on the tokens."""
+        states, or had no time for a first token. It knows how much time is left and decides before
+        each draw whether to make it. Drawn tokens are never dropped for being late, as the delay
+        may depend on them."""
         num_wanted = length.num_draft_tokens
         self._is_late = False
         if self._route.is_left:
@@ -268,11 +257,11 @@ class DraftClient(_ModelDrafts):
             self._probe(number, length)
             return None
         num_wanted = length.num_draft_tokens
-        wait_s, draw_until = float(UNTIMED_DRAFT_S), math.inf
+        wait_s, draw_until = float(limits.UNTIMED_DRAFT_S), math.inf
         if length.is_timed:
             wait_s = min(length.draft_budget_s, self._draft_s)
             draw_until = start + wait_s
-        give_up_at = self._clock() + wait_s + SILENT_DRAFT_S
+        give_up_at = self._clock() + wait_s + limits.SILENT_DRAFT_S
         answer: DraftAnswer | None = None
         self._asked = (number, num_wanted)
         try:
@@ -359,8 +348,8 @@ class DraftClient(_ModelDrafts):
         return True
 
     def _tell_soon(self, number: int, num_draft_tokens: int, proposal: SealedProposal) -> None:
-        """Tells the draft which proposal the round has. Nothing waits for this message, so the one
-        to the target is sent first, in the event loop's next turn."""
+        """Tells the draft which proposal the round has, in the event loop's next turn: the message
+        to the target goes first."""
 
         def tell() -> None:
             if self._route.heard:
@@ -396,15 +385,14 @@ class DraftClient(_ModelDrafts):
     @property
     def _features(self) -> Features | None:
         """Hidden states to send to the draft; None if they are for another head, as a restarted
-        replica may have. Such rows would cause no error, but the draft would share pages made from
-        them, and fewer of its tokens would be accepted. (A proposal of the earlier head is
-        harmless, as it comes with its own q.)"""
+        replica may have. Such rows would cause no error, but worse proposals, also from shared
+        pages."""
         return self._brought if self._brought_of == self._route.features_read else None
 
     @property
     def _reach(self) -> int:
-        """Committed tokens that the draft can run once it has `_features`: to run a token, it needs
-        the hidden state of the one before."""
+        """Committed tokens that the draft can run with `_features`: each needs the hidden state of
+        the one before."""
         held, features = self._route.cached_length, self._features
         if features is None or features.first >= max(1, held):
             return held
@@ -459,8 +447,7 @@ class DraftClient(_ModelDrafts):
             self._route.heard = True
 
     def _probe(self, number: int, length: RoundLength) -> None:
-        """Asks a draft that did not answer, at intervals and without waiting. Once it answers, it
-        is used again."""
+        """Asks a draft that did not answer, at intervals and without waiting, until it answers."""
         now = self._clock()
         if now < self._ask_again_at:
             return
@@ -471,9 +458,9 @@ class DraftClient(_ModelDrafts):
 
 
 class SelfDraftClient(_ModelDrafts):
-    """Proposals from the target, each with the verdict of the round before. A proposal has the K of
-    its round, and is cut if the completion ends sooner. If there is none, for example after rounds
-    that the target ran ahead, the look-up proposes."""
+    """Proposals from the target, each with the verdict of the round before, cut if the completion
+    ends sooner. If there is none, for example after rounds that the target ran ahead, the look-up
+    proposes."""
 
     def __init__(
         self,

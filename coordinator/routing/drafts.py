@@ -1,7 +1,5 @@
 """A session's source of proposals: the interface for the decode loop, and look-ups in this process.
-`draft_client.py` has draft replicas, and targets that draft for themselves."""
-
-from __future__ import annotations
+`draft_client.py` asks models."""
 
 import asyncio
 from typing import ClassVar, Literal
@@ -18,8 +16,8 @@ from outrider.speculation.sampling_params import SamplingParams
 from outrider.values import value
 
 Source = Literal["replica", "local", "fallback"]
-"""Where a proposal is from. replica: a draft replica. local: the target itself, or a look-up that
-is configured to draft. fallback: a look-up in place of a draft that does not answer."""
+"""replica: a draft replica. local: the target itself, or a look-up that is configured to draft.
+fallback: a look-up in place of a draft that does not answer."""
 
 
 @value(frozen=True, slots=True)
@@ -31,8 +29,8 @@ class Drafted:
     seconds: float
     """How long the round waited for it."""
     num_asked: int
-    """The K that it was drafted for, at most the round's. If time ran out, the number of tokens
-    drawn until then. 0 if the proposal says nothing about the draft."""
+    """The K that it was drafted for, at most the round's, or the tokens drawn until time ran out. 0
+    if the proposal says nothing about the draft."""
     queue_ms: float = 0.0
     compute_ms: float = 0.0
     """Computing time that the replica reports."""
@@ -154,7 +152,7 @@ WATCH_ROUNDS_MAX = 64
 
 
 class LookupProbe:
-    """Looks up proposals in plain rounds, to tell length control how many tokens would have been
+    """Looks up proposals in plain rounds, to tell length control how many tokens would be
     accepted."""
 
     def __init__(self, lookup: SessionLookup, lengths: LengthPolicy, num_draft_tokens: int) -> None:
@@ -173,7 +171,7 @@ class LookupProbe:
 
     def note(self, num_asked: int, noise: RoundNoise, token_id: int) -> None:
         """Call after each round, before the session has its tokens, with the round's `noise` and
-        the first of its tokens. A round with a draft (`num_asked`) ends the comparison."""
+        first token. A round with a draft (`num_asked`) ends the comparison."""
         if num_asked > 0:
             self._guess = None
             return

@@ -2,7 +2,7 @@
 
     ReplicaConnection  one replica's link, and the routes of its sessions
     ReplicaPool        the replicas, which join, leave, go away and come back
-    SessionContext     a session as messages describe it
+    SessionContext     a session, and what its messages need besides
     SessionRoute       a session's replica and its answers; it moves to another replica if this one
                        is away or is to be left
 
@@ -10,11 +10,10 @@ A session that moves leaves its pages behind. Its new replica gets the committed
 the pages of them that it already has.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ from outrider.messages import (
 from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState
 from outrider.telemetry.observer import SILENT, RequestObserver, Side
-from outrider.transport.link import Link, LinkBytes
+from outrider.transport.link import Link
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ class ReplicaConnection:
 
     def __init__(
         self,
-        pool: ReplicaPool,
+        pool: "ReplicaPool",
         link: Link,
         name: str,
         description: ReplicaDescription,
@@ -78,8 +77,7 @@ class ReplicaConnection:
         self.trial_share = trial_share
         """Share of the new sessions that it gets while it is on trial; 0 = it is not on trial."""
         self.away = False
-        """Whether the last attempt to reach it failed. It counts as back once it has described
-        itself."""
+        """Whether it could not be reached, and has not described itself since."""
         self.routes: dict[str, SessionRoute[Any, Any]] = {}
         """Routes of its sessions, by session id."""
         link.listen(self._deliver, self.lose)
@@ -121,7 +119,7 @@ class ReplicaPool:
     """The replicas of one role. Their weights may differ, as during an upgrade: a session stays
     with the weights that it began with."""
 
-    def __init__(self, role: Side, targets: ReplicaPool | None = None) -> None:
+    def __init__(self, role: Side, targets: "ReplicaPool | None" = None) -> None:
         """`targets` is for a pool of drafts, which must fit the first target."""
         self.role = role
         self.first: ReplicaDescription | None = None
@@ -129,7 +127,7 @@ class ReplicaPool:
         self._targets = targets
         self.replicas: dict[str, ReplicaConnection] = {}
         """The known replicas, by name, in the order in which they joined."""
-        self._left = LinkBytes()
+        self._left = Counter[str]()
         """Bytes to and from replicas that were removed."""
         self.num_stale = 0
         """Proposals and verdicts that came after their round or session was over. May be read on
@@ -138,11 +136,6 @@ class ReplicaPool:
         """Set when a replica cannot be reached."""
         self._found = asyncio.Event()
         """Set, and then replaced, when a replica joins or is back."""
-
-    @property
-    def may_join(self) -> bool:
-        """Whether there is a description that a new replica must fit."""
-        return self._targets is None or self._targets.first is not None
 
     @property
     def num_present(self) -> int:
@@ -159,15 +152,14 @@ class ReplicaPool:
         )
 
     @property
-    def num_bytes(self) -> LinkBytes:
-        """Bytes to and from all replicas so far. May be read on any thread."""
-        found = [replica.link.num_bytes for replica in list(self.replicas.values())] + [self._left]
-        return LinkBytes(sum(one.sent for one in found), sum(one.received for one in found))
+    def num_bytes(self) -> Counter[str]:
+        """See `Link.num_bytes`; of all replicas so far."""
+        return sum((one.link.num_bytes for one in list(self.replicas.values())), self._left)
 
     def newest(self, weights: str = "") -> ReplicaDescription | None:
         """Description of the newest replica with these `weights` (`ReplicaDescription.weights`;
-        empty = any); None if there is none. Present replicas come before absent ones, then those
-        that are not on trial before those that are."""
+        empty = any), if there is one. Present replicas come first, then those that are not on
+        trial."""
         replicas = [
             replica for replica in self.replicas.values()
             if weights in ("", replica.description.weights)
@@ -189,9 +181,8 @@ class ReplicaPool:
         return next(found, None)
 
     async def join(self, name: str, link: Link, trial_share: float = 0.0) -> None:
-        """Adds a replica, whose link the pool then owns; `trial_share` puts it on trial. If it does
-        not describe itself, raises `Unavailable`, or if it does not fit, `Incompatible`, and adds
-        nothing."""
+        """Adds a replica, whose link the pool then owns; `trial_share` puts it on trial. Raises
+        `Unavailable` if it does not describe itself, and `Incompatible` if it does not fit."""
         check(name not in self.replicas, f"{name} has joined already")
         try:
             description = await link.describe(DESCRIBE_TIMEOUT_S)
@@ -222,7 +213,7 @@ class ReplicaPool:
 
     def retire(self, name: str) -> None:
         """Marks a replica as leaving: it gets no more sessions, and its sessions move with their
-        next round if there is another replica."""
+        next round."""
         if name in self.replicas:
             self.replicas[name].leaving = True
 
@@ -230,8 +221,8 @@ class ReplicaPool:
         """Removes a replica that is gone. Its sessions move."""
         replica = self.replicas.pop(name, None)
         if replica is not None:
-            left, one = self._left, replica.link.num_bytes
-            self._left = LinkBytes(left.sent + one.sent, left.received + one.received)
+            # Not in place: another thread may be reading it.
+            self._left = self._left + replica.link.num_bytes
             replica.lose(LinkLost(f"the {self.role} {name} is gone"))
             await replica.link.close()
 
@@ -282,7 +273,7 @@ class ReplicaPool:
 
     def can_read(self, replica: ReplicaDescription, session_id: str) -> bool:
         """Whether a draft can read what the session's current target sends: it reads no hidden
-        states, or those of this target's head. During an upgrade there may be two heads."""
+        states, or those of this target's head."""
         is_free = self._targets is None or not replica.reads_features
         return is_free or self.features_shown(session_id) == replica.features
 
@@ -294,7 +285,7 @@ class ReplicaPool:
 
     async def watch(self) -> None:
         """Probes replicas that are away, at once and then every `PROBE_PERIOD_S`, until it is
-        cancelled. One that keeps coming and going is not probed more often."""
+        cancelled."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         while True:
@@ -314,8 +305,8 @@ class ReplicaPool:
                 await self._found.wait()
 
     async def wait_for_one(self, timeout_s: float) -> ReplicaDescription:
-        """Description of the newest replica, once one is known. Raises `Unavailable` if none is
-        within `timeout_s`."""
+        """Description of the newest replica, once one is known. Raises `Unavailable` after
+        `timeout_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self.newest() is None:
@@ -326,8 +317,8 @@ class ReplicaPool:
         return found
 
     async def healthy(self, timeout_s: float) -> bool:
-        """Whether any replica answers. Asks one that is not away first, then all others at once, so
-        it takes at most twice `timeout_s`."""
+        """Whether any replica answers. Asks a present one first, then all others at once, so it
+        takes at most twice `timeout_s`."""
         replicas = sorted(self.replicas.values(), key=lambda replica: not replica.is_open)
         for some in (replicas[:1], replicas[1:]):
             if any(await asyncio.gather(*(replica.answers(timeout_s) for replica in some))):
@@ -339,8 +330,8 @@ class ReplicaPool:
         await asyncio.gather(*(replica.link.close() for replica in self.replicas.values()))
 
     def check_integrity(self, sessions: set[str], *, every: bool = True) -> None:
-        """Raises `InvariantError` if another session has a route, or one of these has two; with
-        `every`, also if one of these has none."""
+        """Raises `InvariantError` if another session has a route, or one of these has two, or, with
+        `every`, none."""
         routed = [name for replica in self.replicas.values() for name in replica.routes]
         check(len(routed) == len(set(routed)), "a session with two routes")
         check(set(routed) <= sessions, "a route without a session")
@@ -360,21 +351,33 @@ class ReplicaPool:
             self._tell_found()
 
     def _check(self, found: ReplicaDescription) -> None:
-        """Raises `Incompatible` for a target with other tokens than the first one, for a draft that
-        does not fit the targets, and for a draft that reads hidden states if the first one does
-        not, or the other way round. Targets may differ in how they draft, as during an upgrade."""
-        if self.role == "draft":
-            if self._targets is not None and self._targets.first is not None:
-                _check_pair(self._targets.first, found)
-            if self.first is not None and found.reads_features != self.first.reads_features:
+        """Raises `Incompatible` for a target with other tokens than the first one, and for a draft
+        that does not fit the targets, or that reads hidden states unlike the first one. Targets may
+        differ in how they draft, as during an upgrade."""
+        first, target = self.first, None if self._targets is None else self._targets.first
+        own, other = found.tokenizer_fingerprint, target and target.tokenizer_fingerprint
+        if self.role == "target":
+            if first is not None and (found.vocab_size, own) != (
+                first.vocab_size, first.tokenizer_fingerprint
+            ):  # fmt: skip
                 raise Incompatible(
-                    f"of the drafts {found.model!r} and {self.first.model!r} only one reads hidden "
-                    "states that its target sends; either all drafts or none must do so"
+                    f"the target {found.model!r} has another vocabulary or tokenizer than "
+                    f"{first.model!r}"
                 )
-        elif self.first is not None and _tokens(found) != _tokens(self.first):
+        elif target is not None and own and other and own != other:
             raise Incompatible(
-                f"the target {found.model!r} has another vocabulary or tokenizer than "
-                f"{self.first.model!r}"
+                f"the draft {found.model!r} has another tokenizer ({own}) than the target "
+                f"{target.model!r} ({other})"
+            )
+        elif target is not None and found.reads_features and not target.shows_features:
+            raise Incompatible(
+                f"the draft {found.model!r} reads hidden states that its target sends, which "
+                f"{target.model!r} does not show"
+            )
+        elif first is not None and found.reads_features != first.reads_features:
+            raise Incompatible(
+                f"of the drafts {found.model!r} and {first.model!r} only one reads hidden states "
+                "that its target sends; either all drafts or none must do so"
             )
 
 
@@ -394,9 +397,9 @@ def affinity(tenant: str, prompt_ids: Sequence[int]) -> bytes:
 
 
 def choose(key: bytes, loads: Mapping[str, int], seats: int) -> str | None:
-    """The name that `key` prefers among those with room for one more session; None if there are no
-    names. `loads` has the number of sessions by name; `seats` sessions fit a step. Beyond `seats`,
-    loads are kept equal: where there are more sessions than elsewhere, they would wait longer."""
+    """The name that `key` prefers among those with room for one more session; None without names.
+    `loads` has the number of sessions by name; `seats` sessions fit a step. Beyond `seats`, loads
+    are kept equal, as sessions would wait longer where there are more."""
     if not loads:
         return None
     mean = (sum(loads.values()) + 1) / len(loads)
@@ -411,29 +414,9 @@ def _place(session_id: str) -> float:
     return int.from_bytes(blake2b(session_id.encode(), digest_size=4).digest()) / 2**32
 
 
-def _tokens(target: ReplicaDescription) -> tuple[int, str]:
-    return target.vocab_size, target.tokenizer_fingerprint
-
-
-def _check_pair(target: ReplicaDescription, draft: ReplicaDescription) -> None:
-    """Raises `Incompatible` unless the draft has the target's tokens, and the target sends the
-    hidden states that it reads, if any."""
-    known = draft.tokenizer_fingerprint and target.tokenizer_fingerprint
-    if known and draft.tokenizer_fingerprint != target.tokenizer_fingerprint:
-        raise Incompatible(
-            f"the draft {draft.model!r} has another tokenizer ({draft.tokenizer_fingerprint}) than "
-            f"the target {target.model!r} ({target.tokenizer_fingerprint})"
-        )
-    if draft.reads_features and not target.shows_features:
-        raise Incompatible(
-            f"the draft {draft.model!r} reads hidden states that its target sends, which "
-            f"{target.model!r} does not show"
-        )
-
-
 @dataclass(frozen=True, eq=False)
 class SessionContext:
-    """A session as messages describe it."""
+    """A session, and what its messages need besides."""
 
     session: Session
     parameters: GenerationParameters
@@ -442,60 +425,30 @@ class SessionContext:
     observer: RequestObserver = SILENT
 
     @cached_property
-    def _clock(self) -> Callable[[], float]:
-        return asyncio.get_running_loop().time
-
-    @cached_property
-    def _hashes(self) -> tuple[int, bytes]:
+    def hashes(self) -> tuple[int, bytes]:
         """Hashes of the sampling parameters and the constraint."""
         constraint = self.parameters.constraint
         digest = b"" if constraint is None else constraint.digest()
         return self.parameters.sampling.hash(), digest
 
-    def head(self, side: Side, round_index: int, cached_length: int) -> RoundHead:
-        """The head of a message to a replica that is assumed to hold `cached_length` committed
-        tokens."""
-        record, tokens = self.session.record, self.session.tokens
-        base_length = min(cached_length, len(tokens) - 1)
-        left = self.deadline - self._clock()
-        return RoundHead(
-            session_id=record.session_id,
-            tenant=record.tenant,
-            epoch=record.epoch,
-            round=round_index,
-            base_length=base_length,
-            prefix_digest=tokens.digest(base_length),
-            append=tokens.since(base_length),
-            prompt_length=record.prompt_length,
-            rule=record.rule,
-            seed=record.seed,
-            sampling=self.parameters.sampling,
-            sampling_hash=self._hashes[0],
-            deadline_ms=max(1, math.ceil(left * 1e3)),
-            traceparent=self.observer.context(side),
-            constraint=self.parameters.constraint,
-            constraint_hash=self._hashes[1],
-        )
-
 
 class SessionRoute(Generic[Item, Answer]):
-    """One session's replica, if there is one, and its answers. Stale and repeated answers are
-    dropped here: the first verdict or proposal of a round wins. A move sends no Release, as a
-    replica refuses a released session, and this session may return."""
+    """One session's replica, if there is one, and its answers. Drops stale and repeated answers:
+    the first verdict or proposal of a round wins. A move sends no Release, as a replica refuses a
+    released session, and this one may return."""
 
     def __init__(self, pool: ReplicaPool, context: SessionContext) -> None:
-        """Begins with the replica that the session's record names, if it is present. Only targets
-        with the session's weights are used."""
+        """Begins with the replica that the session's record names, if it is present."""
         session = context.session
         is_target = pool.role == "target"
         held = session.target if is_target else session.draft
         self.context = context
         self.heard = True
-        """Its user sets this to False if the replica does not answer; any answer sets it to True
+        """Set to False by its user if the replica does not answer; any answer sets it to True
         again."""
         self.was_lost = False
-        """Whether the stream broke between the last wait and the current round. Then all questions
-        must be sent again."""
+        """Whether the stream broke between the last wait and the current round, so that all
+        questions must be sent again."""
         self.on_pushed: Callable[[ProposalReply], None] | None = None
         """Called with proposals that were drafted ahead; if None, they are dropped."""
         self._pool = pool
@@ -516,13 +469,12 @@ class SessionRoute(Generic[Item, Answer]):
         self.awaited: int | None = None
         """An earlier round whose answer is kept for `take_awaited`."""
         self._pushed_round = -1
-        """The last round whose proposal, drafted ahead, came while the question for it was on the
-        way."""
+        """The last round whose proposal, drafted ahead, came while it was being asked for."""
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
         self._due = 0.0
-        """When the current wait times out. One timer serves all waits: it may fire early, and is
-        then set again."""
+        """When the current wait times out. One timer serves all waits: if it fires early, it is set
+        again."""
         self._timer: asyncio.TimerHandle | None = None
         self._lost: Exception | None = None
         found = pool.find(
@@ -544,8 +496,7 @@ class SessionRoute(Generic[Item, Answer]):
 
     @property
     def drafts_itself(self) -> bool:
-        """Whether the replica drafts for itself; without a replica, whether the first of its role
-        does."""
+        """Whether the replica, or else the first of its role, drafts for itself."""
         found = self._pool.first if self._replica is None else self._replica.description
         return found is not None and found.drafts_itself
 
@@ -570,9 +521,9 @@ class SessionRoute(Generic[Item, Answer]):
 
     def begin(self, round_index: int) -> int:
         """Begins a round, or continues it on another replica; drops answers to earlier rounds.
-        Returns the round's number in messages to this replica. After a move it is larger than that
-        of any round asked for, or run ahead, on earlier replicas. So if the session returns, it
-        does not take their late answers for new ones."""
+        Returns the round's number in messages. After a move it is larger than that of any round
+        asked for, or run ahead, before, so late answers are not taken for new ones if the session
+        returns."""
         self._round = round_index + self._num_moves * (RUN_AHEAD_ROUNDS_MAX + 1)
         if self._answers:
             self._answers = {r: a for r, a in self._answers.items() if self._is_wanted(r)}
@@ -581,11 +532,33 @@ class SessionRoute(Generic[Item, Answer]):
 
     def head(self, number: int) -> RoundHead:
         """The head of a message for the round with this `number`, from `begin`."""
-        return self.context.head(self._pool.role, number, self.cached_length)
+        context = self.context
+        record, tokens = context.session.record, context.session.tokens
+        base_length = min(self.cached_length, len(tokens) - 1)
+        left_s = context.deadline - self._loop.time()
+        sampling_hash, constraint_hash = context.hashes
+        return RoundHead(
+            session_id=record.session_id,
+            tenant=record.tenant,
+            epoch=record.epoch,
+            round=number,
+            base_length=base_length,
+            prefix_digest=tokens.digest(base_length),
+            append=tokens.since(base_length),
+            prompt_length=record.prompt_length,
+            rule=record.rule,
+            seed=record.seed,
+            sampling=context.parameters.sampling,
+            sampling_hash=sampling_hash,
+            deadline_ms=max(1, math.ceil(left_s * 1e3)),
+            traceparent=context.observer.context(self._pool.role),
+            constraint=context.parameters.constraint,
+            constraint_hash=constraint_hash,
+        )
 
     def send(self, item: Item) -> None:
         """See `Link.send`. Raises `LinkLost` also for a replica that was away and has not described
-        itself since: it may have been restarted with other weights."""
+        itself since, as it may have other weights."""
         replica = self._replica
         if replica is None:
             raise LinkLost(f"no {self._pool.role} is known")
@@ -632,8 +605,8 @@ class SessionRoute(Generic[Item, Answer]):
         self._wake()
 
     def put(self, answer: Answer) -> bool:
-        """Takes an answer to the current or a later round. Returns False if the answer's round is
-        over, or its epoch is another."""
+        """Takes an answer to the current or a later round. Returns False if its round is over or
+        its epoch is another."""
         key = answer.key
         if key.epoch != self.context.session.epoch:
             return False
@@ -666,8 +639,8 @@ class SessionRoute(Generic[Item, Answer]):
         return self._answers.pop(number)
 
     def put_pushed(self, answer: Answer) -> None:
-        """Takes a proposal, drafted ahead, that came while the question for it was on the way. The
-        replica's answer, the same proposal, will not count as stale."""
+        """Takes a proposal, drafted ahead, that came while it was being asked for. The replica's
+        answer, which is the same, will not count as stale."""
         if self.put(answer):
             self._pushed_round = answer.key.round
 
@@ -696,8 +669,8 @@ class SessionRoute(Generic[Item, Answer]):
 
     def move(self) -> bool:
         """Moves to another replica, with the same weights and not rejected. Returns whether there
-        is one. If so, open questions stay unanswered, and the new replica is assumed to hold
-        nothing. A draft that is to be left is left even if there is no other."""
+        is one: open questions then stay unanswered, and it is assumed to hold nothing. A draft that
+        is to be left is left even if there is no other."""
         before = self._replica
         without = self._rejected if before is None else [*self._rejected, before]
         session_id = self.context.session.session_id

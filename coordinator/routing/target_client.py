@@ -1,7 +1,5 @@
-"""Asks one session's target for verdicts: sends the tokens that it lacks, asks again if there is no
-answer, and moves the session to another replica if the target is away."""
-
-from __future__ import annotations
+"""One session's target: asks for verdicts, again if there is no answer, and at another replica if
+the target is away."""
 
 import asyncio
 import logging
@@ -63,8 +61,8 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         self.verified = NOTHING_SEALED
         """The proposal of the newest verdict, as far as its q could be read."""
         self.found_broken_draft = False
-        """Whether the q of a proposal could not be read for a reason that may depend on a token
-        drawn from it: cutting off such tokens could bias the output."""
+        """Whether q could not be read for a reason that may depend on a token drawn from it:
+        cutting off such tokens could bias the output."""
 
     async def verify(
         self,
@@ -79,8 +77,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         `target_gone_ms`.
 
         If the target cannot read the draft's q, it verifies only the part that is readable here
-        (`verified`), or nothing if all of it is. `found_broken_draft` says whether that could bias
-        the tokens."""
+        (`verified`), or nothing if all of it is."""
         if self.is_left:
             self.move()
         num_refusals, num_retries, num_silences = 0, 0, 0
@@ -128,13 +125,13 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
                     proposal = readable
                     continue
                 else:
-                    await self._take_refusal(_refusal(answer, refused), num_retries)
+                    await self._take_refusal(answer, refused, num_retries)
                     num_retries += 1
             number, ask = self.begin(round_index), True
 
     async def judge(self, token_ids: Sequence[int]) -> AsyncGenerator[VerdictReply]:
-        """Verdicts on `token_ids`, a few per round. All of them are appended to the session,
-        whatever the verdicts say. The target computes every row, even for cached tokens."""
+        """Verdicts on `token_ids`, a few per round, which are appended whatever the verdicts say.
+        The target computes every row, even for cached tokens."""
         session = self.context.session
         for index, start in enumerate(range(0, len(token_ids), NUM_DRAFT_TOKENS_MAX)):
             part = tuple(token_ids[start : start + NUM_DRAFT_TOKENS_MAX])
@@ -183,7 +180,14 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
     def _rest_s(self, num_retries: int) -> float:
         return backoff(self._retry_s, RETRY_S_MAX, num_retries, self._random)
 
-    async def _take_refusal(self, error: OutriderError, num_retries: int) -> None:
+    async def _take_refusal(self, answer: Refused, error: OutriderError, num_retries: int) -> None:
+        if answer.code == CANCELLED_CODE:
+            # The session was released under this epoch before, so the store has lost the epoch and
+            # given it a second time.
+            raise DataLoss(f"the target has seen the session's epoch end: {answer.message}")
+        if isinstance(error, BadRequest):
+            # The user's fields were checked before, so a bad message is our fault.
+            raise InvariantError(f"the target refuses a message: {error.message}")
         if isinstance(error, Unavailable):
             self.give_up()
             if self.move():
@@ -192,17 +196,6 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         elif not isinstance(error, Overloaded | DeadlineExceeded):
             raise error
         await asyncio.sleep(self._rest_s(num_retries))
-
-
-def _refusal(answer: Refused, error: OutriderError) -> OutriderError:
-    if answer.code == CANCELLED_CODE:
-        # The session was released under this epoch before, so the store has lost the epoch and
-        # given it a second time.
-        return DataLoss(f"the target has seen the session's epoch end: {answer.message}")
-    if isinstance(error, BadRequest):
-        # The user's fields were checked before, so a bad message is our fault.
-        return InvariantError(f"the target refuses a message: {error.message}")
-    return error
 
 
 def _is_about_q(error: OutriderError) -> bool:

@@ -3,9 +3,8 @@
 Each end has two implementations: gRPC (`outrider.transport.grpc_link`,
 `outrider.transport.stream_server`) and in one process (here)."""
 
-from __future__ import annotations
-
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -14,20 +13,13 @@ from outrider.errors import LinkLost, Unavailable, check
 from outrider.messages import ReplicaDescription
 
 
-class LinkBytes:
-    """Bytes of a link's frames so far; may be read on any thread."""
-
-    def __init__(self, sent: int = 0, received: int = 0) -> None:
-        self.sent, self.received = sent, received
-
-
 class Link:
     """The coordinator's end. All methods are for the event loop's thread. Items and answers are
     those of one kind of replica, see `outrider.messages`."""
 
     def __init__(self) -> None:
-        self.num_bytes = LinkBytes()
-        """0 where nothing is serialised."""
+        self.num_bytes = Counter(sent=0, received=0)
+        """Bytes of frames so far, 0 where nothing is serialised; may be read on any thread."""
         self._on_answer: Any = None
         self._on_lost: Any = None
         self._closed = False

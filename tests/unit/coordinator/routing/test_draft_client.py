@@ -424,7 +424,7 @@ def test_the_proposal_for_the_real_outcome_is_picked() -> None:
 def test_kept_proposals_are_bounded_and_the_first_for_an_outcome_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("coordinator.routing.draft_client.LOOK_AHEAD_BYTES_MAX", 100)
+    monkeypatch.setattr("outrider.limits.LOOK_AHEAD_BYTES_MAX", 100)
     kept = PushedProposals()
     kept.put(pushed(1, 4, (9,), q=b"x" * 50))
     kept.put(pushed(1, 4, (9,), tokens=(4,), q=b""))

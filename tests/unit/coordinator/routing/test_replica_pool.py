@@ -42,7 +42,6 @@ from outrider.replica.service import StaleRoundFilter
 from outrider.sessions.store import CacheState
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
-from outrider.transport.link import LinkBytes
 
 pytestmark = pytest.mark.virtual
 
@@ -506,13 +505,13 @@ async def test_sums_never_fall_when_a_replica_leaves() -> None:
     pool = ReplicaPool("target")
     links = {"a": ScriptedLink(), "b": ScriptedLink()}
     for number, (name, link) in enumerate(links.items(), start=1):
-        link.num_bytes = LinkBytes(sent=10 * number, received=100 * number)
+        link.num_bytes = Counter(sent=10 * number, received=100 * number)
         pool.admit(name, link, TOY)
         link.on_answer(late_verdict(0))
     for left in ("", "a", "b"):
         if left:
             await pool.leave(left)
-        assert (pool.num_bytes.sent, pool.num_bytes.received, pool.num_stale) == (30, 300, 2)
+        assert (*pool.num_bytes.values(), pool.num_stale) == (30, 300, 2)
 
 
 async def test_a_pool_is_full_when_all_seats_of_its_steps_are_taken() -> None:
