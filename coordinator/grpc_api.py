@@ -1,7 +1,5 @@
 """The coordinator's gRPC interface: translates messages to values and back."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
@@ -113,7 +111,5 @@ class CoordinatorServicer:
 
 def _traceparent(context: Context) -> str:
     """The caller's trace (W3C Trace Context); empty if there is none."""
-    for key, value in context.invocation_metadata() or ():
-        if key == "traceparent" and isinstance(value, str) and len(value) <= TRACEPARENT_CHARS_MAX:
-            return value
-    return ""
+    found = dict(context.invocation_metadata() or ()).get("traceparent")
+    return found if isinstance(found, str) and len(found) <= TRACEPARENT_CHARS_MAX else ""

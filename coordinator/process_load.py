@@ -1,7 +1,5 @@
 """Measures how busy a coordinator's process is: the delay of its event loop, and its CPU time."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

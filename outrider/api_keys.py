@@ -11,8 +11,6 @@ per line; `#` begins a comment:
     NAME HASH [tenant=TENANT] [requests_per_minute=N] [concurrency=N] [admin]
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import re

@@ -1,7 +1,5 @@
 """Growing waits between retries, with jitter."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 _DOUBLINGS_MAX = 32

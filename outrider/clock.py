@@ -5,8 +5,6 @@ same code runs on either clock. When every task waits, the virtual clock jumps t
 Sockets are not awaited. Work for other threads runs on the loop's own thread and takes no virtual
 time; otherwise the virtual time would depend on its real duration."""
 
-from __future__ import annotations
-
 import asyncio
 import selectors
 from collections.abc import Callable, Coroutine

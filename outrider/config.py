@@ -3,8 +3,6 @@
 Flags, `OUTRIDER_*` variables, YAML keys and the table in `docs/settings.md` are made from these
 fields. The code that starts the service sets `Internal` fields."""
 
-from __future__ import annotations
-
 import ipaddress
 import re
 from collections.abc import Mapping
@@ -15,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field
 
+from outrider import limits
 from outrider.api_keys import given_keys
 from outrider.drafters.names import (
     AUTO,
@@ -27,23 +26,6 @@ from outrider.drafters.names import (
     parse_drafter,
 )
 from outrider.errors import ConfigError, SettingError
-from outrider.limits import (
-    BATCHED_TOKENS_DEFAULT,
-    BATCHED_TOKENS_MIN,
-    DEADLINE_MS_DEFAULT,
-    DEADLINE_MS_MAX,
-    HYBRID_MODEL_TOKENS,
-    HYBRID_SCORE_MIN,
-    LOOK_AHEAD_MAX,
-    NUM_DRAFT_TOKENS_MAX,
-    REDIS_WAIT_REPLICAS_MAX,
-    REPLICAS_MAX,
-    RUN_AHEAD_ROUNDS_MAX,
-    SEED_MAX,
-    SESSIONS_PER_COORDINATOR_MAX,
-    SIBLINGS_MAX,
-    TENSOR_PARALLEL_SIZE_MAX,
-)
 from outrider.registry.registry import Membership, Role
 from outrider.sessions.redis_address import RedisAddress
 from outrider.settings import (
@@ -172,7 +154,7 @@ NgramMax = Annotated[
 ]
 
 
-def _check_ngrams(config: DraftConfig | CoordinatorConfig) -> None:
+def _check_ngrams(config: "DraftConfig | CoordinatorConfig") -> None:
     if config.ngram_min > config.ngram_max:
         reason = f"{config.ngram_min} is more than ngram_max, {config.ngram_max}"
         raise SettingError("ngram_min", reason)
@@ -194,9 +176,9 @@ class ModelServerConfig(ServerConfig):
     """Most sessions in one step of a target or of a draft."""
     gpu_memory_utilization: Annotated[float, between(0.01, 1)] = 0.9
     """Fraction of a replica's share of GPU memory that it uses for weights, keys and values."""
-    max_num_batched_tokens: Annotated[int, between(BATCHED_TOKENS_MIN, BATCHED_TOKENS_MAX)] = (
-        BATCHED_TOKENS_DEFAULT
-    )
+    max_num_batched_tokens: Annotated[
+        int, between(limits.BATCHED_TOKENS_MIN, BATCHED_TOKENS_MAX)
+    ] = limits.BATCHED_TOKENS_DEFAULT
     """Most tokens in one step; longer prompts are prefilled in chunks, beside other sessions."""
     deterministic: bool = False
     """Make a token's logits independent of the rest of its step, to the bit, so that coupled and
@@ -225,7 +207,7 @@ class ModelServerConfig(ServerConfig):
     num_threads: Annotated[int, between(0, THREADS_MAX)] = 0
     """Threads of a replica's steps; 0 = a share of the cores for a draft; for a target all cores,
     but one fewer in small steps that other processes slow down."""
-    tensor_parallel_size: Annotated[int, between(1, TENSOR_PARALLEL_SIZE_MAX)] = 1
+    tensor_parallel_size: Annotated[int, between(1, limits.TENSOR_PARALLEL_SIZE_MAX)] = 1
     """Tensor-parallel ranks; the numbers of CPUs, GPUs and threads are for each of them."""
     directory: Internal[str] = ""
     """Directory of the model's files, once its name is resolved; empty without a model."""
@@ -306,9 +288,13 @@ class DraftConfig(ModelServerConfig):
     suffix_tokens_per_tenant: Annotated[int, between(0, SUFFIX_TOKENS_MAX)] = 2**17
     """Tokens of earlier outputs that suffix decoding keeps per tenant, about 200 bytes each, and
     for all tenants together four times as many; 0 = none."""
-    hybrid_min_score: Annotated[float, between(0.1, NUM_DRAFT_TOKENS_MAX)] = HYBRID_SCORE_MIN
+    hybrid_min_score: Annotated[float, between(0.1, limits.NUM_DRAFT_TOKENS_MAX)] = (
+        limits.HYBRID_SCORE_MIN
+    )
     """A hybrid uses its look-up, not its model, from this number of expected accepted tokens on."""
-    hybrid_model_tokens: Annotated[int, between(1, NUM_DRAFT_TOKENS_MAX)] = HYBRID_MODEL_TOKENS
+    hybrid_model_tokens: Annotated[int, between(1, limits.NUM_DRAFT_TOKENS_MAX)] = (
+        limits.HYBRID_MODEL_TOKENS
+    )
     """Most draft tokens a round from a hybrid's model, heads or early exit; does not limit its
     look-up."""
     target: Internal[str] = ""
@@ -393,10 +379,10 @@ class CoordinatorConfig(ServerConfig):
     nothing."""
     redis: Internal[RedisAddress] = RedisAddress()
     """The session store."""
-    redis_wait_replicas: Annotated[int, between(0, REDIS_WAIT_REPLICAS_MAX)] = 0
+    redis_wait_replicas: Annotated[int, between(0, limits.REDIS_WAIT_REPLICAS_MAX)] = 0
     """Replicas of Redis that must have tokens before the client gets these; 0 = the primary alone.
     A failover cannot lose tokens that all replicas have."""
-    num_draft_tokens: Annotated[int, between(0, NUM_DRAFT_TOKENS_MAX)] = 8
+    num_draft_tokens: Annotated[int, between(0, limits.NUM_DRAFT_TOKENS_MAX)] = 8
     """Draft tokens a round for requests that do not set a number; with `length_control` the most.
     0 = plain decoding."""
     length_control: bool = True
@@ -405,20 +391,20 @@ class CoordinatorConfig(ServerConfig):
     unseeded_rule: Literal["auto", "token", "block"] = "auto"
     """Rule of requests with a temperature but neither rule nor seed; `auto` = token with
     `draft_siblings`, else block."""
-    look_ahead: Annotated[int | None, between(0, LOOK_AHEAD_MAX)] = None
+    look_ahead: Annotated[int | None, between(0, limits.LOOK_AHEAD_MAX)] = None
     """Outcomes of a round for which the draft already drafts while the target verifies; 0 = none,
     unset = some if draft and target share neither cores nor a device."""
-    draft_siblings: Annotated[int, between(0, SIBLINGS_MAX)] = 0
+    draft_siblings: Annotated[int, between(0, limits.SIBLINGS_MAX)] = 0
     """Alternative candidates beside each token of a model's proposal, up to the largest tree. 0 =
     chains. Not used with `look_ahead` (set or chosen), `deterministic`, penalties or the rule
     block."""
-    run_ahead_rounds: Annotated[int, between(0, RUN_AHEAD_ROUNDS_MAX)] = 8
+    run_ahead_rounds: Annotated[int, between(0, limits.RUN_AHEAD_ROUNDS_MAX)] = 8
     """Rounds of plain decoding that the target may run before the coordinator answers."""
-    max_sessions: Annotated[int, between(1, SESSIONS_PER_COORDINATOR_MAX)] = (
-        SESSIONS_PER_COORDINATOR_MAX
+    max_sessions: Annotated[int, between(1, limits.SESSIONS_PER_COORDINATOR_MAX)] = (
+        limits.SESSIONS_PER_COORDINATOR_MAX
     )
     """Sessions that may run at once; further requests are refused."""
-    deadline_ms: Annotated[int, between(1, DEADLINE_MS_MAX)] = DEADLINE_MS_DEFAULT
+    deadline_ms: Annotated[int, between(1, limits.DEADLINE_MS_MAX)] = limits.DEADLINE_MS_DEFAULT
     """Deadline of a request that gives none, ms."""
     resume_grace_ms: Annotated[int, between(0, WAIT_MS_MAX)] = 10_000
     """Time in which a client whose stream broke may resume its session, ms; then the session is
@@ -436,7 +422,7 @@ class CoordinatorConfig(ServerConfig):
     """Time after which a request fails because its target cannot be reached, ms."""
     ngram_min: NgramMin = 1
     ngram_max: NgramMax = 16
-    seed: Annotated[int | None, between(0, SEED_MAX)] = None
+    seed: Annotated[int | None, between(0, limits.SEED_MAX)] = None
     """Seed of the generator that gives requests without a seed theirs; unset = the operating
     system's randomness."""
     num_cpus: Annotated[Cpus, Field(alias="coordinator_num_cpus")] = 0.25
@@ -547,8 +533,13 @@ class AutoscaleConfig:
             if not (text := getattr(self, key)):
                 continue
             match = _BOUNDS.fullmatch(text)
-            if match is None or not LEAST[role] <= int(match[1]) <= int(match[2]) <= REPLICAS_MAX:
-                allowed = f"LEAST:MOST within {LEAST[role]}:{REPLICAS_MAX}, the smaller first"
+            if (
+                match is None
+                or not LEAST[role] <= int(match[1]) <= int(match[2]) <= limits.REPLICAS_MAX
+            ):
+                allowed = (
+                    f"LEAST:MOST within {LEAST[role]}:{limits.REPLICAS_MAX}, the smaller first"
+                )
                 raise SettingError(key, f"{text!r} is wrong; it must be {allowed}")
             found[role] = int(match[1]), int(match[2])
         return found
@@ -562,12 +553,12 @@ class DeploymentConfig:
     draft: Internal[DraftConfig] = DraftConfig()
     coordinator: Internal[CoordinatorConfig] = CoordinatorConfig()
     autoscale: Internal[AutoscaleConfig] = AutoscaleConfig()
-    num_targets: Annotated[int, between(1, REPLICAS_MAX)] = 1
+    num_targets: Annotated[int, between(1, limits.REPLICAS_MAX)] = 1
     """Target replicas at the start; `outrider scale` changes their number."""
-    num_drafts: Annotated[int, between(0, REPLICAS_MAX)] = 1
+    num_drafts: Annotated[int, between(0, limits.REPLICAS_MAX)] = 1
     """Draft replicas at the start; none if the target drafts for itself or a look-up drafts
     alone."""
-    num_coordinators: Annotated[int, between(1, REPLICAS_MAX)] = 1
+    num_coordinators: Annotated[int, between(1, limits.REPLICAS_MAX)] = 1
     """Coordinators at the start. On one machine their ports count up."""
     target_resources: str = ""
     """Ray resources that each rank of a target needs beside CPUs and GPUs, as NAME=AMOUNT,

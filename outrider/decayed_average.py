@@ -1,7 +1,5 @@
 """Exponentially decayed sums of figures that come at any time."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Files: locks that end with their process, atomic writes, and reads after changes."""
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os

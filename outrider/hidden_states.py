@@ -1,8 +1,6 @@
 """Hidden states on the wire: a drafting head's input, from a target's layers at some of a session's
 tokens. Needs no numeric library."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from outrider.limits import FEATURES_BYTES_MAX, FEATURES_MAX

@@ -1,7 +1,5 @@
 """Every limit, by name. A request beyond one is refused with the name of its field."""
 
-from __future__ import annotations
-
 NUM_DRAFT_TOKENS_MAX = 16  # of a chain, or of a path of a tree
 TREE_TOKENS_MAX = 32  # draft tokens of a tree
 SIBLINGS_MAX = 8  # alternative candidates beside a draft token
@@ -23,18 +21,14 @@ DEADLINE_MS_MAX = 3_600_000
 CHAT_MESSAGES_MAX = 4096
 ROLE_CHARS_MAX = 64
 DRAFT_DEADLINE_MS_MAX = 600_000  # longest time limit for the draft of a round
-SILENT_DRAFT_S = 5.0
-"""A draft that has not answered this long after its time limit counts as lost: a healthy one needs
-less for the current pass, the rest of its step and the reply."""
+SILENT_DRAFT_S = 5.0  # after its time limit; a draft that is silent for longer counts as lost
 UNTIMED_DRAFT_S = 20  # added to SILENT_DRAFT_S for a round without a time limit
 
 CONSTRAINT_BYTES_MAX = 64 * 2**10  # of a JSON schema, or of all choices together
 SCHEMA_DEPTH_MAX = 32
 REGEX_BYTES_MAX = 16 * 2**10
 CHOICES_MAX = 1024
-ALTERNATIVES_MAX = 256
-"""Lists and objects among the alternatives of a JSON schema: a parser's step, which cannot be
-interrupted, may take the cube of their number."""
+ALTERNATIVES_MAX = 256  # lists and objects among them; a step may take the cube of their number
 LIST_ALTERNATIVE = 4  # weight of an alternative that may be a list, the slowest kind
 COMPILE_S_MAX = 2.0  # constraints that take longer to compile are refused
 MASK_S_MAX = 0.25  # for a token's mask; a replica refuses a constraint that is slower twice
@@ -47,15 +41,12 @@ COMPILATIONS_MAX = 256  # waiting constraints of a process
 COMPILATIONS_PER_TENANT_MAX = 64  # of one tenant; tenants take turns
 CHECKED_CONSTRAINTS_MAX = 4096  # checked constraints that a coordinator remembers
 GRAMMARS_MAX = 64  # compiled constraints kept, least recently used, beside those in use
-LEXER_STATES_MAX = 2**15
-"""Of a compiled constraint, 1 to 2 KB each; beyond it, the constraint is compiled again."""
+LEXER_STATES_MAX = 2**15  # 1 to 2 KB each; beyond it, a constraint is compiled again
 MATCHERS_MAX = 1024  # sessions with a matcher state in a replica
 
 GRPC_MESSAGE_BYTES_MAX = 8 * 2**20
 GRPC_METADATA_BYTES_MAX = 16 * 2**10
-GRPC_PENDING_CALLS_MAX = 8192
-"""Calls received and not yet begun: the sessions of a coordinator, and as many other calls. gRPC's
-own limits are lower, and drop calls as CANCELLED."""
+GRPC_PENDING_CALLS_MAX = 8192  # not yet begun; gRPC's own limits are lower, and drop calls
 GRPC_PENDING_S_MAX = 60  # after which gRPC drops a pending call
 GRPC_HANDSHAKE_MS = 10_000  # for TLS and the first HTTP/2 frame of a connection
 GRPC_IDLE_MS = 300_000  # after which a connection without calls is closed
@@ -64,13 +55,10 @@ GRPC_AGE_GRACE_MS = DEADLINE_MS_MAX + 60_000  # how long its running calls may t
 BULK_ITEM_BYTES = 32 * 2**10  # larger items travel on the bulk stream
 
 SESSIONS_PER_COORDINATOR_MAX = 4096
-STREAM_QUEUE_ITEMS_MAX = SESSIONS_PER_COORDINATOR_MAX
-"""Items waiting in one direction, or for a step."""
+STREAM_QUEUE_ITEMS_MAX = SESSIONS_PER_COORDINATOR_MAX  # waiting in one direction, or for a step
 STUCK_WRITE_MS = 1_000  # grace before the stream of a caller that reads too slowly ends
 SEQUENCES_PER_REPLICA_MAX = 4096  # sessions a replica remembers, least recently used
-RELEASES_REMEMBERED_MAX = 2**16
-"""Sessions, running and released, whose newest epoch and round a replica remembers: many more than
-run at a time, so that short ones do not evict a quiet one."""
+RELEASES_REMEMBERED_MAX = 2**16  # sessions whose newest epoch and round a replica remembers
 ENGINE_SEQUENCES_MAX = 64  # sequences in one step, by default (`--max-num-seqs`)
 FEATURES_MAX = 512  # committed tokens whose features a message has ...
 FEATURES_BYTES_MAX = 4 * 2**20  # ... and their bytes ...
@@ -90,8 +78,7 @@ REPLICAS_MAX = 1024  # of one role in a deployment
 LOG_BYTES_MAX = 16 * 2**20  # of a log file before it is rotated
 LOG_FILES_KEPT = 3  # rotated files that are kept
 LOG_DIRECTORY_BYTES_MAX = 512 * 2**20  # of all replicas' logs on one machine
-EMBEDDED_REDIS_BYTES_MAX = 2**30
-"""Memory at which it refuses writes; its files may take three times as much in a rewrite."""
+EMBEDDED_REDIS_BYTES_MAX = 2**30  # of memory; its files may take three times as much
 PASSWORD_BYTES_MAX = 4096  # of a file that holds the password of Redis
 REPLICA_TEXT_MAX = 4096  # characters of each text that a replica announces of itself
 REPLICA_NUMBER_MAX = 10**12  # of each number that a replica announces
@@ -173,12 +160,10 @@ RECORD_PART_BYTES = 256 * 2**10  # of a session's tokens in one answer of Redis
 RECORD_INLINE_BYTES = 16 * 2**10  # of a record; a longer one is decoded on a thread
 LOAD_TRIES_MAX = 3  # reads of a record whose tokens change meanwhile
 RECORD_READS_MAX = 16  # `GetSession` and `Cancel` calls of one caller at a time
-REPLAY_TOKENS_INLINE = 512
-"""Stored tokens that a resumption replays on the event loop; more are replayed on a thread."""
+REPLAY_TOKENS_INLINE = 512  # tokens that are replayed on the event loop; more on a thread
 SLOTS_PER_SCRIPT_MAX = 256  # slots that one run of a script renews or frees
 OPEN_TRIES_MAX = 3  # to open a session before the client gets an error
-UNTOLD_SESSIONS_MAX = SESSIONS_PER_COORDINATOR_MAX
-"""Sessions whose end the store has not confirmed. Up to this number, tries are unlimited."""
+UNTOLD_SESSIONS_MAX = SESSIONS_PER_COORDINATOR_MAX  # whose end the store is told without a limit
 ABANDON_TRIES_MAX = 20  # tries for each session, if there are more
 CANCEL_WAIT_S = 10  # for the store to record the end of a session that does not run
 COMMIT_RETRY_MS_MIN = 20
@@ -190,8 +175,7 @@ REDIS_ELECTION_MS_MAX = 3_000  # how long a starting process waits for a primary
 REDIS_WAIT_MS = 500  # for a write to reach `redis_wait_replicas` replicas
 REDIS_WAIT_REPLICAS_MAX = 16
 REDIS_CONNECTIONS_MAX = 16
-REDIS_LOADING_MS_MAX = 20_000
-"""How long a starting coordinator waits for a Redis that loads its file."""
+REDIS_LOADING_MS_MAX = 20_000  # how long a starting process waits for a Redis that loads its file
 EMBEDDED_REDIS_START_MS_MAX = 20_000
 EMBEDDED_REDIS_STOP_MS_MAX = 5_000
 

@@ -1,11 +1,9 @@
 """Users' requests, and the events that answer them. `outrider.transport.request_codec` converts
 both to and from gRPC."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from outrider.grammar.constraint import Constraint
 from outrider.limits import MAX_TOKENS_DEFAULT
@@ -167,7 +165,7 @@ class Metrics:
     @classmethod
     def of(
         cls, counters: Counters, *, time_to_first_token_ms: float, tokens_per_second: float
-    ) -> Metrics:
+    ) -> Self:
         """Metrics of a session with these counters."""
         accepted = counters.num_accepted_draft_tokens
         return cls(

@@ -4,8 +4,6 @@ A configuration is a pydantic dataclass (`checked`). Its fields are settings, un
 `Internal`. Defaults < YAML file < `OUTRIDER_*` environment < flag. Each layer is checked by itself,
 so that an error names the source of the bad value."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Calls that run once for all callers that wait for them, on threads or as tasks."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Hashable

@@ -1,7 +1,5 @@
 """A growing sequence of token ids with a 64-bit digest of each prefix."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from outrider.errors import check

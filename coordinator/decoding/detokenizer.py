@@ -1,7 +1,5 @@
 """Turns decided tokens into text, and finds the end of a completion."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -21,8 +19,8 @@ class TextStream(Protocol):
 
 @value(frozen=True, slots=True)
 class Piece:
-    """The result of pushing tokens: how many of them belong to the completion, the text that may be
-    shown, and the finish reason if the completion ends with them."""
+    """The result of pushing tokens: how many belong to the completion, the text that may be shown,
+    and the finish reason if the completion ends with them."""
 
     num_tokens: int
     text: str
@@ -65,7 +63,7 @@ class Completion:
 
     def push(self, token_ids: Sequence[int]) -> Piece:
         """Adds the tokens of a round, up to the one that ends the completion. With `max_tokens` 0
-        the completion has ended already."""
+        it has ended already."""
         shown: list[str] = []
         reason = None if self._max_tokens else FinishReason.LENGTH
         before = self.num_tokens

@@ -1,7 +1,5 @@
 """Resumes a session whose stream broke: checks what the client has, and replays the rest."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,8 +19,7 @@ from .detokenizer import Completion
 TOKENS_PER_EVENT = 512
 """Most tokens in one event of a replay, as a message has a size limit."""
 ENTRIES_PER_EVENT = 1024
-"""Most log-probabilities in one event, which must not take long to encode; a single token may have
-more."""
+"""Most log-probabilities in one event, except for a single token with more."""
 
 
 _LOGPROBS = TypeAdapter(
@@ -58,8 +55,7 @@ class Replayed:
 def check_known(record: SessionRecord, request: ResumeRequest) -> GenerationParameters:
     """The session's parameters. Raises `DataLoss` if they cannot be read, and `OtherTokens` if the
     client has more tokens than the store, or different ones: a store that lost a take-over may hold
-    what an older owner decided. Every rule needs this check: in bfloat16 none is certain to decode
-    the same tokens again."""
+    what an older owner decided. No rule is certain to decode the same tokens again in bfloat16."""
     prompt_ids = record.token_ids[: record.prompt_length]
     parameters = GenerationParameters.from_json(record.parameters, prompt_ids)
     num_stored = len(record.token_ids) - record.prompt_length
@@ -84,8 +80,8 @@ def replay(
     request: ResumeRequest,
 ) -> Replayed:
     """Pushes the stored tokens into an empty `completion`, and returns what the client lacks. The
-    text depends on the tokens alone, not on how they were split into rounds, so it continues the
-    client's text. For an ended session it includes the text held back, if the client lacks that."""
+    text depends on the tokens alone, so it continues the client's text. For an ended session it
+    includes the text held back."""
     token_ids = record.token_ids[record.prompt_length :]
     first = 0 if request.cuts else request.num_tokens
     num_entries = 1 if parameters.logprobs is None else 1 + parameters.logprobs

@@ -1,7 +1,5 @@
-"""A coordinator's sessions from opening to end: creates them in the store, runs, releases or gives
-them up, and takes them over from other coordinators. The store may be silent at each step."""
-
-from __future__ import annotations
+"""A coordinator's sessions from opening to end, and their take-over from other coordinators. The
+store may be silent at each step."""
 
 import asyncio
 import logging
@@ -9,13 +7,14 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from coordinator.decoding.loop import COMMIT_GRACE_S, SessionRun
 from coordinator.decoding.recovery import check_known
 from coordinator.requests.validation import GenerationParameters
 from coordinator.routing.replica_pool import ReplicaPool, SessionContext
 from coordinator.routing.target_client import TargetClient
+from outrider import limits
 from outrider.backoff import backoff
 from outrider.config import CoordinatorConfig
 from outrider.errors import (
@@ -26,17 +25,6 @@ from outrider.errors import (
     StaleEpoch,
     StoreUnavailable,
     Unavailable,
-)
-from outrider.limits import (
-    ABANDON_TRIES_MAX,
-    CANCEL_WAIT_S,
-    COMMIT_RETRY_MS_MAX,
-    COMMIT_RETRY_MS_MIN,
-    OPEN_TRIES_MAX,
-    REPLAY_TOKENS_INLINE,
-    TAKE_OVER_RETRY_MS,
-    TAKE_OVERS_MAX,
-    UNTOLD_SESSIONS_MAX,
 )
 from outrider.request import ResumeRequest
 from outrider.sessions.state import Session
@@ -52,22 +40,21 @@ from outrider.sessions.store import (
 _log = logging.getLogger(__name__)
 
 LOGPROBS_BYTES = 32
-"""About the size of a stored log-probability. Reading one takes as long as reading a token."""
+"""Size of a stored log-probability, which takes as long to read as a token."""
 
 T = TypeVar("T")
 Told = asyncio.Task[OutriderError | None]
-"""A call to the store that is repeated until it is answered. Returns None if it succeeded, else the
-refusal, or the error with which it was given up."""
+"""A call to the store that is repeated until it is answered. Returns the refusal, the error with
+which it was given up, or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestKey:
-    """Idempotency key of a request, for one of the texts that it asks for."""
+    """Idempotency key of one of the texts that a request asks for."""
 
     name: str
     """Its name in the store."""
     digest: str
-    """Digest of the request."""
     session_id: str = ""
     """The session of the request; empty = none yet."""
 
@@ -76,9 +63,9 @@ class RequestKey:
         """What the store keeps under `name`."""
         return self.session_id and f"{self.session_id} {self.digest}"
 
-    def found(self, value: str) -> RequestKey:
-        """The key with the session that the store has. Raises `BadRequest` if the store has it for
-        a different request."""
+    def found(self, value: str) -> Self:
+        """The key with the session that the store has. Raises `BadRequest` if that is of another
+        request."""
         session_id, _, digest = value.partition(" ")
         if value and digest != self.digest:
             raise BadRequest(
@@ -98,10 +85,9 @@ class KeyTaken(OutriderError):
 
 
 class OwnedSessions:
-    """The sessions of one coordinator. A session runs here at most once at a time. The number of
-    concurrent take-overs is bounded: when a coordinator dies, all of its clients turn to the others
-    at once, and each session is read and replayed. For each session that stops running here, the
-    store gets a release or an end."""
+    """The sessions of one coordinator. A session runs here at most once at a time. Take-overs are
+    bounded: when a coordinator dies, all of its clients turn to the others at once. For each
+    session that stops running here, the store gets a release or an end."""
 
     def __init__(
         self,
@@ -111,8 +97,7 @@ class OwnedSessions:
         random_bits: Callable[[int], int],
         config: CoordinatorConfig,
     ) -> None:
-        """`owner` is the coordinator's name in the store; `random_bits(n)` gives n fresh random
-        bits."""
+        """`owner` is the coordinator's name in the store; `random_bits(n)` gives n random bits."""
         self._replays = ThreadPoolExecutor(1, "replay")
         self._store = store
         self.owner = owner
@@ -123,9 +108,8 @@ class OwnedSessions:
         self.running: dict[str, SessionRun] = {}
         """Before a session is added, an earlier run of it must have ended (`vacate`)."""
         self._ending: dict[str, asyncio.Task[bool]] = {}
-        """Runs that are being closed."""
         self._telling: dict[str, Told] = {}
-        """By session, the newest call that reports its release or end to the store."""
+        """By session, the newest call that reports its release or end."""
         self._taking: list[str] = []
         """Sessions that are being taken over; twice in here if two clients ask for one."""
         self._unsettled: set[str] = set()
@@ -146,9 +130,9 @@ class OwnedSessions:
         self, tenant: str, parameters: GenerationParameters, key: RequestKey | None = None
     ) -> Session:
         """Creates a session in the store, and stores it under the `key`. Raises `KeyTaken` if the
-        key has another session by then. Each attempt uses a new session id, as a store that did not
-        answer may have created the last attempt's session."""
-        for tries_left in reversed(range(OPEN_TRIES_MAX)):
+        key has another session. Each attempt uses a new session id, as a silent store may have
+        created the session of the last one."""
+        for tries_left in reversed(range(limits.OPEN_TRIES_MAX)):
             new = self._record(tenant, parameters, parameters.to_json(), parameters.prompt)
             opening = asyncio.create_task(self._store.open(new))
             try:
@@ -158,7 +142,7 @@ class OwnedSessions:
                 if isinstance(error, asyncio.CancelledError) or not tries_left:
                     raise
                 _log.info("a session could not be opened, %d tries left: %r", tries_left, error)
-                await asyncio.sleep(COMMIT_RETRY_MS_MIN / 1e3)
+                await asyncio.sleep(limits.COMMIT_RETRY_MS_MIN / 1e3)
             else:
                 break
         if key is not None:
@@ -179,7 +163,7 @@ class OwnedSessions:
         deadline: float, audits: bool = False,
     ) -> Iterator[TargetClient]:  # fmt: skip
         """A target that scores more tokens (`TargetClient.judge`) after `token_ids`, in a session
-        of its own that is never stored."""
+        that is never stored."""
         session = Session(self._record(tenant, parameters, "", token_ids))
         context = SessionContext(session, parameters, deadline)
         target = TargetClient(self.targets, context, self._config, audits)
@@ -199,8 +183,8 @@ class OwnedSessions:
         )  # fmt: skip
 
     def end(self, run: SessionRun, is_gone: bool = False) -> None:
-        """Ends a run, unless it has ended. `is_gone`: the client went away and may come back, so
-        the session waits for it."""
+        """Ends a run, unless it has ended. `is_gone`: the client left and may come back, so the
+        session waits for it."""
         if self.running.get(run.session_id) is not run:
             return
         if is_gone and self._config.resume_grace_ms > 0:
@@ -217,7 +201,7 @@ class OwnedSessions:
 
     async def vacate(self, record: SessionRecord) -> None:
         """Ends this coordinator's own run of a session that was taken over under a newer epoch.
-        Raises `StaleEpoch` if another stream has resumed the session since."""
+        Raises `StaleEpoch` if another stream has resumed it since."""
         session_id = record.session_id
         while True:
             run = self.running.get(session_id)
@@ -240,9 +224,9 @@ class OwnedSessions:
     def wait_for_client(
         self, record: SessionRecord, ending: asyncio.Task[bool] | None = None
     ) -> None:
-        """Releases a session whose client is gone, so that it may be resumed at any coordinator,
-        and records it as cancelled after the grace period. Nothing is decoded meanwhile. If this
-        coordinator closes first, the record is left to the others."""
+        """Releases a session whose client is gone, so that it may be resumed anywhere, and records
+        it as cancelled after the grace period. If this coordinator closes first, the others have
+        to."""
         self.in_background(self._wait(record, ending))
 
     async def _wait(self, record: SessionRecord, ending: asyncio.Task[bool] | None) -> None:
@@ -258,10 +242,11 @@ class OwnedSessions:
     @contextmanager
     def taking_over(self, session_id: str) -> Iterator[None]:
         """Counts a session as being taken over. Raises `Unavailable` if too many are."""
-        if len(self._taking) >= TAKE_OVERS_MAX:
+        if len(self._taking) >= limits.TAKE_OVERS_MAX:
             raise Unavailable(
-                f"this coordinator is taking over {TAKE_OVERS_MAX} sessions already; try again",
-                retry_after_ms=TAKE_OVER_RETRY_MS,
+                f"this coordinator is taking over {limits.TAKE_OVERS_MAX} sessions already; "
+                "try again",
+                retry_after_ms=limits.TAKE_OVER_RETRY_MS,
             )
         self._taking.append(session_id)
         try:
@@ -300,24 +285,24 @@ class OwnedSessions:
 
     async def replay(self, record: SessionRecord, call: Callable[[], T]) -> T:
         """Makes a call that reads all tokens of a session. For a long session it runs on a thread,
-        one call at a time, as more would only compete with the event loop."""
+        one call at a time."""
         size = len(record.token_ids) + len(record.logprobs) // LOGPROBS_BYTES
-        if size <= REPLAY_TOKENS_INLINE:
+        if size <= limits.REPLAY_TOKENS_INLINE:
             return call()
         return await asyncio.get_running_loop().run_in_executor(self._replays, call)
 
     async def cancel(self, record: SessionRecord) -> None:
-        """Records a session that does not run anywhere as cancelled; does nothing if it is
-        finished. Raises `Unavailable` if another coordinator owns the session, which then gets the
-        wish to cancel it, or if the store does not answer within `CANCEL_WAIT_S`. Then, or if the
-        caller is cancelled, the call to the store goes on."""
+        """Records a session that runs nowhere as cancelled; does nothing if it is finished. Raises
+        `Unavailable` if another coordinator owns it, which is then told, or if the store does not
+        answer within `CANCEL_WAIT_S`. Then, or if the caller is cancelled, the call to the store
+        goes on."""
         if record.finish_reason is not None:
             return
         found = await self._take_over(record, cancels=True)
         if found.finish_reason is not None:
             return
         task = self.give_up(found)
-        await asyncio.wait([task], timeout=CANCEL_WAIT_S)
+        await asyncio.wait([task], timeout=limits.CANCEL_WAIT_S)
         if not task.done() or task.cancelled():
             raise StoreUnavailable(
                 f"session {found.session_id} is recorded as cancelled once the session store "
@@ -329,9 +314,9 @@ class OwnedSessions:
             raise contended(found.session_id) if is_stale else error
 
     async def release_wanted(self, session_id: str) -> None:
-        """Releases a session that another coordinator wants, if the store lists it as this
-        coordinator's but it does not run here: a failover of the store has lost its release. Does
-        nothing if the store does not answer: the store reports a wanted session again."""
+        """Releases a session that another coordinator wants, if the store lists it as this one's
+        but it does not run here: a failover of the store has lost its release. If the store is
+        silent, it reports the session again later."""
         if self._is_here(session_id) or self._closing.is_set():
             return
         try:
@@ -351,7 +336,7 @@ class OwnedSessions:
 
     async def end_background(self) -> None:
         """Waits up to `COMMIT_GRACE_S` for the background tasks. After that no call to the store is
-        repeated, as the coordinator's lease is about to end."""
+        repeated, as the lease is about to end."""
         if self._background:
             _, late = await asyncio.wait(self._background, timeout=COMMIT_GRACE_S)
             for task in late:
@@ -359,10 +344,10 @@ class OwnedSessions:
         self._lease_ends = True
 
     async def _take_over(self, seen: SessionRecord, *, cancels: bool = False) -> SessionRecord:
-        """See `SessionStore.take_over`. If the outcome is not known, releases the session.
-        Otherwise it would belong to this coordinator, without running, for as long as the
-        coordinator renews its lease. Raises `Unavailable` while a release or end of the session is
-        under way: that may carry the epoch that the take-over would get, and so end the new run."""
+        """See `SessionStore.take_over`. If the outcome is not known, releases the session; else it
+        would belong to this coordinator without running. Raises `Unavailable` while a release or
+        end of the session is under way: that may carry the epoch of the take-over, and so end the
+        new run."""
         session_id = seen.session_id
         if self._is_unsettled(session_id):
             raise contended(session_id)
@@ -381,8 +366,7 @@ class OwnedSessions:
             self._unsettled.discard(session_id)
 
     def _is_here(self, session_id: str) -> bool:
-        """Whether the session runs here, is about to, is being closed, or has a call to the store
-        under way."""
+        """Whether the session runs, begins or ends here, or has a call to the store under way."""
         places = (self.running, self._ending, self._taking)
         return self._is_unsettled(session_id) or any(session_id in place for place in places)
 
@@ -393,7 +377,7 @@ class OwnedSessions:
         """Waits, at most `TAKE_OVER_RETRY_MS`, until the store knows the session's release or end.
         A late one could end a new run, if the store lost its epoch and gave it again."""
         if session_id in self._telling:
-            await asyncio.wait([self._telling[session_id]], timeout=TAKE_OVER_RETRY_MS / 1e3)
+            await asyncio.wait([self._telling[session_id]], timeout=limits.TAKE_OVER_RETRY_MS / 1e3)
 
     def _release(self, record: SessionRecord) -> Told:
         """Lets any coordinator take the session over, which must not run here."""
@@ -434,8 +418,8 @@ class OwnedSessions:
         call: Callable[[], Awaitable[object]],
         before: asyncio.Task[Any] | None,
     ) -> OutriderError | None:
-        """Repeats a call to the store until it answers or this coordinator's lease ends, as the
-        lease keeps others from the session. Gives up after `ABANDON_TRIES_MAX` calls if more than
+        """Repeats a call to the store until it answers or this coordinator's lease, which keeps
+        others from the session, ends. Gives up after `ABANDON_TRIES_MAX` calls if more than
         `UNTOLD_SESSIONS_MAX` sessions wait for such calls."""
         if before is not None:
             await asyncio.wait([before])
@@ -444,15 +428,17 @@ class OwnedSessions:
             try:
                 await call()
             except StoreUnavailable as error:
-                is_full = len(self._telling) > UNTOLD_SESSIONS_MAX
-                if self._lease_ends or (is_full and attempt + 1 >= ABANDON_TRIES_MAX):
+                is_full = len(self._telling) > limits.UNTOLD_SESSIONS_MAX
+                if self._lease_ends or (is_full and attempt + 1 >= limits.ABANDON_TRIES_MAX):
                     _log.warning("the store was not told of session %s: %r", session_id, error)
                     return error
             except OutriderError as error:
                 return error
             else:
                 return None
-            wait_ms = backoff(COMMIT_RETRY_MS_MIN, COMMIT_RETRY_MS_MAX, attempt, self.random)
+            wait_ms = backoff(
+                limits.COMMIT_RETRY_MS_MIN, limits.COMMIT_RETRY_MS_MAX, attempt, self.random
+            )
             attempt += 1
             await asyncio.sleep(wait_ms / 1e3)
 

@@ -1,15 +1,14 @@
 """Compares a drafter on trial with the others, by the sessions of one coordinator."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import astuple, dataclass, replace
+from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterSums:
-    """Sums over the ended sessions of a drafter. The first round of each, which reads the prompt,
-    does not count."""
+    """Sums over the ended sessions of a drafter, without their first rounds, which read the
+    prompt."""
 
     num_sessions: int = 0
     num_rounds: int = 0
@@ -22,11 +21,11 @@ class DrafterSums:
     products: float = 0.0
     """Sums over sessions of tokens², seconds² and tokens × seconds."""
 
-    def __add__(self, other: DrafterSums) -> DrafterSums:
-        return DrafterSums(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     @property
-    def as_session(self) -> DrafterSums:
+    def as_session(self) -> Self:
         """The same rounds, counted as one session."""
         if not self.num_rounds:
             return self
@@ -45,9 +44,8 @@ class DrafterSums:
 
     @property
     def relative_error(self) -> float:
-        """Relative standard error of `tokens_per_second`. That is a ratio of two sums over
-        independent sessions; the error is from the residuals tokens - rate × seconds (Cochran,
-        Sampling Techniques, 6.4)."""
+        """Relative standard error of `tokens_per_second`, a ratio of two sums over independent
+        sessions, from the residuals tokens - rate × seconds (Cochran, Sampling Techniques, 6.4)."""
         if self.num_sessions < 2 or not self.num_tokens:
             return math.inf
         rate = self.tokens_per_second
@@ -58,7 +56,7 @@ class DrafterSums:
 
 @dataclass(frozen=True, slots=True)
 class TrialSums:
-    """Sums over the sessions that began since the newest trial."""
+    """Sums since the newest trial began."""
 
     replica: str = ""
     """Name of the replica on trial; empty before the first trial."""
@@ -72,7 +70,7 @@ class TrialMeter:
     def __init__(self) -> None:
         self.sums = TrialSums()
 
-    def begin(self, replica: str) -> SessionTrial:
+    def begin(self, replica: str) -> "SessionTrial":
         """The meter of a session that begins while this replica is on trial."""
         if replica != self.sums.replica:
             self.sums = TrialSums(replica)

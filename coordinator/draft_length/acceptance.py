@@ -1,14 +1,12 @@
 """Averages of the lengths and the acceptance of proposals. Pure: learns from verified rounds only.
 
-A sibling costs the target one more row and the draft almost nothing. It may be accepted when the
-draft token at its place is refused. Then the next token comes from the target.
+A sibling costs the target one more row and the draft almost nothing. If it is accepted in place of
+a draft token, the next token comes from the target.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +15,7 @@ from outrider.limits import NUM_DRAFT_TOKENS_MAX
 from outrider.speculation.proposal import DraftTree
 
 FIRST_ACCEPTED = 0.7
-"""Assumed chance that a first draft token is accepted while nothing is known. High enough that
-drafting is tried, as only rounds with a draft teach anything."""
+"""Assumed chance that a first draft token is accepted; high enough that drafting is tried."""
 FIRST_TAKEN = 0.3
 """Assumed chance that one of a place's siblings is accepted if the draft token is refused."""
 Array = npt.NDArray[np.float64]
@@ -36,11 +33,10 @@ class Prospects(NamedTuple):
 
 
 def observed(num_asked: int, survival: Sequence[float]) -> Array:
-    """What a round shows that asked for `num_asked` tokens and got `len(survival)`: [5, K], with K
-    = `num_asked` and `survival` from `outrider.speculation.accept_reject.survival`. `reached` is
-    the chance that all earlier tokens were accepted. Rows: `reached` if asked for; `reached` if
-    proposed; the chance that this token was accepted too; 1 if asked for and all before it
-    proposed; 1 if proposed."""
+    """What a round shows that asked for K = `num_asked` tokens and got `len(survival)`, [5, K].
+    With `reached`, the chance that all earlier tokens were accepted, the rows are: `reached` if
+    asked for; `reached` if proposed; `survival` (`outrider.speculation.accept_reject`); 1 if asked
+    for and all before it proposed; 1 if proposed."""
     counts, num_proposed = np.zeros((5, num_asked)), min(num_asked, len(survival))
     reached = (1.0, *survival)[:num_asked]
     counts[0, : len(reached)] = reached
@@ -52,12 +48,11 @@ def observed(num_asked: int, survival: Sequence[float]) -> Array:
 
 class DepthAverages:
     """Acceptance and lengths of proposals by depth, of one session or of all: exponentially
-    weighted sums of what was `observed`. Rates of depths that few rounds have reached are drawn
-    towards the prior, or without one towards the depth before. Only proposed tokens count for
-    acceptance."""
+    weighted sums of what was `observed`. Rates of rarely reached depths are drawn towards the
+    prior, or without one towards the depth before."""
 
     def __init__(
-        self, memory_rounds: float, prior_rounds: float, prior: DepthAverages | None = None
+        self, memory_rounds: float, prior_rounds: float, prior: Self | None = None
     ) -> None:
         """The weight of a round falls to 1/e over `memory_rounds` others. `prior`, the averages
         over more sessions, weighs as much as `prior_rounds` new rounds."""
@@ -124,8 +119,8 @@ class SiblingAverage:
 
 
 def sibling_chances(tree: DraftTree, accept_probability: Sequence[float]) -> tuple[float, float]:
-    """Two sums over the places of a spine: the chance that its token is refused after all before it
-    were accepted, and the chance that then one of its siblings is accepted."""
+    """Two sums over the places of a spine: the chance that its token is the first to be refused,
+    and the chance that then one of its siblings is accepted."""
     refused = taken = 0.0
     reached = 1.0
     for token in tree.spine:

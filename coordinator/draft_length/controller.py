@@ -55,7 +55,7 @@ SHARED_PRIOR_ROUNDS = 12.0
 CHOICE_ROUNDS = 4
 """Rounds with a draft from one choice of K to the next."""
 FIRST_LOOKS = 4
-"""This many first rounds, over all sessions, ask for the largest K whatever it costs."""
+"""First rounds of all sessions that ask for the largest K whatever it costs."""
 PLAIN_GAIN = 0.03
 """A drafting session begins a plain phase only if plain decoding is faster by this share."""
 PLAIN_ROUNDS = 16
@@ -81,15 +81,15 @@ PLAIN_KNOWN_ROUNDS = 2.0
 DRAFT_BUDGET_MIN_S = 0.02
 """Least time to draw a proposal: processes that share cores are not always scheduled on time."""
 TIMES_KNOWN_ROUNDS = 16
-"""If look-ups are compared in plain rounds, the time of a round with a draft counts as known after
-this many of them ..."""
+"""With look-ups in plain rounds, the time of a round with a draft counts as known after this many
+..."""
 TIMES_RARITY = 4.0
 """... and then a trial costs this many times its expected loss, at most a full budget."""
 
 
 class Experience:
-    """What the sessions of one rule have shown. Answers often copy from long prompts, so acceptance
-    is also averaged by prompt length."""
+    """What the sessions of one rule have shown, also by prompt length, as answers often copy from
+    long prompts."""
 
     def __init__(self) -> None:
         self.averages = DepthAverages(SHARED_MEMORY_ROUNDS, SHARED_PRIOR_ROUNDS)
@@ -121,11 +121,10 @@ class Experience:
 class Learned:
     """What sessions share: round costs for all, acceptance by rule and prompt length.
 
-    All of it depends on how many draft tokens were accepted, even rows per step and times, since
-    contexts and batches grow with the tokens. Under rules whose random numbers are keyed by the
-    round, a session with a repeated seed has the random numbers of an earlier session. The results
-    of those numbers must not influence its lengths, so it neither reads this nor adds to it.
-    docs/exactness.md has the proof."""
+    All of it, times too, depends on how many draft tokens were accepted. Under rules whose random
+    numbers are keyed by the round, a session with a repeated seed has the random numbers of an
+    earlier one, whose results must not influence its lengths. So it neither reads this nor adds to
+    it (proof: docs/exactness.md)."""
 
     def __init__(self, costs: RoundCosts) -> None:
         self.costs = costs
@@ -156,7 +155,7 @@ class _KnownSeeds:
 
 
 class LengthControls:
-    """Creates the length controls of one coordinator's sessions, or of those with a drafter on
+    """Creates length controls for one coordinator's sessions, or for those with a drafter on
     trial."""
 
     def __init__(
@@ -168,10 +167,9 @@ class LengthControls:
         delays: bool = False,
         watches: bool = False,
     ) -> None:
-        """`run_ahead_rounds` bounds how far the target may run ahead. With `delays`, the work of
-        draft and coordinator delays the target, as they share its cores. With `watches`, sessions
-        learn from look-ups in their plain rounds (`note_watched`), so rounds with a draft are tried
-        only to measure their times."""
+        """`run_ahead_rounds` bounds how far the target may run ahead. With `delays`, draft and
+        coordinator share the target's cores and so delay it. With `watches`, sessions learn from
+        look-ups in plain rounds (`note_watched`), so drafting is tried only to measure times."""
         self._target = target
         self._draft = draft
         self._delays = delays
@@ -184,8 +182,8 @@ class LengthControls:
 
     @property
     def learned(self) -> Learned:
-        """What new sessions read and extend. It is dropped when seeds are forgotten: the next
-        session with such a seed counts as its first, and must not read what earlier ones showed."""
+        """What new sessions read and extend. Dropped when seeds are forgotten: the next session
+        with such a seed counts as its first, and must not read what earlier ones showed."""
         num_times = self._seeds.times_forgotten
         if self._learned is None or self._learned[0] != num_times:
             self._learned = num_times, self._nothing_learned(self.load)
@@ -196,8 +194,8 @@ class LengthControls:
         return self.learned.costs
 
     def of_another(self, drafter: ReplicaDescription) -> LengthControls:
-        """Controls for sessions with another draft, or another target that drafts. They share load
-        and seeds with this object, but learn separately."""
+        """Controls for sessions with another draft, or another target that drafts, which share load
+        and seeds with this object but learn separately."""
         found = copy(self)
         found._learned = None
         if drafter.drafts_itself:
@@ -209,8 +207,8 @@ class LengthControls:
     def hear_load(
         self, num_targets: int, num_elsewhere: int, draft: ReplicaDescription | None
     ) -> None:
-        """Updates the number of targets, the number of sessions that other coordinators run on
-        them, and the draft. The times of a draft with other weights are learned from scratch."""
+        """Updates the number of targets, of sessions that other coordinators run on them, and the
+        draft. The times of a draft with other weights are learned from scratch."""
         self.load.num_targets = max(1, num_targets)
         self.load.num_elsewhere = num_elsewhere
         known = self._draft
@@ -227,8 +225,8 @@ class LengthControls:
         siblings_max: int = 0,
     ) -> LengthControl:
         """Begins a session that asks for at most `num_draft_tokens` a round, with at most
-        `siblings_max` siblings for each. Under rules whose random numbers are keyed by the round, a
-        repeated seed fixes the lengths of this session and of a running one with the same seed."""
+        `siblings_max` siblings each. If random numbers are keyed by the round, a repeated seed
+        fixes the lengths of this session and of a running one with this seed."""
         self.load.num_sessions += 1
         bounds = (num_draft_tokens, prompt_length, siblings_max)
         if rule.absolute_noise:
@@ -347,9 +345,8 @@ class LengthControl(LengthPolicy):
 
     def fix(self) -> None:
         """Fixes K at the best value so far, for all rounds that are not planned yet, except those
-        of a plain phase that are certain to come. From now on `note` changes nothing, so neither
-        acceptance nor times of this session are learned, and no time limit bounds the drafting of
-        rounds that begin later."""
+        of a plain phase that are certain to come. From now on nothing is learned from this session,
+        and no time limit bounds drafting."""
         if self._fixed is None:
             drafted, plain = self._options()
             self._fixed = _Option(_best([plain, *drafted]).num_draft_tokens)
@@ -428,8 +425,8 @@ class LengthControl(LengthPolicy):
         return self._bound == 0 or self._plain_left > 0 or self._fixed == _PLAIN
 
     def _settled(self, drafted: _Option) -> tuple[_Option, int]:
-        """The next round, which is `drafted` unless it belongs to a plain phase, and how many plain
-        rounds are certain to follow."""
+        """The next round: `drafted`, or one of a plain phase. And how many plain rounds certainly
+        follow."""
         if not self._plans_plain:
             return drafted, 0
         run_ahead = self._controls.run_ahead_rounds
@@ -448,8 +445,8 @@ class LengthControl(LengthPolicy):
             self._begin_plain()
 
     def _drafting_is_due(self, drafted: _Option, plain: _Option) -> bool:
-        """Whether to draft: either it is faster by enough to make up for what the draft has to read
-        first, or a trial is due."""
+        """Whether drafting is faster by enough to make up for what the draft must read first, or a
+        trial is due."""
         costs, experience = self._costs, self._experience
         each = drafted.seconds * plain.rate - drafted.num_tokens
         num_rounds = CHOICE_ROUNDS if each > 0 else GAIN_ROUNDS
@@ -495,8 +492,8 @@ class LengthControl(LengthPolicy):
     def _options(self) -> tuple[list[_Option], _Option]:
         """The options K = 1, 2, ..., and plain decoding.
 
-        The time limit of a proposal is its usual time plus the time that its accepted tokens would
-        take in plain decoding. So a draft that becomes slow costs at most twice what it saves."""
+        The time limit of a proposal is its usual time plus what its accepted tokens would take in
+        plain decoding, so a draft that becomes slow costs at most twice what it saves."""
         costs = self._costs
         forecast = costs.forecast(self._bound, self._context)
         prospects = self._averages.prospects(self._bound)

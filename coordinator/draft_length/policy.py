@@ -1,7 +1,5 @@
 """The length of a round, what a round showed, and the interface that chooses lengths. Pure."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
@@ -20,17 +18,16 @@ class RoundLength:
     siblings: tuple[int, ...] = ()
     """Siblings to ask for at the place of the first, second, ... draft token."""
     next_max: int = 0
-    """K of the next round, or less near the end of the completion. A target that drafts for itself
-    draws that many tokens with this verdict. 0 if the next round certainly has no proposal; then
-    the draft gets no hidden states either."""
+    """K of the next round, less near the completion's end, which a target that drafts for itself
+    draws with this verdict. 0 if the next round has no proposal; then the draft gets no hidden
+    states."""
     draft_budget_s: float = math.inf
     """Longest wait that the proposal is worth. The limit for every wait applies too."""
     next_siblings: tuple[int, ...] = ()
     """Siblings that the next round asks for."""
     is_timed: bool = True
-    """Whether a time limit may cut short the drafting for this round, or for the next one if the
-    target drafts it with this verdict. False where times may depend on the round's own random
-    numbers."""
+    """Whether a time limit may cut short the drafting for this round, or of the next one with this
+    verdict. False where times may depend on the round's own random numbers."""
 
 
 class DraftedBeside(NamedTuple):
@@ -49,7 +46,7 @@ class PlayedRound:
 
     num_asked: int
     """K that the proposal was drafted for, or the tokens that there was time for. 0 if nothing was
-    drafted or a look-up filled in. Then only the time of the vain wait is learned."""
+    drafted or a look-up filled in: then only the time of the vain wait is learned."""
     survival: tuple[float, ...]
     """See `outrider.speculation.accept_reject.survival`; of the proposed tokens."""
     num_tokens: int
@@ -104,8 +101,8 @@ class LengthPolicy:
 
     def choose(self, index: int, num_left: int) -> RoundLength:
         """The length of round `index`; `num_left` more tokens fit the completion, the target's own
-        one included. Does not depend on what `note` got about the round before: by then, a target
-        or draft that works ahead may have drawn tokens of this round."""
+        one included. Independent of the last `note`: a target or draft that works ahead may already
+        have drawn tokens of this round."""
         raise NotImplementedError
 
     def note(self, played: PlayedRound) -> None:

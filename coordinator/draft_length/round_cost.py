@@ -11,8 +11,6 @@ from times only.
 | a plain round | measured as a whole, once there are any; before that the target's part |
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,15 +25,15 @@ MEMORY_ROUNDS = 64.0
 LOAD_MEMORY_ROUNDS = 256.0
 """Like `MEMORY_ROUNDS`, for the load of the target."""
 OUTLIER = 8.0
-"""A time counts as at most this many mean rounds: one stall says little about the next round."""
+"""A time counts as at most this many mean rounds."""
 NOISE = 0.15
 """Standard deviation of a time, relative to it."""
 TABLE_SPREAD = 0.5
 """Prior of the measured time per draft token, relative to the draft's table: mean 1, and this
 standard deviation."""
 STEP_SPREAD = 0.2
-"""Like `TABLE_SPREAD`, for the target's time per row, relative to its mean time over its table's.
-Smaller: only the mean of other sessions' rows is known, so measured lines are too flat."""
+"""Like `TABLE_SPREAD`, for the target's time per row. Smaller: only the mean of other sessions'
+rows is known, so measured lines are too flat."""
 ROW_SHARE = 0.3
 """Without a table, a row of the target is assumed to cost this share of the step's mean time per
 row ..."""
@@ -44,9 +42,8 @@ TOKEN_SHARE = 1.0
 SHARE_SPREAD = 1.0
 """... with this standard deviation."""
 MESSAGES_WORK = 4.0
-"""Time that other sessions lose to a round's messages, relative to the round's own wait for them.
-Both ends work on them, and a step waits for any thread that lost its core. On two cores with 8
-sessions, 3 to 4 was measured."""
+"""Time that other sessions lose to a round's messages, relative to the round's own wait for them:
+both ends work on them. On two cores with 8 sessions, 3 to 4 was measured."""
 PLAIN_PRIOR_ROUNDS = 1.0
 """The guess from rounds with a draft weighs as much as this many measured plain rounds."""
 SECONDS_MIN = 1e-9
@@ -59,14 +56,13 @@ Array = npt.NDArray[np.float64]
 
 class CostLine:
     """Seconds as a linear function of a quantity: exponentially weighted least squares. The slope
-    is drawn towards a prior until enough different quantities were seen. The slope and the line are
-    never negative."""
+    is drawn towards a prior. Slope and line are never negative."""
 
     def __init__(
         self, slope: float, spread: float, *, relative: bool = False, unit: float = 1.0
     ) -> None:
         """`slope` is the expected slope, with standard deviation `spread`. Both are multiples of
-        `unit`, or if `relative`, of the mean time over the mean quantity once these are known."""
+        `unit`, or if `relative`, of mean time over mean quantity."""
         self.weight = 0.0
         """Total weight of the measurements, at most `MEMORY_ROUNDS`."""
         self._slope, self._spread = slope, spread
@@ -189,8 +185,8 @@ class RoundCosts:
         )
 
     def note_load(self, played: PlayedRound, round_s: float) -> None:
-        """Counts any round; `round_s` is the time since the round before ended. If several verdicts
-        arrive together, their whole time is that of the first round."""
+        """Counts any round; `round_s` is the time since the round before ended, which covers all
+        verdicts that arrive together."""
         self._round.note(self._bounded(round_s))
         self._at_target.note(self._bounded(played.target_s))
         self._rows.note(1 + len(played.survival) + played.num_siblings)
@@ -205,7 +201,7 @@ class RoundCosts:
 
     def note_drafted(self, played: PlayedRound, round_s: float, is_typical: bool = True) -> None:
         """Counts a round that asked for draft tokens. The wait for its proposal counts only if
-        `is_typical`, that is, if the draft had nothing else to read first."""
+        `is_typical`: the draft had nothing else to read first."""
         self.num_drafted += 1
         num_proposed = len(played.survival)
         num_drafted, draft_s, work_s = played.beside or (
@@ -265,7 +261,7 @@ class RoundCosts:
 
     def reading_lost(self, plain_s: float, num_missed: int) -> float:
         """Tokens lost while the draft of a plain session reads the `num_missed` tokens that it
-        lacks, by its table."""
+        lacks."""
         if self._draft_table is None or num_missed == 0:
             return 0.0
         reading_s = self._draft_table.step_seconds(num_missed)
@@ -277,8 +273,8 @@ class RoundCosts:
         return min(seconds, OUTLIER * mean) if mean > 0 else seconds
 
     def _load(self, num_proposed: int, context: int, others: float) -> float:
-        """The target's step with the rows of all sessions: seconds by its table, or the number of
-        rows if there is no table."""
+        """The target's step with the rows of all sessions: seconds by its table, or rows without
+        one."""
         rows = 1 + num_proposed + others * self._rows.value
         if self._table is None:
             return rows

@@ -1,7 +1,5 @@
 """Reads the chat template that replaces a model's own."""
 
-from __future__ import annotations
-
 import re
 from importlib.resources import files
 from pathlib import Path

@@ -4,8 +4,6 @@ A coordinator needs no compiled constraints; replicas compile their own. It refu
 that cannot be compiled in time before it opens a session. Tenants take turns.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -17,26 +15,17 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
+from outrider import limits
 from outrider.errors import BadRequest, ConfigError, InvariantError, OutriderError, Overloaded
 from outrider.grammar.constraint import Constraint
-from outrider.limits import (
-    CHECKED_CONSTRAINTS_MAX,
-    COMPILATIONS_MAX,
-    COMPILATIONS_PER_TENANT_MAX,
-    COMPILE_BYTES_MAX,
-    COMPILE_S_MAX,
-    COMPILE_THREADS,
-    COMPILE_WAIT_S_MAX,
-    TOO_SLOW_S,
-)
 from outrider.newest import Newest
 from outrider.shared_calls import SharedCalls
 
 _log = logging.getLogger(__name__)
 
 _RETRY_MS = 1_000
-_TOO_SLOW = f"takes more than {COMPILE_S_MAX:g} s to compile; simplify it"
-_TOO_LARGE = f"takes more than {COMPILE_BYTES_MAX} bytes to compile; simplify it"
+_TOO_SLOW = f"takes more than {limits.COMPILE_S_MAX:g} s to compile; simplify it"
+_TOO_LARGE = f"takes more than {limits.COMPILE_BYTES_MAX} bytes to compile; simplify it"
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from coordinator.requests.grammar_process import main; main()"
@@ -50,18 +39,18 @@ class FairQueue:
     it is first come, first served."""
 
     def __init__(self) -> None:
-        self._places = asyncio.Semaphore(COMPILE_THREADS)
+        self._places = asyncio.Semaphore(limits.COMPILE_THREADS)
         """First come, first served, but at most one constraint of each tenant waits here."""
         self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._num_waiting: Counter[str] = Counter()
 
     async def take(self, tenant: str) -> None:
         """Waits for a place; `give_back` returns it. Raises `Overloaded` if too many wait."""
-        if self._num_waiting[tenant] >= COMPILATIONS_PER_TENANT_MAX:
-            most = f"{COMPILATIONS_PER_TENANT_MAX} constraints of yours"
+        if self._num_waiting[tenant] >= limits.COMPILATIONS_PER_TENANT_MAX:
+            most = f"{limits.COMPILATIONS_PER_TENANT_MAX} constraints of yours"
             raise Overloaded(f"{most} wait already; try again later")
-        if self._num_waiting.total() >= COMPILATIONS_MAX:
-            raise Overloaded(f"{COMPILATIONS_MAX} constraints wait already; try again later")
+        if self._num_waiting.total() >= limits.COMPILATIONS_MAX:
+            raise Overloaded(f"{limits.COMPILATIONS_MAX} constraints wait already; try again later")
         self._num_waiting[tenant] += 1
         try:
             async with self._turns[tenant]:
@@ -90,9 +79,9 @@ class ConstraintChecks:
             tokenizer, eos_token_ids = load()
             return _line({"tokenizer": tokenizer, "eos_token_ids": eos_token_ids})
 
-        self._compilers = [_Compiler(first_line) for _ in range(COMPILE_THREADS)]
+        self._compilers = [_Compiler(first_line) for _ in range(limits.COMPILE_THREADS)]
         self._idle = list(self._compilers)
-        self._errors: Newest[_Key, OutriderError | None] = Newest(CHECKED_CONSTRAINTS_MAX)
+        self._errors: Newest[_Key, OutriderError | None] = Newest(limits.CHECKED_CONSTRAINTS_MAX)
         """Results; None = it can be compiled."""
         self._running: SharedCalls[_Key, None] = SharedCalls()
         self._turns = FairQueue()
@@ -103,7 +92,7 @@ class ConstraintChecks:
         key = tenant, constraint.digest()
         if key not in self._errors:
             try:
-                async with asyncio.timeout(COMPILE_WAIT_S_MAX):
+                async with asyncio.timeout(limits.COMPILE_WAIT_S_MAX):
                     await self._running.share(
                         key, lambda: asyncio.create_task(self._compile(key, constraint))
                     )
@@ -134,7 +123,7 @@ class ConstraintChecks:
         error = BadRequest(constraint.kind, reason) if reason else None
         self._errors[key] = error
         if reason in (_TOO_SLOW, _TOO_LARGE):  # It may pass at another time.
-            asyncio.get_running_loop().call_later(TOO_SLOW_S, self._errors.pop, key, None)
+            asyncio.get_running_loop().call_later(limits.TOO_SLOW_S, self._errors.pop, key, None)
 
 
 class _Compiler:
@@ -158,7 +147,9 @@ class _Compiler:
         process.stdin.write(_line({"kind": constraint.kind, "text": constraint.text}))
         line = b""
         try:
-            async with asyncio.timeout(2 * COMPILE_WAIT_S_MAX):  # The process has a shorter limit.
+            async with asyncio.timeout(
+                2 * limits.COMPILE_WAIT_S_MAX
+            ):  # The process has a shorter limit.
                 line = await process.stdout.readline()
         except TimeoutError:
             _log.warning("the process that compiles constraints does not answer; it is killed")

@@ -12,8 +12,6 @@ The kernel kills it if a constraint takes too much time or memory. It ends when 
 is closed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

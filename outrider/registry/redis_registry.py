@@ -8,8 +8,6 @@
 The braces are literal. Leases are times to live in Redis. Invalid contents are ignored: these keys
 decide only how many replicas there are, up to `REPLICAS_MAX`, not what they run."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Mapping

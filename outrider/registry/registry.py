@@ -8,8 +8,6 @@ A record lasts `LEASE_S` and is renewed every `RENEWAL_S`. It is never trusted a
 ask a replica what it runs before they use it, and detect by themselves that they cannot reach it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, get_args
 
@@ -97,7 +95,7 @@ class ReplicaRecord:
         return _RECORDS.dump_json(self).decode()
 
     @staticmethod
-    def from_json(text: str | bytes) -> ReplicaRecord:
+    def from_json(text: str | bytes) -> "ReplicaRecord":
         """Raises `ValueError` for an invalid record; unknown keys, as of a later version, are
         ignored."""
         try:

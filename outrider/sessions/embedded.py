@@ -6,8 +6,6 @@ not depend on the thread that started the server. Server and shell form a proces
 own, so a Ctrl-C in the terminal does not stop the store before the coordinator has written its last
 tokens."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import secrets
@@ -23,15 +21,9 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from outrider import limits
 from outrider.errors import ConfigError, check
 from outrider.files import locked
-from outrider.limits import (
-    EMBEDDED_REDIS_BYTES_MAX,
-    EMBEDDED_REDIS_START_MS_MAX,
-    EMBEDDED_REDIS_STOP_MS_MAX,
-    REDIS_TIMEOUT_MS,
-    SOCKET_PATH_BYTES_MAX,
-)
 from outrider.telemetry.logs import rotate
 
 _SUPERVISE = """
@@ -80,10 +72,10 @@ class EmbeddedRedis:
         """Does not start it. Raises `ConfigError` if every path for the socket is too long."""
         self._directory = Path(directory).absolute()
         self._socket = self._directory / _SOCKET_NAME
-        if len(os.fsencode(self._socket)) > SOCKET_PATH_BYTES_MAX:
+        if len(os.fsencode(self._socket)) > limits.SOCKET_PATH_BYTES_MAX:
             folder = Path(tempfile.gettempdir()) / f"outrider-{secrets.token_hex(6)}"
             self._socket = folder / _SOCKET_NAME
-        if len(os.fsencode(self._socket)) > SOCKET_PATH_BYTES_MAX:
+        if len(os.fsencode(self._socket)) > limits.SOCKET_PATH_BYTES_MAX:
             raise ConfigError(
                 f"{self._socket} is too long a path for a socket; set TMPDIR to a shorter directory"
             )
@@ -151,7 +143,7 @@ class EmbeddedRedis:
             if supervisor.stdin is not None:
                 supervisor.stdin.close()
             try:
-                supervisor.wait(EMBEDDED_REDIS_STOP_MS_MAX / 1000)
+                supervisor.wait(limits.EMBEDDED_REDIS_STOP_MS_MAX / 1000)
             except subprocess.TimeoutExpired:
                 os.killpg(supervisor.pid, signal.SIGKILL)
                 supervisor.wait()
@@ -171,16 +163,16 @@ class EmbeddedRedis:
             "--appendonly", "yes",
             "--appendfsync", "everysec",
             "--save", "",
-            "--maxmemory", str(EMBEDDED_REDIS_BYTES_MAX),
+            "--maxmemory", str(limits.EMBEDDED_REDIS_BYTES_MAX),
             "--maxmemory-policy", "noeviction",
         ]  # fmt: skip
 
     def _wait_until_it_answers(self) -> int:
         """The server's process id, once it answers."""
-        give_up_at = time.monotonic() + EMBEDDED_REDIS_START_MS_MAX / 1000
+        give_up_at = time.monotonic() + limits.EMBEDDED_REDIS_START_MS_MAX / 1000
         with redis.Redis(
             unix_socket_path=str(self._socket),
-            socket_timeout=REDIS_TIMEOUT_MS / 1000,
+            socket_timeout=limits.REDIS_TIMEOUT_MS / 1000,
             retry=Retry(NoBackoff(), 0),
             protocol=2,
         ) as client:
@@ -191,5 +183,5 @@ class EmbeddedRedis:
                     time.sleep(_POLL_S)
         trouble = "stopped at once"
         if self.running:
-            trouble = f"does not answer after {EMBEDDED_REDIS_START_MS_MAX} ms"
+            trouble = f"does not answer after {limits.EMBEDDED_REDIS_START_MS_MAX} ms"
         raise ConfigError(f"the embedded Redis {trouble}; see {self._directory / _LOG_NAME}")

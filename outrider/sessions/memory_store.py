@@ -1,7 +1,5 @@
 """An in-process store for simulations. It never fails and never moves a session."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 

@@ -9,8 +9,6 @@ cluster's token. An address without its password says where the password is:
 | OUTRIDER_REDIS_PASSWORD of the process | what starts Ray there, such as a pod with a Secret |
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import socket

@@ -3,11 +3,9 @@
 Raises `ConfigError` for a server with an unsuitable configuration, in one line that names the
 server with its password masked."""
 
-from __future__ import annotations
-
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -28,6 +26,7 @@ from redis.exceptions import (
     ResponseError,
 )
 
+from outrider import limits
 from outrider.errors import (
     ConfigError,
     DataLoss,
@@ -35,14 +34,6 @@ from outrider.errors import (
     OutriderError,
     SettingError,
     StoreUnavailable,
-)
-from outrider.limits import (
-    REDIS_CONNECTIONS_MAX,
-    REDIS_ELECTION_MS_MAX,
-    REDIS_LOADING_MS_MAX,
-    REDIS_SENTINEL_TIMEOUT_MS,
-    REDIS_TIMEOUT_MS,
-    REDIS_TIMEOUT_SLICES,
 )
 from outrider.sessions.redis_address import RedisAddress
 
@@ -82,7 +73,7 @@ async def answering() -> AsyncIterator[None]:
     The time is counted in slices. Otherwise a pause of this process (a burst of work, a garbage
     collection) would look like a slow Redis: answer and timeout would both be due."""
     loop = asyncio.get_running_loop()
-    slice_s = REDIS_TIMEOUT_MS / REDIS_TIMEOUT_SLICES / 1000
+    slice_s = limits.REDIS_TIMEOUT_MS / limits.REDIS_TIMEOUT_SLICES / 1000
     timer: asyncio.TimerHandle
     async with asyncio.timeout(None) as scope:
 
@@ -93,7 +84,7 @@ async def answering() -> AsyncIterator[None]:
             else:
                 timer = loop.call_later(slice_s, tick, left - 1)
 
-        timer = loop.call_later(slice_s, tick, REDIS_TIMEOUT_SLICES - 1)
+        timer = loop.call_later(slice_s, tick, limits.REDIS_TIMEOUT_SLICES - 1)
         try:
             yield
         finally:
@@ -103,26 +94,20 @@ async def answering() -> AsyncIterator[None]:
 @asynccontextmanager
 async def calling(client: redis.asyncio.Redis) -> AsyncIterator[None]:
     """Bounds a call as `answering` does. If the server fails, or may no longer be the primary
-    (`raise_if_replaced`), closes idle connections: the next call then connects anew, and finds the
+    (`may_be_replaced`), closes idle connections: the next call then connects anew, and finds the
     primary by the server's name or by Sentinel. Those in use are closed by their own calls."""
     try:
         async with answering():
             yield
     except (RedisError, OSError, TimeoutError) as error:
-        if not isinstance(error, ResponseError) or _may_be_replaced(error):
+        if not isinstance(error, ResponseError) or may_be_replaced(error):
             await client.connection_pool.disconnect(inuse_connections=False)
         raise
 
 
-def raise_if_replaced(answers: Iterable[object]) -> None:
-    """Raises the first answer that shows that the server may no longer be the primary."""
-    for answer in answers:
-        if isinstance(answer, Exception) and _may_be_replaced(answer):
-            raise answer
-
-
-def _may_be_replaced(error: Exception) -> bool:
-    """Matches text, as scripts wrap such errors into others without a class."""
+def may_be_replaced(error: Exception) -> bool:
+    """Whether an error shows that the server may no longer be the primary. Matches text, as scripts
+    wrap such errors into others without a class."""
     return isinstance(error, _REPLACED_ERRORS) or bool(_REPLACED_ANSWERS.search(str(error)))
 
 
@@ -162,7 +147,7 @@ def new_client(address: RedisAddress) -> redis.asyncio.Redis:
     own: wrap calls in `calling`."""
     url = address.url
     options: dict[str, Any] = {
-        "max_connections": REDIS_CONNECTIONS_MAX,
+        "max_connections": limits.REDIS_CONNECTIONS_MAX,
         # All three are bounded by `calling`, together.
         "timeout": None,
         "socket_connect_timeout": None,
@@ -208,9 +193,9 @@ async def check_server(client: redis.asyncio.Redis, url: str) -> None:
         except (RedisError, OSError, TimeoutError) as error:
             wait_ms = 0
             if isinstance(error, BusyLoadingError):
-                wait_ms = REDIS_LOADING_MS_MAX
+                wait_ms = limits.REDIS_LOADING_MS_MAX
             elif isinstance(error, MasterNotFoundError):
-                wait_ms = REDIS_ELECTION_MS_MAX
+                wait_ms = limits.REDIS_ELECTION_MS_MAX
             if loop.time() >= began_at + wait_ms / 1000:
                 raise ConfigError(f"{name} {_why_unfit(error)}") from error
             await asyncio.sleep(_LOADING_POLL_S)
@@ -222,8 +207,8 @@ def _why_unfit(error: Exception) -> str:
     match error:
         case BusyLoadingError():
             return (
-                f"is still loading its data after {REDIS_LOADING_MS_MAX} ms; start again when it "
-                "is ready"
+                f"is still loading its data after {limits.REDIS_LOADING_MS_MAX} ms; start again "
+                "when it is ready"
             )
         case NoPermissionError() | AuthenticationError():
             return f"refuses this user: {line}"
@@ -315,7 +300,7 @@ def _sentinel_client(
     if has_password:
         options["password"] = unquote(password)
     options["ssl"] = scheme == "rediss+sentinel"
-    timeout_s = REDIS_SENTINEL_TIMEOUT_MS / 1000
+    timeout_s = limits.REDIS_SENTINEL_TIMEOUT_MS / 1000
     shared = ("ssl", "ssl_ca_certs", "retry", "protocol")
     of_sentinels = {name: options[name] for name in shared if name in options} | {
         "password": sentinel_password,

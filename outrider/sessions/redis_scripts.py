@@ -1,7 +1,5 @@
 """Runs Lua scripts in Redis; runs of independent callers share round trips."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from collections import deque
@@ -17,7 +15,7 @@ from outrider.limits import CALLS_PER_PIPELINE_MAX, REDIS_WAIT_MS
 from outrider.sessions.redis_connection import (
     NotReplicated,
     calling,
-    raise_if_replaced,
+    may_be_replaced,
     redis_errors,
     to_our_error,
 )
@@ -136,7 +134,9 @@ class ScriptRunner:
                 raise
             finally:
                 await pool.release(connection)
-            raise_if_replaced(answers)
+            for answer in answers:
+                if isinstance(answer, Exception) and may_be_replaced(answer):
+                    raise answer
             if num_replicas:
                 *answers, written, found = answers
                 for answer in (written, found):

@@ -21,8 +21,6 @@ and then checks that epoch and owner are unchanged. Leases are times to live in 
 time is stored, so clocks are never compared. If a restarted Redis has lost a live owner's lease,
 its sessions can be taken over; its later writes then fail the check of the epoch."""
 
-from __future__ import annotations
-
 import asyncio
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +31,7 @@ from typing import Any, Self
 import redis.asyncio
 from pydantic import TypeAdapter
 
+from outrider import limits
 from outrider.errors import (
     DataLoss,
     InvariantError,
@@ -40,15 +39,6 @@ from outrider.errors import (
     StaleEpoch,
     StoreUnavailable,
     Unavailable,
-)
-from outrider.limits import (
-    FINISHED_TTL_S,
-    LOAD_TRIES_MAX,
-    RECORD_INLINE_BYTES,
-    RECORD_PART_BYTES,
-    SESSION_LEASE_MS,
-    SESSION_TTL_S,
-    TAKE_OVER_RETRY_MS,
 )
 from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_connection import check_server, new_client
@@ -78,6 +68,8 @@ _FINISH = Script("layout", "admit", "finish", replicated=True)
 _LOAD = Script("layout", "load", replicated=True)
 _READ_PART = Script("read_part")
 _CLAIM_KEY = Script("claim_key", replicated=True)
+Field = str | int | bytes
+"""Redis stores these as bytes."""
 _CANCEL = "cancel:"
 """Prefix of the id of a session that its owner is asked to end."""
 
@@ -85,11 +77,11 @@ _CANCEL = "cancel:"
 class RedisStore(SessionStore):
     """A `SessionStore` in one Redis server. Made by `connect`."""
 
-    lease_ms = SESSION_LEASE_MS
+    lease_ms = limits.SESSION_LEASE_MS
     """How long a silent owner keeps its sessions."""
-    session_ttl_ms = SESSION_TTL_S * 1000
+    session_ttl_ms = limits.SESSION_TTL_S * 1000
     """Least time that an unfinished session stays readable after its last write."""
-    finished_ttl_ms = FINISHED_TTL_S * 1000
+    finished_ttl_ms = limits.FINISHED_TTL_S * 1000
     """How long a finished session stays readable."""
 
     def __init__(
@@ -188,7 +180,7 @@ class RedisStore(SessionStore):
             raise StoreUnavailable(
                 f"session {session_id} was taken over meanwhile, or lost its tail, while it was "
                 f"read; try again",
-                retry_after_ms=TAKE_OVER_RETRY_MS,
+                retry_after_ms=limits.TAKE_OVER_RETRY_MS,
             )
         return record
 
@@ -201,12 +193,13 @@ class RedisStore(SessionStore):
         )  # fmt: skip
 
     async def load(self, session_id: str) -> SessionRecord:
-        for _ in range(LOAD_TRIES_MAX):
+        for _ in range(limits.LOAD_TRIES_MAX):
             record = await self._record(session_id, await self._run(_LOAD, session_id))
             if record is not None:
                 return record
         raise StoreUnavailable(
-            f"session {session_id} changed its owner {LOAD_TRIES_MAX} times while it was read"
+            f"session {session_id} changed its owner {limits.LOAD_TRIES_MAX} times while it was "
+            "read"
         )
 
     async def claim_key(self, key: str, value: str = "", replaces: str = "") -> str:
@@ -250,8 +243,8 @@ class RedisStore(SessionStore):
         found: list[bytes] = []
         for string, (first, past) in zip(strings, extents, strict=True):
             parts: list[bytes] = []
-            for start in range(first, past, RECORD_PART_BYTES):
-                stop = min(start + RECORD_PART_BYTES, past)
+            for start in range(first, past, limits.RECORD_PART_BYTES):
+                stop = min(start + limits.RECORD_PART_BYTES, past)
                 call = (key, string), (start, stop - 1)
                 part = await self._scripts.run(_READ_PART, call)
                 if part[0] == b"missing":
@@ -261,7 +254,7 @@ class RedisStore(SessionStore):
                 parts.append(part[-1])
             found.append(b"".join(parts))
         decode = partial(decode_record, session_id, fields, *found)
-        if sum(map(len, found)) <= RECORD_INLINE_BYTES:
+        if sum(map(len, found)) <= limits.RECORD_INLINE_BYTES:
             return decode()
         return await asyncio.get_running_loop().run_in_executor(self._threads, decode)
 
@@ -284,9 +277,6 @@ def _outcome(session_id: str, epoch: int, answer: Any) -> int | OutriderError:
             )
     return InvariantError(f"Redis gave an unknown answer for session {session_id}")
 
-
-Field = str | int | bytes
-"""Redis stores these as bytes."""
 
 TOKEN_BYTES = 4
 _OPENED = TypeAdapter(tuple[str, int, Rule, str, int])

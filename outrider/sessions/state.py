@@ -7,8 +7,6 @@ Pure: no clock, no store. The owner decides tokens, sends `next_append()` to the
 the answer to `acknowledge()`. A store that lost its tail answers with a shorter length; the owner
 sends the rest again, and what was shown stays shown."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,11 +1,9 @@
 """The session store's protocol and its values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, Self
 
 from outrider.errors import DataLoss, OutriderError, SessionNotFound, Unavailable
 from outrider.limits import TAKE_OVER_RETRY_MS
@@ -117,7 +115,7 @@ class SessionRecord:
         rule: Rule,
         parameters: str,
         prompt_ids: tuple[int, ...],
-    ) -> SessionRecord:
+    ) -> Self:
         """A newly opened session."""
         return cls(
             session_id, tenant, owner, seed, rule, parameters, len(prompt_ids), prompt_ids,

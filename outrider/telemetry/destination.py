@@ -1,9 +1,8 @@
 """Where traces and metrics go, parsed from one setting."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
+from typing import Self
 
 from outrider.errors import SettingError
 from outrider.registry.registry import ROLES, Role
@@ -26,7 +25,7 @@ class Destination:
     `ROLES`. None = nowhere."""
 
     @classmethod
-    def parse(cls, text: str) -> Destination:
+    def parse(cls, text: str) -> Self:
         """Parses `otlp=URL,prometheus=PORT`; "" is nowhere. Raises `SettingError`."""
         found: dict[str, str] = {}
         for part in filter(None, map(str.strip, text.split(","))):

@@ -1,8 +1,6 @@
 """Log lines as JSON objects with session and trace ids; log files and directories of bounded
 size."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import logging

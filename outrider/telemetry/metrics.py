@@ -1,7 +1,5 @@
 """Metrics of a process: OpenTelemetry instruments with the names in docs/operations.md."""
 
-from __future__ import annotations
-
 from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial

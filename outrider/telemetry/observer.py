@@ -3,8 +3,6 @@
 With telemetry `ObservedRequests` handles them. Without, each costs a call, and OpenTelemetry is not
 imported."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 

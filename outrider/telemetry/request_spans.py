@@ -11,8 +11,6 @@
 
 Rounds that are not sampled have no spans, but count in all totals."""
 
-from __future__ import annotations
-
 import json
 import time
 from functools import partial

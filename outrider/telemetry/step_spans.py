@@ -1,7 +1,5 @@
 """Spans and metrics of a draft's or a target's steps."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Sequence
@@ -134,5 +132,5 @@ def _kind(answer: Any) -> str:
     return "refused" if isinstance(answer, Refused) else "answered"
 
 
-def _read(figures: Callable[[], StepFigures], value: attrgetter[float]) -> dict[str, float]:
+def _read(figures: Callable[[], StepFigures], value: "attrgetter[float]") -> dict[str, float]:
     return {"": float(value(figures()))}

@@ -1,35 +1,20 @@
 """Settings for both ends of every gRPC connection: sizes, keepalive, reconnection."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
-from outrider.limits import (
-    CONNECT_TIMEOUT_MS,
-    GRPC_AGE_GRACE_MS,
-    GRPC_HANDSHAKE_MS,
-    GRPC_IDLE_MS,
-    GRPC_MESSAGE_BYTES_MAX,
-    GRPC_METADATA_BYTES_MAX,
-    GRPC_PENDING_CALLS_MAX,
-    GRPC_PENDING_S_MAX,
-    KEEPALIVE_MS,
-    KEEPALIVE_TIMEOUT_MS,
-    LINK_BACKOFF_MS_MAX,
-    LINK_BACKOFF_MS_MIN,
-)
+from outrider import limits
 
 _BOTH_ENDS = (
-    ("grpc.max_receive_message_length", GRPC_MESSAGE_BYTES_MAX),
-    ("grpc.max_send_message_length", GRPC_MESSAGE_BYTES_MAX),
+    ("grpc.max_receive_message_length", limits.GRPC_MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", limits.GRPC_MESSAGE_BYTES_MAX),
     # Both bounds equal: between the soft and the hard bound gRPC refuses at random.
-    ("grpc.max_metadata_size", GRPC_METADATA_BYTES_MAX),
-    ("grpc.absolute_max_metadata_size", GRPC_METADATA_BYTES_MAX),
-    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.max_metadata_size", limits.GRPC_METADATA_BYTES_MAX),
+    ("grpc.absolute_max_metadata_size", limits.GRPC_METADATA_BYTES_MAX),
+    ("grpc.keepalive_time_ms", limits.KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", limits.KEEPALIVE_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
@@ -45,24 +30,24 @@ def server_options(
     return [
         *_BOTH_ENDS,
         # Tolerates pings of clients with these settings, with room for jitter.
-        ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
-        ("grpc.server_handshake_timeout_ms", GRPC_HANDSHAKE_MS),
-        ("grpc.max_connection_idle_ms", GRPC_IDLE_MS),
+        ("grpc.http2.min_ping_interval_without_data_ms", limits.KEEPALIVE_MS // 2),
+        ("grpc.server_handshake_timeout_ms", limits.GRPC_HANDSHAKE_MS),
+        ("grpc.max_connection_idle_ms", limits.GRPC_IDLE_MS),
         ("grpc.so_reuseport", int(shares_port)),
         *(() if age_ms is None else (("grpc.max_connection_age_ms", age_ms),)),
-        ("grpc.max_connection_age_grace_ms", GRPC_AGE_GRACE_MS),
+        ("grpc.max_connection_age_grace_ms", limits.GRPC_AGE_GRACE_MS),
         # Both bounds equal, as above.
-        ("grpc.server.max_pending_requests", GRPC_PENDING_CALLS_MAX),
-        ("grpc.server.max_pending_requests_hard_limit", GRPC_PENDING_CALLS_MAX),
-        ("grpc.server_max_unrequested_time_in_server", GRPC_PENDING_S_MAX),
+        ("grpc.server.max_pending_requests", limits.GRPC_PENDING_CALLS_MAX),
+        ("grpc.server.max_pending_requests_hard_limit", limits.GRPC_PENDING_CALLS_MAX),
+        ("grpc.server_max_unrequested_time_in_server", limits.GRPC_PENDING_S_MAX),
     ]
 
 
 _CHANNEL = (
     *_BOTH_ENDS,
-    ("grpc.initial_reconnect_backoff_ms", 2 * LINK_BACKOFF_MS_MIN),
-    ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
-    ("grpc.max_reconnect_backoff_ms", LINK_BACKOFF_MS_MAX),
+    ("grpc.initial_reconnect_backoff_ms", 2 * limits.LINK_BACKOFF_MS_MIN),
+    ("grpc.min_reconnect_backoff_ms", limits.CONNECT_TIMEOUT_MS),
+    ("grpc.max_reconnect_backoff_ms", limits.LINK_BACKOFF_MS_MAX),
     # Links to one address fail and recover on their own.
     ("grpc.use_local_subchannel_pool", 1),
     # gRPC's retry would repeat a stream that the link reopens with its own state.

@@ -3,8 +3,6 @@
 Fields of the same name correspond. Some messages have functions of their own. No peer is trusted:
 decoding raises `BadRequest` with the path of a field that exceeds its limit in `_LIMITS`."""
 
-from __future__ import annotations
-
 import math
 import re
 import sys
@@ -16,27 +14,11 @@ from typing import Any, TypeVar
 from google.protobuf.descriptor import FieldDescriptor, ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
+from outrider import limits
 from outrider.engine.step_costs import StepCosts
 from outrider.errors import BadRequest, InvariantError
 from outrider.grammar.constraint import DIGEST_BYTES, Constraint
 from outrider.hidden_states import BYTES_OF_A_NUMBER, Features, rows_max
-from outrider.limits import (
-    DEADLINE_MS_MAX,
-    DRAFT_DEADLINE_MS_MAX,
-    ERROR_MESSAGE_CHARS_MAX,
-    FEATURES_WIDTH_MAX,
-    LOGIT_BIAS_ENTRIES_MAX,
-    LOGPROBS_MAX,
-    LOOK_AHEAD_MAX,
-    NUM_DRAFT_TOKENS_MAX,
-    RUN_AHEAD_ROUNDS_MAX,
-    SESSION_TOKENS_MAX,
-    SIBLINGS_MAX,
-    TENANT_CHARS_MAX,
-    TOKEN_ID_MAX,
-    TRACEPARENT_CHARS_MAX,
-    TREE_TOKENS_MAX,
-)
 from outrider.messages import (
     DraftAnswer,
     DraftItem,
@@ -62,21 +44,22 @@ T = TypeVar("T")
 _WORD_START = re.compile(r"(?<=[a-z])(?=[A-Z])")
 _SESSION_ID = re.compile(r"[0-9a-f]{32}")
 _LIMITS: Mapping[str, int] = {
-    "RoundHead.tenant": TENANT_CHARS_MAX,
-    "RoundHead.traceparent": TRACEPARENT_CHARS_MAX,
-    "RoundHead.deadline_ms": DEADLINE_MS_MAX,
-    "VerifyItem.run_ahead": RUN_AHEAD_ROUNDS_MAX,
-    "VerifyItem.num_logprobs": LOGPROBS_MAX,
-    "VerifyItem.num_next_draft_tokens": NUM_DRAFT_TOKENS_MAX,
-    "VerifyItem.next_siblings": NUM_DRAFT_TOKENS_MAX,
-    "VerifyItem.features_from": SESSION_TOKENS_MAX,
-    "VerifyItem.next_budget_us": 1000 * DRAFT_DEADLINE_MS_MAX,
-    "DraftItem.num_draft_tokens": NUM_DRAFT_TOKENS_MAX,
-    "DraftItem.look_ahead": LOOK_AHEAD_MAX,
-    "DraftItem.siblings": NUM_DRAFT_TOKENS_MAX,
-    "DraftItem.budget_us": 1000 * DRAFT_DEADLINE_MS_MAX,
-    "ProposalAnswer.assumed": NUM_DRAFT_TOKENS_MAX + 1,  # Accepted ones, and the token after them.
-    "Refused.message": ERROR_MESSAGE_CHARS_MAX,
+    "RoundHead.tenant": limits.TENANT_CHARS_MAX,
+    "RoundHead.traceparent": limits.TRACEPARENT_CHARS_MAX,
+    "RoundHead.deadline_ms": limits.DEADLINE_MS_MAX,
+    "VerifyItem.run_ahead": limits.RUN_AHEAD_ROUNDS_MAX,
+    "VerifyItem.num_logprobs": limits.LOGPROBS_MAX,
+    "VerifyItem.num_next_draft_tokens": limits.NUM_DRAFT_TOKENS_MAX,
+    "VerifyItem.next_siblings": limits.NUM_DRAFT_TOKENS_MAX,
+    "VerifyItem.features_from": limits.SESSION_TOKENS_MAX,
+    "VerifyItem.next_budget_us": 1000 * limits.DRAFT_DEADLINE_MS_MAX,
+    "DraftItem.num_draft_tokens": limits.NUM_DRAFT_TOKENS_MAX,
+    "DraftItem.look_ahead": limits.LOOK_AHEAD_MAX,
+    "DraftItem.siblings": limits.NUM_DRAFT_TOKENS_MAX,
+    "DraftItem.budget_us": 1000 * limits.DRAFT_DEADLINE_MS_MAX,
+    "ProposalAnswer.assumed": limits.NUM_DRAFT_TOKENS_MAX
+    + 1,  # Accepted ones, and the token after them.
+    "Refused.message": limits.ERROR_MESSAGE_CHARS_MAX,
 }
 """Largest number, or most characters or entries, of a field."""
 _AMOUNTS = ("Verdict", "ProposalAnswer", "AuditSums")
@@ -287,15 +270,15 @@ def session_id_from_wire(session_id: str, path: str = "session_id") -> str:
 
 
 def token_ids_from_wire(
-    ids: Sequence[int], path: str, num_max: int = SESSION_TOKENS_MAX
+    ids: Sequence[int], path: str, num_max: int = limits.SESSION_TOKENS_MAX
 ) -> tuple[int, ...]:
     """Checks that token ids fit 31 bits, and their number; whether they are in a vocabulary is
     checked where it is known."""
     token_ids = tuple(ids[:])  # A slice of a repeated field is read twice as fast.
     if len(token_ids) > num_max:
         raise BadRequest(path, f"{len(token_ids)} tokens are more than {num_max}")
-    if token_ids and (max(token_ids) > TOKEN_ID_MAX or min(token_ids) < 0):
-        raise BadRequest(path, f"a token id is not in 0..{TOKEN_ID_MAX}")
+    if token_ids and (max(token_ids) > limits.TOKEN_ID_MAX or min(token_ids) < 0):
+        raise BadRequest(path, f"a token id is not in 0..{limits.TOKEN_ID_MAX}")
     return token_ids
 
 
@@ -309,8 +292,8 @@ def sampling_from_proto(
 ) -> SamplingParams:
     """Unset fields take their defaults; each is checked against `outrider.limits`. Code that knows
     the vocabulary checks whether `top_k` and biased tokens fit it."""
-    if (size := len(message.logit_bias)) > LOGIT_BIAS_ENTRIES_MAX:  # before they are sorted
-        reason = f"got {size} entries; at most {LOGIT_BIAS_ENTRIES_MAX}"
+    if (size := len(message.logit_bias)) > limits.LOGIT_BIAS_ENTRIES_MAX:  # before they are sorted
+        reason = f"got {size} entries; at most {limits.LOGIT_BIAS_ENTRIES_MAX}"
         raise BadRequest(f"{path}.logit_bias", reason)
     bias = tuple(sorted(message.logit_bias.items()))
     params = from_proto(message, SamplingParams, path, logit_bias=bias)
@@ -329,7 +312,7 @@ def _proposal_to_proto(proposal: SealedProposal) -> dict[str, Any] | None:
 def _proposal_from_proto(message: types_pb2.Proposal, path: str = "proposal") -> SealedProposal:
     """Checks the tree, the token ids and the size of q, which the target opens."""
     parents = tuple([parent - 1 for parent in message.parents[:]])
-    num_max = TREE_TOKENS_MAX if parents else NUM_DRAFT_TOKENS_MAX
+    num_max = limits.TREE_TOKENS_MAX if parents else limits.NUM_DRAFT_TOKENS_MAX
     token_ids = token_ids_from_wire(message.token_ids, f"{path}.token_ids", num_max)
     q = message.q  # Read once: each read copies it.
     if len(q) > Q_BYTES_MAX:
@@ -340,8 +323,10 @@ def _proposal_from_proto(message: types_pb2.Proposal, path: str = "proposal") ->
 
 def _features_from_proto(message: types_pb2.Features, path: str) -> Features:
     """Checks that the bytes are whole rows, and not too many."""
-    if not 0 < message.width <= FEATURES_WIDTH_MAX:
-        raise BadRequest(f"{path}.width", f"{message.width} is not in 1..{FEATURES_WIDTH_MAX}")
+    if not 0 < message.width <= limits.FEATURES_WIDTH_MAX:
+        raise BadRequest(
+            f"{path}.width", f"{message.width} is not in 1..{limits.FEATURES_WIDTH_MAX}"
+        )
     num, rest = divmod(len(message.rows), message.width * BYTES_OF_A_NUMBER)
     most = rows_max(message.width)
     if rest or not 0 < num <= most:
@@ -356,7 +341,9 @@ def _logprobs_to_proto(entry: PositionLogprobs) -> types_pb2.PositionLogprobs:
 
 
 def _logprobs_from_proto(message: types_pb2.PositionLogprobs, path: str) -> PositionLogprobs:
-    token_ids = token_ids_from_wire([one.token_id for one in message.top], path, LOGPROBS_MAX)
+    token_ids = token_ids_from_wire(
+        [one.token_id for one in message.top], path, limits.LOGPROBS_MAX
+    )
     values = [one.logprob for one in message.top]
     for value in (message.logprob, *values):  # An impossible token has minus infinity.
         if not value < math.inf:
@@ -369,7 +356,7 @@ OWN_CODECS: dict[str, tuple[Callable[[Any], Any] | None, Callable[[Any, str], An
     "Proposal": (_proposal_to_proto, _proposal_from_proto),
     "HeldProposal": (
         lambda token_ids: draft_pb2.HeldProposal(token_ids=token_ids),
-        lambda held, path: token_ids_from_wire(held.token_ids, path, NUM_DRAFT_TOKENS_MAX),
+        lambda held, path: token_ids_from_wire(held.token_ids, path, limits.NUM_DRAFT_TOKENS_MAX),
     ),
     "Features": (None, _features_from_proto),
     "PositionLogprobs": (_logprobs_to_proto, _logprobs_from_proto),
@@ -419,8 +406,8 @@ def head_from_proto(message: types_pb2.RoundHead, known: RoundHead | None = None
     if len(head.constraint_hash) not in (0, DIGEST_BYTES):
         reason = f"has {len(head.constraint_hash)} bytes, not {DIGEST_BYTES}"
         raise BadRequest("head.constraint_hash", reason)
-    if head.committed_length > SESSION_TOKENS_MAX:
-        reason = f"a prefix of {head.committed_length} tokens is over {SESSION_TOKENS_MAX}"
+    if head.committed_length > limits.SESSION_TOKENS_MAX:
+        reason = f"a prefix of {head.committed_length} tokens is over {limits.SESSION_TOKENS_MAX}"
         raise BadRequest("head.base_length", reason)
     if not 1 <= head.prompt_length <= head.committed_length:
         reason = f"{head.prompt_length} is not in 1..{head.committed_length}, the committed length"
@@ -436,11 +423,14 @@ def _check_tree(item: RoundItem) -> None:
         field, siblings, num = "next_siblings", item.next_siblings, item.num_next_draft_tokens
     else:
         field, siblings, num = "siblings", item.siblings, item.num_draft_tokens
-    if max(siblings, default=0) > SIBLINGS_MAX or sum(siblings) + num > TREE_TOKENS_MAX:
+    if (
+        max(siblings, default=0) > limits.SIBLINGS_MAX
+        or sum(siblings) + num > limits.TREE_TOKENS_MAX
+    ):
         raise BadRequest(
             field,
-            f"{siblings} is wrong; allowed: {SIBLINGS_MAX} siblings beside a token, and "
-            f"{TREE_TOKENS_MAX} tokens in a tree",
+            f"{siblings} is wrong; allowed: {limits.SIBLINGS_MAX} siblings beside a token, and "
+            f"{limits.TREE_TOKENS_MAX} tokens in a tree",
         )
 
 
@@ -455,7 +445,7 @@ _ANSWER_FIELDS = {kind: name for name, kind in _ANSWERS.items()}
 
 def _verdict_from_proto(message: target_pb2.Verdict) -> Verdict:
     accept, correction = tuple(message.accept_probability[:]), message.correction
-    if len(accept) > TREE_TOKENS_MAX or len(correction) != len(accept) + 1:
+    if len(accept) > limits.TREE_TOKENS_MAX or len(correction) != len(accept) + 1:
         raise BadRequest(
             "verdict", f"{len(accept)} probabilities do not go with {len(correction)} corrections"
         )
@@ -538,7 +528,7 @@ class Codec:
                 "accept_probability": verdict.accept_probability, "correction": verdict.correction
             }  # fmt: skip
         elif isinstance(answer, Refused):
-            more = {"message": answer.message[:ERROR_MESSAGE_CHARS_MAX]}
+            more = {"message": answer.message[: limits.ERROR_MESSAGE_CHARS_MAX]}
         part = fields_to_proto(answer, _kind_of(kind, name), **more)
         return _frame(self.reply, kind, fields_to_proto(answer.key, kind, **{name: part}))
 

@@ -15,17 +15,9 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from outrider import limits
 from outrider.backoff import backoff
 from outrider.errors import BadRequest, LinkLost, Overloaded, Unavailable, check
-from outrider.limits import (
-    BULK_ITEM_BYTES,
-    FRAME_BYTES_MAX,
-    GRPC_MESSAGE_BYTES_MAX,
-    LINK_BACKOFF_MS_MAX,
-    LINK_BACKOFF_MS_MIN,
-    RELEASES_IN_FLIGHT_MAX,
-    STREAM_QUEUE_ITEMS_MAX,
-)
 from outrider.messages import ReplicaDescription, Resync, RoundItem
 from outrider.transport.channel import PLAIN, Trust, open_channel
 from outrider.transport.codec import DRAFT, VERIFY, Codec, from_proto
@@ -39,7 +31,9 @@ logger = logging.getLogger(__name__)
 RELEASE_TIMEOUT_S = 5.0
 _END: Any = vars(grpc.aio)["EOF"]
 """Returned by a read at the end of a stream; missing in type stubs."""
-_ITEM_BYTES_MAX = GRPC_MESSAGE_BYTES_MAX - (GRPC_MESSAGE_BYTES_MAX - FRAME_BYTES_MAX) // 8
+_ITEM_BYTES_MAX = (
+    limits.GRPC_MESSAGE_BYTES_MAX - (limits.GRPC_MESSAGE_BYTES_MAX - limits.FRAME_BYTES_MAX) // 8
+)
 """Leaves room for the frame of an item that travels alone."""
 
 
@@ -84,14 +78,14 @@ class GrpcLink(Link):
         if len(frame) > _ITEM_BYTES_MAX:
             reason = f"an item of {len(frame)} bytes is over {_ITEM_BYTES_MAX}"
             raise BadRequest("head.append", reason)
-        if len(frame) > BULK_ITEM_BYTES or item.is_answered_in_bulk:
+        if len(frame) > limits.BULK_ITEM_BYTES or item.is_answered_in_bulk:
             stream = self._stream("bulk")
             frame = stream.encode(item)
         stream.put(item, frame)
 
     def release(self, session_id: str, epoch: int) -> None:
         self._forget(session_id)
-        if self._closed or self._num_releases >= RELEASES_IN_FLIGHT_MAX:
+        if self._closed or self._num_releases >= limits.RELEASES_IN_FLIGHT_MAX:
             return
         self._num_releases += 1
         self._spawn(self._send_release(session_id, epoch))
@@ -179,7 +173,9 @@ class GrpcLink(Link):
         if self._closed or stream not in self._streams.values():
             return
         self._stop_streams()
-        delay_ms = backoff(LINK_BACKOFF_MS_MIN, LINK_BACKOFF_MS_MAX, self._failures, random)
+        delay_ms = backoff(
+            limits.LINK_BACKOFF_MS_MIN, limits.LINK_BACKOFF_MS_MAX, self._failures, random
+        )
         self._failures += 1
         self._down_until = asyncio.get_running_loop().time() + delay_ms / 1000
         error = LinkLost(f"the stream to {self._address} broke: {reason}", round(delay_ms))
@@ -207,8 +203,8 @@ class _Stream:
 
     def put(self, item: RoundItem, frame: bytes) -> None:
         if not self._outbox.put(frame):
-            waiting = f"{STREAM_QUEUE_ITEMS_MAX} items wait on this stream"
-            raise Overloaded(waiting, LINK_BACKOFF_MS_MIN)
+            waiting = f"{limits.STREAM_QUEUE_ITEMS_MAX} items wait on this stream"
+            raise Overloaded(waiting, limits.LINK_BACKOFF_MS_MIN)
         if item.head.sampling is not None:
             self._sent[item.head.session_id] = item.head.given_hashes
 
@@ -242,7 +238,7 @@ class _Stream:
             while True:
                 await self._outbox.wait()
                 while data := self._outbox.gather():
-                    self._link.num_bytes.sent += len(data)
+                    self._link.num_bytes["sent"] += len(data)
                     await self._call.write(data)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             # The call has ended; the reader reports its status.
@@ -254,7 +250,7 @@ class _Stream:
     async def _read(self) -> str:
         try:
             while (data := await self._call.read()) is not _END:
-                self._link.num_bytes.received += len(data)
+                self._link.num_bytes["received"] += len(data)
                 for message in self._codec.reply.FromString(data).items:
                     if self._stopped:
                         break

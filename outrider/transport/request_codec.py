@@ -1,7 +1,5 @@
 """Converts between the coordinator's protobuf messages and the values of `outrider.request`."""
 
-from __future__ import annotations
-
 from typing import Any, TypeVar
 
 from outrider.errors import BadRequest, InvariantError

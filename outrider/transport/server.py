@@ -11,8 +11,6 @@ not INTERNAL. A servicer is any object with a method per rpc, named in snake cas
 
 It raises errors of `outrider.errors`; only this module calls `context.abort`."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import re
@@ -218,7 +216,7 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         method, call = self._methods[path]
         request_type = GetMessageClass(method.input_type)
         if method.client_streaming:
-            given: Any = _decode_all(request_type, frames)
+            given: Any = (_decode(request_type, data) async for data in frames)
         else:
             data = await anext(aiter(frames), None)
             if data is None:
@@ -250,13 +248,6 @@ def _decode(kind: Callable[[], Message], data: bytes) -> Message:
             "message", f"these {len(data)} bytes are not a {message.DESCRIPTOR.full_name}"
         ) from error
     return message
-
-
-async def _decode_all(
-    kind: Callable[[], Message], frames: AsyncIterator[bytes]
-) -> AsyncGenerator[Message]:
-    async for data in frames:
-        yield _decode(kind, data)
 
 
 def is_taken(host: str, port: int) -> bool:

@@ -3,8 +3,6 @@
 The caller decides how a stream ends. After a half-close (no more items) the last round of each
 session is still answered. After a cancel or a broken connection queued work is dropped."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence

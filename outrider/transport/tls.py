@@ -113,18 +113,6 @@ def read_certificates(path: Path) -> Sequence[x509.Certificate]:
     return found
 
 
-def certificate_names(path: Path) -> list[str]:
-    """Hosts in a certificate, names before addresses. Raises `ConfigError`."""
-    try:
-        found = read_certificates(path)[0].extensions.get_extension_for_class(
-            x509.SubjectAlternativeName
-        )
-    except x509.ExtensionNotFound:
-        return []
-    names = found.value.get_values_for_type(x509.DNSName)
-    return [*names, *map(str, found.value.get_values_for_type(x509.IPAddress))]
-
-
 def check_pair(certificate: Path, key: Path) -> None:
     """Raises `ConfigError` unless the key is the certificate's, which has not ended."""
     found = read_certificates(certificate)[0]
@@ -246,8 +234,12 @@ def pinned_trust(server: Path, certificate: Path | None = None, key: Path | None
 
 
 def pinned_name(server: Path) -> str:
-    """A host in a certificate. Raises `ConfigError` if there is none."""
-    names = certificate_names(server)
+    """A host in a certificate, a name if it has any. Raises `ConfigError` if there is none."""
+    names: list[str] = []
+    for one in read_certificates(server)[0].extensions:
+        if isinstance(one.value, x509.SubjectAlternativeName):
+            names = one.value.get_values_for_type(x509.DNSName)
+            names += map(str, one.value.get_values_for_type(x509.IPAddress))
     if not names:
         raise ConfigError(f"{server}: names no host; it needs a subject alternative name")
     # A wildcard stands for any first label.

@@ -146,7 +146,7 @@ async def test_a_long_record_is_read_in_parts(
 ) -> None:
     """No answer of Redis is long; the record is the same, read or taken over. If another owner
     replaces it between two parts, the result is of one owner alone, and a take-over is refused."""
-    monkeypatch.setattr("outrider.sessions.redis_store.RECORD_PART_BYTES", 100)
+    monkeypatch.setattr("outrider.limits.RECORD_PART_BYTES", 100)
     await store.open(new_session())
     session = Session(new_session())
     session.decide(range(5, 1004), NO_COUNTS, logprobs=LINES)

@@ -39,8 +39,8 @@ STUCK_S = 60.0
 IN_PARTS_SHARE = 0.3
 """Share of the seeds in which records are read, and lost tokens sent again, in several parts."""
 PARTS = {
-    "outrider.sessions.redis_store.RECORD_INLINE_BYTES": 64,
-    "outrider.sessions.redis_store.RECORD_PART_BYTES": 32,
+    "outrider.limits.RECORD_INLINE_BYTES": 64,
+    "outrider.limits.RECORD_PART_BYTES": 32,
     "outrider.sessions.state.APPEND_TOKENS_MAX": 8,
 }
 """Bounds in these seeds."""

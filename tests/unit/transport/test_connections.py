@@ -22,8 +22,8 @@ async def test_a_connection_without_a_call_is_closed(
     monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
     """With or without its preface. A channel reconnects with its next call."""
-    monkeypatch.setattr("outrider.transport.channel.GRPC_HANDSHAKE_MS", 1_000)
-    monkeypatch.setattr("outrider.transport.channel.GRPC_IDLE_MS", 1_000)
+    monkeypatch.setattr("outrider.limits.GRPC_HANDSHAKE_MS", 1_000)
+    monkeypatch.setattr("outrider.limits.GRPC_IDLE_MS", 1_000)
     server = RpcServer([], ServerOptions())
     port = await server.start()
     channel = open_channel(server.address)

@@ -14,7 +14,6 @@ from outrider.errors import ConfigError
 from outrider.registry.registry import ROLES
 from outrider.transport.tls import (
     RoleFiles,
-    certificate_names,
     check_authority,
     check_pair,
     days_left,
@@ -22,6 +21,7 @@ from outrider.transport.tls import (
     internal_trust,
     make_authority,
     make_role,
+    pinned_name,
     read_certificates,
 )
 
@@ -45,7 +45,7 @@ def test_every_role_has_a_certificate_of_its_own(tmp_path: Path) -> None:
         files.check()
         assert stat.S_IMODE(files.key.stat().st_mode) == 0o600
         found = first_certificate(files.certificate)
-        assert certificate_names(files.certificate) == [f"{role}.outrider.internal"]
+        assert pinned_name(files.certificate) == f"{role}.outrider.internal"
         assert found.extensions.get_extension_for_class(x509.BasicConstraints).value.ca is False
         usage = found.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
         assert set(usage) == {ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH}

@@ -129,7 +129,7 @@ async def test_a_compiler_that_dies_or_gives_no_answer_is_started_again(
         [third] = compilers(prompts)
         third.send_signal(signal.SIGSTOP)
         with monkeypatch.context() as soon, pytest.raises(Overloaded):
-            soon.setattr(grammar_check, "COMPILE_WAIT_S_MAX", 0.1)
+            soon.setattr("outrider.limits.COMPILE_WAIT_S_MAX", 0.1)
             await prompts.check_constraint(Constraint.of_regex("b"), EOS, "a")
         await third.wait()
         await prompts.check_constraint(Constraint.of_regex("b"), EOS, "a")
@@ -218,7 +218,7 @@ async def test_waiting_constraints_are_limited(monkeypatch: pytest.MonkeyPatch) 
     """Those of one tenant, and those of all; cancelled ones do not count."""
     for name, number in (("COMPILE_THREADS", 1), ("COMPILATIONS_PER_TENANT_MAX", 3),
                          ("COMPILATIONS_MAX", 5)):  # fmt: skip
-        monkeypatch.setattr(grammar_check, name, number)
+        monkeypatch.setattr(f"outrider.limits.{name}", number)
     queue, begun = FairQueue(), list[str]()
     waiting = [take(queue, begun, f"a{index}") for index in range(4)]
     await settle()
