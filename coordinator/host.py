@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import random
-import secrets
 import socket
 import uuid
 from collections.abc import Callable
@@ -23,7 +21,7 @@ from coordinator.http_api.tool_parsers import ChatFormats
 from coordinator.requests.chat_template import read_chat_template
 from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import NgramDrafter
-from outrider.limits import GRPC_AGE_MS, SEED_BITS
+from outrider.limits import GRPC_AGE_MS
 from outrider.registry.redis_registry import Lease, RedisRegistry
 from outrider.registry.registry import Engagement, ReplicaRecord, Role
 from outrider.replica.process_setup import advertised, build_lookup
@@ -85,7 +83,6 @@ class CoordinatorHost:
             fallback=(build_lookup(config.lookup) if config.lookup else None)
             or NgramDrafter(config.ngram_min, config.ngram_max),
             text=_load_text(config),
-            random_seed=_random_seeds(config.seed),
             observation=observation,
             **replicas,
         )
@@ -283,12 +280,3 @@ def _load_text(config: CoordinatorConfig) -> TokenizerText | None:
         trust_remote_code=config.trust_remote_code,
         chat_template=read_chat_template(config.chat_template),
     )
-
-
-def _random_seeds(seed: int | None) -> Callable[[], int]:
-    """A source of seeds. With a configured seed, a repeated series of requests gets the same seeds,
-    and so the same answers."""
-    if seed is None:
-        return lambda: secrets.randbits(SEED_BITS)
-    seeds = random.Random(seed)  # noqa: S311 (sampling, not secrecy)
-    return lambda: seeds.getrandbits(SEED_BITS)

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, aclosing, contextmanager, suppress
 from dataclasses import replace
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from coordinator.decoding.committer import Committer
@@ -94,7 +95,6 @@ class CoordinatorService:
         fallback: LookupDrafter,
         text: TokenizerText | None = None,
         random_bits: Callable[[int], int] = secrets.randbits,
-        random_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
         observation: Observation = UNOBSERVED,
         registry: RedisRegistry | None = None,
         link: Callable[[Role, str], Link] | None = None,
@@ -103,7 +103,7 @@ class CoordinatorService:
         are links by name, known from the start. With `registry` and `link(role, address)` it uses
         the registry's replicas instead, and metrics include the fleet's size. `fallback` drafts
         while no draft replica answers, or where there are none. `random_bits(n)` gives n random
-        bits, for session ids; `random_seed()` gives the seed of a request without one."""
+        bits, for session ids and, unless a seed is configured, for the seeds of requests."""
         self._config = config
         self._looks_up = config.lookup is not None and config.lookup.drafter.is_lookup
         has_trees = config.draft_siblings > 0 and not (config.look_ahead or self._looks_up)
@@ -127,7 +127,9 @@ class CoordinatorService:
             best if config.unseeded_rule == "auto" else Rule(config.unseeded_rule),
         )
         self._prompts = PromptEncoder(text)
-        self._random_seed = random_seed
+        # With a configured seed, a repeated series of requests gets the same seeds and answers.
+        seeded = None if config.seed is None else Random(config.seed).getrandbits  # noqa: S311
+        self._seed_bits = seeded or random_bits
         self._sessions = OwnedSessions(store, owner, self.targets, random_bits, config)
         self._committer = Committer(store, owner, self._sessions.random, self._heed)
         self._commit_task: asyncio.Task[None] | None = None
@@ -609,7 +611,7 @@ class CoordinatorService:
         # A session keeps the weights of its first target, so it cannot begin without one.
         target = await self.targets.wait_for_one(self._config.target_gone_ms / 1e3)
         parameters = resolve(
-            request, field, prompt_ids, self.served, self.defaults, self._random_seed()
+            request, field, prompt_ids, self.served, self.defaults, self._seed_bits(SEED_BITS)
         )
         return replace(parameters, weights=target.weights)
 

@@ -37,7 +37,7 @@ from outrider.engine.emulated_spec import PAGES_MAX, EmulatedSpec
 from outrider.engine.interface import SequenceStep
 from outrider.engine.step_costs import StepCosts
 from outrider.errors import OutriderError, SettingError
-from outrider.limits import DEADLINE_MS_MAX, PAGE_SIZE, REPLICAS_MAX, SEED_BITS
+from outrider.limits import DEADLINE_MS_MAX, PAGE_SIZE, REPLICAS_MAX
 from outrider.registry.registry import Role
 from outrider.replica.executors import InlineExecutor
 from outrider.request import GenerateRequest, RoundReport, Tokens
@@ -296,7 +296,6 @@ class _Coordinator:
             drafts=links["draft"],
             fallback=_Lookup(k if looks_up else 0),
             random_bits=rng.getrandbits,
-            random_seed=lambda: rng.getrandbits(SEED_BITS),
         )
 
     def _carrier(self, both_s: float, turn_s: float) -> Callable[[Callable[[], None]], None]:

@@ -346,7 +346,6 @@ class CoordinatorNode(Node):
             store=world.redis.store(),
             fallback=NgramDrafter(),
             random_bits=rng.getrandbits,
-            random_seed=lambda: rng.getrandbits(64),
             observation=world.moves,
             registry=world.redis.registry(),
             link=lambda _, address: world.link(self.process, address),
