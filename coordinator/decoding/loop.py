@@ -248,7 +248,7 @@ class SessionRun:
         return DeadlineExceeded(f"deadline_ms: {deadline_ms} ms passed before the first token")
 
     async def _rounds(self) -> FinishReason:
-        if self._draft is not None and self._reads_beside and not self._lengths.begins_plain:
+        if self._draft is not None and self._reads_beside and not self._lengths.plans_plain:
             self._draft.prefill(self.parameters.num_draft_tokens)
         reason, index = None, 0
         while reason is None:

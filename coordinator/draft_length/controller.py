@@ -339,10 +339,6 @@ class LengthControl(LengthPolicy):
         # A draft reads the prompt while the target does, and may take longer.
         self._num_missed = prompt_length
 
-    @property
-    def begins_plain(self) -> bool:
-        return self._plans_plain
-
     def fix(self) -> None:
         """Fixes K at the best value so far, for all rounds that are not planned yet, except those
         of a plain phase that are certain to come. From now on nothing is learned from this session,
@@ -421,13 +417,13 @@ class LengthControl(LengthPolicy):
         return self._settled(self._fixed or self._look or self._choice or _FIRST)
 
     @property
-    def _plans_plain(self) -> bool:
+    def plans_plain(self) -> bool:
         return self._bound == 0 or self._plain_left > 0 or self._fixed == _PLAIN
 
     def _settled(self, drafted: _Option) -> tuple[_Option, int]:
         """The next round: `drafted`, or one of a plain phase. And how many plain rounds certainly
         follow."""
-        if not self._plans_plain:
+        if not self.plans_plain:
             return drafted, 0
         run_ahead = self._controls.run_ahead_rounds
         if self._plain_left > 0:

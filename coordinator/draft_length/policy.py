@@ -95,8 +95,8 @@ class LengthPolicy:
     """Whether it learns from rounds."""
 
     @property
-    def begins_plain(self) -> bool:
-        """Whether the session begins with several rounds without a draft."""
+    def plans_plain(self) -> bool:
+        """Whether several rounds without a draft come next."""
         raise NotImplementedError
 
     def choose(self, index: int, num_left: int) -> RoundLength:
@@ -128,7 +128,7 @@ class FixedLength(LengthPolicy):
         self._run_ahead_rounds = run_ahead_rounds if num_draft_tokens == 0 else 0
 
     @property
-    def begins_plain(self) -> bool:
+    def plans_plain(self) -> bool:
         return self._num_draft_tokens == 0
 
     def choose(self, index: int, num_left: int) -> RoundLength:

@@ -172,7 +172,7 @@ def beginnings(world: World, num_sessions: int, first_seed: int = 1) -> list[boo
     found = []
     for seed in range(first_seed, first_seed + num_sessions):
         control = world.open(seed)
-        found.append(not control.begins_plain)
+        found.append(not control.plans_plain)
         world.play(control, 60)
         control.close()
     return found
@@ -290,4 +290,4 @@ def test_a_draft_reads_a_prompt_only_if_drafting_will_pay_for_it(
         control.close()
     world.prompt_length = prompt_length
     control = world.open(9)
-    assert control.begins_plain is not begins
+    assert control.plans_plain is not begins

@@ -85,7 +85,7 @@ def test_a_repeated_seed_has_lengths_that_no_session_changes(rule: Rule, has_end
         if has_ended:
             first.close()
         again = one.open(rule, 7, BOUND, 10)
-        found.add((again.begins_plain, *play(again, at_random(80 + history), 30)))
+        found.add((again.plans_plain, *play(again, at_random(80 + history), 30)))
     assert len(found) == 1
 
 
@@ -182,7 +182,7 @@ def test_a_repeated_seed_drafts_if_the_tables_say_that_it_pays(
     one = controls(TARGET, StepCosts((1,), (draft_s,)))
     one.open(Rule.TOKEN, 7, BOUND, 10)
     again = one.open(Rule.TOKEN, 7, BOUND, 10)
-    assert again.begins_plain is not drafts
+    assert again.plans_plain is not drafts
     lengths = [again.choose(index, ENDLESS) for index in range(4)]
     assert [length.num_draft_tokens > 0 for length in lengths] == [False] + [drafts] * 3
     assert all(length.run_ahead == (0 if drafts else RUN_AHEAD) for length in lengths)

@@ -62,7 +62,7 @@ def play(
     """How long a session takes, in seconds. For each round, the next recorded one at its position
     says what is proposed."""
     starts = [0, *accumulate(1 + round(sum(percent) / 100) for _, *percent in rounds)]
-    unread = prompt_length if policy.begins_plain else 0
+    unread = prompt_length if policy.plans_plain else 0
     now, position, index, sure_until = 0.0, 0, 0, -1
     while position < num_max:
         length = policy.choose(index, num_max - position)
