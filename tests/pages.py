@@ -9,25 +9,18 @@ from outrider.kv_cache.block_pool import BlockPool
 def check_pages(owner: Any) -> None:
     """Every page of an engine, or of a pool, is where it is said to be."""
     pool: BlockPool = owner if isinstance(owner, BlockPool) else owner._pool
-    holders, busy = Counter[int](), Counter[int]()
+    holders = Counter[int]()
     for name, sequence in pool._sequences.items():
         num_pages = -(-sequence.length // pool.page_size)
         assert len(sequence.pages) == len(set(sequence.pages)) == num_pages, name
         assert 0 <= sequence.chain_length <= sequence.length - sequence.num_shallow, name
         holders.update(sequence.pages)
-        busy.update(sequence.pages if sequence.busy else ())
         for page, prefix in zip(sequence.pages, sequence.prefixes, strict=False):
             assert prefix.key[1] == pool._packed_ids(page), f"page {page} of {name} is corrupt"
     pages = range(pool.num_pages)
     assert pool._holders == [holders[page] for page in pages]
-    assert pool._busy_holders == [busy[page] for page in pages]
-    assert pool._num_busy_pages == len(busy)
-    remembered = {entry for entry in pool._unused if isinstance(entry, int)}
+    remembered = set(pool._remembered)
     assert remembered == {page for page in pages if page in pool._prefixes} - set(holders)
-    idle = {name for name, sequence in pool._sequences.items() if not sequence.busy}
-    branches = {name for name in idle if pool._sequences[name].is_branch}
-    assert set(pool._idle_branches) == branches
-    assert set(pool._unused) - remembered == idle - branches
     assert sorted(pool._free) == sorted(set(pages) - remembered - set(holders))
     check_prefixes(pool)
 

@@ -50,7 +50,7 @@ class ToyEngine:
         self.stated_seconds = 0.0
         self._pool = pool = BlockPool(num_pages, PAGE_SIZE)
         self.can_hold, self.find, self.release = pool.can_hold, pool.find, pool.release
-        self.mark_idle, self.length, self.page_counts = pool.mark_idle, pool.length, pool.counts
+        self.length, self.page_counts = pool.length, pool.counts
         self._known: set[str] = set()
         self.batches: list[list[str]] = []
         """Sessions of each forward pass ..."""

@@ -88,8 +88,7 @@ class EmulatedEngine:
         self._max_num_seqs = max_num_seqs
         self._pool = pool = BlockPool(spec.num_pages, PAGE_SIZE)
         self.can_hold, self.find, self.attach = pool.can_hold, pool.find, pool.attach
-        self.mark_idle, self.release, self.length = pool.mark_idle, pool.release, pool.length
-        self.page_counts = pool.counts
+        self.release, self.length, self.page_counts = pool.release, pool.length, pool.counts
         self._step_seconds = 0.0
         self._rows = torch.full((0, spec.vocab_size), -math.inf)
         """Logits of the last step; other rows are -inf."""

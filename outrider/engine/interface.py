@@ -56,7 +56,7 @@ class PageCounts:
     num_pages: int
     num_free: int
     num_evictable: int
-    """Held only by idle sequences, or remembered only for their prefix."""
+    """Remembered only for their prefix."""
     prefix_queries: int
     """Tokens of all sequences that were attached ..."""
     prefix_hits: int
@@ -71,7 +71,7 @@ class PageCounts:
 
     @property
     def usage(self) -> float:
-        """Share of the pages that busy sequences hold, 0 to 1."""
+        """Share of the pages that sequences hold, 0 to 1."""
         return 1.0 - (self.num_free + self.num_evictable) / self.num_pages
 
 
@@ -103,8 +103,7 @@ class Engine(Protocol):
         """Appends each step's tokens to its sequence, at most one step for each. Returns for each
         step the logits [num_logits, V], or [num_logits, N] with N `logit_token_ids`, in float32 on
         the model's device: row j predicts the token after the j-th of the last `num_logits` tokens.
-        Valid until the next call. Evicts idle sequences and remembered prefixes if pages are
-        missing.
+        Valid until the next call. Evicts remembered prefixes if pages are missing.
         Raises `BadRequest` for a token id outside the vocabulary or a sequence longer than
         `max_model_len`, and `OutOfPages` if eviction does not make enough room; then no sequence of
         the call has changed."""
@@ -133,13 +132,8 @@ class Engine(Protocol):
 
     def fork(self, sequence_id: str, branch_id: str) -> None:
         """Begins the unknown `branch_id` with the slots of `sequence_id`. Whole pages are shared; a
-        partial last page is copied. Idle branches are evicted before other idle sequences. Evicts
-        as `forward` does, and raises `OutOfPages` if that does not make room."""
-        ...
-
-    def mark_idle(self, sequence_id: str) -> None:
-        """From now on the sequence may be evicted, after those that have been idle for longer. Once
-        evicted, its length is 0. Its next step makes it busy again. Unknown ones are ignored."""
+        partial last page is copied. Evicts as `forward` does, and raises `OutOfPages` if that does
+        not make room."""
         ...
 
     def page_counts(self) -> PageCounts:

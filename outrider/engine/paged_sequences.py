@@ -61,8 +61,7 @@ class PagedSequences:
         self._moves: dict[int, int] = {}
         """Slots to copy before the next step. Only one of the two is filled at a time."""
         self.can_hold, self.find, self.attach = pool.can_hold, pool.find, pool.attach
-        self.mark_idle, self.release, self.length = pool.mark_idle, pool.release, pool.length
-        self.page_counts = pool.counts
+        self.release, self.length, self.page_counts = pool.release, pool.length, pool.counts
 
     @property
     def kv_cache_bytes(self) -> int:

@@ -5,8 +5,7 @@ It holds no tensors: the engine makes the copies that the pool returns, then run
     a page is            sequences that hold it    its prefix is known    eviction
     free                 none                      no                     -
     remembered           none                      yes                    in its turn
-    idle                 only idle ones            either                 with the last of them
-    busy                 at least one busy one     either                 never
+    held                 at least one              either                 never
 
 A page that another sequence holds, or whose prefix is known, is never written to. A write first
 copies it, or, if no other sequence holds it, forgets its prefix.
@@ -46,13 +45,9 @@ class BlockPool:
         self._ids = array(_ID_TYPE, [0]) * (num_pages * page_size)
         """The token in each slot of each page."""
         self._holders = [0] * num_pages
-        """How many sequences hold each page ..."""
-        self._busy_holders = [0] * num_pages
-        """... and how many of them are busy."""
-        self._num_busy_pages = 0
-        self._idle_branches: OrderedDict[str, None] = OrderedDict()
-        self._unused: OrderedDict[str | int, None] = OrderedDict()
-        """Other idle sequences, and remembered pages; the least recently used first."""
+        """How many sequences hold each page."""
+        self._remembered: OrderedDict[int, None] = OrderedDict()
+        """The least recently used first."""
         self._prefix_queries = 0
         self._prefix_hits = 0
 
@@ -80,21 +75,21 @@ class BlockPool:
         return PageCounts(
             num_pages=self.num_pages,
             num_free=len(self._free),
-            num_evictable=self.num_pages - len(self._free) - self._num_busy_pages,
+            num_evictable=len(self._remembered),
             prefix_queries=self._prefix_queries,
             prefix_hits=self._prefix_hits,
             page_size=self.page_size,
         )
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
-        """See `Engine.attach`; the sequence is then busy."""
+        """See `Engine.attach`."""
         check(self.length(sequence_id) == 0, f"{sequence_id} is held already")
         self.release(sequence_id)
         sequence = self._sequences[sequence_id] = PagedSequence(salt)
         for prefix in self._known_prefixes(token_ids, salt):
             sequence.prefixes.append(prefix)
             sequence.pages.append(prefix.page)
-            self._hold(sequence, prefix.page)
+            self._hold(prefix.page)
         sequence.length = sequence.chain_length = len(sequence.pages) * self.page_size
         self._prefix_queries += len(token_ids)
         self._prefix_hits += sequence.length
@@ -106,22 +101,18 @@ class BlockPool:
         return FoundPrefix(len(pages) * self.page_size, pages)
 
     def fork(self, sequence_id: str, branch_id: str) -> list[Copy]:
-        """See `Engine.fork`; the branch is then busy. Returns the page copies to make before the
-        next step: that of the last page, if it is partial. Raises `OutOfPages`, changing nothing.
-        """
+        """See `Engine.fork`. Returns the page copies to make before the next step: that of the last
+        page, if it is partial. Raises `OutOfPages`, changing nothing."""
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
             raise InvariantError(f"{sequence_id} is unknown and cannot be forked")
         check(branch_id not in self._sequences, f"{branch_id} is held already")
         is_partial = sequence.length % self.page_size > 0
         if is_partial:
-            self._make_room_beside(sequence_id, sequence, 1)
+            self._make_room(1)
         branch = self._sequences[branch_id] = sequence.branch()
-        holders, busy_holders = self._holders, self._busy_holders
-        for page in branch.pages:  # `_hold`, inlined: with a long context most of a fork's time.
-            holders[page] += 1
-            self._num_busy_pages += not busy_holders[page]
-            busy_holders[page] += 1
+        for page in branch.pages:
+            self._holders[page] += 1
         return self._own(branch, len(branch.pages) - 1) if is_partial else []
 
     def can_hold(
@@ -135,12 +126,12 @@ class BlockPool:
         return self._is_roomy(steps) or self._num_missing(steps, without, begun) <= 0
 
     def append(self, steps: Sequence[SequenceStep], whole: bool = True) -> list[Copy]:
-        """Takes slots for the tokens of each step, at most one for each sequence, which becomes
-        busy. An unknown sequence begins without salt. Returns the page copies to make before any
-        slot is written. Afterwards call `written`, or, if the step failed, `keep` with the length
-        before and `forget` for copies that were not made, so that nothing unwritten is shared.
+        """Takes slots for the tokens of each step, at most one for each sequence. An unknown
+        sequence begins without salt. Returns the page copies to make before any slot is written.
+        Afterwards call `written`, or, if the step failed, `keep` with the length before and
+        `forget` for copies that were not made, so that nothing unwritten is shared.
 
-        Evicts idle sequences as needed; raises `OutOfPages`, changing nothing, if that does not
+        Evicts remembered pages as needed; raises `OutOfPages`, changing nothing, if that does not
         make room. Slots that are not `whole` (shallow ones) are never shared, and must be given
         back by `keep` before whole ones follow; otherwise raises `InvariantError`."""
         for step in steps if whole else ():
@@ -148,15 +139,13 @@ class BlockPool:
             is_whole = sequence is None or not sequence.num_shallow
             check(is_whole, f"{step.sequence_id}: its last slots are shallow")
         if not self._is_roomy(steps):
-            self._make_room(steps)
+            self._make_room(self._num_needed(steps, self._holders.__getitem__, {}))
         size = self.page_size
         copies: list[Copy] = []
         for step in steps:
             sequence = self._sequences.get(step.sequence_id)
             if sequence is None:
                 sequence = self._sequences[step.sequence_id] = PagedSequence("")
-            elif not sequence.busy:
-                self._wake(step.sequence_id, sequence)
             if sequence.length % size:
                 copies += self._own(sequence, len(sequence.pages) - 1)
             self._write(sequence, step.token_ids)
@@ -185,27 +174,16 @@ class BlockPool:
             return []
         while path and path[0] == length:
             length, path = length + 1, path[1:]
-        moves = self._move(sequence_id, sequence, length, path) if path else []
+        moves = self._move(sequence, length, path) if path else []
         num_pages = -(-(length + len(path)) // self.page_size)
         for page in reversed(sequence.pages[num_pages:]):
-            self._let_go(sequence, page)
+            self._let_go(page)
         del sequence.pages[num_pages:]
         del sequence.prefixes[length // self.page_size :]
         sequence.shrink(length, path)
         if not moves:
             self._remember(sequence)
         return moves
-
-    def mark_idle(self, sequence_id: str) -> None:
-        """See `Engine.mark_idle`; a sequence that is idle already keeps its place in the order."""
-        sequence = self._sequences.get(sequence_id)
-        if sequence is None or not sequence.busy:
-            return
-        sequence.busy = False
-        for page in sequence.pages:
-            self._busy_holders[page] -= 1
-            self._num_busy_pages -= not self._busy_holders[page]
-        (self._idle_branches if sequence.is_branch else self._unused)[sequence_id] = None
 
     def release(self, sequence_id: str) -> None:
         """Forgets the sequence; its whole pages stay remembered for their prefix. Ignores unknown
@@ -236,24 +214,18 @@ class BlockPool:
         without: Iterable[str] = (),
         begun: Mapping[str, FoundPrefix] | None = None,
     ) -> int:
-        """Pages that the steps still lack after all other idle sequences were evicted, those in
+        """Pages that the steps still lack after all remembered pages were evicted, the sequences in
         `without` released and those in `begun` attached; negative if some would be left."""
-        busy, begun = self._busy_holders, begun or {}
+        holders, begun = self._holders, begun or {}
         names = [step.sequence_id for step in steps]
         joining = Counter(p for name in names if name in begun for p in begun[name].pages)
-        waking = joining + Counter(p for name in names for p in self._pages_of(name, busy=False))
-        leaving = Counter(page for name in without for page in self._pages_of(name, busy=True))
-        pinned = sum(busy[page] == leaving[page] for page in waking)
-        freed = sum(busy[page] == num for page, num in leaving.items())
+        leaving = Counter(page for name in without for page in self.pages(name))
+        pinned = sum(holders[page] == leaving[page] for page in joining)
+        freed = sum(holders[page] == num for page, num in leaving.items())
         needed = self._num_needed(
-            steps, lambda page: busy[page] - leaving[page] + waking[page], joining
+            steps, lambda page: holders[page] - leaving[page] + joining[page], joining
         )
-        return needed + pinned + self._num_busy_pages - freed - self.num_pages
-
-    def _pages_of(self, sequence_id: str, busy: bool) -> Sequence[int]:
-        """The sequence's pages if it is busy, or, with `busy` false, if it is idle; else none."""
-        sequence = self._sequences.get(sequence_id)
-        return sequence.pages if sequence is not None and sequence.busy == busy else ()
+        return needed + pinned - freed - len(self._free) - len(self._remembered)
 
     def _num_needed(
         self,
@@ -279,70 +251,27 @@ class BlockPool:
             writers - (writers == num_holders(page)) for page, writers in written.items()
         )
 
-    def _make_room(self, steps: Sequence[SequenceStep]) -> None:
-        """Evicts until the steps have enough pages, or raises `OutOfPages`."""
-        needed = self._num_needed(steps, self._holders.__getitem__, {})
-        if needed <= len(self._free):
-            return
-        _require_pages(self._num_missing(steps))
-        for step in steps:
-            sequence = self._sequences.get(step.sequence_id)
-            if sequence is not None and not sequence.busy:
-                self._wake(step.sequence_id, sequence)
-        self._evict_until(needed)
+    def _make_room(self, num_free: int) -> None:
+        """Evicts until `num_free` pages are free, or raises `OutOfPages`."""
+        missing = num_free - len(self._free) - len(self._remembered)
+        if missing > 0:
+            raise OutOfPages(f"the sequences in use leave {missing} pages too few")
+        while len(self._free) < num_free:
+            self._forget(next(iter(self._remembered)))
 
-    def _make_room_beside(self, sequence_id: str, sequence: PagedSequence, num_free: int) -> None:
-        """Evicts until `num_free` pages are free, but none of this sequence's; or raises
-        `OutOfPages`."""
-        pinned = sum(not self._busy_holders[page] for page in sequence.pages)
-        _require_pages(num_free + pinned + self._num_busy_pages - self.num_pages)
-        was_idle = not sequence.busy
-        if was_idle:
-            self._wake(sequence_id, sequence)
-        self._evict_until(num_free)
-        if was_idle:
-            self.mark_idle(sequence_id)
-
-    def _evict_until(self, num_free: int) -> None:
-        """Evicts until `num_free` pages are free or nothing is left to evict."""
-        while len(self._free) < num_free and (self._idle_branches or self._unused):
-            oldest = next(iter(self._idle_branches or self._unused))
-            if isinstance(oldest, str):
-                self._remember(self._sequences[oldest])
-                self._drop(oldest, evicted=True)
-            else:
-                self._forget(oldest)
-
-    def _wake(self, sequence_id: str, sequence: PagedSequence) -> None:
-        """Makes an idle sequence busy."""
-        del (self._idle_branches if sequence.is_branch else self._unused)[sequence_id]
-        sequence.busy = True
-        for page in sequence.pages:
-            self._num_busy_pages += not self._busy_holders[page]
-            self._busy_holders[page] += 1
-
-    def _drop(self, sequence_id: str, evicted: bool = False) -> None:
+    def _drop(self, sequence_id: str) -> None:
         """Forgets a sequence. Its known pages are remembered. They are evicted after all other
-        remembered pages, or before them if the sequence itself was evicted; its last page goes
-        first."""
+        remembered pages; its last page goes first."""
         sequence = self._sequences.pop(sequence_id)
-        if not sequence.busy:
-            del (self._idle_branches if sequence.is_branch else self._unused)[sequence_id]
-        if evicted:
-            for page in sequence.pages:
-                self._let_go(sequence, page, next_out=True)
-            return
         prefixes = sequence.prefixes
         for index in range(len(sequence.pages) - 1, -1, -1):
-            page = sequence.pages[index]
-            if sequence.busy and self._busy_holders[page] > 1:  # `_let_go`, inlined for forks.
-                self._holders[page] -= 1
-                self._busy_holders[page] -= 1
+            if self._holders[sequence.pages[index]] > 1:  # `_let_go`, inlined for forks.
+                self._holders[sequence.pages[index]] -= 1
             else:
-                self._let_go(sequence, page)
+                self._let_go(sequence.pages[index])
             # Another sequence's page of the same prefix must outlive the pages that continue it.
-            if index < len(prefixes) and prefixes[index].page in self._unused:
-                self._unused.move_to_end(prefixes[index].page)
+            if index < len(prefixes) and prefixes[index].page in self._remembered:
+                self._remembered.move_to_end(prefixes[index].page)
         sequence.pages.clear()
 
     def _known_prefixes(self, token_ids: Sequence[int], salt: str) -> Iterator[Prefix]:
@@ -369,7 +298,7 @@ class BlockPool:
         """Forgets the prefix that a page holds and all that continue it."""
         for forgotten in self._prefixes.forget(page):
             if not self._holders[forgotten]:
-                del self._unused[forgotten]
+                del self._remembered[forgotten]
                 self._free.append(forgotten)
 
     def _own(self, sequence: PagedSequence, index: int) -> list[Copy]:
@@ -380,8 +309,8 @@ class BlockPool:
                 self._forget(page)
             return []
         copy = self._free.pop()
-        self._let_go(sequence, page)
-        self._hold(sequence, copy)
+        self._let_go(page)
+        self._hold(copy)
         sequence.pages[index] = copy
         size = self.page_size
         self._ids[copy * size : (copy + 1) * size] = self._ids[page * size : (page + 1) * size]
@@ -395,18 +324,15 @@ class BlockPool:
             check(missing <= len(self._free), f"{missing} pages are wanted")
             for _ in range(missing):
                 pages.append(self._free.pop())
-                self._hold(sequence, pages[-1])
+                self._hold(pages[-1])
         for place, token_id in enumerate(token_ids, start=start):
             self._ids[pages[place // size] * size + place % size] = token_id
 
-    def _move(
-        self, sequence_id: str, sequence: PagedSequence, length: int, path: Sequence[int]
-    ) -> list[Copy]:
+    def _move(self, sequence: PagedSequence, length: int, path: Sequence[int]) -> list[Copy]:
         """Moves the slots of `path` after the first `length`; returns the slot moves."""
         size, before = self.page_size, sequence.pages.copy()
         indices = range(length // size, -(-(length + len(path)) // size))
-        num_shared = sum(self._holders[before[index]] > 1 for index in indices)
-        self._make_room_beside(sequence_id, sequence, num_shared)
+        self._make_room(sum(self._holders[before[index]] > 1 for index in indices))
         for index in indices:
             self._own(sequence, index)
         first = indices[0] * size if before[indices[0]] != sequence.pages[indices[0]] else length
@@ -422,35 +348,22 @@ class BlockPool:
         index, rest = divmod(place, self.page_size)
         return pages[index] * self.page_size + rest
 
-    def _hold(self, sequence: PagedSequence, page: int) -> None:
-        """Counts the sequence as a holder of the page."""
+    def _hold(self, page: int) -> None:
+        """Counts one more holder of the page."""
         if not self._holders[page]:
-            self._unused.pop(page, None)
+            self._remembered.pop(page, None)
         self._holders[page] += 1
-        if sequence.busy:
-            self._num_busy_pages += not self._busy_holders[page]
-            self._busy_holders[page] += 1
 
-    def _let_go(self, sequence: PagedSequence, page: int, next_out: bool = False) -> None:
+    def _let_go(self, page: int) -> None:
         """Undoes `_hold`. A page without holders becomes free, or, if its prefix is known,
-        remembered: as the last to be evicted, or with `next_out` as the next."""
+        remembered, as the last to be evicted."""
         self._holders[page] -= 1
-        if sequence.busy:
-            self._busy_holders[page] -= 1
-            self._num_busy_pages -= not self._busy_holders[page]
         if self._holders[page]:
             return
-        if page not in self._prefixes:
+        if page in self._prefixes:
+            self._remembered[page] = None
+        else:
             self._free.append(page)
-            return
-        self._unused[page] = None
-        if next_out:
-            self._unused.move_to_end(page, last=False)
 
     def _packed_ids(self, page: int) -> bytes:
         return self._ids[page * self.page_size : (page + 1) * self.page_size].tobytes()
-
-
-def _require_pages(num_missing: int) -> None:
-    if num_missing > 0:
-        raise OutOfPages(f"the sequences in use leave {num_missing} pages too few")

@@ -75,10 +75,8 @@ class PrefixIndex:
 class PagedSequence:
     """One sequence of slots."""
 
-    def __init__(self, salt: str, is_branch: bool = False) -> None:
+    def __init__(self, salt: str) -> None:
         self.salt = salt
-        self.is_branch = is_branch
-        self.busy = True
         self.length = 0
         """Slots held."""
         self.pages: list[int] = []
@@ -94,9 +92,9 @@ class PagedSequence:
         """Shallow slots at the end."""
 
     def branch(self) -> PagedSequence:
-        """A busy branch with the same slots on the same pages."""
+        """A branch with the same slots on the same pages."""
         check(not self.num_shallow, "a sequence whose last slots are shallow cannot be forked")
-        branch = PagedSequence(self.salt, is_branch=True)
+        branch = PagedSequence(self.salt)
         branch.length, branch.chain_length, branch.tree = self.length, self.chain_length, self.tree
         branch.pages, branch.prefixes = self.pages.copy(), self.prefixes.copy()
         return branch

@@ -41,7 +41,6 @@ class _Entry:
 
     def __init__(self, age_rank: int) -> None:
         self.age_rank = age_rank
-        self.parked = False
         self.sequence = TokenSequence()
         self.confirmed_length = 0
         """Committed tokens at the last `align`; those after them are guesses."""
@@ -144,24 +143,13 @@ class SessionTable:
         return math.inf if entry is None else entry.age_rank
 
     def holders(self) -> list[str]:
-        """The sessions that hold slots and are not parked, the oldest first."""
-        held = [
-            (entry.age_rank, name)
-            for name, entry in self._entries.items()
-            if len(entry.sequence) and not entry.parked
-        ]
+        """The sessions that hold slots, the oldest first."""
+        held = [(entry.age_rank, name) for name, entry in self._entries.items() if entry.sequence]
         return [name for _, name in sorted(held)]
 
-    def park(self, session_id: str) -> None:
-        """The session is idle until it is aligned again, so the engine may evict it. Ignores
-        unknown ones."""
-        entry = self._entries.get(session_id)
-        if entry is not None:
-            entry.parked = True
-            self._engine.mark_idle(session_id)
-
     def free(self, session_id: str) -> None:
-        """Frees the slots of a session without forgetting it; ignores unknown ones."""
+        """Frees the slots of a session without forgetting it; ignores unknown ones. Its whole pages
+        stay in the cache for `begin` until others need them."""
         entry = self._entries.get(session_id)
         if entry is not None:
             entry.sequence.truncate(0)
@@ -195,7 +183,6 @@ class SessionTable:
             entry = self._entries[head.session_id] = _Entry(self._num_seen)
             self._engine.release(head.session_id)
             return entry
-        entry.parked = False
         self._entries.move_to_end(head.session_id)
         self._synced(head.session_id, entry)
         return entry

@@ -222,9 +222,10 @@ class StepWorker:
         raise NotImplementedError
 
     def park(self, session_ids: Sequence[str]) -> None:
-        """No connection waits for these sessions now: keeps their pages until others need them."""
+        """No connection waits for these sessions now: frees their slots. Their whole pages stay in
+        the cache until others need them."""
         for session_id in session_ids:
-            self._table.park(session_id)
+            self._table.free(session_id)
         self._note_figures()
 
     def release(self, session_id: str) -> None:

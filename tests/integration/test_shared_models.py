@@ -63,7 +63,7 @@ def _whole(config: TargetConfig) -> PagedEngine:
 
 def _run(engine: Engine) -> list[torch.Tensor]:
     """Everything that an engine can be asked: chunks, a batch, thrown-away tokens, a branch, a
-    tree cut to one of its paths, a shared prefix, idle sequences, and none of the logits."""
+    tree cut to one of its paths, a shared prefix, and none of the logits."""
     first, second = tuple(range(1, 36)), tuple(range(36, 3, -1))
     logits = engine.forward([SequenceStep("a", first[:20], 2), SequenceStep("b", second, 1)])
     logits += engine.forward([SequenceStep("a", first[20:], 0)])
@@ -74,7 +74,6 @@ def _run(engine: Engine) -> list[torch.Tensor]:
     )
     engine.keep("a", 31, (32,))
     engine.release("branch")
-    engine.mark_idle("b")
     held = engine.attach("c", (*first[:30], 3))
     assert 0 < held < 31
     logits += engine.forward(

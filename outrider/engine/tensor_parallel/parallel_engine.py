@@ -23,7 +23,7 @@ from outrider.engine.tensor_parallel.rank_rpc import FrameReceiver, FrameSender
 from outrider.errors import EngineLost, OutOfPages, OutriderError, StepUndone, Unavailable, check
 from outrider.limits import FRAME_OF_CALLS_BYTES_MAX
 
-_CALLS = frozenset({"attach", "fork", "keep", "mark_idle", "release"})
+_CALLS = frozenset({"attach", "fork", "keep", "release"})
 _STEPS = frozenset({"forward", "take_slots"})
 """Calls whose arguments are steps."""
 _UNSENT_BYTES_MAX = 2**18
@@ -57,7 +57,6 @@ class ParallelEngine:
         self.attach: Callable[..., int] = partial(self._on_all, "attach")
         self.fork: Callable[..., None] = partial(self._on_all, "fork")
         self.keep: Callable[..., None] = partial(self._on_all, "keep")
-        self.mark_idle: Callable[..., None] = partial(self._on_all, "mark_idle")
         self.release: Callable[..., None] = partial(self._on_all, "release")
         self.draft_layer = getattr(engine, "draft_layer", None)
         self.shows_features = self.draft_layer is not None

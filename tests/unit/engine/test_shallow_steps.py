@@ -110,13 +110,13 @@ def test_their_pages_are_never_shared(ending: str) -> None:
         case "release":
             engine.release("a")
         case "evict":
-            engine.mark_idle("a")
+            engine.release("a")
             engine.forward([SequenceStep("b", (7,) * 11 * PAGE, 1)])
         case "more":
             engine.forward_shallow([SequenceStep("a", (1, 2, 3), 1)])
         case "cut":
             engine.keep("a", len(TEXT) + 3)
-            engine.mark_idle("a")
+            engine.release("a")
     assert engine.find((*TEXT, *drafted, 1)).length <= 2 * PAGE
     check_pages(engine)
 

@@ -1,7 +1,6 @@
 """Pages of sequences: what is shared, copied, remembered and evicted, in which order; and the pool
 against a model that remembers what was written to each slot."""
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,28 +55,18 @@ def test_whole_pages_of_a_running_sequence_are_shared(pool: BlockPool) -> None:
     check_pages(pool)
 
 
-def test_branches_go_first_then_what_is_unused_for_longest(pool: BlockPool) -> None:
+def test_what_is_unused_for_longest_goes_first(pool: BlockPool) -> None:
     """The last page of a prefix goes first, and no more pages go than needed."""
     run(pool, "old", *PROMPT[: 2 * SIZE])
     run(pool, "gone", 1, 2, 3, 4, 5, 6, 7, 8)
-    run(pool, "new", 9)
-    pool.fork("new", "branch")
-    pool.mark_idle("old")
+    pool.release("old")
     pool.release("gone")
-    pool.mark_idle("new")
-    pool.mark_idle("branch")
-    pool.mark_idle("old")  # keeps its turn
-    assert pool.counts().num_evictable == 6
-    append(pool, [step("x", *range(3 * SIZE))])
-    assert pool.length("branch") == 0
-    assert pool.length("old") == 2 * SIZE
-    append(pool, [step("x", 1)])
-    assert pool.length("old") == 0
-    assert pool.attach("old", (*PROMPT[:SIZE], 0)) == SIZE
+    assert pool.counts().num_evictable == 4
+    append(pool, [step("x", *range(5 * SIZE))])
+    assert pool.attach("old", PROMPT) == SIZE
     pool.release("old")
     append(pool, [step("x", *range(2 * SIZE))])
-    assert pool.length("new") == 1
-    assert pool.attach("old", (*PROMPT[:SIZE], 0)) == SIZE, "it was used after `gone`"
+    assert pool.attach("old", PROMPT) == SIZE, "it was used after `gone`"
     assert pool.attach("gone", (1, 2, 3, 4, 5)) == 0
     check_pages(pool)
 
@@ -127,9 +116,8 @@ class Slots:
 class ModelSequence:
     """One sequence of the naive model, which shares nothing."""
 
-    def __init__(self, salt: str = "", is_branch: bool = False) -> None:
+    def __init__(self, salt: str = "") -> None:
         self.salt = salt
-        self.is_branch = is_branch
         self.ids: list[int] = []
         self.values: list[Value] = []
 
@@ -148,33 +136,19 @@ class ModelSequence:
 
 
 class PoolAndModel(RuleBasedStateMachine):
-    """Sequences begin, run, are cut, branch and are evicted in any order. Each finds in its slots
-    what was run for it, or is gone because it was idle. A call that raises has changed nothing."""
+    """Sequences begin, run, are cut, branch and end in any order. Each finds in its slots what was
+    run for it. A call that raises has changed nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(NUM_PAGES, PAGE_SIZE)
         self.slots = Slots(self.pool)
         self.model: dict[str, ModelSequence] = {}
-        self.idle: OrderedDict[str, None] = OrderedDict()
         self.stamp = 0
 
     def state(self) -> tuple[Any, ...]:
         held = {name: (self.pool.token_ids(name), list(self.pool.pages(name))) for name in NAMES}
-        return held, self.pool.counts(), list(self.pool._unused), list(self.pool._idle_branches)
-
-    def forget_evicted(self, running: set[str]) -> None:
-        gone = [name for name in self.idle if name not in running and not self.pool.length(name)]
-        gone = [name for name in gone if self.model[name].ids or name not in self.pool._sequences]
-        others = [name for name in self.idle if name not in running]
-        for branches in (True, False):
-            kind = [name for name in others if self.model[name].is_branch == branches]
-            evicted = [name for name in kind if name in gone]
-            assert evicted == kind[: len(evicted)], "not the ones that were idle for longest"
-            if branches and len(evicted) < len(kind):
-                assert len(evicted) == len(gone), "a branch outlived another sequence"
-        for name in gone:
-            del self.model[name], self.idle[name]
+        return held, self.pool.counts(), list(self.pool._remembered)
 
     @rule(
         data=st.lists(
@@ -190,7 +164,7 @@ class PoolAndModel(RuleBasedStateMachine):
             parents = () if tree is None else tuple(tree // 7**i % (i + 1) - 1 for i in range(5))
             ids = ids if tree is None else ids[:5]
             steps.append(SequenceStep(name, tuple(ids), 1, parents[: len(ids)]))
-        before, running = self.state(), {step.sequence_id for step in steps}
+        before = self.state()
         roomy = self.pool.can_hold(steps)
         assert self.state() == before
         try:
@@ -201,10 +175,8 @@ class PoolAndModel(RuleBasedStateMachine):
             self.check_that_nothing_fits(steps)
             return
         assert roomy
-        self.forget_evicted(running)
         for step in steps:
             self.stamp += 1
-            self.idle.pop(step.sequence_id, None)
             sequence = self.model.setdefault(step.sequence_id, ModelSequence())
             held = len(sequence.ids)
             sequence.run(step.token_ids, step.parents, self.stamp)
@@ -214,9 +186,7 @@ class PoolAndModel(RuleBasedStateMachine):
         self.pool.written(steps)
 
     def check_that_nothing_fits(self, steps: list[SequenceStep]) -> None:
-        running = {step.sequence_id for step in steps}
-        pages = {p for n in self.model if n not in self.idle or n in running
-                 for p in self.pool.pages(n)}  # fmt: skip
+        pages = {p for n in self.model for p in self.pool.pages(n)}
         new = sum(
             -(-(self.pool.length(s.sequence_id) + len(s.token_ids)) // PAGE_SIZE)
             - len(self.pool.pages(s.sequence_id))
@@ -233,7 +203,6 @@ class PoolAndModel(RuleBasedStateMachine):
     def attach(self, name: str, ids: list[int], salt: str) -> None:
         if self.pool.length(name):
             self.pool.release(name)
-        self.idle.pop(name, None)
         free = self.pool.counts().num_free
         num = self.pool.attach(name, ids, salt)
         assert num % PAGE_SIZE == 0
@@ -242,14 +211,6 @@ class PoolAndModel(RuleBasedStateMachine):
         sequence = self.model[name] = ModelSequence(salt)
         sequence.ids = ids[:num]
         sequence.values = [sequence.chained(i) for i in range(num)]
-
-    def follow_use(self, name: str) -> None:
-        """Making room for a sequence's own slots counts as a use of it."""
-        if name in self.idle and self.pool.length(name):
-            is_branch = self.model[name].is_branch
-            order = self.pool._idle_branches if is_branch else self.pool._unused
-            if [entry for entry in order if isinstance(entry, str)][-1] == name:
-                self.idle.move_to_end(name)
 
     @precondition(lambda self: self.model)
     @rule(at=st.integers(0, 9), cut=st.integers(0, 8), path=st.integers(0, 255))
@@ -266,8 +227,6 @@ class PoolAndModel(RuleBasedStateMachine):
             assert self.state() == before
             return
         self.slots.move(moves)
-        self.forget_evicted({name})
-        self.follow_use(name)
         sequence.ids[length:] = [sequence.ids[s] for s in kept]
         sequence.values[length:] = [sequence.values[s] for s in kept]
 
@@ -291,13 +250,11 @@ class PoolAndModel(RuleBasedStateMachine):
             assert self.pool.counts().num_free == 0
             assert self.state() == before
             return
-        self.forget_evicted({name})
-        self.follow_use(name)
         partial = len(self.model[name].ids) % PAGE_SIZE > 0
         assert len(copies) == partial
         assert partial or self.pool.counts().num_free == before[1].num_free
         self.slots.copy_pages(copies)
-        copy = self.model[branch] = ModelSequence(self.model[name].salt, is_branch=True)
+        copy = self.model[branch] = ModelSequence(self.model[name].salt)
         copy.ids = self.model[name].ids.copy()
         copy.values = self.model[name].values.copy()
 
@@ -305,14 +262,6 @@ class PoolAndModel(RuleBasedStateMachine):
     def release(self, name: str) -> None:
         self.pool.release(name)
         self.model.pop(name, None)
-        self.idle.pop(name, None)
-
-    @rule(names=st.sets(st.sampled_from(NAMES)))
-    def mark_idle(self, names: set[str]) -> None:
-        for name in sorted(names):
-            self.pool.mark_idle(name)
-            if name in self.model:
-                self.idle.setdefault(name)
 
     @invariant()
     def slots_hold_what_was_run(self) -> None:
@@ -324,9 +273,9 @@ class PoolAndModel(RuleBasedStateMachine):
     @invariant()
     def integrity(self) -> None:
         check_pages(self.pool)
-        busy = {p for n in self.model if n not in self.idle for p in self.pool.pages(n)}
+        held = {p for n in self.model for p in self.pool.pages(n)}
         counts = self.pool.counts()
-        assert counts.num_free + counts.num_evictable == NUM_PAGES - len(busy)
+        assert counts.num_free + counts.num_evictable == NUM_PAGES - len(held)
 
 
 TestPoolAndModel = PoolAndModel.TestCase

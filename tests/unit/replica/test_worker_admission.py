@@ -127,15 +127,6 @@ def test_a_prompt_is_looked_up_once_when_its_first_tokens_are_run() -> None:
     assert (counts.prefix_queries, counts.prefix_hits) == (300, 128)
 
 
-def test_parked_sessions_give_way_before_young_ones() -> None:
-    at = Setting(num_pages=3)
-    at.step(at.demand(1, 4), at.demand(2, 4), at.demand(3, 4))
-    at.table.park(session_name(1))
-    assert at.step(at.demand(2, 5, base=4)) == [1]
-    assert at.held(1, 2, 3) == [0, 5, 4]
-    assert at.admissions.figures.num_preemptions == 0
-
-
 def test_a_prefix_that_was_not_found_in_advance_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     at = Setting(num_pages=128, max_tokens=64)
     at.engine.info = ToyEngine(max_model_len=200).info
@@ -154,7 +145,7 @@ LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=6)
 @given(
     lengths=LENGTHS,
     cuts=st.dictionaries(st.integers(0, 5), st.integers(0, 12)),
-    idle=st.sets(st.integers(0, 5)),
+    ended=st.sets(st.integers(0, 5)),
     leaving=st.sets(st.integers(0, 5)),
     steps=st.dictionaries(st.integers(0, 8), st.integers(1, 12), min_size=1),
     num_pages=st.integers(1, 16),
@@ -164,7 +155,7 @@ LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=6)
 def test_pages_that_would_come_free_are_counted_right(
     lengths: list[int],
     cuts: dict[int, int],
-    idle: set[int],
+    ended: set[int],
     leaving: set[int],
     steps: dict[int, int],
     num_pages: int,
@@ -182,8 +173,8 @@ def test_pages_that_would_come_free_are_counted_right(
         length = pool.length(str(number))
         pool.keep(str(number), length)
         pool.keep(str(number), min(length, cuts.get(number, length)))
-    for number in idle:
-        pool.mark_idle(str(number))
+    for number in ended:
+        pool.release(str(number))
     wanted = [
         SequenceStep(str(number), (9,) * length, 0)
         for number, length in steps.items()

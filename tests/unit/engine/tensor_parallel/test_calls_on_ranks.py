@@ -52,7 +52,7 @@ class RecordingEngine:
 
     def __getattr__(self, name: str) -> Any:
         """A call that is noted as it is made."""
-        if name not in ("attach", "fork", "keep", "mark_idle", "release"):
+        if name not in ("attach", "fork", "keep", "release"):
             raise AttributeError(name)
 
         def call(*arguments: Any) -> int:
@@ -121,7 +121,6 @@ _calls = st.one_of(
     st.tuples(st.just("attach"), _names, _numbers, _names),
     st.tuples(st.just("keep"), _names, st.integers(0, 2**40), _numbers),
     st.tuples(st.just("fork"), _names, _names),
-    st.tuples(st.just("mark_idle"), _names),
     st.tuples(st.just("release"), _names),
 )
 
@@ -152,12 +151,11 @@ def test_followers_make_the_leaders_calls_in_its_order() -> None:
         assert leader.forward_draft([_step("a", 7)], [feature]) == [feature]
         leader.keep("a", 1, (2,))
         leader.fork("a", "a/1")
-        leader.mark_idle("a")
         leader.release("b")
         leader.forward([_step("a", 4), _step("c", 5, 6, num_logits=0)])
         leader.close()
         assert [loop.result(WAIT_S) for loop in loops] == [None, None]
-        assert len(recorders[0].calls) == 8
+        assert len(recorders[0].calls) == 7
         assert recorders[0].calls == recorders[1].calls == recorders[2].calls
 
 
