@@ -30,7 +30,7 @@ from outrider.engine.tensor_parallel.rank_rpc import (
     tune,
 )
 from outrider.engine.tensor_parallel.sharding import Ranks
-from outrider.errors import Unavailable
+from outrider.errors import ConfigError, Unavailable
 from outrider.limits import COLLECTIVE_TIMEOUT_S
 
 LEADER = 0
@@ -79,11 +79,27 @@ class RankGroup(Ranks):
         self._through_cpu = backend == "gloo" and device.type != "cpu"
 
     def wait_for_all(self) -> None:
+        self._exchanged("")
+
+    def check_alike(self, loaded: str) -> None:
+        """Waits like `wait_for_all`. Raises `ConfigError` unless all ranks have `loaded` the
+        same."""
+        leaders, *others = self._exchanged(loaded)
+        for rank, found in enumerate(others, 1):
+            if found != leaders:
+                raise ConfigError(
+                    f"rank {rank} has loaded another model: the files on its machine differ"
+                )
+
+    def _exchanged(self, value: str) -> list[bytes]:
+        """The values of all ranks, once each has passed its own."""
         self._num_waits += 1
         names = [f"loaded/{self._num_waits}/{rank}" for rank in range(self.size)]
         try:
-            self._store.set(names[self.rank], "")
+            self._store.set(names[self.rank], value)
             self._store.wait(names, timedelta(seconds=self._timeout_s))
+            found: list[bytes] = self._store.multi_get(names)
+            return found
         except RuntimeError as error:
             raise Unavailable(
                 f"a rank of the model has not loaded in {self._timeout_s:g} s: {error}"

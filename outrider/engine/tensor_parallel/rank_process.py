@@ -8,7 +8,6 @@ that no other rank waits for it.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import socket
 from dataclasses import dataclass, replace
@@ -68,7 +67,7 @@ class RankLeader(OpenRendezvous):
         group, followers = lead(self, device, self._timeout_s, in_order=config.deterministic)
         try:
             engine = build_engine(config, num_threads, group)
-            followers.confirm(_digest(engine), self._timeout_s)
+            group.check_alike(_loaded_by(engine))
         except BaseException:
             followers.close()
             group.close()
@@ -159,7 +158,7 @@ class RankHost(PlacedActor):
             assignment.rendezvous, assignment.rank, device, timeout_s, in_order=config.deterministic
         )
         engine = build_engine(config, num_threads, self._group)
-        self._frames.confirm(_digest(engine))
+        self._group.check_alike(_loaded_by(engine))
         return engine
 
     async def _follow(self, engine: Engine) -> None:
@@ -190,7 +189,6 @@ class RankHost(PlacedActor):
         self._ended.set()
 
 
-def _digest(engine: Engine) -> bytes:
-    """A digest of what an engine runs, and of its number of pages."""
-    described = f"{engine.info!r} {engine.page_counts().num_pages}"
-    return hashlib.blake2b(described.encode(), digest_size=32).digest()
+def _loaded_by(engine: Engine) -> str:
+    """What an engine runs, and its number of pages."""
+    return f"{engine.info!r} {engine.page_counts().num_pages}"

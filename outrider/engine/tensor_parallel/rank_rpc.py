@@ -164,24 +164,6 @@ class FrameSender:
         """`connections` by the follower's rank, with a timeout for sending."""
         self._connections = connections
 
-    def confirm(self, digest: bytes, timeout_s: float) -> None:
-        """Waits until every follower is ready for the first frame. Raises `ConfigError` if one has
-        not loaded what `digest` names, `Unavailable` if one has ended or is not ready in time."""
-        end = time.monotonic() + timeout_s
-        for rank, connection in self._connections.items():
-            connection.settimeout(max(_LEAST_WAIT_S, end - time.monotonic()))
-            try:
-                theirs = read_exactly(connection, len(digest))
-            except TimeoutError as error:
-                raise Unavailable(f"rank {rank} has not loaded in {timeout_s:g} s") from error
-            connection.settimeout(None)
-            if theirs is None:
-                raise Unavailable(f"rank {rank} has ended while it loaded; its log says why")
-            if theirs != digest:
-                raise ConfigError(
-                    f"rank {rank} has loaded another model: the files on its machine differ"
-                )
-
     def send(self, frame: bytes) -> None:
         """Sends a frame to every follower. Raises `Unavailable`, with the rank, if one is gone."""
         check(len(frame) <= FRAME_OF_CALLS_BYTES_MAX, f"a frame of {len(frame)} bytes")
@@ -205,14 +187,6 @@ class FrameReceiver:
     def __init__(self, connection: socket.socket) -> None:
         """`connection` without a timeout."""
         self._connection = connection
-
-    def confirm(self, digest: bytes) -> None:
-        """Tells the leader that this rank is ready, and what it has loaded. Raises `Unavailable` if
-        the leader is gone."""
-        try:
-            self._connection.sendall(digest)
-        except OSError as error:
-            raise Unavailable(f"the leader has ended: {error}") from error
 
     def receive(self) -> bytes | None:
         """The next frame, whenever it comes; None when the leader has ended."""

@@ -133,13 +133,11 @@ def test_steps_of_a_replica_run_on_its_device(monkeypatch: pytest.MonkeyPatch) -
 
 def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """With an index, which NCCL needs; where it meets the others, where it loads, and where it
-    follows. Leader and followers confirm what they have loaded: model and number of pages."""
+    follows. Leader and followers say what they have loaded: model and number of pages."""
     chosen = cuda_of(monkeypatch)
     found: list[str] = []
-    said: list[bytes] = []
-    ends = SimpleNamespace(
-        confirm=lambda digest, *_: said.append(digest), receive=lambda: None, close=lambda: None
-    )
+    said: list[str] = []
+    ends = SimpleNamespace(check_alike=said.append, receive=lambda: None, close=lambda: None)
     info = ModelInfo("tiny", 100, 64, "float32", (), "weights", "")
     loaded = iter(
         [(info, 5), (info, 5), (replace(info, weights_fingerprint="others"), 5), (info, 6)]
@@ -175,7 +173,7 @@ def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
         leader.engine(TargetConfig(device="cuda"), 1)
     leader.close()
     assert found[2:] == ["cuda:0", "cuda"] * 3
-    assert [digest == said[0] for digest in said] == [True, True, False, False]
+    assert [loaded == said[0] for loaded in said] == [True, True, False, False]
 
 
 def test_ranks_on_vllm_meet_once_the_leader_has_loaded_its_head(

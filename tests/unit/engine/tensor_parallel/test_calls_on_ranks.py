@@ -23,16 +23,13 @@ from outrider.engine.tensor_parallel.parallel_engine import (
 from outrider.engine.tensor_parallel.rank_rpc import FrameReceiver, FrameSender, tune
 from outrider.errors import (
     BadRequest,
-    ConfigError,
     EngineLost,
     InvariantError,
     OutOfPages,
     StepUndone,
-    Unavailable,
 )
 
 WAIT_S = 10.0
-DIGEST = bytes(range(32))
 INFO = ModelInfo("toy", 100, 64, "float32", (), "weights", "")
 
 
@@ -245,33 +242,3 @@ def test_a_draft_step_that_the_leader_undoes_is_undone_on_all_ranks() -> None:
 
 def _fail(*_: object) -> None:
     raise MemoryError("no room for a copy")
-
-
-@contextmanager
-def _connected() -> Iterator[tuple[FrameSender, FrameReceiver]]:
-    ours, theirs = socket.socketpair()
-    ours.settimeout(WAIT_S)
-    sender, receiver = FrameSender({1: ours}), FrameReceiver(theirs)
-    try:
-        yield sender, receiver
-    finally:
-        sender.close()
-        receiver.close()
-
-
-def test_ranks_that_loaded_something_else_are_refused() -> None:
-    with _connected() as (sender, receiver):
-        receiver.confirm(DIGEST)
-        sender.confirm(DIGEST, WAIT_S)
-        receiver.confirm(DIGEST[::-1])
-        with pytest.raises(ConfigError, match="rank 1 has loaded another model"):
-            sender.confirm(DIGEST, WAIT_S)
-
-
-def test_ranks_that_do_not_load_are_noticed() -> None:
-    with _connected() as (sender, receiver):
-        with pytest.raises(Unavailable, match=r"rank 1 has not loaded in 0\.1 s"):
-            sender.confirm(DIGEST, 0.1)
-        receiver.close()
-        with pytest.raises(Unavailable, match="rank 1 has ended"):
-            sender.confirm(DIGEST, WAIT_S)

@@ -21,7 +21,7 @@ from outrider.engine.tensor_parallel.group import (
     lead,
 )
 from outrider.engine.tensor_parallel.rank_rpc import LOOPBACK, OpenRendezvous, Rendezvous
-from outrider.errors import Unavailable
+from outrider.errors import ConfigError, Unavailable
 
 CPU = torch.device("cpu")
 STEP_TIMEOUT_S = 2.0
@@ -37,7 +37,7 @@ def _team(num_followers: int, step_timeout_s: float = STEP_TIMEOUT_S) -> Iterato
     with processes(add_up, arguments) as followers:
         group, frames = lead(opened, CPU, JOIN_S, step_timeout_s)
         try:
-            group.wait_for_all()
+            group.check_alike("")
             yield group, frames, followers
         finally:
             frames.close()
@@ -81,7 +81,8 @@ def test_ranks_sum_and_gather_and_wait_without_work_beyond_every_timeout(
         with processes(add_up, arguments) as followers:
             group, frames = lead(opened, CPU, JOIN_S, STEP_TIMEOUT_S)
             assert {os.environ[name][:2] for name in INTERFACES} == {"lo"}
-            group.wait_for_all()
+            with pytest.raises(ConfigError, match="rank 1 has loaded another model"):
+                group.check_alike("what no follower names")
             _step(group, frames)
             before = [_cpu_seconds(follower.pid) for follower in followers]
             time.sleep(1.2 * STEP_TIMEOUT_S)
