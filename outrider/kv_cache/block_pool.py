@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from outrider.engine.interface import FoundPrefix, PageCounts, SequenceStep, check_kept
 from outrider.errors import InvariantError, OutOfPages, check
@@ -139,7 +139,7 @@ class BlockPool:
             is_whole = sequence is None or not sequence.num_shallow
             check(is_whole, f"{step.sequence_id}: its last slots are shallow")
         if not self._is_roomy(steps):
-            self._make_room(self._num_needed(steps, self._holders.__getitem__, {}))
+            self._make_room(self._num_needed(steps, Counter()))
         size = self.page_size
         copies: list[Copy] = []
         for step in steps:
@@ -222,21 +222,14 @@ class BlockPool:
         leaving = Counter(page for name in without for page in self.pages(name))
         pinned = sum(holders[page] == leaving[page] for page in joining)
         freed = sum(holders[page] == num for page, num in leaving.items())
-        needed = self._num_needed(
-            steps, lambda page: holders[page] - leaving[page] + joining[page], joining
-        )
+        joining.subtract(leaving)
+        needed = self._num_needed(steps, joining)
         return needed + pinned - freed - len(self._free) - len(self._remembered)
 
-    def _num_needed(
-        self,
-        steps: Sequence[SequenceStep],
-        num_holders: Callable[[int], int],
-        joining: Mapping[int, int],
-    ) -> int:
-        """Pages that the steps take. `num_holders` is how many sequences will hold a page, those of
-        the steps included; `joining` how many of these do not hold it yet."""
+    def _num_needed(self, steps: Sequence[SequenceStep], joining: Counter[int]) -> int:
+        """Pages that the steps take at most. `joining` is how many more sequences will hold each
+        page then."""
         size, num = self.page_size, 0
-        written = Counter[int]()
         for step in steps:
             sequence = self._sequences.get(step.sequence_id)
             if sequence is None:
@@ -244,12 +237,9 @@ class BlockPool:
                 continue
             length, pages = sequence.length, sequence.pages
             num += -(-(length + len(step.token_ids)) // size) - len(pages)
-            if length % size and self._holders[pages[-1]] + joining.get(pages[-1], 0) > 1:
-                written[pages[-1]] += 1
-        # If all holders of a page write to it, the last one need not copy it.
-        return num + sum(
-            writers - (writers == num_holders(page)) for page, writers in written.items()
-        )
+            if length % size:  # Another holder's page is copied.
+                num += self._holders[pages[-1]] + joining[pages[-1]] > 1
+        return num
 
     def _make_room(self, num_free: int) -> None:
         """Evicts until `num_free` pages are free, or raises `OutOfPages`."""
