@@ -20,11 +20,6 @@ MEDUSA = "medusa"
 EARLY_EXIT = "early-exit"
 EAGLE3 = "eagle3"
 MTP = "mtp"
-FORMER_KIND = "eagle"
-FORMER_KIND_IS_GONE = (
-    f"heads of the kind `{FORMER_KIND}` are not served any more; make another one with `outrider "
-    f"distill TARGET --kind {EAGLE3}`, which goes by `{EAGLE3}:DIR`"
-)
 _DIRECTORIES = {MEDUSA: "the heads", EARLY_EXIT: "the exit head", EAGLE3: "the head"}
 """Kinds that name a directory, and its content."""
 _KINDS = (_QUANTIZED, _HYBRID, MTP, *_DIRECTORIES)
@@ -120,8 +115,6 @@ def parse_drafter(name: str) -> DrafterChoice:
             allowed = " or ".join(map(str, QUANTIZED_BITS))
             raise _wrong(name, f"the bits of a weight may be {allowed}")
         return DrafterChoice(None, DraftModel(None, int(rest)))
-    if colon and form == FORMER_KIND:
-        raise _wrong(name, FORMER_KIND_IS_GONE)
     if colon and form in (*_LOOKUPS, MTP):
         raise _wrong(name, f"`{form}` takes nothing after it")
     if colon and _KIND.fullmatch(form):

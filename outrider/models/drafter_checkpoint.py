@@ -23,7 +23,6 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from outrider.drafters.names import FORMER_KIND, FORMER_KIND_IS_GONE
 from outrider.errors import ConfigError
 from outrider.models.fingerprint import tensors_fingerprint
 from outrider.models.loading import read_weights, refusing
@@ -94,8 +93,6 @@ def read_description(directory: Path, name: str) -> TrainedDescription:
         description = TypeAdapter(TrainedDescription).validate_json(text, strict=True)
     except ValidationError as error:
         found = error.errors()[0]
-        if found["loc"] == ("kind",) and found["input"] == FORMER_KIND:
-            raise ConfigError(f"{wrong}: {FORMER_KIND_IS_GONE}") from error
         key = ".".join(map(str, found["loc"]))
         given = "" if found["type"] == "missing" else f", not {found['input']!r}"
         raise ConfigError(

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
-from outrider.drafters.names import DEMO, FORMER_KIND, FORMER_KIND_IS_GONE, SHIPPED
+from outrider.drafters.names import DEMO, SHIPPED
 from outrider.errors import ConfigError
 from outrider.files import locked
 from outrider.models.fingerprint import PICKLED_FILE, file_fingerprint
@@ -99,8 +99,6 @@ def check_weights(directory: Path, name: str, *, heads: bool = False, drafts: bo
         if (directory / _DESCRIPTION).is_file():
             kind = _kind_of(directory / _DESCRIPTION)
             hint = f"; it holds draft heads for one target: use `{kind}:{name}`"
-            if kind == FORMER_KIND:
-                hint = f"; {FORMER_KIND_IS_GONE}"
         raise ConfigError(f"model {name}: no {config} in {directory}{hint}")
     if any(directory.glob("*.safetensors")):
         return

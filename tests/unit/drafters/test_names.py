@@ -38,7 +38,7 @@ def test_a_name_says_who_proposes(name: str, choice: DrafterChoice) -> None:
         ("hybrid:demo,suffix", "LOOKUP `ngram` or `suffix`"),
         ("hybrid:suffix,hybrid:ngram,demo", "its second part must be a model"),
         ("medusa:", "the directory of the heads is missing"),
-        ("hybrid:suffix,eagle:a", "heads of the kind `eagle` are not served any more"),
+        ("hybrid:suffix,eagle:a", "there is no kind `eagle`; did you mean eagle3?"),
     ],
 )
 def test_a_name_that_is_none_is_refused_with_those_that_are(name: str, says: str) -> None:
