@@ -32,6 +32,11 @@ class DraftHead(nn.Module):
     layer_ids: tuple[int, ...]
     """The taps are the inputs of these layers of the target, counted from 0. The number of layers
     stands for the input of the norm after them; `OUTPUT`, alone, for the norm's output."""
+    norm: Any
+    """The norm between h and `lm_head`."""
+    lm_head: Any
+    carries_normed = True
+    """Whether a drafted pair has the norm of h for its feature, or h itself."""
 
     def ways(self, num_layers: int) -> dict[str, Any]:
         """The ways to read a target of `num_layers` layers that it may have been trained for, by a
@@ -61,11 +66,13 @@ class DraftHead(nn.Module):
 
     def carry(self, hidden: Tensor) -> Tensor:
         """[.., D]: the feature of the pair that follows h [.., D]."""
-        raise NotImplementedError
+        carried: Tensor = self.norm(hidden) if self.carries_normed else hidden
+        return carried
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[.., draft vocabulary], float32, of h [.., D]."""
-        raise NotImplementedError
+        logits: Tensor = self.lm_head(self.norm(hidden)).float()
+        return logits
 
     def unroll(self, features: Tensor, token_ids: Tensor, num_depths: int) -> Iterator[Tensor]:
         """Drafts a chain of `num_depths` pairs after each of L places of B texts, with gradients,

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,7 @@ class Eagle3Head(DraftHead):
         width, eps = layer.hidden_size, layer.rms_norm_eps
         taps_width = num_taps * config.target_width
         self.config = config
+        self.layer_ids, self.carries_normed = config.layer_ids, config.norm_output
         self.width = width
         self.num_heads: int = layer.num_attention_heads
         self.num_kv_heads: int = layer.num_key_value_heads
@@ -154,15 +155,6 @@ class Eagle3Head(DraftHead):
         self.norm = LlamaRMSNorm(width, eps)
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
         self.rotary_emb = LlamaRotaryEmbedding(layer)
-
-    @property
-    def layer_ids(self) -> tuple[int, ...]:
-        """The taps, as indices into transformers' `hidden_states`."""
-        return self.config.layer_ids
-
-    @layer_ids.setter
-    def layer_ids(self, layer_ids: tuple[int, ...]) -> None:
-        self.config = replace(self.config, layer_ids=layer_ids)
 
     def ways(self, num_layers: int) -> dict[str, Any]:
         """The stated layers, and those one higher and one lower."""
@@ -186,7 +178,6 @@ class Eagle3Head(DraftHead):
         del self.fc, self.input_norm, self.fc_norm
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        """g [.., D] of the taps [.., taps * D_t], side by side in the order of `layer_ids`."""
         if self.input_norm is not None:
             hidden = self.input_norm(hidden)
         if self.fc_norm is not None:
@@ -198,15 +189,12 @@ class Eagle3Head(DraftHead):
     def keys_and_values(
         self, features: Tensor, token_ids: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """[.., kv heads, head_dim] each, keys rotated, of pairs of features [.., D] and tokens [..]
-        at rotary positions [..]."""
         joined, _ = self._join(features, token_ids)
         return self._keys_and_values(joined, self._angles(joined, positions))
 
     def step(
         self, features: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend
     ) -> Tensor:
-        """h [.., D], before the last norm, of pairs as for `keys_and_values`."""
         joined, residual = self._join(features, token_ids)
         angles = self._angles(joined, positions)
         attention = self._layer.self_attn
@@ -216,16 +204,6 @@ class Eagle3Head(DraftHead):
         y = residual + attention.o_proj(mixed.flatten(-2))
         hidden: Tensor = y + self._layer.mlp(self._layer.post_attention_layernorm(y))
         return hidden
-
-    def carry(self, hidden: Tensor) -> Tensor:
-        """[.., D]: the feature of the pair that follows h [.., D]."""
-        normed: Tensor = self.norm(hidden) if self.config.norm_output else hidden
-        return normed
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[.., draft vocabulary], float32, of h [.., D]."""
-        logits: Tensor = self.lm_head(self.norm(hidden))
-        return logits.float()
 
     @property
     def _layer(self) -> Any:
@@ -459,7 +437,7 @@ def save_speculators(
             "rope_theta": layer.rope_parameters["rope_theta"],
         },
         "draft_vocab_size": config.draft_vocab_size,
-        "eagle_aux_hidden_state_layer_ids": [*config.layer_ids],
+        "eagle_aux_hidden_state_layer_ids": [*head.layer_ids],
         "target_hidden_size": config.target_width,
         "tie_word_embeddings": False,
         "torch_dtype": str(head.fc.weight.dtype).removeprefix("torch."),

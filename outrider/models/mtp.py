@@ -86,7 +86,7 @@ class MtpHead(DraftHead):
         super().__init__()
         block = layer.mtp_block
         block.self_attn.config._attn_implementation = _ATTENTION
-        self.layer = layer
+        self.layer, self.norm = layer, layer.post_norm
         self.rotary_emb = rotary
         self.target_norm = norm
         with torch.device("meta"):
@@ -96,7 +96,7 @@ class MtpHead(DraftHead):
         self.lm_head.weight = nn.Parameter(head, requires_grad=False)
         self.layer_ids = (OUTPUT if norm is None else num_layers,)
         self.width = embeddings.shape[1]
-        self._is_normed = self._carries_normed = True
+        self._is_normed = True
         self.scaling = block.self_attn.scaling
         first = torch.zeros(1, dtype=torch.long, device=head.device)
         keys, values = self.keys_and_values(head.new_zeros(1, self.width), first, first)
@@ -109,7 +109,7 @@ class MtpHead(DraftHead):
 
     def read_as(self, way: tuple[bool, bool]) -> None:
         """For each of the two norms, whether to read its output; otherwise its input."""
-        self._is_normed, self._carries_normed = way
+        self._is_normed, self.carries_normed = way
 
     def fuse(self, hidden: Tensor) -> Tensor:
         """g [.., D] of the input, or output, of the target's last norm [.., D]."""
@@ -121,7 +121,7 @@ class MtpHead(DraftHead):
     def keys_and_values(
         self, features: Tensor, token_ids: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See `DraftHead.keys_and_values`; nothing after the layer's attention is run."""
+        """Runs nothing after the layer's attention."""
         found: list[Tensor] = []
 
         def note(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -140,8 +140,6 @@ class MtpHead(DraftHead):
     def step(
         self, features: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend
     ) -> Tensor:
-        """See `DraftHead.step`; h is before the layer's own norm."""
-
         def attend_rows(*heads: Tensor) -> Tensor:
             return attend(*(rows.view(*token_ids.shape, *rows.shape[-2:]) for rows in heads))
 
@@ -150,16 +148,6 @@ class MtpHead(DraftHead):
             rows, attention_mask=None, position_embeddings=angles, attend=attend_rows
         )
         return hidden.view(features.shape)
-
-    def carry(self, hidden: Tensor) -> Tensor:
-        """See `DraftHead.carry`."""
-        carried: Tensor = self.layer.post_norm(hidden) if self._carries_normed else hidden
-        return carried
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[.., vocabulary], float32, of h [.., D]."""
-        logits: Tensor = self.lm_head(self.layer.post_norm(hidden))
-        return logits.float()
 
     def _inputs(
         self, features: Tensor, token_ids: Tensor, positions: Tensor
