@@ -36,40 +36,13 @@ def pair_shape(head: DraftHead, dtype: torch.dtype, device: torch.device) -> Lay
     return LayerShape(head.num_kv_heads, head.key_width, head.value_width, dtype, device)
 
 
-def feature_shape(head: DraftHead, dtype: torch.dtype, device: torch.device) -> LayerShape:
-    """What a slot holds of its token: g, stored as a key without a value."""
-    return LayerShape(1, head.width, 0, dtype, device)
-
-
-def draft_shapes(head: DraftHead, dtype: torch.dtype, device: torch.device) -> list[LayerShape]:
-    """What a slot holds for a `DraftLayer`."""
-    return [pair_shape(head, dtype, device), feature_shape(head, dtype, device)]
-
-
-class FeatureLayer:
-    """The part of a head that reads the model's layers: writes g of every token to its slot."""
-
-    def __init__(self, head: DraftHead, features: KeysAndValues) -> None:
-        """`features` is of `feature_shape`."""
-        self._head = head
-        self._features = features.keys[0]
-        """[slots, D]."""
-
-    def write(self, step: HeldStep, tapped: Sequence[Tensor]) -> Tensor:
-        """Writes g of a step's T new tokens, and returns it, [T, D]. Each of `tapped` is the input
-        of one of the model's layers; only its first T rows count."""
-        [slots] = shipped([step.rows.slots], self._features.device)
-        return self.put(slots, tapped)
-
-    def put(self, slots: Tensor, tapped: Sequence[Tensor]) -> Tensor:
-        """Like `write`, for tokens in these slots [T]."""
-        found = self._head.fuse(torch.cat([rows[: len(slots)] for rows in tapped], -1))
-        self._features.index_copy_(0, slots, found)
-        return found
-
-    def at(self, slots: Tensor) -> Tensor:
-        """g [n, D] of slots [n]."""
-        return self._features.index_select(0, slots)
+def draft_shapes(
+    head: DraftHead, dtype: torch.dtype, device: torch.device, drafts_apart: bool = False
+) -> list[LayerShape]:
+    """What a slot holds for a `DraftLayer`: g, stored as a key without a value, and its pair unless
+    the head drafts elsewhere."""
+    feature = LayerShape(1, head.width, 0, dtype, device)
+    return [feature] if drafts_apart else [feature, pair_shape(head, dtype, device)]
 
 
 class PairLayer:
@@ -111,23 +84,35 @@ class PairLayer:
 
 
 class DraftLayer:
-    """A whole head on the pages of an engine."""
+    """A head on the pages of an engine: reads the model's layers, and drafts unless it does so
+    elsewhere."""
 
     def __init__(self, head: DraftHead, layers: Sequence[KeysAndValues]) -> None:
         """`layers` are of `draft_shapes`."""
-        pairs, features = layers
-        self._pairs, self._features = PairLayer(head, pairs), FeatureLayer(head, features)
-        self._device = features.keys.device
-        self.draft = self._pairs.draft
+        features, *pairs = layers
+        self._head = head
+        self._features = features.keys[0]
+        """[slots, D]."""
+        self.pairs = PairLayer(head, pairs[0]) if pairs else None
 
     def write(self, step: HeldStep, tapped: Sequence[Tensor]) -> Tensor:
-        """Like `FeatureLayer.write`; also writes the tokens' pairs."""
+        """Writes g and the pairs of a step's T new tokens, and returns g, [T, D]. Each of `tapped`
+        is the input of one of the model's layers; only its first T rows count."""
         rows = step.rows
-        arrays = [rows.token_ids, _places(rows.positions), rows.slots, _slots_before(step)]
-        token_ids, places, slots, before = shipped(arrays, self._device)
-        found = self._features.put(slots, tapped)
-        self._pairs.put(token_ids, places, slots, self._features.at(before))
+        arrays = [rows.slots]
+        if self.pairs is not None:
+            arrays += [rows.token_ids, _places(rows.positions), _slots_before(step)]
+        slots, *others = shipped(arrays, self._features.device)
+        found = self._head.fuse(torch.cat([read[: len(slots)] for read in tapped], -1))
+        self._features.index_copy_(0, slots, found)
+        if self.pairs is not None:
+            token_ids, places, before = others
+            self.pairs.put(token_ids, places, slots, self.features_at(before))
         return found
+
+    def features_at(self, slots: Tensor) -> Tensor:
+        """g [n, D] of slots [n]."""
+        return self._features.index_select(0, slots)
 
 
 def _places(positions: _Ints) -> _Ints:

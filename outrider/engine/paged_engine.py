@@ -14,7 +14,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,7 +27,7 @@ from outrider.engine.cpu.decoder import CannotFuse, FusedDecoder
 from outrider.engine.cpu.fused_steps import SPAN_TOKENS_MAX, FusedSteps, find_span_tokens
 from outrider.engine.cpu.kernels import PaceKernels
 from outrider.engine.cuda.table_steps import DeviceBackend, TableSteps
-from outrider.engine.draft_layer import DraftLayer, FeatureLayer, draft_shapes, feature_shape
+from outrider.engine.draft_layer import DraftLayer, draft_shapes
 from outrider.engine.gathered_attention import Forward, GatheredSteps, Steps
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_sequences import PagedSequences, newest_rows
@@ -72,8 +71,6 @@ class PagedEngine(PagedSequences):
 
     feature_width = 0
     """See `FeatureKeeper.feature_width`."""
-    _kept: FeatureLayer | None = None
-    """The features of a head that drafts elsewhere."""
 
     def __init__(
         self,
@@ -157,10 +154,8 @@ class PagedEngine(PagedSequences):
             head = self.draft_layer.module
             watched = watch_layers(self._module, head.layer_ids)
             self._taps = dict(zip(head.layer_ids, watched, strict=True))
-            held = (head, self._dtype, self._device)
-            self._draft_shapes = draft_shapes(*held)
-            if self._drafts_apart:
-                self.feature_width, self._draft_shapes = head.width, [feature_shape(*held)]
+            self.feature_width = head.width if self._drafts_apart else 0
+            self._draft_shapes = draft_shapes(head, self._dtype, self._device, self._drafts_apart)
             shapes += self._draft_shapes
         self._try(expected)
         num_pages = min(pages_in(kv_cache_memory_bytes, shapes), max_num_seqs * pages_of_longest)
@@ -279,11 +274,7 @@ class PagedEngine(PagedSequences):
         cache = KVCache(shapes, num_pages, self._decoder is not None, self._draft_shapes)
         self._caches = cache.layers
         if self.draft_layer is not None:
-            head, layers = self.draft_layer.module, cache.plain_layers
-            if self.feature_width:
-                self._kept = FeatureLayer(head, layers[0])
-            else:
-                self._draft = DraftLayer(head, layers)
+            self._draft = DraftLayer(self.draft_layer.module, cache.plain_layers)
         self._use_pool(BlockPool(num_pages, PAGE_SIZE), cache, self._max_num_seqs)
         self._steps = self._new_steps(len(self._layers), self._call)
         self._shallow_steps: Steps | None = None
@@ -337,33 +328,33 @@ class PagedEngine(PagedSequences):
         return self._run_part(self._shallow_steps.run, steps)
 
     def held_features(self, ranges: Sequence[tuple[str, int, int]]) -> Tensor:
-        """See `FeatureKeeper.held_features`; for an engine whose draft layer drafts apart."""
-        if self._kept is None:
+        """For an engine whose draft layer drafts apart."""
+        if self._draft is None or not self.feature_width:
             raise InvariantError("an engine whose draft layer is not apart keeps no features")
         slots = self._slots(ranges)
         with torch.inference_mode():
-            return self._kept.at(*shipped([slots], self._device))
+            return self._draft.features_at(*shipped([slots], self._device))
 
-    def _making_room(
-        self, steps: Sequence[SequenceStep], whole: bool
-    ) -> AbstractContextManager[None]:
+    def _run(
+        self, run: Callable[[HeldStep], Tensor], steps: Sequence[SequenceStep], whole: bool = True
+    ) -> tuple[Tensor, list[int]]:
         """Runs a step on fewer threads while other processes use the cores."""
         if self._contended is None:
-            return nullcontext()
+            return super()._run(run, steps, whole)
         num_tokens = sum(len(step.token_ids) for step in steps)
         kind = (whole, num_tokens.bit_length()) if num_tokens < WIDE_STEP_ROWS else None
-        return self._contended.step(kind)
+        with self._contended.step(kind):
+            return super()._run(run, steps, whole)
 
     def _run_whole(self, step: HeldStep) -> Tensor:
         """`Steps.run` of the whole model, and the part of a draft layer."""
         rows = self._steps.run(step)
-        layer = self._draft or self._kept
-        if layer is not None:
+        if self._draft is not None:
             if isinstance(self._steps, FusedSteps):
                 tapped = [self._steps.tapped[index] for index in self._taps]
             else:
                 tapped = [watched.rows_read() for watched in self._taps.values()]
-            found = layer.write(step, tapped)
+            found = self._draft.write(step, tapped)
             if self.shows_features:
                 self._features = newest_rows(found, step)
         elif self._head is not None and self._decoder is not None:

@@ -4,7 +4,7 @@ undone, and steps of a draft layer."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
@@ -77,11 +77,7 @@ class PagedSequences:
         """The rows that are wanted, and how many of them each step wants. `whole` is false for
         steps that run less than the whole model."""
         check_steps(steps, self.info, self._max_num_seqs, self.length)
-        with (
-            self._appended(steps, whole) as step,
-            self._making_room(steps, whole),
-            torch.inference_mode(),
-        ):
+        with self._appended(steps, whole) as step, torch.inference_mode():
             rows = run(step)
         if whole:
             self._pool.written(steps)
@@ -97,14 +93,14 @@ class PagedSequences:
         self, steps: Sequence[SequenceStep], features: Sequence[Tensor]
     ) -> list[Tensor]:
         """See `DraftingEngine.forward_draft`; for an engine with a draft layer."""
-        if self._draft is None:
+        if self._draft is None or self._draft.pairs is None:
             raise InvariantError("an engine without a draft layer runs no draft steps")
         check(len(steps) == len(features), "a draft step has one feature")
         for step in steps:
             is_single = len(step.token_ids) == step.num_logits == 1 and not step.parents
             check(is_single, f"{step.sequence_id}: a draft step has one token")
             check(self.length(step.sequence_id) > 0, f"{step.sequence_id}: no pair has been run")
-        draft = self._draft.draft
+        draft = self._draft.pairs.draft
 
         def run(step: HeldStep) -> Tensor:
             try:
@@ -124,12 +120,6 @@ class PagedSequences:
     ) -> list[Tensor]:
         """The rows of each step of a pass through less than the whole model."""
         return list(torch.split(*self._run(run, steps, whole=False))) if steps else []
-
-    def _making_room(
-        self, steps: Sequence[SequenceStep], whole: bool
-    ) -> AbstractContextManager[None]:
-        """Runs a step so that it leaves cores to other processes."""
-        return nullcontext()
 
     def fork(self, sequence_id: str, branch_id: str) -> None:
         """See `Engine.fork`."""
