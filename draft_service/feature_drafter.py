@@ -103,6 +103,7 @@ class FeatureDrafter(ModelDrafter):
     not look ahead."""
 
     looks_ahead = False
+    reads_features = True
     engine: Any
 
     def __init__(self, head: LoadedEagle3, engine: HeadEngine) -> None:

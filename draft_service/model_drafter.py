@@ -31,6 +31,10 @@ class ModelDrafter:
 
     looks_ahead = True
     """Whether sessions may look ahead with it."""
+    in_one_pass = False
+    """Whether the pass of the last committed token has the rows for all draft tokens."""
+    reads_features = False
+    """Whether it reads hidden states that the target sends."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

@@ -37,6 +37,8 @@ class ParallelDrafter(ModelDrafter):
     drawn one after another, because each depends on the tokens before it.
     """
 
+    in_one_pass = True
+
     def __init__(self, engine: Engine, token_id: int) -> None:
         """`token_id` is the parallel token. Raises `ConfigError` if the model has no such token."""
         super().__init__(engine)

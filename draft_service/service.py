@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from draft_service.feature_drafter import FeatureDrafter
 from draft_service.model_drafter import ModelDrafter
-from draft_service.parallel_drafter import ParallelDrafter
 from draft_service.worker import Proposer
 from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline
 from outrider.engine.step_costs import StepCosts
@@ -36,13 +34,13 @@ class DraftService(SteppedService):
         """Steps are limited as in `TargetService`. A drafter that looks ahead pushes at most
         `LOOK_AHEAD_BYTES_MAX` bytes of proposals for a round of a session. With `grammars` (of the
         engine's tokenizer) it drafts what a session's constraint allows. The description has the
-        `costs`, but not those of a `ParallelDrafter`, as none of its passes is of one token."""
+        `costs`, unless all tokens are drafted `in_one_pass`: then no pass is of one token."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
-        self._proposer = Proposer(drafter, budget, grammars)
-        told = None if isinstance(drafter, ParallelDrafter) else costs
+        self._proposer, self._engine = Proposer(drafter, budget, grammars), drafter.engine
+        told = None if drafter.in_one_pass else costs
         description = replace(
             describe_model(drafter.engine.info, max_num_seqs, told),
-            reads_features=isinstance(drafter, FeatureDrafter),
+            reads_features=drafter.reads_features,
         )
         super().__init__(self._proposer, executor, description, budget.note_seconds)
 
@@ -50,11 +48,11 @@ class DraftService(SteppedService):
         """Starts the time limit of an item's draws. If a session looks ahead, a round's tokens may
         be drawn before they are requested, so only steps check the limit. A running step is ahead
         of the clock by the time that its engine states."""
-        time, proposer = asyncio.get_running_loop().time, self._proposer
+        time, engine = asyncio.get_running_loop().time, self._engine
         deadline = DraftDeadline.after(
-            item.budget_us, lambda: time() + proposer.stated_seconds, time()
+            item.budget_us, lambda: time() + engine.stated_seconds, time()
         )
         work = super()._work(replace(item, deadline=deadline), sender)
-        if not proposer.looks_ahead(item) and deadline is not NO_DEADLINE:
+        if not self._proposer.looks_ahead(item) and deadline is not NO_DEADLINE:
             work.deadline = deadline
         return work

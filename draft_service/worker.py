@@ -6,9 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from draft_service.feature_drafter import FeatureDrafter
 from draft_service.model_drafter import ModelDrafter
-from draft_service.parallel_drafter import ParallelDrafter
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.drafters.drafter import NO_DEADLINE, DraftRequest
 from outrider.errors import BadRequest, Incompatible, OutriderError
@@ -39,25 +37,24 @@ class _Drafting(Work):
     is_whole: bool
     """Whether a proposal follows; otherwise only a part of the prefix is run."""
 
-    def __init__(self, item: DraftItem, in_one_pass: bool, reads_features: bool) -> None:
-        """`in_one_pass`: the pass of the last committed token has the rows for all draft tokens."""
+    def __init__(self, item: DraftItem, drafter: ModelDrafter) -> None:
         super().__init__(item)
-        self._in_one_pass = in_one_pass
-        self._reads_features = reads_features
+        self._drafter = drafter
 
     @property
     def demand(self) -> SlotDemand:
         """Slots for all tokens but a proposal's last, which is drawn but not run, except to look
         ahead. If features are read, each token needs the feature of the token before it."""
         item = self.item
-        if self._reads_features:
+        if self._drafter.reads_features:
             reach = 0 if item.features is None else item.features.end + 1
             if reach < item.head.committed_length:
                 return SlotDemand(item.head, 0, reach=reach)
         if item.held is not None:
             return SlotDemand(item.head, len(item.held), len(item.held) + 1)
         num_extra = max(0, item.num_draft_tokens - (item.look_ahead == 0))
-        return SlotDemand(item.head, num_extra, 1 + num_extra if self._in_one_pass else 1)
+        num_rows = 1 + num_extra if self._drafter.in_one_pass else 1
+        return SlotDemand(item.head, num_extra, num_rows)
 
 
 _Found = Proposal | OutriderError | AutoregressiveDraft
@@ -85,11 +82,6 @@ class Proposer(StepWorker):
             self._look_ahead = LookAhead(drafter, self._table, budget.max_steps)
         self._unfinished: dict[str, _Drafting] = {}
         """The unfinished item of each session, which continues when it comes again."""
-
-    @property
-    def stated_seconds(self) -> float:
-        """See `Engine.stated_seconds`."""
-        return self._engine.stated_seconds
 
     def looks_ahead(self, item: DraftItem) -> bool:
         """Whether tokens of the rounds after an item may be drawn before they are requested. May be
@@ -126,8 +118,7 @@ class Proposer(StepWorker):
         work = self._unfinished.get(name)
         if work is None or work.item is not item:
             self._give_up(name)
-            in_one_pass = isinstance(self._drafter, ParallelDrafter)
-            return _Drafting(item, in_one_pass, isinstance(self._drafter, FeatureDrafter))
+            return _Drafting(item, self._drafter)
         del self._unfinished[name]
         work.answer = None
         return work
