@@ -15,7 +15,7 @@ from outrider.errors import ConfigError, SettingError
 from outrider.files import locked
 
 CARD_FILE = "README.md"
-CACHE_VERSION = 4
+CACHE_VERSION = 5
 """Incremented when the content of a folder changes; results of older versions are not used."""
 
 

@@ -11,17 +11,19 @@ import numpy as np
 import torch
 
 from outrider.engine.interface import Engine, SequenceStep
+from outrider.speculation.logits_processing import NO_HISTORY
+from outrider.speculation.proposal import EMPTY_PROPOSAL
 from outrider.speculation.random_streams import RoundNoise, choice_seed
-from outrider.speculation.sampling_params import Rule
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.verification import Question, verdicts_from_logits
 
 from .documents import Document, Template, is_kept_back
 from .storage import Stopwatch
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 """Temperatures of the answers, in turn."""
-_TURN_MIN_P = 0.03
-"""User turns are drawn at temperature 1, without tokens less likely than this share of the
-likeliest one. So they make sense, and differ."""
+_TURN = SamplingParams(temperature=1.0, min_p=0.03)
+"""Of user turns: without the least likely tokens they make sense, and they still differ."""
 _TURN_TOKENS_MAX = 512
 _ANSWER_TOKENS_MAX = 320
 _BEGINNING = 16
@@ -100,6 +102,7 @@ class WrittenCorpus:
             done, wanted = self.spent.seconds, self._seconds
         return 1.0 if done >= wanted else done / wanted
 
+    @torch.inference_mode()
     def write(self, engine: Engine, num_together: int, progress: Callable[[float], None]) -> None:
         """Lets the target write what is missing, `num_together` conversations side by side, or as
         many as its pages hold. Conversations that time cuts short are used as they are."""
@@ -127,10 +130,10 @@ class WrittenCorpus:
                         running.append(_Conversation(self, following, *prompt))
                         running[-1].begin(engine)
                     following += 1
-                steps = [SequenceStep(one.name, one.unseen, 1) for one in running]
-                drawn = draw(torch.cat(engine.forward(steps)), [one.drawing for one in running])
-                taken = zip(running, drawn, strict=True)
-                if ended := [one for one, token_id in taken if one.take(token_id, eos)]:
+                rows = engine.forward([SequenceStep(one.name, one.unseen, 1) for one in running])
+                asked = [one.question(row) for one, row in zip(running, rows, strict=True)]
+                drawn = zip(running, verdicts_from_logits(asked), strict=True)
+                if ended := [one for one, found in drawn if one.take(found.correction[0], eos)]:
                     store(ended)
                 progress(self.part)
             if self._seconds is not None:
@@ -167,12 +170,12 @@ class _Conversation:
             self.prompt.append(self._seed % engine.info.vocab_size)
         self.unseen = tuple(self.prompt[engine.attach(self.name, self.prompt) :])
 
-    @property
-    def drawing(self) -> tuple[float, float, float]:
-        """Temperature, floor, and the number in (0, 1) for the next draw."""
-        noise = RoundNoise(self._seed, Rule.TOKEN, len(self.prompt) + len(self.answer))
-        [uniform] = noise.accept_uniforms(1)
-        return (1.0, _TURN_MIN_P, uniform) if self.is_turn else (self._temperature, 0.0, uniform)
+    def question(self, logits: torch.Tensor) -> Question:
+        """Asks for its next token, which follows the row `logits` [1, V]."""
+        params = _TURN if self.is_turn else SamplingParams(temperature=self._temperature)
+        rule = Rule.GREEDY if params.greedy else Rule.COUPLED
+        noise = RoundNoise(self._seed, rule, len(self.prompt) + len(self.answer))
+        return Question(logits, params, NO_HISTORY, EMPTY_PROPOSAL, noise)
 
     def take(self, token_id: int, eos: frozenset[int]) -> bool:
         """Appends a token; returns whether the conversation is complete."""
@@ -193,17 +196,3 @@ class _Conversation:
     def record(self) -> dict[str, Any]:
         return {"index": self.index, "prompt": self.prompt, "answer": self.answer,
                 "temperature": self._temperature}  # fmt: skip
-
-
-def draw(logits: torch.Tensor, drawings: Sequence[tuple[float, float, float]]) -> list[int]:
-    """One token for each row of `logits` [B, V], by its temperature, floor and number in (0, 1). At
-    temperature 0, the likeliest token. Otherwise the token where the cumulative distribution,
-    without tokens less likely than `floor` times the likeliest, passes the number."""
-    columns = torch.tensor(drawings, dtype=torch.float32, device=logits.device)
-    heat, floor, uniform = columns[:, :, None].unbind(1)
-    weights = ((logits - logits.amax(dim=1, keepdim=True)) / heat.clamp(min=1e-4)).exp()
-    weights.masked_fill_(weights < floor, 0.0)
-    mass = weights.cumsum(dim=1)
-    places = torch.searchsorted(mass, uniform * mass[:, -1:])[:, 0]
-    drawn = places.clamp(max=logits.shape[1] - 1)
-    return torch.where(heat[:, 0] == 0, logits.argmax(dim=1), drawn).tolist()

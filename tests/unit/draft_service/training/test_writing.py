@@ -4,12 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from toy_engine import ToyEngine
 
 from draft_service.training.documents import Template
-from draft_service.training.writing import TEMPERATURES, WrittenCorpus, draw
+from draft_service.training.writing import TEMPERATURES, WrittenCorpus
 
 TEMPLATE = Template(before=(0, 1), after=(2, 3, 4))
 VOCAB = 12
@@ -100,20 +98,3 @@ def test_without_a_template_any_token_begins_a_text(tmp_path: Path) -> None:
     firsts = {record["prompt"][0] for record in lines(tmp_path).values()}
     assert len(firsts) > 2
     assert all(len(record["prompt"]) == 1 for record in lines(tmp_path).values())
-
-
-def test_tokens_are_drawn_from_the_distribution() -> None:
-    """Evenly spaced numbers draw each token as often as its probability, within one; greedy rows
-    take the likeliest, and a floor drops unlikely tokens."""
-    num = 4000
-    logits = torch.tensor([0.0, 1.0, -1.0, 2.0, -4.0])
-    uniforms = ((np.arange(num) + 0.5) / num).tolist()
-    for temperature in (0.7, 1.0):
-        rows = logits.expand(num, -1)
-        drawn = draw(rows, [(temperature, 0.0, uniform) for uniform in uniforms])
-        expected = (logits.double() / temperature).softmax(0) * num
-        counts = np.bincount(drawn, minlength=5)
-        assert np.abs(counts - expected.numpy()).max() <= 1.5
-    assert draw(logits.expand(2, -1), [(0.0, 0.0, 0.1), (0.0, 0.0, 0.9)]) == [3, 3]
-    floored = draw(logits.expand(num, -1), [(1.0, 0.2, uniform) for uniform in uniforms])
-    assert set(floored) == {1, 3}
