@@ -235,18 +235,14 @@ def load_reading(
 ) -> Reading:
     """Loads the target and its drafter. Raises `ConfigError`."""
     draft, lookup = config.draft, build_lookup(config.draft)
+    wrong = ""
     if draft.drafter.reads_target:
-        raise SettingError(
-            "draft_model",
-            f"{draft.model} is wrong; it must not read the target's hidden states (`outrider bench "
-            "speedup` shows the acceptance of any drafter)",
-        )
-    if parallel_token(draft) is not None:
-        raise SettingError(
-            "draft_model",
-            f"{draft.model} is wrong; it drafts several tokens in one pass, but texts are read "
-            "token by token here (`outrider bench speedup` shows the acceptance of any drafter)",
-        )
+        wrong = "it must not read the target's hidden states"
+    elif parallel_token(draft) is not None:
+        wrong = "it drafts several tokens in one pass, but texts are read token by token here"
+    if wrong:
+        hint = "(`outrider bench speedup` shows the acceptance of any drafter)"
+        raise SettingError("draft_model", f"{draft.model} is wrong; {wrong} {hint}")
     num_threads = config.target.num_threads or available_cores()
     progress("loading the target")
     target: Any = build_engine(config.target, num_threads)

@@ -18,7 +18,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
-from functools import cache
 from itertools import product
 from statistics import median
 from string import ascii_lowercase
@@ -66,6 +65,10 @@ CANNED = ReplicaDescription(
     model="canned", weights_fingerprint="canned", tokenizer_fingerprint="canned",
     vocab_size=151_936, dtype="float32", max_model_len=32_768, eos_token_ids=(), max_num_seqs=1,
 )  # fmt: skip
+_LAST_IDS = tuple(range(CANNED.vocab_size - Q_ENTRIES, CANNED.vocab_size))
+"""They take the most bytes."""
+_Q = DraftDistribution(_LAST_IDS, (COUNT_TOTAL // Q_ENTRIES,) * Q_ENTRIES)
+PROPOSAL = SealedProposal.of(Proposal(_LAST_IDS[:NUM_DRAFT_TOKENS], (_Q,) * NUM_DRAFT_TOKENS))
 WARM_UP_ROUNDS = 200
 SESSION_TOKENS = 512
 VERIFY_S = 0.0183
@@ -137,17 +140,14 @@ async def _canned_services(
 async def measure_rounds(options: OverheadOptions, progress: Progress) -> dict[str, Any]:
     """Figures of rounds with K draft tokens, from the coordinator's reports, one session at a
     time."""
-    wanted, seed = WARM_UP_ROUNDS + options.rounds, 0
+    wanted, k = WARM_UP_ROUNDS + options.rounds, NUM_DRAFT_TOKENS
     reports: list[RoundReport] = []
     async with _canned_services() as (client, _):
         while len(reports) < wanted:
             progress(f"round {len(reports)} of {wanted}")
-            request = replace(canned_request(seed, SESSION_TOKENS), include_rounds=True)
+            request = replace(canned_request(len(reports), SESSION_TOKENS), include_rounds=True)
             found = await client.complete(request)
-            reports += [
-                one for one in found.rounds if len(one.proposed_token_ids) == NUM_DRAFT_TOKENS
-            ]
-            seed += 1
+            reports += [one for one in found.rounds if len(one.proposed_token_ids) == k]
     return round_figures(reports[WARM_UP_ROUNDS:wanted])
 
 
@@ -297,8 +297,6 @@ class CannedReplica:
         self._step_s = step_s
 
     def connect(self, send: Callable[[Sequence[Any]], None]) -> Any:
-        """See `ReplicaService.connect`."""
-
         def receive(items: Sequence[Any]) -> None:
             answers = [self._answer(item) for item in items]
             if self._step_s:
@@ -309,25 +307,16 @@ class CannedReplica:
         return SimpleNamespace(receive=receive, close=lambda: None)
 
     def describe(self) -> ReplicaDescription:
-        """See `ReplicaService.describe`."""
         return CANNED
 
     def release(self, session_id: str, epoch: int) -> None:
-        """See `ReplicaService.release`; keeps nothing."""
-
-
-@cache
-def canned_proposal(size: int) -> SealedProposal:
-    """A proposal of the vocabulary's last tokens, whose ids take the most bytes."""
-    token_ids = tuple(range(CANNED.vocab_size - Q_ENTRIES, CANNED.vocab_size))
-    q = DraftDistribution(token_ids, (COUNT_TOTAL // Q_ENTRIES,) * Q_ENTRIES)
-    return SealedProposal.of(Proposal(token_ids[:size], (q,) * size))
+        pass
 
 
 def propose(item: DraftItem) -> ProposalReply:
     """The canned draft."""
     length, size = item.head.committed_length, item.num_draft_tokens
-    return ProposalReply(item.head.key, canned_proposal(size), length, length + size)
+    return ProposalReply(item.head.key, PROPOSAL.cut(size), length, length + size)
 
 
 def verify(item: VerifyItem) -> VerdictReply:

@@ -54,7 +54,8 @@ _PART_BYTES_MAX = 2**16
 
 
 class Process:
-    """One process. An async context manager: entering starts it."""
+    """One process. An async context manager: entering starts it, leaving ends it and all its
+    children."""
 
     def __init__(
         self,
@@ -64,15 +65,16 @@ class Process:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         """A `command` that is a string has a role, MODULE:FUNCTION (see `Opens`), and its options.
-        `name` is for error messages, `setup` the first line, `environment` as for `spawn`."""
+        `name` is for error messages, `setup` the first line. The process has this process's
+        variables without limits on threads, and those of `environment`."""
         if isinstance(command, str):
             command = (sys.executable, "-m", "benchmarks.processes", *command.split())
         self._command = command
         self._name = name
         self._setup = setup
-        self._environment = environment or {}
+        own = {key: value for key, value in os.environ.items() if key not in _THREAD_VARIABLES}
+        self._environment = own | dict(environment or {})
         self._process: Any = None
-        self._stack = AsyncExitStack()
         self.ready: dict[str, Any] = {}
         """The answer to `setup`."""
 
@@ -82,15 +84,26 @@ class Process:
         return str(self.ready["address"])
 
     async def __aenter__(self) -> Self:
-        async with AsyncExitStack() as stack:
-            running = spawn(self._command, self._environment)
-            self._process = await stack.enter_async_context(running)
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command, stdin=PIPE, stdout=PIPE, limit=LINE_BYTES_MAX, env=self._environment,
+            start_new_session=True,  # Ctrl-C reaches only this process, which closes the input.
+        )  # fmt: skip
+        try:
             self.ready = await self.ask(self._setup, START_TIMEOUT_S)
-            self._stack = stack.pop_all()
+        except BaseException:
+            await self.__aexit__()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
+        process = self._process
+        process.stdin.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
 
     async def ask(
         self, question: Mapping[str, object], timeout_s: float = ANSWER_TIMEOUT_S
@@ -109,43 +122,14 @@ class Process:
             raise Unavailable(f"{self._name} broke off: {error}") from error
         if not line.endswith(b"\n"):
             status = await process.wait()
-            raise Unavailable(f"{self._name} {ending(status)}; see its output on standard error")
+            how = f"ended with exit status {status}"
+            if status == -signal.SIGKILL:
+                how = "was killed, perhaps because memory ran out"
+            raise Unavailable(f"{self._name} {how}; see its output on standard error")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise ConfigError(f"{self._name}: {answer['error']}")
         return answer
-
-
-@asynccontextmanager
-async def spawn(
-    command: Sequence[str], environment: Mapping[str, str]
-) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A process with pipes as standard input and output. Leaving the context ends it and all its
-    children. Its environment is this process's without limits on threads, plus `environment`."""
-    own = {key: value for key, value in os.environ.items() if key not in _THREAD_VARIABLES}
-    process = await asyncio.create_subprocess_exec(
-        *command, stdin=PIPE, stdout=PIPE, limit=LINE_BYTES_MAX, env=own | dict(environment),
-        start_new_session=True,  # Ctrl-C reaches only this process, which then closes the input.
-    )  # fmt: skip
-    try:
-        yield process
-    finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with suppress(ProcessLookupError):
-                if process.stdin is not None and number == signal.SIGTERM:
-                    process.stdin.close()
-                else:
-                    os.killpg(process.pid, number)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(STOP_TIMEOUT_S):
-                    await process.wait()
-
-
-def ending(status: int) -> str:
-    """How a process ended, from its return code."""
-    if status != -signal.SIGKILL:
-        return f"ended with exit status {status}"
-    return "was killed, perhaps because memory ran out"
 
 
 @dataclass(frozen=True, slots=True)
