@@ -48,10 +48,8 @@ _REPLACEMENT = 0
 never accepted, so what follows it is never used."""
 
 _ROWS_AT_ONCE = {"cpu": 64, "cuda": 256}
-"""Most rows of logits from which verdicts are made together. With 49,152 tokens and one thread, a
-verdict on one row takes 0.40 ms alone and 0.13 ms in a batch of eight; a verdict on five rows takes
-0.76 and 0.45 ms. Larger batches are no faster and take more memory: on a device 256 MiB for 128,000
-tokens, twice that for several sessions."""
+"""Most rows of logits from which verdicts are made together. Larger batches are no faster and take
+more memory: on a device 256 MiB for 128,000 tokens, twice that for several sessions."""
 
 
 class _Round(Work):

@@ -78,8 +78,7 @@ _FIRST_SCALE = 0.25
 """A new exit head or EAGLE-3 head begins with the weight of the target's norm, times this factor.
 The norm was trained for the output of the last layer; after an early layer it makes a head far too
 confident. (Cross-entropy of an exit after layer 6 of the demo target, before training: 15.2 with
-factor 1, 8.5 with 0.5, 6.7 with 0.3, 6.5 with 0.2. Of an EAGLE-3 head: 13.8 with factor 1 and 6.6
-with 0.25; after training on 6,200 tokens, 8.0 and 5.4.)"""
+factor 1, 6.7 with 0.3.)"""
 _LAYERS_FOR_EACH = 5
 """By default an exit comes after the first of this many equal parts of the target's layers."""
 _QUIET_DEVIATION = 1e-3
@@ -492,9 +491,8 @@ def kept_layers(
     num_wanted: int, num_layers: int, copying: tuple[int, int] | None = None
 ) -> list[int]:
     """The layers of the target that a student starts from: the last one, the two that copy (if the
-    target has such layers and at least four are wanted), and first ones. (Acceptance of four-layer
-    students of the demo target after 80,000 tokens: 0.235 with the first layers and the last, 0.230
-    with layers spread evenly, 0.231 with two at each end.)"""
+    target has such layers and at least four are wanted), and first ones. (Layers spread evenly, or
+    two at each end, gave the demo target's students less acceptance.)"""
     if num_wanted > num_layers:
         raise SettingError("layers", f"{num_wanted} is more than the target's {num_layers}")
     kept = {num_layers - 1} if num_wanted > 1 else set()

@@ -184,9 +184,7 @@ class NgramDrafter(LookupDrafter):
     before.
 
     A look-up costs O(OCCURRENCES_MAX * ngram_max) at worst, whatever the length of the text. The
-    defaults were best over texts of a 135M chat model, for rewriting (5.0 times as fast by a cost
-    model of 26 ms + 0.62 ms a token) and chatting (1.7 at temperature 0, 1.2 at 0.7, 1.06 at 1), at
-    K = 8 and 16. A fixed limit of 16 tokens is no faster where it helps, and slower elsewhere.
+    defaults were best over texts of a 135M chat model at K = 8 and 16.
     """
 
     def __init__(self, ngram_min: int = 1, ngram_max: int = 16) -> None:

@@ -15,13 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from outrider.drafters.drafter import DraftRequest
-from outrider.drafters.lookup import (
-    NO_GUESS,
-    Guess,
-    LookupDrafter,
-    TextIndex,
-    share_of,
-)
+from outrider.drafters.lookup import NO_GUESS, Guess, LookupDrafter, TextIndex, share_of
 from outrider.errors import check
 from outrider.limits import SUFFIX_SEEDS_MAX
 
@@ -32,13 +26,8 @@ MATCH_IN_HISTORY_MIN = 2
 
 @dataclass(frozen=True, slots=True)
 class SuffixConfig:
-    """How much is searched and kept, and how far a match is trusted.
-
-    The defaults are nearly the best over texts of a 135M chat model at K = 8, by a cost model of
-    22.5 ms a round, 0.35 ms a draft token and 0.6 ms for a round with drafts (figures in
-    `docs/performance.md`). A look-up takes 45 us. Four times the occurrences gain 0.4 % at four
-    times the cost.
-    """
+    """How much is searched and kept, and how far a match is trusted. The defaults were nearly the
+    best over texts of a 135M chat model at K = 8; a look-up takes 45 us."""
 
     depth: int = 16
     """Match length beyond which longer matches count as equal."""
@@ -98,9 +87,7 @@ class SuffixDrafter(LookupDrafter):
     """
 
     def __init__(
-        self,
-        config: SuffixConfig | None = None,
-        seeds_max: int = SUFFIX_SEEDS_MAX,
+        self, config: SuffixConfig | None = None, seeds_max: int = SUFFIX_SEEDS_MAX
     ) -> None:
         """`seeds_max`: the number of seeds whose first session is remembered."""
         super().__init__(_SessionText)
