@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from coordinator.decoding.committer import Committer
 from coordinator.decoding.detokenizer import Completion
 from coordinator.decoding.loop import RoundMeter, SessionRun
-from coordinator.decoding.recovery import Replayed, replay, told_again
+from coordinator.decoding.resumption import Replayed, replay, told_again
 from coordinator.decoding.sessions import KeyTaken, OwnedSessions, RequestKey
 from coordinator.decoding.trial import TrialMeter, TrialSums
 from coordinator.draft_length.controller import LengthControls

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from itertools import chain
 
 from coordinator.decoding.committer import SessionCommits
-from coordinator.decoding.recovery import Replayed, write_logprobs
+from coordinator.decoding.resumption import Replayed, write_logprobs
 from coordinator.decoding.trial import SessionTrial
 from coordinator.draft_length.acceptance import sibling_chances
 from coordinator.draft_length.policy import LengthPolicy, PlayedRound, RoundLength, fitting

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
 from coordinator.decoding.loop import COMMIT_GRACE_S, SessionRun
-from coordinator.decoding.recovery import check_known
+from coordinator.decoding.resumption import check_known
 from coordinator.requests.validation import GenerationParameters
 from coordinator.routing.replica_pool import ReplicaPool, SessionContext
 from coordinator.routing.target_client import TargetClient

@@ -1,4 +1,4 @@
-"""Linear layers and activations that replace transformers' on a CPU."""
+"""Linear layers and activations that replace those of transformers on a CPU, and quantised ones."""
 
 from __future__ import annotations
 

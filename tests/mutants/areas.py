@@ -43,7 +43,7 @@ AREAS: Final = {
     "coordinator": Area(
         (
             "coordinator/decoding/loop.py", "coordinator/decoding/committer.py",
-            "coordinator/decoding/recovery.py", "coordinator/decoding/sessions.py",
+            "coordinator/decoding/resumption.py", "coordinator/decoding/sessions.py",
             "coordinator/routing/target_client.py", "coordinator/routing/draft_client.py",
             "coordinator/routing/replica_pool.py", "coordinator/routing/discovery.py",
             "coordinator/service.py",

@@ -14,7 +14,7 @@ import pytest
 from coordinator_bench import REQUEST, Bench, SlowText, bench, failing
 
 from coordinator.decoding.detokenizer import Completion
-from coordinator.decoding.recovery import (
+from coordinator.decoding.resumption import (
     TOKENS_PER_EVENT,
     check_known,
     read_logprobs,
