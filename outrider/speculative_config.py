@@ -88,8 +88,8 @@ _UNDERSTOOD = (
 
 def settings_of_vllm(raw: object, source: str) -> Iterator[tuple[str, Value, str]]:
     """The settings that a `speculative_config` (text, or a value from YAML) stands for: key, value
-    (not checked yet), and vLLM's key. Synthetic acceptance also yields the key `speculative_config`
-    with the emulated engine's `acceptance_rates`, and an empty vLLM key. Raises `ConfigError` that
+    (not checked yet), and vLLM's key. Synthetic acceptance also yields `speculative_config`, the
+    emulated engine's `acceptance_rates`, and an empty text. Raises `ConfigError` that
     names `source` and the wrong key."""
     if raw == "":
         return
@@ -135,7 +135,7 @@ class _Said:
                 self.values[key] = value
         bounds = ("prompt_lookup_min", "prompt_lookup_max")
         if _METHODS.get(str(self.values.get("method", self.values.get("model")))) == "ngram":
-            # As in vLLM. The given key is first, so errors name it.
+            # As in vLLM, both get the given value. The given key comes first: errors name it.
             one = next((self.values[key] for key in bounds if key in self.values), _NGRAM_TOKENS)
             for key in bounds:
                 self.values.setdefault(key, one)
@@ -209,7 +209,7 @@ class _Said:
                 raise self.error(
                     key, f"{value!r} is wrong; it must be a number from 1 to {count + 1}"
                 )
-            # As in vLLM: rounds commit the length's whole part, or one more.
+            # As in vLLM: a round commits floor(length) or floor(length) + 1 tokens.
             return tuple(min(1.0, max(0.0, value - 1 - place)) for place in range(count))
         try:
             rates = EmulatedSpec(acceptance_rates=tuple(value)).acceptance_rates

@@ -1,5 +1,5 @@
-"""One session's target: asks for verdicts, again if there is no answer, and at another replica if
-the target is away."""
+"""One session's target: asks for verdicts, repeats a request that gets no answer, and moves to
+another replica if the target is away."""
 
 import asyncio
 import logging
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 ANSWER_WAIT_GROWTH_MAX = 8
 """The wait for a verdict doubles with each silence, up to this many times the first wait."""
 Q_REFUSALS_MAX = 2
-"""If the target refuses a q that is readable here this often, the proposal is dropped."""
+"""Number of refusals of a q that is readable here after which the proposal is dropped."""
 RETRY_S_MAX = 1.0
 """Longest pause between two attempts to reach a target."""
 
@@ -61,8 +61,8 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         self.verified = NOTHING_SEALED
         """The proposal of the newest verdict, as far as its q could be read."""
         self.found_broken_draft = False
-        """Whether q could not be read for a reason that may depend on a token drawn from it:
-        cutting off such tokens could bias the output."""
+        """Whether a q was unreadable, and the cause may depend on a token drawn from it: cutting
+        off such tokens could bias the output."""
 
     async def verify(
         self,
@@ -72,12 +72,12 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         wanted: NextWanted = NOTHING_WANTED,
     ) -> VerdictReply:
         """The verdict of a round, and what is `wanted` for the next one. Asks until there is an
-        answer. Moves to another target if this one cannot be reached, has not answered twice, or is
-        to be left. Raises the target's refusal, and `Unavailable` if no target can be reached for
-        `target_gone_ms`.
+        answer. Moves to another target if this one cannot be reached, leaves, or twice does not
+        answer in time. Raises the target's refusal, and `Unavailable` if no target can be reached
+        for `target_gone_ms`.
 
-        If the target cannot read the draft's q, it verifies only the part that is readable here
-        (`verified`), or nothing if all of it is."""
+        If the target cannot read the draft's q, asks again with the part that is readable here
+        (`verified`). If that is all of it, drops the proposal after `Q_REFUSALS_MAX` refusals."""
         if self.is_left:
             self.move()
         num_refusals, num_retries, num_silences = 0, 0, 0
@@ -130,8 +130,8 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
             number, ask = self.begin(round_index), True
 
     async def judge(self, token_ids: Sequence[int]) -> AsyncGenerator[VerdictReply]:
-        """Verdicts on `token_ids`, a few per round, which are appended whatever the verdicts say.
-        The target computes every row, even for cached tokens."""
+        """Verdicts on `token_ids`, a few tokens a round. All are appended to the session, whatever
+        the verdicts say. The target computes every row, even for cached tokens."""
         session = self.context.session
         for index, start in enumerate(range(0, len(token_ids), NUM_DRAFT_TOKENS_MAX)):
             part = tuple(token_ids[start : start + NUM_DRAFT_TOKENS_MAX])
@@ -141,8 +141,8 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
             self.settle(reply, session.length)
 
     def settle(self, reply: VerdictReply, common_length: int) -> None:
-        """Notes an outcome: of the session's tokens and the verified ones after them, the first
-        `common_length` are committed."""
+        """Notes an outcome: the first `common_length` tokens of the verified sequence (the
+        session's tokens, then the proposal) are committed."""
         self.cached_length = min(reply.cached_length, common_length)
 
     def move(self) -> bool:
@@ -153,7 +153,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
 
     def _must_ask(self, number: int, run_ahead: int) -> bool:
         """Whether to send a message for a round without a proposal. None is sent while the target
-        runs ahead and has more than half of `run_ahead` left."""
+        runs ahead and has at least half of `run_ahead` left."""
         left = self._asked_until - number
         return left < 0 or left < run_ahead // 2
 

@@ -1,8 +1,8 @@
 """The deployment of this user on this machine: its process and its addresses.
 
 `deployment.json` in the state directory is written atomically when the deployment is ready, and
-removed when it stops; so is `cli.key` if callers need a key. The process holds a lock file with its
-number while it runs, so that there is only one deployment.
+removed when it stops; so is `cli.key` if callers need a key. While it runs, the process holds a
+lock file that contains its pid, so that there is only one deployment.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ERROR_PREFIX = "outrider: error: "
 """Begins the line with which a command reports an error."""
 _LOCK_ATTEMPTS = 10
 _LOCK_PERIOD_S = 0.02
-"""Time between two attempts, as `lock_holder` holds the lock for a moment."""
+"""Time between two attempts: a process in `lock_holder` also holds the lock for a moment."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def lock_holder(directory: Path) -> int | None:
         except BlockingIOError:
             if text := path.read_text("ascii"):
                 return int(text)
-        time.sleep(_LOCK_PERIOD_S)  # It has just taken the lock, or is releasing it.
+        time.sleep(_LOCK_PERIOD_S)  # The holder is just taking or releasing it.
     raise ConfigError(f"{path}: is locked, but does not contain a process number")
 
 

@@ -3,7 +3,7 @@
 | a replica that | is | when |
 | --- | --- | --- |
 | is missing | placed and started | at once; with growing delays while that fails |
-| dies, or one of its ranks | removed, and is then missing | at once |
+| dies (any of its ranks) | removed, and then counts as missing | at once |
 | is not wanted | drained and stopped | once it gets no more items, at most after `stop_timeout_s` |
 
 The wanted numbers are in Redis, where coordinators read them too.
@@ -99,7 +99,7 @@ class Overview:
         return [one for one in self.replicas if one.role == role]
 
     def late(self, what: str, after_s: float) -> Unavailable:
-        """The error that `what` was not reached in time, with the reason if it is known."""
+        """The error "not `what` after ... s", with the reason if it is known."""
         reasons = "; ".join(self.failures) or "see `outrider status` and the logs that it names"
         return Unavailable(f"not {what} after {after_s:g} s: {reasons}")
 
@@ -295,8 +295,8 @@ def next_steps(
 
     If none is missing, stale replicas are replaced one by one, role by role: a new one is started,
     and the stale one leaves when the new one serves. For roles `in_place`, the stale one leaves
-    first, and another one is started when it has ended. For a `crowded` role this is so even if
-    replicas are missing, as there is no room for them, but its last replica stays."""
+    first, and another one is started when it has ended. A `crowded` role has no room for
+    missing replicas, so there a stale one leaves first, too, unless it is the role's last."""
     starts: list[Role] = []
     leaves: list[str] = []
     stale = {one.role for one in fleet if one.stale and not one.leaves}
@@ -334,8 +334,8 @@ class Trouble:
         self.crowded = False
         """Whether there was no room for another replica: a stale one must leave first."""
         self.made_way = False
-        """Whether a stale replica has left to make room, and no new one has served since. Until one
-        serves, no other leaves, as new ones may never serve."""
+        """Whether a stale replica has left to make room, and no new one has served since. If so,
+        no other stale one leaves, as the new one may never serve."""
 
 
 class Fleet:
@@ -387,7 +387,7 @@ class Fleet:
 
     async def start(self) -> None:
         """Starts the first replicas, the coordinators once the others serve. Raises the first error
-        (a `ConfigError` before others), as `Cluster.place`, and `StoreUnavailable`."""
+        (a `ConfigError` before others), errors of `Cluster.place`, and `StoreUnavailable`."""
         await self._registry.want(self.wanted)
         self._num_started = await self._registry.started()
         replicas = [
@@ -430,8 +430,8 @@ class Fleet:
         _log.info("taken over: %s", ", ".join(self._replicas) or "nothing")
 
     async def _recall(self) -> None:
-        """Reads the wanted numbers, and how many replicas were ever started. Starts nothing before
-        that, as a new replica could not register, and its name might not be unique."""
+        """Reads the wanted numbers, and how many replicas were ever started. New replicas must wait
+        for this: without Redis they could not register, and their names might not be unique."""
         wanted, num_started = await self._registry.wanted(), await self._registry.started()
         there = Counter(one.role for one in self.replicas if not one.on_trial)
         self.wanted = self.spec.bounded(self.wanted | there | wanted)
@@ -444,8 +444,8 @@ class Fleet:
         ])  # fmt: skip
 
     def use(self, spec: FleetSpec) -> None:
-        """Changes the spec; replicas that it changes are replaced one by one. Raises as
-        `settled`."""
+        """Changes the spec; replicas that it changes are replaced one by one. Raises what
+        `settled` raises."""
         self.spec = self.settled(spec)
         self._forget_troubles()
 
@@ -537,12 +537,12 @@ class Fleet:
         return one
 
     def _free_slot(self, role: Role) -> int:
-        """The lowest free slot, or for a role that keeps its ports the slot of the stale replica
-        that leaves next, if there is one."""
+        """The lowest free slot. For a role that keeps its ports, the slot of the stale replica that
+        leaves next, if there is one."""
         taken, stale = set(), []
         for one in self.of(role):
             if self.spec.keeps_ports(role) and one.plan != self.spec.plans[role]:
-                stale.append(one.slot)  # The oldest first; but the youngest leaves first.
+                stale.append(one.slot)  # Oldest first; reversed below: the youngest leaves first.
             else:
                 taken.add(one.slot)
         left = [slot for slot in reversed(stale) if slot not in taken]
@@ -653,7 +653,7 @@ class Fleet:
 
     async def _hear_wanted(self) -> None:
         """Reads the wanted numbers. Writes them if the registry has none, or lost them; always
-        writes how many replicas were started, as it may lose the latest number."""
+        writes how many replicas were started, as the registry may lose the latest number."""
         try:
             wanted = await self._registry.wanted()
             if wanted.keys() != self.wanted.keys():

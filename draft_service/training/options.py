@@ -28,8 +28,8 @@ class DistillOptions:
     """Time to write, read and train, including earlier parts of the same run; measuring is
     extra."""
     layers: Annotated[int | None, between(1, 256)] = None
-    """Layers of a student: the target's first ones, two that copy, and its last; unset = 5. With
-    `--kind early-exit`: the number of first layers that draft; unset = a fifth of the target's."""
+    """Layers of a student: the target's first ones, two of an induction head, its last; unset = 5.
+    With `--kind early-exit`: number of first layers that draft; unset = a fifth of the target's."""
     draft_vocab: Annotated[int | None, between(2, 2**20)] = None
     """Number of tokens that the drafter can propose; unset = 8192."""
     start_from: Internal[Path | None] = None
@@ -48,8 +48,8 @@ class DistillOptions:
     """Seed of all randomness."""
     tokens: Annotated[int | None, between(0, 2**26)] = None
     """Number of tokens that the target writes; unset = as many as the minutes allow. Each takes
-    about 260 bytes on disk; except for a student also 2 bytes (for `eagle3` 6) for each number of
-    the target's width, for prompts as well. With `--steps` and without a GPU a run can be repeated
+    about 260 bytes on disk. Heads also store hidden states, of prompts as well: 2 bytes (`eagle3`
+    6) a token for each hidden dimension. With `--steps` and without a GPU a run can be repeated
     exactly."""
     steps: Annotated[int | None, between(1, 10**7)] = None
     """Number of training steps; unset = as many as the minutes allow."""

@@ -72,8 +72,8 @@ class Grammar:
         return self.tenant, self.digest
 
     def is_used_up(self) -> bool:
-        """Whether it is at its end: all copies share their lexer's states, whose number has reached
-        its limit."""
+        """Whether it computes no more masks, because the states of its lexer, which all copies
+        share, have reached their limit."""
         copy = self.start.deep_copy()
         copy.compute_bitmask()
         return bool(copy.is_error())
@@ -167,7 +167,7 @@ class Grammars:
         self._slow: WeakSet[Grammar] = WeakSet()
         """Grammars that were too slow once."""
         self.slow_ahead: WeakSet[Grammar] = WeakSet()
-        """Grammars that were too slow after draft tokens, and are used no longer for these. Only
+        """Grammars that were too slow in following draft tokens, and no longer follow any. Only
         the thread of steps uses this."""
         self._calls: SharedCalls[_Key, Grammar | _Refusal] = SharedCalls(COMPILE_THREADS, "grammar")
 
@@ -374,7 +374,7 @@ class _Document:
         found, parts = self._listed(schema), self._combined(schema)
         if len(parts) < 2:
             return found
-        # Combinations count as lists.
+        # A combination counts as much as a list.
         ways = prod(1 + part / LIST_ALTERNATIVE for part in parts) - 1
         return min(max(found, LIST_ALTERNATIVE * ways), _MANY)
 
@@ -384,7 +384,7 @@ class _Document:
         return sum(map(self._of_union, [values, *(_list_at(schema, key) for key in _UNIONS)]))
 
     def _of_union(self, entries: list[Any]) -> float:
-        """0 for a single alternative, which cannot be confused with another."""
+        """The sum of the weights; 0 for a single alternative, which cannot be confused."""
         counted = [weight for weight in map(self._weight, entries) if weight > 0]
         return float(sum(counted)) if len(counted) > 1 else 0.0
 
@@ -434,7 +434,7 @@ class _Document:
         return found
 
     def _reach_by(self, reference: Any) -> float:
-        """The same for what a reference names; all alternatives if this document lacks it."""
+        """`_reach` of what a reference names; all listed alternatives if it names nothing here."""
         if not isinstance(reference, str):
             return 0.0
         target = self._target(reference)

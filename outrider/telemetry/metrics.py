@@ -18,8 +18,8 @@ SECONDS = (
 )  # fmt: skip
 """Upper bounds of the buckets of time histograms, s."""
 PHASES = ("draft", "wire", "queue", "verify", "commit")
-"""Parts of a round's time: the wait for a proposal; the wait for a verdict, in the target's queue,
-in its step and elsewhere (wire); from the decision until the tokens may be shown."""
+"""Parts of a round's time. draft: the wait for a proposal; wire, queue, verify: the wait for a
+verdict, split by place; commit: from the decision until the tokens may be shown."""
 _SIDES = get_args(Side)
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 _RULES = tuple(rule.value for rule in Rule)
@@ -164,8 +164,8 @@ class ObservedCounter:
 
 
 class SpeculationCounters:
-    """The counters of `SPECULATION_COUNTERS`. A round adds 1 to the number of equal rounds; the
-    exported values are computed when the SDK collects."""
+    """The counters of `SPECULATION_COUNTERS`. Counts rounds by their `Proposed`; the exported
+    sums are computed when the SDK collects."""
 
     def __init__(self, meter: Meter) -> None:
         self._rounds: dict[Proposed, int] = {}
@@ -197,8 +197,8 @@ def watch(
     label: str | tuple[str, ...] = "",
     grows: bool = False,
 ) -> None:
-    """Exports the numbers that `read`, called on any thread, returns by label value ("" without a
-    label, a tuple for several): as counters if they only grow, else as gauges."""
+    """Exports the numbers that `read` returns by label value ("" without a label, a tuple for
+    several): as counters if they only grow, else as gauges. Any thread may call `read`."""
 
     def attributes(key: Any) -> dict[str, str] | None:
         if isinstance(label, tuple):
