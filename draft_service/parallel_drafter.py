@@ -70,7 +70,7 @@ class ParallelDrafter(ModelDrafter):
             self._sampler.draw([branch for branch, _ in left], next_rows)
             left = [(branch, own[1:]) for branch, own in left if branch.goes_on()]
         for branch in branches:
-            # None of its tokens has been run, so outcomes branch off after the proposal is read.
+            # None of its tokens has been run; a look-ahead runs them before outcomes branch off.
             branch.unseen = tuple(branch.token_ids)
             branch.rows.clear()
         return [branch for branch in branches if branch.token_ids]

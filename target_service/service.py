@@ -59,7 +59,7 @@ class TargetService(SteppedService):
         self._ahead: OrderedDict[str, RunAhead] = OrderedDict()
 
     def submit(self, work: StepRequest) -> None:
-        """Extends the rounds that run ahead of an item, starts such rounds, or queues the item."""
+        """Lets a session run ahead, or further ahead if it does already; queues any other item."""
         item, [sender] = work.item, work.senders
         session_id = item.head.session_id
         ahead = self._ahead.get(session_id)
@@ -78,7 +78,7 @@ class TargetService(SteppedService):
             super().submit(work)
 
     def _run_next(self, session_id: str, ahead: RunAhead) -> None:
-        """Queues the next round of a session that runs ahead, if it may have one, at the end of the
+        """Puts the next round of a session that runs ahead, if it may have one, at the end of the
         queue."""
         item = ahead.next_item(self._description.max_model_len)
         if item is None:
@@ -186,9 +186,9 @@ class RunAhead:
         self._digests.append(extend_digest(self._digests[-1], token_id))
 
     def next_item(self, length_max: int) -> VerifyItem | None:
-        """The next round, if the allowance and `length_max` tokens permit it; the requested round
-        in any case. A later round's base is what the round before has left in the cache. It appends
-        that round's token, and asks for no features."""
+        """The next round; None if the allowance or `length_max` tokens forbid it. The requested
+        round is always allowed. A later round's base is what the round before has left in the
+        cache. It appends that round's token, and asks for no features."""
         head = self._item.head
         rounds = len(self.replies)
         if rounds == 0:

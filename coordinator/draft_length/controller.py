@@ -63,7 +63,7 @@ PLAIN_ROUNDS = 16
 PLAIN_ROUNDS_MAX = 128
 """... up to this length."""
 GAIN_ROUNDS = 32
-"""Drafting that is faster must make up for the cost of starting it within this many rounds."""
+"""Within this many rounds, faster drafting must make up for the cost of starting it."""
 TRIAL_SHARE = 0.01
 """Share of all committed tokens that trials may cost."""
 CREDIT_TOKENS = 8.0
@@ -81,8 +81,8 @@ PLAIN_KNOWN_ROUNDS = 2.0
 DRAFT_BUDGET_MIN_S = 0.02
 """Least time to draw a proposal: processes that share cores are not always scheduled on time."""
 TIMES_KNOWN_ROUNDS = 16
-"""With look-ups in plain rounds, the time of a round with a draft counts as known after this many
-..."""
+"""If sessions learn from look-ups in plain rounds, the time of drafted rounds counts as known after
+this many of them ..."""
 TIMES_RARITY = 4.0
 """... and then a trial costs this many times its expected loss, at most a full budget."""
 
@@ -132,7 +132,7 @@ class Learned:
 
 
 class _KnownSeeds:
-    """Seeds of sessions under rules whose random numbers are keyed by the round, for all drafts."""
+    """Seeds of sessions with any draft, under rules whose random numbers are keyed by the round."""
 
     def __init__(self) -> None:
         self.running: dict[int, LengthControl] = {}
@@ -194,8 +194,8 @@ class LengthControls:
         return self.learned.costs
 
     def of_another(self, drafter: ReplicaDescription) -> LengthControls:
-        """Controls for sessions with another draft, or another target that drafts, which share load
-        and seeds with this object but learn separately."""
+        """Controls for sessions with another drafter (a draft, or a target that drafts). They share
+        load and seeds with this object, but learn separately."""
         found = copy(self)
         found._learned = None
         if drafter.drafts_itself:
@@ -325,7 +325,8 @@ class LengthControl(LengthPolicy):
         self._num_asked = 0
         """Its K, which is smaller near the end of a completion."""
         self._follows_plain = False
-        """Whether the round before `_current` was plain. If both are, the target did not wait."""
+        """Whether the round before `_current` was plain. If both are, the target did not wait for
+        the coordinator."""
         self._next: tuple[_Option, int] | None = None
         """The round after `_current`, and how many plain rounds are certain to follow it."""
         self._context = prompt_length
@@ -350,7 +351,7 @@ class LengthControl(LengthPolicy):
                 self._plain_left = 0  # The target was not told to run ahead yet.
 
     def choose(self, index: int, num_left: int) -> RoundLength:
-        """See `LengthPolicy`. The first round has no proposal, as it would have to wait for it."""
+        """See `LengthPolicy`. The first round has no proposal: waiting for one would delay it."""
         length, run_ahead = self._next or self._settled(_FIRST)
         self._follows_plain = self._current is _PLAIN
         self._current = length

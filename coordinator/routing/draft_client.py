@@ -103,8 +103,8 @@ class _ModelDrafts(Drafts):
         self._model_tokens = (
             limits.NUM_DRAFT_TOKENS_MAX if hybrid is None else hybrid.hybrid_model_tokens
         )
-        """Most draft tokens that a round asks of the model, fewer in a hybrid, as each takes a
-        step."""
+        """Most draft tokens that a round asks of the model. Fewer in a hybrid, as each costs a
+        step of the model."""
         of_request_ms = context.parameters.draft_deadline_ms or config.draft_timeout_ms
         self._draft_s = min(of_request_ms, config.draft_timeout_ms) / 1e3
         """Time limit of a draft. It then answers with the tokens drawn so far."""
@@ -153,7 +153,7 @@ class DraftClient(_ModelDrafts):
         self._held: ProposalReply | None = None
         """The reply with this round's proposal."""
         self._looked_for = 0
-        """K of the newest message, for which the draft looks ahead."""
+        """K for which the draft looks ahead: that of the newest message."""
         self._ask_again_at = 0.0
 
     @property
@@ -238,8 +238,8 @@ class DraftClient(_ModelDrafts):
             self._tell_soon(number, num_wanted, proposal)
         else:
             seconds = self._clock() - start
-        # A proposal as long as the K of its look-ahead may have been cut at that K. So may an
-        # answer that was being drafted ahead when the question came.
+        # Look-ahead drafts at most `looked_for` tokens. A proposal of that length may have been
+        # cut, also one that was asked for while it was drafted ahead.
         is_cut = self._look_ahead > 0 and len(proposal) == looked_for < num_wanted
         num_asked = looked_for if is_cut else num_wanted
         if reply.out_of_time and not is_ahead:
@@ -250,8 +250,8 @@ class DraftClient(_ModelDrafts):
         )  # fmt: skip
 
     async def _ask(self, number: int, length: RoundLength, start: float) -> ProposalReply | None:
-        """The replica's answer. A round that is not timed waits until the replica is lost, or must
-        be hanging."""
+        """The replica's answer. A round that is not timed waits until the replica is lost, at
+        most `UNTIMED_DRAFT_S` + `SILENT_DRAFT_S`."""
         self._is_behind = self._lacks_features
         if not self._route.heard:
             self._probe(number, length)
@@ -274,7 +274,7 @@ class DraftClient(_ModelDrafts):
                 if self._is_behind:
                     self._feed(number)
                     return None
-                self._route.awaited = None  # The next answer says as much.
+                self._route.awaited = None  # The answer to this message replaces it.
                 budget = budget_us(draw_until - self._clock())
                 self._send(number, num_wanted, siblings=length.siblings, budget=budget)
                 answer = await self._route.take(give_up_at - self._clock())
@@ -295,7 +295,7 @@ class DraftClient(_ModelDrafts):
         return answer
 
     def next_wanted(self, length: RoundLength, room: int) -> NextWanted:
-        """Hidden states from the first token on that the draft lacks."""
+        """Asks the target for the hidden states that the draft lacks."""
         if not self._reads_features or not self._route.heard or length.next_max == 0:
             return NOTHING_WANTED
         if self._features is not None and self._route.awaited is not None:
@@ -348,8 +348,8 @@ class DraftClient(_ModelDrafts):
         return True
 
     def _tell_soon(self, number: int, num_draft_tokens: int, proposal: SealedProposal) -> None:
-        """Tells the draft which proposal the round has, in the event loop's next turn: the message
-        to the target goes first."""
+        """Tells the draft which proposal the round has. Waits two turns of the event loop, so that
+        the message to the target goes first."""
 
         def tell() -> None:
             if self._route.heard:
@@ -385,8 +385,8 @@ class DraftClient(_ModelDrafts):
     @property
     def _features(self) -> Features | None:
         """Hidden states to send to the draft; None if they are for another head, as a restarted
-        replica may have. Such rows would cause no error, but worse proposals, also from shared
-        pages."""
+        replica may have. Such states would cause no error, but worse proposals, also in other
+        sessions that share the pages."""
         return self._brought if self._brought_of == self._route.features_read else None
 
     @property
@@ -404,8 +404,8 @@ class DraftClient(_ModelDrafts):
         return self._reads_features and self._reach < self._session.length
 
     def _feed(self, number: int) -> None:
-        """Sends hidden states, so that the draft runs what it can. Does not wait: the next feed
-        reads the answer first, if it comes within the retry time."""
+        """Sends hidden states, so that the draft runs what it can. Does not wait for the answer,
+        which `_hear_feed` reads; until then, or for the retry time, feeds nothing more."""
         held, reach, now = self._route.cached_length, self._reach, self._clock()
         is_waiting = self._route.awaited is not None and now < self._ask_again_at
         if not self._route.heard or is_waiting or reach <= held:
@@ -458,9 +458,9 @@ class DraftClient(_ModelDrafts):
 
 
 class SelfDraftClient(_ModelDrafts):
-    """Proposals from the target, each with the verdict of the round before, cut if the completion
-    ends sooner. If there is none, for example after rounds that the target ran ahead, the look-up
-    proposes."""
+    """Proposals from the target, each with the verdict of the round before. Near the end of the
+    completion they are cut. If there is none, for example after rounds that the target ran ahead,
+    the look-up proposes."""
 
     def __init__(
         self,
@@ -473,7 +473,7 @@ class SelfDraftClient(_ModelDrafts):
         self._wanted = NOTHING_WANTED
         """What the target was asked to send with the newest verdict."""
         self._next_max = 0
-        """The K of that proposal's round; it may exceed what was asked for."""
+        """K of the round that this proposal is for; the target may be asked for fewer."""
         self._is_rejected = False
         self._reply: VerdictReply | None = None
         """The newest verdict, if its proposal can be used."""

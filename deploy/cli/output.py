@@ -26,7 +26,7 @@ _WIDTH = 160
 
 
 class Progress:
-    """Prints what a command is doing, and if that takes long repeats it with the seconds so far.
+    """Prints what a command is doing, and repeats it with the elapsed seconds if it takes long.
     Thread-safe."""
 
     def __init__(self, period_s: float = PERIOD_S) -> None:
@@ -41,7 +41,7 @@ class Progress:
 
     def __call__(self, line: str, *, at_once: bool = True) -> None:
         """Begins some work, until the next call or `rest`. Its line is printed `at_once`, or only
-        if the work takes long. A warning is printed once and ends nothing."""
+        if the work takes long. A warning is printed once; the work goes on."""
         if line.startswith(_WARNING):
             note(line)
         elif not self.quiet:

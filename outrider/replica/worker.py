@@ -3,7 +3,7 @@
 Pages and tokens decide whether a session's item runs in a step, and how far:
 
     every item        is aligned with its coordinator (`SessionTable.align`)
-    pages, by age     its whole step fits; or younger sessions lose theirs to it; or it waits
+    pages, by age     the whole step fits; or younger sessions give up pages; or it waits
     tokens, in order  it runs whole, or a part of its prefix, or not yet (`TokenBudget`)
 
 Only younger sessions lose pages. So the oldest always continues, and each becomes the oldest.
@@ -42,7 +42,7 @@ class SlotDemand(NamedTuple):
     num_last: int = 1
     """The last committed token and the extra ones that run in the same pass."""
     reach: int | None = None
-    """If set, only this many of its committed tokens can run yet, and no others."""
+    """If set, only this many of its committed tokens can run yet, and no extra slots."""
 
 
 class Admitted(NamedTuple):
@@ -83,9 +83,9 @@ class Admissions:
         self.figures = StepFigures()
 
     def admit(self, demands: Sequence[SlotDemand]) -> list[Admission]:
-        """For each of these distinct sessions, in order of arrival: how far it runs; `CONTINUES` if
-        it does not run yet; `WAITS` if no pages are free; `Resync` if it lacks a prefix for which
-        there are pages; or the error that refuses it."""
+        """One result for each of these distinct sessions, in order of arrival. `Admitted`: it runs.
+        `CONTINUES`: the step has no room left for it. `WAITS`: no pages are free for it.
+        `Resync`: pages are free, but it lacks its prefix. An error: it is refused."""
         found = [_align(self._table, demand.head) for demand in demands]
         # Cached prefixes of the sessions that hold no tokens.
         begun = {
@@ -173,7 +173,7 @@ class Admissions:
                 entry = self._table.begin(head)
             is_whole, num_new = granted == token_demand.num_tokens, len(entry.new_tokens)
             self.figures.num_prefill_chunks += not is_whole
-            # Pages that sessions lost since may have left a longer cached prefix than was found.
+            # Sessions that lost pages since then may have left a longer cached prefix.
             num_granted = num_new if is_whole else min(granted, num_new)
             admissions[index] = Admitted(entry, num_granted)
         return admissions

@@ -93,9 +93,9 @@ def guess_outcomes(
     count: int,
 ) -> OutcomeGuesses:
     """Guesses up to `count` corrections for each possible number of accepted tokens, for the tokens
-    `drafted` in the round of `noise`. Row n of `rows` [K + 1] is what follows the first n draft
-    tokens: from `likely_rows` or, except under greedy, what the tokens were drawn from. Without the
-    last row the bonus is not guessed."""
+    `drafted` in the round of `noise`. Row n of `rows` [K + 1] has the likely tokens after the first
+    n draft tokens, from `likely_rows`. Except under greedy, the rows that the tokens were drawn
+    from will do. Without the last row the bonus is not guessed."""
     check(len(rows) in (len(drafted), len(drafted) + 1), "one row for each outcome")
     if params.greedy:
         ids, scores = rows.ids, rows.mass
@@ -142,8 +142,8 @@ _FADE = 1 - 1 / 500
 _PRIOR_WEIGHT = 1.0
 _PRIOR_OFFSET = 0.0
 _PRIOR_SHARPNESS = 1.0
-"""The assumed value of evidence before any outcome. With these the probabilities under coupled are
-those of a draft whose error is as large as the noise of one draw."""
+"""Initial coefficients. Under coupled they are right for a draft whose logits have errors as large
+as the noise of one draw."""
 _PRIOR_INFORMATION = 5.0
 """Weight of these priors: about twenty outcomes."""
 _WEIGHT_MAX = 8.0
