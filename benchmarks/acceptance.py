@@ -75,9 +75,9 @@ class Answer:
 
 
 class Guessing:
-    """How well a draft predicts corrections under one rule: weights by the rank of the correct
-    guess, after a rejection (`recovery`) and after all draft tokens (`bonus`). The last weight is
-    that of corrections not guessed."""
+    """How well a draft predicts corrections under one rule: entry i is the weight of corrections
+    that were guess number i, after a rejection (`recovery`) or after full acceptance (`bonus`). The
+    last entry is for corrections that were not guessed."""
 
     def __init__(self) -> None:
         self.recovery, self.bonus = np.zeros(RANKS_MAX + 1), np.zeros(RANKS_MAX + 1)
@@ -109,7 +109,7 @@ class Sample:
     guessing: Mapping[Rule, Guessing]
 
     def overlaps(self, category: str | None = None) -> list[float]:
-        """At all places of the texts of a category; None = of all texts."""
+        """The overlaps at all places of the texts of a category, or of all texts."""
         texts = [text for text in self.texts if category in (None, text.category)]
         return [one for text in texts for one in text.overlaps]
 
@@ -122,7 +122,7 @@ class Sample:
 
 
 def rules_at(temperature: float) -> tuple[Rule, ...]:
-    """The rules that differ at a temperature."""
+    """The rules to measure at a temperature; at 0 all of them equal greedy."""
     is_greedy = SamplingParams(temperature=temperature).greedy
     return (Rule.GREEDY,) if is_greedy else SAMPLED_RULES
 
@@ -327,9 +327,9 @@ class Reading:
         params: SamplingParams,
         guessing: Mapping[Rule, Guessing],
     ) -> tuple[float, float, float]:
-        """Ratio, overlap and match of one token. Counts in `guessing` its rank among the draft's
-        guesses as a bonus, and as a correction after a rejection: of the draft's own token under
-        greedy and coupled, else of a token drawn here."""
+        """Ratio, overlap and match of one token. Counts its rank among the draft's guesses in
+        `guessing`: as a bonus, and as a correction after a rejection. The rejected token is the
+        draft's own under greedy and coupled, else one drawn here."""
         drafted, counts = (q.token_ids, q.counts) if q is not None else ((), ())
         rank = drafted.index(token_id) if token_id in drafted else None
         if params.greedy:

@@ -202,7 +202,7 @@ def _figures(
     )  # fmt: skip
 
     def step(token_ids: Sequence[int], _: int) -> None:
-        """A step until its likeliest tokens are known, as sampling has to wait."""
+        """A step, until the host knows its likeliest tokens: sampling waits for the device too."""
         steps = [SequenceStep(_NAME, tuple(token_ids), len(token_ids))]
         engine.forward(steps)[0].argmax(dim=1).tolist()
 

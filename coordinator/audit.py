@@ -1,7 +1,7 @@
 """Audits: checks committed tokens against the target's distribution, while the coordinator serves.
 
 A share of the sessions is scored again after their end: a separate session proposes their tokens,
-and each verdict has the result (`speculation/audit.py`). Sessions are chosen when they begin, as
+and each verdict carries a result (`speculation/audit.py`). Sessions are chosen when they begin, as
 choosing among ended ones would prefer short answers. The separate session has its own tenant, so it
 uses no cached pages, and the audit covers keys and values. An audit costs as much as reading prompt
 and answer once. Audits run one at a time, and wait while targets are full.

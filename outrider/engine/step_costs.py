@@ -111,14 +111,14 @@ def measure_step_costs(
 
 
 def _costs(rows: Sequence[int], seconds: Sequence[float]) -> StepCosts:
-    """Costs of as many of `rows` as there are times. A time that exceeds the time of more rows was
-    disturbed, and is lowered to that."""
+    """Costs of the first of `rows`, as many as there are times. If more rows took less time, the
+    longer time was disturbed, and the shorter one replaces it."""
     least = tuple(reversed(list(accumulate(reversed(seconds), min))))
     return StepCosts(tuple(rows[: len(least)]), least)
 
 
 class _Bench:
-    """Measures steps of numbered sequences; those that have not begun hold nothing."""
+    """Measures steps. Its sequences are numbered, and hold nothing before their first step."""
 
     def __init__(self, engine: Engine, clock: Callable[[], float], try_s: float) -> None:
         self._engine = engine
@@ -134,8 +134,8 @@ class _Bench:
         return self._clock() - self._excused_s
 
     def rows(self, counts: Sequence[int], until: float) -> list[float]:
-        """The least times, s, of steps with these numbers of tokens of one session without a
-        context, as far as time and pages allow."""
+        """Least time, s, of a step of one session without a context, for each of these numbers of
+        tokens. Ends early if time or pages run out."""
         found: list[float] = []
         for num in counts:
             step = [_step(0, num)]
@@ -145,8 +145,8 @@ class _Bench:
         return found
 
     def contexts(self, known: StepCosts, num: int, context: int, until: float) -> StepCosts:
-        """Adds to `known` what `num` sessions and the slots of their contexts cost, or fewer
-        sessions if there are not enough pages or time."""
+        """Adds the costs of a session and of a slot of its context to `known`. Measures `num`
+        sessions, or fewer if pages or time run out."""
         begun = 0
         while num and not self._engine.can_hold(
             [_step(index, context + CONTEXT_ROWS, 0) for index in range(num)]

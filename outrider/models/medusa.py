@@ -1,6 +1,6 @@
-"""Heads on a target that draft from what the target's own head reads.
+"""Draft heads that read the input of the target's output head.
 
-    f_0 = what the target's head read at the token before the newest one
+    f_0 = input of the target's output head at the token before the newest one
     f_i = f_{i-1} + D_i (silu(G_i u_i) * (U_i u_i)),    u_i = [norm(f_{i-1}), norm(e_i)]
     logits of the i-th token after the newest one = H f_i
 

@@ -4,18 +4,19 @@
     up to ROUND_TOKENS_MAX tokens (a round)  all of them, while there is room, or nothing yet
     more tokens (a prefix)                   the rest, in order of arrival, in chunks
 
-While rounds run, each waiting prefix lets a step, or all steps between two rounds, last longer by
-STEP_GROWTH times a step's usual time: with n waiting prefixes 1 + 0.75 n times as long, up to
-`max_num_batched_tokens`. So one long prompt does not stall sessions that decode, and many prompts
-are prefilled soon; in return the gaps between tokens grow while prompts wait. n falls by at most
-the factor WAITING_DECAY a step, so the last of many prompts that came together is prefilled as fast
-as the first. Beside a full step of rounds the oldest prefix still gets PREFIX_TOKENS_MIN tokens:
-neither kind can starve the other.
+While rounds run, the time allowed for a step, or for all steps between two rounds, grows with the
+number n of waiting prefixes: it is 1 + STEP_GROWTH * n times a step's usual time. Tokens are also
+limited by `max_num_batched_tokens`. So one long prompt does not stall sessions that decode, and
+many prompts are prefilled soon; in return the gaps between tokens grow while prompts wait. n falls
+by at most the factor WAITING_DECAY a step, so the last of many prompts that came together is
+prefilled as fast as the first. Beside a full step of rounds the oldest prefix still gets
+PREFIX_TOKENS_MIN tokens: neither kind can starve the other.
 
 A step's time is predicted from costs measured at the start, and corrected by measured times,
 separately for steps with and without a prefix (`note_seconds`). A draft's step has several passes
-(`note_passes`): the first runs what was shared out, each further one a token of every item that the
-first ran whole. A step with rounds is expected to have as many passes as the last such step.
+(`note_passes`). The first runs the tokens that were shared out. Each later one runs one token of
+every item whose tokens all ran in the first. A step with rounds is expected to have as many passes
+as the last such step.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ ROUND_TOKENS_MAX = NUM_DRAFT_TOKENS_MAX + TREE_TOKENS_MAX + 2
 budget of a step."""
 PREFIX_TOKENS_MIN = 16
 STEP_GROWTH = 0.75
-"""Chosen so that beside one prompt a gap between tokens at most triples: a token takes longer than
-its step, and some steps take half as long again as predicted."""
+"""Chosen so that one waiting prompt at most triples the gap between tokens. A gap is longer than
+its steps, and some steps take 1.5 times the predicted time."""
 WAITING_DECAY = 0.95
-"""With the demo target's step costs, eight prompts of 500 tokens that come together take 5 % less
-time until each has 128 tokens; if n never fell, 6 %."""
+"""With the demo target's step costs, eight prompts of 500 tokens that come together get 128 tokens
+each in 5 % less time than if n were the number that waits; if n never fell, in 6 % less."""
 CORRECTION_WEIGHT = 0.2
 """Weight of the newest step of a kind."""
 CORRECTION_MAX = 4.0
@@ -82,16 +83,16 @@ class TokenBudget:
         self.max_steps = max_steps
         self._costs = costs
         self._last_rounds: _Load | None = None
-        """The last rounds, while more of them are expected."""
+        """Rounds of the last step that had any; None if no more are expected."""
         self._rest_steps = 0
-        """Steps without a round since then ..."""
+        """Number of steps since that one, all without a round."""
         self._rest_s = 0.0
-        """... and their time, for which sessions in rounds may have waited ..."""
+        """Predicted time of those steps, s."""
         self._step_s = 0.0
-        """... after the step of those rounds, which took this long."""
+        """Predicted time of the step of the last rounds, s."""
         self._last = _Load()
         self._later_pass = _Load()
-        """Load of each later pass of that step."""
+        """Load of each later pass of the last step."""
         self._round_passes = 1
         self._num_waiting = 0.0
         """Prefixes that wait, decayed."""
@@ -99,9 +100,9 @@ class TokenBudget:
         """Ratio of measured to predicted step times, by `_Load.has_prefix`."""
 
     def share(self, demands: Sequence[TokenDemand]) -> list[int]:
-        """For each demand, in order of arrival, how many of its tokens this step runs: all, none,
-        or of a prefix a chunk that leaves `num_last` or more. At least one demand gets some.
-        Without demands the step only continues earlier work, and has no prediction."""
+        """For each demand, in order of arrival, how many of its tokens this step runs: all or none.
+        A prefix may also get a chunk that leaves at least `num_last`. At least one demand gets
+        some. Without demands the step only continues earlier work, and has no prediction."""
         if not demands:
             self.drop_step()
             return []

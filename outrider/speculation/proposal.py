@@ -22,7 +22,7 @@ Q_BYTES_MAX = TREE_TOKENS_MAX * (_SIZE_BYTES + DRAFT_SUPPORT_ENTRIES_MAX * ENTRY
 
 
 class UnreadableQ(BadRequest):
-    """Raised if a proposal's q cannot be read from some group of siblings on."""
+    """Raised if the q of a proposal is unreadable, beginning at some group of siblings."""
 
     def __init__(self, group: int, message: str, *, after_draw: bool = False) -> None:
         """`after_draw`: the fault may depend on the tokens drawn from this q or on later ones;
@@ -258,7 +258,7 @@ class DraftTree:
 
     @cached_property
     def spine(self) -> tuple[int, ...]:
-        """The path of first siblings: what a draft has run of a tree, except its last token."""
+        """The path of first siblings. A draft has run all of its tokens but the last."""
         path: list[int] = []
         siblings = self.children[0]
         while siblings:
@@ -309,8 +309,8 @@ def draft_tree(parents: tuple[int, ...], num_tokens: int) -> DraftTree:
 
 
 def caterpillar_tree(siblings: Sequence[int]) -> tuple[int, ...]:
-    """The parents of a chain with `siblings[i]` further, childless candidates beside its i-th
-    token. Listed by depth, the chain's own token first; () for a chain alone."""
+    """The parents of a chain whose i-th token has `siblings[i]` siblings without children. Tokens
+    are listed by depth, the chain's own first at each depth; () for a chain alone."""
     if not any(siblings):
         return ()
     parents: list[int] = []

@@ -210,13 +210,13 @@ class SendQueue:
         self._changed.set()
 
     async def wait(self) -> None:
-        """Returns after the next `put` or `wake` since the last return."""
+        """Returns once `put` or `wake` has been called since it last returned."""
         await self._changed.wait()
         self._changed.clear()
 
     def gather(self) -> bytes:
-        """Joins waiting frames to one of up to `FRAME_BYTES_MAX` bytes, or takes one alone; empty
-        when nothing waits."""
+        """Joins waiting frames into one of at most `FRAME_BYTES_MAX` bytes; a longer one goes
+        alone. Empty if none waits."""
         taken: list[bytes] = []
         total = 0
         while self._waiting and (not taken or total + len(self._waiting[0]) <= FRAME_BYTES_MAX):

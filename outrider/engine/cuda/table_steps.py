@@ -79,8 +79,8 @@ class TableStep:
     pages: Tensor
     page_size: int
     ancestors: Tensor | None
-    """If there are trees [R, W], uint8: whether a row sees the i-th new token of its tree. Rows of
-    chains are 0 and are not read."""
+    """[R, W], uint8: whether a row sees the i-th new token of its tree. Rows of chains are 0 and
+    are not read. None without trees."""
 
     @classmethod
     def of(cls, step: HeldStep, form: KernelForm, device: torch.device) -> TableStep:
@@ -128,7 +128,7 @@ def _blocks(held: HeldSequence, row: int, table: int, block_tokens: int) -> npt.
     1    number of its rows
     2    where the sequence's page table begins
     3    number of slots that the block may see
-    4    for a tree the number of slots before its new tokens; for a chain word 3
+    4    for a tree: number of slots before its new tokens; for a chain: the same as word 3
     5    first row of the sequence
     """
     num = len(held.step.token_ids)
@@ -252,7 +252,7 @@ class TableSteps(Steps):
         heads: tuple[int, int],
         device: torch.device,
     ) -> None:
-        """`heads`: query and key heads of a layer with the most query heads for each key head."""
+        """`heads`: a layer's numbers of query and key heads, where their ratio is the largest."""
         self._backend = backend
         self._forward = forward
         self._layers = layers
