@@ -247,6 +247,9 @@ class Reconciler(PlacedActor):
         except BaseException:  # For example, a replica was placed after the check.
             await self._save(*before)
             raise
+        if "draft" not in spec.demands:
+            with suppress(OutriderError):  # Only a metric reads this.
+                await self._registry.want({"draft": 0})
 
     async def begin_trial(self, values: dict[str, Value], share: float, seconds: float) -> None:
         """Begins a trial: one replica with these settings gets a share of the new sessions, and all

@@ -275,12 +275,14 @@ async def test_gpus_are_shared_out_anew_only_where_changes_say_how(
             await asyncio.sleep(1)
 
 
-async def test_drafts_come_where_there_were_none_for_want_of_use(
+async def test_drafts_come_and_go_with_their_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with playing(monkeypatch, draft_model="suffix") as (host, found):
         await found.change({"draft_model": "hybrid:suffix,emulated"})
         assert (await host.world.registry.wanted())["draft"] == 1
+        await found.change({"draft_model": "suffix"})
+        assert (await host.world.registry.wanted())["draft"] == 0
 
 
 def sums_of(host: Host, gain: float) -> None:
