@@ -86,7 +86,8 @@ class ServerConfig:
     telemetry: str = ""
     """Where to send traces and metrics: `otlp=http://HOST:PORT`, `prometheus=PORT`, or both with a
     comma between them. On PORT the coordinator serves metrics, on PORT + 1 the target, on PORT + 2
-    the draft. Empty = nowhere; a coordinator with HTTP still serves `GET /metrics`."""
+    the draft; a second replica of a role on a machine on the port 3 higher, and so on. Empty =
+    nowhere; a coordinator with HTTP still serves its own metrics by `GET /metrics`."""
 
     log_level: Literal["debug", "info", "warning"] = "info"
     """Log level; `debug` adds a line for each session that ends or moves."""

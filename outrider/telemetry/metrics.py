@@ -29,15 +29,15 @@ REQUEST_COUNTERS: dict[str, tuple[Any, ...]] = {
     "generation_tokens": ("Committed tokens.",),
     "num_rounds": ("Rounds decided.",),
     "rounds_by_num_draft_tokens": (
-        "Rounds but the first of a request, by the draft tokens that were asked for.",
+        "Rounds except the first of a request, by the number of draft tokens asked for.",
         "num_draft_tokens",
     ),
     "unreadable_proposals": ("Proposals whose distributions the target could not read.",),
     "look_ahead_hits": ("Rounds whose proposal was there before they began.",),
     "look_ahead_misses": (
-        "Rounds that a draft had looked ahead of and whose proposal was not there.",
+        "Rounds whose proposal was not ready, although the draft had looked ahead.",
     ),
-    "fallback_rounds": ("Rounds drafted here because no draft answered.",),
+    "fallback_rounds": ("Rounds for which a draft was asked and did not answer in time.",),
     "request_success": (
         "Requests that got a last event.", "finished_reason",
         tuple(reason.value for reason in FinishReason),
@@ -111,7 +111,7 @@ REQUEST_TIMES = {
     "outrider.request_queue_time_seconds": "From arrival until the target began the first step.",
     "outrider.time_to_first_token_seconds": "From arrival to the first token.",
     "outrider.inter_token_latency_seconds":
-        "Between two rounds' tokens at the client, a token: one value a round.",
+        "Time between two rounds at the client, divided by the tokens of the second.",
     "outrider.e2e_request_latency_seconds":
         "From arrival to the last event, of completions that were sent whole.",
     "gen_ai.server.time_to_first_token": "From arrival to the first token.",
@@ -121,8 +121,8 @@ REQUEST_TIMES = {
 """Histograms of a coordinator, by full name."""
 READINGS: dict[str, tuple[Any, ...]] = {
     "num_requests_running": ("Sessions that run.",),
-    "num_requests_waiting": ("Requests being opened.",),
-    "loop_lag_seconds": ("How late what a coordinator has to do begins, mean of some seconds.",),
+    "num_requests_waiting": ("Requests whose session is not open yet.",),
+    "loop_lag_seconds": ("Delay of callbacks on the event loop, mean over some seconds.",),
     "target_available": (
         "Whether a target answers: without one no session makes progress. 1 or 0.",
     ),
