@@ -135,16 +135,19 @@ class TeacherCache:
                 not self._files or self.spent.seconds < seconds
             ):
                 pool = range(start, min(start + _DOCUMENTS_OF_A_FILE, len(self.documents)))
-                answers = _joined(
-                    ask(self._module, [self.documents[i] for i in batch], self._shown)
-                    for batch in self.batches(pool, size)
-                )
+                # Time does not end the first file.
+                by_time = self.spent.seconds / max(seconds, 1e-9) if self._files else 0.0
+                answers, num_asked = [], start
+                for batch in self.batches(pool, size):
+                    progress(min(1.0, max(by_time, num_asked / len(self.documents))))
+                    answers.append(
+                        ask(self._module, [self.documents[i] for i in batch], self._shown)
+                    )
+                    num_asked += len(batch)
                 with replacing(self._path) as partial:
-                    save_file(answers, partial)
+                    save_file(_joined(answers), partial)
                 self._open()
                 self.spent.save()
-                by_time = self.spent.seconds / max(seconds, 1e-9)
-                progress(min(1.0, max(by_time, len(self.known) / len(self.documents))))
 
     def likeliest_tokens(self, num_wanted: int) -> Array:
         """The tokens [N], ascending, to which the target gives most probability in the documents to

@@ -8,6 +8,7 @@ import pytest
 import torch
 from models import tiny_config, tiny_module
 
+from draft_service.training import teacher
 from draft_service.training.documents import Document
 from draft_service.training.teacher import Dataset, TeacherCache, check_head
 from outrider.errors import ConfigError
@@ -51,6 +52,17 @@ def test_answers_are_the_targets_distribution(
         hidden = module.base_model(ids[None]).last_hidden_state[0]
         features = torch.tensor(found["features"]).view(torch.bfloat16)
         torch.testing.assert_close(features.float(), hidden.detach(), atol=1e-2, rtol=1e-2)
+
+
+def test_progress_is_told_before_each_pass(
+    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in the first file, whose end time does not hasten."""
+    documents = [Document(np.zeros(8, np.int32), 1, 1, None) for _ in range(80)]
+    monkeypatch.setitem(teacher._TOKENS_OF_A_PASS, "cpu", 8 * 16)
+    heard: list[float] = []
+    TeacherCache(tmp_path, documents, module).fill(0.0, heard.append)
+    assert heard == [0.0, 0.2, 0.4, 0.6]
 
 
 def test_the_head_is_for_the_tokens_with_most_of_the_mass(
