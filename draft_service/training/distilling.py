@@ -218,17 +218,25 @@ class _Run:
             replace(document, is_held_out=document.is_held_out or document.prompt in measured)
             for document in _long_enough(corpus.documents())
         ]
-        cache = self._cache(shuffled([*written, *self._given]))
+        documents = shuffled([*written, *self._given])
+        self._check_enough(documents)
+        cache = self._cache(documents)
         cache.fill(seconds, lambda part: self._report("reading", part, None))
-        num_held_out = sum(document.is_held_out for document in cache.known)
-        if len(cache.known) < HELD_OUT_EVERY or num_held_out in (0, len(cache.known)):
-            raise SettingError(
-                "tokens" if self._options.tokens is not None else "minutes",
-                f"too few: {len(cache.known)} texts were written or given, and read, "
-                f"{num_held_out} of them held out; at least {HELD_OUT_EVERY} are needed, of which "
-                "one is held out and one is not",
-            )
+        self._check_enough(cache.known)  # Time may be over before all are read.
         return cache
+
+    def _check_enough(self, documents: Sequence[Document]) -> None:
+        """Raises `SettingError` unless there are enough texts to learn from and to measure on."""
+        num, num_held_out = len(documents), sum(document.is_held_out for document in documents)
+        if num < HELD_OUT_EVERY:
+            wrong = f"only {num} texts were written or given; at least {HELD_OUT_EVERY} are needed"
+        elif num_held_out in (0, num):
+            which = "all" if num_held_out else "none"
+            wrong = f"{which} of the {num} texts would be held out; some must be, but not all"
+        else:
+            return
+        key = "tokens" if self._options.tokens is not None else "minutes"
+        raise SettingError(key, f"{wrong}; raise it, or add texts to --corpus")
 
     def _cache(self, documents: Sequence[Document]) -> TeacherCache:
         return TeacherCache(self._place, documents, self._module, self._learner.shown)

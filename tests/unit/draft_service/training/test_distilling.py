@@ -149,12 +149,11 @@ def test_prompts_to_measure_with_are_not_learned_from(
     target: Target, whole: tuple[Path, Measured], tmp_path: Path
 ) -> None:
     """Each is answered at both temperatures; the drafter is the same as without them. A prompt that
-    is learned from or too long, and too few tokens, are refused before anything runs."""
+    is learned from or too long is refused before anything runs."""
     prompts = ((0, 5, 9, 3, 6), (0, 5, 11, 12, 3, 6), (0, 5, 13, 3, 6))
     for key, said, changes in (
         ("measure", "number 2 is also number 1 of --prompts", {"prompts": prompts[1:2]}),
         ("measure", "number 4 has 128 tokens; 1 to 127 are", {"measure": (*prompts, (1,) * 128)}),
-        ("tokens", "too few", {"tokens": 20}),
     ):
         with pytest.raises(SettingError, match=said) as bad:
             run(target, tmp_path / "refused", **({"measure": prompts} | changes))
@@ -172,6 +171,26 @@ def test_prompts_to_measure_with_are_not_learned_from(
     check_same(weights(tmp_path), weights(whole[0]))
 
 
+def test_too_few_texts_are_refused_before_they_are_read(target: Target, tmp_path: Path) -> None:
+    """Written or given ones; also if all would be learned from."""
+    spelled = replace(target, encode=lambda text: [int(digit) for digit in text.strip()])
+    (tmp_path / "corpus").mkdir()
+    stages: set[str] = set()
+    for lines, tokens, said in (
+        (12, 0, "only 12 texts were written or given; at least 32 are needed; raise it, or add"),
+        (2, 20, r"only \d+ texts were written or given; "),
+        (40, 0, "none of the 40 texts would be held out; some must be"),
+    ):
+        (tmp_path / "corpus" / "a.jsonl").write_text(lines * '{"text": "12345"}\n')
+        with pytest.raises(SettingError, match=said) as bad:
+            run(
+                spelled, tmp_path, lambda stage, part, loss: stages.add(stage),
+                corpus=tmp_path / "corpus", tokens=tokens,
+            )  # fmt: skip
+        assert bad.value.key == "tokens"
+    assert stages == {"writing"}
+
+
 def test_a_drafter_learns_on(target: Target, whole: tuple[Path, Measured], tmp_path: Path) -> None:
     """From where it stood, with its own head; the old drafter is unchanged."""
     before = weights(whole[0])
@@ -185,6 +204,20 @@ def test_a_drafter_learns_on(target: Target, whole: tuple[Path, Measured], tmp_p
     assert torch.equal(after["draft_token_ids"], before["draft_token_ids"])
     assert any(not torch.equal(values, before[name]) for name, values in after.items())
     check_same(weights(whole[0]), before)
+
+
+def test_wrong_places_are_refused_before_the_target_is_sought(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    none = f"--corpus: {tmp_path / 'none'} is not a folder"
+    for out, message in (("full", "--out: "), ("new", none)):
+        wrong = ["--out", str(tmp_path / out), "--corpus", str(tmp_path / "none")]
+        assert main(["distill", str(tmp_path / "no-target"), *wrong]) == 2
+        said = capsys.readouterr().err
+        assert message in said
+        assert "loading" not in said
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle3"])
@@ -242,7 +275,6 @@ def test_the_command_makes_one_that_serves(
         (["--draft-vocab", "1"], "--draft-vocab: '1' is wrong"),
         (["--start-from", "demo-drafter", "--layers", "2"], "--layers: the drafter that is"),
         (["--start-from", "ngram"], "--start-from: 'ngram' cannot be trained; it must"),
-        (["--corpus", "nowhere"], "--corpus: nowhere is not a folder"),
         (["--measure", "nowhere"], "--measure: cannot read nowhere"),
     ],
 )
