@@ -86,13 +86,17 @@ def distill(arguments: Arguments) -> int:
     )  # fmt: skip
     if start_name is not None:
         _check_start(start_name)
+    from draft_service.training.documents import corpus_files
+    from draft_service.training.storage import check_out
+
+    check_out(options.out)
+    if options.corpus is not None:
+        corpus_files(options.corpus)
     use_threads(available_cores())  # Before torch is imported.
     progress(f"loading {arguments.target}")  # Importing the libraries takes seconds.
     from draft_service.training.distilling import distill as make
-    from draft_service.training.storage import check_out
     from outrider.models.sources import cache_dir, resolve_model
 
-    check_out(options.out)
     target, text = _target(config)
     if start_name is not None:
         trust, heads = config.trust_remote_code, options.kind not in (STUDENT, EAGLE3)
