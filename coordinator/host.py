@@ -277,6 +277,7 @@ def _load_text(config: CoordinatorConfig) -> TokenizerText | None:
 
     return TokenizerText.load(
         Path(config.tokenizer_directory),
+        config.served_model_name or None,
         trust_remote_code=config.trust_remote_code,
         chat_template=read_chat_template(config.chat_template),
     )

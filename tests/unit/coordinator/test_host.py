@@ -3,16 +3,19 @@ shutdown."""
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from models import byte_level_tokenizer
 from script_store import ScriptStore
 from session_links import TOY, described
 
-from coordinator.host import CoordinatorHost, owner_name
+from coordinator.host import CoordinatorHost, _load_text, owner_name
 from coordinator.service import CoordinatorService
 from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import NgramDrafter
+from outrider.errors import BadRequest
 from outrider.registry.registry import Membership
 from outrider.sessions.redis_address import RedisAddress
 
@@ -38,6 +41,16 @@ async def test_without_a_draft_only_a_target_that_drafts_counts_as_delayed(
     assert service._lengths is not None
     assert service._lengths.costs.drafting_delays is drafts_itself
     await service.close()
+
+
+async def test_errors_name_the_model_as_callers_know_it(tmp_path: Path) -> None:
+    """And not its directory on the server."""
+    byte_level_tokenizer().save_pretrained(tmp_path)
+    config = CoordinatorConfig(tokenizer_directory=str(tmp_path), served_model_name="mine")
+    text = _load_text(config)
+    assert text is not None
+    with pytest.raises(BadRequest, match=r"^tools: the chat template of model mine does not sup"):
+        text.check_tools("tools")
 
 
 class Part:
