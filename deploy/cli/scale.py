@@ -94,9 +94,11 @@ def scale(arguments: Arguments) -> int:
         note = f"note: {role} is autoscaled, {least} to {most}, which may change this number;"
         print(f"{note} `outrider upgrade --autoscale-{role}s ''` turns that off", file=sys.stderr)
     wanted = {**overview.wanted, **counts}
-    said = ", ".join(f"{role}={wanted.get(role, 0)}" for role in ROLES)
-    code = tell(Report({"wanted": wanted}, [f"wanted: {said}"]), arguments.json)
-    if arguments.wait and left(overview):
+    is_late = bool(arguments.wait and left(overview))
+    what, shown = ("serving", counts) if arguments.wait and not is_late else ("wanted", wanted)
+    said = ", ".join(f"{role}={shown[role]}" for role in ROLES if role in shown)
+    code = tell(Report({"wanted": wanted}, [f"{what}: {said}"]), arguments.json)
+    if is_late:
         raise overview.late("serving", arguments.wait)
     return code
 

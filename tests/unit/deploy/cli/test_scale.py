@@ -209,7 +209,7 @@ def test_a_wait_ends_as_soon_as_there_are_as_many(
     fleet.seen = [{"draft": 1, "target": 1}, {"draft": 2, "target": 2}, {"draft": 3, "target": 2}]
     assert main(["scale", "draft=3", "target=2", "--wait", "60"]) == 0
     assert fleet.seen == [{"draft": 3, "target": 2}]
-    capsys.readouterr()
+    assert capsys.readouterr().out == "serving: target=2, draft=3\n"
     assert main(["scale", "target=3", "--wait", "0.1"]) == 1
     out, err = capsys.readouterr()
     assert out == "wanted: coordinator=1, target=3, draft=1\n"
