@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -26,7 +26,7 @@ from pydantic import (
     WrapValidator,
     model_validator,
 )
-from pydantic_core import InitErrorDetails
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from coordinator.http_api.tool_parsers import AnswerForm
 from coordinator.http_api.tools import (
@@ -36,7 +36,7 @@ from coordinator.http_api.tools import (
     parsed_call,
     tools_of,
 )
-from outrider.errors import BadRequest
+from outrider.errors import BadRequest, did_you_mean
 from outrider.grammar.constraint import Constraint
 from outrider.limits import (
     ANSWERS_MAX,
@@ -63,6 +63,8 @@ Unserved = Mapping[str, tuple[Any, ...]]
 """Fields that are not implemented, and the values besides null that ask for nothing."""
 ANY_VALUE = object()
 """For fields of which no value asks for anything: labels, and hints that change no answer."""
+_NAME_CHARS_MAX = 64
+"""Characters of an unknown field's name that are compared with the known names."""
 _COMPLETION_TOKENS = 16
 """OpenAI's default of a completion's `max_tokens`."""
 
@@ -81,6 +83,14 @@ def field_error(name: str, reason: str) -> ValidationError:
         "type": "value_error", "loc": (name,), "input": None, "ctx": {"error": ValueError(reason)}
     }  # fmt: skip
     return ValidationError.from_exception_data(name, [details])
+
+
+def check_spelling(name: str, known: Collection[str]) -> None:
+    """Raises an error that suggests one of the `known` fields if `name` is similar to it."""
+    if name not in known and (hint := did_you_mean(name[:_NAME_CHARS_MAX], known)):
+        error = PydanticCustomError("extra_forbidden", "unknown", {"hint": hint})
+        details: InitErrorDetails = {"type": error, "loc": (name,), "input": None}
+        raise ValidationError.from_exception_data(name, [details])
 
 
 class Body(BaseModel):
@@ -106,6 +116,7 @@ class Body(BaseModel):
                 raise field_error(
                     name, "is not supported; leave it out" + (allowed and f", or give {allowed}")
                 )
+            check_spelling(name, cls.model_fields)
         return kept
 
     @classmethod

@@ -171,7 +171,7 @@ def wrong_body(errors: Sequence[Mapping[str, Any]]) -> BadRequest:
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     reason = str(found["msg"]).removeprefix("Value error, ")
     if is_unknown:
-        reason = "there is no such field"
+        reason = "there is no such field" + found.get("ctx", {}).get("hint", "")
     elif found["type"] == "missing":
         reason = "is missing"
     elif found["type"] != "value_error":

@@ -330,6 +330,7 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], str | None]] = {
     "half characters": (
         COMPLETIONS, lambda: filled('{"prompt":["', "\\u00e9" * 50, '\\ud800"]}'), None
     ),
+    "a name": (COMPLETIONS, lambda: json.dumps({"max_token" * 400_000: 1}).encode(), "prompt"),
     "tokens": (COMPLETIONS, lambda: filled('{"prompt":[', "1234567", "]}"), "model"),
     "text with marks": (COMPLETIONS, lambda: filled('{"prompt":"', '[{\\"a\\":1}]', '"}'), "model"),
 }  # fmt: skip
@@ -394,7 +395,9 @@ BIASES = {str(n): 1 for n in range(LOGIT_BIAS_ENTRIES_MAX + 1)}
         ({"n": 2}, "n", "asks for 2 answers; allowed: 1"),
         ({"stream": False}, "stream", "must be true, or be left out"),
         ({"speculation": {"rule": "odd"}}, "speculation.rule", "coupled"),
-        ({"wild": 1}, "wild", "there is no such field"),
+        ({"wild-1": 1}, "wild-1", "wild-1: there is no such field"),
+        ({"max_token": 1}, "max_token", "there is no such field; did you mean max_tokens?"),
+        ({"speculation": {"rul": 1}}, "speculation.rul", "no such field; did you mean rule?"),
         (b"{", None, "the body is not JSON: EOF while parsing an object at line 1 column 1"),
         (b'"\xff"', None, "unicode"),
         (b"[" * 60_000, None, "recursion limit"),
