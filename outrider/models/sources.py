@@ -18,8 +18,8 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
-from outrider.drafters.names import DEMO, SHIPPED
-from outrider.errors import ConfigError
+from outrider.drafters.names import DEMO, NEAR_WORD, SHIPPED
+from outrider.errors import ConfigError, did_you_mean
 from outrider.files import locked
 from outrider.models.fingerprint import PICKLED_FILE, file_fingerprint
 
@@ -86,8 +86,15 @@ def check_name(name: str, *, heads: bool = False, drafts: bool = False) -> None:
         check_weights(path, name, heads=heads, drafts=drafts)
     elif path.exists() and path.suffix != ".gguf":
         raise ConfigError(f"model {name}: a file, but not a .gguf; give a directory or a .gguf")
-    elif not path.exists() and _looks_like_path(name):
-        raise ConfigError(f"model {name}: no such file or directory")
+    elif not path.exists():
+        if _looks_like_path(name):
+            raise ConfigError(f"model {name}: no such file or directory")
+        hint = did_you_mean(name, (DEMO,), NEAR_WORD)
+        if hint and not heads and "/" not in name:
+            raise ConfigError(
+                f"model {name}: no directory has this name, and a model of the hub is written "
+                f"OWNER/NAME{hint}"
+            )
 
 
 def check_weights(directory: Path, name: str, *, heads: bool = False, drafts: bool = False) -> None:

@@ -47,6 +47,7 @@ def spoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("name", "reason"),
     [
         ("", "name is empty"),
+        ("dmo", "model dmo: no directory has this name, .* did you mean demo?"),
         ("a/b/c", "no such file or directory"),
         ("./nowhere", "no such file or directory"),
         ("lost.gguf", "no such file or directory"),
@@ -78,8 +79,8 @@ def test_a_hub_that_cannot_be_reached_is_one_clear_error(monkeypatch: pytest.Mon
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match="model nobody/nothing: not a local directory"):
-        resolve_model("nobody/nothing")
+    with pytest.raises(ConfigError, match="model a/demo: not a local directory"):
+        resolve_model("a/demo")
 
 
 def test_load_model_tells_what_it_is(spoken: Path) -> None:
