@@ -41,7 +41,7 @@ _FORMS = (
 
 NEAR_WORD = 0.75
 """Similarity (see `difflib`) from which a model name counts as a misspelt word of
-`--draft-model`."""
+`--draft-model`, or a target's as a misspelt `demo`."""
 
 
 class LookupKind(StrEnum):
@@ -202,6 +202,10 @@ DRAFTERS = (
         "the model's", "its weights, keys and values", "none", "sparse",
     ),
     DrafterDescription(
+        SHIPPED[0], "what a small model for the target demo draws",
+        "in this package", "its weights, keys and values", "none", "sparse",
+    ),
+    DrafterDescription(
         "PATH_OR_ID of PARD", "what such a model draws in one pass",
         "the model's", "its weights, keys and values", "none", "sparse",
     ),
@@ -227,6 +231,11 @@ DRAFTERS = (
         "needed unless published", "sparse",
     ),
     DrafterDescription(
+        SHIPPED[1], "what an EAGLE-3 head for the target demo draws", "in this package",
+        "its weights; for each token one layer's key and value, and a hidden state",
+        "none", "sparse",
+    ),
+    DrafterDescription(
         MTP, "what the target's own MTP layer draws, sent with its verdicts", "the target's",
         "its weights; for each token one layer's key and value, and a hidden state",
         "none", "sparse",
@@ -237,4 +246,4 @@ DRAFTERS = (
         "the model's", "of both parts", "the model's", "one-hot or sparse",
     ),
 )  # fmt: skip
-"""The default first, then every kind, cheapest first."""
+"""The default first, then every kind, cheapest first; the shipped drafters after their kinds."""

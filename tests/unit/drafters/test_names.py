@@ -6,7 +6,14 @@ import pytest
 
 from deploy.cli.main import main
 from outrider.config import DraftConfig
-from outrider.drafters.names import DRAFTERS, DrafterChoice, DraftModel, LookupKind, parse_drafter
+from outrider.drafters.names import (
+    DRAFTERS,
+    SHIPPED,
+    DrafterChoice,
+    DraftModel,
+    LookupKind,
+    parse_drafter,
+)
 from outrider.errors import SettingError
 
 
@@ -61,7 +68,9 @@ def test_every_kind_is_listed(
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["drafters", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)["drafters"]
-    assert [entry["draft_model"] for entry in listed] == [d.draft_model for d in DRAFTERS]
+    names = [entry["draft_model"] for entry in listed]
+    assert names == [d.draft_model for d in DRAFTERS]
+    assert {*SHIPPED} < {*names}
     assert all(all(entry.values()) for entry in listed)
     assert main(["drafters"]) == 0
     table = capsys.readouterr().out
