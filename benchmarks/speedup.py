@@ -167,8 +167,11 @@ def report(levels: Sequence[Level]) -> Report:
         )
         groups = level["categories"] | {"all": level}
         names = level["categories"][next(iter(groups))]
+        several = level["concurrency"] > 1
+        heads = {n: "median_speedup" if n == "speedup" and not several else n for n in names}
         rows = [
-            {"prompts": group} | {n: found[n] for n in names} for group, found in groups.items()
+            {"prompts": group} | {head: found[n] for n, head in heads.items()}
+            for group, found in groups.items()
         ]
         shown.append(table(title, rows))
         for name, key, _ in REFERENCES:
@@ -182,7 +185,7 @@ def report(levels: Sequence[Level]) -> Report:
                     f"warning: {line}; under {PLAIN_SHARE_MIN:.2f}x the speed-up compares with a "
                     "slow baseline"
                 )
-        over = "over all" if level["concurrency"] > 1 else "the median over the prompts"
+        over = "over all" if several else "the median over the prompts"
         shown.append(
             f"speculative decoding runs at {level['speedup']:.2f}x the speed of plain decoding, "
             f"{over}"

@@ -97,6 +97,9 @@ def test_several_at_a_time_the_speedup_is_the_ratio_of_totals() -> None:
     both = dict(report([level(), found]).values)
     assert both.pop("by_concurrency") == {"1": level(), "2": found}
     assert both == report([level()]).values
+    one, several = (printed(*report([each]).shown) for each in (level(), found))
+    assert "median" in one.split("all")[0]
+    assert "median" not in several
 
 
 @pytest.mark.parametrize(("seconds", "warned"), [(1.82, 0), (1.78, 1)])
