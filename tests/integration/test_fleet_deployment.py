@@ -3,6 +3,7 @@ and die under load without a request that notices."""
 
 import asyncio
 import os
+import re
 import signal
 import socket
 from collections.abc import AsyncIterator
@@ -228,12 +229,13 @@ async def test_other_settings_are_rolled_out_under_load(deployment: Deployment, 
 
 
 async def test_a_draft_is_tried_under_load(deployment: Deployment, load: Load) -> None:
-    """Coordinators tell what sessions gain by it: here, nothing."""
+    """Coordinators tell what sessions gain by it: here nothing, or, on a busy machine, too little
+    to tell."""
     await deployment.reconciler.call("begin_trial", {"draft_num_threads": 2}, 0.5, TRIAL_S)
     async with asyncio.timeout(CHANGE_S):
         while (found := deployment.overview.trial) is None or found.state == "runs":
             await asyncio.sleep(0.1)
-    assert "tokens/s a session" in found.reason
+    assert "tokens/s a session" in found.reason or re.match(r"[1-9]\d* sessions", found.reason)
     await until(deployment, "draft", 1)
 
 

@@ -219,5 +219,6 @@ async def test_a_broken_stream_stops_it_and_a_new_one_picks_it_up(setting: Repli
     setting.link.sever(ConnectionError("cut"))
     await setting.listener.wait(num_lost=1)
     assert len(await setting.settle()) < 17
-    answers = await setting.send(ask_round(wanted[:5], 4, 2, 3))
+    assert [type(one) for one in await setting.send(ask_round(wanted[:5], 4, 2, 3))] == [Resync]
+    answers = await setting.send(ask_round(wanted[:5], 0, 2, 3))
     assert own_tokens(answers) == dict(list(enumerate(wanted[3:]))[2:6])
