@@ -23,8 +23,13 @@ from outrider.speculation.gumbel_max import BLOCK
 from outrider.speculation.logits_processing import DraftVocabulary, TokenHistory, row_sums
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.random_streams import (
+    Place,
     RoundNoise,
+    Stream,
     draft_keys,
+    row_keys,
+    row_words,
+    uniform,
 )
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verification import (
@@ -36,6 +41,20 @@ from outrider.speculation.verification import (
     verdicts_from_weights,
 )
 from outrider.speculation.verification import tree_law as tree_law_in_place
+
+
+def absolute_place(noise: RoundNoise, index: int, sibling: int = 0) -> Place:
+    return Place(noise.committed_length + index, 0)
+
+
+def absolute_uniforms(noise: RoundNoise, num: int, parents: tuple[int, ...] = ()) -> list[float]:
+    places = [noise.place(index) for index in range(num)]
+    return [*map(uniform, row_words(row_keys(noise.seed, places, [Stream.ACCEPT] * num))[0])]
+
+
+ABSOLUTE_PLACES = {"place": absolute_place, "accept_uniforms": absolute_uniforms}
+"""A fault to plant in `RoundNoise`: every number is keyed by its absolute position, so that a
+discarded slot lends its noise to the next round."""
 
 
 @dataclass(frozen=True)

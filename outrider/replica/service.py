@@ -239,8 +239,7 @@ class SteppedService:
         self._start()
 
     def park(self, session_ids: Sequence[str]) -> None:
-        """No connection waits for these sessions now: from the next step on their pages may be
-        taken."""
+        """No connection waits for these sessions now: frees their slots before the next step."""
         if session_ids:
             self._parked.update(dict.fromkeys(session_ids))
             self._start()
@@ -565,8 +564,7 @@ class _Connection(AnswerSender):
             self._service.take(item, self)
 
     def close(self) -> None:
-        """Drops work that only this stream waits for. Pages of its sessions may be taken until
-        these return on another stream."""
+        """Drops work that only this stream waits for, and frees the slots of its sessions."""
         self.closed = True
         self._service.park(self._service.sessions.leave(self))
 

@@ -14,20 +14,14 @@ import pytest
 import torch
 from core_toys import ToyPair, flat_pair, random_pair, sampling_pair
 from exactness.law import cells_of, chi_square, power
+from verdict_laws import ABSOLUTE_PLACES
 
 from outrider.speculation import random_streams
 from outrider.speculation.accept_reject import Outcome, Verdict, decide
 from outrider.speculation.draft_sampling import draw_siblings
 from outrider.speculation.logits_processing import NO_HISTORY
 from outrider.speculation.proposal import Proposal, caterpillar_tree, draft_tree
-from outrider.speculation.random_streams import (
-    Place,
-    RoundNoise,
-    Stream,
-    row_keys,
-    row_words,
-    uniform,
-)
+from outrider.speculation.random_streams import RoundNoise, Stream
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verification import Question, verdicts_from_logits
 
@@ -198,20 +192,11 @@ def last_row_twice(rows: torch.Tensor) -> torch.Tensor:
     return torch.cat([rows[:-1], rows[-2:-1]]) if len(rows) > 1 else rows
 
 
-def absolute_place(noise: RoundNoise, index: int, sibling: int = 0) -> Place:
-    return Place(noise.committed_length + index, 0)
-
-
-def absolute_uniforms(noise: RoundNoise, num: int, parents: tuple[int, ...] = ()) -> list[float]:
-    places = [noise.place(index) for index in range(num)]
-    return [*map(uniform, row_words(row_keys(noise.seed, places, [Stream.ACCEPT] * num))[0])]
-
-
 @pytest.mark.parametrize(
     ("pair", "faults"),
     [
         (sampling_pair(), {"residual_stream": Stream.DRAFT}),
-        (UNEVEN, {"place": absolute_place, "accept_uniforms": absolute_uniforms}),
+        (UNEVEN, ABSOLUTE_PLACES),
         (UNEVEN, {"accept_uniforms": lambda *given: [1e-12] * given[1]}),
     ],
     ids=["shared noise", "absolute places", "u = 0"],

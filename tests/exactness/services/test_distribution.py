@@ -32,6 +32,7 @@ from mtp_models import mtp_target, tiny_mtp
 from stack import HYBRID, Stack, running_stack
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from verdict_laws import ABSOLUTE_PLACES
 
 from coordinator.draft_length.round_cost import Forecast, RoundCosts
 from draft_service.feature_drafter import FeatureDrafter, HeadEngine
@@ -47,14 +48,7 @@ from outrider.grammar.matcher import PrefixMatcher
 from outrider.grammar.token_mask import TokenMask
 from outrider.models.module_replacement import speed_up
 from outrider.request import GenerateRequest
-from outrider.speculation.random_streams import (
-    Place,
-    RoundNoise,
-    Stream,
-    row_keys,
-    row_words,
-    uniform,
-)
+from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokenizer import TokenizerText
 from target_service.actor import self_drafter_of
@@ -448,17 +442,8 @@ async def test_completions_follow_the_targets_law(cell: Cell, tmp_path: Path) ->
 async def test_noise_that_rounds_share_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The planted fault: under block every number is keyed by its absolute position, so that a
-    discarded slot lends its noise to the next round."""
-
-    def absolute(self: RoundNoise, index: int, sibling: int = 0) -> Place:
-        return Place(self.committed_length + index, 0)
-
-    def uniforms(self: RoundNoise, num: int, parents: tuple[int, ...] = ()) -> Iterator[float]:
-        places = [self.place(index) for index in range(num)]
-        return map(uniform, row_words(row_keys(self.seed, places, [Stream.ACCEPT] * num))[0])
-
-    monkeypatch.setattr(RoundNoise, "place", absolute)
-    monkeypatch.setattr(RoundNoise, "accept_uniforms", uniforms)
+    """Under block, with numbers keyed by their absolute positions."""
+    for name, value in ABSOLUTE_PLACES.items():
+        monkeypatch.setattr(RoundNoise, name, value)
     result, _ = await measure(replace(MANY_ROUNDS, num_samples=4_500), tmp_path)
     assert result.rejects
