@@ -1,7 +1,5 @@
 """Clients of benchmarks: gRPC, and OpenAI's HTTP API. Both stream."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator

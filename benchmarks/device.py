@@ -15,8 +15,6 @@
 Verdicts use temperature 1, top-p 0.95, and normally distributed logits of standard deviation 3.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import asdict

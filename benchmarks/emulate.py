@@ -17,8 +17,6 @@ overhead_ms_p50      median of a round's time minus the target's step and, witho
 X_bytes_per_round    mean bytes that coordinator and X send each other
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from statistics import mean, median

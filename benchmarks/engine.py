@@ -16,8 +16,6 @@ A gap is the time between the arrivals of two tokens of a session at the client;
 message share the time until the next message.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter

@@ -7,8 +7,6 @@ accepted. Run it on a deployment with `--no-length-control --draft-model demo-dr
 model drafts K tokens in each round.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

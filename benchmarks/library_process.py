@@ -5,8 +5,6 @@ It runs in the library's own environment and imports only the standard library a
 to load, then batches of prompts. An answer is `{}`, `{"completions"}` or `{"error"}`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

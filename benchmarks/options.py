@@ -1,7 +1,5 @@
 """Options of benchmarks: the fields of a settings class are the options of its command."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar

@@ -9,8 +9,6 @@ transports  what gRPC and HTTP add to a request and to each of its chunks; clien
 Canned replicas give well-formed answers without a model, at once or after the time of a step.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import tempfile

@@ -1,8 +1,6 @@
 """`outrider bench peers`: Outrider and other inference systems with the same weights, prompts and
 threads, plain and speculative, at each temperature and concurrency."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace

@@ -15,8 +15,6 @@ A request counts for goodput if it meets every goal; without a TPOT it meets tha
 requests count in `failed` only.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random

@@ -1,8 +1,6 @@
 """Drafts with an EAGLE-3 head that runs apart from its target. The target sends the hidden states
 that the head reads (features)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate

@@ -15,8 +15,6 @@ token was drawn from, rejections are predicted and their outcomes branch off at 
 pass that reads x_K for the bonus.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from itertools import count

@@ -1,7 +1,5 @@
 """Drafts with a model: K sequential steps, each for all sessions that still want a token."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Drafts with a model that draws several tokens from one pass: PARD, arXiv 2504.18583."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

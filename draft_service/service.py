@@ -1,7 +1,5 @@
 """The draft as a `ReplicaService`: receives items from streams, answers with proposals."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """One step of a draft: aligns prefixes, then calls the drafter once for all sessions."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from typing import Any

@@ -2,8 +2,6 @@
 
 Keys and values are those of vLLM 0.32. Errors name the keys of unsupported values."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """Drafts the next round's proposal on the target, with the verdict."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final

@@ -4,8 +4,6 @@ item ok?  -> prefix held?  -> room?      -> forward (all) -> mask, transforms, r
 Refused      Resync           Unfinished    append + proposal      next to the logits
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace

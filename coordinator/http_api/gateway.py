@@ -9,8 +9,6 @@ now. A `POST` gets an `Idempotency-Key`, the client's or a new one, by which eve
 its sessions. `Last-Event-ID` asks for the events after the last one. For both, see docs/http.md.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

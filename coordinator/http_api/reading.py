@@ -5,8 +5,6 @@ A body that would take long to parse is refused unparsed: parsing blocks the coo
 loop, which also renews its leases.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,8 +1,6 @@
 """The answers of routes as models for the OpenAPI document. Small answers are made from these
 models. Answers of generations are plain dicts, as each chunk of a stream must be cheap."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from fastapi import FastAPI

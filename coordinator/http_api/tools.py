@@ -1,8 +1,6 @@
 """The tools of a request: the constraint on answers that must call one, and their form in chat
 templates."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

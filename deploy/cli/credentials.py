@@ -5,8 +5,6 @@ reload that file. Copy `ca.pem` and the two files of a role to where that role r
 needed only to create certificates, and is best kept elsewhere.
 """
 
-from __future__ import annotations
-
 import datetime
 from dataclasses import asdict
 from pathlib import Path

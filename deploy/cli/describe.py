@@ -1,8 +1,6 @@
 """`outrider collect-env`: this machine, for a bug report; `outrider drafters`: the kinds of
 drafters."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import asdict

@@ -4,8 +4,6 @@ Exit codes: 0 done; 2 bad arguments or settings (`ConfigError`, `BadRequest`); 1
 143 ended by SIGTERM; 1 any other failure. Only results go to standard output.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import logging

@@ -3,8 +3,6 @@
 Other users can read command lines in the process list, and `ray.init` stores its own in Ray's head.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

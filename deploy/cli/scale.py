@@ -1,7 +1,5 @@
 """Commands that change a running deployment: `outrider scale` and `upgrade`."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import time

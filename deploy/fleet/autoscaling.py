@@ -19,8 +19,6 @@ shrink, by the load of the present ones, to the most that were present during `a
 While a replica is leaving, or if none is present, nothing changes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

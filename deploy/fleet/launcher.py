@@ -10,8 +10,6 @@
 Stopping undoes these steps in reverse order, also after a failed start.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

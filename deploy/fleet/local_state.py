@@ -5,8 +5,6 @@ removed when it stops; so is `cli.key` if callers need a key. While it runs, the
 lock file that contains its pid, so that there is only one deployment.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

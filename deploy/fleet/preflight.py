@@ -1,8 +1,6 @@
 """Checks before anything starts, so that a mistake is reported before models are loaded: key files,
 ports, and the models' files, which are found or fetched here."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import socket

@@ -5,8 +5,6 @@ Ray reads RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH, and its processes inherit both.
 in a file for its owner only, never in arguments or variables.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes.util
 import importlib

@@ -9,8 +9,6 @@
 The wanted numbers are in Redis, where coordinators read them too.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -2,8 +2,6 @@
 for a share of the sessions. The drafter is better if its sessions get more tokens per second of
 decoding. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

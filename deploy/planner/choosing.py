@@ -1,7 +1,5 @@
 """Chooses K, rule, look-ahead and the number of drafts."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

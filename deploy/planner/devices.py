@@ -6,8 +6,6 @@ computing takes longer than reading the weights. A step also takes `layer_ms` fo
 `head_width` numbers of 2 bytes for each committed token, over two links of `link_gb`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, NamedTuple

@@ -1,7 +1,5 @@
 """The rehearsal of `outrider plan`: sessions through the real services."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The output of `outrider plan`: JSON and tables."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass

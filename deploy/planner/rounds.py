@@ -17,8 +17,6 @@ prod p. Block: P(tau >= n, x) is q(x_1..x_n) pi_n (Sun et al., ICLR 2025, lemma 
 telescopes to the minimum above. Coupled: see `benchmarks.acceptance.matched`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

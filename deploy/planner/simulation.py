@@ -5,8 +5,6 @@ event loop on a virtual clock. Two things are given instead of computed: the tim
 plan's cost tables, and which tokens are accepted, by emulated distributions (`_rows`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The model card: what a drafter was made from, and how much of it is accepted."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from .documents import HELD_OUT_EVERY

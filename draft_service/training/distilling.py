@@ -14,8 +14,6 @@ folder              content                         its key is a hash of
                                                     all options
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

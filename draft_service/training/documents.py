@@ -5,8 +5,6 @@ file in `--corpus`   content
 `.jsonl`             a line each: `text`
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

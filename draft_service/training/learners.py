@@ -12,8 +12,6 @@ Draft token i of this chain is compared with the target's answer for position p 
 after the text's tokens up to p + i - 1, as if the earlier draft tokens had been accepted.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Collection

@@ -1,7 +1,5 @@
 """Measures how much of a drafter's proposals would be accepted in answers of held-out documents."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

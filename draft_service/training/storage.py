@@ -1,7 +1,5 @@
 """Files that a kill leaves complete or absent, and the time that each stage has taken so far."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -5,8 +5,6 @@ checkpoint has all that later steps depend on, so a killed run continues as if i
 killed.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path

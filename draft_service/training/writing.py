@@ -1,7 +1,5 @@
 """Lets the target write a corpus: user turns, drawn after the chat template alone, and answers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

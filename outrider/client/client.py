@@ -1,7 +1,5 @@
 """The client for an event loop, and the client for programs without one."""
 
-from __future__ import annotations
-
 import math
 import sys
 import time

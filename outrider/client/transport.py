@@ -1,7 +1,5 @@
 """How a client reaches a coordinator, by gRPC or in this process, and what its calls return."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator

@@ -1,8 +1,6 @@
 """Proposals drawn token by token from logits, many side by side. Shared by drafters with a model
 and drafters with a head."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from itertools import chain

@@ -1,7 +1,5 @@
 """The names that `--draft-model` takes, and what each drafter needs."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 from enum import StrEnum

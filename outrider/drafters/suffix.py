@@ -7,8 +7,6 @@ length. Instead of a tree of all suffixes, whose memory is O(depth) a token, an 
 latest occurrences of the last tokens, which are counted on request.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ arguments down to its layers. `find_layers` does not rely on the configuration: 
 through the module and records each block that calls attention, its tensors' shapes and its mask.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -13,8 +13,6 @@ no attention. When pair j drafts, it attends to slots 1..j, as slot 0 has no pai
 position of pair j is j - 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

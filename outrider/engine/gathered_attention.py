@@ -7,8 +7,6 @@ a layer relative to that, in bfloat16 on one thread, with 3 key heads of width 6
 over 1,000 slots; 0.8 for one sequence with five new tokens; 1.1 with one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Protocol
 

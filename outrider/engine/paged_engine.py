@@ -9,8 +9,6 @@ step in one forward pass, their keys and values in shared pages.
     DraftLayer     runs a drafting head on the same pages                 draft_layer.py
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Callable, Sequence

@@ -1,8 +1,6 @@
 """What engines with a paged cache have in common: sequences, forks, cuts, how a failed step is
 undone, and steps of a draft layer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol

@@ -1,7 +1,5 @@
 """How long an engine's steps take, and its measurement before the engine is used."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The threads that torch runs an operator on: how many, and at which priority."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,8 +1,6 @@
 """Compiles constraints to grammars that compute token masks, on threads of their own, and caches
 them by tenant and digest."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

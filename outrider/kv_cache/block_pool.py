@@ -11,8 +11,6 @@ A page that another sequence holds, or whose prefix is known, is never written t
 copies it, or, if no other sequence holds it, forgets its prefix.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -8,8 +8,6 @@ A round in a service: `align(head)`, and `begin(head)` if nothing is held; run
 `record` what was run.
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ matrices that need no transposing: in bfloat16 on a CPU the products take a thir
 those on [slots, heads, width]. Fused CPU kernels read another layout (`BlockedKeysAndValues`).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from copy import copy

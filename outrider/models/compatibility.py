@@ -6,8 +6,6 @@ steps and two sequences, against the module's own dense attention. For a determi
 also compares steps of all sizes with each other.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from typing import Any

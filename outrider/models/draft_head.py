@@ -1,8 +1,6 @@
 """The interface of a drafting head that runs as one more layer on a target's pages
 (`outrider/engine/draft_layer.py`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -12,8 +12,6 @@ before the last norm  for MTP layers, which read the output of the target's last
 pairs one off         what the stated layers read at j; only reported, as token j has not run yet
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

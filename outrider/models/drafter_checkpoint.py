@@ -8,8 +8,6 @@ file                what it holds
 `README.md`         the model card
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass

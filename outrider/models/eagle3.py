@@ -19,8 +19,6 @@ Both have `fc`, `norm`, `lm_head`, and `d2t` if the draft vocabulary is a part o
 `embed_tokens` and `lm_head` are the target's if they are not stored.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ zero, this is that norm and head, applied to layer N. Related: LayerSkip (arXiv 
 the layers for it; Kangaroo (2404.18911), as here, trains only what reads them.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

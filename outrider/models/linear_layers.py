@@ -1,7 +1,5 @@
 """Linear layers and activations that replace those of transformers on a CPU, and quantised ones."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """Loads a causal language model and its tokenizer from a local directory of safetensors."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping

@@ -11,8 +11,6 @@ these see the drafted tokens; Medusa's own (2401.10774) see f_0 alone, so the se
 depend on the first.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack

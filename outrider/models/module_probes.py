@@ -6,8 +6,6 @@ and an epsilon both show. A module whose replacement fails keeps transformers' c
 out a block's last layer: the replacement uses the same one, and it may wait for other ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy

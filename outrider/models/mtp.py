@@ -21,8 +21,6 @@ Of several MTP layers only the first is used, as by vLLM when it drafts more tok
 layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import ExitStack
 from copy import copy, deepcopy

@@ -8,8 +8,6 @@ pard     `pard_token` in the configuration of a causal language model
 Other known kinds are refused by name. A directory with none of these may hold a model.
 """
 
-from __future__ import annotations
-
 import json
 from enum import StrEnum
 from pathlib import Path

@@ -8,8 +8,6 @@ a directory                 itself
 anything else               a snapshot of that hub repository, fetched if needed
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

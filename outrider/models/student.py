@@ -7,8 +7,6 @@ file                what it holds
 Beside these lie the files that every trained drafter has (`drafter_checkpoint.py`).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack

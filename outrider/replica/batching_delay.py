@@ -9,8 +9,6 @@ less time than two steps, sharing it is quicker for all:
 
 A session is expected back after the mean of its last gaps between answer and next item."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX

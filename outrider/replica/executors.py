@@ -1,7 +1,5 @@
 """Executors, which run a replica's steps one after another."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

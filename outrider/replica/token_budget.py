@@ -19,8 +19,6 @@ every item whose tokens all ran in the first. A step with rounds is expected to 
 as the last such step.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -9,8 +9,6 @@ Pages and tokens decide whether a session's item runs in a step, and how far:
 Only younger sessions lose pages. So the oldest always continues, and each becomes the oldest.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -12,8 +12,6 @@ Greedy tokens are compared with the likeliest token. The transforms are those of
 float64: an audit finds wrong noise, acceptance or residuals, but no wrong transform.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The sums of an audit; `audit.py` says what they mean. A separate module, as it needs no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,8 +1,6 @@
 """Verdicts on a CUDA device: at most three kernels and one wait for all sessions together. The
 rules are those of `verification.py`."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -21,8 +21,6 @@ since the distribution is memoryless:
 A token can win only if w_v / m_b exceeds the score of another token.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any, TypeAlias, TypeVar
 

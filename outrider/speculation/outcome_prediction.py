@@ -15,8 +15,6 @@ The noise is that of the current round. Whatever is drafted for an outcome has n
 predictions say nothing about it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

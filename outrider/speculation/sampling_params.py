@@ -1,7 +1,5 @@
 """The sampling parameters of a request, and the rule that verifies its drafts."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Estimates acceptance from a text that the target wrote, without running rounds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -8,8 +8,6 @@ layer reads, which rotation each layer gets, and how the last layer's output is 
 does anything else is refused with `CannotFuse`, and runs on transformers' own code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

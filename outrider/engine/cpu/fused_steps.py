@@ -8,8 +8,6 @@ The kernels' attention is causal, while a tree has several paths. So in each lay
 sequence with a tree are copied, and on the copies each path is a sequence of its own.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Sequence
 from threading import Lock

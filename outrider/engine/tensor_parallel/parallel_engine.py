@@ -4,8 +4,6 @@ A frame is a run of calls in the order they were made, each a MessagePack array 
 method of `Engine` and its arguments.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial

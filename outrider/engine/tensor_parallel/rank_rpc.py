@@ -2,8 +2,6 @@
 followers over TCP. Imports no numeric library.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import secrets
