@@ -81,8 +81,8 @@ class ConstraintChecks:
 
         self._compilers = [_Compiler(first_line) for _ in range(limits.COMPILE_THREADS)]
         self._idle = list(self._compilers)
-        self._errors: Newest[_Key, OutriderError | None] = Newest(limits.CHECKED_CONSTRAINTS_MAX)
-        """Results; None = it can be compiled."""
+        self._reasons: Newest[_Key, str] = Newest(limits.CHECKED_CONSTRAINTS_MAX)
+        """Reasons for refusals; empty = it can be compiled."""
         self._running: SharedCalls[_Key, None] = SharedCalls()
         self._turns = FairQueue()
 
@@ -90,7 +90,7 @@ class ConstraintChecks:
         """Raises `BadRequest`, with the kind as its field, for a constraint that cannot be compiled
         or takes longer than `COMPILE_S_MAX`, and `Overloaded` if too many wait."""
         key = tenant, constraint.digest()
-        if key not in self._errors:
+        if key not in self._reasons:
             try:
                 async with asyncio.timeout(limits.COMPILE_WAIT_S_MAX):
                     await self._running.share(
@@ -98,9 +98,9 @@ class ConstraintChecks:
                     )
             except TimeoutError:
                 raise Overloaded("other constraints are being compiled; try again later") from None
-        self._errors.move_to_end(key)
-        if error := self._errors[key]:
-            raise error
+        self._reasons.move_to_end(key)
+        if reason := self._reasons[key]:
+            raise BadRequest(constraint.kind, reason)
 
     async def close(self) -> None:
         """Kills the processes. Raises nothing."""
@@ -120,10 +120,9 @@ class ConstraintChecks:
             reason = await compiler.compile(constraint)
         finally:
             self._idle.append(compiler)
-        error = BadRequest(constraint.kind, reason) if reason else None
-        self._errors[key] = error
+        self._reasons[key] = reason
         if reason in (_TOO_SLOW, _TOO_LARGE):  # It may pass at another time.
-            asyncio.get_running_loop().call_later(limits.TOO_SLOW_S, self._errors.pop, key, None)
+            asyncio.get_running_loop().call_later(limits.TOO_SLOW_S, self._reasons.pop, key, None)
 
 
 class _Compiler:

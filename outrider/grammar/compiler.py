@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from math import prod
 from typing import Any
@@ -81,7 +82,9 @@ class Grammar:
 class _Refusal:
     """Why there is no grammar."""
 
-    error: OutriderError
+    error: Callable[[], OutriderError]
+    """Makes a new error for each caller. A kept one would keep the frames of all that raised it,
+    and with these their requests."""
     until_s: float = math.inf
     """When to try again: a slow compilation may have been slow by chance."""
 
@@ -172,7 +175,7 @@ class Grammars:
     def find(self, digest: bytes, tenant: str = "") -> Grammar | OutriderError | None:
         """The compiled grammar, or why there is none; None if it is unknown here."""
         found = self._look_up((tenant, digest))
-        return found.error if isinstance(found, _Refusal) else found
+        return found.error() if isinstance(found, _Refusal) else found
 
     def get(self, constraint: Constraint, tenant: str = "") -> Grammar:
         """The grammar; compiles an unknown one on this thread. Raises `BadRequest`, with the kind
@@ -218,7 +221,7 @@ class Grammars:
         reason = f"takes more than {MASK_S_MAX:g} s a token; simplify it"
         refusal = self._too_slow(grammar.constraint, reason)
         self._keep(grammar.key, refusal)
-        raise refusal.error
+        raise refusal.error()
 
     def close(self) -> None:
         """Starts no more compilations; does not wait for a running one."""
@@ -243,13 +246,13 @@ class Grammars:
             compiled = tokenizer.compile(constraint)
             found = replace(compiled, tenant=tenant, compile_s=self.clock() - began)
         except ConfigError as error:
-            found = _Refusal(BadRequest(constraint.kind, error.message))
-        except OutriderError as error:
-            found = _Refusal(error)
+            found = _Refusal(partial(BadRequest, constraint.kind, error.message))
+        except BadRequest as error:
+            found = _Refusal(partial(BadRequest, error.field, error.reason))
         except Exception:
             logger.exception("a constraint could not be compiled")
-            ours = InvariantError(f"{constraint.kind}: could not be compiled: internal error")
-            found = _Refusal(ours, self.now() + TOO_SLOW_S)
+            said = f"{constraint.kind}: could not be compiled: internal error"
+            found = _Refusal(partial(InvariantError, said), self.now() + TOO_SLOW_S)
         if isinstance(found, Grammar) and found.compile_s > COMPILE_S_MAX:
             reason = f"takes more than {COMPILE_S_MAX:g} s to compile; simplify it"
             found = self._too_slow(constraint, reason)
@@ -257,7 +260,7 @@ class Grammars:
         return found
 
     def _too_slow(self, constraint: Constraint, reason: str) -> _Refusal:
-        return _Refusal(BadRequest(constraint.kind, reason), self.now() + TOO_SLOW_S)
+        return _Refusal(partial(BadRequest, constraint.kind, reason), self.now() + TOO_SLOW_S)
 
     def _keep(self, key: _Key, found: Grammar | _Refusal) -> None:
         with self._lock:
@@ -282,7 +285,7 @@ class Grammars:
 
 def _grammar_of(found: Grammar | _Refusal) -> Grammar:
     if isinstance(found, _Refusal):
-        raise found.error
+        raise found.error()
     return found
 
 

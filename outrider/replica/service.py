@@ -198,8 +198,12 @@ class SteppedService:
             logger.exception("a constraint could not be compiled")
             self._refuse(work, OutriderError("compiling its constraint failed"))
             return
-        if not self._is_stale(work) and work.wanted:
+        if self._is_stale(work):
+            return
+        if work.wanted:
             self.submit(work.compiled(compiled))
+        else:
+            self._done(work, None)
 
     def submit(self, work: StepRequest) -> None:
         """Queues work; see `RequestQueue.add`. Refuses it when the queue is full, after `close`,

@@ -2,6 +2,7 @@
 it, whatever was drafted, discarded or forgotten."""
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -31,6 +32,7 @@ from outrider.grammar.matcher import PrefixMatcher
 from outrider.limits import GRAMMARS_MAX
 from outrider.messages import DraftItem, ProposalReply, Refused, RoundHead, VerdictReply, VerifyItem
 from outrider.replica.executors import InlineExecutor
+from outrider.replica.step_request import StepRequest
 from outrider.speculation.logits_processing import TokenHistory
 from outrider.speculation.proposal import (
     NOTHING_SEALED,
@@ -249,6 +251,25 @@ async def test_what_a_target_cannot_hold_to_is_refused_alone(
         assert isinstance(refused, Refused)
         assert (refused.code, refused.message) == (9, said)
         assert isinstance(answers[session_name(2)], VerdictReply)
+
+
+async def test_a_refusal_that_is_remembered_keeps_no_request() -> None:
+    """Nor does the time limit of a draft whose stream closes while its constraint is compiled."""
+    head = head_of(PROMPT, constraint=Constraint.of_regex("(a"))
+    before = [one for one in gc.get_objects() if type(one) is StepRequest]
+    async with running(grammars(), grammars()) as pair:
+        assert isinstance(await pair.target.ask(VerifyItem(head)), Refused)
+        pair.draft.service.connect(lambda _: None).receive([DraftItem(head, 2)])
+        await pair.draft.settle()
+        other = replace(head, constraint=CONSTRAINTS["regex"], session_id=session_name(2))
+        other = replace(other, constraint_hash=CONSTRAINTS["regex"].digest())
+        connection = pair.draft.service.connect(lambda _: None)
+        connection.receive([DraftItem(other, 2, budget_us=10**9)])
+        connection.close()
+        await pair.draft.settle()
+        gc.collect()
+        after = [one for one in gc.get_objects() if type(one) is StepRequest]
+        assert len(after) <= len(before)
 
 
 async def test_a_completion_that_breaks_its_constraint_is_refused() -> None:
