@@ -151,7 +151,6 @@ class SessionTable:
         entry = self._entries.get(session_id)
         if entry is not None:
             entry.sequence.truncate(0)
-            entry.confirmed_length = 0
             self._engine.release(session_id)
 
     def release(self, session_id: str) -> None:
@@ -191,7 +190,6 @@ class SessionTable:
         slots = self._engine.length(session_id)
         if slots < len(sequence):
             sequence.truncate(slots)
-            entry.confirmed_length = min(entry.confirmed_length, slots)
         elif slots > len(sequence):
             # A step failed between `forward` and `record`, and left slots of unknown tokens.
             self._engine.keep(session_id, len(sequence))

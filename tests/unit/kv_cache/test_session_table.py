@@ -14,7 +14,7 @@ from outrider.engine.interface import SequenceStep
 from outrider.errors import InvariantError
 from outrider.kv_cache.session_table import SessionTable
 from outrider.messages import ReplyKey, Resync, RoundHead
-from outrider.tokens import TokenSequence
+from outrider.tokens import EMPTY_DIGEST, TokenSequence
 
 SPEC = EmulatedSpec.parse("vocab_size=16,support=4,max_model_len=512,num_pages=256")
 
@@ -52,6 +52,25 @@ def test_resync_offers_what_is_known_to_be_committed() -> None:
     answer = replica.answer(head([1, 2, 3, 7, 8, 9], 5))
     assert answer == Resync(ReplyKey("s", 1, 0), 3, TokenSequence([1, 2, 3]).digest())
     assert replica.answer(head([1, 2, 3, 7, 8, 9], 3)) == 6
+
+
+@pytest.mark.parametrize("base_length", [2, 3])
+def test_resync_offers_nothing_if_the_views_differ_in_all_that_is_held(base_length: int) -> None:
+    """As when a coordinator died after it had decided more than was stored. The tokens that are
+    held are no shorter than the stated prefix, so some of them are wrong."""
+    replica = Replica()
+    replica.answer(head([1, 2, 3], 0))
+    answer = replica.answer(head([1, 9, 3, 4], base_length))
+    assert answer == Resync(ReplyKey("s", 1, 0), 0, EMPTY_DIGEST)
+
+
+def test_resync_offers_no_committed_tokens_that_were_not_run() -> None:
+    """As after a step without room for the session."""
+    replica = Replica()
+    replica.answer(head([1, 2], 0))
+    replica.table.align(head([1, 2, 3, 4], 2))
+    answer = replica.answer(head([1, 2, 3, 4, 5], 4))
+    assert answer == Resync(ReplyKey("s", 1, 0), 2, TokenSequence([1, 2]).digest())
 
 
 PROMPT = list(range(10)) * 4
