@@ -140,7 +140,7 @@ class Proposer(StepWorker):
 
     def park(self, session_ids: Sequence[str]) -> None:
         for session_id in session_ids:
-            self._give_up(session_id)  # Freed pages are remembered, so they must hold no guesses.
+            self._unfinished.pop(session_id, None)
             if self._look_ahead is not None:
                 self._look_ahead.forget(session_id)
         super().park(session_ids)

@@ -369,3 +369,23 @@ async def test_a_draft_that_is_given_up_leaves_no_slots_of_its_guesses() -> None
         [found] = worker.step([pair.item([*text, 0], features, round_index=1)])
         assert isinstance(found, ProposalReply), found
         assert len(found.proposal) == 3
+
+
+async def test_a_stream_that_breaks_leaves_no_page_of_guesses() -> None:
+    """The unfinished draft of a head fills a page. Another session with these tokens must not begin
+    on that page, as the head wrote it from hidden states that it guessed."""
+    async with running() as pair:
+        worker, text = pair.service._worker, [*PROMPT, *PROMPT][: PAGE_SIZE - 1]
+        first = pair.item(text, pair.features(text, 0))
+        times = iter([0.0] * 3)
+        hasty = replace(
+            pair.item(text, pair.features(text, 0), 2, session=2),
+            deadline=DraftDeadline(1.0, lambda: next(times, 2.0)),
+        )
+        assert worker.step([first, hasty])[0] is Unfinished.CONTINUES
+        name = first.head.session_id
+        text += worker._unfinished[name].draft.token_ids
+        assert pair.engine.length(name) == len(text) - 1 >= PAGE_SIZE
+        worker.park([name])
+        assert pair.engine.page_counts().num_evictable == 0
+        assert pair.engine.find([*text, 0], first.head.tenant).length == 0
